@@ -1,0 +1,76 @@
+"""What a client asks of the engine, in token ids: the only form in which a request enters this room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 300
+MAX_DEVICE_STOP_IDS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How one request's tokens are drawn, and when it ends. Values are already validated by the server.
+
+    Order on the device: logit_bias, penalties, the `min_tokens` ban, temperature, top_k, top_p, min_p.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0  # end-of-sequence and stop ids cannot be drawn before this many output tokens
+    temperature: float = 1.0  # 0 is greedy, whatever the fields below say
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output tokens
+    logit_bias: tuple[tuple[int, float], ...] = ()  # at most MAX_LOGIT_BIAS (token id, bias)
+    seed: int | None = None  # None: the engine draws one
+    stop_token_ids: tuple[int, ...] = ()  # beside the model's own end-of-sequence ids
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: none; n: the sampled token's and the n most likely ones', n <= MAX_LOGPROBS
+    prompt_logprobs: int | None = None  # likewise for each prompt token but the first; bypasses the prefix cache
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One sequence to generate. `n > 1` is n requests; text (stop strings) is the server's business."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0  # lower runs sooner
+    cache_salt: int = 0  # requests share cached prefix pages only within one salt
+    deadline_s: float | None = None  # seconds it may wait in the queue before it is refused
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # an end-of-sequence or stop id
+    LENGTH = "length"  # max_tokens or the model's context
+    ABORT = "abort"  # the client left, or the engine shuts down
+    ERROR = "error"  # RequestOutput.error says what
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position, of the raw model distribution (before bias, penalties and temperature)."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()  # most likely first
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestOutput:
+    """What one request gained from one step (usually one token). `token_ids` are new ones only."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token id where asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # with the first token; entry i is of prompt token i + 1
+    num_cached_tokens: int = 0  # prompt tokens whose K/V came from the prefix cache
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None  # the stop id that ended it, None for end-of-sequence
+    error: str | None = field(default=None)

@@ -1,0 +1,180 @@
+"""The contract between the batcher and whatever executes its steps: arrays in numpy, one int32 buffer per step.
+
+Shape legend of this room: `T` tokens of a step (padded), `S` rows of a step (padded), `W` columns of a slot's state.
+
+The device keeps one row of state per *slot*; a request owns a slot from admission to its end or preemption. The host
+never resends a row: it sends *patches*, (flat index, value) pairs applied before anything else in the step. Floats
+travel as their bits, so that one i32 matrix and one i32 buffer hold everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+
+from batcher.request import MAX_DEVICE_STOP_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS
+
+HEADER_FIELDS = ("num_decodes", "num_rows", "num_tokens")
+HEADER_SIZE = 8
+
+
+class Variant(StrEnum):
+    """What a step's program can do beyond the forward pass. One bucket and one variant are one executable."""
+
+    GREEDY = "greedy"  # argmax of the raw logits: no row has a bias, a penalty, a ban or wants logprobs
+    SAMPLE = "sample"  # everything in SamplingParams but prompt_logprobs
+    SCORE = "score"  # SAMPLE, and log-probabilities of every token in the step (prompt_logprobs)
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Bucket:
+    """The padded shape of a step and its program. `num_tokens == num_rows` is a decode-only program: q_len 1 each."""
+
+    num_tokens: int
+    num_rows: int
+    variant: Variant
+
+    @property
+    def decode_only(self) -> bool:
+        return self.num_tokens == self.num_rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capacity:
+    """What a runner can hold, known before the first request."""
+
+    num_slots: int
+    num_pages: int  # pages that can be owned; page 0 is not among them (ids 1 .. num_pages)
+    page_size: int  # tokens
+    max_model_len: int  # tokens of prompt and output of one request
+    max_num_batched_tokens: int
+    vocab_size: int
+
+    @property
+    def pages_per_seq(self) -> int:
+        return -(-self.max_model_len // self.page_size)
+
+
+class SlotLayout:
+    """Columns of the slot state `i32[num_slots, width]`. Fields marked f32 hold the float's bits."""
+
+    LAST_TOKEN = 0  # the token the next step reads where the host sends -1
+    KV_LEN = 1  # tokens of this request whose K/V are in pages
+    TEMPERATURE = 2  # f32
+    TOP_K = 3
+    TOP_P = 4  # f32
+    MIN_P = 5  # f32
+    PRESENCE_PENALTY = 6  # f32
+    FREQUENCY_PENALTY = 7  # f32
+    REPETITION_PENALTY = 8  # f32
+    SEED_LOW = 9  # u32 bits
+    SEED_HIGH = 10
+    MIN_KV_LEN = 11  # stop ids are banned while the drawn token's position is below this
+    NUM_STOP_IDS = 12
+    NUM_BIAS = 13
+    WANTS_LOGPROBS = 14  # 0 or 1
+    STOP_IDS = 16  # [MAX_DEVICE_STOP_IDS]
+    BIAS_IDS = STOP_IDS + MAX_DEVICE_STOP_IDS  # [MAX_LOGIT_BIAS]
+    BIAS_VALUES = BIAS_IDS + MAX_LOGIT_BIAS  # f32 [MAX_LOGIT_BIAS]
+    PAGE_TABLE = BIAS_VALUES + MAX_LOGIT_BIAS  # [pages_per_seq]; entries past the row's pages are never read
+
+    @staticmethod
+    def width(pages_per_seq: int) -> int:
+        return SlotLayout.PAGE_TABLE + pages_per_seq
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """Offsets of the sections of the packed buffer of one bucket; the same arithmetic runs inside the program."""
+
+    bucket: Bucket
+
+    @property
+    def num_patches(self) -> int:
+        """Patches that travel in the step's own buffer: the steady state of every row crossing a page boundary,
+        and a few short admissions. What does not fit goes ahead in `StepInput.patches`."""
+        return 2 * self.bucket.num_rows + 64
+
+    def sections(self) -> dict[str, slice]:
+        """name -> slice of the buffer: header, slots[S], q_lens[S], emits[S], tokens[T], patch_indices[K],
+        patch_values[K], and for SCORE targets[T].
+
+        Rows: decodes (q_len 1) first, then chunks; a padding row has slot == num_slots, q_len 0, emit 0. A token of -1
+        is "the slot's last token". A padding patch has an index past the end of the state. targets[t] is the prompt
+        token that follows tokens[t], or -1 where none is wanted.
+        """
+        t, s, k = self.bucket.num_tokens, self.bucket.num_rows, self.num_patches
+        sizes = {"header": HEADER_SIZE, "slots": s, "q_lens": s, "emits": s, "tokens": t}
+        sizes |= {"patch_indices": k, "patch_values": k}
+        if self.bucket.variant is Variant.SCORE:
+            sizes["targets"] = t
+        out, start = {}, 0
+        for name, size in sizes.items():
+            out[name] = slice(start, start + size)
+            start += size
+        return out
+
+    @property
+    def size(self) -> int:
+        return max(s.stop for s in self.sections().values())
+
+
+PATCH_BLOCK = 4096  # (index, value) pairs of one patch-only dispatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PenaltyReset:
+    """The token history of a request with penalties, counted on the device when it is admitted."""
+
+    slot: int
+    prompt: np.ndarray  # i32[n]
+    output: np.ndarray  # i32[m], not empty after a preemption
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepInput:
+    bucket: Bucket
+    packed: np.ndarray  # i32[PackedLayout(bucket).size]
+    patches: tuple[np.ndarray, ...] = ()  # each i32[2, PATCH_BLOCK], applied before the step, in order
+    penalty_resets: tuple[PenaltyReset, ...] = ()  # applied before the step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOutput:
+    """Row-aligned results; rows without emit hold nothing of meaning. Log-probabilities are of the raw logits."""
+
+    tokens: np.ndarray  # i32[S]
+    finite: np.ndarray  # bool[S]: False where the logits held a NaN or infinity
+    logprobs: np.ndarray | None = None  # f32[S], SAMPLE and SCORE
+    top_ids: np.ndarray | None = None  # i32[S, MAX_LOGPROBS], most likely first
+    top_logprobs: np.ndarray | None = None  # f32[S, MAX_LOGPROBS]
+    target_logprobs: np.ndarray | None = None  # f32[T], SCORE: of targets[t]
+    target_top_ids: np.ndarray | None = None  # i32[T, MAX_LOGPROBS]
+    target_top_logprobs: np.ndarray | None = None  # f32[T, MAX_LOGPROBS]
+
+
+class StepHandle(Protocol):
+    def result(self) -> StepOutput:
+        """Blocks until the device is done. Called from the reader thread, once."""
+
+
+class Runner(Protocol):
+    """Executes steps in the order in which they are given. Owned here, implemented by `model.runner`."""
+
+    def capacity(self) -> Capacity: ...
+
+    def warm_up(self, buckets: Iterable[Bucket], report: Callable[[str], None]) -> None:
+        """Compiles every bucket's program and runs each once. After this `num_compiles` never changes."""
+
+    def execute(self, step: StepInput) -> StepHandle:
+        """Dispatches one step and returns at once. A bucket that was not warmed up is a KeyError."""
+
+    @property
+    def num_compiles(self) -> int: ...
+
+
+assert MAX_LOGPROBS <= 32, "top-k of the log-probabilities is a small unrolled selection on some chips"

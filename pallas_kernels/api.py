@@ -1,0 +1,198 @@
+"""The operation: append a step's new K/V to their pages, and attend over the pages. One signature, several backends.
+
+Shape legend of this room: `T` tokens in a step (padded), `S` sequences (rows) in a step (padded), `P` pages, `N` query
+heads, `K` KV heads, `H` head dim, `G = N // K` query heads per KV head.
+
+A step is a ragged batch: row `i` brings tokens `query_starts[i]:query_starts[i + 1]`, the last ones of a sequence that
+is `kv_lens[i]` tokens long with them; its earlier K/V lie in the pages that `page_table[i]` lists. Attention is causal
+within the sequence. Rows with one token (decodes) stand first, so that a backend may treat them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import layout, reference, validate
+
+
+class Backend(StrEnum):
+    REFERENCE = "reference"  # plain jnp, any platform
+    TPU = "tpu"
+    TPU_INTERPRET = "tpu-interpret"  # the TPU kernel, interpreted on the CPU
+    GPU = "gpu"
+    GPU_INTERPRET = "gpu-interpret"  # the GPU kernel, interpreted on the CPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """What is static about the operation. Head counts are the whole model's; sharding divides them."""
+
+    num_query_heads: int
+    num_kv_heads: int  # as stored: after replication where there are fewer than chips
+    head_dim: int
+    page_size: int  # tokens
+    dtype: Any  # of queries, new keys and values, and the output
+    kv_dtype: Any  # of the pages. A hook: today it equals dtype
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    def shard(self, num_shards: int) -> AttentionSpec:
+        """The spec that one of `num_shards` chips sees. ValueError where the heads do not divide."""
+        if self.num_kv_heads % num_shards or self.num_query_heads % num_shards:
+            raise ValueError(
+                f"heads do not divide over the chips: {self.num_query_heads=} {self.num_kv_heads=} {num_shards=}"
+            )
+        return AttentionSpec(
+            num_query_heads=self.num_query_heads // num_shards,
+            num_kv_heads=self.num_kv_heads // num_shards,
+            head_dim=self.head_dim,
+            page_size=self.page_size,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+        )
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["page_table", "kv_lens", "query_starts", "num_decodes", "num_rows"],
+    meta_fields=[],
+)
+@dataclass(frozen=True, kw_only=True)
+class RaggedBatch:
+    """Which tokens of the step belong to which sequence. All of it is data: no value here ever recompiles."""
+
+    page_table: jax.Array  # i32[S, pages_per_seq]; entries past a row's pages are page 0, which nobody owns
+    kv_lens: jax.Array  # i32[S], this step's tokens included; 0 in padding rows
+    query_starts: jax.Array  # i32[S + 1], non-decreasing; query_starts[num_rows:] all equal the number of real tokens
+    num_decodes: jax.Array  # i32[]; rows [0, num_decodes) bring exactly one token each
+    num_rows: jax.Array  # i32[]; rows [num_rows, S) are padding
+
+
+@dataclass(frozen=True)
+class PagedAttention:
+    """The operation bound to a backend and, on several chips, to a mesh axis over which KV heads are split."""
+
+    spec: AttentionSpec
+    backend: Backend
+    mesh: Mesh | None = None
+    axis: str = "tensor"
+
+    def __post_init__(self) -> None:
+        validate.spec(self.local_spec, self.backend)
+
+    @property
+    def num_shards(self) -> int:
+        return 1 if self.mesh is None else self.mesh.shape[self.axis]
+
+    @property
+    def local_spec(self) -> AttentionSpec:
+        return self.spec.shard(self.num_shards)
+
+    def kv_pages(self, num_pages: int) -> jax.ShapeDtypeStruct:
+        """Shape, dtype and sharding of one layer's K and V, page 0 (owned by nobody) included in `num_pages`."""
+        local = layout.kv_pages(self.local_spec, self.backend, num_pages)
+        axis = layout.kv_head_axis(self.backend)
+        shape = tuple(n * self.num_shards if i == axis else n for i, n in enumerate(local.shape))
+        sharding = None if self.mesh is None else NamedSharding(self.mesh, self._kv_partition())
+        return jax.ShapeDtypeStruct(shape, local.dtype, sharding=sharding)
+
+    def page_bytes(self) -> int:
+        """Bytes of one page of one layer on one chip."""
+        one = layout.kv_pages(self.local_spec, self.backend, 1)
+        return one.size * one.dtype.itemsize
+
+    def make_schedule(self, batch: RaggedBatch, *, num_tokens: int, decode_only: bool) -> Any:
+        """What the layers of one step share: computed once per step, inside the program. A pytree of small arrays.
+
+        `decode_only` is static: every row of the program brings at most one token (num_tokens == S).
+        """
+        validate.batch(batch, num_tokens=num_tokens, decode_only=decode_only)
+        return _implementation(self.backend).make_schedule(
+            batch, self.local_spec, num_tokens=num_tokens, decode_only=decode_only
+        )
+
+    def __call__(
+        self,
+        queries: jax.Array,  # [T, N, H]
+        keys: jax.Array,  # [T, K, H], this step's
+        values: jax.Array,  # [T, K, H]
+        kv_pages: jax.Array,  # one layer's pages (or all layers' in a row: see first_page); donate it
+        schedule: Any,
+        first_page: jax.Array | int = 0,  # where this layer's pages begin in kv_pages
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the attention output [T, N, H] and the pages with the new K/V in them.
+
+        Rows of the output past the last real token hold nothing of meaning (but nothing that is not finite).
+        """
+        validate.operands(queries, keys, values, kv_pages, self.spec)
+        append_and_attend: Callable[..., Any] = partial(
+            _implementation(self.backend).append_and_attend, spec=self.local_spec, **_options(self.backend)
+        )
+        if self.mesh is None:
+            return append_and_attend(queries, keys, values, kv_pages, schedule, first_page)
+        heads = P(None, self.axis, None)
+        return jax.shard_map(
+            append_and_attend,
+            mesh=self.mesh,
+            in_specs=(heads, heads, heads, self._kv_partition(), P(), P()),
+            out_specs=(heads, self._kv_partition()),
+            check_vma=False,
+        )(queries, keys, values, kv_pages, schedule, jnp.int32(first_page))
+
+    def _kv_partition(self) -> P:
+        axis = layout.kv_head_axis(self.backend)
+        return P(*(self.axis if i == axis else None for i in range(axis + 1)))
+
+
+def choose_backend(requested: str | None, platform: str) -> Backend:
+    """The backend for `platform` ('cpu', 'tpu', 'gpu'/'cuda'), or the one asked for by name.
+
+    Raises:
+        ValueError: an unknown name, or a compiled kernel asked for on a platform that cannot run it.
+    """
+    native = {"cpu": Backend.REFERENCE, "tpu": Backend.TPU, "gpu": Backend.GPU, "cuda": Backend.GPU}
+    if platform not in native:
+        raise ValueError(f"no attention backend for {platform=}; it can be one of {sorted(native)}")
+    if requested is None or requested == "auto":
+        return native[platform]
+    names = [backend.value for backend in Backend]
+    if requested not in names:
+        raise ValueError(f"unknown attention backend {requested!r}; it can be 'auto' or one of {names}")
+    backend = Backend(requested)
+    if backend in (Backend.TPU, Backend.GPU) and backend is not native[platform]:
+        raise ValueError(
+            f"the attention backend {requested!r} cannot run on {platform=}; use {requested + '-interpret'!r} "
+            f"to interpret it on a CPU (slow), or 'auto'"
+        )
+    return backend
+
+
+def _implementation(backend: Backend) -> Any:
+    """The module with `make_schedule` and `append_and_attend`. Kernels are imported where they are used only: their
+    toolchains take seconds to import."""
+    if backend is Backend.REFERENCE:
+        return reference
+    if backend in (Backend.TPU, Backend.TPU_INTERPRET):
+        from pallas_kernels.tpu import attention as tpu
+
+        return tpu
+    from pallas_kernels.gpu import attention as gpu
+
+    return gpu
+
+
+def _options(backend: Backend) -> dict[str, bool]:
+    if backend is Backend.REFERENCE:
+        return {}
+    return {"interpret": backend in (Backend.TPU_INTERPRET, Backend.GPU_INTERPRET)}

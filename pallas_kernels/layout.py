@@ -1,0 +1,47 @@
+"""How each backend lays out its pages. Private to this room: the model and the batcher see pages and counts only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from pallas_kernels.api import AttentionSpec, Backend
+
+
+def kv_pages(spec: AttentionSpec, backend: Backend, num_pages: int) -> jax.ShapeDtypeStruct:
+    """One layer's pages on one chip."""
+    family = backend.split("-")[0]
+    if family == "reference":
+        # Heads before tokens: a head's tokens of one page are contiguous, the form that XLA's CPU products run well.
+        shape = (2, num_pages, spec.num_kv_heads, spec.page_size, spec.head_dim)
+    elif family == "gpu":
+        # One page of one head is one box of the copy engine: contiguous, and the head axis splits over chips.
+        shape = (num_pages, 2, spec.num_kv_heads, spec.page_size, spec.head_dim)
+    else:
+        from pallas_kernels.tpu import layout as tpu_layout
+
+        return tpu_layout.kv_pages(spec, num_pages)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(spec.kv_dtype))
+
+
+def kv_head_axis(backend: Backend) -> int:
+    """The axis of `kv_pages` that is split over chips."""
+    family = backend.split("-")[0]
+    if family == "tpu":
+        from pallas_kernels.tpu import layout as tpu_layout
+
+        return tpu_layout.KV_HEAD_AXIS
+    return 2
+
+
+def default_page_size(backend: Backend, max_model_len: int) -> int:
+    """Tokens per page where the user gives none."""
+    family = backend.split("-")[0]
+    if family == "tpu":
+        return 128
+    if family == "gpu":
+        return 64
+    return 16 if max_model_len <= 2048 else 64
