@@ -1,0 +1,216 @@
+"""The model's constants, read from a Hugging Face `config.json`. What this engine would compute wrongly is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ARCHITECTURE = "LlamaForCausalLM"
+CHECKPOINT_DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """Every frequency divided by `factor` (position interpolation, arXiv 2306.15595)."""
+
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Low frequencies divided by `factor`, high ones kept, a smooth ramp between (Llama 3.1)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+RopeScaling = LinearScaling | Llama3Scaling
+_SCALINGS: dict[str, type[LinearScaling] | type[Llama3Scaling]] = {
+    "linear": LinearScaling,
+    "llama3": Llama3Scaling,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """Shapes and constants of one Llama. Nothing here has a default: a checkpoint says what it is."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    max_position_embeddings: int  # tokens the model was trained to attend over
+    tie_word_embeddings: bool  # the head is the transposed embedding
+    checkpoint_dtype: str | None  # what the weights were saved in; None where the file does not say
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]  # generation_config.json, where there is one, knows better
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name}={getattr(self, name)} must be positive" for name in _POSITIVE if getattr(self, name) <= 0
+        ]
+        if not problems and self.num_heads % self.num_kv_heads:
+            problems.append(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            problems.append(f"head_dim={self.head_dim} is odd, but rotary embeddings turn pairs")
+        if problems:
+            raise ValueError("not a Llama: " + "; ".join(problems))
+
+    @property
+    def queries_per_kv(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @classmethod
+    def from_file(cls, path: Path | str) -> LlamaConfig:
+        """Reads `config.json`, given its path or its folder's."""
+        path = Path(path)
+        if path.is_dir():
+            path = path / "config.json"
+        try:
+            return cls.from_hf(json.loads(path.read_text()))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> LlamaConfig:
+        """Translates the parsed `config.json`.
+
+        Keys which the reference implementation of this architecture does not read are ignored, as it ignores them.
+
+        Raises:
+            ValueError: one message naming everything that is missing or that this engine does not compute.
+        """
+        problems = _unsupported(raw)
+        missing = [key for key in _REQUIRED if raw.get(key) is None]
+        problems += [f"{key} is missing" for key in missing]
+        theta, scaling, rope_problems = _rope(raw)
+        problems += rope_problems
+        if problems:
+            raise ValueError(f"{len(problems)} problem(s) in the model's config: " + "; ".join(problems))
+        heads = int(raw["num_attention_heads"])
+        eos = raw.get("eos_token_id")
+        return cls(
+            vocab_size=int(raw["vocab_size"]),
+            hidden_size=int(raw["hidden_size"]),
+            intermediate_size=int(raw["intermediate_size"]),
+            num_layers=int(raw["num_hidden_layers"]),
+            num_heads=heads,
+            num_kv_heads=int(raw.get("num_key_value_heads") or heads),
+            head_dim=int(raw.get("head_dim") or raw["hidden_size"] // heads),
+            rms_norm_eps=float(raw["rms_norm_eps"]),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            max_position_embeddings=int(raw["max_position_embeddings"]),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            checkpoint_dtype=_dtype(raw),
+            bos_token_id=raw.get("bos_token_id"),
+            eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The inverse of `from_hf`, in the spelling that older and newer readers both take."""
+        scaling = self.rope_scaling
+        names = {kind: name for name, kind in _SCALINGS.items()}
+        return {
+            "architectures": [ARCHITECTURE],
+            "model_type": "llama",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": None if scaling is None else {"rope_type": names[type(scaling)], **vars(scaling)},
+            "max_position_embeddings": self.max_position_embeddings,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "torch_dtype": self.checkpoint_dtype,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": list(self.eos_token_ids) or None,
+            "attention_bias": False,
+            "mlp_bias": False,
+        }
+
+
+_POSITIVE = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+    "rms_norm_eps", "rope_theta", "max_position_embeddings",
+)  # fmt: skip
+_REQUIRED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps",
+    "max_position_embeddings",
+)  # fmt: skip
+
+
+def _unsupported(raw: Mapping[str, Any]) -> list[str]:
+    """What would be computed wrongly, each with what would be right."""
+    problems = []
+    architectures = raw.get("architectures") or [ARCHITECTURE if raw.get("model_type") == "llama" else None]
+    if list(architectures) != [ARCHITECTURE]:
+        problems.append(f"architectures={architectures} is not supported (only {ARCHITECTURE} is)")
+    expected = {
+        "model_type": ("llama",),
+        "hidden_act": ("silu", "swish"),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "pretraining_tp": (1,),
+        "partial_rotary_factor": (1, 1.0),
+        "quantization_config": (),
+        "dtype": CHECKPOINT_DTYPES,
+        "torch_dtype": CHECKPOINT_DTYPES,
+    }
+    for key, values in expected.items():
+        value = raw.get(key)
+        if value is not None and value not in values:
+            problems.append(f"{key}={value!r} is not supported (only {list(values) or 'none'})")
+    return problems
+
+
+def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None, list[str]]:
+    """theta, scaling and problems, from `rope_theta` + `rope_scaling` or from the newer `rope_parameters`."""
+    rope: dict[str, Any] = dict(raw.get("rope_parameters") or {})
+    old: dict[str, Any] = dict(raw.get("rope_scaling") or {})
+    problems = []
+    if rope and old and rope != old:
+        problems.append(f"rope_parameters={rope} and rope_scaling={old} disagree")
+    rope = rope or old
+    # 10000 is what the reference implementation takes where neither spelling gives a base.
+    theta = rope.pop("rope_theta", None) or raw.get("rope_theta") or 10_000.0
+    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    rope.pop("type", None)
+    if rope.pop("partial_rotary_factor", None) not in (None, 1, 1.0):
+        problems.append("partial_rotary_factor other than 1 is not supported")
+    if kind == "default":
+        return float(theta), None, problems
+    if kind not in _SCALINGS:
+        problems.append(f"rope_type={kind!r} is not supported (only {['default', *_SCALINGS]})")
+        return float(theta), None, problems
+    fields = _SCALINGS[kind].__dataclass_fields__
+    absent = [name for name in fields if rope.get(name) is None]
+    if absent:
+        problems.append(f"rope_type={kind!r} lacks {absent}")
+        return float(theta), None, problems
+    values = {
+        name: int(rope[name]) if name.startswith("original") else float(rope[name]) for name in fields
+    }
+    return float(theta), _SCALINGS[kind](**values), problems
+
+
+def _dtype(raw: Mapping[str, Any]) -> str | None:
+    return raw.get("dtype") or raw.get("torch_dtype")

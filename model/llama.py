@@ -1,0 +1,75 @@
+"""Llama 3 over a flat row of tokens. The model knows its constants, arrays, and an `attend` callable: nothing of pages,
+batches or devices. Serving passes paged attention, training plain causal attention, tests a dense one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from model.config import LlamaConfig
+from model.layers import Attend, DecoderLayer, RMSNorm, project
+from model.rope import inverse_frequencies, rotation
+
+INIT_STDDEV = 0.02
+
+
+class Llama(nnx.Module):
+    """The decoder. Layers are unrolled: on CPUs a scan over them is several times slower, and its gain on chips is
+    compile time only.
+
+    Args:
+        config: `config.num_kv_heads` is the stored number, after replication over chips (`model.sharding`).
+        dtype: of weights and activations. Rotary embeddings, norm statistics and logits are float32 whatever it is.
+        rngs: for random weights; under `nnx.eval_shape` none are made.
+        separate_head: keep a head [D, V] of its own even when embeddings are tied. XLA's CPU products run the transposed
+            [V, D] several times slower, so serving on a CPU pays the memory (0.5 GB of bf16 for the 1B model); on chips
+            both forms run alike and the embedding serves as head. Training a tied model needs False: one weight.
+    """
+
+    def __init__(self, config: LlamaConfig, *, dtype: Any, rngs: nnx.Rngs, separate_head: bool = False):
+        self.config = config
+        self.dtype = jnp.dtype(dtype)
+        vocab, embed = config.vocab_size, config.hidden_size
+        normal = jax.random.normal
+        self.embedding = nnx.Param(
+            INIT_STDDEV * normal(rngs.params(), (vocab, embed), dtype), axes=("vocab", "embed")
+        )
+        self.layers = nnx.List(
+            [DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)]
+        )
+        self.norm = RMSNorm(config, dtype=dtype)
+        if config.tie_word_embeddings and not separate_head:
+            self.head = None
+        else:
+            head = INIT_STDDEV * normal(rngs.params(), (embed, vocab), dtype)
+            self.head = nnx.Param(head, axes=("embed", "vocab"))
+
+    def __call__(
+        self,
+        tokens: jax.Array,  # i32[T]
+        positions: jax.Array,  # i32[T], of each token in its own sequence
+        kv: Sequence[Any],  # one pytree per layer, handed to attend and taken back
+        attend: Attend,
+    ) -> tuple[jax.Array, list[Any]]:
+        """Hidden states [T, D] after the final norm, and the K/V of every layer as `attend` returned them."""
+        if len(kv) != self.config.num_layers:
+            raise ValueError(f"one K/V per layer is needed: {len(kv)=} {self.config.num_layers=}")
+        config = self.config
+        frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        cos, sin = rotation(positions, frequencies)
+        x = self.embedding[...].at[tokens].get(mode="clip")  # [T, D]; padding tokens may be anything
+        new_kv = []
+        for layer, layer_kv in zip(self.layers, kv, strict=True):
+            x, layer_kv = layer(x, cos, sin, layer_kv, attend)
+            new_kv.append(layer_kv)
+        return self.norm(x), new_kv
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """f32[..., V] of hidden [..., D] as `__call__` returned it."""
+        if self.head is not None:
+            return project(hidden, self.head[...], out_dtype=jnp.float32)
+        return project(hidden, self.embedding[...].T, out_dtype=jnp.float32)
