@@ -1,0 +1,266 @@
+"""The operation in plain jnp: the oracle of the kernels, and the backend that serves on a CPU.
+
+Softmax and both products run in float32 whatever the pages hold. The form is chosen for XLA's CPU backend, where it
+costs no more than dense attention over contiguous K/V:
+
+- Decodes are taken in groups of rows. One gather per block fetches `[rows, K, block, H]` (a page of one head is
+  contiguous, so a gather row is one page of one head), and an online softmax runs over the blocks, as many as the
+  longest row of the group needs: a step costs what its live tokens cost, not what the context limit would.
+- Prompt chunks are cut into tiles of queries of one row; a tile loops over the K/V blocks at or before its last
+  position. Tiles are written in token order, so that what a tile writes past its row's end is overwritten by the next.
+
+All trip counts are data: nothing recompiles. Masked values are replaced, not multiplied by zero, so that whatever an
+unused page holds (a NaN included) never reaches the output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+if TYPE_CHECKING:
+    from pallas_kernels.api import AttentionSpec, RaggedBatch
+
+DECODE_GROUP_ROWS = 16
+DECODE_BLOCK_TOKENS = 128
+TILE_QUERIES = 64
+TILE_BLOCK_TOKENS = 256
+
+NOWHERE = 1 << 30  # a page that no cache has: scatters drop it
+MASKED = -1e30  # below every score, but finite: a row without a live token must not give a NaN
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "page_table",
+        "kv_lens",
+        "num_decodes",
+        "token_page",
+        "token_offset",
+        "tile_row",
+        "tile_token",
+        "tile_position",
+        "num_tiles",
+    ],
+    meta_fields=["decode_only"],
+)
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Where every token goes, and the tiles of the chunks."""
+
+    page_table: jax.Array  # i32[S, pages_per_seq]
+    kv_lens: jax.Array  # i32[S]
+    num_decodes: jax.Array  # i32[]
+    token_page: jax.Array  # i32[T], NOWHERE for padding
+    token_offset: jax.Array  # i32[T]
+    tile_row: jax.Array  # i32[tiles]
+    tile_token: jax.Array  # i32[tiles], the step's token that is the tile's first query
+    tile_position: jax.Array  # i32[tiles], that query's position in its sequence
+    num_tiles: jax.Array  # i32[]
+    decode_only: bool
+
+
+def make_schedule(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, decode_only: bool) -> Schedule:
+    rows = batch.kv_lens.shape[0]
+    row_ids = jnp.arange(rows)
+    query_lens = jnp.where(row_ids < batch.num_rows, jnp.diff(batch.query_starts), 0)
+    first_positions = batch.kv_lens - query_lens
+
+    tokens = jnp.arange(num_tokens)
+    token_row = jnp.clip(jnp.searchsorted(batch.query_starts, tokens, side="right") - 1, 0, rows - 1)
+    in_row = tokens - batch.query_starts[token_row]
+    positions = first_positions[token_row] + in_row
+    is_real = (in_row < query_lens[token_row]) & (token_row < batch.num_rows)
+    page_slot = jnp.clip(positions // spec.page_size, 0, batch.page_table.shape[1] - 1)
+    token_page = jnp.where(is_real, batch.page_table[token_row, page_slot], NOWHERE)
+
+    tiles_per_row = jnp.where(row_ids < batch.num_decodes, 0, -(-query_lens // TILE_QUERIES))
+    tile_ends = jnp.cumsum(tiles_per_row)
+    max_tiles = num_tokens // TILE_QUERIES + rows
+    tiles = jnp.arange(max_tiles)
+    tile_row = jnp.clip(jnp.searchsorted(tile_ends, tiles, side="right"), 0, rows - 1)
+    tile_offset = (tiles - (tile_ends - tiles_per_row)[tile_row]) * TILE_QUERIES
+    return Schedule(
+        page_table=batch.page_table,
+        kv_lens=batch.kv_lens,
+        num_decodes=batch.num_rows if decode_only else batch.num_decodes,
+        token_page=token_page,
+        token_offset=positions % spec.page_size,
+        tile_row=tile_row,
+        tile_token=batch.query_starts[tile_row] + tile_offset,
+        tile_position=first_positions[tile_row] + tile_offset,
+        num_tiles=tile_ends[-1],
+        decode_only=decode_only,
+    )
+
+
+def append_and_attend(
+    queries: jax.Array,  # [T, N, H]
+    keys: jax.Array,  # [T, K, H]
+    values: jax.Array,  # [T, K, H]
+    kv_pages: jax.Array,  # [2, P, K, page, H]
+    schedule: Schedule,
+    first_page: jax.Array | int,
+    *,
+    spec: AttentionSpec,
+) -> tuple[jax.Array, jax.Array]:
+    kv_pages = _append(keys, values, kv_pages, schedule, first_page)
+    tokens, heads, head_dim = queries.shape
+    grouped = queries.reshape(tokens, spec.num_kv_heads, heads // spec.num_kv_heads, head_dim)
+    grouped = grouped.astype(jnp.float32) * spec.scale
+    out = _attend_decodes(grouped, kv_pages, schedule, first_page)
+    if not schedule.decode_only:
+        out = _attend_tiles(grouped, out, kv_pages, schedule, first_page)
+    return out.astype(queries.dtype).reshape(queries.shape), kv_pages
+
+
+def _append(
+    keys: jax.Array, values: jax.Array, kv_pages: jax.Array, schedule: Schedule, first_page: jax.Array | int
+) -> jax.Array:
+    page = (schedule.token_page + first_page)[:, None]
+    offset = schedule.token_offset[:, None]
+    head = jnp.arange(keys.shape[1])[None]
+    for which, new in enumerate((keys, values)):
+        kv_pages = kv_pages.at[which, page, head, offset].set(new, mode="drop", unique_indices=True)
+    return kv_pages
+
+
+def _gather_block(
+    kv_pages: jax.Array,  # [2, P, K, page, H]
+    pages: jax.Array,  # i32[rows, n]
+    is_live: jax.Array,  # bool[rows, n * page]
+) -> tuple[jax.Array, jax.Array]:
+    """K and V of a block of pages of each row, f32[rows, K, n * page, H] each; values that are not live are zero."""
+    _, num_pages, heads, page_size, head_dim = kv_pages.shape
+    flat = kv_pages.reshape(2 * num_pages * heads, page_size, head_dim)
+    key_rows = pages[:, None, :] * heads + jnp.arange(heads)[None, :, None]  # [rows, K, n]
+    shape = (pages.shape[0], heads, pages.shape[1] * page_size, head_dim)
+    key_block = flat.at[key_rows].get(mode="promise_in_bounds").reshape(shape)
+    value_block = flat.at[key_rows + num_pages * heads].get(mode="promise_in_bounds").reshape(shape)
+    value_block = jnp.where(is_live[:, None, :, None], value_block, 0)
+    return key_block.astype(jnp.float32), value_block.astype(jnp.float32)
+
+
+def _online_softmax(
+    carry: tuple[jax.Array, jax.Array, jax.Array],  # acc [..., Q, H], running maximum and sum [..., Q]
+    scores: jax.Array,  # [..., Q, block]
+    mask: jax.Array,  # bool, broadcastable to scores
+    values: jax.Array,  # [..., block, H]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    acc, maximum, total = carry
+    scores = jnp.where(mask, scores, MASKED)
+    new_maximum = jnp.maximum(maximum, scores.max(-1))
+    weights = jnp.exp(scores - new_maximum[..., None])
+    shrink = jnp.exp(maximum - new_maximum)
+    return acc * shrink[..., None] + weights @ values, new_maximum, total * shrink + weights.sum(-1)
+
+
+def _attend_decodes(
+    queries: jax.Array,  # f32[T, K, G, H], scaled
+    kv_pages: jax.Array,
+    schedule: Schedule,
+    first_page: jax.Array | int,
+) -> jax.Array:
+    """f32[T, K, G, H]: attention of the first num_decodes tokens (token i is row i); zero elsewhere, or overwritten."""
+    page_size = kv_pages.shape[3]
+    group = min(DECODE_GROUP_ROWS, schedule.kv_lens.shape[0], queries.shape[0])
+    pages_per_block = max(1, DECODE_BLOCK_TOKENS // page_size)
+    block_tokens = pages_per_block * page_size
+    rows = _round_up(min(schedule.kv_lens.shape[0], queries.shape[0]), group)
+    lens = jnp.where(jnp.arange(rows) < schedule.num_decodes, _pad_rows(schedule.kv_lens, rows), 0)
+    table = _pad_columns(_pad_rows(schedule.page_table, rows), pages_per_block) + first_page
+
+    def attend_group(index: jax.Array, out: jax.Array) -> jax.Array:
+        row = index * group
+        row_queries = lax.dynamic_slice_in_dim(queries_padded, row, group)
+        row_lens = lax.dynamic_slice_in_dim(lens, row, group)
+        row_table = lax.dynamic_slice_in_dim(table, row, group)
+
+        def attend_block(block, carry):
+            pages = lax.dynamic_slice_in_dim(row_table, block * pages_per_block, pages_per_block, axis=1)
+            positions = block * block_tokens + jnp.arange(block_tokens)
+            is_live = positions[None] < row_lens[:, None]  # [rows, block]
+            key_block, value_block = _gather_block(kv_pages, pages, is_live)
+            scores = jnp.einsum("skgh,skth->skgt", row_queries, key_block)
+            return _online_softmax(carry, scores, is_live[:, None, None, :], value_block)
+
+        num_blocks = -(-row_lens.max() // block_tokens)
+        return lax.dynamic_update_slice_in_dim(
+            out, _finish(lax.fori_loop(0, num_blocks, attend_block, _start(row_queries))), row, axis=0
+        )
+
+    queries_padded = _pad_rows(queries, max(rows, queries.shape[0]))
+    if rows == group:  # one group: no loop around it
+        out = attend_group(jnp.int32(0), jnp.zeros_like(queries_padded))
+    else:
+        num_groups = -(-schedule.num_decodes // group)
+        out = lax.fori_loop(0, num_groups, attend_group, jnp.zeros_like(queries_padded))
+    return out[: queries.shape[0]]
+
+
+def _attend_tiles(
+    queries: jax.Array,  # f32[T, K, G, H], scaled
+    out: jax.Array,  # f32[T, K, G, H], where the decodes' output already stands
+    kv_pages: jax.Array,
+    schedule: Schedule,
+    first_page: jax.Array | int,
+) -> jax.Array:
+    tokens, heads, per_head, head_dim = queries.shape
+    page_size = kv_pages.shape[3]
+    pages_per_block = max(1, TILE_BLOCK_TOKENS // page_size)
+    block_tokens = pages_per_block * page_size
+    table = _pad_columns(schedule.page_table, pages_per_block) + first_page
+    queries = _pad_rows(queries, tokens + TILE_QUERIES)  # the last tile may reach past the end
+    out = _pad_rows(out, tokens + TILE_QUERIES)
+
+    def attend_tile(index: jax.Array, out: jax.Array) -> jax.Array:
+        row, token = schedule.tile_row[index], schedule.tile_token[index]
+        positions = schedule.tile_position[index] + jnp.arange(TILE_QUERIES)
+        live_tokens = jnp.minimum(schedule.kv_lens[row], positions[-1] + 1)
+        tile = lax.dynamic_slice_in_dim(queries, token, TILE_QUERIES)  # [Q, K, G, H]
+        tile = tile.transpose(1, 0, 2, 3).reshape(1, heads, TILE_QUERIES * per_head, head_dim)
+
+        def attend_block(block, carry):
+            pages = lax.dynamic_slice(table, (row, block * pages_per_block), (1, pages_per_block))
+            kv_positions = block * block_tokens + jnp.arange(block_tokens)
+            key_block, value_block = _gather_block(kv_pages, pages, (kv_positions < live_tokens)[None])
+            scores = jnp.einsum("skqh,skth->skqt", tile, key_block)
+            is_causal = kv_positions[None, :] <= jnp.repeat(positions, per_head)[:, None]
+            return _online_softmax(carry, scores, is_causal & (kv_positions < live_tokens), value_block)
+
+        result = _finish(lax.fori_loop(0, -(-live_tokens // block_tokens), attend_block, _start(tile)))
+        result = result.reshape(heads, TILE_QUERIES, per_head, head_dim).transpose(1, 0, 2, 3)
+        return lax.dynamic_update_slice_in_dim(out, result, token, axis=0)
+
+    return lax.fori_loop(0, schedule.num_tiles, attend_tile, out)[:tokens]
+
+
+def _start(queries: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    state = queries.shape[:-1]
+    return jnp.zeros(queries.shape), jnp.full(state, MASKED), jnp.zeros(state)
+
+
+def _finish(carry: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+    acc, _, total = carry
+    return acc / jnp.maximum(total, 1e-30)[..., None]
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _pad_rows(array: jax.Array, rows: int) -> jax.Array:
+    if array.shape[0] >= rows:
+        return array[:rows]
+    return jnp.pad(array, [(0, rows - array.shape[0])] + [(0, 0)] * (array.ndim - 1))
+
+
+def _pad_columns(table: jax.Array, multiple: int) -> jax.Array:
+    """Page tables end on a whole block; the added entries are page 0 and never live."""
+    return jnp.pad(table, ((0, 0), (0, -table.shape[1] % multiple)))
