@@ -1,4 +1,4 @@
-"""Dense attention in numpy over contiguous float64 K/V, and random ragged batches: what every backend is held against."""
+"""Dense attention in numpy over contiguous float64 K/V, and random ragged batches: every backend is held to it."""
 
 from __future__ import annotations
 

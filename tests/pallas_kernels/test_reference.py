@@ -18,7 +18,7 @@ ROWS, TOKENS, PAGES_PER_SEQ = 6, 160, 20
 
 
 def spec(**changes) -> AttentionSpec:
-    fields = dict(num_query_heads=4, num_kv_heads=2, head_dim=8, page_size=16, dtype=jnp.float32)
+    fields = {"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 8, "page_size": 16, "dtype": jnp.float32}
     fields |= changes
     return AttentionSpec(**fields, kv_dtype=fields["dtype"])
 
@@ -81,7 +81,7 @@ def ragged_rows(draw, max_rows: int = ROWS, max_tokens: int = TOKENS) -> list[Ro
 @settings(deadline=None, max_examples=40)
 @given(rows=ragged_rows(), seed=st.integers(0, 1000))
 def test_random_ragged_batches_equal_dense_attention(rows, seed):
-    shape = dict(num_tokens=TOKENS, num_rows=ROWS, pages_per_seq=PAGES_PER_SEQ)
+    shape = {"num_tokens": TOKENS, "num_rows": ROWS, "pages_per_seq": PAGES_PER_SEQ}
     check(make_case(spec(), rows, **shape, num_pages=1 + ROWS * PAGES_PER_SEQ, seed=seed))
 
 
