@@ -1,4 +1,4 @@
-"""The model's constants, read from a Hugging Face `config.json`. What this engine would compute wrongly is refused."""
+"""The model's constants, from a Hugging Face `config.json`. What would be computed wrongly is refused."""
 
 from __future__ import annotations
 
@@ -57,13 +57,9 @@ class LlamaConfig:
     eos_token_ids: tuple[int, ...]  # generation_config.json, where there is one, knows better
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name}={getattr(self, name)} must be positive" for name in _POSITIVE if getattr(self, name) <= 0
-        ]
+        problems = [f"{name}={getattr(self, name)} must be positive" for name in _POSITIVE if getattr(self, name) <= 0]
         if not problems and self.num_heads % self.num_kv_heads:
-            problems.append(
-                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
-            )
+            problems.append(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
             problems.append(f"head_dim={self.head_dim} is odd, but rotary embeddings turn pairs")
         if problems:
@@ -88,7 +84,7 @@ class LlamaConfig:
     def from_hf(cls, raw: Mapping[str, Any]) -> LlamaConfig:
         """Translates the parsed `config.json`.
 
-        Keys which the reference implementation of this architecture does not read are ignored, as it ignores them.
+        Keys which the reference implementation of this architecture does not read are ignored here too.
 
         Raises:
             ValueError: one message naming everything that is missing or that this engine does not compute.
@@ -153,8 +149,8 @@ _POSITIVE = (
     "rms_norm_eps", "rope_theta", "max_position_embeddings",
 )  # fmt: skip
 _REQUIRED = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps",
-    "max_position_embeddings",
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "rms_norm_eps", "max_position_embeddings",
 )  # fmt: skip
 
 
@@ -206,9 +202,7 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None, list[str]]
     if absent:
         problems.append(f"rope_type={kind!r} lacks {absent}")
         return float(theta), None, problems
-    values = {
-        name: int(rope[name]) if name.startswith("original") else float(rope[name]) for name in fields
-    }
+    values = {name: int(rope[name]) if name.startswith("original") else float(rope[name]) for name in fields}
     return float(theta), _SCALINGS[kind](**values), problems
 
 

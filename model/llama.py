@@ -1,5 +1,8 @@
-"""Llama 3 over a flat row of tokens. The model knows its constants, arrays, and an `attend` callable: nothing of pages,
-batches or devices. Serving passes paged attention, training plain causal attention, tests a dense one."""
+"""Llama 3 over a flat row of tokens.
+
+The model knows its constants, arrays, and an `attend` callable: nothing of pages, batches or devices. Serving passes
+paged attention, training and tests plain causal attention.
+"""
 
 from __future__ import annotations
 
@@ -11,42 +14,48 @@ import jax.numpy as jnp
 from flax import nnx
 
 from model.config import LlamaConfig
-from model.layers import Attend, DecoderLayer, RMSNorm, project
+from model.layers import Attend, DecoderLayer, RMSNorm, normal_param, project
 from model.rope import inverse_frequencies, rotation
-
-INIT_STDDEV = 0.02
 
 
 class Llama(nnx.Module):
-    """The decoder. Layers are unrolled: on CPUs a scan over them is several times slower, and its gain on chips is
+    """The decoder. Layers are unrolled: on CPUs a scan over them is several times slower, and on chips it saves
     compile time only.
 
     Args:
-        config: `config.num_kv_heads` is the stored number, after replication over chips (`model.sharding`).
-        dtype: of weights and activations. Rotary embeddings, norm statistics and logits are float32 whatever it is.
+        config: with the stored number of KV heads, after replication over chips (`model.sharding.stored_config`).
+        dtype: of weights and activations. Rotary embeddings, norm statistics and logits are float32 regardless.
         rngs: for random weights; under `nnx.eval_shape` none are made.
-        separate_head: keep a head [D, V] of its own even when embeddings are tied. XLA's CPU products run the transposed
-            [V, D] several times slower, so serving on a CPU pays the memory (0.5 GB of bf16 for the 1B model); on chips
-            both forms run alike and the embedding serves as head. Training a tied model needs False: one weight.
+        num_shards: chips over which the heads are split. It orders the columns of the fused projections
+            (`model.layers`), so weights stored for one number do not serve another.
+        separate_head: keep a head [D, V] of its own even when embeddings are tied. XLA's CPU products run the
+            transposed [V, D] several times slower, so serving on a CPU pays the memory (0.5 GB of bf16 for the 1B
+            model); chips run both alike, and the embedding serves as head. Training a tied model needs False.
     """
 
-    def __init__(self, config: LlamaConfig, *, dtype: Any, rngs: nnx.Rngs, separate_head: bool = False):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        dtype: Any,
+        rngs: nnx.Rngs,
+        num_shards: int = 1,
+        separate_head: bool = False,
+    ):
+        for name in ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size"):
+            if getattr(config, name) % num_shards:
+                raise ValueError(f"{name}={getattr(config, name)} does not divide over {num_shards=}")
         self.config = config
         self.dtype = jnp.dtype(dtype)
+        self.num_shards = num_shards
         vocab, embed = config.vocab_size, config.hidden_size
-        normal = jax.random.normal
-        self.embedding = nnx.Param(
-            INIT_STDDEV * normal(rngs.params(), (vocab, embed), dtype), axes=("vocab", "embed")
-        )
+        self.embedding = normal_param(rngs, (vocab, embed), dtype, ("vocab", "embed"))
         self.layers = nnx.List(
-            [DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)]
+            [DecoderLayer(config, dtype=dtype, rngs=rngs, num_shards=num_shards) for _ in range(config.num_layers)]
         )
         self.norm = RMSNorm(config, dtype=dtype)
-        if config.tie_word_embeddings and not separate_head:
-            self.head = None
-        else:
-            head = INIT_STDDEV * normal(rngs.params(), (embed, vocab), dtype)
-            self.head = nnx.Param(head, axes=("embed", "vocab"))
+        tied = config.tie_word_embeddings and not separate_head
+        self.head = None if tied else normal_param(rngs, (embed, vocab), dtype, ("embed", "vocab"))
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""Rotary position embeddings in the half-split form of the Hugging Face checkpoints (arXiv 2104.09864). Float32."""
+"""Rotary position embeddings (arXiv 2104.09864), in float32 and the half-split form of Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
 
 
 def _llama3(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
-    """Wavelengths the original context holds often are kept, those it holds rarely are stretched by `factor`."""
+    """Waves that turn often within the original context are kept, those that turn rarely are stretched."""
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -39,7 +39,7 @@ def rotation(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, 
 
 
 def rotate(heads: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turns each pair (i, i + H / 2) of heads [T, N, H]; the product is in float32, the result in heads' dtype."""
+    """Turns each pair (i, i + H / 2) of heads [T, N, H], in float32; the result has the dtype of `heads`."""
     first, second = jnp.split(heads.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(heads.dtype)
