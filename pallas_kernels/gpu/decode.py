@@ -1,0 +1,273 @@
+"""Decode: one query token per sequence against its pages, split over the context (flash-decoding) by a work list.
+
+One CTA takes one work item: a run of KV blocks of one sequence, for one KV head. Its tensor-core tile is 16 query rows
+(the group of query heads that share the KV head, and neighbours whose results are dropped) by `block_kv` keys, divided
+over the four warps by columns. Keys and values come page by page into a ring of SMEM tiles: by TMA from Hopper on, by
+cp.async below. An item that is its sequence's only one writes the output; the others write float32 partial results,
+which `combine` merges.
+
+Source of the algorithm: Dao et al., Flash-Decoding for long-context inference (2023); online softmax in base 2.
+
+What interpret mode does not see: cp.async (its form is only compiled here), fragment layouts, swizzles, the alignment
+that TMA needs, that products run asynchronously, and races between CTAs (it runs them one after another). It does
+see missing waits and slots refilled too early.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gpu import matmul, vector
+from pallas_kernels.gpu.schedule import (
+    ITEM_FIRST_BLOCK,
+    ITEM_IS_SPLIT,
+    ITEM_KV_LEN,
+    ITEM_NUM_BLOCKS,
+    ITEM_ROW,
+    MAX_SPLITS,
+)
+
+TILE_M = 16  # rows of one tensor-core tile
+LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeTiles:
+    block_kv: int  # keys per step of the loop
+    num_stages: int  # SMEM tiles in the ring, of K and of V
+    use_tma: bool
+
+
+@dataclass(frozen=True)
+class GroupRows:
+    """Where the query heads of one KV head stand in the 16 rows that a CTA loads.
+
+    The rows are read from [tokens * heads, H] as they lie, without packing: 16 rows from the group's first on, or the
+    last 16 where the array ends before that.
+    """
+
+    num_rows: int  # of the flat array, at least 16
+    num_query_heads: int
+    group: int
+
+    def first(self, token: jax.Array, kv_head: jax.Array) -> jax.Array:
+        return token * self.num_query_heads + kv_head * self.group
+
+    def loaded(self, first: jax.Array) -> jax.Array:
+        return jnp.minimum(first, self.num_rows - TILE_M)
+
+
+def decode(
+    queries: jax.Array,  # [rows * N, H] flat, at least 16 rows
+    kv_pages: jax.Array,  # [P, 2, K, page, H]
+    page_table: jax.Array,  # i32[S, pages_per_seq]
+    first_page: jax.Array,  # i32[1]
+    items: jax.Array,  # i32[W, ITEM_FIELDS], see schedule.py
+    *,
+    num_query_heads: int,
+    scale: float,
+    tiles: DecodeTiles,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns output [rows * N, H] (only rows of unsplit sequences are written), partial results f32[W, K, G, H]
+    and their log2-sum-exp f32[K, 16, W + 128] (the layout that `combine` reads in vectors)."""
+    num_rows, head_dim = queries.shape
+    _, _, num_kv_heads, page_size, _ = kv_pages.shape
+    num_items = items.shape[0]
+    rows = GroupRows(num_rows, num_query_heads, num_query_heads // num_kv_heads)
+    dtype = queries.dtype
+    body = _Body(
+        rows=rows, head_dim=head_dim, page_size=page_size, pages_per_seq=page_table.shape[1], dtype=dtype,
+        scale_log2=scale * LOG2E, tiles=tiles, interpret=interpret,
+    )  # fmt: skip
+    kv_tiles = plgpu.SMEM(
+        (tiles.num_stages, tiles.block_kv, head_dim), dtype, transforms=matmul.swizzled(head_dim, dtype)
+    )
+    scratch: dict[str, Any] = {
+        # The result goes through the place of the keys, once they are used up.
+        "k_or_out_smem": plgpu.RefUnion(kv_tiles, plgpu.SMEM((TILE_M, head_dim), jnp.float32)),
+        "v_smem": kv_tiles,
+        "p_smem": plgpu.SMEM((TILE_M, tiles.block_kv), dtype, transforms=matmul.swizzled(tiles.block_kv, dtype)),
+    }
+    if tiles.use_tma:
+        scratch["arrived"] = plgpu.Barrier(num_arrivals=2 * body.copies, num_barriers=tiles.num_stages)
+    return plgpu.kernel(
+        body,
+        out_type=[
+            jax.ShapeDtypeStruct((num_rows, head_dim), dtype),
+            jax.ShapeDtypeStruct((num_items, num_kv_heads, rows.group, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((num_kv_heads, TILE_M, num_items + MAX_SPLITS), jnp.float32),
+        ],
+        scratch_types=scratch,
+        grid=(num_items, num_kv_heads),
+        grid_names=("item", "kv_head"),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        kernel_name="paged_decode",
+    )(queries, kv_pages, page_table, first_page, items)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Body:
+    rows: GroupRows
+    head_dim: int
+    page_size: int
+    pages_per_seq: int
+    dtype: Any
+    scale_log2: float
+    tiles: DecodeTiles
+    interpret: Any
+
+    @property
+    def copies(self) -> int:
+        """Copies that fill one tile: a block may be several pages, or a part of one."""
+        return max(1, self.tiles.block_kv // self.page_size)
+
+    def __call__(
+        self, q_ref, kv_ref, pages_ref, first_page_ref, items_ref, out_ref, partial_ref, lse_ref,
+        *, k_or_out_smem, v_smem, p_smem, arrived=None,
+    ):  # fmt: skip
+        item, kv_head = lax.axis_index("item"), lax.axis_index("kv_head")
+        row = items_ref[item, ITEM_ROW]
+        k_smem, out_smem = k_or_out_smem
+
+        @pl.when(row >= 0)
+        def _():
+            first_block, num_blocks = items_ref[item, ITEM_FIRST_BLOCK], items_ref[item, ITEM_NUM_BLOCKS]
+            kv_len, is_split = items_ref[item, ITEM_KV_LEN], items_ref[item, ITEM_IS_SPLIT]
+            ring = _Ring(
+                self, kv_ref, pages_ref, k_smem, v_smem, arrived,
+                row=row, kv_head=kv_head, first_block=first_block, num_blocks=num_blocks,
+                first_page=first_page_ref[0],
+            )  # fmt: skip
+            first_row = self.rows.first(row, kv_head)
+            loaded_row = self.rows.loaded(first_row)
+            acc, lse = self.attend(q_ref, loaded_row, ring, p_smem, kv_len)
+            out_smem[...] = acc
+            offset = first_row - loaded_row  # of the group in the tile
+            lse_ref[kv_head, :, item] = lse
+
+            @pl.when(is_split == 0)
+            def _():
+                for g in range(self.rows.group):
+                    row = vector.load(out_smem.at[offset + g], self.head_dim)
+                    out_ref[first_row + g] = row.astype(self.dtype)
+
+            @pl.when(is_split != 0)
+            def _():
+                for g in range(self.rows.group):
+                    row = vector.load(out_smem.at[offset + g], self.head_dim)
+                    partial_ref[item, kv_head, g] = row
+
+    def attend(self, q_ref, loaded_row, ring, p_smem, kv_len):
+        """The item's attention output f32[16, H], normalised, and the log2 of its softmax's denominator."""
+        layout = plgpu.Layout
+        acc_layout = layout.MMA_ACC(self.dtype, m_warps=1)
+        lhs, rhs = layout.MMA_LHS(self.dtype, m_warps=1), layout.MMA_RHS(self.dtype, m_warps=1)
+        block_kv = self.tiles.block_kv
+        shape = (TILE_M, block_kv)
+        q = plgpu.load(q_ref.at[pl.ds(loaded_row, TILE_M)], layout=lhs, optimized=False)
+        ring.fill()
+
+        def step(i, carry, *, tail):
+            acc, m, l = carry
+            slot = ring.advance(i)
+            k = plgpu.load(ring.k_smem.at[slot].transpose((1, 0)), layout=rhs, optimized=False)
+            zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), acc_layout)
+            scores = matmul.mma(zeros, q, k, interpret=self.interpret)
+            valid = kv_len - (ring.first_block + i) * block_kv  # keys of this block that exist
+            if tail:
+                column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=acc_layout)
+                scores = jnp.where(column < valid, scores, -jnp.inf)
+            new_m = jnp.maximum(m, scores.max(axis=1) * self.scale_log2)
+            alpha = jnp.exp2(m - new_m)
+            p = jnp.exp2(scores * self.scale_log2 - lax.broadcast_in_dim(new_m, shape, [0]))
+            l = l * alpha + p.sum(axis=1)
+            p_smem[...] = p.astype(self.dtype)
+            p = plgpu.load(p_smem, layout=lhs, optimized=False)
+            v = plgpu.load(ring.v_smem.at[slot], layout=rhs, optimized=False)
+            if tail:
+                # What lies behind the last key was never written by this sequence. 0 * NaN is NaN.
+                key = plgpu.broadcasted_iota(jnp.int32, (block_kv, self.head_dim), 0, layout=rhs)
+                v = jnp.where(key < valid, v, jnp.zeros_like(v))
+            if self.interpret is not None:
+                plgpu.commit_smem()  # for the interpreter, plain reads must be over before TMA writes again
+            acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+            return matmul.mma(acc, p, v, interpret=self.interpret), new_m, l
+
+        carry = (
+            plgpu.layout_cast(jnp.zeros((TILE_M, self.head_dim), jnp.float32), acc_layout),
+            plgpu.layout_cast(jnp.full((TILE_M,), -jnp.inf, jnp.float32), acc_layout.reduce(1)),
+            plgpu.layout_cast(jnp.zeros((TILE_M,), jnp.float32), acc_layout.reduce(1)),
+        )
+        whole = lax.div(kv_len, jnp.int32(block_kv)) - ring.first_block  # blocks without a tail
+        whole = jnp.clip(whole, 0, ring.num_blocks)
+        carry = lax.fori_loop(0, whole, lambda i, c: step(i, c, tail=False), carry)
+        acc, m, l = lax.fori_loop(whole, ring.num_blocks, lambda i, c: step(i, c, tail=True), carry)
+        ring.drain()
+        safe = jnp.where(l > 0, l, 1.0)  # a padding row has no keys: its output is zero
+        return acc / lax.broadcast_in_dim(safe, acc.shape, [0]), m + jnp.log2(safe)
+
+
+class _Ring:
+    """The SMEM tiles through which an item's blocks pass, `num_stages - 1` blocks ahead of their use."""
+
+    def __init__(
+        self, body: _Body, kv_ref, pages_ref, k_smem, v_smem, arrived,
+        *, row, kv_head, first_block, num_blocks, first_page,
+    ):  # fmt: skip
+        self.body, self.stages = body, body.tiles.num_stages
+        self.kv_ref, self.pages_ref = kv_ref, pages_ref
+        self.k_smem, self.v_smem, self.arrived = k_smem, v_smem, arrived
+        self.row, self.kv_head, self.first_page = row, kv_head, first_page
+        self.first_block, self.num_blocks = first_block, num_blocks
+
+    def fetch(self, i, slot) -> None:
+        body = self.body
+        size = min(body.page_size, body.tiles.block_kv)  # tokens per copy
+        for j in range(body.copies):
+            token = (self.first_block + i) * body.tiles.block_kv + j * size
+            # A block may reach past the table's last page: any page will do there, its keys are masked.
+            index = jnp.minimum(lax.div(token, jnp.int32(body.page_size)), body.pages_per_seq - 1)
+            page = self.first_page + self.pages_ref[self.row, index]
+            for kind, smem in ((0, self.k_smem), (1, self.v_smem)):
+                source = self.kv_ref.at[page, kind, self.kv_head]
+                if body.page_size > size:
+                    source = source.at[pl.ds(pl.multiple_of(lax.rem(token, jnp.int32(body.page_size)), size), size)]
+                target = smem.at[slot, pl.ds(j * size, size)]
+                barrier = () if self.arrived is None else (self.arrived.at[slot],)
+                plgpu.copy_gmem_to_smem(source, target, *barrier, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+
+    def fill(self) -> None:
+        for i in range(self.stages - 1):
+            self._prefetch(i, i)
+
+    def advance(self, i):
+        """Waits for block `i`, starts the copy of the one that takes the slot before it; returns the slot of `i`."""
+        slot = lax.rem(i, jnp.int32(self.stages))
+        if self.arrived is None:
+            plgpu.wait_gmem_to_smem((self.stages - 2) * 2 * self.body.copies)
+        else:
+            plgpu.barrier_wait(self.arrived.at[slot])
+        ahead = i + self.stages - 1
+        self._prefetch(ahead, lax.rem(ahead, jnp.int32(self.stages)))
+        return slot
+
+    def _prefetch(self, i, slot) -> None:
+        if self.arrived is None:
+            # cp.async counts copies, not blocks: the count must not depend on data, so the last block is copied again.
+            self.fetch(jnp.minimum(i, jnp.maximum(self.num_blocks - 1, 0)), slot)
+        else:
+            pl.when(i < self.num_blocks)(lambda: self.fetch(i, slot))
+
+    def drain(self) -> None:
+        if self.arrived is None:
+            plgpu.wait_gmem_to_smem(0)

@@ -1,0 +1,23 @@
+"""How one row of a head's elements is spread over the 128 threads of a warpgroup."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+THREADS = 128
+
+
+def layout(size: int) -> Any:
+    """A vector of `size` elements: a run per thread, or, where there are fewer than threads, the same in every warp."""
+    if size % THREADS == 0:
+        return plgpu.Layout.WG_STRIDED((size,), vec_size=1)
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((size,), (size // 32,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
+    )
+
+
+def load(ref: Any, size: int) -> Any:
+    """The vector `ref`, of `size` elements, from GMEM or SMEM."""
+    return plgpu.load(ref, layout=layout(size), optimized=size % THREADS == 0)
