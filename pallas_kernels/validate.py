@@ -51,5 +51,5 @@ def operands(
     for name, array in (("keys", keys), ("values", values)):
         if array.shape != (tokens, spec.num_kv_heads, spec.head_dim):
             raise ValueError(f"{name} do not fit {spec=}: {array.shape=} {tokens=}")
-        if array.dtype != kv_pages.dtype:
-            raise ValueError(f"{name} must have the pages' dtype: {array.dtype=} {kv_pages.dtype=}")
+        if array.dtype != jnp.dtype(spec.kv_dtype):  # kv_pages may hold it packed in words
+            raise ValueError(f"{name} must have the pages' dtype: {array.dtype=} {spec.kv_dtype=}")

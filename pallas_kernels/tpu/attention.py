@@ -1,0 +1,155 @@
+"""The operation on a TPU: a decode kernel for the rows of one token, a mixed kernel for the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.tpu import blocks, decode, layout, mixed
+from pallas_kernels.tpu.layout import LANES, Geometry
+
+if TYPE_CHECKING:
+    from pallas_kernels.api import AttentionSpec, RaggedBatch
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["kv_lens", "page_table", "query_starts", "num_decodes", "num_rows", "decode_shift", "word_tokens"],
+    meta_fields=["pages_per_seq", "decode_only"],
+)
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """What all layers of a step share. Computed once per step, from values only: nothing here recompiles."""
+
+    kv_lens: jax.Array  # i32[S]
+    page_table: jax.Array  # i32[S * pages_per_seq]
+    query_starts: jax.Array  # i32[S + 1]
+    num_decodes: jax.Array  # i32[]
+    num_rows: jax.Array  # i32[]
+    decode_shift: jax.Array  # u32[min(S, T)]: bits by which a decode row's new token is shifted within its word
+    word_tokens: jax.Array | None  # i32[packing, W]: the step's token in each part of each new word; T for none
+    pages_per_seq: int
+    decode_only: bool
+
+
+def make_schedule(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, decode_only: bool) -> Schedule:
+    g = layout.geometry(spec)
+    num_rows, pages_per_seq = batch.page_table.shape
+    blocks.validate_table(num_rows, pages_per_seq)
+    bits = 32 // g.packing
+    last = jnp.maximum(batch.kv_lens[: min(num_rows, num_tokens)] - 1, 0)
+    return Schedule(
+        kv_lens=batch.kv_lens,
+        page_table=batch.page_table.reshape(-1),
+        query_starts=batch.query_starts,
+        num_decodes=batch.num_decodes,
+        num_rows=batch.num_rows,
+        decode_shift=(last % g.packing * bits).astype(jnp.uint32),
+        word_tokens=None if decode_only else _word_tokens(batch, g, num_tokens),
+        pages_per_seq=pages_per_seq,
+        decode_only=decode_only,
+    )
+
+
+def _word_tokens(batch: RaggedBatch, g: Geometry, num_tokens: int) -> jax.Array:
+    """Which token of the step goes into which part of which new word: i32[packing, W], num_tokens for none."""
+    starts = batch.query_starts
+    rows = starts.shape[0] - 1
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    row = jnp.searchsorted(starts[1:], token, side="right", method="scan_unrolled").astype(jnp.int32)
+    row = jnp.minimum(row, rows - 1)
+    first = batch.kv_lens[row] - (starts[row + 1] - starts[row])  # the position of the row's first new token
+    position = first + token - starts[row]
+    base = starts[row] if g.packing == 1 else starts[row] // g.packing + row
+    word = base + position // g.packing - first // g.packing
+    num_words = mixed.num_word_slots(num_tokens, rows, g.packing)
+    word = jnp.where(token < starts[-1], word, num_words)  # padding goes nowhere
+    empty = jnp.full((g.packing, num_words), num_tokens, jnp.int32)
+    return empty.at[position % g.packing, word].set(token, mode="drop")
+
+
+def append_and_attend(
+    queries: jax.Array,  # [T, N, H]
+    keys: jax.Array,  # [T, K, H]
+    values: jax.Array,  # [T, K, H]
+    kv_pages: jax.Array,  # uint32[P, planes, page_words, 128]
+    schedule: Schedule,
+    first_page: jax.Array | int,
+    *,
+    spec: AttentionSpec,
+    interpret: bool | pltpu.InterpretParams,
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.api.PagedAttention`. `interpret` runs the very same kernels on a CPU."""
+    g = layout.geometry(spec)
+    if interpret is True:
+        interpret = pltpu.InterpretParams()
+    rows = layout.queries_to_rows(queries, g)
+    new_kv = _as_words(layout.kv_to_planes(keys, values, g))  # uint32[T, planes, 128]
+    first_page = jnp.int32(first_page)
+
+    num_tokens, num_decodes = queries.shape[0], schedule.decode_shift.shape[0]
+    new_words = new_kv[:num_decodes] << schedule.decode_shift[:, None, None]
+    out, kv_pages = decode.attend(
+        rows[:num_decodes],
+        new_words.swapaxes(0, 1),
+        kv_pages,
+        schedule.kv_lens,
+        schedule.page_table,
+        jnp.stack([schedule.num_decodes, first_page]),
+        g=g,
+        blocks=blocks.decode_blocks(g, schedule.pages_per_seq),
+        pages_per_seq=schedule.pages_per_seq,
+        interpret=interpret,
+    )
+    if not schedule.decode_only:
+        by_plane = _pack_rows(rows.swapaxes(0, 1).reshape(g.num_k_planes, -1, LANES), g)
+        others, kv_pages = mixed.attend(
+            by_plane,
+            _gather_words(new_kv, schedule.word_tokens, g),
+            kv_pages,
+            schedule.kv_lens,
+            schedule.page_table,
+            schedule.query_starts,
+            jnp.stack([schedule.num_decodes, schedule.num_rows, first_page]),
+            g=g,
+            blocks=blocks.mixed_blocks(g, schedule.pages_per_seq),
+            pages_per_seq=schedule.pages_per_seq,
+            interpret=interpret,
+        )
+        others = _unpack_rows(others, g).reshape(g.num_k_planes, num_tokens, -1, LANES).swapaxes(0, 1)
+        out = jnp.pad(out, ((0, num_tokens - num_decodes), (0, 0), (0, 0), (0, 0)))
+        is_decode = jnp.arange(num_tokens) < schedule.num_decodes
+        out = jnp.where(is_decode[:, None, None, None], out, others)
+    return layout.rows_to_heads(out, g, spec.num_query_heads, spec.head_dim), kv_pages
+
+
+def _as_words(x: jax.Array) -> jax.Array:
+    """The bits of x, each value in the low part of a word of its own."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32).astype(jnp.uint32)
+
+
+def _gather_words(new_kv: jax.Array, word_tokens: jax.Array, g: Geometry) -> jax.Array:
+    """uint32[T, planes, 128] -> uint32[planes, W, 128]: `packing` tokens in each word, zeros where there is none."""
+    bits = 32 // g.packing
+    words = jnp.zeros((), jnp.uint32)
+    for part in range(g.packing):
+        words |= new_kv.at[word_tokens[part]].get(mode="fill", fill_value=0) << (bits * part)
+    return words.swapaxes(0, 1)
+
+
+def _pack_rows(rows: jax.Array, g: Geometry) -> jax.Array:
+    """[planes, rows, 128] -> uint32[planes, rows / packing, 128], neighbouring rows in one word."""
+    words = _as_words(rows).reshape(rows.shape[0], -1, g.packing, LANES)
+    return words[:, :, 0] if g.packing == 1 else words[:, :, 0] | words[:, :, 1] << 16
+
+
+def _unpack_rows(words: jax.Array, g: Geometry) -> jax.Array:
+    if g.packing == 1:
+        return jax.lax.bitcast_convert_type(words, g.dtype)
+    parts = jnp.stack([words & 0xFFFF, words >> 16], axis=2).astype(jnp.uint16)
+    return jax.lax.bitcast_convert_type(parts, g.dtype).reshape(words.shape[0], -1, LANES)

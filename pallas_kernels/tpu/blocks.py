@@ -1,0 +1,36 @@
+"""Block sizes of the TPU kernels: what fits, and a choice where nothing was tuned."""
+
+from __future__ import annotations
+
+from pallas_kernels.tpu.decode import DecodeBlocks
+from pallas_kernels.tpu.layout import Geometry
+from pallas_kernels.tpu.mixed import MixedBlocks
+
+MAX_TABLE_ENTRIES = 128 * 1024  # i32 in scalar memory: half of it
+
+
+def validate_table(num_rows: int, pages_per_seq: int) -> None:
+    """The page table lies in scalar memory."""
+    if num_rows * pages_per_seq > MAX_TABLE_ENTRIES:
+        raise ValueError(
+            f"the page table of {num_rows=} x {pages_per_seq=} exceeds the TPU's scalar memory "
+            f"({MAX_TABLE_ENTRIES} entries): use larger pages, fewer sequences, or a shorter context"
+        )
+
+
+def decode_blocks(g: Geometry, pages_per_seq: int) -> DecodeBlocks:
+    kv_block = _kv_block(512, g, pages_per_seq)
+    return DecodeBlocks(kv_block=kv_block, items_per_turn=4)
+
+
+def mixed_blocks(g: Geometry, pages_per_seq: int) -> MixedBlocks:
+    return MixedBlocks(q_block=128, kv_block=_kv_block(512, g, pages_per_seq), tile_rows=256)
+
+
+def _kv_block(wanted: int, g: Geometry, pages_per_seq: int) -> int:
+    """A power of two between one register tile's lanes and `wanted`, no longer than the longest sequence needs."""
+    longest = g.page_size * pages_per_seq
+    size = 128
+    while size < min(wanted, longest):
+        size *= 2
+    return size

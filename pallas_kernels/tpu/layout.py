@@ -1,0 +1,138 @@
+"""How K and V lie in a page on a TPU.
+
+A TPU register is 8 sublanes x 128 lanes x 32 bits, a copy engine moves whole 32-bit sublane rows, and the matrix unit
+wants bf16 pairs of rows packed in such words. So a page is `uint32[planes, page_size / packing, 128]`:
+
+- one word row holds `packing` consecutive tokens (two of bf16, one of float32): the matrix unit reads it as it lies, and
+  one new token costs one row of 512 bytes per plane;
+- a plane is 128 lanes of K or of V. head_dim 128: one head each. head_dim 64: two heads side by side, or K and V of one
+  head side by side where the head count is odd, so that nothing is padded. Queries get zeros in the lanes that are not
+  theirs; that is all the kernels know of the head dim.
+
+K planes come first, then V planes: plane `i` of K belongs to plane `i + num_k_planes` of V, or to itself where K and V
+share it. Chips split the plane axis.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from pallas_kernels.api import AttentionSpec
+
+KV_HEAD_AXIS = 1
+LANES = 128
+MIN_PAGE_SIZE, MAX_PAGE_SIZE = 16, 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """The static shape of the problem as one chip's kernel sees it. Nothing below it knows the head dim."""
+
+    num_k_planes: int
+    kv_shared: bool  # K and V of a head lie in one plane
+    heads_per_plane: int  # KV heads whose K lie in one plane
+    queries_per_plane: int  # query rows of one token that attend over one plane, padding included
+    packing: int  # tokens in a 32-bit word
+    page_size: int  # tokens
+    dtype: jnp.dtype
+    scale: float
+
+    @property
+    def num_planes(self) -> int:
+        return self.num_k_planes if self.kv_shared else 2 * self.num_k_planes
+
+    @property
+    def page_words(self) -> int:
+        return self.page_size // self.packing
+
+    def v_plane(self, k_plane: int) -> int:
+        return k_plane if self.kv_shared else k_plane + self.num_k_planes
+
+
+def geometry(spec: AttentionSpec) -> Geometry:
+    shared = spec.head_dim == 64 and spec.num_kv_heads % 2 == 1
+    heads_per_plane = 1 if shared else LANES // spec.head_dim
+    packing = 4 // jnp.dtype(spec.kv_dtype).itemsize
+    queries = heads_per_plane * (spec.num_query_heads // spec.num_kv_heads)
+    return Geometry(
+        num_k_planes=spec.num_kv_heads // heads_per_plane,
+        kv_shared=shared,
+        heads_per_plane=heads_per_plane,
+        # One token's rows fill whole words, so that a block of queries may begin at any token.
+        queries_per_plane=-(-queries // packing) * packing,
+        packing=packing,
+        page_size=spec.page_size,
+        dtype=jnp.dtype(spec.dtype),
+        scale=spec.scale,
+    )
+
+
+def kv_pages(spec: AttentionSpec, num_pages: int) -> jax.ShapeDtypeStruct:
+    """One layer's pages on one chip: uint32 words, whatever the K/V dtype."""
+    g = geometry(spec)
+    return jax.ShapeDtypeStruct((num_pages, g.num_planes, g.page_words, LANES), jnp.uint32)
+
+
+def validate(spec: AttentionSpec) -> None:
+    """Raises ValueError, before anything is compiled, for what the kernels do not do."""
+    if spec.head_dim not in (64, 128):
+        raise ValueError(f"the TPU kernel takes head_dim 64 or 128: {spec.head_dim=}")
+    if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):
+        raise ValueError(f"the TPU kernel computes in bfloat16 (or float32, slowly): {spec.dtype=}")
+    if jnp.dtype(spec.kv_dtype) != jnp.dtype(spec.dtype):
+        raise ValueError(f"the TPU kernel stores K and V in the queries' dtype: {spec.kv_dtype=} {spec.dtype=}")
+    size = spec.page_size
+    if not MIN_PAGE_SIZE <= size <= MAX_PAGE_SIZE or size & (size - 1):
+        raise ValueError(
+            f"the TPU kernel takes pages of a power of two from {MIN_PAGE_SIZE} to {MAX_PAGE_SIZE} tokens: "
+            f"{spec.page_size=}"
+        )
+
+
+def to_planes(heads: jax.Array, g: Geometry) -> jax.Array:
+    """[T, K, H] -> [T, num_k_planes, 128], for K and V that do not share a plane: heads side by side."""
+    return heads.reshape(heads.shape[0], g.num_k_planes, LANES)
+
+
+def kv_to_planes(keys: jax.Array, values: jax.Array, g: Geometry) -> jax.Array:
+    """[T, K, H] twice -> [T, num_planes, 128]."""
+    if g.kv_shared:
+        return jnp.concatenate([keys, values], axis=-1)
+    return jnp.concatenate([to_planes(keys, g), to_planes(values, g)], axis=1)
+
+
+def queries_to_rows(queries: jax.Array, g: Geometry) -> jax.Array:
+    """[T, N, H] -> [T, num_k_planes, queries_per_plane, 128]: each query in the lanes of its K, zeros elsewhere."""
+    tokens, num_heads, head_dim = queries.shape
+    rows = queries.reshape(tokens, g.num_k_planes, g.heads_per_plane, -1, head_dim)
+    if head_dim < LANES and g.heads_per_plane == 1:
+        rows = jnp.pad(rows, ((0, 0),) * 4 + ((0, LANES - head_dim),))
+    elif head_dim < LANES:
+        lanes = [
+            jnp.pad(rows[:, :, i], ((0, 0),) * 3 + ((i * head_dim, LANES - (i + 1) * head_dim),))
+            for i in range(g.heads_per_plane)
+        ]
+        rows = jnp.stack(lanes, axis=2)
+    rows = rows.reshape(tokens, g.num_k_planes, -1, LANES)
+    return jnp.pad(rows, ((0, 0), (0, 0), (0, g.queries_per_plane - rows.shape[2]), (0, 0)))
+
+
+def rows_to_heads(rows: jax.Array, g: Geometry, num_query_heads: int, head_dim: int) -> jax.Array:
+    """The inverse of `queries_to_rows` for the output: [T, num_k_planes, queries_per_plane, 128] -> [T, N, H].
+
+    The output of a head lies in the lanes of its V."""
+    tokens = rows.shape[0]
+    per_head = num_query_heads // (g.num_k_planes * g.heads_per_plane)
+    rows = rows[:, :, : g.heads_per_plane * per_head]
+    rows = rows.reshape(tokens, g.num_k_planes, g.heads_per_plane, per_head, LANES)
+    if g.kv_shared:
+        rows = rows[..., head_dim:]
+    elif head_dim < LANES:
+        lanes = [rows[:, :, i, :, i * head_dim : (i + 1) * head_dim] for i in range(g.heads_per_plane)]
+        rows = jnp.stack(lanes, axis=2)
+    return rows.reshape(tokens, num_query_heads, head_dim)
