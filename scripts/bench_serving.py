@@ -1,0 +1,174 @@
+"""Loads an OpenAI-compatible server with streamed requests and reports latencies and throughput.
+
+python -m scripts.bench_serving --max-concurrency 16 --num-prompts 64 --output-len lognormal:64:0.7:16:256
+python -m scripts.bench_serving --request-rate 4 --dataset trace --dataset-path trace.csv --scale 0.1
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvloop
+
+from scripts.benchmarks.arrivals import arrival_times
+from scripts.benchmarks.client import Outcome, Target, run
+from scripts.benchmarks.lengths import Lengths, Trace
+from scripts.benchmarks.metrics import METRICS, summary, table
+from scripts.benchmarks.workload import BenchRequest, from_file, from_trace, random_prompts
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m scripts.bench_serving", description=__doc__.splitlines()[0])
+    server = p.add_argument_group("server")
+    server.add_argument("--base-url", default="http://127.0.0.1:8000")
+    server.add_argument("--model", help="default: the first one that the server lists")
+    server.add_argument("--api-key")
+    server.add_argument("--endpoint", choices=("completions", "chat"), default="completions")
+    server.add_argument("--temperature", type=float, default=0.0)
+    server.add_argument("--ignore-eos", action="store_true", help="ask for outputs of exactly the drawn lengths")
+    server.add_argument("--no-usage", action="store_true", help="do not ask for usage: tokens are counted by chunks")
+    server.add_argument("--extra-body", type=json.loads, default={}, help="JSON object added to every request")
+    load = p.add_argument_group("load")
+    load.add_argument("--num-prompts", type=int, default=64)
+    load.add_argument("--max-concurrency", type=int, help="requests in flight; alone it is a closed loop")
+    load.add_argument("--request-rate", help="requests per second, 'inf', or 'trace': at the trace's own times")
+    load.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; below: bursts; above: more regular")
+    load.add_argument("--num-warmups", type=int, default=0, help="requests sent before the clock starts")
+    work = p.add_argument_group("requests")
+    work.add_argument("--dataset", choices=("random", "trace", "jsonl"), default="random")
+    work.add_argument("--dataset-path", type=Path)
+    work.add_argument("--input-len", type=Lengths.parse, default=Lengths.parse("128"), metavar="LENGTHS")
+    work.add_argument(
+        "--output-len",
+        type=Lengths.parse,
+        metavar="LENGTHS",
+        help="N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA:LOW:HIGH, in tokens (default 64)",
+    )
+    work.add_argument("--prefix-len", type=int, default=0, help="tokens that all random prompts begin with")
+    work.add_argument("--prompt-format", choices=("ids", "text"), default="text", help="ids have exact lengths")
+    work.add_argument("--vocab-size", type=int, default=1000, help="token ids are drawn below nine tenths of it")
+    work.add_argument("--scale", type=float, default=1.0, help="factor on the trace's lengths")
+    work.add_argument("--max-total-len", type=int, default=1 << 30, help="prompt and output of a trace's request")
+    work.add_argument("--trace-start", type=int, default=0, help="first request of the trace to use")
+    work.add_argument("--seed", type=int, default=0)
+    report = p.add_argument_group("report")
+    report.add_argument("--percentile-metrics", default=",".join(METRICS))
+    report.add_argument("--metric-percentiles", default="50,90,99")
+    report.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="such as ttft:200 tpot:50")
+    report.add_argument("--output-json", type=Path)
+    report.add_argument("--label", default="", help="kept in the JSON result")
+    return p
+
+
+def build_requests(args: argparse.Namespace, random: np.random.Generator) -> list[BenchRequest]:
+    prompt_options = {
+        "as_ids": args.prompt_format == "ids",
+        "vocab_size": args.vocab_size,
+        "shared_prefix": args.prefix_len,
+        "random": random,
+    }
+    if args.dataset != "random" and args.dataset_path is None:
+        raise ValueError(f"--dataset {args.dataset} needs --dataset-path")
+    if args.dataset == "trace":
+        trace = Trace.read(args.dataset_path).window(args.trace_start, args.num_prompts)
+        trace = trace.scaled(args.scale, args.max_total_len)
+        return from_trace(trace, random_prompts(trace.input_lens, **prompt_options))
+    output_lens = (args.output_len or Lengths.parse("64")).draw(args.num_prompts, random)
+    if args.dataset == "jsonl":
+        default = int(output_lens[0]) if args.output_len is not None else None
+        return from_file(args.dataset_path, default)[: args.num_prompts]
+    prompts = random_prompts(args.input_len.draw(args.num_prompts, random), **prompt_options)
+    return [BenchRequest(prompt, int(n)) for prompt, n in zip(prompts, output_lens, strict=True)]
+
+
+def build_arrivals(args: argparse.Namespace, requests: list[BenchRequest], random: np.random.Generator) -> Any:
+    """Seconds per request, or None for a closed loop."""
+    if args.request_rate is None:
+        if args.max_concurrency is None:
+            raise ValueError("give --max-concurrency (closed loop), --request-rate, or both")
+        return None
+    if args.request_rate == "trace":
+        if any(request.arrival_s is None for request in requests):
+            raise ValueError("--request-rate trace needs --dataset trace")
+        return [request.arrival_s for request in requests]
+    return arrival_times(len(requests), rate=float(args.request_rate), burstiness=args.burstiness, random=random)
+
+
+def parse_slos(items: list[str]) -> dict[str, float]:
+    slos = {}
+    for item in items:
+        name, _, limit = item.partition(":")
+        if name not in METRICS or not limit:
+            raise ValueError(f"--goodput {item!r}: it is METRIC:MILLISECONDS, the metric one of {METRICS}")
+        slos[name] = float(limit)
+        if not (slos[name] > 0 and math.isfinite(slos[name])):
+            raise ValueError(f"--goodput {item!r}: the limit must be positive")
+    return slos
+
+
+def first_model(base_url: str, api_key: str | None) -> str:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    request = urllib.request.Request(base_url.rstrip("/") + "/v1/models", headers=headers)
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return json.load(response)["data"][0]["id"]
+
+
+async def measure(
+    target: Target, requests: list[BenchRequest], arrivals: Any, *, max_concurrency: int | None, num_warmups: int
+) -> tuple[list[Outcome], float]:
+    if num_warmups:
+        warm, _ = await run(target, requests[:num_warmups], arrivals=None, max_concurrency=max_concurrency or 4)
+        failed = [outcome.error for outcome in warm if outcome.error]
+        if failed:
+            raise RuntimeError(f"the warm-up failed: {failed[0]}")
+    return await run(target, requests, arrivals=arrivals, max_concurrency=max_concurrency)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    random = np.random.default_rng(args.seed)
+    try:
+        requests = build_requests(args, random)
+        arrivals = build_arrivals(args, requests, random)
+        slos = parse_slos(args.goodput)
+        metrics = [name for name in args.percentile_metrics.split(",") if name]
+        unknown = set(metrics) - set(METRICS)
+        if unknown:
+            raise ValueError(f"--percentile-metrics: {sorted(unknown)} are not among {METRICS}")
+        percentiles = [float(p) for p in args.metric_percentiles.split(",")]
+        target = Target(
+            base_url=args.base_url,
+            model=args.model or first_model(args.base_url, args.api_key),
+            chat=args.endpoint == "chat",
+            temperature=args.temperature,
+            ignore_eos=args.ignore_eos,
+            include_usage=not args.no_usage,
+            extra_body=args.extra_body,
+            api_key=args.api_key,
+        )
+        target.body(requests[0])
+    except (ValueError, OSError) as error:
+        print(f"bench_serving: {error}", file=sys.stderr)
+        return 2
+    outcomes, duration_s = uvloop.run(
+        measure(target, requests, arrivals, max_concurrency=args.max_concurrency, num_warmups=args.num_warmups)
+    )
+    result = summary(outcomes, duration_s, metrics=metrics, percentiles=percentiles, slos_ms=slos)
+    load = f"{args.request_rate} requests/s" if args.request_rate else "closed loop"
+    concurrency = f", at most {args.max_concurrency} in flight" if args.max_concurrency else ""
+    print(table(result, f"{target.model}: {len(requests)} requests, {load}{concurrency}"))
+    if args.output_json:
+        settings = {key: str(value) for key, value in vars(args).items() if key != "api_key" and value is not None}
+        args.output_json.write_text(json.dumps({"label": args.label, "settings": settings, **result}, indent=2) + "\n")
+    return 1 if result["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

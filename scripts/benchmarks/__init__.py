@@ -1,0 +1,1 @@
+"""What the benches share: workloads, arrivals, a streaming client, and the figures drawn from its timings."""

@@ -1,0 +1,25 @@
+"""When requests are sent: as soon as another ends (closed loop), or at times that do not wait for the server."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+
+def arrival_times(count: int, *, rate: float, burstiness: float, random: np.random.Generator) -> np.ndarray:
+    """Seconds after the start at which `count` requests arrive, `rate` a second on average, the first at 0.
+
+    Gaps are gamma-distributed with shape `burstiness`: 1 is a Poisson process, below 1 comes in bursts, above 1 is
+    more regular. An infinite rate sends everything at once.
+
+    Raises:
+        ValueError: a rate or a burstiness that is not positive.
+    """
+    if not rate > 0 or not burstiness > 0:
+        raise ValueError(f"must be positive: {rate=} {burstiness=}")
+    if math.isinf(rate):
+        return np.zeros(count)
+    gaps = random.gamma(shape=burstiness, scale=1.0 / (rate * burstiness), size=count)
+    gaps[:1] = 0.0
+    return np.cumsum(gaps)

@@ -1,0 +1,73 @@
+"""The requests of a bench: prompts and output lengths, from random lengths, a trace or a file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from scripts.benchmarks.lengths import Trace
+
+# Common words, so that a text prompt is ordinary text for any tokenizer.
+_WORDS = (
+    "the of and to in is was for on that by it with as at from his an be this are which have had not but all one "
+    "they you her she there would their we him been has when who will more no if out so said what up its about "
+    "into than them can only other new some could time these two may then do first any my now such like our over"
+).split()
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    prompt: str | list[int]
+    max_tokens: int
+    arrival_s: float | None = None  # seconds after the start, where the workload says so
+
+
+def random_text(num_tokens: int, random: np.random.Generator) -> str:
+    """About `num_tokens` tokens of text: one common word is one token of most vocabularies."""
+    return " ".join(_WORDS[i] for i in random.integers(0, len(_WORDS), num_tokens))
+
+
+def random_prompts(
+    input_lens: np.ndarray, *, as_ids: bool, vocab_size: int, shared_prefix: int, random: np.random.Generator
+) -> list[str] | list[list[int]]:
+    """Prompts of the given lengths, all beginning with the same `shared_prefix` tokens.
+
+    As ids the lengths are exact; as text they are approximate, and the server's usage tells the true ones.
+    """
+    if as_ids:
+        # Special tokens stand at the end of Llama 3's vocabulary: leave the last tenth alone.
+        top = max(vocab_size * 9 // 10, 1)
+        prefix = random.integers(0, top, shared_prefix).tolist()
+        return [prefix + random.integers(0, top, int(n)).tolist() for n in input_lens]
+    prefix = random_text(shared_prefix, random) + " " if shared_prefix else ""
+    return [prefix + random_text(int(n), random) for n in input_lens]
+
+
+def from_trace(trace: Trace, prompts: list[str] | list[list[int]]) -> list[BenchRequest]:
+    return [
+        BenchRequest(prompt, int(output_len), float(arrival_s))
+        for prompt, output_len, arrival_s in zip(prompts, trace.output_lens, trace.arrival_s, strict=True)
+    ]
+
+
+def from_file(path: Path, default_output_len: int | None) -> list[BenchRequest]:
+    """A JSON lines file (or one JSON list) of objects with `prompt` and `max_tokens` (or `output_len`, `olen`).
+
+    Raises:
+        ValueError: naming the line, when it has no prompt or no length and no default is given.
+    """
+    text = path.read_text()
+    rows = (
+        json.loads(text) if text.lstrip().startswith("[") else [json.loads(s) for s in text.splitlines() if s.strip()]
+    )
+    requests = []
+    for number, row in enumerate(rows, 1):
+        lengths = (row.get(key) for key in ("max_tokens", "output_len", "olen"))
+        max_tokens = next((n for n in lengths if n is not None), default_output_len)
+        if "prompt" not in row or max_tokens is None:
+            raise ValueError(f"{path}, request {number}: needs 'prompt' and 'max_tokens' (or give --output-len)")
+        requests.append(BenchRequest(row["prompt"], int(max_tokens)))
+    return requests
