@@ -1,8 +1,9 @@
 """Writes tests/model/goldens: what transformers computes for small random Llamas of every variant we support.
 
-Not part of the product and not run by the tests: needs torch and transformers in an environment of its own, e.g.
+Not part of the product and not run by the tests: needs torch and transformers in an environment of its own:
 
-    python3.11 -m venv /tmp/torch && /tmp/torch/bin/pip install torch transformers && /tmp/torch/bin/python -m scripts.make_goldens
+    python3.11 -m venv ~/torch && ~/torch/bin/pip install torch transformers
+    ~/torch/bin/python -m scripts.make_goldens
 
 Weights are not stored. They are drawn from numpy by name, here and in the tests (`tensors`), so both sides hold the
 same values; a seed is tried until no greedy choice is a near-tie and the text does not collapse into one token.

@@ -1,4 +1,4 @@
-"""Checkpoint folders and golden values for the tests of this room. The variants are those of scripts/make_goldens.py."""
+"""Checkpoint folders and golden values for the tests of this room, of the variants in scripts/make_goldens.py."""
 
 from __future__ import annotations
 

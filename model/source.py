@@ -1,0 +1,145 @@
+"""Where a model comes from: a local folder, a name on the Hugging Face hub, a preset, or the embedded demo."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from model import presets
+from model.config import LlamaConfig
+
+DEMO = "demo"
+DEMO_FOLDER = Path(__file__).parent / "demo"
+
+_SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model"]
+_WEIGHT_FILES = ["*.safetensors"]
+# The same weights in the trainer's own form, which some repositories carry beside the others.
+_NEEDLESS_FILES = ["*/*", "consolidated*"]
+
+
+class Kind(StrEnum):
+    FOLDER = "folder"
+    HUB = "hub"
+    PRESET = "preset"
+    DEMO = "demo"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationDefaults:
+    """What `generation_config.json` says about decoding; None where it does not."""
+
+    eos_token_ids: tuple[int, ...]  # every id that ends a turn, not the tokenizer's one only
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    name: str  # as it was asked for
+    kind: Kind
+    config: LlamaConfig
+    generation: GenerationDefaults
+    folder: Path | None  # config, tokenizer and weights; None for a preset, which has none of them
+
+
+def resolve(name: str, *, revision: str | None = None, weights: bool = True) -> ModelSource:
+    """Finds the model and reads its configuration; a hub model is downloaded first.
+
+    Args:
+        name: "demo", "preset:NAME", a folder with a config.json, or a hub name such as "org/model".
+        revision: branch, tag or commit of a hub model.
+        weights: False downloads the small files only (for dummy weights).
+
+    Raises:
+        ValueError: nothing of that name, an unsupported model, or a hub that cannot be reached. It says which.
+    """
+    kind = _kind(name)
+    if revision is not None and kind is not Kind.HUB:
+        raise ValueError(f"a revision is for hub models only: {revision=} {name=}")
+    match kind:
+        case Kind.PRESET:
+            config = presets.preset(name.removeprefix(presets.PREFIX))
+            generation = GenerationDefaults(eos_token_ids=config.eos_token_ids)
+            return ModelSource(name=name, kind=kind, config=config, generation=generation, folder=None)
+        case Kind.DEMO:
+            folder = DEMO_FOLDER
+        case Kind.FOLDER:
+            folder = Path(name).expanduser()
+        case Kind.HUB:
+            folder = _download(name, revision, _SMALL_FILES)
+            LlamaConfig.from_file(folder)  # refuse an unsupported model before its gigabytes are fetched
+            if weights:
+                folder = _download(name, revision, _SMALL_FILES + _WEIGHT_FILES)
+    config = LlamaConfig.from_file(folder)
+    return ModelSource(
+        name=name, kind=kind, config=config, generation=generation_defaults(folder, config), folder=folder
+    )
+
+
+def _kind(name: str) -> Kind:
+    if name == DEMO:
+        return Kind.DEMO
+    if name.startswith(presets.PREFIX):
+        return Kind.PRESET
+    if Path(name).expanduser().is_dir():
+        if not (Path(name).expanduser() / "config.json").exists():
+            raise ValueError(f"the folder {name} has no config.json")
+        return Kind.FOLDER
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
+        return Kind.HUB
+    raise ValueError(
+        f"no model {name!r}: it can be {DEMO!r}, a folder, a hub name (org/model), "
+        f"or one of {', '.join(presets.PREFIX + preset for preset in presets.PRESETS)}"
+    )
+
+
+def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
+    asked = name if revision is None else f"{name} at revision {revision}"
+    try:
+        folder = snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=_NEEDLESS_FILES)
+    except GatedRepoError as error:
+        raise ValueError(
+            f"{asked} is gated: accept its licence on its hub page, then log in with `hf auth login`"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ValueError(f"the hub has {name}, but no such revision: {revision=}") from error
+    except RepositoryNotFoundError as error:
+        raise ValueError(
+            f"there is no folder {name}, and the hub knows no {asked} (a private one needs `hf auth login`)"
+        ) from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise ValueError(
+            f"{asked} is neither a folder nor in the local hub cache, and the hub cannot be reached; "
+            f"offline, give a folder with config.json and safetensors files"
+        ) from error
+    except HfHubHTTPError as error:
+        raise ValueError(f"the hub refused {asked}: {error}") from error
+    return Path(folder)
+
+
+def generation_defaults(folder: Path, config: LlamaConfig) -> GenerationDefaults:
+    """Reads `generation_config.json`; where it is absent or silent on the end ids, `config` says them."""
+    path = folder / "generation_config.json"
+    raw: Mapping[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    eos = raw.get("eos_token_id")
+    listed = config.eos_token_ids if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    fields = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    return GenerationDefaults(eos_token_ids=listed, **{name: raw.get(name) for name in fields})
