@@ -1,0 +1,138 @@
+"""How many K/V pages fit, and the pages themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from model.config import LlamaConfig
+from pallas_kernels.api import PagedAttention
+
+GIB = 1 << 30
+
+# On a CPU the K/V share the memory with everything else on the machine, and no CPU is fast enough to fill much more.
+MAX_CPU_KV_BYTES = 4 * GIB
+# Pages beyond what all running requests can need at once hold the prefix cache.
+PREFIX_CACHE_SHARE = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """Of one device, in bytes."""
+
+    total: int
+    free: int  # not in use by anyone now
+    is_host: bool  # the machine's own memory: a CPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryNeeds:
+    """What one device must hold beside the pages, in bytes."""
+
+    weights: int
+    state: int  # slot state and token histories
+    temporaries: int  # of the largest program
+
+
+def device_memory(device: jax.Device) -> DeviceMemory:
+    """ValueError where the device does not say how much memory it has."""
+    if device.platform == "cpu":
+        total, free = _host_memory()
+        return DeviceMemory(total=total, free=free, is_host=True)
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        raise ValueError(f"{device} does not report its memory; say how many pages to use with --num-pages")
+    return DeviceMemory(total=stats["bytes_limit"], free=stats["bytes_limit"] - stats["bytes_in_use"], is_host=False)
+
+
+def _host_memory() -> tuple[int, int]:
+    """Total and free bytes of this machine, or of the container that this process runs in."""
+    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    total, free = (int(meminfo[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+    for limit, used in _cgroup_files():
+        if limit < total:
+            total, free = limit, min(free, limit - used)
+    return total, max(free, 0)
+
+
+def _cgroup_files() -> list[tuple[int, int]]:
+    """(limit, used) of every memory group that holds this process, versions 2 and 1, as far as they can be read."""
+    found = []
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            root, names = Path("/sys/fs/cgroup/memory"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        # Inside a container the path may be the host's, which is not mounted; the group is then the root.
+        for folder in (root / path.lstrip("/"), root):
+            limit, used = (folder / name for name in names)
+            if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
+                found.append((int(limit.read_text()), int(used.read_text())))
+    return found
+
+
+def temporaries_bound(config: LlamaConfig, *, num_tokens: int, num_rows: int, itemsize: int, num_shards: int) -> int:
+    """Bytes that the largest program may need beside its arguments, on one device: an upper bound by shapes.
+
+    `ModelRunner.warm_up` compares it with what the compiler says.
+    """
+    attention = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    per_token = 6 * config.hidden_size + (3 * attention + 3 * config.intermediate_size) // num_shards
+    logits = 6 * num_rows * config.vocab_size * 4  # adjusted, weights, kept ones and what a partial fusion leaves
+    return num_tokens * per_token * max(itemsize, 4) + logits + 64 * 2**20
+
+
+def plan_pages(
+    *,
+    memory: DeviceMemory,
+    needs: MemoryNeeds,
+    memory_utilization: float,
+    page_bytes: int,  # of all layers, on one device
+    page_size: int,  # tokens
+    max_num_seqs: int,
+    max_model_len: int,
+) -> int:
+    """Pages that can be owned, so many that every running request may reach max_model_len if memory allows.
+
+    Raises:
+        ValueError: not even one request of max_model_len fits. The message has the GiB of each part and the flags.
+    """
+    pages_per_seq = -(-max_model_len // page_size)
+    budget = int(memory.total * memory_utilization) - needs.weights - needs.state
+    budget = min(budget, memory.free) - needs.temporaries
+    fitting = budget // page_bytes - 1  # page 0 is nobody's
+    if fitting < pages_per_seq:
+        raise ValueError(_does_not_fit(memory, needs, memory_utilization, pages_per_seq * page_bytes, max_model_len))
+    wanted = int(pages_per_seq * max_num_seqs * (1 + PREFIX_CACHE_SHARE))
+    if memory.is_host:
+        wanted = min(wanted, max(MAX_CPU_KV_BYTES // page_bytes, pages_per_seq))
+    return min(fitting, wanted)
+
+
+def _does_not_fit(
+    memory: DeviceMemory, needs: MemoryNeeds, utilization: float, sequence_bytes: int, max_model_len: int
+) -> str:
+    def gib(size: int) -> str:
+        return f"{size / GIB:.2f} GiB"
+
+    where = "this machine" if memory.is_host else "each device"
+    return (
+        f"the model does not fit: {where} has {gib(memory.total)}, of which {utilization:.0%} may be used and "
+        f"{gib(memory.free)} are free now. Needed: weights {gib(needs.weights)} (loaded), temporaries of the largest "
+        f"step {gib(needs.temporaries)}, state of the request slots {gib(needs.state)}, K/V pages of one request of "
+        f"{max_model_len} tokens {gib(sequence_bytes)}. Lower --max-model-len (K/V), --max-num-batched-tokens "
+        f"(temporaries) or --max-num-seqs (state, temporaries), raise --memory-utilization, take --dtype bfloat16, or "
+        f"spread the model over more devices with --tensor-parallel-size"
+    )
+
+
+def allocate(attention: PagedAttention, num_layers: int, num_pages: int) -> list[jax.Array]:
+    """One array per layer, page 0 included in `num_pages`."""
+    pages = attention.kv_pages(num_pages)
+    return [jnp.zeros(pages.shape, pages.dtype, device=pages.sharding) for _ in range(num_layers)]

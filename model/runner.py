@@ -1,0 +1,259 @@
+"""Executes the batcher's steps: one compiled program per bucket, readied before the first request."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from batcher.step import (
+    PATCH_BLOCK,
+    Bucket,
+    Capacity,
+    PackedLayout,
+    PenaltyReset,
+    SlotLayout,
+    StepInput,
+    StepOutput,
+)
+from model import kv_cache
+from model.compile_cache import CompileCounter
+from model.llama import Llama
+from model.step import (
+    HISTORY_BLOCK_SIZE,
+    DeviceState,
+    OutputLayout,
+    apply_patches,
+    history_blocks,
+    make_step,
+    reset_history,
+)
+from pallas_kernels.api import PagedAttention
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerConfig:
+    """The limits that shape the programs and the state."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int  # tokens of prompt and output of one request
+    memory_utilization: float = 0.9  # of the device's memory, for everything together
+    num_pages: int | None = None  # None: as many as fit and can be of use
+
+    def __post_init__(self) -> None:
+        if min(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len) < 1:
+            raise ValueError(
+                f"limits are positive: {self.max_num_seqs=} {self.max_num_batched_tokens=} {self.max_model_len=}"
+            )
+        if not 0 < self.memory_utilization <= 1:
+            raise ValueError(f"a share of the memory is above 0 and at most 1: {self.memory_utilization=}")
+
+
+class StepResult:
+    """A step under way. Its one output array has been on its way to the host since the step was dispatched."""
+
+    def __init__(self, output: jax.Array, layout: OutputLayout) -> None:
+        self._output = output
+        self._layout = layout
+
+    def result(self) -> StepOutput:
+        """Blocks until the device is done; to be called from a thread that has nothing else to do."""
+        return self._layout.split(np.asarray(self._output))
+
+
+class ModelRunner:
+    """`batcher.step.Runner` over a Llama.
+
+    Args:
+        model: with its weights where they shall stay: on one device, or spread over `attention.mesh`.
+        attention: the paged attention of the step, bound to its backend and mesh.
+        config: limits. Memory is planned and the K/V pages are allocated at once.
+
+    Raises:
+        ValueError: it does not fit (see `kv_cache.plan_pages`).
+    """
+
+    def __init__(self, model: Llama, attention: PagedAttention, config: RunnerConfig) -> None:
+        self._compiles = CompileCounter()
+        self._model_config = model.config
+        self._attention = attention
+        self._config = config
+        # Flattened once: walking the module tree for every call would cost more than dispatching the step.
+        structure, weights = nnx.split(model)
+        self._weights, tree = jax.tree.flatten(weights)
+        self._rebuild: Callable[[Any], Llama] = lambda leaves: nnx.merge(structure, jax.tree.unflatten(tree, leaves))
+        if attention.mesh is None:
+            (device,) = self._weights[0].devices()
+            self._everywhere: jax.sharding.Sharding = SingleDeviceSharding(device)
+        else:
+            self._everywhere = NamedSharding(attention.mesh, P())
+
+        self._pages_per_seq = -(-config.max_model_len // attention.spec.page_size)
+        self._num_pages = self._plan_pages() if config.num_pages is None else config.num_pages
+        if self._num_pages < self._pages_per_seq:
+            raise ValueError(
+                f"one request of {config.max_model_len=} tokens needs {self._pages_per_seq} pages of "
+                f"{attention.spec.page_size} tokens: {config.num_pages=}"
+            )
+        self._state = self._allocate()
+        self._programs: dict[Bucket, Any] = {}
+
+    def capacity(self) -> Capacity:
+        return Capacity(
+            num_slots=self._config.max_num_seqs,
+            num_pages=self._num_pages,
+            page_size=self._attention.spec.page_size,
+            max_model_len=self._config.max_model_len,
+            max_num_batched_tokens=self._config.max_num_batched_tokens,
+            vocab_size=self._model_config.vocab_size,
+        )
+
+    @property
+    def num_compiles(self) -> int:
+        """Programs readied by this process since the runner was made, also ones that nobody meant to compile."""
+        return self._compiles.total
+
+    def warm_up(self, buckets: Iterable[Bucket], report: Callable[[str], None]) -> None:
+        """Compiles every bucket's program, in parallel, then runs each once on padding.
+
+        Raises:
+            ValueError: the programs need more memory beside the K/V pages than the device has left.
+        """
+        started = time.perf_counter()
+        compiled_before, cached_before = self._compiles.total, self._compiles.from_cache
+        tracing_s = 0.0
+        compiling: dict[Bucket, Future[Any]] = {}
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for bucket in buckets:
+                tracing = time.perf_counter()
+                lowered = self._lower_step(bucket)  # tracing holds the interpreter's lock: one at a time
+                tracing_s += time.perf_counter() - tracing
+                compiling[bucket] = pool.submit(lowered.compile)
+            self._patch = self._lower_update(apply_patches, self._state.slots, (2, PATCH_BLOCK)).compile()
+            self._reset_history = self._lower_update(
+                reset_history, self._state.history, (HISTORY_BLOCK_SIZE,)
+            ).compile()
+            self._programs = {bucket: program.result() for bucket, program in compiling.items()}
+        self._check_temporaries()
+        report(
+            f"compiled {self._compiles.total - compiled_before} programs in {time.perf_counter() - started:.1f} s "
+            f"({self._compiles.from_cache - cached_before} came from the disk; tracing took {tracing_s:.1f} s)"
+        )
+        started = time.perf_counter()
+        self._run_all_on_padding()
+        report(f"ran each program once in {time.perf_counter() - started:.1f} s")
+
+    def execute(self, step: StepInput) -> StepResult:
+        """Dispatches the step and returns. `step.packed` must stay as it is until the result is in: a CPU reads it in
+        place.
+
+        Raises:
+            KeyError: the bucket was not warmed up.
+        """
+        if step.bucket not in self._programs:
+            raise KeyError(f"{step.bucket} has no program: warm_up was not given it")
+        slots, history = self._state.slots, self._state.history
+        for patches in step.patches:
+            slots = self._patch(slots, patches)
+        for reset in step.penalty_resets:
+            vocab = self._model_config.vocab_size
+            for block in history_blocks(reset.slot, reset.prompt, reset.output, vocab):
+                history = self._reset_history(history, block)
+        state = DeviceState(slots=slots, history=history, kv=self._state.kv)
+        self._state, output = self._programs[step.bucket](self._weights, state, step.packed)
+        output.copy_to_host_async()
+        return StepResult(output, OutputLayout(step.bucket))
+
+    def _lower_step(self, bucket: Bucket) -> jax.stages.Lowered:
+        step = make_step(bucket, self._rebuild, self._attention)
+        # Shardings are spelled out: the compiler may otherwise give the state back laid out in another way, which the
+        # next program would refuse.
+        kept = jax.tree.map(lambda x: x.sharding, self._state)
+        return jax.jit(step, donate_argnums=1, out_shardings=(kept, self._everywhere)).lower(
+            _described(self._weights), _described(self._state), self._sent((PackedLayout(bucket).size,))
+        )
+
+    def _lower_update(self, update: Callable[..., Any], array: jax.Array, sent: tuple[int, ...]) -> jax.stages.Lowered:
+        """`update(array, sent) -> array`, in place."""
+        program = jax.jit(update, donate_argnums=0, out_shardings=array.sharding)
+        return program.lower(_described(array), self._sent(sent))
+
+    def _sent(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._everywhere)
+
+    def _run_all_on_padding(self) -> None:
+        """First calls are slow, and a program that fails should fail here. Rows are padding, so nothing is written."""
+        nowhere = self._config.max_num_seqs * self._state.slots.shape[1]
+        patches = np.full((2, PATCH_BLOCK), nowhere, np.int32)
+        nothing = PenaltyReset(slot=0, prompt=np.empty(0, np.int32), output=np.empty(0, np.int32))
+        for bucket in self._programs:
+            packed = np.zeros(PackedLayout(bucket).size, np.int32)
+            parts = PackedLayout(bucket).sections()
+            packed[parts["slots"]] = self._config.max_num_seqs
+            packed[parts["patch_indices"]] = nowhere
+            step = StepInput(bucket=bucket, packed=packed, patches=(patches,), penalty_resets=(nothing,))
+            self.execute(step).result()
+
+    def _allocate(self) -> DeviceState:
+        slots, vocab = self._config.max_num_seqs, self._model_config.vocab_size
+        width = SlotLayout.width(self._pages_per_seq)
+        return DeviceState(
+            slots=jnp.zeros((slots, width), jnp.int32, device=self._everywhere),
+            history=jnp.zeros((slots, vocab), jnp.int32, device=self._everywhere),
+            kv=kv_cache.allocate(self._attention, self._model_config.num_layers, self._num_pages + 1),
+        )
+
+    def _plan_pages(self) -> int:
+        config, attention = self._config, self._attention
+        slot_bytes = 4 * (SlotLayout.width(self._pages_per_seq) + self._model_config.vocab_size)
+        needs = kv_cache.MemoryNeeds(
+            weights=sum(leaf.addressable_shards[0].data.nbytes for leaf in self._weights),
+            state=slot_bytes * config.max_num_seqs,
+            temporaries=kv_cache.temporaries_bound(
+                self._model_config,
+                num_tokens=config.max_num_batched_tokens,
+                num_rows=config.max_num_seqs,
+                itemsize=jnp.dtype(attention.spec.dtype).itemsize,
+                num_shards=attention.num_shards,
+            ),
+        )
+        return kv_cache.plan_pages(
+            memory=kv_cache.device_memory(self._a_device()),
+            needs=needs,
+            memory_utilization=config.memory_utilization,
+            page_bytes=attention.page_bytes() * self._model_config.num_layers,
+            page_size=attention.spec.page_size,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+        )
+
+    def _check_temporaries(self) -> None:
+        """The plan had only a bound by shapes; the compiler knows."""
+        if self._config.num_pages is not None:
+            return  # then the memory is the caller's affair
+        largest = max(program.memory_analysis().temp_size_in_bytes for program in self._programs.values())
+        free = kv_cache.device_memory(self._a_device()).free
+        if largest > free:
+            raise ValueError(
+                f"the largest program needs {largest / kv_cache.GIB:.2f} GiB beside its arguments and only "
+                f"{free / kv_cache.GIB:.2f} GiB are free: lower --memory-utilization or --max-num-batched-tokens"
+            )
+
+    def _a_device(self) -> jax.Device:
+        return min(self._everywhere.addressable_devices, key=lambda device: device.id)
+
+
+def _described(arrays: Any) -> Any:
+    """The arrays' shapes and shardings: what a program is compiled for."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)

@@ -1,0 +1,288 @@
+"""Draws each row's next token on the device: every request in a step with its own parameters, and without a sort.
+
+Order, for every row that asks: logit_bias, penalties, the `min_tokens` ban, temperature, top_k, top_p, min_p, draw.
+Each stage runs only if some row of the step asks for it, and changes only the rows that do: a row's token depends on
+its own logits, parameters, seed and position, never on the rows beside it.
+
+top_k, top_p and min_p all keep "the tokens at least as likely as some threshold". So each of them is a threshold on
+the weights exp(logit - max), the highest one holds, and the token is drawn from what is left. The thresholds come from
+a bisection over the bits of a float32: exact, where a sort of the vocabulary would cost more than the model's head.
+Tokens of equal weight are kept or dropped together, as in vLLM and Hugging Face for top_k; for top_p they sort, and
+keep some arbitrary ones of a tie.
+
+Shape legend: `S` rows of the step, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from batcher.request import MAX_DEVICE_STOP_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS
+from batcher.step import SlotLayout
+
+IN_PROMPT = 1 << 30  # in a token's entry of the history: it occurs in the prompt. The bits below count outputs
+DRAW_BLOCK = 128  # tokens; the draw picks a block of the vocabulary, then a token in it
+
+
+@partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True, kw_only=True)
+class SamplingRows:
+    """`batcher.request.SamplingParams` of the step's rows, as columns."""
+
+    temperature: jax.Array  # f32[S]; 0: greedy
+    top_k: jax.Array  # i32[S]; 0: off
+    top_p: jax.Array  # f32[S]
+    min_p: jax.Array  # f32[S]
+    presence_penalty: jax.Array  # f32[S]
+    frequency_penalty: jax.Array  # f32[S]
+    repetition_penalty: jax.Array  # f32[S]
+    seed: jax.Array  # u32[S, 2], low word first
+    min_kv_len: jax.Array  # i32[S]; stop ids are banned at positions below it
+    num_stop_ids: jax.Array  # i32[S]
+    stop_ids: jax.Array  # i32[S, MAX_DEVICE_STOP_IDS]
+    num_bias: jax.Array  # i32[S]
+    bias_ids: jax.Array  # i32[S, MAX_LOGIT_BIAS]
+    bias_values: jax.Array  # f32[S, MAX_LOGIT_BIAS]
+    wants_logprobs: jax.Array  # bool[S]
+
+    @property
+    def has_penalty(self) -> jax.Array:  # bool[S]
+        return (self.presence_penalty != 0) | (self.frequency_penalty != 0) | (self.repetition_penalty != 1)
+
+
+def sampling_rows(state: jax.Array) -> SamplingRows:  # state: i32[S, SlotLayout.width], the rows' slots
+    """Reads the columns of `SlotLayout`."""
+    at = SlotLayout
+
+    def ints(column: int) -> jax.Array:
+        return state[:, column]
+
+    def floats(column: int) -> jax.Array:
+        return lax.bitcast_convert_type(state[:, column], jnp.float32)
+
+    return SamplingRows(
+        temperature=floats(at.TEMPERATURE),
+        top_k=ints(at.TOP_K),
+        top_p=floats(at.TOP_P),
+        min_p=floats(at.MIN_P),
+        presence_penalty=floats(at.PRESENCE_PENALTY),
+        frequency_penalty=floats(at.FREQUENCY_PENALTY),
+        repetition_penalty=floats(at.REPETITION_PENALTY),
+        seed=lax.bitcast_convert_type(state[:, at.SEED_LOW : at.SEED_HIGH + 1], jnp.uint32),
+        min_kv_len=ints(at.MIN_KV_LEN),
+        num_stop_ids=ints(at.NUM_STOP_IDS),
+        stop_ids=state[:, at.STOP_IDS : at.STOP_IDS + MAX_DEVICE_STOP_IDS],
+        num_bias=ints(at.NUM_BIAS),
+        bias_ids=state[:, at.BIAS_IDS : at.BIAS_IDS + MAX_LOGIT_BIAS],
+        bias_values=lax.bitcast_convert_type(state[:, at.BIAS_VALUES : at.BIAS_VALUES + MAX_LOGIT_BIAS], jnp.float32),
+        wants_logprobs=ints(at.WANTS_LOGPROBS) != 0,
+    )
+
+
+def greedy(logits: jax.Array) -> jax.Array:  # f32[S, V] -> i32[S]
+    """The first of the most likely tokens. Two plain reductions: XLA's CPU argmax takes twice as long as both."""
+    vocab = logits.shape[-1]
+    is_best = logits == jnp.max(logits, axis=-1, keepdims=True)
+    first = jnp.min(jnp.where(is_best, jnp.arange(vocab, dtype=jnp.int32), vocab), axis=-1)
+    return jnp.minimum(first, vocab - 1)  # a row with a NaN has no best token
+
+
+def sample(
+    logits: jax.Array,  # f32[S, V]
+    rows: SamplingRows,
+    positions: jax.Array,  # i32[S], that the drawn token will have in its sequence
+    asking: jax.Array,  # bool[S]: the row's token will be used; nothing is computed for the sake of another
+    history: Callable[[], jax.Array],  # i32[S, V], the rows of `token history`; read only if some row has a penalty
+) -> jax.Array:
+    """The rows' next tokens, i32[S]."""
+    adjusted = adjust(logits, rows, positions, asking, history)
+    best = greedy(adjusted)
+    draws = asking & (rows.temperature > 0)
+    return lax.cond(draws.any(), lambda: jnp.where(draws, _draw(adjusted, rows, positions, draws), best), lambda: best)
+
+
+def adjust(
+    logits: jax.Array,  # f32[S, V]
+    rows: SamplingRows,
+    positions: jax.Array,  # i32[S]
+    asking: jax.Array,  # bool[S]
+    history: Callable[[], jax.Array],  # i32[S, V]
+) -> jax.Array:
+    """The logits [S, V] after bias, penalties and ban: what greedy rows take the best of."""
+    biased = asking & (rows.num_bias > 0)
+    penalised = asking & rows.has_penalty
+    banned = asking & (positions < rows.min_kv_len) & (rows.num_stop_ids > 0)
+    logits = _where_asked(biased, lambda x: _add_bias(x, rows), logits)
+    logits = _where_asked(penalised, lambda x: _penalise(x, rows, history()), logits)
+    return _where_asked(banned, lambda x: _ban_stop_ids(x, rows), logits)
+
+
+def _where_asked(asked: jax.Array, change: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:
+    return lax.cond(asked.any(), lambda x: jnp.where(asked[:, None], change(x), x), lambda x: x, logits)
+
+
+def _add_bias(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    row = jnp.arange(logits.shape[0])[:, None]
+    is_set = jnp.arange(MAX_LOGIT_BIAS) < rows.num_bias[:, None]
+    ids = jnp.where(is_set, rows.bias_ids, logits.shape[1])  # [S, MAX_LOGIT_BIAS]
+    return logits.at[row, ids].add(rows.bias_values, mode="drop")
+
+
+def _penalise(logits: jax.Array, rows: SamplingRows, history: jax.Array) -> jax.Array:
+    """Repetition (arXiv:1909.05858, over prompt and output, as vLLM and Hugging Face apply it), then
+    frequency and presence (over output only, as in OpenAI's API)."""
+    outputs = history & (IN_PROMPT - 1)
+    repetition = rows.repetition_penalty[:, None]
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(history != 0, repeated, logits)
+    logits = logits - rows.frequency_penalty[:, None] * outputs.astype(jnp.float32)
+    return logits - rows.presence_penalty[:, None] * (outputs > 0)
+
+
+def _ban_stop_ids(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    row = jnp.arange(logits.shape[0])[:, None]
+    is_set = jnp.arange(MAX_DEVICE_STOP_IDS) < rows.num_stop_ids[:, None]
+    ids = jnp.where(is_set, rows.stop_ids, logits.shape[1])  # [S, MAX_DEVICE_STOP_IDS]
+    return logits.at[row, ids].set(-jnp.inf, mode="drop")
+
+
+def _draw(logits: jax.Array, rows: SamplingRows, positions: jax.Array, draws: jax.Array) -> jax.Array:
+    temperature = jnp.where(draws, rows.temperature, 1)
+    weights = tempered_weights(logits, temperature)
+    threshold = kept_threshold(weights, rows, draws)
+    weights = jnp.where(weights >= threshold[:, None], weights, 0)
+    return _categorical(weights, rows.seed, positions)
+
+
+def tempered_weights(logits: jax.Array, temperature: jax.Array) -> jax.Array:  # [S, V], f32[S] -> f32[S, V]
+    """exp of (logit - max) / temperature: the tempered distribution but for a factor, the greatest weight being 1."""
+    return jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None])
+
+
+def kept_threshold(weights: jax.Array, rows: SamplingRows, asking: jax.Array) -> jax.Array:
+    """f32[S]: a row's token is kept if its weight is at least this. `weights` [S, V] as from `tempered_weights`.
+
+    top_k keeps the k most likely tokens; top_p the fewest of those, most likely first, whose share of their mass is
+    top_p or more; min_p those of at least min_p times the greatest weight, which is 1.
+    """
+    vocab = weights.shape[-1]
+    asks_k = asking & (rows.top_k > 0) & (rows.top_k < vocab)
+    asks_p = asking & (rows.top_p < 1)
+    none = jnp.zeros_like(rows.top_p)
+
+    def by_count() -> jax.Array:
+        return largest_threshold(weights, jnp.ones_like, rows.top_k.astype(jnp.float32), asks_k)
+
+    def by_mass(at_least: jax.Array) -> jax.Array:
+        kept_mass = jnp.sum(jnp.where(weights >= at_least[:, None], weights, 0), axis=-1)
+        return largest_threshold(weights, lambda w: w, rows.top_p * kept_mass, asks_p)
+
+    top_k = lax.cond(asks_k.any(), by_count, lambda: none)
+    top_p = lax.cond(asks_p.any(), lambda: by_mass(top_k), lambda: none)
+    return jnp.maximum(jnp.maximum(top_k, top_p), rows.min_p)
+
+
+def largest_threshold(
+    weights: jax.Array,  # f32[S, V], 0 to 1
+    measure: Callable[[jax.Array], jax.Array],  # of a token's weight: 1 to count tokens, the weight itself for mass
+    target: jax.Array,  # f32[S]
+    asking: jax.Array,  # bool[S]; the others get 0, which keeps everything
+) -> jax.Array:
+    """f32[S]: a threshold that keeps the fewest tokens whose measure together is `target` or more.
+
+    Non-negative floats have the order of their bits, so this is a bisection over integers: at most 30 passes over the
+    weights, and about 12 in practice, since it ends when one token is left between the bounds.
+    """
+    one = lax.bitcast_convert_type(jnp.float32(1), jnp.int32)
+
+    def measure_from(bits: jax.Array) -> jax.Array:
+        at_least = weights >= lax.bitcast_convert_type(bits, jnp.float32)[:, None]
+        return jnp.sum(jnp.where(at_least, measure(weights), 0), axis=-1)
+
+    # Between the bounds: `low` is enough, `high` is not (above 1 there is nothing).
+    def is_open(bounds: tuple[jax.Array, ...]) -> jax.Array:
+        low, high, from_low, from_high = bounds
+        smallest = measure(lax.bitcast_convert_type(low, jnp.float32))
+        several = from_low - from_high >= 2 * smallest
+        return asking & (high - low > 1) & several
+
+    def halve(bounds: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        low, high, from_low, from_high = bounds
+        active = is_open(bounds)
+        middle = low + (high - low) // 2
+        from_middle = measure_from(middle)
+        enough = from_middle >= target
+        raise_low, lower_high = active & enough, active & ~enough
+        return (
+            jnp.where(raise_low, middle, low),
+            jnp.where(lower_high, middle, high),
+            jnp.where(raise_low, from_middle, from_low),
+            jnp.where(lower_high, from_middle, from_high),
+        )
+
+    low = jnp.zeros(weights.shape[:1], jnp.int32)
+    bounds = (low, jnp.full_like(low, one + 1), measure_from(low), jnp.zeros_like(target))
+    low, *_ = lax.while_loop(lambda bounds: is_open(bounds).any(), halve, bounds)
+    return jnp.where(asking, lax.bitcast_convert_type(low, jnp.float32), 0)
+
+
+def _categorical(weights: jax.Array, seed: jax.Array, positions: jax.Array) -> jax.Array:
+    """i32[S] drawn in proportion to `weights` [S, V]; the key is the row's seed and position and nothing else.
+
+    Two draws by Gumbel's maximum, of a block and of a token in it, are one draw of a token, and need V / 128 + 128
+    random numbers instead of V.
+    """
+    num_rows, vocab = weights.shape
+    blocks = jnp.pad(weights, ((0, 0), (0, -vocab % DRAW_BLOCK))).reshape(num_rows, -1, DRAW_BLOCK)
+    keys = jax.random.wrap_key_data(jnp.flip(seed, axis=1), impl="threefry2x32")
+    keys = jax.vmap(lambda key, position: jax.random.split(jax.random.fold_in(key, position)))(keys, positions)
+    block = _gumbel_max(keys[:, 0], jnp.sum(blocks, axis=-1))
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]  # [S, DRAW_BLOCK]
+    return block * DRAW_BLOCK + _gumbel_max(keys[:, 1], inside)
+
+
+def _gumbel_max(keys: jax.Array, weights: jax.Array) -> jax.Array:  # [S], f32[S, n] -> i32[S]
+    draw = jax.vmap(lambda key, row: jax.random.categorical(key, jnp.log(row)))
+    return draw(keys, weights).astype(jnp.int32)
+
+
+@partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True, kw_only=True)
+class Logprobs:
+    """Log-probabilities under the raw distribution."""
+
+    chosen: jax.Array  # f32[S], of the row's own token
+    top_ids: jax.Array  # i32[S, MAX_LOGPROBS], most likely first
+    top: jax.Array  # f32[S, MAX_LOGPROBS]
+
+
+def logprobs(logits: jax.Array, tokens: jax.Array, asking: jax.Array) -> Logprobs:
+    """`logits` f32[S, V] as the model gave them; `tokens` i32[S], clipped to the vocabulary; zeros if no row asks."""
+    num_rows, vocab = logits.shape
+    num_top = min(MAX_LOGPROBS, vocab)
+
+    def compute() -> Logprobs:
+        normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        top, top_ids = lax.top_k(logits, num_top)
+        pad = ((0, 0), (0, MAX_LOGPROBS - num_top))
+        chosen = jnp.take_along_axis(logits, jnp.clip(tokens, 0, vocab - 1)[:, None], axis=1)
+        return Logprobs(
+            chosen=(chosen - normaliser)[:, 0],
+            top_ids=jnp.pad(top_ids, pad, constant_values=-1),
+            top=jnp.pad(top - normaliser, pad, constant_values=-jnp.inf),
+        )
+
+    def zeros() -> Logprobs:
+        return Logprobs(
+            chosen=jnp.zeros(num_rows, jnp.float32),
+            top_ids=jnp.zeros((num_rows, MAX_LOGPROBS), jnp.int32),
+            top=jnp.zeros((num_rows, MAX_LOGPROBS), jnp.float32),
+        )
+
+    return lax.cond(asking.any(), compute, zeros)

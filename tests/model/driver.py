@@ -1,0 +1,175 @@
+"""Drives a runner by hand: the smallest host that the contract of `batcher.step` allows, for the tests of this room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from batcher.request import SamplingParams
+from batcher.step import PATCH_BLOCK, Bucket, PackedLayout, PenaltyReset, SlotLayout, StepInput, StepOutput
+from model.config import LlamaConfig
+from model.dense_attention import causal_attention
+from model.llama import Llama
+from model.runner import ModelRunner, RunnerConfig
+from pallas_kernels.api import AttentionSpec, Backend, PagedAttention
+
+TINY = LlamaConfig(
+    vocab_size=199,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    rope_scaling=None,
+    max_position_embeddings=512,
+    tie_word_embeddings=False,
+    checkpoint_dtype="float32",
+    bos_token_id=None,
+    eos_token_ids=(1,),
+)
+
+
+def tiny_model(seed: int = 0) -> Llama:
+    """Random weights, large enough that tokens depend on what was attended to."""
+    model = Llama(TINY, dtype=jnp.float32, rngs=nnx.Rngs(seed))
+    state = nnx.state(model)
+    leaves = {path: variable for path, variable in nnx.to_flat_state(state)}
+    for variable in leaves.values():
+        if variable.get_value().ndim == 2:
+            variable.set_value(variable.get_value() * 10)
+    nnx.update(model, state)
+    return model
+
+
+def paged_attention(config: LlamaConfig = TINY, *, page_size: int = 8, **options) -> PagedAttention:
+    spec = AttentionSpec(
+        num_query_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_size=page_size,
+        dtype=jnp.float32,
+        kv_dtype=jnp.float32,
+    )
+    return PagedAttention(spec, Backend.REFERENCE, **options)
+
+
+def tiny_runner(model: Llama | None = None, **limits) -> ModelRunner:
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64, "num_pages": 40} | limits
+    return ModelRunner(tiny_model() if model is None else model, paged_attention(), RunnerConfig(**settings))
+
+
+def dense_logits(model: Llama, tokens: list[int]) -> np.ndarray:
+    """f32[len(tokens), V] by one pass without pages."""
+    ids = jnp.array(tokens, jnp.int32)
+    hidden, _ = model(ids, jnp.arange(len(tokens)), [None] * model.config.num_layers, causal_attention())
+    return np.asarray(model.logits(hidden))
+
+
+@dataclass
+class Row:
+    """One request in a slot. `num_computed` counts tokens whose K/V are in pages."""
+
+    slot: int
+    prompt: list[int]
+    pages: list[int]
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=64, temperature=0))
+    seed: int = 0
+    stop_ids: tuple[int, ...] = ()
+    output: list[int] = field(default_factory=list)
+    num_computed: int = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.output
+
+
+def bits(*values: float) -> list[int]:
+    return np.array(values, np.float32).view(np.int32).tolist()
+
+
+def admission(row: Row, width: int) -> np.ndarray:
+    """i32[2, n]: patches that set every column of the row's slot."""
+    s, at = row.sampling, SlotLayout
+    state = np.zeros(width, np.int32)
+    state[at.KV_LEN] = row.num_computed
+    state[at.TOP_K] = s.top_k
+    floats = bits(s.temperature, s.top_p, s.min_p, s.presence_penalty, s.frequency_penalty, s.repetition_penalty)
+    columns = (at.TEMPERATURE, at.TOP_P, at.MIN_P, at.PRESENCE_PENALTY, at.FREQUENCY_PENALTY, at.REPETITION_PENALTY)
+    for column, value in zip(columns, floats, strict=True):
+        state[column] = value
+    seed = np.array([row.seed & 0xFFFFFFFF, row.seed >> 32], np.uint32)
+    state[at.SEED_LOW : at.SEED_HIGH + 1] = seed.view(np.int32)
+    state[at.MIN_KV_LEN] = len(row.prompt) + s.min_tokens
+    state[at.NUM_STOP_IDS] = len(row.stop_ids)
+    state[at.STOP_IDS : at.STOP_IDS + len(row.stop_ids)] = row.stop_ids
+    state[at.NUM_BIAS] = len(s.logit_bias)
+    for i, (token, value) in enumerate(s.logit_bias):
+        state[at.BIAS_IDS + i], state[at.BIAS_VALUES + i] = token, bits(value)[0]
+    state[at.WANTS_LOGPROBS] = s.logprobs is not None
+    state[at.PAGE_TABLE : at.PAGE_TABLE + len(row.pages)] = row.pages
+    return np.stack([row.slot * width + np.arange(width, dtype=np.int32), state])
+
+
+def pack(
+    bucket: Bucket,
+    chunks: list[tuple[Row, int]],  # (row, tokens to compute)
+    *,
+    num_slots: int,
+    width: int,
+    admit: list[Row] = (),
+    from_host: bool = False,  # send the tokens of decodes, too, instead of -1
+) -> StepInput:
+    """Decodes first. A row emits if its chunk reaches its last known token."""
+    chunks = sorted(chunks, key=lambda chunk: chunk[1] != 1)
+    layout = PackedLayout(bucket)
+    packed, parts = np.zeros(layout.size, np.int32), layout.sections()
+    view = {name: packed[part] for name, part in parts.items()}
+    nowhere = num_slots * width
+    view["slots"][:] = num_slots
+    view["patch_indices"][:] = nowhere
+    start = 0
+    for i, (row, count) in enumerate(chunks):
+        stop = row.num_computed + count
+        view["slots"][i], view["q_lens"][i], view["emits"][i] = row.slot, count, stop == len(row.tokens)
+        known = row.tokens[row.num_computed : stop]
+        is_decode = stop == len(row.tokens) and count == 1 and row.output and not from_host
+        view["tokens"][start : start + count] = -1 if is_decode else known
+        if "targets" in view:
+            following = row.prompt[row.num_computed + 1 : stop + 1]
+            view["targets"][start : start + count] = following + [-1] * (count - len(following))
+        start += count
+    packed[:3] = sum(count == 1 for _, count in chunks), len(chunks), start
+    patches = np.concatenate([admission(row, width) for row in admit], axis=1) if admit else np.zeros((2, 0), np.int32)
+    blocks = []
+    for i in range(0, patches.shape[1], PATCH_BLOCK):
+        block = np.full((2, PATCH_BLOCK), nowhere, np.int32)
+        part = patches[:, i : i + PATCH_BLOCK]
+        block[:, : part.shape[1]] = part
+        blocks.append(block)
+    resets = tuple(
+        PenaltyReset(slot=row.slot, prompt=np.array(row.prompt, np.int32), output=np.array(row.output, np.int32))
+        for row in admit
+    )
+    return StepInput(bucket=bucket, packed=packed, patches=tuple(blocks), penalty_resets=resets)
+
+
+def run(
+    runner: ModelRunner, bucket: Bucket, chunks: list[tuple[Row, int]], *, admit: list[Row] = (), **options
+) -> StepOutput:
+    """One step, its tokens appended to the rows that emit."""
+    capacity = runner.capacity()
+    width = SlotLayout.width(capacity.pages_per_seq)
+    step = pack(bucket, chunks, num_slots=capacity.num_slots, width=width, admit=admit, **options)
+    output = runner.execute(step).result()
+    ordered = sorted(chunks, key=lambda chunk: chunk[1] != 1)
+    for i, (row, count) in enumerate(ordered):
+        row.num_computed += count
+        if row.num_computed == len(row.tokens):
+            row.output.append(int(output.tokens[i]))
+    return output
