@@ -47,50 +47,40 @@ def _llama(
     )
 
 
+PRESETS: dict[str, LlamaConfig] = {
+    "llama-3-8b": _llama(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        rope_factor=None,
+        max_position_embeddings=8192,
+    ),
+    "llama-3.1-8b": _llama(hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, rope_factor=8.0),
+    "llama-3.1-70b": _llama(hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64, rope_factor=8.0),
+    "llama-3.2-1b": _llama(
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_layers=16,
+        num_heads=32,
+        head_dim=64,
+        rope_factor=32.0,
+        tie_word_embeddings=True,
+    ),
+    "llama-3.2-3b": _llama(
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_layers=28,
+        num_heads=24,
+        rope_factor=32.0,
+        tie_word_embeddings=True,
+    ),
+    "llama-3.3-70b": _llama(hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64, rope_factor=8.0),
+}
+
+
 def preset(name: str) -> LlamaConfig:
     """The preset called `name`, without the prefix. ValueError for an unknown one."""
-    match name:
-        case "llama-3-8b":
-            return _llama(
-                hidden_size=4096,
-                intermediate_size=14336,
-                num_layers=32,
-                num_heads=32,
-                rope_factor=None,
-                max_position_embeddings=8192,
-            )
-        case "llama-3.1-8b":
-            return _llama(hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, rope_factor=8.0)
-        case "llama-3.1-70b" | "llama-3.3-70b":
-            return _llama(hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64, rope_factor=8.0)
-        case "llama-3.2-1b":
-            return _llama(
-                hidden_size=2048,
-                intermediate_size=8192,
-                num_layers=16,
-                num_heads=32,
-                head_dim=64,
-                rope_factor=32.0,
-                tie_word_embeddings=True,
-            )
-        case "llama-3.2-3b":
-            return _llama(
-                hidden_size=3072,
-                intermediate_size=8192,
-                num_layers=28,
-                num_heads=24,
-                rope_factor=32.0,
-                tie_word_embeddings=True,
-            )
-        case _:
-            raise ValueError(f"unknown preset {name!r}; there are {', '.join(PRESETS)}")
-
-
-PRESETS = (
-    "llama-3-8b",
-    "llama-3.1-8b",
-    "llama-3.1-70b",
-    "llama-3.2-1b",
-    "llama-3.2-3b",
-    "llama-3.3-70b",
-)
+    if name not in PRESETS:
+        raise ValueError(f"unknown preset {name!r}; there are {', '.join(PRESETS)}")
+    return PRESETS[name]

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from model.config import LinearScaling, Llama3Scaling, LlamaConfig
+from scripts.make_goldens import VARIANTS, config
+from tests.model import checkpoints
+from tests.model.test_llama import TINY
+
+LLAMA_3_2_1B = {  # as published
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0.dev0",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+
+
+def test_a_published_config_is_read_whole():
+    parsed = LlamaConfig.from_hf(LLAMA_3_2_1B)
+    assert parsed == LlamaConfig(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        rope_scaling=Llama3Scaling(
+            factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+        ),
+        max_position_embeddings=131072,
+        tie_word_embeddings=True,
+        checkpoint_dtype="bfloat16",
+        bos_token_id=128000,
+        eos_token_ids=(128001, 128008, 128009),
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_both_spellings_mean_the_same(variant):
+    """The older one is ours, the newer one was written by transformers 5."""
+    newer = checkpoints.configs_as_written()[variant]
+    assert "rope_parameters" in newer
+    assert "torch_dtype" not in newer
+    assert LlamaConfig.from_hf(newer) == LlamaConfig.from_hf(config(variant))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_written_is_read_back(variant):
+    parsed = LlamaConfig.from_hf(config(variant))
+    assert LlamaConfig.from_hf(json.loads(json.dumps(parsed.to_hf()))) == parsed
+
+
+def test_defaults_are_the_reference_implementations():
+    raw = LLAMA_3_2_1B | {"head_dim": None, "num_key_value_heads": None, "rope_scaling": None, "rope_theta": None}
+    del raw["tie_word_embeddings"]
+    parsed = LlamaConfig.from_hf(raw)
+    assert (parsed.head_dim, parsed.num_kv_heads, parsed.rope_theta) == (64, 32, 10000.0)
+    assert parsed.rope_scaling is None
+    assert parsed.tie_word_embeddings is False
+
+
+def test_a_scaling_may_be_called_type():
+    parsed = LlamaConfig.from_hf(LLAMA_3_2_1B | {"rope_scaling": {"type": "linear", "factor": 2}})
+    assert parsed.rope_scaling == LinearScaling(factor=2.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"architectures": ["MistralForCausalLM"]}, "architectures=['MistralForCausalLM'] is not supported"),
+        ({"architectures": None, "model_type": "gemma"}, "architectures=[None] is not supported"),
+        ({"model_type": "mistral"}, "model_type='mistral' is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"mlp_bias": True}, "mlp_bias=True is not supported"),
+        ({"pretraining_tp": 2}, "pretraining_tp=2 is not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config={'quant_method': 'awq'} is not"),
+        ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype='float8_e4m3fn' is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn' is not supported"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type='dynamic' is not supported"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "rope_type='llama3' lacks ['low_freq_factor'"),
+        ({"rope_parameters": {"rope_theta": 1.0}}, "disagree"),
+        ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rms_norm_eps": None}, "rms_norm_eps is missing"),
+        ({"num_key_value_heads": 5}, "num_heads=32 is not a multiple of num_kv_heads=5"),
+        ({"num_hidden_layers": 0}, "num_layers=0 must be positive"),
+        ({"head_dim": 63}, "head_dim=63 is odd"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused(change, complaint):
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        LlamaConfig.from_hf(LLAMA_3_2_1B | change)
+
+
+def test_all_problems_are_named_at_once(tmp_path):
+    raw = LLAMA_3_2_1B | {"hidden_act": "relu", "mlp_bias": True, "rope_scaling": {"rope_type": "longrope"}}
+    del raw["vocab_size"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="4 problem") as error:
+        LlamaConfig.from_file(tmp_path)
+    for name in (str(tmp_path / "config.json"), "hidden_act", "mlp_bias", "longrope", "vocab_size is missing"):
+        assert name in str(error.value)
+
+
+def test_a_config_that_is_not_json_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json: Expecting"):
+        LlamaConfig.from_file(tmp_path)
+
+
+def test_keys_that_the_architecture_does_not_read_are_ignored():
+    assert LlamaConfig.from_hf(LLAMA_3_2_1B | {"unsloth_fixed": True}) == LlamaConfig.from_hf(LLAMA_3_2_1B)
+
+
+def test_zero_and_negative_sizes_are_all_named():
+    with pytest.raises(ValueError, match=r"vocab_size=0 .*; hidden_size=-1 "):
+        LlamaConfig(**{**vars(TINY), "vocab_size": 0, "hidden_size": -1})
