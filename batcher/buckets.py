@@ -1,1 +1,100 @@
 """The ladders of padded shapes. Both limits are themselves rungs, so that no legal step lacks a program."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from batcher.step import Bucket, Variant
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketConfig:
+    """How fine the ladders are: finer pads less and compiles more."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    min_decode_rows: int = 1  # the smallest decode program; where one row costs as much as several, start higher
+    min_mixed_tokens: int = 16  # the smallest program that takes prompt tokens
+    half_steps: bool = True  # between powers of two also their 1.5-fold, from 64 tokens on
+    few_rows: int = 8  # mixed programs also come with so few rows, for a lightly loaded server
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1:
+            raise ValueError(f"at least one row: {self.max_num_seqs=}")
+        if self.max_num_batched_tokens <= self.max_num_seqs:
+            raise ValueError(
+                "a step must take one token of every running request and at least one prompt token beside them: "
+                f"{self.max_num_batched_tokens=} must exceed {self.max_num_seqs=}"
+            )
+        if min(self.min_decode_rows, self.min_mixed_tokens, self.few_rows) < 1:
+            raise ValueError(
+                f"smallest shapes are positive: {self.min_decode_rows=} {self.min_mixed_tokens=} {self.few_rows=}"
+            )
+
+
+class BucketLadder:
+    """Every bucket there is, and the choice among them.
+
+    Decode-only buckets (T == S): powers of two up to `max_num_seqs`. Mixed buckets: a ladder of T, each with S of
+    `few_rows` and of the most rows of the row ladder that are fewer than T (T == S would mean decode-only). SCORE
+    exists only at both limits: it is rare and its programs are heavy.
+    """
+
+    def __init__(self, config: BucketConfig) -> None:
+        self.config = config
+        self._decode = _powers(config.min_decode_rows, config.max_num_seqs)
+        tokens = _powers(config.min_mixed_tokens, config.max_num_batched_tokens)
+        if config.half_steps:
+            halves = {t + t // 2 for t in tokens if t >= 64 and t + t // 2 < config.max_num_batched_tokens}
+            tokens = sorted({*tokens, *halves})
+        rows = _powers(1, config.max_num_seqs)
+        self._mixed: list[tuple[int, list[int]]] = []
+        for t in tokens:
+            fitting = [s for s in rows if s < t]
+            if fitting:
+                few = [s for s in rows if s >= config.few_rows and s < fitting[-1]][:1]
+                self._mixed.append((t, [*few, fitting[-1]]))
+        self._tokens = [t for t, _ in self._mixed]
+
+    def buckets(self) -> list[Bucket]:
+        """All of them, cheapest first."""
+        shapes = [(s, s) for s in self._decode] + [(t, s) for t, rows in self._mixed for s in rows]
+        plain = [Bucket(t, s, variant) for variant in (Variant.GREEDY, Variant.SAMPLE) for t, s in shapes]
+        return sorted([*plain, self.choose(1, 1, decode_only=False, variant=Variant.SCORE)])
+
+    def choose(self, num_tokens: int, num_rows: int, *, decode_only: bool, variant: Variant) -> Bucket:
+        """The smallest bucket that holds the step. ValueError where it is over a limit."""
+        c = self.config
+        if not (1 <= num_rows <= c.max_num_seqs and num_rows <= num_tokens <= c.max_num_batched_tokens):
+            raise ValueError(f"no step has this shape: {num_tokens=} {num_rows=} with {c}")
+        if variant is Variant.SCORE:
+            return Bucket(c.max_num_batched_tokens, c.max_num_seqs, variant)
+        if decode_only:
+            if num_tokens != num_rows:
+                raise ValueError(f"decodes bring one token each: {num_tokens=} {num_rows=}")
+            rows = self._decode[bisect_left(self._decode, num_rows)]
+            return Bucket(rows, rows, variant)
+        for tokens, row_rungs in self._mixed[bisect_left(self._tokens, num_tokens) :]:
+            if num_rows <= row_rungs[-1]:
+                return Bucket(tokens, row_rungs[bisect_left(row_rungs, num_rows)], variant)
+        raise AssertionError("the largest bucket holds every legal step")
+
+    def mixed_tokens(self, num_tokens: int) -> int:
+        """The token rung that a mixed step of `num_tokens` pads to, rows aside."""
+        return self._tokens[bisect_left(self._tokens, num_tokens)]
+
+    def mixed_tokens_below(self, num_tokens: int) -> int:
+        """The largest token rung that is at most `num_tokens`; 0 where there is none."""
+        i = bisect_left(self._tokens, num_tokens + 1)
+        return self._tokens[i - 1] if i else 0
+
+
+def _powers(smallest: int, largest: int) -> list[int]:
+    """The powers of two from `smallest` (rounded up to one) up, then `largest` itself."""
+    rung = 1 << (smallest - 1).bit_length()
+    out = []
+    while rung < largest:
+        out.append(rung)
+        rung *= 2
+    return [*out, largest]

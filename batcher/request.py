@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 MAX_LOGPROBS = 20
@@ -53,6 +53,15 @@ class FinishReason(StrEnum):
     ERROR = "error"  # RequestOutput.error says what
 
 
+class ErrorCode(StrEnum):
+    """Why a request ended with FinishReason.ERROR."""
+
+    QUEUE_DEADLINE = "queue_deadline"  # it waited longer than its deadline_s (HTTP 503)
+    NOT_FINITE = "not_finite"  # the model gave NaN or infinity
+    STEP_FAILED = "step_failed"  # a step it was part of failed; others go on
+    ENGINE_DEAD = "engine_dead"  # the engine stopped for good
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLogprobs:
     """Log-probabilities at one position, of the raw model distribution (before bias, penalties and temperature)."""
@@ -67,10 +76,11 @@ class RequestOutput:
     """What one request gained from one step (usually one token). `token_ids` are new ones only."""
 
     request_id: str
-    token_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()  # the id that ended it included
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token id where asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # with the first token; entry i is of prompt token i + 1
     num_cached_tokens: int = 0  # prompt tokens whose K/V came from the prefix cache
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None  # the stop id that ended it, None for end-of-sequence
-    error: str | None = field(default=None)
+    error: str | None = None
+    error_code: ErrorCode | None = None

@@ -173,6 +173,12 @@ class Runner(Protocol):
     def execute(self, step: StepInput) -> StepHandle:
         """Dispatches one step and returns at once. A bucket that was not warmed up is a KeyError."""
 
+    def recover(self) -> None:
+        """After a failed step, with none in flight: makes the device fit to go on. Slot state and pages may be lost.
+
+        Raises whatever says that the device cannot go on; the engine then dies.
+        """
+
     @property
     def num_compiles(self) -> int: ...
 

@@ -1,0 +1,30 @@
+"""The engine's settings that are not the runner's capacity. Built once in `scripts/`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Scheduling(StrEnum):
+    CONTINUOUS = "continuous"  # every step anew: decodes, then prompt chunks, admission whenever there is room
+    STATIC = "static"  # a fixed batch runs to its longest member's end: the baseline to measure against
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    eos_token_ids: tuple[int, ...]  # every end-of-sequence id of the model's generation_config
+    scheduling: Scheduling = Scheduling.CONTINUOUS
+    prefix_caching: bool = True
+    max_waiting: int = 1024  # requests that may wait beyond the ones that the slots can hold
+    pipeline_depth: int = 2  # steps in flight; 2: step N+1 is dispatched before step N is read. 1: no overlap
+    step_cost_tokens: int = 16  # what a step costs before its first token, in tokens; steers chunk trimming
+    seed: int | None = None  # of the seeds drawn for requests that bring none; None: from the operating system
+
+    def __post_init__(self) -> None:
+        if self.pipeline_depth < 1:
+            raise ValueError(f"at least one step is in flight: {self.pipeline_depth=}")
+        if self.max_waiting < 0:
+            raise ValueError(f"the queue limit is not negative: {self.max_waiting=}")
+        if self.step_cost_tokens < 0:
+            raise ValueError(f"a step's fixed cost is not negative: {self.step_cost_tokens=}")

@@ -1,0 +1,320 @@
+"""The engine without threads: plans and dispatches steps, takes their results in, and says who is to hear what."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from batcher.buckets import BucketLadder
+from batcher.config import EngineConfig, Scheduling
+from batcher.pack import Packer
+from batcher.plan import StepPlan
+from batcher.request import ErrorCode, FinishReason, RequestOutput, TokenLogprobs
+from batcher.scheduler import Scheduler
+from batcher.sequence import Sequence, State
+from batcher.static import StaticScheduler
+from batcher.stats import EngineStats
+from batcher.step import Runner, StepHandle, StepOutput, Variant
+
+Delivery = tuple[Sequence, RequestOutput]
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A dispatched step that has not been read."""
+
+    plan: StepPlan
+    handle: StepHandle
+
+
+class EngineCore:
+    """Not thread-safe: one thread calls everything here. Only `InFlight.handle.result()` may run elsewhere."""
+
+    def __init__(self, runner: Runner, config: EngineConfig, ladder: BucketLadder, clock: Callable[[], float]) -> None:
+        capacity = runner.capacity()
+        scheduler_class = StaticScheduler if config.scheduling is Scheduling.STATIC else Scheduler
+        self.scheduler: Scheduler = scheduler_class(
+            capacity, ladder, prefix_caching=config.prefix_caching, step_cost_tokens=config.step_cost_tokens
+        )
+        self.in_flight: deque[InFlight] = deque()  # oldest first
+        self.sequences: dict[str, Sequence] = {}  # waiting and running
+        self._runner = runner
+        self._clock = clock
+        self._packer = Packer(capacity, ladder.config.max_num_seqs)
+        self._counts = EngineStats(num_pages=capacity.num_pages)
+        self._deadlines: list[
+            tuple[float, int, Sequence]
+        ] = []  # a heap; entries of those who were let in or left are stale
+        self._depth = config.pipeline_depth
+        self._failure: BaseException | None = None  # of a step in flight
+        self._lost: list[StepPlan] = []  # steps that failed, or ran behind one that did
+        self._num_compiles_at_start = runner.num_compiles
+
+    def warmed_up(self) -> None:
+        """From here on every compilation is counted as one too many."""
+        self._num_compiles_at_start = self._runner.num_compiles
+
+    # --- arrivals and departures ---
+
+    def add(self, sequence: Sequence) -> None:
+        self.sequences[sequence.request_id] = sequence
+        self.scheduler.add(sequence)
+        if sequence.request.deadline_s is not None:
+            due = sequence.arrived_s + sequence.request.deadline_s
+            heapq.heappush(self._deadlines, (due, sequence.arrival, sequence))
+
+    def abort(self, request_id: str) -> list[Delivery]:
+        """Ends a request wherever it stands; one that is unknown or has ended already is nobody's business."""
+        sequence = self.sequences.get(request_id)
+        if sequence is None:
+            return []
+        return [self._end(sequence, FinishReason.ABORT)]
+
+    def next_deadline(self) -> float | None:
+        """The moment, by the clock, at which `expire` will next have something to do."""
+        while self._deadlines and not _still_queued(self._deadlines[0][2]):
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def expire(self) -> list[Delivery]:
+        """Refuses the requests that have waited longer than they may."""
+        deliveries = []
+        while (due := self.next_deadline()) is not None and due <= self._clock():
+            _, _, sequence = heapq.heappop(self._deadlines)
+            waited = f"the request waited longer than its limit of {sequence.request.deadline_s} s in the queue"
+            deliveries.append(self._end(sequence, FinishReason.ERROR, waited, ErrorCode.QUEUE_DEADLINE))
+        return deliveries
+
+    # --- steps ---
+
+    def can_dispatch(self) -> bool:
+        """Whether the pipeline has room, and no step in flight is known to have failed."""
+        return len(self.in_flight) < self._depth and self._failure is None
+
+    def dispatch(self) -> InFlight | None:
+        """Plans the next step and gives it to the runner. None: nothing can run now.
+
+        A step that the runner refuses is in flight like any other, and its result is the refusal.
+        """
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return None
+        self._count_plan(plan)
+        try:
+            handle = self._runner.execute(self._packer.pack(plan))
+        except Exception as error:
+            self._failure = error
+            handle = _Refused(error)
+        self.in_flight.append(InFlight(plan, handle))
+        return self.in_flight[-1]
+
+    def complete(self, output: StepOutput) -> list[Delivery]:
+        """Takes in the result of the oldest step in flight."""
+        plan = self.in_flight.popleft().plan
+        self.scheduler.step_returned(plan.number)
+        if self._lost:  # a step before it failed, so nobody can vouch for this one
+            return self._lose(plan)
+        if plan.bucket.variant is Variant.SCORE:
+            self._take_prompt_logprobs(plan, output)
+        now = self._clock()
+        tokens, finite = output.tokens.tolist(), output.finite.tolist()
+        gaps: dict[float, int] = {}
+        deliveries: list[Delivery] = []
+        for row, seq in enumerate(plan.rows):
+            if not plan.emits[row] or seq.state is State.FINISHED:  # here a surplus token is thrown away
+                continue
+            if not finite[row]:
+                deliveries.append(self._end_not_finite(seq))
+                continue
+            if seq.first_token_s >= 0:
+                gaps[seq.last_token_s] = gaps.get(seq.last_token_s, 0) + 1
+            logprobs = () if seq.sampling.logprobs is None else (_logprobs(output, row, seq.sampling.logprobs),)
+            deliveries.append(self._take_token(seq, tokens[row], now, logprobs))
+        for last, times in gaps.items():
+            self._counts.inter_token_latency.observe(now - last, times)
+        return deliveries
+
+    def fail(self, error: BaseException) -> list[Delivery]:
+        """The oldest step in flight failed: its requests end with the error, and those of the steps in flight behind
+        it. When the last of these has returned, the runner recovers and everybody else is recomputed.
+
+        Raises what the runner raises where it cannot go on.
+        """
+        plan = self.in_flight.popleft().plan
+        self.scheduler.step_returned(plan.number)
+        self._failure = self._failure or error
+        self._counts.failed_steps += 1
+        return self._lose(plan)
+
+    def end_all(self, reason: FinishReason, error: str | None = None, code: ErrorCode | None = None) -> list[Delivery]:
+        """Ends every request there is."""
+        return [self._end(seq, reason, error, code) for seq in list(self.sequences.values())]
+
+    def stats(self) -> EngineStats:
+        """A copy of all counts, with the gauges of this moment."""
+        scheduler, counts = self.scheduler, self._counts
+        counts.num_requests_running = len(scheduler.running)
+        counts.num_requests_waiting = len(scheduler.waiting)
+        counts.num_pages_used = scheduler.pool.num_used
+        counts.num_pages_cached = scheduler.pool.num_cached
+        counts.num_preemptions = scheduler.num_preemptions
+        counts.prefix_cache_queries = scheduler.prefix_queries
+        counts.prefix_cache_hits = scheduler.prefix_hits
+        counts.num_compiles_after_warm_up = self._runner.num_compiles - self._num_compiles_at_start
+        return counts.copy()
+
+    # --- within a step ---
+
+    def _take_token(self, seq: Sequence, token: int, now: float, logprobs: tuple[TokenLogprobs, ...]) -> Delivery:
+        seq.output.append(token)
+        self._counts.generation_tokens += 1
+        prompt_logprobs = None
+        if seq.first_token_s < 0:
+            seq.first_token_s = now
+            self._counts.time_to_first_token.observe(now - seq.arrived_s)
+            self._counts.prefill_time.observe(now - seq.started_s)
+            if seq.prompt_logprobs is not None:
+                prompt_logprobs = tuple(seq.prompt_logprobs)
+        seq.last_token_s = now
+        count = len(seq.output)
+        reason = stop_reason = None
+        if token in seq.stop_ids and count >= seq.sampling.min_tokens:
+            reason = FinishReason.STOP
+            stop_reason = token if token in seq.sampling.stop_token_ids else None
+        elif count == seq.limit:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            self._forget(seq, reason)
+        elif seq.state is State.RUNNING:
+            self.scheduler.commit(seq)
+        return seq, RequestOutput(
+            request_id=seq.request_id,
+            token_ids=(token,),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=seq.num_cached,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+        )
+
+    def _take_prompt_logprobs(self, plan: StepPlan, output: StepOutput) -> None:
+        for chunk in plan.chunks:
+            seq = plan.rows[chunk.row]
+            if seq.prompt_logprobs is None or seq.first_token_s >= 0 or seq.state is State.FINISHED:
+                continue
+            count = min(chunk.count, seq.num_prompt - 1 - chunk.start)  # the last prompt token has no target
+            for i in range(count):
+                seq.prompt_logprobs[chunk.start + i] = _target_logprobs(
+                    output, chunk.offset + i, seq.sampling.prompt_logprobs
+                )
+
+    def _end_not_finite(self, seq: Sequence) -> Delivery:
+        self._counts.corrupted_requests += 1
+        self.scheduler.pool.forget(seq.pages)
+        position = seq.num_prompt + len(seq.output)
+        message = f"the model's output for this request is not a finite number, at token {position}"
+        return self._end(seq, FinishReason.ERROR, message, ErrorCode.NOT_FINITE)
+
+    def _end(
+        self, seq: Sequence, reason: FinishReason, error: str | None = None, code: ErrorCode | None = None
+    ) -> Delivery:
+        self._forget(seq, reason)
+        return seq, RequestOutput(
+            request_id=seq.request_id,
+            num_cached_tokens=seq.num_cached,
+            finish_reason=reason,
+            error=error,
+            error_code=code,
+        )
+
+    def _forget(self, seq: Sequence, reason: FinishReason) -> None:
+        self.scheduler.finish(seq)
+        del self.sequences[seq.request_id]
+        self._count_end(seq, reason)
+
+    # --- failure ---
+
+    def _lose(self, plan: StepPlan) -> list[Delivery]:
+        self._lost.append(plan)
+        if self.in_flight:
+            return []
+        error = self._failure
+        message = f"a step that computed this request failed: {type(error).__name__}: {error}"
+        victims = {seq.request_id: seq for plan in self._lost for seq in plan.rows if seq.state is not State.FINISHED}
+        deliveries = [self._end(s, FinishReason.ERROR, message, ErrorCode.STEP_FAILED) for s in victims.values()]
+        self._lost.clear()
+        self._runner.recover()
+        self._failure = None
+        self._packer.forget()
+        self.scheduler.recover()
+        return deliveries
+
+    # --- counting ---
+
+    def _count_plan(self, plan: StepPlan) -> None:
+        counts = self._counts
+        counts.num_steps += 1
+        counts.step_tokens += plan.num_tokens
+        counts.step_tokens_padded += plan.bucket.num_tokens
+        counts.step_rows += len(plan.rows)
+        counts.step_rows_padded += plan.bucket.num_rows
+        counts.iteration_tokens.observe(plan.num_tokens)
+        counts.prompt_tokens_computed += sum(chunk.count for chunk in plan.chunks)
+        for seq in plan.admitted:
+            if seq.started_s < 0:
+                seq.started_s = self._clock()
+                counts.prompt_tokens += seq.num_prompt
+                counts.queue_time.observe(seq.started_s - seq.arrived_s)
+
+    def _count_end(self, seq: Sequence, reason: FinishReason) -> None:
+        counts = self._counts
+        counts.finished[reason.value] = counts.finished.get(reason.value, 0) + 1
+        if reason is FinishReason.ERROR or not seq.output:
+            return
+        self.scheduler.forecast.finished(seq)
+        counts.e2e_latency.observe(seq.last_token_s - seq.arrived_s)
+        counts.decode_time.observe(seq.last_token_s - seq.first_token_s)
+        counts.request_prompt_tokens.observe(seq.num_prompt)
+        counts.request_generation_tokens.observe(len(seq.output))
+        if len(seq.output) > 1:
+            mean = (seq.last_token_s - seq.first_token_s) / (len(seq.output) - 1)
+            counts.time_per_output_token.observe(mean)
+
+
+def _still_queued(seq: Sequence) -> bool:
+    """A preempted request has been let in once: its deadline is past caring."""
+    return seq.state is State.WAITING and seq.started_s < 0
+
+
+class _Refused:
+    """The handle of a step that never started."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> StepOutput:
+        raise self._error
+
+
+def _logprobs(output: StepOutput, row: int, count: int) -> TokenLogprobs:
+    assert output.logprobs is not None
+    assert output.top_ids is not None
+    assert output.top_logprobs is not None
+    return TokenLogprobs(
+        logprob=float(output.logprobs[row]),
+        top_ids=tuple(output.top_ids[row, :count].tolist()),
+        top_logprobs=tuple(output.top_logprobs[row, :count].tolist()),
+    )
+
+
+def _target_logprobs(output: StepOutput, position: int, count: int) -> TokenLogprobs:
+    assert output.target_logprobs is not None
+    assert output.target_top_ids is not None
+    assert output.target_top_logprobs is not None
+    return TokenLogprobs(
+        logprob=float(output.target_logprobs[position]),
+        top_ids=tuple(output.target_top_ids[position, :count].tolist()),
+        top_logprobs=tuple(output.target_top_logprobs[position, :count].tolist()),
+    )

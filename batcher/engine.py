@@ -1,0 +1,358 @@
+"""The engine: requests go in from any thread, tokens come out by callback, steps run one ahead of their reading.
+
+    ladder = BucketLadder(BucketConfig(max_num_batched_tokens=512, max_num_seqs=64))
+    engine = Engine(runner, EngineConfig(eos_token_ids=(128001, 128008, 128009)), ladder)
+    engine.warm_up(print)                    # compiles every bucket
+    engine.start()                           # the engine's thread and its reader thread
+    engine.add_request(request, on_output)   # thread-safe; on_output(RequestOutput) runs on the engine's thread
+    engine.abort(request.request_id)         # thread-safe, at any moment, as often as one likes
+    engine.stats()                           # EngineStats: totals since start, gauges of now
+    engine.shutdown(drain_s=10)              # lets requests finish for so long, then aborts the rest
+
+Every request that `add_request` took gets exactly one output with a `finish_reason`, its last, whatever happens; an
+abort too. `on_output` must be quick and must not raise; one that raises loses its request and nobody else's.
+
+Without threads, for offline use and tests that must be deterministic: do not call `start()`, but
+
+    while engine.step():
+        pass
+
+`step()` takes arrivals in, dispatches the next step, and reads the oldest one once `pipeline_depth` are in flight. The
+same order of calls gives the same steps.
+
+The loop keeps `pipeline_depth` steps in flight (2: step N + 1 is dispatched before step N is read): the host's work on
+one step hides behind the device's work on the next. The reader thread does nothing but block on results, so that the
+engine's thread never waits for the device; idle, both sleep until something arrives.
+
+A failed step ends the requests in it, and the engine goes on if `runner.recover()` succeeds. If not, or if the
+engine's own code fails, everybody gets an error, `on_death` is called, and every later call raises EngineDeadError.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from random import Random
+
+from batcher.admission import make_sequence
+from batcher.buckets import BucketLadder
+from batcher.config import EngineConfig
+from batcher.core import Delivery, EngineCore, InFlight
+from batcher.errors import EngineClosedError, EngineDeadError, InvalidRequestError, QueueFullError
+from batcher.request import ErrorCode, FinishReason, Request, RequestOutput
+from batcher.sequence import OnOutput, Sequence
+from batcher.stats import EngineStats
+from batcher.step import Runner, StepOutput
+
+_log = logging.getLogger(__name__)
+
+
+class Engine:
+    """See the module's docstring. `clock` gives seconds, of any origin, never backwards."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        config: EngineConfig,
+        ladder: BucketLadder,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_death: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self._capacity = runner.capacity()
+        limits = ladder.config
+        if limits.max_num_seqs > self._capacity.num_slots:
+            raise ValueError(f"more rows than slots: {limits.max_num_seqs=} {self._capacity.num_slots=}")
+        if limits.max_num_batched_tokens > self._capacity.max_num_batched_tokens:
+            raise ValueError(
+                "steps longer than the runner takes: "
+                f"{limits.max_num_batched_tokens=} {self._capacity.max_num_batched_tokens=}"
+            )
+        self.config = config
+        self.ladder = ladder
+        self._runner = runner
+        self._clock = clock
+        self._on_death = on_death
+        self._max_live = limits.max_num_seqs + config.max_waiting
+        self._seeds = Random(secrets.randbits(64) if config.seed is None else config.seed)
+        self._core = EngineCore(runner, config, ladder, clock)
+
+        # Guarded by the lock; everything else belongs to the engine's thread.
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)  # for the engine's thread: something below has changed
+        self._idle = threading.Condition(self._lock)  # for `drain`: nothing is live any more, or never will be
+        self._arrived: list[Sequence] = []
+        self._aborted: list[str] = []
+        self._results: list[StepOutput | BaseException] = []  # of steps in flight, in order
+        self._live: set[str] = set()  # ids from add_request to their last output
+        self._closed = False
+        self._stopping = False
+        self._death: BaseException | None = None
+
+        self._to_read: SimpleQueue[InFlight | None] = SimpleQueue()
+        self._threads: tuple[threading.Thread, ...] = ()
+
+    # --- for callers, thread-safe ---
+
+    def warm_up(self, report: Callable[[str], None]) -> None:
+        """Compiles every bucket. What compiles after this is counted in the statistics as an error."""
+        self._runner.warm_up(self.ladder.buckets(), report)
+        self._core.warmed_up()
+
+    def add_request(self, request: Request, on_output: OnOutput) -> None:
+        """Queues the request.
+
+        Raises:
+            InvalidRequestError: it could never run; `param` names the field.
+            QueueFullError: `max_waiting` requests wait already.
+            EngineClosedError, EngineDeadError: no more requests are taken.
+        """
+        with self._lock:
+            self._check_open()
+            seed = self._seeds.getrandbits(63)
+        sequence = make_sequence(
+            request,
+            on_output,
+            capacity=self._capacity,
+            eos_token_ids=self.config.eos_token_ids,
+            seed=seed,
+            arrived_s=self._clock(),
+        )
+        with self._lock:
+            self._check_open()
+            if request.request_id in self._live:
+                raise InvalidRequestError("request_id", f"a request {request.request_id!r} is running already")
+            if len(self._live) >= self._max_live:
+                raise QueueFullError(
+                    f"the queue is full: {self.config.max_waiting} requests wait already; try again later"
+                )
+            self._live.add(request.request_id)
+            self._arrived.append(sequence)
+            self._wake.notify()
+
+    def abort(self, request_id: str) -> None:
+        """Ends the request soon, with ABORT. One that is unknown or has ended is left alone."""
+        with self._lock:
+            if request_id in self._live:
+                self._aborted.append(request_id)
+                self._wake.notify()
+
+    def stats(self) -> EngineStats:
+        """Totals since start and gauges of now. EngineDeadError once the engine is dead."""
+        with self._lock:
+            self._check_alive()
+            num_arrived = len(self._arrived)
+        stats = self._core.stats()
+        stats.num_requests_waiting += num_arrived
+        return stats
+
+    @property
+    def num_live(self) -> int:
+        """Requests that were taken and have not had their last output."""
+        with self._lock:
+            return len(self._live)
+
+    @property
+    def death(self) -> BaseException | None:
+        """Why the engine is dead; None while it lives."""
+        with self._lock:
+            return self._death
+
+    def start(self) -> None:
+        """Starts the engine's thread and its reader. Once."""
+        with self._lock:
+            self._check_open()
+            if self._threads:
+                raise RuntimeError("the engine has been started already")
+            self._threads = (
+                threading.Thread(target=self._run, name="engine", daemon=True),
+                threading.Thread(target=self._read, name="engine-reader", daemon=True),
+            )
+        for thread in self._threads:
+            thread.start()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Takes no more requests and waits until those there are have ended. False: some have not, in that time."""
+        with self._lock:
+            self._closed = True
+            if self._threads:
+                return self._idle.wait_for(lambda: not self._live or self._death is not None, timeout_s)
+        until = self._clock() + timeout_s
+        while self.num_live and self._clock() < until:
+            self.step()
+        return not self.num_live
+
+    def shutdown(self, drain_s: float = 0.0) -> None:
+        """Takes no more requests, lets those there are finish for `drain_s` seconds, aborts the rest, waits for the
+        steps in flight and ends the threads. May be called again, and on a dead engine."""
+        if self.death is None:
+            self.drain(drain_s)
+        with self._lock:
+            self._closed = self._stopping = True
+            self._wake.notify()
+        if self._threads:
+            for thread in self._threads:
+                thread.join()
+        elif self.death is None:
+            self._stop()
+            while self._core.in_flight:
+                self._take([_result(self._core.in_flight[0])])
+
+    # --- without threads ---
+
+    def step(self) -> bool:
+        """Does one round of work on the caller's thread. False: every request has had its last output.
+
+        Raises EngineDeadError where a failed step could not be recovered from; all requests have had their error.
+        """
+        if self._threads:
+            raise RuntimeError("the engine runs on its own thread; step() is for an engine that was not started")
+        with self._lock:
+            self._check_alive()
+        try:
+            self._take_inbox()
+            dispatched = self._core.can_dispatch() and self._core.dispatch() is not None
+            if self._core.in_flight and not (dispatched and self._core.can_dispatch()):
+                self._take([_result(self._core.in_flight[0])])
+            elif not dispatched:
+                self._check_not_stuck()
+        except Exception as error:
+            self._die(error)
+            raise EngineDeadError(f"the engine died: {error}") from error
+        return self.num_live > 0
+
+    # --- the engine's thread ---
+
+    def _run(self) -> None:
+        try:
+            while True:
+                results = self._wait()
+                self._take(results)
+                self._take_inbox()
+                if self._stopping:
+                    break
+                while self._core.can_dispatch() and (step := self._core.dispatch()) is not None:
+                    self._to_read.put(step)
+                self._check_not_stuck()
+            self._stop()
+            while self._core.in_flight:
+                self._take(self._wait())
+        except Exception as error:
+            self._die(error)
+        finally:
+            self._to_read.put(None)
+
+    def _read(self) -> None:
+        """The reader's thread: blocks on one result after the other."""
+        while (step := self._to_read.get()) is not None:
+            result = _result(step)
+            with self._lock:
+                self._results.append(result)
+                self._wake.notify()
+
+    def _wait(self) -> list[StepOutput | BaseException]:
+        """Sleeps until there is something to do; takes the results that have arrived."""
+        deadline = self._core.next_deadline()
+        timeout = None if deadline is None else max(0.0, deadline - self._clock())
+        with self._lock:
+            self._wake.wait_for(self._has_work, timeout)
+            results, self._results = self._results, []
+        return results
+
+    def _has_work(self) -> bool:
+        if self._stopping and not self._core.in_flight:
+            return True
+        return bool(self._results or self._arrived or self._aborted)
+
+    def _take(self, results: list[StepOutput | BaseException]) -> None:
+        for result in results:
+            take = self._core.fail if isinstance(result, BaseException) else self._core.complete
+            self._deliver(take(result))
+
+    def _take_inbox(self) -> None:
+        """Arrivals, then aborts: an abort never overtakes the request that it is for."""
+        with self._lock:
+            arrived, self._arrived = self._arrived, []
+            aborted, self._aborted = self._aborted, []
+        for sequence in arrived:
+            self._core.add(sequence)
+        for request_id in aborted:
+            self._deliver(self._core.abort(request_id))
+        self._deliver(self._core.expire())
+
+    def _deliver(self, deliveries: list[Delivery]) -> None:
+        ended = []
+        for sequence, output in deliveries:
+            try:
+                sequence.on_output(output)
+            except Exception:
+                _log.exception("the listener of request %r failed; the request is aborted", sequence.request_id)
+                sequence.on_output = _ignore
+                self.abort(sequence.request_id)
+            if output.finish_reason is not None:
+                ended.append(sequence.request_id)
+        if ended:
+            with self._lock:
+                self._live.difference_update(ended)
+                if not self._live:
+                    self._idle.notify_all()
+
+    def _stop(self) -> None:
+        self._take_inbox()
+        self._deliver(self._core.end_all(FinishReason.ABORT))
+
+    def _check_not_stuck(self) -> None:
+        core = self._core
+        assert core.in_flight or not core.sequences, "requests are there, nothing is in flight and nothing can run"
+
+    def _die(self, error: Exception) -> None:
+        _log.critical("the engine is dead", exc_info=error)
+        with self._lock:
+            self._death = error
+            self._closed = True
+            orphans = [*self._core.sequences.values(), *self._arrived]
+            self._arrived = []
+        message = f"the engine died: {type(error).__name__}: {error}"
+        self._deliver(
+            [
+                (
+                    sequence,
+                    RequestOutput(
+                        request_id=sequence.request_id,
+                        finish_reason=FinishReason.ERROR,
+                        error=message,
+                        error_code=ErrorCode.ENGINE_DEAD,
+                    ),
+                )
+                for sequence in orphans
+            ]
+        )
+        with self._lock:
+            self._idle.notify_all()
+        if self._on_death is not None:
+            self._on_death(error)
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise EngineDeadError(f"the engine died: {self._death}")
+
+    def _check_open(self) -> None:
+        self._check_alive()
+        if self._closed:
+            raise EngineClosedError("the engine is shutting down and takes no more requests")
+
+
+def _result(step: InFlight) -> StepOutput | BaseException:
+    """A step's output, or what it failed with: the engine's thread is the one to judge it."""
+    try:
+        return step.handle.result()
+    except BaseException as error:
+        return error
+
+
+def _ignore(_output: RequestOutput) -> None:
+    """The listener of a request whose own listener has failed."""

@@ -1,0 +1,167 @@
+"""A step plan becomes one padded buffer, and the patches that bring the slots' state up to date."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from batcher.plan import StepPlan
+from batcher.sequence import Sequence
+from batcher.step import (
+    PATCH_BLOCK,
+    Bucket,
+    Capacity,
+    PackedLayout,
+    PenaltyReset,
+    SlotLayout,
+    StepInput,
+    Variant,
+)
+
+_UNKNOWN = np.iinfo(np.int64).min  # no i32 equals it: everything is sent the first time
+
+
+class Packer:
+    """Remembers what the device's slot state holds, so that only what changes is sent.
+
+    The device itself changes two columns, LAST_TOKEN and KV_LEN: the first is never sent (a request decodes only after
+    a step of its own has emitted), the second at every admission.
+    """
+
+    def __init__(self, capacity: Capacity, num_slots: int) -> None:
+        self._page_size = capacity.page_size
+        self._pad_slot = capacity.num_slots
+        self._width = SlotLayout.width(capacity.pages_per_seq)
+        self._pad_index = capacity.num_slots * self._width
+        self._mirror = np.full((num_slots, self._width), _UNKNOWN, np.int64)
+        self._sections: dict[Bucket, tuple[int, dict[str, slice], int]] = {}
+
+    def forget(self) -> None:
+        """The device's state is lost: everything will be sent again."""
+        self._mirror.fill(_UNKNOWN)
+
+    def pack(self, plan: StepPlan) -> StepInput:
+        size, sections, num_patches = self._layout(plan.bucket)
+        packed = np.zeros(size, np.int32)
+        num_rows = len(plan.rows)
+        packed[0:3] = (plan.num_singles, num_rows, plan.num_tokens)
+        slots = packed[sections["slots"]]
+        slots[:num_rows] = [seq.slot for seq in plan.rows]
+        slots[num_rows:] = self._pad_slot
+        packed[sections["q_lens"]][:num_rows] = plan.q_lens
+        packed[sections["emits"]][:num_rows] = plan.emits
+        self._pack_tokens(plan, packed, sections)
+        indices, values = self._patches(plan)
+        blocks = self._overflow(indices, values, num_patches)
+        sent = max(len(indices) - num_patches, 0)
+        indices, values = indices[sent:], values[sent:]
+        target = packed[sections["patch_indices"]]
+        target[: len(indices)] = indices
+        target[len(indices) :] = self._pad_index
+        packed[sections["patch_values"]][: len(values)] = values
+        resets = tuple(_penalty_reset(seq) for seq in plan.admitted if seq.has_penalties)
+        return StepInput(bucket=plan.bucket, packed=packed, patches=blocks, penalty_resets=resets)
+
+    def _pack_tokens(self, plan: StepPlan, packed: np.ndarray, sections: dict[str, slice]) -> None:
+        tokens = packed[sections["tokens"]]
+        tokens[: plan.num_tokens] = -1
+        scoring = plan.bucket.variant is Variant.SCORE
+        if scoring:
+            targets = packed[sections["targets"]]
+            targets[:] = -1
+        for chunk in plan.chunks:
+            seq = plan.rows[chunk.row]
+            stop = chunk.start + chunk.count
+            tokens[chunk.offset : chunk.offset + chunk.count] = seq.known[chunk.start : stop]
+            if scoring and seq.wants_prompt_logprobs:
+                wanted = seq.prompt[chunk.start + 1 : stop + 1]
+                targets[chunk.offset : chunk.offset + len(wanted)] = wanted
+
+    def _patches(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
+        """(flat indices i64[n], values i64[n]) without repeats: a scatter with repeats has no order."""
+        indices, values = [], []
+        if plan.grown:
+            first = SlotLayout.PAGE_TABLE - 1
+            indices.append(np.array([s.slot * self._width + first + len(s.pages) for s in plan.grown]))
+            values.append(np.array([s.pages[-1] for s in plan.grown]))
+            self._mirror.reshape(-1)[indices[0]] = values[0]
+        for seq in plan.admitted:
+            columns, wanted = slot_state(seq, self._page_size)
+            row = self._mirror[seq.slot]
+            changed = row[columns] != wanted
+            columns, wanted = columns[changed], wanted[changed]
+            row[columns] = wanted
+            row[SlotLayout.KV_LEN] = _UNKNOWN
+            indices.append(seq.slot * self._width + columns)
+            values.append(wanted)
+        if not indices:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        return np.concatenate(indices), np.concatenate(values)
+
+    def _overflow(self, indices: np.ndarray, values: np.ndarray, num_patches: int) -> tuple[np.ndarray, ...]:
+        """What does not fit into the step's own buffer, in blocks of fixed shape."""
+        blocks = []
+        over = max(len(indices) - num_patches, 0)
+        for start in range(0, over, PATCH_BLOCK):
+            stop = min(start + PATCH_BLOCK, over)
+            block = np.zeros((2, PATCH_BLOCK), np.int32)
+            block[0] = self._pad_index
+            block[0, : stop - start] = indices[start:stop]
+            block[1, : stop - start] = values[start:stop]
+            blocks.append(block)
+        return tuple(blocks)
+
+    def _layout(self, bucket: Bucket) -> tuple[int, dict[str, slice], int]:
+        if bucket not in self._sections:
+            layout = PackedLayout(bucket)
+            self._sections[bucket] = (layout.size, layout.sections(), layout.num_patches)
+        return self._sections[bucket]
+
+
+def slot_state(seq: Sequence, page_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """(columns i64[n], values i64[n]) of the slot state of a request as it is admitted, LAST_TOKEN excepted.
+
+    Entries past the counts NUM_STOP_IDS, NUM_BIAS and the row's pages are never read, so they are left out.
+    """
+    s, col = seq.sampling, SlotLayout
+    stop_ids = sorted(seq.stop_ids) if s.min_tokens else []
+    floats = (s.temperature, s.top_p, s.min_p, s.presence_penalty, s.frequency_penalty, s.repetition_penalty)
+    bits = _bits(floats)
+    seed = np.array([seq.seed & 0xFFFFFFFF, seq.seed >> 32 & 0xFFFFFFFF], np.uint32).view(np.int32).tolist()
+    fields = {
+        col.KV_LEN: seq.num_hit_pages * page_size,
+        col.TEMPERATURE: bits[0],
+        col.TOP_K: s.top_k,
+        col.TOP_P: bits[1],
+        col.MIN_P: bits[2],
+        col.PRESENCE_PENALTY: bits[3],
+        col.FREQUENCY_PENALTY: bits[4],
+        col.REPETITION_PENALTY: bits[5],
+        col.SEED_LOW: seed[0],
+        col.SEED_HIGH: seed[1],
+        col.MIN_KV_LEN: seq.num_prompt + s.min_tokens if s.min_tokens else 0,
+        col.NUM_STOP_IDS: len(stop_ids),
+        col.NUM_BIAS: len(s.logit_bias),
+        col.WANTS_LOGPROBS: int(s.logprobs is not None),
+    }
+    columns, values = [np.array(list(fields))], [np.array(list(fields.values()))]
+    bias_ids = [token for token, _ in s.logit_bias]
+    bias_values = _bits([bias for _, bias in s.logit_bias])
+    for start, numbers in (
+        (col.STOP_IDS, stop_ids),
+        (col.BIAS_IDS, bias_ids),
+        (col.BIAS_VALUES, bias_values),
+        (col.PAGE_TABLE, seq.pages),
+    ):
+        columns.append(start + np.arange(len(numbers)))
+        values.append(np.array(numbers, np.int64))
+    return np.concatenate(columns), np.concatenate(values)
+
+
+def _bits(floats: Iterable[float]) -> list[int]:
+    return np.array(list(floats), np.float32).view(np.int32).tolist()
+
+
+def _penalty_reset(seq: Sequence) -> PenaltyReset:
+    return PenaltyReset(slot=seq.slot, prompt=seq.prompt, output=np.array(seq.output, np.int32))

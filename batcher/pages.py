@@ -1,0 +1,158 @@
+"""The pool of KV pages and the prefix cache over it.
+
+Every page is in one of three states: *free* (nothing of worth in it), *used* (at least one sequence refers to it) or
+*cached* (nobody refers to it, but it holds the K/V of a known prefix and can be revived by a hit). Free + used +
+cached = total, always. Page 0 is nobody's: it pads page tables.
+
+The prefix cache knows full pages only, by a digest chained over (parent digest, the page's tokens), the chain's root
+being the request's salt. Eviction takes the least recently released page; a sequence's pages are released last page
+first, so a prefix outlives what follows it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+
+
+def extend_digests(digests: list[bytes], tokens: np.ndarray, page_size: int, salt: int) -> None:
+    """Appends the digests of the full pages of `tokens` (i32[n], from position 0) that `digests` lacks."""
+    parent = digests[-1] if digests else salt.to_bytes(16, "little", signed=True)
+    for i in range(len(digests), len(tokens) // page_size):
+        page = tokens[i * page_size : (i + 1) * page_size]
+        parent = blake2b(parent + page.tobytes(), digest_size=16).digest()
+        digests.append(parent)
+
+
+class PagePool:
+    """Who owns which page. Ids run from 1 to `num_pages`."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        if num_pages < 1 or page_size < 1:
+            raise ValueError(f"a pool has pages and a page has tokens: {num_pages=} {page_size=}")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._free = list(range(num_pages, 0, -1))  # a stack; page 1 is handed out first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
+        self._refs = [0] * (num_pages + 1)
+        self._digest: list[bytes | None] = [None] * (num_pages + 1)  # of pages that the index knows
+        self._tokens: list[bytes | None] = [None] * (num_pages + 1)
+        self._index: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` can give: free ones, then cached ones by eviction."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_pages - self.num_available
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` pages with one reference each. The caller has looked at `num_available`."""
+        assert count <= self.num_available, f"{count=} {self.num_available=}"
+        pages = []
+        for _ in range(count):
+            if self._free:
+                page = self._free.pop()
+            else:
+                page, _ = self._cached.popitem(last=False)
+                self._forget(page)
+            self._refs[page] = 1
+            pages.append(page)
+        return pages
+
+    def find(self, digests: Sequence[bytes], tokens: np.ndarray) -> list[int]:
+        """The pages of the longest cached prefix, without taking them. `tokens` are what the digests are of."""
+        pages = []
+        size = self.page_size
+        for i, digest in enumerate(digests):
+            page = self._index.get(digest)
+            if page is None or self._tokens[page] != tokens[i * size : (i + 1) * size].tobytes():
+                break
+            pages.append(page)
+        return pages
+
+    def num_cached_among(self, pages: Sequence[int]) -> int:
+        """How many of `pages` nobody refers to: taking them makes that many fewer available."""
+        return sum(self._refs[page] == 0 for page in pages)
+
+    def num_held_once(self, pages: Sequence[int]) -> int:
+        """How many of `pages` would become available if one holder released them."""
+        return sum(self._refs[page] == 1 for page in pages)
+
+    def acquire(self, pages: Sequence[int]) -> None:
+        """One more reference to each page that `find` gave."""
+        for page in pages:
+            if self._refs[page] == 0:
+                del self._cached[page]
+            self._refs[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Gives up one reference to each page of a sequence, last page first."""
+        for page in reversed(pages):
+            self._refs[page] -= 1
+            assert self._refs[page] >= 0, f"released once too often: {page=}"
+            if self._refs[page] == 0:
+                if self._digest[page] is None:
+                    self._free.append(page)
+                else:
+                    self._cached[page] = None
+
+    def commit(self, page: int, digest: bytes, tokens: np.ndarray) -> None:
+        """Makes a used, full page findable. Where an equal one is known already, that one stays the known one."""
+        assert self._refs[page] > 0, f"only a used page is committed: {page=}"
+        if digest not in self._index and self._digest[page] is None:
+            self._index[digest] = page
+            self._digest[page] = digest
+            self._tokens[page] = tokens.tobytes()
+
+    def forget(self, pages: Sequence[int]) -> None:
+        """No later request finds these used pages: what they hold is not trusted."""
+        for page in pages:
+            assert self._refs[page] > 0, f"only used pages are forgotten: {page=}"
+            if self._digest[page] is not None:
+                self._forget(page)
+
+    def clear_cache(self) -> None:
+        """Forgets everything: cached pages become free, used ones stay used but cannot be found."""
+        self._free.extend(self._cached)
+        self._cached.clear()
+        self._index.clear()
+        self._digest = [None] * (self.num_pages + 1)
+        self._tokens = [None] * (self.num_pages + 1)
+
+    def _forget(self, page: int) -> None:
+        digest = self._digest[page]
+        assert digest is not None
+        del self._index[digest]
+        self._digest[page] = None
+        self._tokens[page] = None
+
+    def check_integrity(self, holders: Sequence[Sequence[int]] | None = None) -> None:
+        """AssertionError where the books do not balance. `holders`: the page lists of all who hold references."""
+        free, cached = set(self._free), set(self._cached)
+        used = {page for page in range(1, self.num_pages + 1) if self._refs[page] > 0}
+        assert len(free) == len(self._free), "a page is free twice"
+        assert not free & cached and not free & used and not cached & used, "a page is in two states"
+        assert free | cached | used == set(range(1, self.num_pages + 1)), "a page is lost, or page 0 is owned"
+        assert self._refs[0] == 0 and min(self._refs) >= 0, "page 0 is owned, or a count is negative"
+        assert len(used) == self.num_used
+        for digest, page in self._index.items():
+            assert self._digest[page] == digest and self._tokens[page] is not None and page not in free
+        assert sum(d is not None for d in self._digest) == len(self._index)
+        assert all(self._digest[page] is not None for page in cached), "a cached page cannot be found"
+        if holders is not None:
+            counts = np.bincount([p for pages in holders for p in pages], minlength=self.num_pages + 1)
+            assert counts.tolist() == self._refs, "references and holders differ"

@@ -1,0 +1,34 @@
+"""What one step shall do, in the host's terms: the scheduler's product, the packer's food."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from batcher.sequence import Sequence
+from batcher.step import Bucket
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Known tokens of one row: `known[start:start + count]`."""
+
+    row: int
+    offset: int  # of its first token in the step
+    start: int  # of its first token in the sequence
+    count: int
+
+
+@dataclass(kw_only=True, slots=True)
+class StepPlan:
+    """Rows with one token first (`num_singles` of them), then longer chunks."""
+
+    number: int
+    bucket: Bucket
+    rows: list[Sequence]
+    q_lens: list[int]
+    emits: list[int]  # 0 or 1
+    num_singles: int
+    num_tokens: int
+    chunks: list[Chunk] = field(default_factory=list)  # rows not listed here read their slot's last token
+    admitted: list[Sequence] = field(default_factory=list)
+    grown: list[Sequence] = field(default_factory=list)  # running rows whose page list got one longer

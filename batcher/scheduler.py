@@ -1,0 +1,358 @@
+"""What the next step computes: iteration-level scheduling under one token budget. A pure function of its state.
+
+The order of service is the key (priority, arrival rank), lower first; a preempted request keeps its rank.
+
+1. Every decoding request gets its one token. Where one needs a page and there is none, the request with the highest
+   key is preempted: it gives up slot and pages and waits to be recomputed.
+2. The rest of the budget goes to prompt chunks in the order of the key, of requests that run already or are admitted
+   now. The chunk that computes the last known token of a request emits its next token.
+3. Admission is strictly in the order of the key (one exception: 4), and gives a request all the pages of its known
+   tokens. It looks ahead: after it, the forecast peak of the pages of all running requests (`forecast.py`) must fit the
+   pool. Where nothing else runs the forecast is not asked: the pool holds at least one request of full length, so the
+   first in line always gets on, and what is first in line is never preempted. Hence no deadlock and no starvation.
+4. A request whose next missing prefix page is being computed in this very step waits for the next one, in which it will
+   find it: of n samples of one prompt only the first computes it. That may let others pass it, at most once per page.
+5. The last chunk is shortened to the next smaller bucket where the padding it would cause costs more than the step
+   that must then take its rest.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from itertools import pairwise
+from operator import attrgetter
+
+import numpy as np
+
+from batcher.buckets import BucketLadder
+from batcher.forecast import OutputForecast, peak_pages
+from batcher.pages import PagePool, extend_digests
+from batcher.plan import Chunk, StepPlan
+from batcher.sequence import Sequence, State
+from batcher.step import Bucket, Capacity, Variant
+
+_MAX_PASSED = 8  # requests that may be passed in one step, so that a long queue is not searched in each
+
+_key: Callable[[Sequence], tuple[int, int]] = attrgetter("key")
+
+
+class Scheduler:
+    """Who runs and who waits, and their slots and pages. Not thread-safe: the engine's thread owns it."""
+
+    def __init__(
+        self, capacity: Capacity, ladder: BucketLadder, *, prefix_caching: bool, step_cost_tokens: int
+    ) -> None:
+        if capacity.num_pages < capacity.pages_per_seq:
+            raise ValueError(
+                "the page pool must hold at least one request of full length: "
+                f"{capacity.num_pages=} {capacity.pages_per_seq=}"
+            )
+        self.page_size = capacity.page_size
+        self.pool = PagePool(capacity.num_pages, capacity.page_size)
+        self.ladder = ladder
+        self.prefix_caching = prefix_caching
+        self.step_cost_tokens = step_cost_tokens
+        self.max_tokens = ladder.config.max_num_batched_tokens
+        self.forecast = OutputForecast()
+        self.running: list[Sequence] = []  # sorted by key
+        self.waiting: list[Sequence] = []  # sorted by key
+        self.num_preemptions = 0
+        self.prefix_queries = 0  # tokens, at first admissions only
+        self.prefix_hits = 0
+        self.last_step = -1  # the last step planned
+        self.last_done = -1  # the last step that has returned
+        self._free_slots = list(range(ladder.config.max_num_seqs - 1, -1, -1))
+        self._num_arrivals = 0
+        # (step, slot, pages) of requests that left while a step in flight still has a row of them; steps ascending
+        self._held: list[tuple[int, int, list[int]]] = []
+
+    # --- what the engine tells ---
+
+    def add(self, sequence: Sequence) -> None:
+        """A new request joins the queue."""
+        sequence.arrival = self._num_arrivals
+        sequence.key = (sequence.request.priority, sequence.arrival)
+        self._num_arrivals += 1
+        insort(self.waiting, sequence, key=_key)
+
+    def finish(self, sequence: Sequence) -> None:
+        """It ends now, wherever it stands. Its pages go back when no step in flight holds a row of it."""
+        if sequence.state is State.RUNNING:
+            self.commit(sequence)
+            self._leave(sequence)
+        elif sequence.state is State.WAITING:
+            del self.waiting[bisect_left(self.waiting, sequence.key, key=_key)]
+        sequence.state = State.FINISHED
+
+    def step_returned(self, number: int) -> None:
+        """Step `number` is over on the device; steps return in order."""
+        self.last_done = number
+        keep = 0
+        for step, slot, pages in self._held:
+            if step > number:
+                break
+            self._give_back(slot, pages)
+            keep += 1
+        del self._held[:keep]
+
+    def commit(self, sequence: Sequence) -> None:
+        """Makes those of its pages findable that are full of known, dispatched tokens."""
+        if not self.prefix_caching:
+            return
+        count = min(sequence.num_computed, sequence.num_known) // self.page_size
+        if count <= sequence.num_committed:
+            return
+        if len(sequence.digests) < count:
+            extend_digests(sequence.digests, sequence.tokens(), self.page_size, sequence.request.cache_salt)
+        for i in range(sequence.num_committed, count):
+            tokens = sequence.page_tokens(i, self.page_size)
+            self.pool.commit(sequence.pages[i], sequence.digests[i], tokens)
+        sequence.num_committed = count
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Back to the queue, at its old rank; everything it had computed is computed again (or found cached)."""
+        self._leave(sequence)
+        sequence.state = State.WAITING
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        insort(self.waiting, sequence, key=_key)
+
+    # --- the next step ---
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None where nothing can run before a step in flight returns (or at all)."""
+        singles, grown = self._decodes()
+        chunks, admitted = self._prompts(self.max_tokens - len(singles), len(singles))
+        if not singles and not chunks:
+            return None
+        return self._plan(singles, chunks, admitted, grown)
+
+    def _decodes(self) -> tuple[list[Sequence], list[Sequence]]:
+        """The requests that decode in this step, each with a page to write to, and those that got a new page."""
+        rows: list[Sequence] = []
+        grown: list[Sequence] = []
+        running, page_size = self.running, self.page_size
+        promised = 0  # pages of requests that stand still until a step in flight gives pages back
+        i = 0
+        while i < len(running):  # preemption shortens the list from its end
+            seq = running[i]
+            i += 1
+            if not seq.decoding or seq.num_emitted == seq.limit:
+                continue
+            if seq.num_computed == len(seq.pages) * page_size:
+                if not self._make_room(seq, promised):
+                    promised += seq.state is State.RUNNING
+                    continue
+                seq.pages += self.pool.allocate(1)
+                grown.append(seq)
+            rows.append(seq)
+        return rows, grown
+
+    def _make_room(self, sequence: Sequence, promised: int) -> bool:
+        """Whether there is a page for it now. Preempts from the end of the line, it included, until there is one
+        or until enough of them are known to come back with the steps in flight."""
+        while not self.pool.num_available:
+            coming = sum(self.pool.num_held_once(pages) for _, _, pages in self._held)
+            if coming > promised:
+                return False
+            victim = self.running[-1]
+            self.forecast.preempted()
+            self.preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _prompts(self, budget: int, num_rows: int) -> tuple[list[tuple[Sequence, int]], list[Sequence]]:
+        """Prompt chunks (sequence, tokens) within the budget, and the requests admitted for them."""
+        chunks: list[tuple[Sequence, int]] = []
+        admitted: list[Sequence] = []
+        started = [seq for seq in self.running if not seq.decoding]
+        in_this_step: set[bytes] = set()  # digests of the pages that the chunks will have filled
+        position, open_ = 0, bool(self.waiting)
+        while budget > 0:
+            seq = started[0] if started else None
+            if open_ and (seq is None or self.waiting[position].key < seq.key):
+                seq = self.waiting[position]
+                verdict = self._admit(seq, in_this_step)
+                if verdict is None:
+                    position += 1
+                elif verdict:
+                    admitted.append(seq)
+                open_ = verdict is not False and position < min(len(self.waiting), _MAX_PASSED)
+                if not verdict:
+                    continue
+            elif seq is None:
+                break
+            else:
+                started.pop(0)
+            count = min(len(seq.known) - seq.num_computed, budget)
+            budget -= count
+            chunks.append((seq, count))
+            if self.prefix_caching:
+                first, last = seq.num_computed // self.page_size, (seq.num_computed + count) // self.page_size
+                in_this_step.update(seq.digests[first:last])
+        if chunks:
+            self._trim(chunks, num_rows)
+        return chunks, admitted
+
+    def _admit(self, seq: Sequence, in_this_step: set[bytes]) -> bool | None:
+        """True: it runs now. False: there is no room, nobody after it may pass. None: others may pass it this once."""
+        if seq.num_pending or seq.last_step > self.last_done:
+            return None  # preempted a moment ago; its last token is still on the way
+        if not self._free_slots:
+            return False
+        known = seq.tokens()
+        hits: list[int] = []
+        if self.prefix_caching:
+            extend_digests(seq.digests, known, self.page_size, seq.request.cache_salt)
+            if not seq.wants_prompt_logprobs:
+                usable = seq.digests[: (len(known) - 1) // self.page_size]  # the last token is always computed
+                hits = self.pool.find(usable, known)
+                if len(hits) < len(usable) and usable[len(hits)] in in_this_step:
+                    return None
+        num_new = self._pages_at_admission(seq) - len(hits)
+        seq.num_hit_pages = len(hits)
+        if not self._has_room(seq, num_new, self.pool.num_cached_among(hits)):
+            return False
+        self._enter(seq, known, hits, num_new)
+        return True
+
+    def _pages_at_admission(self, seq: Sequence) -> int:
+        return -(-seq.num_known // self.page_size)
+
+    def _has_room(self, seq: Sequence, num_new: int, num_revived: int) -> bool:
+        """Whether the pool is expected to last if `seq` gets `num_new` pages and revives `num_revived` cached ones."""
+        if num_new + num_revived > self.pool.num_available:
+            return False
+        if not self.running and not self._held:
+            return True
+        everyone = [*self.running, seq]
+        remaining = np.array([self.forecast.remaining(s) for s in everyone])
+        own_tokens = np.array([s.num_prompt + s.num_emitted - s.num_hit_pages * self.page_size for s in everyone])
+        # Pages found in the prefix cache may have other holders: they are taken to stay in use to the end.
+        num_own = sum(len(s.pages) - s.num_hit_pages for s in self.running)
+        most = self.pool.num_pages - (self.pool.num_used + num_revived - num_own)
+        if int((-(-(own_tokens + remaining) // self.page_size)).sum()) <= most:
+            return True
+        return peak_pages(own_tokens, remaining, self.page_size) <= most
+
+    def _enter(self, seq: Sequence, known: np.ndarray, hits: list[int], num_new: int) -> None:
+        self.pool.acquire(hits)
+        seq.pages = hits + self.pool.allocate(num_new)
+        seq.slot = self._free_slots.pop()
+        seq.known = known
+        seq.num_computed = len(hits) * self.page_size
+        seq.num_committed = len(hits)
+        seq.decoding = False
+        if not seq.num_preemptions:
+            seq.num_cached = seq.num_computed
+            if self.prefix_caching and not seq.wants_prompt_logprobs:
+                self.prefix_queries += seq.num_prompt
+                self.prefix_hits += seq.num_cached
+        seq.state = State.RUNNING
+        del self.waiting[bisect_left(self.waiting, seq.key, key=_key)]
+        insort(self.running, seq, key=_key)
+
+    def _leave(self, seq: Sequence) -> None:
+        """Out of `running`; slot and pages go back at once, or with the last step that has a row of it."""
+        del self.running[bisect_left(self.running, seq.key, key=_key)]
+        if seq.last_step > self.last_done:
+            insort(self._held, (seq.last_step, seq.slot, seq.pages))
+        else:
+            self._give_back(seq.slot, seq.pages)
+        seq.slot, seq.pages = -1, []
+        seq.num_computed = seq.num_committed = seq.num_hit_pages = 0
+        seq.decoding = False
+
+    def _give_back(self, slot: int, pages: list[int]) -> None:
+        self.pool.release(pages)
+        self._free_slots.append(slot)
+
+    def _trim(self, chunks: list[tuple[Sequence, int]], num_decodes: int) -> None:
+        """Shortens the last chunk to the rung below where that is cheaper than padding up to the rung above."""
+        seq, count = chunks[-1]
+        num_tokens = num_decodes + sum(c for _, c in chunks)
+        lower = self.ladder.mixed_tokens_below(num_tokens)
+        rest = num_tokens - lower
+        if not 0 < rest < count or lower <= num_decodes:
+            return
+        left_over = len(seq.known) - seq.num_computed - count
+        if self.waiting or left_over:
+            later = rest  # it fills a step that has to come anyway
+        else:
+            later = self.ladder.mixed_tokens(min(rest + len(self.running), self.max_tokens))
+            later += -len(self.running) if len(self.running) > 1 else self.step_cost_tokens
+        if lower + later < self.ladder.mixed_tokens(num_tokens):
+            chunks[-1] = (seq, count - rest)
+
+    def _plan(
+        self,
+        decodes: list[Sequence],
+        chunks: list[tuple[Sequence, int]],
+        admitted: list[Sequence],
+        grown: list[Sequence],
+    ) -> StepPlan:
+        self.last_step += 1
+        number = self.last_step
+        ones = [seq for seq, count in chunks if count == 1]
+        longer = [chunk for chunk in chunks if chunk[1] > 1]
+        rows = [*decodes, *ones, *(seq for seq, _ in longer)]
+        q_lens = [1] * (len(decodes) + len(ones)) + [count for _, count in longer]
+        emits = [1] * len(decodes)
+        listed: list[Chunk] = []
+        sampling = scoring = False
+        for seq in decodes:
+            seq.num_computed += 1
+            seq.num_emitted += 1
+            seq.last_step = number
+            sampling = sampling or seq.needs_sampling
+        num_tokens = len(decodes)
+        for row in range(len(decodes), len(rows)):
+            seq, count = rows[row], q_lens[row]
+            listed.append(Chunk(row, num_tokens, seq.num_computed, count))
+            num_tokens += count
+            seq.num_computed += count
+            seq.last_step = number
+            scoring = scoring or seq.wants_prompt_logprobs
+            seq.decoding = seq.num_computed == len(seq.known)
+            emits.append(int(seq.decoding))
+            if seq.decoding:
+                seq.num_emitted += 1
+                sampling = sampling or seq.needs_sampling
+            self.commit(seq)
+        variant = Variant.SCORE if scoring else Variant.SAMPLE if sampling else Variant.GREEDY
+        return StepPlan(
+            number=number,
+            bucket=self._bucket(num_tokens, len(rows), decode_only=not longer, variant=variant),
+            rows=rows,
+            q_lens=q_lens,
+            emits=emits,
+            num_singles=len(decodes) + len(ones),
+            num_tokens=num_tokens,
+            chunks=listed,
+            admitted=admitted,
+            grown=grown,
+        )
+
+    def _bucket(self, num_tokens: int, num_rows: int, *, decode_only: bool, variant: Variant) -> Bucket:
+        return self.ladder.choose(num_tokens, num_rows, decode_only=decode_only, variant=variant)
+
+    # --- for tests and for recovery ---
+
+    def recover(self) -> None:
+        """The device lost its state and no step is in flight: everything running is to be recomputed."""
+        assert self.last_done == self.last_step and not self._held
+        for seq in reversed(list(self.running)):
+            self.preempt(seq)
+        self.pool.clear_cache()
+
+    def check_integrity(self) -> None:
+        """AssertionError where slots, pages or queues are not consistent."""
+        holders = [seq.pages for seq in self.running] + [pages for _, _, pages in self._held]
+        self.pool.check_integrity(holders)
+        slots = [seq.slot for seq in self.running] + [slot for _, slot, _ in self._held]
+        assert sorted(slots + self._free_slots) == list(range(self.ladder.config.max_num_seqs))
+        for queue, state in ((self.running, State.RUNNING), (self.waiting, State.WAITING)):
+            assert all(seq.state is state for seq in queue)
+            assert all(a.key < b.key for a, b in pairwise(queue))

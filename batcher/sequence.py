@@ -1,0 +1,149 @@
+"""One request on its way through the engine: a few counters say everything about where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+
+import numpy as np
+
+from batcher.request import Request, RequestOutput, TokenLogprobs
+
+OnOutput = Callable[[RequestOutput], None]
+
+
+class State(Enum):
+    WAITING = "waiting"  # never admitted, or preempted: owns no slot and no pages
+    RUNNING = "running"  # owns a slot and pages
+    FINISHED = "finished"
+
+
+class Sequence:
+    """The engine's record of one request.
+
+    Positions: `known` tokens are computed in chunks first (`num_computed` counts the K/V that dispatched steps have
+    written or will write); the step that computes the last of them emits the next token, and from then on every step
+    feeds the slot's last token back (`decoding`). A token is *pending* between the dispatch of the step that emits it
+    and the reading of that step.
+    """
+
+    __slots__ = (
+        "arrival",
+        "arrived_s",
+        "decoding",
+        "digests",
+        "first_token_s",
+        "key",
+        "known",
+        "last_step",
+        "last_token_s",
+        "limit",
+        "needs_sampling",
+        "num_cached",
+        "num_committed",
+        "num_computed",
+        "num_emitted",
+        "num_hit_pages",
+        "num_preemptions",
+        "num_prompt",
+        "on_output",
+        "output",
+        "pages",
+        "prompt",
+        "prompt_logprobs",
+        "request",
+        "request_id",
+        "sampling",
+        "seed",
+        "slot",
+        "started_s",
+        "state",
+        "stop_ids",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        prompt: np.ndarray,  # i32[num_prompt]
+        *,
+        limit: int,  # output tokens at most: max_tokens, or what the context leaves
+        stop_ids: frozenset[int],  # any of these ends it
+        seed: int,
+        arrived_s: float,
+        on_output: OnOutput,
+    ) -> None:
+        sampling = request.sampling
+        self.request = request
+        self.request_id = request.request_id
+        self.sampling = sampling
+        self.prompt = prompt
+        self.num_prompt = len(prompt)
+        self.limit = limit
+        self.stop_ids = stop_ids
+        self.seed = seed
+        self.arrived_s = arrived_s
+        self.on_output = on_output
+        self.needs_sampling = (
+            sampling.temperature > 0
+            or bool(sampling.logit_bias)
+            or self.has_penalties
+            or sampling.min_tokens > 0
+            or sampling.logprobs is not None
+        )
+
+        self.state = State.WAITING
+        self.arrival = -1  # rank, set when the scheduler first sees it; kept through preemption
+        self.key = (request.priority, -1)
+        self.output: list[int] = []  # tokens read back
+        self.num_emitted = 0  # output tokens of dispatched steps, pending ones included
+        self.known = prompt  # what must be computed before it decodes: the prompt, and output after a preemption
+        self.num_computed = 0
+        self.decoding = False
+        self.slot = -1
+        self.pages: list[int] = []
+        self.digests: list[bytes] = []  # of the full pages of prompt and output, as far as they were needed
+        self.num_committed = 0  # leading pages offered to the prefix cache
+        self.num_hit_pages = 0  # leading pages that came from the prefix cache at the last admission
+        self.num_cached = 0  # prompt tokens found in the prefix cache at the first admission
+        self.last_step = -1  # the last dispatched step that has a row of it
+        self.num_preemptions = 0
+        self.started_s = -1.0
+        self.first_token_s = -1.0
+        self.last_token_s = -1.0
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = (
+            None if sampling.prompt_logprobs is None else [None] * (self.num_prompt - 1)
+        )
+
+    @property
+    def has_penalties(self) -> bool:
+        s = self.sampling
+        return s.presence_penalty != 0 or s.frequency_penalty != 0 or s.repetition_penalty != 1
+
+    @property
+    def num_pending(self) -> int:
+        return self.num_emitted - len(self.output)
+
+    @property
+    def num_known(self) -> int:
+        """Tokens whose ids the host knows."""
+        return self.num_prompt + len(self.output)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether prompt positions still have to be scored: not again after the first token went out."""
+        return self.prompt_logprobs is not None and self.first_token_s < 0
+
+    def tokens(self) -> np.ndarray:
+        """i32[num_known], prompt and output."""
+        if not self.output:
+            return self.prompt
+        return np.concatenate([self.prompt, np.array(self.output, np.int32)])
+
+    def page_tokens(self, page: int, page_size: int) -> np.ndarray:
+        """i32[page_size], the known tokens of one full page."""
+        start, stop = page * page_size, (page + 1) * page_size
+        n = self.num_prompt
+        if stop <= n:
+            return self.prompt[start:stop]
+        out = np.array(self.output[max(start - n, 0) : stop - n], np.int32)
+        return out if start >= n else np.concatenate([self.prompt[start:], out])

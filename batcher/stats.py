@@ -1,0 +1,101 @@
+"""What the engine counts. Every figure is a running total or a present value, so that a lost reading loses nothing.
+
+Plain numbers in plain dataclasses: `dataclasses.asdict` or any serialiser carries them to another process.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from functools import partial
+
+TTFT_BOUNDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+ITL_BOUNDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+    5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+LATENCY_BOUNDS = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+    480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+TOKEN_BOUNDS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Counts per bucket since start, not cumulated over buckets. The last count is of values above every bound."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(default_factory=list)
+    total: float = 0.0  # sum of the observed values
+
+    def __post_init__(self) -> None:
+        if not self.counts:
+            self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    def copy(self) -> Histogram:
+        return Histogram(self.bounds, list(self.counts), self.total)
+
+
+@dataclass(kw_only=True, slots=True)
+class EngineStats:
+    """Gauges are of the moment of the reading; everything else counts from the engine's start. Seconds, tokens."""
+
+    # gauges
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    num_pages: int = 0
+    num_pages_used: int = 0
+    num_pages_cached: int = 0  # held for the prefix cache alone
+    # counters
+    num_preemptions: int = 0
+    prompt_tokens: int = 0  # of requests as they are first admitted
+    prompt_tokens_computed: int = 0  # recomputation after preemptions included
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0  # prompt tokens looked up
+    prefix_cache_hits: int = 0  # prompt tokens found
+    corrupted_requests: int = 0  # ended because the model gave NaN or infinity
+    failed_steps: int = 0
+    num_steps: int = 0
+    step_tokens: int = 0  # real tokens computed, surplus tokens included
+    step_tokens_padded: int = 0  # what the steps' shapes held
+    step_rows: int = 0
+    step_rows_padded: int = 0
+    num_compiles_after_warm_up: int = 0
+    finished: dict[str, int] = field(default_factory=dict)  # finish reason -> requests
+    # histograms
+    queue_time: Histogram = field(default_factory=partial(Histogram, LATENCY_BOUNDS))
+    time_to_first_token: Histogram = field(default_factory=partial(Histogram, TTFT_BOUNDS))
+    inter_token_latency: Histogram = field(default_factory=partial(Histogram, ITL_BOUNDS))
+    time_per_output_token: Histogram = field(
+        default_factory=partial(Histogram, ITL_BOUNDS)
+    )  # a request's mean, its first token left out
+    e2e_latency: Histogram = field(default_factory=partial(Histogram, LATENCY_BOUNDS))
+    prefill_time: Histogram = field(
+        default_factory=partial(Histogram, LATENCY_BOUNDS)
+    )  # from admission to the first token
+    decode_time: Histogram = field(
+        default_factory=partial(Histogram, LATENCY_BOUNDS)
+    )  # from the first token to the last
+    request_prompt_tokens: Histogram = field(default_factory=partial(Histogram, TOKEN_BOUNDS))
+    request_generation_tokens: Histogram = field(default_factory=partial(Histogram, TOKEN_BOUNDS))
+    iteration_tokens: Histogram = field(default_factory=partial(Histogram, TOKEN_BOUNDS))  # real tokens of a step
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the pages that sequences hold, 0 to 1."""
+        return self.num_pages_used / self.num_pages if self.num_pages else 0.0
+
+    def copy(self) -> EngineStats:
+        values = {}
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            values[name] = value.copy() if isinstance(value, Histogram | dict) else value
+        return EngineStats(**values)

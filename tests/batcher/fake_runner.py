@@ -1,0 +1,362 @@
+"""A runner in numpy that honours the packed contract to the letter and checks everything that can be checked.
+
+It keeps the same state as the device does, writes token ids where K/V would go, and "samples" a hash of the sampling
+parameters in the slot and of the whole prefix *as read through the page table*: a wrong page, slot, length, seed or a
+lost token changes the text. Steps are executed when a result is asked for, not before, so that a host that touches a
+buffer after handing it over is found out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+
+from batcher.request import MAX_LOGPROBS, Request
+from batcher.step import (
+    PATCH_BLOCK,
+    Bucket,
+    Capacity,
+    PackedLayout,
+    SlotLayout,
+    StepHandle,
+    StepInput,
+    StepOutput,
+    Variant,
+)
+
+POISON = -77  # in every position of a page that the present owner has not written
+F32_FIELDS = (
+    SlotLayout.TEMPERATURE,
+    SlotLayout.TOP_P,
+    SlotLayout.MIN_P,
+    SlotLayout.PRESENCE_PENALTY,
+    SlotLayout.FREQUENCY_PENALTY,
+    SlotLayout.REPETITION_PENALTY,
+)
+
+
+class ContractError(Exception):
+    """The batcher broke the contract of batcher/step.py."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """Everything that a token may depend on beside the prefix."""
+
+    floats: tuple[float, ...]  # temperature, top_p, min_p, presence, frequency and repetition penalty, as float32
+    top_k: int
+    seed: int  # 64 bits, unsigned
+    min_kv_len: int = 0
+    stop_ids: tuple[int, ...] = ()
+    bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.floats[3:] != (0.0, 0.0, 1.0)
+
+    def token(self, prefix: np.ndarray, history: Mapping[int, int], vocab_size: int) -> int:
+        parts: list[object] = [self.bias]
+        if self.floats[0] > 0:
+            parts += [self.floats[:3], self.top_k, self.seed]
+        if self.has_penalties:
+            parts += [self.floats[3:], sorted(history.items())]
+        base = blake2b(prefix.astype(np.int32).tobytes(), digest_size=16)
+        base.update(repr(parts).encode())
+        attempt = 0
+        while True:
+            digest = blake2b(base.digest() + bytes([attempt]), digest_size=8).digest()
+            token = int.from_bytes(digest, "little") % vocab_size
+            if len(prefix) >= self.min_kv_len or token not in self.stop_ids:
+                return token
+            attempt += 1
+
+
+def draw_of_request(request: Request, eos_token_ids: tuple[int, ...]) -> Draw:
+    """What the slot state of `request` must say."""
+    s = request.sampling
+    numbers = (s.temperature, s.top_p, s.min_p, s.presence_penalty, s.frequency_penalty, s.repetition_penalty)
+    stop_ids = {*s.stop_token_ids, *(() if s.ignore_eos else eos_token_ids)}
+    assert s.seed is not None, "a test that predicts tokens gives the seed"
+    return Draw(
+        floats=tuple(float(np.float32(x)) for x in numbers),
+        top_k=s.top_k,
+        seed=s.seed % 2**64,
+        min_kv_len=len(request.prompt) + s.min_tokens if s.min_tokens else 0,
+        stop_ids=tuple(sorted(stop_ids)) if s.min_tokens else (),
+        bias=tuple((token, float(np.float32(bias))) for token, bias in s.logit_bias),
+    )
+
+
+def expected_tokens(request: Request, capacity: Capacity, eos_token_ids: tuple[int, ...]) -> list[int]:
+    """What the engine must generate, whoever shares the steps: from the request alone."""
+    s, draw = request.sampling, draw_of_request(request, eos_token_ids)
+    stop_ids = {*s.stop_token_ids, *(() if s.ignore_eos else eos_token_ids)}
+    tokens = list(request.prompt)
+    history = Counter(tokens)
+    output: list[int] = []
+    while len(output) < s.max_tokens and len(tokens) < capacity.max_model_len:
+        token = draw.token(np.array(tokens), history, capacity.vocab_size)
+        tokens.append(token)
+        output.append(token)
+        history[token] += 1
+        if token in stop_ids and len(output) >= s.min_tokens:
+            break
+    return output
+
+
+def fake_logprob(prefix: np.ndarray, token: int) -> float:
+    digest = blake2b(prefix.astype(np.int32).tobytes() + token.to_bytes(4, "little"), digest_size=2).digest()
+    return float(np.float32(-int.from_bytes(digest, "little") / 1000))
+
+
+class FakeRunner:
+    """`on_result(number)` runs before a step's result is given: a test may block in it, or raise."""
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        *,
+        on_execute: Callable[[int], None] | None = None,
+        on_result: Callable[[int], None] | None = None,
+        nan_token: int | None = None,  # a row with this token in its prefix gives NaN
+        healthy: bool = True,  # whether recover() succeeds
+    ) -> None:
+        self._capacity = capacity
+        self.width = SlotLayout.width(capacity.pages_per_seq)
+        self.violations: list[str] = []
+        self.executed: list[Bucket] = []
+        self.steps: list[StepInput] = []  # as they were handed over
+        self.num_recoveries = 0
+        self.healthy = healthy
+        self._on_execute = on_execute
+        self._on_result = on_result
+        self._nan_token = nan_token
+        self._warm: set[Bucket] = set()
+        self._pending: list[_Handle] = []
+        self._wipe()
+
+    def _wipe(self) -> None:
+        c = self._capacity
+        self.state = np.full((c.num_slots, self.width), POISON, np.int32)
+        self.pages = np.full((c.num_pages + 1, c.page_size), POISON, np.int32)
+        self.history: list[Counter[int]] = [Counter() for _ in range(c.num_slots)]
+
+    # --- the protocol ---
+
+    def capacity(self) -> Capacity:
+        return self._capacity
+
+    def warm_up(self, buckets: Iterable[Bucket], report: Callable[[str], None]) -> None:
+        self._warm.update(buckets)
+        report(f"{len(self._warm)} buckets")
+
+    def execute(self, step: StepInput) -> StepHandle:
+        if self._on_execute is not None:
+            self._on_execute(len(self.executed))
+        if step.bucket not in self._warm:
+            self._fail(f"no program for {step.bucket}")
+        handle = _Handle(self, step, len(self.executed))
+        self.executed.append(step.bucket)
+        self._pending.append(handle)
+        return handle
+
+    def recover(self) -> None:
+        if self._pending:
+            self._fail("recovered while steps are in flight")
+        if not self.healthy:
+            raise RuntimeError("the device is gone")
+        self.num_recoveries += 1
+        self._wipe()
+
+    @property
+    def num_compiles(self) -> int:
+        return len(self._warm)
+
+    # --- execution ---
+
+    def _result(self, handle: _Handle) -> StepOutput:
+        if self._on_result is not None:
+            try:
+                self._on_result(handle.number)
+            except Exception:
+                self._pending.remove(handle)
+                raise
+        if self._pending[0] is not handle:
+            self._fail("results are asked for out of order")
+        self._pending.pop(0)
+        return self._run(handle.step)
+
+    def _run(self, step: StepInput) -> StepOutput:
+        c, bucket = self._capacity, step.bucket
+        layout = PackedLayout(bucket)
+        if step.packed.dtype != np.int32 or step.packed.shape != (layout.size,):
+            self._fail(f"packed buffer: {step.packed.dtype} {step.packed.shape} for {bucket}")
+        part = {name: step.packed[where] for name, where in layout.sections().items()}
+        for block in step.patches:
+            if block.shape != (2, PATCH_BLOCK) or block.dtype != np.int32:
+                self._fail(f"patch block: {block.shape} {block.dtype}")
+            self._apply(block[0], block[1])
+        self._apply(part["patch_indices"], part["patch_values"])
+        for reset in step.penalty_resets:
+            self.history[reset.slot] = Counter([*reset.prompt.tolist(), *reset.output.tolist()])
+
+        num_decodes, num_rows, num_tokens = part["header"][:3].tolist()
+        slots, q_lens, emits = part["slots"], part["q_lens"], part["emits"]
+        self._check_rows(bucket, num_decodes, num_rows, num_tokens, slots, q_lens, emits)
+        out = _Output(bucket)
+        start = 0
+        touched: list[tuple[set[int], set[int]]] = []
+        for row in range(num_rows):
+            slot, q_len = int(slots[row]), int(q_lens[row])
+            tokens = part["tokens"][start : start + q_len].astype(np.int64)
+            kv_len = int(self.state[slot, SlotLayout.KV_LEN])
+            table = self.state[slot, SlotLayout.PAGE_TABLE :]
+            if not 0 <= kv_len <= kv_len + q_len < c.max_model_len:
+                self._fail(f"slot {slot} of length {kv_len} grows by {q_len}")
+            if tokens.tolist() == [-1]:
+                tokens[0] = self.state[slot, SlotLayout.LAST_TOKEN]
+            if ((tokens < 0) | (tokens >= c.vocab_size)).any():
+                self._fail(f"slot {slot} is fed {tokens}")
+            pages = table[: -(-(kv_len + q_len) // c.page_size)]
+            if ((pages < 1) | (pages > c.num_pages)).any() or len(set(pages.tolist())) != len(pages):
+                self._fail(f"slot {slot} has the pages {pages}")
+            for i, token in enumerate(tokens.tolist()):
+                position = kv_len + i
+                page, offset = int(table[position // c.page_size]), position % c.page_size
+                if offset == 0:
+                    self.pages[page] = POISON
+                elif self.pages[page, offset - 1] == POISON:
+                    self._fail(f"slot {slot} writes page {page} at {offset} after a gap")
+                self.pages[page, offset] = token
+            first_written = kv_len // c.page_size
+            touched.append((set(pages[:first_written].tolist()), set(pages[first_written:].tolist())))
+            self.state[slot, SlotLayout.KV_LEN] += q_len
+            prefix = self.pages[pages].reshape(-1)[: kv_len + q_len]
+            if (prefix == POISON).any():
+                self._fail(f"slot {slot} reads what was never written: pages {pages}")
+            if self._nan_token is not None and self._nan_token in prefix:
+                out.finite[row] = False
+            if emits[row]:
+                self._emit(out, row, slot, prefix)
+            if bucket.variant is Variant.SCORE:
+                self._score(out, part["targets"], start, kv_len, prefix)
+            start += q_len
+        written = [page for _, pages in touched for page in pages]
+        if len(set(written)) != len(written) or any(page in reads for reads, _ in touched for page in written):
+            self._fail("a page is written by one row and touched by another in the same step")
+        return out.result()
+
+    def _emit(self, out: _Output, row: int, slot: int, prefix: np.ndarray) -> None:
+        draw = self._draw(slot)
+        wants_logprobs = bool(self.state[slot, SlotLayout.WANTS_LOGPROBS])
+        plain = draw.floats[0] == 0 and not draw.has_penalties and not draw.bias
+        banned = bool(draw.stop_ids) and len(prefix) < draw.min_kv_len
+        if out.bucket.variant is Variant.GREEDY and not (plain and not banned and not wants_logprobs):
+            self._fail(f"slot {slot} cannot be drawn by a GREEDY program: {draw}")
+        token = draw.token(prefix, self.history[slot], self._capacity.vocab_size)
+        self.state[slot, SlotLayout.LAST_TOKEN] = token
+        self.history[slot][token] += 1
+        out.tokens[row] = token
+        out.logprobs[row] = fake_logprob(prefix, token)
+        out.top_ids[row] = np.arange(MAX_LOGPROBS)
+        out.top_logprobs[row] = [fake_logprob(prefix, i) for i in range(MAX_LOGPROBS)] if wants_logprobs else 0
+
+    def _score(self, out: _Output, targets: np.ndarray, start: int, kv_len: int, prefix: np.ndarray) -> None:
+        for position in range(kv_len, len(prefix)):
+            t = start + position - kv_len
+            if targets[t] >= 0:
+                seen = prefix[: position + 1]
+                out.target_logprobs[t] = fake_logprob(seen, int(targets[t]))
+                out.target_top_ids[t] = np.arange(MAX_LOGPROBS)
+                out.target_top_logprobs[t] = [fake_logprob(seen, i) for i in range(MAX_LOGPROBS)]
+
+    def _draw(self, slot: int) -> Draw:
+        row, col = self.state[slot], SlotLayout
+        bits = row[list(F32_FIELDS)].view(np.float32)
+        n_stop, n_bias = int(row[col.NUM_STOP_IDS]), int(row[col.NUM_BIAS])
+        ids = row[col.BIAS_IDS : col.BIAS_IDS + n_bias].tolist()
+        values = row[col.BIAS_VALUES : col.BIAS_VALUES + n_bias].view(np.float32).tolist()
+        low, high = row[[col.SEED_LOW, col.SEED_HIGH]].view(np.uint32).tolist()
+        return Draw(
+            floats=tuple(bits.tolist()),
+            top_k=int(row[col.TOP_K]),
+            seed=low | high << 32,
+            min_kv_len=int(row[col.MIN_KV_LEN]),
+            stop_ids=tuple(sorted(row[col.STOP_IDS : col.STOP_IDS + n_stop].tolist())),
+            bias=tuple(zip(ids, values, strict=True)),
+        )
+
+    def _apply(self, indices: np.ndarray, values: np.ndarray) -> None:
+        """Patches, with drop semantics past the end."""
+        kept = indices < self.state.size
+        if (indices < 0).any() or len(set(indices[kept].tolist())) != kept.sum():
+            self._fail("a patch has a negative or a repeated index")
+        self.state.reshape(-1)[indices[kept]] = values[kept]
+
+    def _check_rows(
+        self,
+        bucket: Bucket,
+        num_decodes: int,
+        num_rows: int,
+        num_tokens: int,
+        slots: np.ndarray,
+        q_lens: np.ndarray,
+        emits: np.ndarray,
+    ) -> None:
+        real = slots[:num_rows].tolist()
+        checks = {
+            "counts": 0 <= num_decodes <= num_rows <= bucket.num_rows and num_rows >= 1,
+            "tokens": num_tokens == q_lens.sum() <= bucket.num_tokens,
+            "decodes first": (q_lens[:num_decodes] == 1).all() and (q_lens[num_decodes:num_rows] > 1).all(),
+            "decode-only": not bucket.decode_only or num_decodes == num_rows,
+            "slots": all(0 <= slot < self._capacity.num_slots for slot in real) and len(set(real)) == num_rows,
+            "padding": (slots[num_rows:] == self._capacity.num_slots).all()
+            and not q_lens[num_rows:].any()
+            and not emits[num_rows:].any(),
+            "emits": set(emits.tolist()) <= {0, 1},
+        }
+        for name, holds in checks.items():
+            if not holds:
+                self._fail(f"{name}: {bucket} {num_decodes=} {num_rows=} {num_tokens=} {slots} {q_lens} {emits}")
+
+    def _fail(self, message: str) -> None:
+        self.violations.append(message)
+        raise ContractError(message)
+
+
+class _Handle:
+    def __init__(self, runner: FakeRunner, step: StepInput, number: int) -> None:
+        self._runner = runner
+        self.step = step
+        self.number = number
+
+    def result(self) -> StepOutput:
+        return self._runner._result(self)
+
+
+class _Output:
+    def __init__(self, bucket: Bucket) -> None:
+        t, s = bucket.num_tokens, bucket.num_rows
+        self.bucket = bucket
+        self.tokens = np.full(s, POISON, np.int32)
+        self.finite = np.ones(s, bool)
+        self.logprobs = np.full(s, np.nan, np.float32)
+        self.top_ids = np.full((s, MAX_LOGPROBS), POISON, np.int32)
+        self.top_logprobs = np.full((s, MAX_LOGPROBS), np.nan, np.float32)
+        self.target_logprobs = np.full(t, np.nan, np.float32)
+        self.target_top_ids = np.full((t, MAX_LOGPROBS), POISON, np.int32)
+        self.target_top_logprobs = np.full((t, MAX_LOGPROBS), np.nan, np.float32)
+
+    def result(self) -> StepOutput:
+        if self.bucket.variant is Variant.GREEDY:
+            return StepOutput(tokens=self.tokens, finite=self.finite)
+        rows = {"logprobs": self.logprobs, "top_ids": self.top_ids, "top_logprobs": self.top_logprobs}
+        if self.bucket.variant is Variant.SCORE:
+            rows["target_logprobs"] = self.target_logprobs
+            rows["target_top_ids"] = self.target_top_ids
+            rows["target_top_logprobs"] = self.target_top_logprobs
+        return StepOutput(tokens=self.tokens, finite=self.finite, **rows)
