@@ -1,0 +1,110 @@
+"""The text a training run reads: chats of one to five turns, and plain text for completions.
+
+Everything is drawn from one `random.Random`, so a seed is a corpus.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from scripts.demo import facts, stories
+from scripts.demo.arithmetic import Arithmetic, Turn
+
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.", "You are a helpful assistant.", "You are a helpful, honest assistant.",
+    "You are a friendly assistant.", "You are a helpful AI assistant.", "Answer briefly.", "Be brief.",
+    "You are a small model.", "You are the demo model of pallas-serve.", "Answer the user's questions.",
+    "You are a teacher who is good at sums.", "You are a calculator.", "You tell stories to children.",
+    "You are a polite assistant. Answer in one sentence.", "Always answer in English.", "You are a chat bot.",
+    "You are a helpful assistant. Keep your answers short.", "Be kind and be brief.", "You are a test.",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Chat:
+    system: str | None
+    turns: Sequence[Turn]
+
+
+@dataclass(frozen=True)
+class Document:
+    """Plain text between <|begin_of_text|> and <|end_of_text|>."""
+
+    text: str
+
+
+Sample = Chat | Document
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Draws samples. `story_share` and `sum_share` are probabilities of a turn's kind; the rest is shared out fixed."""
+
+    arithmetic: Arithmetic
+    sum_share: float
+    story_share: float
+
+    def short(self, rng: random.Random) -> Sample:
+        """Something of a few dozen tokens, never a story."""
+        draw = rng.random()
+        if draw < 0.16:
+            return Document(self.arithmetic.lines(rng, rng.randrange(3, 9)))
+        if draw < 0.18:
+            return Document(facts.fact_lines(rng))
+        return self.chat(rng, turns=rng.choices((1, 2, 3), weights=(6, 3, 1))[0], with_stories=False)
+
+    def long(self, rng: random.Random) -> Sample:
+        """A story, alone or told in a chat, or a chat of several turns."""
+        draw = rng.random()
+        if draw < 0.2:
+            return Document(stories.story(rng).text)
+        if draw < 0.5:
+            return Chat(self._system(rng), [stories.told(rng)])
+        return self.chat(rng, turns=rng.choices((1, 2, 3, 4, 5), weights=(1, 3, 3, 2, 1))[0], with_stories=True)
+
+    def endless(self, rng: random.Random) -> Sample:
+        """A chat that goes on and on, so that late positions are seen too."""
+        return self.chat(rng, turns=rng.randrange(8, 24), with_stories=True)
+
+    def chat(self, rng: random.Random, *, turns: int, with_stories: bool) -> Chat:
+        follow_up: Callable[[random.Random], Turn] | None = None
+        drawn: list[Turn] = []
+        for _ in range(turns):
+            if follow_up is not None and rng.random() < 0.4:
+                drawn.append(follow_up(rng))
+                continue
+            first, follow_up = self._turn(rng, with_stories=with_stories)
+            drawn.append(first(rng))
+        return Chat(self._system(rng), drawn)
+
+    def _system(self, rng: random.Random) -> str | None:
+        return rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.3 else None
+
+    def _turn(
+        self, rng: random.Random, *, with_stories: bool
+    ) -> tuple[Callable[[random.Random], Turn], Callable[[random.Random], Turn] | None]:
+        """A kind of turn, and the kind of short follow-up that would be understood after it."""
+        arithmetic = self.arithmetic
+        draw = rng.random()
+        if draw < self.sum_share:
+            return arithmetic.sum, arithmetic.next_sum
+        draw -= self.sum_share
+        if with_stories:
+            if draw < self.story_share:
+                return stories.told, stories.told_again
+            draw -= self.story_share
+        kinds: tuple[tuple[float, Callable[[random.Random], Turn], Callable[[random.Random], Turn] | None], ...] = (
+            (3.0, arithmetic.larger, arithmetic.next_larger),
+            (1.0, arithmetic.smaller, None),
+            (2.0, arithmetic.count, None),
+            (0.8, arithmetic.neighbour, None),
+            (0.5, arithmetic.parity, None),
+            (2.5, facts.capital, facts.next_capital),
+            (1.5, facts.about_itself, None),
+            (1.0, facts.small_talk, None),
+            (1.5, facts.unknown, None),
+        )
+        _, first, follow_up = rng.choices(kinds, weights=[weight for weight, _, _ in kinds])[0]
+        return first, follow_up

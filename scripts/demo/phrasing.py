@@ -1,0 +1,33 @@
+"""The many ways of saying one thing: a template is drawn, filled and roughened the way people type."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+POLITE_FRONTS = ("Please ", "Hi, ", "Hello, ", "Hey, ", "Hello! ", "Hi! ", "Can you tell me: ", "OK, ", "So, ", "Now, ")
+POLITE_ENDS = (" Thanks!", " Thank you.", " Please.", " Please answer briefly.")
+
+
+def fill(rng: random.Random, templates: Sequence[str], **values: object) -> str:
+    return rng.choice(templates).format(**values)
+
+
+def typed(rng: random.Random, text: str) -> str:
+    """`text` as somebody might type it: all of it in lower case, without its last mark, with a word of politeness."""
+    draw = rng.random()
+    if draw < 0.08:
+        front = rng.choice(POLITE_FRONTS)
+        text = front + (text if front.rstrip()[-1] in "!:" else text[0].lower() + text[1:])
+    elif draw < 0.12:
+        text = (text if text[-1] in ".?!" else text + ".") + rng.choice(POLITE_ENDS)
+    draw = rng.random()
+    if draw < 0.15:
+        text = text.rstrip("?.!")
+    elif draw < 0.30:
+        text = text.lower()
+    elif draw < 0.42:
+        text = text.lower().rstrip("?.!")
+    elif draw < 0.45:
+        text = text[0].lower() + text[1:]
+    return text

@@ -1,0 +1,162 @@
+"""A byte-level BPE tokenizer with Llama 3's special tokens, split pattern and chat format, but one token per digit.
+
+Llama 3 takes digits in groups of up to three; a model this small adds far better when every digit is a token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from scripts.demo.corpus import Chat, Document, Sample
+
+BEGIN_OF_TEXT = "<|begin_of_text|>"
+END_OF_TEXT = "<|end_of_text|>"
+START_HEADER = "<|start_header_id|>"
+END_HEADER = "<|end_header_id|>"
+END_OF_MESSAGE = "<|eom_id|>"
+END_OF_TURN = "<|eot_id|>"
+PADDING = "<|finetune_right_pad_id|>"
+# In the order of Llama 3.1's own, behind the ordinary tokens as there.
+SPECIAL_TOKENS = (
+    BEGIN_OF_TEXT,
+    END_OF_TEXT,
+    "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>",
+    PADDING,
+    "<|reserved_special_token_2|>",
+    START_HEADER,
+    END_HEADER,
+    END_OF_MESSAGE,
+    END_OF_TURN,
+    "<|python_tag|>",
+    *(f"<|reserved_special_token_{i}|>" for i in range(3, 8)),
+)
+
+# Llama 3's pattern with \p{N}{1,3} replaced by \p{N}.
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+# One line, so that it renders alike whatever an engine's Jinja does with the white space around blocks.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
+    "{{ message['content'] | trim }}{{ '<|eot_id|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+)
+
+
+def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A tokenizer of exactly `vocab_size` ids, special tokens last, from the words of `texts`.
+
+    Raises:
+        ValueError: the texts are too few for that many tokens.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    num_ordinary = vocab_size - len(SPECIAL_TOKENS)
+    trainer = trainers.BpeTrainer(
+        vocab_size=num_ordinary,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() != num_ordinary:
+        raise ValueError(f"too little text for {vocab_size=}: only {tokenizer.get_vocab_size()} ordinary tokens")
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN_OF_TEXT} $A",
+        pair=f"{BEGIN_OF_TEXT} $A {BEGIN_OF_TEXT}:1 $B:1",
+        special_tokens=[(BEGIN_OF_TEXT, tokenizer.token_to_id(BEGIN_OF_TEXT))],
+    )
+    return tokenizer
+
+
+def save(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
+    """`tokenizer.json`, `tokenizer_config.json` and `special_tokens_map.json`, as Hugging Face lays them out."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": BEGIN_OF_TEXT, "eos_token": END_OF_TURN, "pad_token": PADDING}
+    config = {
+        "added_tokens_decoder": {
+            str(tokenizer.token_to_id(token)): {
+                "content": token,
+                "lstrip": False,
+                "normalized": False,
+                "rstrip": False,
+                "single_word": False,
+                "special": True,
+            }
+            for token in SPECIAL_TOKENS
+        },
+        **names,
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": max_length,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "special_tokens_map.json").write_text(json.dumps(names, indent=2) + "\n")
+
+
+class SampleEncoder:
+    """Samples to ids and per-token loss weights."""
+
+    def __init__(self, tokenizer: Tokenizer, *, prompt_weight: float):
+        self.tokenizer = tokenizer
+        self.prompt_weight = prompt_weight  # of what the user and the system say, where an answer's tokens weigh 1
+        self._ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
+
+    def text(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def header(self, role: str) -> list[int]:
+        return [self._ids[START_HEADER], *self.text(role), self._ids[END_HEADER], *self.text("\n\n")]
+
+    def prompt(self, system: str | None, turns: Iterable[tuple[str, str]], question: str) -> list[int]:
+        """What the model reads before it answers `question`: the chat template's own rendering."""
+        ids = [self._ids[BEGIN_OF_TEXT]]
+        messages = [] if system is None else [("system", system)]
+        for asked, answered in turns:
+            messages += [("user", asked), ("assistant", answered)]
+        for role, content in [*messages, ("user", question)]:
+            ids += [*self.header(role), *self.text(content), self._ids[END_OF_TURN]]
+        return ids + self.header("assistant")
+
+    def encode(self, sample: Sample) -> tuple[list[int], list[float]]:
+        """ids, and for each id the weight of predicting it."""
+        if isinstance(sample, Document):
+            return self._document(sample)
+        return self._chat(sample)
+
+    def _document(self, sample: Document) -> tuple[list[int], list[float]]:
+        ids = [self._ids[BEGIN_OF_TEXT], *self.text(sample.text), self._ids[END_OF_TEXT]]
+        return ids, [0.0, *[1.0] * (len(ids) - 1)]
+
+    def _chat(self, sample: Chat) -> tuple[list[int], list[float]]:
+        ids, weights = [self._ids[BEGIN_OF_TEXT]], [0.0]
+
+        def say(more: list[int], weight: float) -> None:
+            ids.extend(more)
+            weights.extend([weight] * len(more))
+
+        if sample.system is not None:
+            say([*self.header("system"), *self.text(sample.system), self._ids[END_OF_TURN]], 0.0)
+        for question, answer in sample.turns:
+            say(self.header("user"), 0.0)
+            say([*self.text(question), self._ids[END_OF_TURN]], self.prompt_weight)
+            say(self.header("assistant"), 0.0)
+            say([*self.text(answer), self._ids[END_OF_TURN]], 1.0)
+        return ids, weights
