@@ -1,0 +1,108 @@
+"""The answers of /v1/chat/completions: one object, or chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from server.generation import Choice, Generation
+from server.logprobs import chat_entries, prompt_logprobs
+from server.sse import ChunkTemplate, encode_json, event
+from server.tokenizer import Tokenizer
+from server.usage import usage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatOptions:
+    model: str
+    created: int
+    prompt: list[int]
+    top_logprobs: int | None  # None: no log-probabilities
+    num_prompt_logprobs: int | None
+    include_usage: bool
+    continuous_usage: bool
+    show_cached: bool
+
+
+class ChatWriter:
+    def __init__(self, generation: Generation, tokenizer: Tokenizer, options: ChatOptions) -> None:
+        self._generation = generation
+        self._tokenizer = tokenizer
+        self._options = options
+        self._templates: dict[int, ChunkTemplate] = {}
+        # a chunk of which only the text changes is encoded from a template
+        self._plain = options.top_logprobs is None and not options.continuous_usage
+
+    def whole(self) -> bytes:
+        options, choices = self._options, self._generation.choices
+        body = self._base("chat.completion", [self._whole_choice(choice) for choice in choices])
+        body["usage"] = self._usage()
+        if options.num_prompt_logprobs is not None:
+            scores = choices[0].prompt_logprobs or []
+            body["prompt_logprobs"] = prompt_logprobs(
+                self._tokenizer, options.prompt, scores, options.num_prompt_logprobs
+            )
+        return encode_json(body)
+
+    def frames(self, choice: Choice) -> bytes:
+        out = b""
+        if choice.index not in self._templates:
+            delta = {"role": "assistant", "content": ""}
+            out = event(encode_json(self._chunk(choice, delta)))
+            hole = {"content": ChunkTemplate.HOLE}
+            self._templates[choice.index] = ChunkTemplate(self._chunk(choice, hole))
+        text, scored = choice.text, choice.scored
+        choice.text, choice.scored = "", []
+        if self._plain:
+            if text:
+                out += self._templates[choice.index].fill(text)
+        elif text or scored or self._options.continuous_usage:
+            chunk = self._chunk(choice, {"content": text})
+            if self._options.top_logprobs is not None:
+                chunk["choices"][0]["logprobs"] = self._logprobs(scored)
+            out += event(encode_json(chunk))
+        if choice.finish_reason is not None:
+            chunk = self._chunk(choice, {})
+            chunk["choices"][0] |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+            out += event(encode_json(chunk))
+        return out
+
+    def last_frames(self) -> bytes:
+        if not self._options.include_usage:
+            return b""
+        return event(encode_json(self._base("chat.completion.chunk", []) | {"usage": self._usage()}))
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": None if self._options.top_logprobs is None else self._logprobs(choice.scored),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+
+    def _chunk(self, choice: Choice, delta: dict[str, Any]) -> dict[str, Any]:
+        part = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        chunk = self._base("chat.completion.chunk", [part])
+        if self._options.include_usage:
+            counts = usage([choice], 1, show_cached=self._options.show_cached)
+            chunk["usage"] = counts if self._options.continuous_usage else None
+        return chunk
+
+    def _base(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        options = self._options
+        return {
+            "id": self._generation.request_id,
+            "object": kind,
+            "created": options.created,
+            "model": options.model,
+            "choices": choices,
+        }
+
+    def _logprobs(self, scored: list[Any]) -> dict[str, Any]:
+        entries = chat_entries(self._tokenizer, scored, self._options.top_logprobs or 0)
+        return {"content": entries, "refusal": None}
+
+    def _usage(self) -> dict[str, Any]:
+        choices = self._generation.choices
+        return usage(choices, len(choices), show_cached=self._options.show_cached)

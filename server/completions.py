@@ -1,0 +1,111 @@
+"""POST /v1/completions.
+
+A raw prompt is its author's own: what looks like a special token in it is one, and the tokenizer's begin-of-text is
+put before it unless `add_special_tokens` is false. (In chats nothing that a user writes becomes a special token.)
+"""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.answer import GenerationAnswer
+from server.chat_template import split_special
+from server.completion_writer import CompletionOptions, CompletionWriter, Prompt
+from server.errors import RequestError, invalid
+from server.lengths import check_counts, check_text_length, output_limit
+from server.request_body import read_body
+from server.sampling import check_sampling, check_top_logprobs
+from server.schemas import CompletionRequest, refuse_unsupported
+from server.state import ServerState
+from server.submission import check_min_tokens, check_streaming, new_id, start_generation
+
+DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionRoute:
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._decoder = msgspec.json.Decoder(CompletionRequest)
+
+    async def __call__(self, request: Request) -> Response:
+        state, settings = self._state, self._state.settings
+        body = await read_body(request, self._decoder, settings.max_body_bytes)
+        model = state.check_model(body.model)
+        refuse_unsupported(body)
+        check_sampling(body, vocab_size=state.client.info.vocab_size)
+        include_usage, continuous_usage = check_streaming(body)
+        for param, value in (("logprobs", body.logprobs), ("prompt_logprobs", body.prompt_logprobs)):
+            if value is not None:
+                check_top_logprobs(param, value)
+        echo = bool(body.echo)
+        check_counts(body.max_tokens, body.min_tokens, param="max_tokens", least=0 if echo else 1)
+
+        prompts = [await self._encode(body, prompt) for prompt in _prompts(body)]
+        # max_tokens 0 (with echo): one hidden step computes the prompt's log-probabilities
+        limits = [self._limit(body, prompt) for prompt in prompts]
+        for limit in limits:
+            check_min_tokens(body, limit)
+        wants_scores = [value for value in (body.logprobs if echo else None, body.prompt_logprobs) if value is not None]
+        generation = start_generation(
+            state,
+            body,
+            [prompt.ids for prompt in prompts],
+            limits,
+            request_id=new_id("cmpl"),
+            logprobs=body.logprobs,
+            prompt_logprobs=max(wants_scores, default=None),
+        )
+        options = CompletionOptions(
+            model=model,
+            created=int(time.time()),
+            prompts=prompts,
+            n=body.n or 1,
+            echo=echo,
+            discard_output=body.max_tokens == 0,
+            logprobs=body.logprobs,
+            num_prompt_logprobs=body.prompt_logprobs,
+            include_usage=include_usage or settings.force_usage,
+            continuous_usage=continuous_usage,
+            show_cached=settings.show_cached_tokens,
+        )
+        writer = CompletionWriter(generation, state.tokenizer, options)
+        return GenerationAnswer(generation, writer, stream=bool(body.stream))
+
+    def _limit(self, body: CompletionRequest, prompt: Prompt) -> int:
+        asked = None if body.max_tokens is None else max(1, body.max_tokens)
+        limit = output_limit(len(prompt.ids), asked, self._state.client.info.max_model_len, param="max_tokens")
+        return min(limit, DEFAULT_MAX_TOKENS) if asked is None else limit
+
+    async def _encode(self, body: CompletionRequest, prompt: str | list[int]) -> Prompt:
+        if isinstance(prompt, list):
+            vocab_size = self._state.client.info.vocab_size
+            for id in prompt:
+                if not 0 <= id < vocab_size:
+                    raise invalid("prompt", f"a token id must be between 0 and {vocab_size - 1}, got {id}")
+            return Prompt(ids=prompt, text=None)
+        check_text_length(len(prompt), self._state.tokenizer, self._state.client.info.max_model_len)
+        ids = await self._state.encode(split_special(self._state.tokenizer, prompt))
+        if body.add_special_tokens is not False:
+            ids = self._state.tokenizer.with_affixes(ids)
+        return Prompt(ids=ids, text=prompt)
+
+
+def _prompts(body: CompletionRequest) -> list[str | list[int]]:
+    """The four forms that a prompt may have, as a list of texts and lists of ids."""
+    prompt = body.prompt
+    if prompt is None:
+        raise RequestError(400, "prompt: is missing", param="prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise invalid("prompt", "must not be an empty list")
+    kinds = {type(item) for item in prompt}
+    if len(kinds) > 1:
+        raise invalid("prompt", "must be a text, a list of texts, a list of token ids or a list of such lists")
+    if kinds == {int}:
+        return [[item for item in prompt if isinstance(item, int)]]
+    return [item for item in prompt if not isinstance(item, int)]

@@ -1,0 +1,189 @@
+"""The HTTP process's end of the engine: requests and aborts down, outputs up, and the news of its death.
+
+Everything here runs on the event loop's thread. Outputs are handed to each request's sink by a plain call from the
+socket's readable callback: nobody awaits, so a client that reads slowly holds up neither the engine nor anyone else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from batcher.request import FinishReason
+from batcher.stats import EngineStats
+from server import engine_process, wire
+
+logger = logging.getLogger("pallas_serve")
+
+
+class EngineFailedError(RuntimeError):
+    """The engine could not start, or has died."""
+
+
+class Sink(Protocol):
+    """Who takes one request's outputs. The last one has a finish reason."""
+
+    def on_output(self, output: wire.Output) -> None: ...
+
+
+class EngineClient(Protocol):
+    """What the routes ask of the engine; `ProcessEngineClient` is the real one."""
+
+    info: wire.EngineInfo
+    stats: EngineStats
+
+    def submit(self, requests: Sequence[tuple[wire.WireRequest, Sink]]) -> None: ...
+
+    def abort(self, request_ids: Sequence[str]) -> None: ...
+
+    @property
+    def death(self) -> str | None:
+        """Why the engine serves no more; None while it lives."""
+
+    @property
+    def last_heartbeat(self) -> float:
+        """When it was last heard of, by the monotonic clock."""
+
+
+class ProcessEngineClient:
+    """Spawns the engine process and speaks with it. `start` before use, `stop` always."""
+
+    def __init__(self, target: str, engine_args: object, *, report: Callable[[str], None]) -> None:
+        self.info = wire.EngineInfo(max_model_len=0, vocab_size=0)
+        self.stats = EngineStats()
+        self.death: str | None = None
+        self.died = asyncio.Event()
+        self.last_heartbeat = time.monotonic()
+        self._report = report
+        self._sinks: dict[str, Sink] = {}
+        self._ready: asyncio.Future[wire.EngineInfo] | None = None
+        self._stopping = False
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(wire.Event).decode
+        self._folder = tempfile.TemporaryDirectory(prefix="pallas-serve-")
+        addresses = [f"ipc://{Path(self._folder.name) / name}" for name in ("commands", "events")]
+        self._context = zmq.Context()
+        self._commands = self._bind(zmq.PUSH, zmq.SNDHWM, addresses[0])
+        self._events = self._bind(zmq.PULL, zmq.RCVHWM, addresses[1])
+        self.process = multiprocessing.get_context("spawn").Process(
+            target=engine_process.main, args=(tuple(addresses), target, engine_args), name="engine"
+        )
+        self.process.start()
+
+    def _bind(self, kind: int, high_water_mark: int, address: str) -> zmq.Socket:
+        socket = self._context.socket(kind)
+        socket.setsockopt(high_water_mark, 0)  # unlimited: nothing is dropped, nothing blocks
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind(address)
+        return socket
+
+    async def start(self) -> wire.EngineInfo:
+        """Waits until the engine is ready. Raises EngineFailedError with the reason where it cannot start."""
+        loop = asyncio.get_running_loop()
+        self._ready = loop.create_future()
+        loop.add_reader(self._events.getsockopt(zmq.FD), self._on_readable)
+        loop.add_reader(self.process.sentinel, self._on_exit)
+        self._on_readable()  # the descriptor only signals changes: what came before would wait for the next one
+        self.info = await self._ready
+        return self.info
+
+    def submit(self, requests: Sequence[tuple[wire.WireRequest, Sink]]) -> None:
+        for request, sink in requests:
+            self._sinks[request.request_id] = sink
+        self._send(wire.Submit([request for request, _ in requests]))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """The requests' sinks hear nothing more. Unknown and finished ids are ignored."""
+        known = [request_id for request_id in request_ids if self._sinks.pop(request_id, None) is not None]
+        if known and self.death is None:
+            self._send(wire.Abort(known))
+
+    def abort_all(self) -> None:
+        """Ends every open request with ABORT, which its sink is told."""
+        if self.death is None:
+            self._send(wire.Abort(list(self._sinks)))
+
+    async def stop(self, timeout_s: float = 10.0) -> None:
+        """Ends the process: asked first, killed if it does not listen."""
+        self._stopping = True
+        if self.process.is_alive():
+            self._send(wire.Stop())
+            deadline = time.monotonic() + timeout_s
+            while self.process.is_alive() and time.monotonic() < deadline:
+                await asyncio.sleep(0.02)
+            if self.process.is_alive():
+                logger.warning("the engine process did not end within %g s: killing it", timeout_s)
+                self.process.kill()
+        self.process.join()
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._events.getsockopt(zmq.FD))
+        loop.remove_reader(self.process.sentinel)
+        self._commands.close()
+        self._events.close()
+        self._context.term()
+        self._folder.cleanup()
+
+    def _send(self, command: wire.Command) -> None:
+        self._commands.send(self._encode(command), zmq.NOBLOCK)
+
+    def _on_readable(self) -> None:
+        while True:
+            try:
+                frame = self._events.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_event(self._decode(frame))
+
+    def _on_event(self, event: wire.Event) -> None:
+        match event:
+            case wire.Outputs(outputs=outputs):
+                for output in outputs:
+                    self._deliver(output)
+            case wire.Stats(stats=stats):
+                self.stats = stats
+                self.last_heartbeat = time.monotonic()
+            case wire.Report(line=line):
+                self._report(line)
+            case wire.Ready(info=info):
+                if self._ready is not None and not self._ready.done():
+                    self._ready.set_result(info)
+            case wire.Failed(message=message):
+                self._die(message)
+
+    def _deliver(self, output: wire.Output) -> None:
+        sink = self._sinks.get(output.request_id)
+        if sink is None:  # aborted a moment ago
+            return
+        if output.finish_reason is not None:
+            del self._sinks[output.request_id]
+        sink.on_output(output)
+
+    def _on_exit(self) -> None:
+        asyncio.get_running_loop().remove_reader(self.process.sentinel)
+        self._on_readable()
+        self.process.join()
+        if not self._stopping:
+            self._die(f"the engine process has ended (exit code {self.process.exitcode})")
+
+    def _die(self, reason: str) -> None:
+        """Every open request ends with an error, and `died` wakes whoever decides about the server."""
+        if self.death is not None:
+            return
+        self.death = reason
+        logger.error("engine failure: %s", reason)
+        sinks, self._sinks = self._sinks, {}
+        for request_id, sink in sinks.items():
+            fields = {"finish_reason": FinishReason.ERROR.value, "error": f"The engine has failed: {reason}"}
+            sink.on_output(wire.Output(request_id, [], status=500, **fields))
+        self.died.set()
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(EngineFailedError(reason))

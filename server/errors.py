@@ -1,0 +1,83 @@
+"""Errors as a client sees them: the OpenAI error object, its types and codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+INVALID_BODY = "Bad Request"  # the body does not have the shape that the route reads
+BAD_REQUEST = "BadRequestError"
+NOT_FOUND = "NotFoundError"
+
+
+class RequestError(Exception):
+    """A request that is refused, with everything the error object says.
+
+    `code` is OpenAI's short string for the cases that have one (clients branch on it), None elsewhere.
+    `retry_after_s` becomes the Retry-After header.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = BAD_REQUEST,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self.body())
+
+    def headers(self) -> dict[str, str]:
+        headers = {}
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(self.retry_after_s)
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return headers
+
+
+def invalid(param: str, message: str) -> RequestError:
+    """A well-formed field with a value that cannot be served."""
+    return RequestError(400, f"{param}: {message}", param=param)
+
+
+def unsupported(param: str, what: str) -> RequestError:
+    """A field that would change the answer and that this server does not honour: refused, never ignored."""
+    return RequestError(400, f"{param}: {what} not supported yet.", param=param, code="unsupported_parameter")
+
+
+def model_not_found(name: str) -> RequestError:
+    message = f"The model `{name}` does not exist."
+    return RequestError(404, message, type=NOT_FOUND, param="model", code="model_not_found")
+
+
+def too_long(message: str, param: str) -> RequestError:
+    return RequestError(400, message, param=param, code="context_length_exceeded")
+
+
+def overloaded(message: str, retry_after_s: int = 1) -> RequestError:
+    code = "rate_limit_exceeded"
+    return RequestError(429, message, type="RateLimitError", code=code, retry_after_s=retry_after_s)
+
+
+def unavailable(message: str, retry_after_s: int | None = None) -> RequestError:
+    return RequestError(503, message, type="ServiceUnavailableError", retry_after_s=retry_after_s)
+
+
+def internal(message: str) -> RequestError:
+    return RequestError(500, message, type="InternalServerError")

@@ -1,0 +1,123 @@
+"""The routes beside generation: models, health, version, load, metrics, tokenize and detokenize."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.chat import render_chat
+from server.chat_template import split_special
+from server.errors import RequestError, invalid, model_not_found, unavailable
+from server.lengths import check_text_length
+from server.logprobs import token_text
+from server.metrics import CONTENT_TYPE
+from server.request_body import read_body
+from server.schemas import DetokenizeRequest, TokenizeRequest
+from server.sse import encode_json
+from server.state import ServerState
+from server.text_stream import TextStream
+
+
+class InfoRoutes:
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._tokenize = msgspec.json.Decoder(TokenizeRequest)
+        self._detokenize = msgspec.json.Decoder(DetokenizeRequest)
+
+    async def health(self, request: Request) -> Response:
+        """200 while requests are served. Raises 503 when the engine is dead or silent, and during a shutdown."""
+        client, settings = self._state.client, self._state.settings
+        if client.death is not None:
+            raise unavailable(f"The engine has failed: {client.death}")
+        silent_s = time.monotonic() - client.last_heartbeat
+        if silent_s > settings.heartbeat_timeout_s:
+            raise unavailable(f"The engine has not been heard of for {silent_s:.0f} s.")
+        if self._state.draining:
+            raise unavailable("The server is shutting down.")
+        return _json({"status": "ok"})
+
+    async def version(self, request: Request) -> Response:
+        return _json({"version": self._state.settings.version})
+
+    async def load(self, request: Request) -> Response:
+        return _json({"server_load": self._state.num_in_flight})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._state.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    async def models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._model(name) for name in self._state.settings.model_names]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._state.settings.model_names:
+            raise model_not_found(name)
+        return _json(self._model(name))
+
+    async def tokenize(self, request: Request) -> Response:
+        state = self._state
+        body = await read_body(request, self._tokenize, state.settings.max_body_bytes)
+        state.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError(400, "Give either `prompt` or `messages`.", param="prompt")
+        if body.messages is not None:
+            ids = await state.encode(render_chat(state, body))
+        else:
+            check_text_length(len(body.prompt), state.tokenizer, state.client.info.max_model_len)
+            ids = await state.encode(split_special(state.tokenizer, body.prompt))
+            if body.add_special_tokens is not False:
+                ids = state.tokenizer.with_affixes(ids)
+        answer = {"count": len(ids), "max_model_len": state.client.info.max_model_len, "tokens": ids}
+        strings = [token_text(state.tokenizer, id) for id in ids] if body.return_token_strs else None
+        return _json(answer | {"token_strs": strings})
+
+    async def detokenize(self, request: Request) -> Response:
+        state = self._state
+        body = await read_body(request, self._detokenize, state.settings.max_body_bytes)
+        state.check_model(body.model)
+        for id in body.tokens:
+            if not 0 <= id < state.client.info.vocab_size:
+                raise invalid(
+                    "tokens", f"a token id must be between 0 and {state.client.info.vocab_size - 1}, got {id}"
+                )
+        stream = TextStream(state.tokenizer, skip_special_tokens=False)
+        return _json({"prompt": "".join([stream.push(id) for id in body.tokens]) + stream.finish()})
+
+    def _model(self, name: str) -> dict[str, Any]:
+        state = self._state
+        return {
+            "id": name,
+            "object": "model",
+            "created": state.created,
+            "owned_by": "pallas-serve",
+            "root": state.settings.model_root or name,
+            "parent": None,
+            "max_model_len": state.client.info.max_model_len,
+            "permission": [_permission(name, state.created)],
+        }
+
+
+def _permission(name: str, created: int) -> dict[str, Any]:
+    """The object that OpenAI's first API had; some clients still read it."""
+    return {
+        "id": f"modelperm-{name}",
+        "object": "model_permission",
+        "created": created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+
+
+def _json(value: Any) -> Response:
+    return Response(encode_json(value), media_type="application/json")

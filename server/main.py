@@ -1,0 +1,181 @@
+"""Starts the engine's process and the HTTP server, and ends both: the one entry point that `scripts` calls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import uvicorn
+import uvloop
+from starlette.types import ASGIApp
+
+from server.app import create_app, create_state
+from server.engine_client import EngineFailedError, ProcessEngineClient
+from server.settings import Settings
+from server.state import ServerState
+from server.tokenizer import ByteLevelTokenizer
+
+logger = logging.getLogger("pallas_serve")
+
+EXIT_OK = 0
+EXIT_ENGINE_FAILED = 1
+FLUSH_S = 5.0  # for responses to get their last bytes out before connections are cut
+TICK_S = 0.02
+
+
+def run(
+    settings: Settings,
+    engine_target: str,
+    engine_args: object,
+    *,
+    report: Callable[[str], None] = print,
+    on_ready: Callable[[str], None] | None = None,
+) -> int:
+    """Serves until SIGTERM or SIGINT; returns the process's exit code, non-zero where the engine failed.
+
+    `engine_target` ("package.module:function") is called in the engine's process as `function(engine_args, report)` and
+    returns `(engine, EngineInfo)`: a `batcher.engine.Engine`, warmed up and not yet started. `engine_args` must pickle.
+    What the function reports arrives at `report` here, line by line. `on_ready` gets the server's URL.
+
+    After a signal new requests are refused with 503, running ones may finish for `settings.grace_period_s`, then they
+    are aborted; a second signal ends the wait. Raises OSError where the address cannot be had, before anything is
+    loaded.
+    """
+    with _bind(settings.host, settings.port) as listener:
+        return uvloop.run(_run(settings, engine_target, engine_args, listener, report, on_ready))
+
+
+async def _run(
+    settings: Settings,
+    engine_target: str,
+    engine_args: object,
+    listener: socket.socket,
+    report: Callable[[str], None],
+    on_ready: Callable[[str], None] | None,
+) -> int:
+    signalled = _Signals()
+    client = ProcessEngineClient(engine_target, engine_args, report=report)
+    try:
+        starting = asyncio.create_task(client.start())
+        # while the engine loads and compiles
+        tokenizer = await asyncio.to_thread(ByteLevelTokenizer.from_folder, settings.tokenizer_folder)
+        await _first_of(asyncio.wait([starting]), signalled.stop.wait())
+        if not starting.done():
+            starting.cancel()  # told to end before it was ready
+            return EXIT_OK
+        await starting
+        state = create_state(settings, client, tokenizer)
+        return await _serve(state, client, signalled, listener, on_ready)
+    except EngineFailedError as error:
+        report(f"The engine could not start: {error}")
+        return EXIT_ENGINE_FAILED
+    finally:
+        await client.stop()
+
+
+async def _serve(
+    state: ServerState,
+    client: ProcessEngineClient,
+    signalled: _Signals,
+    listener: socket.socket,
+    on_ready: Callable[[str], None] | None,
+) -> int:
+    server = _Server(_config(create_app(state)))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(TICK_S)
+    if on_ready is not None:
+        on_ready(_url(listener))
+    await _first_of(signalled.stop.wait(), client.died.wait())
+    died = client.died.is_set()
+    if died:
+        # every stream has had its error; for a moment /health tells load balancers why, then the server ends
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(signalled.stop.wait(), state.settings.death_linger_s)
+    else:
+        await _drain(state, client, signalled)
+    server.should_exit = True
+    await serving
+    return EXIT_ENGINE_FAILED if died else EXIT_OK
+
+
+async def _drain(state: ServerState, client: ProcessEngineClient, signalled: _Signals) -> None:
+    """Refuses what comes, waits for what runs, and aborts it when the grace period is over or a second signal comes."""
+    state.draining = True
+    logger.info("shutting down: %d requests in flight", state.num_in_flight)
+    deadline = time.monotonic() + state.settings.grace_period_s
+    while state.num_in_flight and time.monotonic() < deadline and not signalled.hurry and client.death is None:
+        await asyncio.sleep(TICK_S)
+    if state.num_in_flight:
+        client.abort_all()
+        deadline = time.monotonic() + FLUSH_S
+        while state.num_in_flight and time.monotonic() < deadline:
+            await asyncio.sleep(TICK_S)
+
+
+class _Signals:
+    """SIGTERM and SIGINT: the first sets `stop`, the second `hurry`."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self.hurry = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        self.hurry = self.stop.is_set()
+        self.stop.set()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without signal handlers of its own."""
+
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+def _config(app: ASGIApp) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=int(FLUSH_S),
+    )
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+async def _first_of(*awaited: Coroutine[Any, Any, Any]) -> None:
+    """Waits until one of them is done; the others are cancelled."""
+    tasks = [asyncio.create_task(item) for item in awaited]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

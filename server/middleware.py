@@ -1,0 +1,75 @@
+"""What every request passes through: its id, the API key, the shutdown's gate, and the counts of /load and /metrics."""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.answer import error_response
+from server.auth import KeyRing
+from server.errors import RequestError, unavailable
+from server.state import ServerState
+
+OPEN_PATHS = frozenset({"/health"})  # no key asked: load balancers have none
+COUNTED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})  # what /load and a shutdown count
+MAX_ID_CHARS = 200
+
+
+class Gate:
+    """The outermost layer but CORS. Plain ASGI: on the path of every chunk there is one small function."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app = app
+        self._state = state
+        self._keys = KeyRing(state.settings.api_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.monotonic()
+        request_id = _request_id(scope)
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            await send(message)
+
+        counted = scope["path"] in COUNTED_PATHS
+        refusal = self._refusal(scope, counted)
+        try:
+            self._state.num_in_flight += counted
+            app = error_response(refusal) if refusal else self._app
+            await app(scope, receive, send_with_id)
+        finally:
+            self._state.num_in_flight -= counted
+            if status:
+                self._state.metrics.observe_response(
+                    handler=_handler(scope), method=scope["method"], status=status, seconds=time.monotonic() - started
+                )
+
+    def _refusal(self, scope: Scope, counted: bool) -> RequestError | None:
+        if scope["method"] == "OPTIONS" or scope["path"] in OPEN_PATHS:
+            return None
+        refusal = self._keys.check(scope["headers"])
+        if refusal is None and counted and self._state.draining:
+            return unavailable("The server is shutting down.", retry_after_s=5)
+        return refusal
+
+
+def _request_id(scope: Scope) -> bytes:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and 0 < len(value) <= MAX_ID_CHARS:
+            return value
+    return uuid.uuid4().hex.encode()
+
+
+def _handler(scope: Scope) -> str:
+    """The route's path, not the client's: labels must stay few."""
+    route = scope.get("route")
+    return getattr(route, "path", "none")

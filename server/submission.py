@@ -1,0 +1,99 @@
+"""What chat and completions do alike between a decoded body and a running generation."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Sequence
+
+from server import wire
+from server.errors import RequestError, invalid
+from server.generation import Choice, Generation
+from server.sampling import sampling_params, stop_strings
+from server.schemas import SamplingFields
+from server.state import ServerState
+from server.text_stream import TextStream
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def check_streaming(body: SamplingFields) -> tuple[bool, bool]:
+    """(include usage, usage on every chunk). Raises RequestError 400 for options without a stream."""
+    options = body.stream_options
+    if not body.stream:
+        if options:  # null and absent are the same
+            raise invalid("stream_options", "is only allowed when `stream` is true")
+        return False, False
+    if body.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs", "is not available when `stream` is true")
+    if not options:
+        return False, False
+    include = bool(options.include_usage)
+    return include, include and bool(options.continuous_usage_stats)
+
+
+def start_generation(
+    state: ServerState,
+    body: SamplingFields,
+    prompts: Sequence[list[int]],
+    limits: Sequence[int],
+    *,
+    request_id: str,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> Generation:
+    """Submits `n` sequences for each prompt, prompt by prompt; `limits` are the prompts' output limits."""
+    n = body.n or 1
+    if len(prompts) * n > state.settings.max_choices:
+        raise invalid("n", f"at most {state.settings.max_choices} sequences per request are allowed")
+    generation = Generation(state.client, request_id, stream=bool(body.stream))
+    include_stop = bool(body.include_stop_str_in_output)
+    requests = []
+    for prompt, max_tokens in zip(prompts, limits, strict=True):
+        for choice in range(n):
+            stream = TextStream(
+                state.tokenizer,
+                stops=stop_strings(body),
+                include_stop=include_stop,
+                skip_special_tokens=body.skip_special_tokens is not False,
+                min_tokens=body.min_tokens or 0,
+            )
+            index = len(generation.choices)
+            generation.choices.append(Choice(generation, index, stream, len(prompt), include_stop=include_stop))
+            sampling = sampling_params(
+                body,
+                state.settings.generation_defaults,
+                max_tokens=max_tokens,
+                vocab_size=state.client.info.vocab_size,
+                choice=choice,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+            )
+            requests.append(
+                wire.WireRequest(
+                    generation.choices[-1].request_id,
+                    prompt,
+                    sampling,
+                    body.priority or 0,
+                    _cache_salt(body.cache_salt),
+                    state.settings.queue_timeout_s,
+                )
+            )
+    state.metrics.observe_request(n=n, max_tokens=max(limits))
+    generation.submit(requests)
+    return generation
+
+
+def check_min_tokens(body: SamplingFields, limit: int) -> None:
+    if (body.min_tokens or 0) > limit:
+        message = f"min_tokens: {body.min_tokens} is more than the {limit} tokens that fit."
+        raise RequestError(400, message, param="min_tokens")
+
+
+def _cache_salt(salt: str | None) -> int:
+    """Requests with different salts never share cached prefixes, so none can learn of another's by timing it."""
+    if not salt:
+        return 0
+    return int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8).digest()) >> 1

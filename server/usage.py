@@ -1,0 +1,23 @@
+"""Token counts as OpenAI reports them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from server.generation import Choice
+
+
+def usage(choices: Iterable[Choice], n: int, *, show_cached: bool, hidden_tokens: int = 0) -> dict[str, Any]:
+    """Each prompt counts once, however many of the `n` choices it has; `hidden_tokens` of each output do not count."""
+    choices = list(choices)
+    prompt = sum(choice.num_prompt_tokens for choice in choices[::n])
+    completion = sum(max(0, choice.num_tokens - hidden_tokens) for choice in choices)
+    counts: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+    if show_cached:
+        counts["prompt_tokens_details"] = {"cached_tokens": sum(c.num_cached_tokens for c in choices[::n])}
+    return counts

@@ -1,0 +1,113 @@
+"""The messages between the HTTP process and the engine process: msgpack over two ZeroMQ ipc sockets.
+
+Down: Submit, Abort, Stop. Up: Report, Ready or Failed while the engine starts; then one Outputs per step for all the
+requests that gained something in it, and Stats at intervals, which are also the heartbeat.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from batcher.request import ErrorCode, RequestOutput, SamplingParams, TokenLogprobs
+from batcher.stats import EngineStats
+
+
+class WireRequest(msgspec.Struct, array_like=True, frozen=True):
+    """`batcher.request.Request`, field by field."""
+
+    request_id: str
+    prompt: list[int]
+    sampling: SamplingParams
+    priority: int = 0
+    cache_salt: int = 0
+    deadline_s: float | None = None
+
+
+class Submit(msgspec.Struct, tag=True):
+    requests: list[WireRequest]  # all of one HTTP request, in order
+
+
+class Abort(msgspec.Struct, tag=True):
+    request_ids: list[str]
+
+
+class Stop(msgspec.Struct, tag=True):
+    """The engine ends what runs (its requests finish with `abort`) and the process exits."""
+
+
+class Logprobs(msgspec.Struct, array_like=True, frozen=True):
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class Output(msgspec.Struct, array_like=True, frozen=True):
+    """`batcher.request.RequestOutput`. `status` is the HTTP status of an `error`."""
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    num_cached_tokens: int = 0
+    logprobs: list[Logprobs] | None = None
+    prompt_logprobs: list[Logprobs] | None = None
+    error: str | None = None
+    status: int = 500
+    param: str | None = None
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the server must know of the engine before the first request."""
+
+    max_model_len: int  # tokens of prompt and output of one request
+    vocab_size: int  # ids at or above it cannot be sent
+    cache_config: dict[str, str] = {}  # labels of the cache_config_info metric: page size, pages, dtype
+    details: dict[str, Any] = {}  # whatever else the start-up wants to show
+
+
+class Report(msgspec.Struct, tag=True):
+    line: str
+
+
+class Ready(msgspec.Struct, tag=True):
+    info: EngineInfo
+
+
+class Failed(msgspec.Struct, tag=True):
+    """The engine could not start, or has died; `message` is one that may be shown."""
+
+    message: str
+
+
+class Outputs(msgspec.Struct, tag=True):
+    outputs: list[Output]
+
+
+class Stats(msgspec.Struct, tag=True):
+    stats: EngineStats
+
+
+Command = Submit | Abort | Stop
+Event = Report | Ready | Failed | Outputs | Stats
+
+
+def output_to_wire(output: RequestOutput) -> Output:
+    if output.finish_reason is None and not output.logprobs and output.prompt_logprobs is None:
+        return Output(output.request_id, list(output.token_ids), None, None, output.num_cached_tokens)
+    return Output(
+        output.request_id,
+        list(output.token_ids),
+        output.finish_reason.value if output.finish_reason else None,
+        output.stop_reason,
+        output.num_cached_tokens,
+        [_logprobs(entry) for entry in output.logprobs] if output.logprobs else None,
+        None if output.prompt_logprobs is None else [_logprobs(entry) for entry in output.prompt_logprobs],
+        output.error,
+        503 if output.error_code in (ErrorCode.QUEUE_DEADLINE, ErrorCode.ENGINE_DEAD) else 500,
+    )
+
+
+def _logprobs(entry: TokenLogprobs) -> Logprobs:
+    return Logprobs(entry.logprob, list(entry.top_ids), list(entry.top_logprobs))

@@ -1,0 +1,158 @@
+"""An engine whose text the tests choose: it says the reply it was built with, or its prompt over and over.
+
+It keeps the manners of `batcher.engine.Engine`: callbacks from a thread of its own, one token for each request and
+step, exactly one last output for each request, the same errors.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from batcher.errors import InvalidRequestError, QueueFullError
+from batcher.request import FinishReason, Request, RequestOutput, TokenLogprobs
+from batcher.stats import EngineStats
+from server.wire import EngineInfo
+from tests.server.tokenizers import EOT, VOCAB_SIZE
+
+
+@dataclass(frozen=True, kw_only=True)
+class EchoConfig:
+    reply: tuple[int, ...] | None = None  # None: the prompt
+    step_s: float = 0.0  # pause between steps
+    max_model_len: int = 4096
+    max_live: int = 1000
+    tokens_per_step: int = 1
+    fail_at_start: str | None = None
+    die_after_tokens: int | None = None
+
+
+class _Running:
+    def __init__(self, request: Request, on_output: Callable[[RequestOutput], None], reply: tuple[int, ...]) -> None:
+        self.request = request
+        self.on_output = on_output
+        self.reply = reply
+        self.num_tokens = 0
+
+
+class EchoEngine:
+    def __init__(self, config: EchoConfig) -> None:
+        self._config = config
+        self._live: dict[str, _Running] = {}
+        self._lock = threading.Condition()
+        self._stopping = threading.Event()
+        self._num_steps = 0
+        self._num_tokens = 0
+        self._finished: dict[str, int] = {}
+        self.death: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def add_request(self, request: Request, on_output: Callable[[RequestOutput], None]) -> None:
+        if request.sampling.min_tokens > request.sampling.max_tokens:
+            raise InvalidRequestError("min_tokens", "too many")
+        with self._lock:
+            if len(self._live) >= self._config.max_live:
+                raise QueueFullError("the queue is full: 0 requests wait already; try again later")
+            reply = request.prompt if self._config.reply is None else self._config.reply
+            self._live[request.request_id] = _Running(request, on_output, reply)
+            self._lock.notify()
+
+    def abort(self, request_id: str) -> None:
+        with self._lock:
+            running = self._live.pop(request_id, None)
+        if running is not None:
+            self._end(running, RequestOutput(request_id=request_id, finish_reason=FinishReason.ABORT))
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_requests_running=len(self._live),
+            num_steps=self._num_steps,
+            generation_tokens=self._num_tokens,
+            finished=dict(self._finished),
+            num_pages=100,
+            num_pages_used=len(self._live),
+        )
+
+    def shutdown(self) -> None:
+        self._stopping.set()
+        with self._lock:
+            self._lock.notify()
+        self._thread.join()
+        for request_id in list(self._live):
+            self.abort(request_id)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            with self._lock:
+                self._lock.wait_for(lambda: self._live or self._stopping.is_set())
+                batch = list(self._live.values())
+            self._num_steps += 1
+            for running in batch:
+                self._step(running)
+            if self._config.die_after_tokens is not None and self._num_tokens >= self._config.die_after_tokens:
+                self.death = RuntimeError("the device has gone")
+                return
+            self._stopping.wait(self._config.step_s)
+
+    def _step(self, running: _Running) -> None:
+        request, sampling = running.request, running.request.sampling
+        ids: list[int] = []
+        finish = None
+        for _ in range(self._config.tokens_per_step):
+            at = running.num_tokens
+            scripted = self._config.reply is not None and not sampling.ignore_eos
+            token = EOT if scripted and at >= len(running.reply) else running.reply[at % len(running.reply)]
+            ids.append(token)
+            running.num_tokens += 1
+            if token in sampling.stop_token_ids or (token == EOT and scripted):
+                finish = FinishReason.STOP
+            elif running.num_tokens >= sampling.max_tokens:
+                finish = FinishReason.LENGTH
+            if finish:
+                break
+        self._num_tokens += len(ids)
+        first = running.num_tokens == len(ids)
+        scored = sampling.logprobs is not None
+        output = RequestOutput(
+            request_id=request.request_id,
+            token_ids=tuple(ids),
+            logprobs=tuple(_scores(id, sampling.logprobs) for id in ids) if scored else (),
+            prompt_logprobs=(
+                tuple(_scores(id, sampling.prompt_logprobs) for id in request.prompt[1:])
+                if first and sampling.prompt_logprobs is not None
+                else None
+            ),
+            finish_reason=finish,
+            stop_reason=ids[-1] if ids[-1] in sampling.stop_token_ids else None,
+        )
+        if finish is None:
+            running.on_output(output)
+            return
+        with self._lock:
+            still_live = self._live.pop(request.request_id, None)
+        if still_live is not None:
+            self._end(running, output)
+
+    def _end(self, running: _Running, output: RequestOutput) -> None:
+        reason = output.finish_reason.value
+        self._finished[reason] = self._finished.get(reason, 0) + 1
+        running.on_output(output)
+
+
+def _scores(token_id: int, num_top: int) -> TokenLogprobs:
+    """The token itself first, with -0.5, then its neighbours; the last of twenty is impossible."""
+    ids = [(token_id + i) % VOCAB_SIZE for i in range(num_top)]
+    values = [-0.5 - i if i < 19 else float("-inf") for i in range(num_top)]
+    return TokenLogprobs(logprob=-0.5, top_ids=tuple(ids), top_logprobs=tuple(values))
+
+
+def build(config: EchoConfig, report: Callable[[str], None]) -> tuple[EchoEngine, EngineInfo]:
+    report("the echo engine is loading")
+    if config.fail_at_start:
+        raise ValueError(config.fail_at_start)
+    info = EngineInfo(max_model_len=config.max_model_len, vocab_size=VOCAB_SIZE, cache_config={"page_size": "16"})
+    return EchoEngine(config), info

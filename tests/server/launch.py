@@ -1,0 +1,26 @@
+"""Runs a server in a process of its own, as the tests do: `python -m tests.server.launch PICKLE`, hex-encoded.
+
+The pickle holds (settings, engine target, engine arguments). The server's address goes to stdout.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+
+from server.main import run
+
+
+def main() -> int:
+    settings, target, engine_args = pickle.loads(bytes.fromhex(sys.argv[1]))
+    return run(
+        settings,
+        target,
+        engine_args,
+        report=lambda line: print(f"report: {line}", flush=True),
+        on_ready=lambda url: print(f"ready: {url}", flush=True),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
