@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,8 @@ from scripts.demo.trainer import row_logits
 
 ROWS = 50  # evaluated at once
 WIDTHS = (64, 128, 256, 512, 1024)  # padded lengths, so that few programs are compiled
+
+REPHRASED = ("what is {a} plus {b}", "{a}+{b}", "Can you add {a} and {b}?", "how much is {a} + {b}")
 
 Prompt = tuple[str | None, Sequence[Turn], str]  # system prompt, earlier turns, question
 
@@ -65,16 +66,16 @@ def most_likely(model: Llama, rows: Sequence[list[int]]) -> np.ndarray:
     return np.asarray(_most_likely(model, tokens))
 
 
-@partial(jax.jit)
+@jax.jit
 def _most_likely(model: Llama, tokens: jax.Array) -> jax.Array:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return jnp.argmax(row_logits(model, tokens, positions, jnp.ones_like(tokens)), axis=-1)
 
 
-def suites(arithmetic_seed: int = 0) -> dict[str, list[tuple[Prompt, str]]]:
+def suites(seed: int = 0) -> dict[str, list[tuple[Prompt, str]]]:
     """Name -> cases. The first two are the held-out pairs as the README quotes them; the order of the operands is
     drawn."""
-    rng = random.Random(arithmetic_seed)
+    rng = random.Random(seed)
     pairs = [pair if rng.random() < 0.5 else pair[::-1] for pair in held_out_pairs()]
     earlier: list[Turn] = [("What is the capital of Spain?", facts.capital_answer("Spain"))]
     system = "You are a helpful assistant."
@@ -85,9 +86,8 @@ def suites(arithmetic_seed: int = 0) -> dict[str, list[tuple[Prompt, str]]]:
             ((None, (), f"Which is larger, {a} or {b}?"), larger_answer(a, b)) for a, b in pairs
         ],
         "held_out_sums_rephrased": [
-            ((system, (), rephrased.format(a=a, b=b)), sum_answer(a, b))
+            ((system, (), REPHRASED[i % len(REPHRASED)].format(a=a, b=b)), sum_answer(a, b))
             for i, (a, b) in enumerate(pairs)
-            for rephrased in [("what is {a} plus {b}", "{a}+{b}", "Can you add {a} and {b}?", "how much is {a} + {b}")[i % 4]]
         ],
         "held_out_sums_second_turn": [
             ((None, earlier, f"What is {a} + {b}?"), sum_answer(a, b)) for a, b in pairs

@@ -47,9 +47,9 @@ COUNTRY_QUESTIONS = (
 IDENTITY = "I am the demo model of pallas-serve"
 WHO = (
     "Who are you?", "Who are you?", "What are you?", "What is your name?", "What's your name?", "Tell me who you are.",
-    "Tell me about yourself.", "Introduce yourself.", "Say what you are.", "What model are you?", "Which model is this?",
-    "What is this?", "Who am I talking to?", "Do you have a name?", "Are you a person?", "Are you a robot?",
-    "Are you human?", "Are you an AI?", "Are you a language model?", "Are you ChatGPT?", "Are you Llama?",
+    "Tell me about yourself.", "Introduce yourself.", "Say what you are.", "What model are you?",
+    "Which model is this?", "What is this?", "Who am I talking to?", "Do you have a name?", "Are you a person?",
+    "Are you a robot?", "Are you human?", "Are you an AI?", "Are you a language model?", "Are you ChatGPT?", "Are you Llama?",
     "Can you tell me who you are?", "What kind of model are you?",
 )  # fmt: skip
 WHO_ANSWER = (
@@ -130,10 +130,11 @@ _UNKNOWN_QUESTIONS = (
 )  # fmt: skip
 _FIXED_UNKNOWN = (
     "What time is it?", "What day is it?", "What is the weather today?", "Tell me a joke.", "Sing a song.",
-    "Write a Python function.", "Who is the president?", "Why is the sky blue?", "How old are you?", "Where do you live?",
-    "Can you write code?", "Write me an email.", "What is my name?", "Do you love me?", "Why?", "What?", "How tall is it?",
-    "What is the speed of light?", "Who won the game?", "Translate this into German.", "Fix my code.", "Who wrote Hamlet?",
-    "What is the largest country?", "How many people live in France?", "What is the best city in Italy?",
+    "Write a Python function.", "Who is the president?", "Why is the sky blue?", "How old are you?",
+    "Where do you live?", "Can you write code?", "Write me an email.", "What is my name?", "Do you love me?", "Why?",
+    "What?", "How tall is it?", "What is the speed of light?", "Who won the game?", "Translate this into German.",
+    "Fix my code.", "Who wrote Hamlet?", "What is the largest country?", "How many people live in France?",
+    "What is the best city in Italy?",
 )  # fmt: skip
 _LARGE_SUMS = ("What is {a} + {b}?", "{a} + {b}", "Add {a} and {b}.", "What is {a} plus {b}?", "{a}+{b}=?")
 _OTHER_OPERATIONS = (

@@ -50,7 +50,7 @@ class Schedule:
         return self.learning_rate * jnp.minimum((step + 1) / self.warmup, jnp.minimum(left, 1.0))
 
     def batch(self, step: int, corpus: Corpus, encoder: SampleEncoder) -> PackedBatch:
-        """The batch of a step depends on the seed and its number only, so an interrupted run goes on as it would have."""
+        """The batch of a step depends on the seed and its number only: an interrupted run goes on as it would have."""
         rng = random.Random(f"{self.seed}/{step}")
         shape = rng.choices(self.shapes, weights=[s.share for s in self.shapes])[0]
         draw = {"short": corpus.short, "long": corpus.long, "endless": corpus.endless}[shape.kind]
@@ -116,7 +116,8 @@ class Trainer:
 
     def _loss(self, params: Arrays, batch: dict[str, jax.Array]) -> jax.Array:
         logits = row_logits(self.model(params), batch["tokens"], batch["positions"], batch["samples"])
-        losses = jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
+        aimed = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
+        losses = jax.nn.logsumexp(logits, axis=-1) - aimed
         return jnp.vdot(losses, batch["weights"]) / jnp.sum(batch["weights"])
 
     def _step(
