@@ -120,18 +120,17 @@ class EngineCore:
             self._take_prompt_logprobs(plan, output)
         now = self._clock()
         tokens, finite = output.tokens.tolist(), output.finite.tolist()
-        gaps: dict[float, int] = {}
+        gaps: dict[float, int] = {}  # time of the token before -> rows
         deliveries: list[Delivery] = []
-        for row, seq in enumerate(plan.rows):
-            if not plan.emits[row] or seq.state is State.FINISHED:  # here a surplus token is thrown away
+        for row, (seq, emits) in enumerate(zip(plan.rows, plan.emits, strict=True)):
+            if not emits or seq.state is State.FINISHED:  # here a surplus token is thrown away
                 continue
             if not finite[row]:
                 deliveries.append(self._end_not_finite(seq))
                 continue
             if seq.first_token_s >= 0:
                 gaps[seq.last_token_s] = gaps.get(seq.last_token_s, 0) + 1
-            logprobs = () if seq.sampling.logprobs is None else (_logprobs(output, row, seq.sampling.logprobs),)
-            deliveries.append(self._take_token(seq, tokens[row], now, logprobs))
+            deliveries.append((seq, self._take_token(seq, tokens[row], now, output, row)))
         for last, times in gaps.items():
             self._counts.inter_token_latency.observe(now - last, times)
         return deliveries
@@ -167,37 +166,31 @@ class EngineCore:
 
     # --- within a step ---
 
-    def _take_token(self, seq: Sequence, token: int, now: float, logprobs: tuple[TokenLogprobs, ...]) -> Delivery:
+    def _take_token(self, seq: Sequence, token: int, now: float, step: StepOutput, row: int) -> RequestOutput:
+        """One more token: of everything here, only what every token needs is done for every token."""
+        output = RequestOutput(request_id=seq.request_id, token_ids=(token,), num_cached_tokens=seq.num_cached)
         seq.output.append(token)
+        seq.last_token_s = now
         self._counts.generation_tokens += 1
-        prompt_logprobs = None
+        if seq.sampling.logprobs is not None:
+            output.logprobs = (_logprobs(step, row, seq.sampling.logprobs),)
         if seq.first_token_s < 0:
             seq.first_token_s = now
             self._counts.time_to_first_token.observe(now - seq.arrived_s)
             self._counts.prefill_time.observe(now - seq.started_s)
             if seq.prompt_logprobs is not None:
-                prompt_logprobs = tuple(seq.prompt_logprobs)
-        seq.last_token_s = now
+                output.prompt_logprobs = tuple(seq.prompt_logprobs)
         count = len(seq.output)
-        reason = stop_reason = None
         if token in seq.stop_ids and count >= seq.sampling.min_tokens:
-            reason = FinishReason.STOP
-            stop_reason = token if token in seq.sampling.stop_token_ids else None
+            output.finish_reason = FinishReason.STOP
+            output.stop_reason = token if token in seq.sampling.stop_token_ids else None
         elif count == seq.limit:
-            reason = FinishReason.LENGTH
-        if reason is not None:
-            self._forget(seq, reason)
-        elif seq.state is State.RUNNING:
+            output.finish_reason = FinishReason.LENGTH
+        if output.finish_reason is not None:
+            self._forget(seq, output.finish_reason)
+        elif seq.num_computed >= seq.commit_at:
             self.scheduler.commit(seq)
-        return seq, RequestOutput(
-            request_id=seq.request_id,
-            token_ids=(token,),
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=seq.num_cached,
-            finish_reason=reason,
-            stop_reason=stop_reason,
-        )
+        return output
 
     def _take_prompt_logprobs(self, plan: StepPlan, output: StepOutput) -> None:
         for chunk in plan.chunks:
@@ -240,13 +233,12 @@ class EngineCore:
         self._lost.append(plan)
         if self.in_flight:
             return []
-        error = self._failure
+        self._runner.recover()  # raises where the device is gone: then everybody hears of that
+        error, self._failure = self._failure, None
         message = f"a step that computed this request failed: {type(error).__name__}: {error}"
         victims = {seq.request_id: seq for plan in self._lost for seq in plan.rows if seq.state is not State.FINISHED}
         deliveries = [self._end(s, FinishReason.ERROR, message, ErrorCode.STEP_FAILED) for s in victims.values()]
         self._lost.clear()
-        self._runner.recover()
-        self._failure = None
         self._packer.forget()
         self.scheduler.recover()
         return deliveries

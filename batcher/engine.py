@@ -88,7 +88,7 @@ class Engine:
         self._arrived: list[Sequence] = []
         self._aborted: list[str] = []
         self._results: list[StepOutput | BaseException] = []  # of steps in flight, in order
-        self._live: set[str] = set()  # ids from add_request to their last output
+        self._live: dict[str, Sequence] = {}  # by request id, from add_request to the last output
         self._closed = False
         self._stopping = False
         self._death: BaseException | None = None
@@ -130,7 +130,7 @@ class Engine:
                 raise QueueFullError(
                     f"the queue is full: {self.config.max_waiting} requests wait already; try again later"
                 )
-            self._live.add(request.request_id)
+            self._live[request.request_id] = sequence
             self._arrived.append(sequence)
             self._wake.notify()
 
@@ -297,7 +297,8 @@ class Engine:
                 ended.append(sequence.request_id)
         if ended:
             with self._lock:
-                self._live.difference_update(ended)
+                for request_id in ended:
+                    self._live.pop(request_id, None)
                 if not self._live:
                     self._idle.notify_all()
 
@@ -314,8 +315,7 @@ class Engine:
         with self._lock:
             self._death = error
             self._closed = True
-            orphans = [*self._core.sequences.values(), *self._arrived]
-            self._arrived = []
+            orphans = list(self._live.values())
         message = f"the engine died: {type(error).__name__}: {error}"
         self._deliver(
             [

@@ -18,13 +18,10 @@ from hashlib import blake2b
 import numpy as np
 
 
-def extend_digests(digests: list[bytes], tokens: np.ndarray, page_size: int, salt: int) -> None:
-    """Appends the digests of the full pages of `tokens` (i32[n], from position 0) that `digests` lacks."""
+def next_digest(digests: list[bytes], page_tokens: np.ndarray, salt: int) -> bytes:
+    """The digest of the page with `page_tokens` (i32[page_size]) that follows the pages with `digests`."""
     parent = digests[-1] if digests else salt.to_bytes(16, "little", signed=True)
-    for i in range(len(digests), len(tokens) // page_size):
-        page = tokens[i * page_size : (i + 1) * page_size]
-        parent = blake2b(parent + page.tobytes(), digest_size=16).digest()
-        digests.append(parent)
+    return blake2b(parent + page_tokens.tobytes(), digest_size=16).digest()
 
 
 class PagePool:

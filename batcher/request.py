@@ -71,9 +71,12 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class RequestOutput:
-    """What one request gained from one step (usually one token). `token_ids` are new ones only."""
+    """What one request gained from one step (usually one token). `token_ids` are new ones only.
+
+    Not to be changed, yet not frozen: that would cost two microseconds for every token of every request.
+    """
 
     request_id: str
     token_ids: tuple[int, ...] = ()  # the id that ended it included

@@ -27,7 +27,7 @@ import numpy as np
 
 from batcher.buckets import BucketLadder
 from batcher.forecast import OutputForecast, peak_pages
-from batcher.pages import PagePool, extend_digests
+from batcher.pages import PagePool, next_digest
 from batcher.plan import Chunk, StepPlan
 from batcher.sequence import Sequence, State
 from batcher.step import Bucket, Capacity, Variant
@@ -64,6 +64,7 @@ class Scheduler:
         self.last_done = -1  # the last step that has returned
         self._free_slots = list(range(ladder.config.max_num_seqs - 1, -1, -1))
         self._num_arrivals = 0
+        self._pages_at_limits = 0  # of the running requests if all of them come to their limits
         # (step, slot, pages) of requests that left while a step in flight still has a row of them; steps ascending
         self._held: list[tuple[int, int, list[int]]] = []
 
@@ -98,17 +99,18 @@ class Scheduler:
 
     def commit(self, sequence: Sequence) -> None:
         """Makes those of its pages findable that are full of known, dispatched tokens."""
-        if not self.prefix_caching:
+        if not self.prefix_caching or sequence.num_computed < sequence.commit_at:
             return
         count = min(sequence.num_computed, sequence.num_known) // self.page_size
         if count <= sequence.num_committed:
             return
-        if len(sequence.digests) < count:
-            extend_digests(sequence.digests, sequence.tokens(), self.page_size, sequence.request.cache_salt)
         for i in range(sequence.num_committed, count):
             tokens = sequence.page_tokens(i, self.page_size)
+            if i == len(sequence.digests):
+                sequence.digests.append(next_digest(sequence.digests, tokens, sequence.request.cache_salt))
             self.pool.commit(sequence.pages[i], sequence.digests[i], tokens)
         sequence.num_committed = count
+        sequence.commit_at = (count + 1) * self.page_size
 
     def preempt(self, sequence: Sequence) -> None:
         """Back to the queue, at its old rank; everything it had computed is computed again (or found cached)."""
@@ -205,7 +207,9 @@ class Scheduler:
         known = seq.tokens()
         hits: list[int] = []
         if self.prefix_caching:
-            extend_digests(seq.digests, known, self.page_size, seq.request.cache_salt)
+            for i in range(len(seq.digests), len(known) // self.page_size):
+                page = known[i * self.page_size : (i + 1) * self.page_size]
+                seq.digests.append(next_digest(seq.digests, page, seq.request.cache_salt))
             if not seq.wants_prompt_logprobs:
                 usable = seq.digests[: (len(known) - 1) // self.page_size]  # the last token is always computed
                 hits = self.pool.find(usable, known)
@@ -221,11 +225,16 @@ class Scheduler:
     def _pages_at_admission(self, seq: Sequence) -> int:
         return -(-seq.num_known // self.page_size)
 
+    def _full_pages(self, seq: Sequence) -> int:
+        """Its pages when it has come to its limit; the last token of all is never stored."""
+        return -(-(seq.num_prompt + seq.limit - 1) // self.page_size)
+
     def _has_room(self, seq: Sequence, num_new: int, num_revived: int) -> bool:
         """Whether the pool is expected to last if `seq` gets `num_new` pages and revives `num_revived` cached ones."""
         if num_new + num_revived > self.pool.num_available:
             return False
-        if not self.running and not self._held:
+        everybody_to_the_limit = self._pages_at_limits + self._full_pages(seq)
+        if not self._held and (not self.running or everybody_to_the_limit <= self.pool.num_pages):
             return True
         everyone = [*self.running, seq]
         remaining = np.array([self.forecast.remaining(s) for s in everyone])
@@ -244,6 +253,7 @@ class Scheduler:
         seq.known = known
         seq.num_computed = len(hits) * self.page_size
         seq.num_committed = len(hits)
+        seq.commit_at = (len(hits) + 1) * self.page_size
         seq.decoding = False
         if not seq.num_preemptions:
             seq.num_cached = seq.num_computed
@@ -253,10 +263,12 @@ class Scheduler:
         seq.state = State.RUNNING
         del self.waiting[bisect_left(self.waiting, seq.key, key=_key)]
         insort(self.running, seq, key=_key)
+        self._pages_at_limits += self._full_pages(seq)
 
     def _leave(self, seq: Sequence) -> None:
         """Out of `running`; slot and pages go back at once, or with the last step that has a row of it."""
         del self.running[bisect_left(self.running, seq.key, key=_key)]
+        self._pages_at_limits -= self._full_pages(seq)
         if seq.last_step > self.last_done:
             insort(self._held, (seq.last_step, seq.slot, seq.pages))
         else:

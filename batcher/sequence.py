@@ -30,6 +30,7 @@ class Sequence:
     __slots__ = (
         "arrival",
         "arrived_s",
+        "commit_at",
         "decoding",
         "digests",
         "first_token_s",
@@ -103,6 +104,7 @@ class Sequence:
         self.pages: list[int] = []
         self.digests: list[bytes] = []  # of the full pages of prompt and output, as far as they were needed
         self.num_committed = 0  # leading pages offered to the prefix cache
+        self.commit_at = 0  # computed tokens from which on there is another full page
         self.num_hit_pages = 0  # leading pages that came from the prefix cache at the last admission
         self.num_cached = 0  # prompt tokens found in the prefix cache at the first admission
         self.last_step = -1  # the last dispatched step that has a row of it

@@ -38,7 +38,7 @@ class StaticScheduler(Scheduler):
         return self._plan(decodes, chunks, admitted, grown=[])
 
     def _pages_at_admission(self, seq: Sequence) -> int:
-        return -(-(seq.num_prompt + seq.limit) // self.page_size)
+        return self._full_pages(seq)
 
     def _has_room(self, seq: Sequence, num_new: int, num_revived: int) -> bool:
         return num_new + num_revived <= self.pool.num_available
