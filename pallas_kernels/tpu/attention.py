@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -83,11 +83,14 @@ def append_and_attend(
     *,
     spec: AttentionSpec,
     interpret: bool | pltpu.InterpretParams,
+    block_sizes: blocks.BlockSizes | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.api.PagedAttention`. `interpret` runs the very same kernels on a CPU."""
+    """See `pallas_kernels.api.PagedAttention`. `interpret` runs the very same kernels on a CPU; `block_sizes` replaces
+    the chosen ones."""
     g = layout.geometry(spec)
     if interpret is True:
         interpret = pltpu.InterpretParams()
+    sizes = block_sizes or blocks.choose(g, schedule.pages_per_seq)
     rows = layout.queries_to_rows(queries, g)
     new_kv = _as_words(layout.kv_to_planes(keys, values, g))  # uint32[T, planes, 128]
     first_page = jnp.int32(first_page)
@@ -102,7 +105,7 @@ def append_and_attend(
         schedule.page_table,
         jnp.stack([schedule.num_decodes, first_page]),
         g=g,
-        blocks=blocks.decode_blocks(g, schedule.pages_per_seq),
+        blocks=sizes.decode,
         pages_per_seq=schedule.pages_per_seq,
         interpret=interpret,
     )
@@ -117,7 +120,7 @@ def append_and_attend(
             schedule.query_starts,
             jnp.stack([schedule.num_decodes, schedule.num_rows, first_page]),
             g=g,
-            blocks=blocks.mixed_blocks(g, schedule.pages_per_seq),
+            blocks=sizes.mixed,
             pages_per_seq=schedule.pages_per_seq,
             interpret=interpret,
         )

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pallas_kernels.tpu.decode import DecodeBlocks
 from pallas_kernels.tpu.layout import Geometry
 from pallas_kernels.tpu.mixed import MixedBlocks
 
 MAX_TABLE_ENTRIES = 128 * 1024  # i32 in scalar memory: half of it
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSizes:
+    decode: DecodeBlocks
+    mixed: MixedBlocks
 
 
 def validate_table(num_rows: int, pages_per_seq: int) -> None:
@@ -18,13 +26,12 @@ def validate_table(num_rows: int, pages_per_seq: int) -> None:
         )
 
 
-def decode_blocks(g: Geometry, pages_per_seq: int) -> DecodeBlocks:
+def choose(g: Geometry, pages_per_seq: int) -> BlockSizes:
     kv_block = _kv_block(512, g, pages_per_seq)
-    return DecodeBlocks(kv_block=kv_block, items_per_turn=4)
-
-
-def mixed_blocks(g: Geometry, pages_per_seq: int) -> MixedBlocks:
-    return MixedBlocks(q_block=128, kv_block=_kv_block(512, g, pages_per_seq), tile_rows=256)
+    return BlockSizes(
+        decode=DecodeBlocks(kv_block=kv_block, items_per_turn=4),
+        mixed=MixedBlocks(q_block=128, kv_block=kv_block, tile_rows=128 * min(2, g.queries_per_plane)),
+    )
 
 
 def _kv_block(wanted: int, g: Geometry, pages_per_seq: int) -> int:

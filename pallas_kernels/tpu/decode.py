@@ -1,10 +1,11 @@
 """The decode kernel: rows of one token each, several sequences at a time.
 
 The work is a list of items, an item being one block of `kv_block` tokens of one sequence; a long sequence has many, and
-they follow one another. Nothing of the list is stored: a cursor (row, block) steps through it. One turn of the loop takes
-`items_per_turn` consecutive items, whoever they belong to, so that sequences of unlike length never wait for each other.
+they follow one another. Nothing of the list is stored: a cursor (row, block) steps through it. One turn of the loop
+takes `items_per_turn` consecutive items, whoever they belong to, so that sequences of unlike length never wait for each
+other.
 
-    turn i:   start the copies of turn i+1's items into the other half of `kv_blocks`    (HBM -> VMEM, live words only)
+    turn i:   start the copies of turn i+1's items into the other half of `kv_blocks` (HBM -> VMEM, live words only)
               wait for the copies of turn i's items
               last block of a sequence: merge the new token's word into the block, start its write-back (VMEM -> HBM)
               for every item, in straight-line code so that the scheduler interleaves them:
@@ -12,15 +13,15 @@ they follow one another. Nothing of the list is stored: a cursor (row, block) st
                   last block of a sequence: divide, store the row's output over its query
 
 Who waits for what:
-- `kv_sems[half]`    copies into that half of `kv_blocks`; waited for at the beginning of the turn that computes on it. The
-                     other half is refilled only after the turn that read it has ended.
+- `kv_sems[half]`    copies into that half of `kv_blocks`; waited for at the beginning of the turn that computes on it.
+                     The other half is refilled only after the turn that read it has ended.
 - `load_sem`         queries and new words of all rows, once, before the first turn.
 - `append_sem`       the write-backs, all at once, after the last turn: their source `new_words` is never reused.
 - `store_sem`        the outputs, once, after the last turn.
 
 The heads: planes are taken in groups whose query rows fill one bf16 register tile (16 rows). A group's queries stand on
-a block diagonal, [rows, planes x 128] with zeros elsewhere, so that one product scores all its heads: what the matrix unit
-pays for in decode is pushing K and V into it, not multiplying zeros.
+a block diagonal, [rows, planes x 128] with zeros elsewhere, so that one product scores all its heads: what the matrix
+unit pays for in decode is pushing K and V into it, not multiplying zeros.
 """
 
 from __future__ import annotations
@@ -256,7 +257,7 @@ def attend(
     pages_per_seq: int,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the outputs, in the queries' shape, of the first num_decodes rows (others: their queries), and the pages."""
+    """Returns the first num_decodes rows' outputs, in the queries' shape (others: their queries), and the pages."""
     num_rows = rows.shape[0]
     groups = group_planes(g)
     tiles = rows.reshape(num_rows, groups.count, -1, LANES)

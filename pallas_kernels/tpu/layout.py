@@ -3,8 +3,8 @@
 A TPU register is 8 sublanes x 128 lanes x 32 bits, a copy engine moves whole 32-bit sublane rows, and the matrix unit
 wants bf16 pairs of rows packed in such words. So a page is `uint32[planes, page_size / packing, 128]`:
 
-- one word row holds `packing` consecutive tokens (two of bf16, one of float32): the matrix unit reads it as it lies, and
-  one new token costs one row of 512 bytes per plane;
+- one word row holds `packing` consecutive tokens (two of bf16, one of float32): the matrix unit reads it as it lies,
+  and one new token costs one row of 512 bytes per plane;
 - a plane is 128 lanes of K or of V. head_dim 128: one head each. head_dim 64: two heads side by side, or K and V of one
   head side by side where the head count is odd, so that nothing is padded. Queries get zeros in the lanes that are not
   theirs; that is all the kernels know of the head dim.
@@ -108,7 +108,7 @@ def kv_to_planes(keys: jax.Array, values: jax.Array, g: Geometry) -> jax.Array:
 
 def queries_to_rows(queries: jax.Array, g: Geometry) -> jax.Array:
     """[T, N, H] -> [T, num_k_planes, queries_per_plane, 128]: each query in the lanes of its K, zeros elsewhere."""
-    tokens, num_heads, head_dim = queries.shape
+    tokens, _, head_dim = queries.shape
     rows = queries.reshape(tokens, g.num_k_planes, g.heads_per_plane, -1, head_dim)
     if head_dim < LANES and g.heads_per_plane == 1:
         rows = jnp.pad(rows, ((0, 0),) * 4 + ((0, LANES - head_dim),))

@@ -4,22 +4,25 @@ First every row's new K/V go from HBM to their pages in HBM (`_append`), then at
 walks the rows' query blocks, and for each the KV blocks that it sees, in one list with a cursor (row, query block, KV
 block); the copies of the next entry, whoever's it is, run while this one computes.
 
-    entry i:  start the copies of entry i+1's KV block into the other half of `kv_blocks`; where entry i+1 begins a query
-              block, also those of its queries into the other half of `q_blocks`
+    entry i:  start the copies of entry i+1's KV block into the other half of `kv_blocks`; where entry i+1 begins a
+              query block, also those of its queries into the other half of `q_blocks`
               wait for entry i's KV block (and its queries, at a query block's beginning)
               for every plane: transpose V once, then for every tile of query rows: scores, softmax, weighted values
               at a query block's last KV block: divide, transpose back, store into `out_blocks`, start the copy to HBM
 
 Everything is computed transposed, tokens down and query rows across:
 
-    scores^T [tokens, rows] = K Q^T,   weights^T = exp2(scores^T - max over tokens),   values^T [128 + 16, rows] = V^T weights^T
+    scores^T  [tokens, rows]   = K Q^T
+    weights^T [tokens, rows]   = exp2(scores^T - maximum over tokens)
+    values^T  [128 + 16, rows] = [V | 1]^T weights^T
 
 Then the maximum over tokens is taken between registers, not within them; the weights stand as the matrix unit wants its
-stationary operand; and 128 rows of V^T stream past it, so that head_dim 128 fills a 256 x 256 unit that V as it lies would
-leave half empty. Ones below V^T make the sum of the weights one more row of the values: it costs no vector instruction.
+stationary operand; and 128 rows of V^T stream past it, so that head_dim 128 fills a 256 x 256 unit that V as it lies
+would leave half empty. Ones below V^T make the sum of the weights one more row of the values: it costs no vector
+instruction.
 
-Who waits for what: `kv_sems[half]`, `q_sems[half]` and `out_sems[half]` belong to the halves of their buffers; a half of
-`out_blocks` is waited for when it is stored into again, and at the end. `append_sem` counts the new words written to
+Who waits for what: `kv_sems[half]`, `q_sems[half]` and `out_sems[half]` belong to the halves of their buffers; a half
+of `out_blocks` is waited for when it is stored into again, and at the end. `append_sem` counts the new words written to
 pages; all of them have arrived before the first KV block is fetched.
 """
 
@@ -283,7 +286,7 @@ def _attend(refs: _Refs, entry: _Entry, kv: Any, live_words: Any, g: Geometry, b
 
 
 def _attend_tile(refs: _Refs, kv: Any, p: Any, t: Any, position: Any, g: Geometry, blocks: MixedBlocks) -> None:
-    """`position`: that of the query block's first token within this KV block; None where every query sees every token."""
+    """`position`: of the query block's first token within this KV block; None where every query sees every token."""
     rows = pl.ds(pl.multiple_of(t * blocks.tile_rows, blocks.tile_rows), blocks.tile_rows)
     scores = _product(paging.unpack(kv[p], g), refs.q_scaled[p, rows], 1, g)  # [tokens, rows]
     if position is not None:

@@ -1,0 +1,144 @@
+"""Runs the TPU kernels in interpret mode and collects everything that could be wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.api import AttentionSpec, RaggedBatch
+from pallas_kernels.tpu import attention, layout
+from pallas_kernels.tpu.blocks import BlockSizes
+from pallas_kernels.tpu.decode import DecodeBlocks
+from pallas_kernels.tpu.mixed import MixedBlocks
+from tests.pallas_kernels.dense import Case
+
+DMA_MODES = ("on_wait", "eager")  # as late as allowed, as early as possible: each hides what the other shows
+SMALL = BlockSizes(
+    decode=DecodeBlocks(kv_block=128, items_per_turn=2),
+    mixed=MixedBlocks(q_block=64, kv_block=128, tile_rows=128),
+)
+TOLERANCE = {jnp.dtype(jnp.bfloat16): 0.03, jnp.dtype(jnp.float32): 2e-5}
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All must be false, or 0."""
+
+    not_finite: bool  # anywhere in the output, padding rows included
+    error: float  # of the real tokens' outputs, beyond the tolerance
+    wrong_tokens: int  # whose K/V in the pages are not what they should be
+    foreign_words: int  # words changed that hold no token of this step
+    races: bool
+    semaphores: str  # what the interpreter printed about semaphores left non-zero
+
+    @property
+    def clean(self) -> bool:
+        return self == Findings(False, 0.0, 0, 0, False, "")
+
+
+def bits(x: np.ndarray) -> np.ndarray:
+    x = np.asarray(x)
+    return x.view(np.uint16 if x.itemsize == 2 else np.uint32).astype(np.uint32)
+
+
+def planes(keys: np.ndarray, values: np.ndarray, g: layout.Geometry) -> np.ndarray:
+    return bits(np.asarray(layout.kv_to_planes(jnp.asarray(keys), jnp.asarray(values), g)))
+
+
+def filled_pages(case: Case, first_page: int) -> np.ndarray:
+    """Every row's history in its pages; NaN in every other word, of live pages too."""
+    g = layout.geometry(case.spec)
+    shape = layout.kv_pages(case.spec, case.num_pages + first_page)
+    pages = np.full(shape.shape, 0xFFFFFFFF, np.uint32)
+    for row, (keys, values) in enumerate(case.history):
+        for position, token in enumerate(planes(keys, values, g)):
+            put(pages, case, row, position, token, first_page)
+    return pages
+
+
+def put(pages: np.ndarray, case: Case, row: int, position: int, token: np.ndarray, first_page: int) -> None:
+    g = layout.geometry(case.spec)
+    page = np.asarray(case.batch.page_table)[row, position // g.page_size] + first_page
+    word, part = divmod(position % g.page_size, g.packing)
+    shift, width = part * (32 // g.packing), 32 // g.packing
+    keep = np.uint32(~(((1 << width) - 1) << shift) & 0xFFFFFFFF)
+    pages[page, :, word] = (pages[page, :, word] & keep) | (token << shift)
+
+
+def run(
+    case: Case,
+    dma_mode: str = "on_wait",
+    *,
+    decode_only: bool = False,
+    first_page: int = 0,
+    block_sizes: BlockSizes | None = SMALL,
+) -> Findings:
+    pages = filled_pages(case, first_page)
+    step = compiled_step(case.spec, dma_mode, decode_only, block_sizes)
+    pltpu.reset_tpu_interpret_mode_state()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        operands = (jnp.asarray(x) for x in (case.queries, case.keys, case.values, pages))
+        out, after = step(case.batch, *operands, first_page)
+        out, after = np.asarray(out, np.float64), np.asarray(after)
+    error = np.abs(out[: case.num_real_tokens] - case.expected()).max(initial=0.0)
+    races = interpreter.races
+    return Findings(
+        not_finite=not np.isfinite(out).all(),
+        error=0.0 if error <= TOLERANCE[jnp.dtype(case.spec.dtype)] else float(error),
+        wrong_tokens=_wrong_tokens(case, after, first_page),
+        foreign_words=_foreign_words(case, pages, after, first_page),
+        races=races is not None and races.races_found,
+        semaphores="\n".join(line for line in printed.getvalue().splitlines() if "non-zero count" in line),
+    )
+
+
+@cache
+def compiled_step(spec: AttentionSpec, dma_mode: str, decode_only: bool, block_sizes: BlockSizes | None) -> Callable:
+    interpret = pltpu.InterpretParams(detect_races=True, dma_execution_mode=dma_mode)
+
+    @jax.jit
+    def step(batch: RaggedBatch, queries: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+        keys, values, pages, first_page = operands
+        schedule = attention.make_schedule(batch, spec, num_tokens=queries.shape[0], decode_only=decode_only)
+        return attention.append_and_attend(
+            queries, keys, values, pages, schedule, first_page, spec=spec, interpret=interpret, block_sizes=block_sizes
+        )
+
+    return step
+
+
+def _wrong_tokens(case: Case, after: np.ndarray, first_page: int) -> int:
+    g = layout.geometry(case.spec)
+    wrong, start = 0, 0
+    for row, (length, (keys, values)) in enumerate(zip(case.rows, case.history, strict=True)):
+        stop = start + length.query_len
+        keys = np.concatenate([keys, case.keys[start:stop]])
+        values = np.concatenate([values, case.values[start:stop]])
+        for position, token in enumerate(planes(keys, values, g)):
+            page = np.asarray(case.batch.page_table)[row, position // g.page_size] + first_page
+            word, part = divmod(position % g.page_size, g.packing)
+            found = after[page, :, word] >> (part * (32 // g.packing)) & np.uint32((1 << (32 // g.packing)) - 1)
+            wrong += bool((found != token).any())
+        start = stop
+    return wrong
+
+
+def _foreign_words(case: Case, before: np.ndarray, after: np.ndarray, first_page: int) -> int:
+    """Words changed although no new token lies in them: the write-back moves new tokens only."""
+    g = layout.geometry(case.spec)
+    changed = (before != after).any(axis=(1, 3))  # [P, page_words]
+    for row, length in enumerate(case.rows):
+        for position in range(length.kv_len - length.query_len, length.kv_len):
+            page = np.asarray(case.batch.page_table)[row, position // g.page_size] + first_page
+            changed[page, position % g.page_size // g.packing] = False
+    return int(changed.sum())

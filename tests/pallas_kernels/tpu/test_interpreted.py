@@ -1,0 +1,111 @@
+"""The TPU kernels, interpreted on the CPU, against dense attention: what is interpreted here is what compiles there."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.api import AttentionSpec
+from tests.pallas_kernels.dense import Row, make_case
+from tests.pallas_kernels.tpu.interpreted import DMA_MODES, run
+
+
+def spec(**changes) -> AttentionSpec:
+    fields = {"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 128, "page_size": 16, "dtype": jnp.bfloat16}
+    fields |= changes
+    return AttentionSpec(**fields, kv_dtype=fields["dtype"])
+
+
+def rows(*lengths: tuple[int, int]) -> list[Row]:
+    return [Row(query_len=q, kv_len=kv) for q, kv in lengths]
+
+
+# kv_len 1; a word's first and second token; a page's and a block's last and first; several blocks
+DECODES = rows((1, 1), (1, 2), (1, 16), (1, 17), (1, 128), (1, 129), (1, 290))
+# a whole prompt; q_len over a page and over a query block; a chunk that begins in the middle of a word; one token more
+CHUNKS = rows((1, 33), (70, 70), (7, 50), (3, 260), (1, 18), (2, 2))
+
+
+@pytest.mark.parametrize("dma_mode", DMA_MODES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_decodes(head_dim: int, dma_mode: str) -> None:
+    case = make_case(spec(head_dim=head_dim), DECODES, num_tokens=8, num_rows=8, pages_per_seq=20)
+    assert run(case, dma_mode, decode_only=True).clean
+
+
+@pytest.mark.parametrize("dma_mode", DMA_MODES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_decodes_and_chunks(head_dim: int, dma_mode: str) -> None:
+    case = make_case(spec(head_dim=head_dim), CHUNKS, num_tokens=96, num_rows=8, pages_per_seq=20)
+    assert run(case, dma_mode).clean
+
+
+@pytest.mark.parametrize(
+    ("num_query_heads", "num_kv_heads", "head_dim"),
+    [(1, 1, 128), (3, 1, 128), (8, 1, 128), (8, 8, 128), (24, 8, 128), (4, 1, 64), (6, 3, 64), (32, 8, 64)],
+)
+def test_head_counts(num_query_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    heads = spec(num_query_heads=num_query_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    case = make_case(heads, rows((1, 35), (1, 2), (19, 24)), num_tokens=24, num_rows=4, pages_per_seq=3)
+    assert run(case).clean
+
+
+@pytest.mark.parametrize("page_size", [16, 64, 256])
+def test_page_sizes(page_size: int) -> None:
+    lengths = rows((1, 257), (40, 280), (9, 9))
+    case = make_case(spec(page_size=page_size), lengths, num_tokens=64, num_rows=4, pages_per_seq=-(-288 // page_size))
+    assert run(case).clean
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_float32(head_dim: int) -> None:
+    exact = spec(dtype=jnp.float32, head_dim=head_dim)
+    case = make_case(exact, rows((1, 1), (1, 150), (33, 150), (5, 5)), num_tokens=48, num_rows=4, pages_per_seq=10)
+    assert run(case).clean
+
+
+@pytest.mark.parametrize("lengths", [[], rows((1, 20)), rows((5, 20))], ids=["no rows", "decodes only", "chunks only"])
+@pytest.mark.parametrize("dma_mode", DMA_MODES)
+def test_empty_ranges(lengths: list[Row], dma_mode: str) -> None:
+    case = make_case(spec(), lengths, num_tokens=8, num_rows=4, pages_per_seq=2)
+    assert run(case, dma_mode).clean
+
+
+def test_pages_of_a_later_layer() -> None:
+    case = make_case(spec(), rows((1, 20), (5, 20)), num_tokens=8, num_rows=4, pages_per_seq=2)
+    assert run(case, first_page=7).clean
+
+
+def test_chosen_block_sizes() -> None:
+    case = make_case(spec(), rows((1, 200), (40, 200)), num_tokens=48, num_rows=4, pages_per_seq=13)
+    assert run(case, block_sizes=None).clean
+
+
+LENGTH = st.one_of(st.integers(1, 300), st.sampled_from([1, 15, 16, 17, 127, 128, 129, 255, 256, 257]))
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[Row]:
+    """Decodes first, then chunks that fit 96 tokens in 6 rows."""
+    decodes = [Row(query_len=1, kv_len=draw(LENGTH)) for _ in range(draw(st.integers(0, 4)))]
+    chunks, budget = [], 90
+    for _ in range(draw(st.integers(0, 6 - len(decodes)))):
+        query_len = draw(st.integers(2, max(2, budget - 10)))
+        budget -= query_len
+        if budget < 0:
+            break
+        chunks.append(Row(query_len=query_len, kv_len=query_len + draw(st.integers(0, 300 - query_len))))
+    return decodes + chunks
+
+
+@pytest.mark.parametrize("dma_mode", DMA_MODES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@given(lengths=batches(), seed=st.integers(0, 2**31))
+def test_random_batches(lengths: list[Row], seed: int, head_dim: int, dma_mode: str) -> None:
+    case = make_case(
+        spec(head_dim=head_dim), lengths, num_tokens=96, num_rows=6, pages_per_seq=19, num_pages=116, seed=seed
+    )
+    assert run(case, dma_mode).clean
