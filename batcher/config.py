@@ -18,7 +18,7 @@ class EngineConfig:
     prefix_caching: bool = True
     max_waiting: int = 1024  # requests that may wait beyond the ones that the slots can hold
     pipeline_depth: int = 2  # steps in flight; 2: step N+1 is dispatched before step N is read. 1: no overlap
-    step_cost_tokens: int = 16  # what a step costs before its first token, in tokens; steers chunk trimming
+    step_cost_tokens: int = 16  # tokens whose computation takes as long as one more step; steers chunk trimming
     seed: int | None = None  # of the seeds drawn for requests that bring none; None: from the operating system
 
     def __post_init__(self) -> None:

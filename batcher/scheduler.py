@@ -12,8 +12,8 @@ The order of service is the key (priority, arrival rank), lower first; a preempt
    first in line always gets on, and what is first in line is never preempted. Hence no deadlock and no starvation.
 4. A request whose next missing prefix page is being computed in this very step waits for the next one, in which it will
    find it: of n samples of one prompt only the first computes it. That may let others pass it, at most once per page.
-5. The last chunk is shortened to the next smaller bucket where the padding it would cause costs more than the step
-   that must then take its rest.
+5. The last chunk is shortened to the next smaller bucket where the padding it would cause costs more than what its
+   rest then costs a later step.
 """
 
 from __future__ import annotations
@@ -289,13 +289,12 @@ class Scheduler:
         rest = num_tokens - lower
         if not 0 < rest < count or lower <= num_decodes:
             return
-        left_over = len(seq.known) - seq.num_computed - count
-        if self.waiting or left_over:
-            later = rest  # it fills a step that has to come anyway
+        if self.waiting or len(seq.known) > seq.num_computed + count:
+            later = rest  # it fills a step that has prompt tokens anyway
         else:
-            later = self.ladder.mixed_tokens(min(rest + len(self.running), self.max_tokens))
-            later += -len(self.running) if len(self.running) > 1 else self.step_cost_tokens
-        if lower + later < self.ladder.mixed_tokens(num_tokens):
+            others = len(self.running) - 1
+            later = self.ladder.mixed_tokens(min(rest + others, self.max_tokens)) - others
+        if lower + later + self.step_cost_tokens < self.ladder.mixed_tokens(num_tokens):
             chunks[-1] = (seq, count - rest)
 
     def _plan(

@@ -161,6 +161,7 @@ class FakeRunner:
             self._fail(f"no program for {step.bucket}")
         handle = _Handle(self, step, len(self.executed))
         self.executed.append(step.bucket)
+        self.steps.append(step)
         self._pending.append(handle)
         return handle
 

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batcher.buckets import BucketConfig, BucketLadder
+from batcher.step import Bucket, Variant
+
+GREEDY, SAMPLE, SCORE = Variant.GREEDY, Variant.SAMPLE, Variant.SCORE
+
+
+def make_ladder(max_num_batched_tokens: int, max_num_seqs: int, **options: object) -> BucketLadder:
+    return BucketLadder(
+        BucketConfig(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, **options)
+    )
+
+
+def shapes(ladder: BucketLadder, variant: Variant) -> list[tuple[int, int]]:
+    return [(b.num_tokens, b.num_rows) for b in ladder.buckets() if b.variant is variant]
+
+
+def test_the_whole_ladder_by_hand() -> None:
+    expected = [(1, 1), (2, 2), (4, 4), (8, 8), (12, 12), (16, 8), (16, 12), (32, 8), (32, 12), (64, 8), (64, 12)]
+    expected += [(96, 8), (96, 12), (100, 8), (100, 12)]
+    ladder = make_ladder(100, 12)
+    assert shapes(ladder, GREEDY) == expected
+    assert shapes(ladder, SAMPLE) == expected
+    assert shapes(ladder, SCORE) == [(100, 12)]
+
+
+def test_fewer_and_coarser_rungs_where_programs_are_dear() -> None:
+    ladder = make_ladder(256, 16, min_decode_rows=8, min_mixed_tokens=64, half_steps=False, few_rows=16)
+    assert shapes(ladder, GREEDY) == [(8, 8), (16, 16), (64, 16), (128, 16), (256, 16)]
+
+
+def test_the_usual_ladder_stays_modest() -> None:
+    assert len(make_ladder(512, 64).buckets()) == 49
+    assert len(make_ladder(8192, 256, min_decode_rows=8, min_mixed_tokens=64, half_steps=False).buckets()) <= 45
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_rows", "decode_only", "expected"),
+    [
+        (1, 1, True, (1, 1)),
+        (3, 3, True, (4, 4)),
+        (17, 17, True, (20, 20)),
+        (2, 1, False, (16, 8)),
+        (16, 9, False, (32, 20)),  # nine rows do not fit (16, 8)
+        (33, 9, False, (64, 20)),
+        (97, 8, False, (100, 8)),
+        (100, 20, False, (100, 20)),
+    ],
+)
+def test_the_smallest_bucket_that_holds_the_step(
+    num_tokens: int, num_rows: int, decode_only: bool, expected: tuple[int, int]
+) -> None:
+    bucket = make_ladder(100, 20).choose(num_tokens, num_rows, decode_only=decode_only, variant=SAMPLE)
+    assert bucket == Bucket(*expected, SAMPLE)
+
+
+def test_scoring_always_takes_the_largest() -> None:
+    ladder = make_ladder(100, 12)
+    assert ladder.choose(1, 1, decode_only=True, variant=SCORE) == Bucket(100, 12, SCORE)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_rows"), [(101, 1), (20, 13), (3, 4), (0, 0)])
+def test_a_step_over_a_limit_is_refused(num_tokens: int, num_rows: int) -> None:
+    with pytest.raises(ValueError, match="no step has this shape"):
+        make_ladder(100, 12).choose(num_tokens, num_rows, decode_only=False, variant=GREEDY)
+
+
+def test_limits_that_leave_no_room_for_a_prompt_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens=64 must exceed self\.max_num_seqs=64"):
+        make_ladder(64, 64)
+
+
+def test_the_rungs_around_a_number_of_tokens() -> None:
+    ladder = make_ladder(100, 12)
+    assert [ladder.mixed_tokens(n) for n in (1, 16, 17, 65, 100)] == [16, 16, 32, 96, 100]
+    assert [ladder.mixed_tokens_below(n) for n in (1, 15, 16, 33, 99, 100)] == [0, 0, 16, 32, 96, 100]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    max_num_seqs=st.integers(1, 40),
+    room=st.integers(1, 200),
+    min_decode_rows=st.integers(1, 70),
+    min_mixed_tokens=st.integers(1, 300),
+    few_rows=st.integers(1, 64),
+    half_steps=st.booleans(),
+)
+def test_no_legal_step_lacks_a_program(max_num_seqs: int, room: int, **options: int) -> None:
+    limit = max_num_seqs + room
+    ladder = make_ladder(limit, max_num_seqs, **options)
+    buckets = ladder.buckets()
+    assert len(set(buckets)) == len(buckets)
+    assert Bucket(limit, max_num_seqs, SCORE) in buckets
+    for rows in range(1, max_num_seqs + 1):
+        for variant in (GREEDY, SAMPLE):
+            decode = ladder.choose(rows, rows, decode_only=True, variant=variant)
+            assert decode in buckets
+            assert decode.decode_only
+            assert decode.num_rows >= rows
+        for tokens in range(rows + 1, limit + 1, 7):
+            bucket = ladder.choose(tokens, rows, decode_only=False, variant=GREEDY)
+            assert bucket in buckets
+            assert not bucket.decode_only
+            assert bucket.num_tokens >= tokens
+            assert bucket.num_rows >= rows
+    assert ladder.choose(limit, 1, decode_only=False, variant=GREEDY).num_tokens == limit
