@@ -144,7 +144,6 @@ class EngineCore:
         plan = self.in_flight.popleft().plan
         self.scheduler.step_returned(plan.number)
         self._failure = self._failure or error
-        self._counts.failed_steps += 1
         return self._lose(plan)
 
     def end_all(self, reason: FinishReason, error: str | None = None, code: ErrorCode | None = None) -> list[Delivery]:
@@ -233,6 +232,7 @@ class EngineCore:
         self._lost.append(plan)
         if self.in_flight:
             return []
+        self._counts.failed_steps += len(self._lost)
         self._runner.recover()  # raises where the device is gone: then everybody hears of that
         error, self._failure = self._failure, None
         message = f"a step that computed this request failed: {type(error).__name__}: {error}"

@@ -62,7 +62,7 @@ class EngineStats:
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0  # prompt tokens found
     corrupted_requests: int = 0  # ended because the model gave NaN or infinity
-    failed_steps: int = 0
+    failed_steps: int = 0  # and those that were in flight behind them
     num_steps: int = 0
     step_tokens: int = 0  # real tokens computed, surplus tokens included
     step_tokens_padded: int = 0  # what the steps' shapes held

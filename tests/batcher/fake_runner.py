@@ -137,6 +137,8 @@ class FakeRunner:
         self._nan_token = nan_token
         self._warm: set[Bucket] = set()
         self._pending: list[_Handle] = []
+        self._num_attempts = 0
+        self._is_lost = False
         self._wipe()
 
     def _wipe(self) -> None:
@@ -155,8 +157,9 @@ class FakeRunner:
         report(f"{len(self._warm)} buckets")
 
     def execute(self, step: StepInput) -> StepHandle:
+        attempt, self._num_attempts = self._num_attempts, self._num_attempts + 1
         if self._on_execute is not None:
-            self._on_execute(len(self.executed))
+            self._on_execute(attempt)
         if step.bucket not in self._warm:
             self._fail(f"no program for {step.bucket}")
         handle = _Handle(self, step, len(self.executed))
@@ -171,6 +174,7 @@ class FakeRunner:
         if not self.healthy:
             raise RuntimeError("the device is gone")
         self.num_recoveries += 1
+        self._is_lost = False
         self._wipe()
 
     @property
@@ -184,8 +188,12 @@ class FakeRunner:
             try:
                 self._on_result(handle.number)
             except Exception:
+                self._is_lost = True  # as with buffers that were donated to a step that failed
                 self._pending.remove(handle)
                 raise
+        if self._is_lost:
+            self._pending.remove(handle)
+            raise RuntimeError("the state went with a step before this one")
         if self._pending[0] is not handle:
             self._fail("results are asked for out of order")
         self._pending.pop(0)

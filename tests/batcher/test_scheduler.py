@@ -122,22 +122,23 @@ def test_the_latest_of_the_lowest_priority_is_preempted_and_keeps_its_rank() -> 
     capacity = make_capacity(num_slots=3, page_size=4, max_model_len=24, num_pages=6)
     bench = Bench(capacity, prefix_caching=False)
     bench.scheduler.forecast.share = 0.0
-    early, late, humble = (bench.add(name, 7, first=20 * i, max_tokens=12) for i, name in enumerate(("a", "b", "c")))
-    humble.request, humble.key = early.request, (1, 2)
+    humble = bench.add("humble", 7, max_tokens=12, priority=1)
+    early, late = bench.add("early", 7, first=20, max_tokens=12), bench.add("late", 7, first=40, max_tokens=12)
     for seq in (early, late, humble):
-        seq.stop_ids = frozenset({99})  # so that the forecast, taught wrongly above, is believed
+        seq.stop_ids = frozenset({99})  # so that the forecast, which was taught wrongly above, is believed
     bench.run()
     assert [seq.state for seq in (early, late, humble)] == [State.RUNNING] * 3
     bench.run()  # the eighth token of each is computed: their second pages are full
-    newcomer = bench.add("d", 1, first=90)
-    assert rows(bench.run()) == [("a", 1, 1), ("b", 1, 1)]
-    assert humble.state is State.WAITING
-    assert humble.num_preemptions == 1
-    assert bench.scheduler.num_preemptions == 1
-    assert [seq.request_id for seq in bench.scheduler.waiting] == ["d", "c"]
-    newcomer.key = (1, 3)
-    bench.scheduler.waiting.sort(key=lambda seq: seq.key)
-    assert bench.scheduler.waiting[0] is humble
+    newcomer = bench.add("newcomer", 1, first=90, priority=1)
+    assert rows(bench.run()) == [("early", 1, 1), ("late", 1, 1)]
+    assert (humble.state, humble.num_preemptions) == (State.WAITING, 1)
+    assert bench.scheduler.waiting == [humble, newcomer]
+    for _ in range(3):
+        bench.run()
+    assert late.state is State.RUNNING
+    assert rows(bench.run()) == [("early", 1, 1)]  # both needed a fourth page
+    assert bench.scheduler.waiting == [late, humble, newcomer]
+    assert bench.scheduler.num_preemptions == 2
 
 
 def test_a_preempted_request_is_computed_again_from_everything_that_is_known() -> None:

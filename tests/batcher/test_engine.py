@@ -1,0 +1,511 @@
+"""What a caller of the engine can rely on, one behaviour at a time, without threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import numpy as np
+import pytest
+
+from batcher.buckets import BucketConfig, BucketLadder
+from batcher.config import EngineConfig
+from batcher.engine import Engine
+from batcher.errors import EngineClosedError, EngineDeadError, InvalidRequestError, QueueFullError
+from batcher.request import ErrorCode, FinishReason, RequestOutput, SamplingParams
+from batcher.step import Variant
+from tests.batcher.fake_runner import FakeRunner, fake_logprob
+from tests.batcher.harness import CAPACITY, EOS, Drive, make_capacity, make_request
+
+# --- how requests end ---
+
+
+def test_generation_ends_at_max_tokens() -> None:
+    drive = Drive()
+    heard = drive.add(make_request("a", [10, 11], max_tokens=7, ignore_eos=True))
+    drive.finish()
+    assert len(heard.tokens) == 7
+    assert heard.finish_reason is FinishReason.LENGTH
+    drive.check_outputs()
+    assert drive.engine.stats().step_tokens == 2 + 6  # no surplus step where the length is known
+
+
+def test_generation_ends_at_the_context_limit() -> None:
+    drive = Drive()
+    heard = drive.add(make_request("a", range(10, 70), max_tokens=50, ignore_eos=True))
+    drive.finish()
+    assert len(heard.tokens) == 4
+    assert heard.finish_reason is FinishReason.LENGTH
+    drive.check_outputs()
+
+
+def find_prompt(drive: Drive, *, ending_with: int, after: int, **sampling: object) -> list[int]:
+    """A prompt whose generation meets `ending_with` as its token number `after` at the earliest."""
+    for first in range(3, 100):
+        for second in range(3, 100):
+            request = make_request("probe", [first, second], ignore_eos=True, max_tokens=30, **sampling)
+            drive.requests["probe"] = request
+            tokens = drive.expected("probe")
+            if ending_with in tokens[after:] and ending_with not in tokens[:after]:
+                return [first, second]
+    raise AssertionError("no such prompt")
+
+
+@pytest.mark.parametrize("eos", EOS)
+def test_every_end_of_sequence_id_ends_it_and_is_its_last_token(eos: int) -> None:
+    drive = Drive()
+    other = next(x for x in EOS if x != eos)
+    prompt = find_prompt(drive, ending_with=eos, after=2)
+    heard = drive.add(make_request("a", prompt, max_tokens=30))
+    drive.finish()
+    if other in heard.tokens:
+        pytest.skip("the other end came first")
+    assert heard.tokens[-1] == eos
+    assert (heard.finish_reason, heard.last.stop_reason) == (FinishReason.STOP, None)
+    drive.check_outputs()
+
+
+def test_a_stop_id_ends_it_and_is_named_also_under_ignore_eos() -> None:
+    drive = Drive()
+    prompt = find_prompt(drive, ending_with=17, after=2)
+    heard = drive.add(make_request("a", prompt, max_tokens=30, stop_token_ids=(17, 18), ignore_eos=True))
+    drive.finish()
+    assert heard.finish_reason is FinishReason.STOP
+    assert heard.last.stop_reason in (17, 18)
+    assert heard.tokens[-1] == heard.last.stop_reason
+    drive.check_outputs()
+
+
+def test_ignore_eos_runs_past_it() -> None:
+    drive = Drive()
+    prompt = find_prompt(drive, ending_with=EOS[0], after=2)
+    heard = drive.add(make_request("a", prompt, max_tokens=30, ignore_eos=True))
+    drive.finish()
+    assert EOS[0] in heard.tokens
+    assert heard.finish_reason is FinishReason.LENGTH
+
+
+def test_min_tokens_holds_off_every_stop() -> None:
+    drive = Drive()
+    prompt = find_prompt(drive, ending_with=EOS[0], after=2)
+    heard = drive.add(make_request("a", prompt, max_tokens=30, min_tokens=30))
+    drive.finish()
+    assert len(heard.tokens) == 30
+    assert not set(EOS) & set(heard.tokens[:-1])
+    drive.check_outputs()
+
+
+def test_the_surplus_token_of_a_row_that_stopped_is_never_heard() -> None:
+    drive = Drive()
+    prompt = find_prompt(drive, ending_with=EOS[0], after=3)
+    heard = drive.add(make_request("a", prompt, max_tokens=30))
+    drive.finish()
+    drive.check_outputs()
+    stats = drive.engine.stats()
+    assert stats.step_tokens == len(prompt) + len(heard.tokens)  # one decode too many was dispatched
+    assert stats.generation_tokens == len(heard.tokens)
+
+
+# --- aborts ---
+
+
+@pytest.mark.parametrize("after", range(8))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_abort_at_any_moment_ends_it_once_and_gives_everything_back(after: int, depth: int) -> None:
+    drive = Drive(make_capacity(max_num_batched_tokens=8), pipeline_depth=depth)
+    gone = drive.add(make_request("a", range(10, 30), ignore_eos=True))
+    drive.add(make_request("b", range(40, 60), ignore_eos=True))
+    for _ in range(after):
+        drive.step()
+    drive.engine.abort("a")
+    drive.engine.abort("a")
+    drive.engine.abort("nobody")
+    drive.step()
+    assert gone.finish_reason is FinishReason.ABORT
+    drive.finish()
+    drive.check_outputs()
+    assert drive.heard["b"].finish_reason is FinishReason.LENGTH
+
+
+def test_an_abort_of_a_waiting_and_of_a_preempted_request() -> None:
+    drive = Drive(make_capacity(num_slots=1))
+    drive.add(make_request("a", range(10, 20), ignore_eos=True))
+    waiting = drive.add(make_request("b", range(10, 20)))
+    for _ in range(4):
+        drive.step()
+    drive.engine.abort("b")
+    (running,) = drive.scheduler.running
+    drive.scheduler.preempt(running)  # while its step is in flight
+    drive.engine.abort("a")
+    drive.finish()
+    assert waiting.outputs == [RequestOutput(request_id="b", finish_reason=FinishReason.ABORT)]
+    assert drive.heard["a"].finish_reason is FinishReason.ABORT
+    drive.check_outputs()
+
+
+def test_a_request_preempted_in_flight_loses_no_token() -> None:
+    drive = Drive(prefix_caching=False)
+    for name in ("a", "b"):
+        drive.add(make_request(name, [ord(name), 10, 11], ignore_eos=True, presence_penalty=0.5, max_tokens=20))
+    for number in range(12):
+        drive.step()
+        if number in (3, 4, 9):
+            drive.scheduler.preempt(drive.scheduler.running[-1])
+    drive.finish()
+    drive.check_outputs()
+    assert drive.engine.stats().num_preemptions == 3
+
+
+def test_an_id_can_be_used_again_when_its_request_has_ended() -> None:
+    drive = Drive()
+    drive.add(make_request("a", [10], max_tokens=1))
+    with pytest.raises(InvalidRequestError, match="'a' is running already") as caught:
+        drive.engine.add_request(make_request("a", [10]), print)
+    assert caught.value.param == "request_id"
+    drive.finish()
+    drive.add(make_request("a", [10], max_tokens=1))
+    drive.finish()
+    drive.check_outputs()
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("param", "prompt", "changes"),
+    [
+        ("prompt", [], {}),
+        ("prompt", range(3, 67), {}),
+        ("prompt", [5, 100], {}),
+        ("prompt", [-1], {}),
+        ("prompt", [5, 1.5], {}),
+        ("prompt", [2**70], {}),
+        ("prompt", [True, False], {}),
+        ("max_tokens", [5], {"max_tokens": 0}),
+        ("min_tokens", [5], {"min_tokens": 11}),
+        ("min_tokens", [5], {"min_tokens": -1}),
+        ("stop_token_ids", [5], {"stop_token_ids": (100,)}),
+        ("stop_token_ids", [5], {"stop_token_ids": tuple(range(10, 25)), "min_tokens": 1}),
+        ("logit_bias", [5], {"logit_bias": ((100, 1.0),)}),
+        ("logit_bias", [5], {"logit_bias": ((7, 1.0), (7, 2.0))}),
+        ("logit_bias", [5], {"logit_bias": ((7, float("nan")),)}),
+        ("logprobs", [5], {"logprobs": 21}),
+        ("prompt_logprobs", [5], {"prompt_logprobs": -1}),
+        ("top_k", [5], {"top_k": -1}),
+        ("temperature", [5], {"temperature": float("inf")}),
+        ("temperature", [5], {"temperature": -0.5}),
+        ("repetition_penalty", [5], {"repetition_penalty": 0.0}),
+    ],
+)
+def test_what_can_never_run_is_refused_by_name(param: str, prompt: list[int], changes: dict[str, object]) -> None:
+    drive = Drive()
+    with pytest.raises(InvalidRequestError) as caught:
+        drive.engine.add_request(make_request("a", prompt, **changes), print)
+    assert caught.value.param == param
+    assert drive.engine.num_live == 0
+    drive.add(make_request("a", [5]))
+    drive.finish()
+
+
+def test_a_prompt_that_is_too_long_is_told_by_how_much() -> None:
+    with pytest.raises(InvalidRequestError, match=r"maximum context length is 64 tokens.*has 70"):
+        Drive().engine.add_request(make_request("a", range(70)), print)
+
+
+def test_the_queue_has_a_limit_beyond_what_runs() -> None:
+    drive = Drive(max_waiting=2)
+    for i in range(CAPACITY.num_slots + 2):
+        drive.add(make_request(str(i), [5], max_tokens=3))
+    with pytest.raises(QueueFullError, match="2 requests wait already"):
+        drive.engine.add_request(make_request("one more", [5]), print)
+    drive.finish()
+    drive.add(make_request("later", [5]))
+    drive.finish()
+
+
+def test_a_request_that_waits_too_long_is_told_so_and_one_that_runs_is_not_hurried() -> None:
+    drive = Drive(make_capacity(num_slots=1))
+    runs = drive.add(make_request("runs", [5], deadline_s=1.0, ignore_eos=True))
+    waits = drive.add(make_request("waits", [6], deadline_s=1.0))
+    patient = drive.add(make_request("patient", [7]))
+    drive.step()
+    drive.clock.now = 0.9
+    drive.step()
+    assert waits.outputs == []
+    drive.clock.now = 1.1
+    drive.step()
+    assert (waits.finish_reason, waits.last.error_code) == (FinishReason.ERROR, ErrorCode.QUEUE_DEADLINE)
+    assert "1.0 s" in waits.last.error
+    drive.finish()
+    assert runs.finish_reason is FinishReason.LENGTH
+    assert patient.finish_reason is not None
+
+
+def test_a_request_that_left_before_its_deadline_is_not_told_again() -> None:
+    drive = Drive(make_capacity(num_slots=1))
+    drive.add(make_request("runs", [5], ignore_eos=True))
+    gone = drive.add(make_request("gone", [6], deadline_s=1.0))
+    drive.step()
+    drive.engine.abort("gone")
+    drive.step()
+    drive.clock.now = 2.0
+    drive.finish()
+    assert [output.finish_reason for output in gone.outputs] == [FinishReason.ABORT]
+
+
+def test_limits_that_the_runner_does_not_have_are_refused() -> None:
+    config = EngineConfig(eos_token_ids=EOS)
+    with pytest.raises(ValueError, match="more rows than slots"):
+        Engine(FakeRunner(CAPACITY), config, BucketLadder(BucketConfig(max_num_batched_tokens=32, max_num_seqs=5)))
+    with pytest.raises(ValueError, match="steps longer than the runner takes"):
+        Engine(FakeRunner(CAPACITY), config, BucketLadder(BucketConfig(max_num_batched_tokens=33, max_num_seqs=4)))
+
+
+# --- log-probabilities ---
+
+
+def test_logprobs_come_with_their_tokens() -> None:
+    drive = Drive()
+    heard = drive.add(make_request("a", [10, 11], logprobs=2, max_tokens=4))
+    plain = drive.add(make_request("b", [20, 21], max_tokens=4))
+    drive.finish()
+    sequence = [10, 11]
+    for output in heard.outputs:
+        (entry,) = output.logprobs
+
+        seen = np.array(sequence)
+        assert entry.logprob == fake_logprob(seen, output.token_ids[0])
+        assert entry.top_ids == (0, 1)
+        assert entry.top_logprobs == (fake_logprob(seen, 0), fake_logprob(seen, 1))
+        sequence += output.token_ids
+    assert all(output.logprobs == () for output in plain.outputs)
+    drive.check_outputs()
+
+
+@pytest.mark.parametrize("preempt_after", [None, 1, 2])
+def test_prompt_logprobs_are_whole_whatever_the_cache_holds_and_however_the_prompt_is_cut(
+    preempt_after: int | None,
+) -> None:
+    drive = Drive(make_capacity(max_num_batched_tokens=8))
+    prompt = list(range(10, 30))
+    drive.add(make_request("before", prompt))
+    drive.finish()
+    heard = drive.add(make_request("a", prompt, prompt_logprobs=1, ignore_eos=True))
+    for number in range(6):
+        drive.step()
+        if number == preempt_after:
+            drive.scheduler.preempt(drive.scheduler.running[-1])
+    drive.finish()
+    entries = heard.outputs[0].prompt_logprobs
+    assert len(entries) == 19
+    for i, entry in enumerate(entries):
+        seen = np.array(prompt[: i + 1])
+        assert entry.logprob == fake_logprob(seen, prompt[i + 1])
+        assert entry.top_logprobs == (fake_logprob(seen, 0),)
+    assert heard.last.num_cached_tokens == 0
+    assert all(output.prompt_logprobs is None for output in heard.outputs[1:])
+    drive.check_outputs()
+
+
+def test_programs_are_no_heavier_than_what_they_emit_asks_for() -> None:
+    drive = Drive(make_capacity(max_num_batched_tokens=8))
+    drive.add(make_request("greedy", [10, 11], max_tokens=2))
+    drive.finish()
+    drive.add(make_request("sampled", range(10, 26), temperature=1.0, max_tokens=2, ignore_eos=True))
+    drive.finish()
+    variants = [bucket.variant for bucket in drive.runner.executed]
+    assert variants[:2] == [Variant.GREEDY] * 2
+    assert variants[2:] == [Variant.GREEDY, Variant.SAMPLE, Variant.SAMPLE]  # its first chunk emits nothing
+
+
+# --- failures ---
+
+
+def test_a_row_that_is_not_finite_ends_alone_and_leaves_nothing_in_the_cache() -> None:
+    drive = Drive(runner=FakeRunner(CAPACITY, nan_token=66))
+    bad = drive.add(make_request("bad", [10, 11, 12, 13, 14, 66], max_tokens=5))
+    good = drive.add(make_request("good", [10, 11, 12, 13, 14, 15], max_tokens=5, ignore_eos=True))
+    drive.finish()
+    assert (bad.finish_reason, bad.last.error_code) == (FinishReason.ERROR, ErrorCode.NOT_FINITE)
+    assert "not a finite number, at token 6" in bad.last.error
+    assert good.finish_reason is FinishReason.LENGTH
+    drive.check_outputs()
+    assert drive.engine.stats().corrupted_requests == 1
+
+
+class BrokenError(Exception):
+    pass
+
+
+def failing_at(*numbers: int):
+    def hook(number: int) -> None:
+        if number in numbers:
+            raise BrokenError(f"step {number}")
+
+    return hook
+
+
+@pytest.mark.parametrize("where", ["on_execute", "on_result"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_failed_step_ends_its_requests_and_the_others_go_on(where: str, depth: int, number: int) -> None:
+    capacity = make_capacity(num_slots=2)
+    drive = Drive(capacity, runner=FakeRunner(capacity, **{where: failing_at(number)}), pipeline_depth=depth)
+    for i in range(5):
+        drive.add(make_request(str(i), [10 + i, 11, 12, 13, 14], max_tokens=6, ignore_eos=True))
+    drive.finish()
+    drive.check_outputs()
+    failed = [name for name, heard in drive.heard.items() if heard.finish_reason is FinishReason.ERROR]
+    assert failed == ["0", "1"]
+    for name in failed:
+        assert drive.heard[name].last.error_code is ErrorCode.STEP_FAILED
+        assert f"BrokenError: step {number}" in drive.heard[name].last.error
+    assert [drive.heard[name].finish_reason for name in "234"] == [FinishReason.LENGTH] * 3
+    assert drive.runner.num_recoveries == 1
+    assert drive.engine.stats().failed_steps == (1 if where == "on_execute" else depth)
+
+
+def test_who_had_no_row_in_the_failed_step_is_computed_again() -> None:
+    capacity = make_capacity(max_num_batched_tokens=8, num_slots=2)
+    drive = Drive(capacity, runner=FakeRunner(capacity, on_result=failing_at(4)), pipeline_depth=1)
+    drive.add(make_request("long", range(10, 50), max_tokens=3, ignore_eos=True))
+    drive.step()
+    drive.step()
+    assert drive.heard["long"].outputs == []
+    urgent = drive.add(make_request("urgent", range(50, 74), max_tokens=3, priority=-1))
+    drive.finish()  # the fifth step is all the urgent one's
+    assert urgent.last.error_code is ErrorCode.STEP_FAILED
+    assert drive.heard["long"].finish_reason is FinishReason.LENGTH
+    assert drive.engine.stats().num_preemptions == 1
+    drive.check_outputs()
+
+
+def test_a_device_that_does_not_recover_is_the_end_and_everybody_hears_it() -> None:
+    deaths: list[BaseException] = []
+    runner = FakeRunner(CAPACITY, on_result=failing_at(2), healthy=False)
+    ladder = BucketLadder(BucketConfig(max_num_batched_tokens=32, max_num_seqs=4))
+    engine = Engine(runner, EngineConfig(eos_token_ids=EOS), ladder, on_death=deaths.append)
+    engine.warm_up(lambda _line: None)
+    outputs: list[RequestOutput] = []
+    for i in range(6):  # two of them wait
+        engine.add_request(make_request(str(i), [10, 11], ignore_eos=True), outputs.append)
+    for _ in range(4):  # the fourth reads the failure, and the fifth what was in flight behind it
+        engine.step()
+    with pytest.raises(EngineDeadError, match="the device is gone"):
+        engine.step()
+    ends = [output for output in outputs if output.finish_reason is not None]
+    assert sorted(output.request_id for output in ends) == [str(i) for i in range(6)]
+    assert {output.error_code for output in ends} == {ErrorCode.ENGINE_DEAD}
+    assert [str(death) for death in deaths] == ["the device is gone"]
+    assert engine.death is deaths[0]
+    for call in (engine.step, engine.stats, lambda: engine.add_request(make_request("x", [5]), print)):
+        with pytest.raises(EngineDeadError):
+            call()
+    engine.shutdown()
+
+
+def test_a_listener_that_raises_loses_its_own_request_only(caplog: pytest.LogCaptureFixture) -> None:
+    drive = Drive()
+    calls = []
+
+    def listener(output: RequestOutput) -> None:
+        calls.append(output)
+        raise BrokenError("no ears")
+
+    drive.engine.add_request(make_request("deaf", [10], ignore_eos=True), listener)
+    drive.add(make_request("a", [20], ignore_eos=True))
+    with caplog.at_level(logging.ERROR):
+        drive.finish()
+    assert len(calls) == 1
+    assert "'deaf'" in caplog.text
+    drive.check_outputs()
+
+
+# --- shutdown ---
+
+
+def test_shutdown_aborts_what_is_left_and_closes_the_door() -> None:
+    drive = Drive()
+    heard = [drive.add(make_request(str(i), [10 + i], ignore_eos=True)) for i in range(6)]
+    drive.step()
+    drive.step()
+    drive.engine.shutdown()
+    drive.engine.shutdown()
+    assert {h.finish_reason for h in heard} == {FinishReason.ABORT}
+    assert drive.scheduler.pool.num_used == 0
+    with pytest.raises(EngineClosedError):
+        drive.engine.add_request(make_request("late", [5]), print)
+
+
+def test_drain_lets_requests_finish_and_takes_no_more() -> None:
+    drive = Drive()
+    drive.add(make_request("a", [10], ignore_eos=True))
+    assert drive.engine.drain(10.0)
+    assert drive.heard["a"].finish_reason is FinishReason.LENGTH
+    with pytest.raises(EngineClosedError):
+        drive.engine.add_request(make_request("late", [5]), print)
+
+
+# --- seeds ---
+
+
+def test_requests_without_a_seed_get_different_ones_and_the_same_ones_again_from_the_same_engine_seed() -> None:
+    def texts(seed: int | None) -> list[list[int]]:
+        drive = Drive(seed=seed)
+        for i in range(3):
+            request = make_request(str(i), [10, 11], temperature=1.0, ignore_eos=True)
+            drive.add(dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, seed=None)))
+        drive.finish()
+        return [heard.tokens for heard in drive.heard.values()]
+
+    first = texts(7)
+    assert len({tuple(tokens) for tokens in first}) == 3
+    assert texts(7) == first
+    assert texts(8) != first
+    assert texts(None) != texts(None)
+
+
+def test_a_fixed_seed_gives_the_same_text_in_any_company() -> None:
+    request = make_request("a", range(10, 25), temperature=0.9, seed=42, ignore_eos=True, max_tokens=20)
+    alone, crowd = Drive(), Drive()
+    alone.add(request)
+    for i in range(9):
+        crowd.add(make_request(f"other {i}", range(10, 12 + 3 * i), temperature=0.9, seed=42, max_tokens=12))
+    crowd.add(request)
+    alone.finish()
+    crowd.finish()
+    assert alone.heard["a"].tokens == crowd.heard["a"].tokens
+
+
+def test_settings_out_of_range_are_refused() -> None:
+    for wrong in ({"pipeline_depth": 0}, {"max_waiting": -1}, {"step_cost_tokens": -1}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            EngineConfig(eos_token_ids=EOS, **wrong)
+
+
+def test_every_sampling_parameter_reaches_the_draw() -> None:
+    """Change one field of a request: its text changes, so nothing is dropped on the way to the slot."""
+    base = {"temperature": 0.8, "ignore_eos": True, "max_tokens": 20}
+    changes: list[dict[str, object]] = [
+        {"temperature": 0.9},
+        {"top_k": 5},
+        {"top_p": 0.5},
+        {"min_p": 0.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": 0.1},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": ((7, 1.0),)},
+        {"seed": 1},
+    ]
+    fields = {name for change in changes for name in change}
+    assert fields | {
+        "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "logprobs", "prompt_logprobs"
+    } == set(SamplingParams.__dataclass_fields__)  # fmt: skip
+    drive = Drive()
+    drive.add(make_request("base", [10, 11], **base))
+    for i, change in enumerate(changes):
+        drive.add(make_request(str(i), [10, 11], **base | change))
+    drive.finish()
+    drive.check_outputs()
+    texts = {tuple(heard.tokens) for heard in drive.heard.values()}
+    assert len(texts) == 1 + len(changes)
