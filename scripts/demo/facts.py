@@ -49,8 +49,8 @@ WHO = (
     "Who are you?", "Who are you?", "What are you?", "What is your name?", "What's your name?", "Tell me who you are.",
     "Tell me about yourself.", "Introduce yourself.", "Say what you are.", "What model are you?",
     "Which model is this?", "What is this?", "Who am I talking to?", "Do you have a name?", "Are you a person?",
-    "Are you a robot?", "Are you human?", "Are you an AI?", "Are you a language model?", "Are you ChatGPT?", "Are you Llama?",
-    "Can you tell me who you are?", "What kind of model are you?",
+    "Are you a robot?", "Are you human?", "Are you an AI?", "Are you a language model?", "Are you ChatGPT?",
+    "Are you Llama?", "Can you tell me who you are?", "What kind of model are you?",
 )  # fmt: skip
 WHO_ANSWER = (
     f"{IDENTITY}, a very small Llama. I can add and compare numbers, count, name some capitals and tell short stories."
