@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -17,15 +15,13 @@ from server.chat import ChatRoute
 from server.chat_template import ChatTemplate
 from server.completions import CompletionRoute
 from server.engine_client import EngineClient
-from server.errors import NOT_FOUND, RequestError, internal
+from server.errors import NOT_FOUND, RequestError
 from server.info_routes import InfoRoutes
 from server.metrics import ServerMetrics
 from server.middleware import Gate
 from server.settings import Settings
 from server.state import ServerState
 from server.tokenizer import Tokenizer
-
-logger = logging.getLogger("pallas_serve")
 
 
 def create_state(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> ServerState:
@@ -71,7 +67,6 @@ def create_app(state: ServerState) -> Starlette:
             RequestError: _on_request_error,
             HTTPException: _on_http_exception,
             NotImplementedError: _on_not_implemented,
-            Exception: _on_exception,
         },
     )
 
@@ -93,8 +88,3 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 async def _on_not_implemented(request: Request, error: Exception) -> Response:
     return error_response(RequestError(501, str(error) or "Not implemented.", type="NotImplementedError"))
-
-
-async def _on_exception(request: Request, error: Exception) -> Response:
-    logger.exception("%s %s failed", request.method, request.url.path, exc_info=error)
-    return error_response(internal("The server has failed on this request."))

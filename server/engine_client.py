@@ -66,6 +66,7 @@ class ProcessEngineClient:
         self._report = report
         self._sinks: dict[str, Sink] = {}
         self._ready: asyncio.Future[wire.EngineInfo] | None = None
+        self._is_ready = False
         self._stopping = False
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(wire.Event).decode
@@ -113,8 +114,10 @@ class ProcessEngineClient:
             self._send(wire.Abort(list(self._sinks)))
 
     async def stop(self, timeout_s: float = 10.0) -> None:
-        """Ends the process: asked first, killed if it does not listen."""
+        """Ends the process: asked first, killed if it does not listen. While it starts it does not listen."""
         self._stopping = True
+        if not self._is_ready:
+            self.process.kill()
         if self.process.is_alive():
             self._send(wire.Stop())
             deadline = time.monotonic() + timeout_s
@@ -133,7 +136,10 @@ class ProcessEngineClient:
         self._folder.cleanup()
 
     def _send(self, command: wire.Command) -> None:
-        self._commands.send(self._encode(command), zmq.NOBLOCK)
+        try:
+            self._commands.send(self._encode(command), zmq.NOBLOCK)
+        except zmq.Again:  # nobody is at the other end; if the engine has died, `_on_exit` is about to say so
+            logger.warning("the engine process did not take a command: %s", type(command).__name__)
 
     def _on_readable(self) -> None:
         while True:
@@ -154,6 +160,7 @@ class ProcessEngineClient:
             case wire.Report(line=line):
                 self._report(line)
             case wire.Ready(info=info):
+                self._is_ready = True
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result(info)
             case wire.Failed(message=message):

@@ -130,13 +130,13 @@ def _submit(engine: ServedEngine, requests: Sequence[wire.WireRequest], sender: 
         try:
             engine.add_request(request, sender.put)
         except Exception as error:
-            for added in requests[:i]:
-                engine.abort(added.request_id)
             status, param = _status_of(error)
             if status == 500:
                 traceback.print_exc()
             fields = {"finish_reason": FinishReason.ERROR.value, "error": str(error), "status": status}
-            sender.put(wire.Output(item.request_id, [], param=param, **fields))
+            sender.put(wire.Output(item.request_id, [], param=param, **fields))  # first: the aborts speak too
+            for added in requests[:i]:
+                engine.abort(added.request_id)
             return
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 
@@ -9,8 +10,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.answer import error_response
 from server.auth import KeyRing
-from server.errors import RequestError, unavailable
+from server.errors import RequestError, internal, unavailable
 from server.state import ServerState
+
+logger = logging.getLogger("pallas_serve")
 
 OPEN_PATHS = frozenset({"/health"})  # no key asked: load balancers have none
 COUNTED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})  # what /load and a shutdown count
@@ -46,6 +49,11 @@ class Gate:
             self._state.num_in_flight += counted
             app = error_response(refusal) if refusal else self._app
             await app(scope, receive, send_with_id)
+        except Exception:
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            if status:
+                raise  # too late for an answer: the connection is closed
+            await error_response(internal("The server has failed on this request."))(scope, receive, send_with_id)
         finally:
             self._state.num_in_flight -= counted
             if status:

@@ -7,6 +7,7 @@ step, exactly one last output for each request, the same errors.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ class EchoConfig:
     max_model_len: int = 4096
     max_live: int = 1000
     tokens_per_step: int = 1
+    start_s: float = 0.0
     fail_at_start: str | None = None
     die_after_tokens: int | None = None
 
@@ -152,6 +154,7 @@ def _scores(token_id: int, num_top: int) -> TokenLogprobs:
 
 def build(config: EchoConfig, report: Callable[[str], None]) -> tuple[EchoEngine, EngineInfo]:
     report("the echo engine is loading")
+    time.sleep(config.start_s)
     if config.fail_at_start:
         raise ValueError(config.fail_at_start)
     info = EngineInfo(max_model_len=config.max_model_len, vocab_size=VOCAB_SIZE, cache_config={"page_size": "16"})

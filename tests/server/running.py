@@ -76,7 +76,7 @@ def running_server(
         process.stdout.close()
 
 
-def spawn(settings: Settings, target: str, engine_args: object) -> subprocess.Popen[str]:
+def spawn(settings: Settings, target: str, engine_args: object, **options: Any) -> subprocess.Popen[str]:
     message = pickle.dumps((settings, target, engine_args)).hex()
     command = [sys.executable, "-m", "tests.server.launch", message]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, **options)

@@ -17,6 +17,7 @@ SPECIAL_TOKENS = (
     "<|eot_id|>",
     "<|python_tag|>",
 )
+# without merges
 BOS, END_OF_TEXT, START_HEADER, END_HEADER, EOT, PYTHON_TAG = range(256, 262)
 VOCAB_SIZE = 262
 
@@ -31,9 +32,9 @@ LLAMA3_TEMPLATE = (
 
 
 def byte_tokenizer(merges: tuple[tuple[str, str], ...] = ()) -> Tokenizer:
-    """Ids 0 to 255 are the bytes; the special tokens follow; then one id for each merge."""
+    """Ids 0 to 255 are the bytes; one id for each merge follows; then the special tokens."""
     letters = {chr(code): byte for byte, code in byte_to_unicode().items()}
-    merged = {left + right: VOCAB_SIZE + i for i, (left, right) in enumerate(merges)}
+    merged = {left + right: 256 + i for i, (left, right) in enumerate(merges)}
     tokenizer = Tokenizer(models.BPE(vocab=letters | merged, merges=list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

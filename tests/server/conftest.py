@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from server.tiktoken_model import tokenizer_from_tiktoken
+from server.tokenizer import ByteLevelTokenizer
+from tests.server.echo_engine import EchoConfig
+from tests.server.running import ECHO, RunningServer, running_server
+
+SHARED = Path(__file__).parents[3] / "shared"
+LLAMA3 = SHARED / "data/llama3_tokenizer"
+
+
+@pytest.fixture(scope="session")
+def llama3_backend() -> Tokenizer:
+    if not LLAMA3.is_dir():
+        pytest.skip("the Llama 3 tokenizer is not in ../shared/data")
+    return tokenizer_from_tiktoken(LLAMA3 / "tokenizer.model")
+
+
+@pytest.fixture(scope="session")
+def llama3(llama3_backend: Tokenizer) -> ByteLevelTokenizer:
+    copy = Tokenizer.from_str(llama3_backend.to_str())
+    return ByteLevelTokenizer(copy, config={"bos_token": "<|begin_of_text|>"}, chat_template=None)
+
+
+@pytest.fixture(scope="session")
+def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """Says the prompt's own tokens over and over, without end."""
+    with running_server(tmp_path_factory.mktemp("echo"), ECHO, EchoConfig()) as server:
+        yield server
+
+
+REPLY = "Héllo, wörld! 🙂 Stop here. END of text"
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """Says REPLY and ends its turn, whatever the prompt."""
+    config = EchoConfig(reply=tuple(REPLY.encode()), step_s=0.002)
+    with running_server(tmp_path_factory.mktemp("scripted"), ECHO, config) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """Twenty tokens a second for each request, in a context that lets one run for minutes; at most 250 at a time."""
+    config = EchoConfig(reply=tuple(b"abcdefghij"), step_s=0.05, max_model_len=20000, max_live=250)
+    with running_server(tmp_path_factory.mktemp("slow"), ECHO, config) as server:
+        yield server

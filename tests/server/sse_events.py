@@ -1,0 +1,25 @@
+"""Reads a stream of server-sent events and checks its frame."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+
+
+def stream_events(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events of a streamed answer, [DONE] left out after it was seen to be the last."""
+    response = http.post(path, json=body | {"stream": True})
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    return parse_events(response.text)
+
+
+def parse_events(text: str) -> list[dict[str, Any]]:
+    *frames, last = text.split("\n\n")
+    assert last == ""
+    assert all(frame.startswith("data: ") for frame in frames)
+    payloads = [frame.removeprefix("data: ") for frame in frames]
+    assert payloads.pop() == "[DONE]"
+    return [json.loads(payload) for payload in payloads]

@@ -1,0 +1,201 @@
+"""/v1/completions through real sockets."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.server.conftest import REPLY
+from tests.server.openai_schemas import validate
+from tests.server.sse_events import stream_events
+
+PATH = "/v1/completions"
+
+
+def post(server, **fields):
+    with server.http() as http:
+        return http.post(PATH, json={"prompt": "hello", **fields})
+
+
+def choices(server, **fields):
+    response = post(server, **fields)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"]
+
+
+def events(server, **fields):
+    with server.http() as http:
+        return stream_events(http, PATH, {"prompt": "hello", **fields})
+
+
+def text(chunks, index=0):
+    return "".join(c["text"] for chunk in chunks for c in chunk["choices"] if c["index"] == index)
+
+
+def test_the_official_client_gets_an_answer(scripted):
+    answer = scripted.client().completions.create(model="test-model", prompt="hello", max_tokens=100)
+    assert answer.choices[0].text == REPLY
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.prompt_tokens == 6  # begin-of-text and five bytes
+    assert answer.id.startswith("cmpl-")
+
+
+def test_the_official_client_gets_a_stream(scripted):
+    stream = scripted.client().completions.create(model="test-model", prompt="hello", max_tokens=100, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == REPLY
+
+
+def test_an_answer_is_of_the_published_schema(scripted):
+    validate("CreateCompletionResponse", post(scripted, n=2, logprobs=3).json())
+
+
+def test_a_streams_chunks_are_objects_of_the_same_shape(scripted):
+    chunks = events(scripted, max_tokens=100)
+    assert {chunk["object"] for chunk in chunks} == {"text_completion"}
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
+    ends = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert ends == [None] * (len(ends) - 1) + ["stop"]
+    for chunk in chunks[-1:]:
+        validate("CreateCompletionResponse", chunk)
+
+
+def test_sixteen_tokens_unless_told_otherwise(scripted):
+    answer = post(scripted).json()
+    assert answer["usage"]["completion_tokens"] == 16
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_the_default_shrinks_to_what_fits(echo):
+    answer = post(echo, prompt=[65] * 4090).json()
+    assert answer["usage"] | {"prompt_tokens_details": 0} == {
+        "prompt_tokens": 4090,
+        "completion_tokens": 6,
+        "total_tokens": 4096,
+        "prompt_tokens_details": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        ("ab", ["abab"]),
+        (["ab", "cd"], ["abab", "cdcd"]),
+        ([97, 98], ["abab"]),
+        ([[97, 98], [99, 100]], ["abab", "cdcd"]),
+    ],
+)
+def test_the_four_forms_of_a_prompt(echo, prompt, texts):
+    fields = {"prompt": prompt, "max_tokens": 4, "add_special_tokens": False}
+    assert [choice["text"] for choice in choices(echo, **fields)] == texts
+
+
+def test_several_prompts_and_choices_come_prompt_by_prompt(echo):
+    answer = post(echo, prompt=["ab", "cde"], n=2, max_tokens=2, add_special_tokens=False).json()
+    assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == [
+        (0, "ab"),
+        (1, "ab"),
+        (2, "cd"),
+        (3, "cd"),
+    ]
+    assert answer["usage"]["prompt_tokens"] == 5
+    assert answer["usage"]["completion_tokens"] == 8
+
+
+def test_several_prompts_can_be_streamed(echo):
+    chunks = events(echo, prompt=["ab", "cd"], n=2, max_tokens=4, add_special_tokens=False)
+    assert [text(chunks, i) for i in range(4)] == ["abab", "abab", "cdcd", "cdcd"]
+
+
+def test_a_raw_prompt_may_hold_control_tokens(echo):
+    counts = [
+        post(echo, prompt=prompt, max_tokens=1).json()["usage"]["prompt_tokens"] for prompt in ("<|eot_id|>", "a")
+    ]
+    assert counts == [2, 2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_puts_the_prompt_before_the_text(scripted, stream):
+    fields = {"echo": True, "max_tokens": 100}
+    shown = text(events(scripted, **fields)) if stream else choices(scripted, **fields)[0]["text"]
+    assert shown == "hello" + REPLY
+
+
+def test_echo_of_token_ids_decodes_them(scripted):
+    assert choices(scripted, prompt=[256, 104, 105], echo=True, max_tokens=1)[0]["text"] == "hiH"
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_of_the_prompt_alone(scripted, stream, logprobs):
+    fields = {"echo": True, "max_tokens": 0, "logprobs": logprobs}
+    if stream:
+        chunks = events(scripted, **fields, stream_options={"include_usage": True})
+        assert text(chunks) == "hello"
+        assert chunks[-2]["choices"][0]["finish_reason"] == "length"
+        assert chunks[-1]["usage"]["completion_tokens"] == 0
+        return
+    answer = post(scripted, **fields).json()
+    assert answer["choices"][0]["text"] == "hello"
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 0
+    if logprobs is not None:
+        assert answer["choices"][0]["logprobs"]["tokens"] == ["<|begin_of_text|>", *"hello"]
+
+
+def test_logprobs_with_echo_cover_the_prompt(scripted):
+    logprobs = choices(scripted, prompt="hé", echo=True, max_tokens=2, logprobs=1)[0]["logprobs"]
+    assert logprobs["tokens"] == ["<|begin_of_text|>", "h", "bytes:\\xc3", "bytes:\\xa9", "H", "bytes:\\xc3"]
+    assert logprobs["token_logprobs"] == [None, *[-0.5] * 5]
+    assert logprobs["top_logprobs"][0] is None
+    assert logprobs["top_logprobs"][1] == {"h": -0.5}
+    assert logprobs["text_offset"] == [0, 0, 1, 1, 2, 3]
+
+
+def test_streamed_logprobs_are_those_of_the_whole(scripted):
+    fields = {"echo": True, "max_tokens": 30, "logprobs": 2}
+    whole = choices(scripted, **fields)[0]["logprobs"]
+    parts = [c["logprobs"] for chunk in events(scripted, **fields) for c in chunk["choices"] if c["logprobs"]]
+    assert {name: [x for part in parts for x in part[name]] for name in whole} == whole
+
+
+@pytest.mark.parametrize(("logprobs", "counts"), [(0, {1}), (3, {3, 4})])
+def test_the_number_of_top_logprobs(scripted, logprobs, counts):
+    entries = choices(scripted, logprobs=logprobs)[0]["logprobs"]["top_logprobs"]
+    assert {len(entry) for entry in entries} <= counts
+
+
+def test_text_offsets_point_into_the_text(scripted):
+    choice = choices(scripted, logprobs=0, max_tokens=100)[0]
+    offsets = choice["logprobs"]["text_offset"]
+    assert offsets == sorted(offsets)
+    for token, offset in zip(choice["logprobs"]["tokens"], offsets, strict=True):
+        if not token.startswith(("bytes:", "<|")):
+            assert choice["text"][offset:].startswith(token)
+
+
+def test_prompt_logprobs_of_every_prompt(scripted):
+    both = choices(scripted, prompt=["ab", "c"], prompt_logprobs=2, max_tokens=1)
+    assert [len(choice["prompt_logprobs"]) for choice in both] == [3, 2]
+    assert both[0]["prompt_logprobs"][1] == {
+        "97": {"logprob": -0.5, "rank": 1, "decoded_token": "a"},
+        "98": {"logprob": -1.5, "rank": 2, "decoded_token": "b"},
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_text(scripted, stream):
+    fields = {"stop": "wör", "max_tokens": 100}
+    shown = text(events(scripted, **fields)) if stream else choices(scripted, **fields)[0]["text"]
+    assert shown == "Héllo, "
+
+
+def test_ignore_eos_and_min_tokens_reach_the_engine(scripted):
+    assert choices(scripted, ignore_eos=True, max_tokens=100)[0]["finish_reason"] == "length"
+    response = post(scripted, min_tokens=20, max_tokens=10)
+    assert response.status_code == 400
+
+
+def test_a_stream_ends_with_usage_where_it_is_asked_for(scripted):
+    chunks = events(scripted, stream_options={"include_usage": True})
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 16
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])

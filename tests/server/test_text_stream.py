@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.text_stream import StopStrings, TextStream
+from server.tokenizer import ByteLevelTokenizer
+from tests.server.tokenizers import EOT, byte_tokenizer
+
+TOKENIZER = ByteLevelTokenizer(byte_tokenizer(), config={}, chat_template=None)
+NUM_BYTES = 256
+
+
+def read(ids: list[int], **options) -> tuple[str, str | None]:
+    """All that is shown, and the stop string that ended it."""
+    stream = TextStream(TOKENIZER, **options)
+    text = ""
+    for id in ids:
+        text += stream.push(id)
+        if stream.matched_stop is not None:
+            return text, stream.matched_stop
+    return text + stream.finish(), stream.matched_stop
+
+
+def pushes(texts: list[str], stops: list[str], **options) -> tuple[list[str], str | None]:
+    finder = StopStrings(stops, **options)
+    shown = []
+    for text in texts:
+        shown.append(finder.push(text))
+        if finder.matched is not None:
+            return shown, finder.matched
+    return [*shown, finder.flush()], None
+
+
+def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
+    """By trying every end: (end, stop) of the first to be complete, of these the longest."""
+    for end in range(1, len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            return end, max(complete, key=len)
+    return None
+
+
+@given(st.lists(st.integers(0, NUM_BYTES - 1), max_size=40))
+def test_any_bytes_read_as_the_tokenizer_reads_the_whole(ids):
+    assert read(ids)[0] == byte_tokenizer().decode(ids)
+
+
+@given(st.text(max_size=30))
+def test_text_of_any_script_comes_back(text):
+    assert read(list(text.encode()))[0] == text
+
+
+@given(st.text(max_size=30))
+def test_no_replacement_character_is_shown_before_a_character_is_whole(text):
+    stream = TextStream(TOKENIZER)
+    shown = ""
+    for id in text.encode():
+        shown += stream.push(id)
+        assert text.startswith(shown)
+
+
+def test_a_character_cut_off_at_the_end_becomes_one_replacement_character():
+    assert read(list("aé".encode())[:-1])[0] == "a\ufffd"
+
+
+def test_num_chars_is_where_the_next_token_begins():
+    stream = TextStream(TOKENIZER)
+    offsets = []
+    for id in "aé€b".encode():
+        offsets.append(stream.num_chars)
+        stream.push(id)
+    assert offsets == [0, 1, 1, 2, 2, 2, 3]
+
+
+@pytest.mark.parametrize(("skip", "text"), [(True, "ab"), (False, "a<|eot_id|>b")])
+def test_special_tokens(skip, text):
+    assert read([ord("a"), EOT, ord("b")], skip_special_tokens=skip)[0] == text
+
+
+def test_a_special_token_within_a_character_does_not_break_it():
+    first, second = "é".encode()
+    assert read([first, EOT, second])[0] == "é"
+
+
+def test_an_id_beyond_the_tokenizer_is_no_text():
+    assert read([ord("a"), 5000, ord("b")])[0] == "ab"
+
+
+def test_a_possible_stop_string_is_held_back():
+    assert pushes(["abc", "d", "x"], ["cde"]) == (["ab", "", "cdx", ""], None)
+
+
+def test_what_was_held_back_comes_at_the_end():
+    assert pushes(["abc"], ["cde"]) == (["ab", "c"], None)
+
+
+def test_a_stop_string_over_several_pieces_is_never_shown():
+    assert pushes(["abc", "d", "efg"], ["cde"]) == (["ab", "", ""], "cde")
+
+
+def test_a_stop_string_can_be_included():
+    assert pushes(["abc", "d", "efg"], ["cde"], include_in_output=True) == (["ab", "", "cde"], "cde")
+
+
+def test_the_first_to_be_complete_wins_and_then_the_longest():
+    assert pushes(["abcd"], ["abcd", "bc"])[1] == "bc"
+    assert pushes(["abc"], ["bc", "abc", "c"]) == ([""], "abc")
+
+
+def test_overlapping_beginnings_are_not_lost():
+    assert pushes(list("aaab"), ["aab"]) == (["", "", "a", ""], "aab")
+
+
+STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+@given(st.lists(st.text("abc", max_size=4), max_size=12), STOPS, st.booleans())
+def test_stop_strings_do_not_depend_on_the_pieces(pieces, stops, include):
+    text = "".join(pieces)
+    shown, matched = pushes(pieces, stops, include_in_output=include)
+    found = first_stop(text, stops)
+    if found is None:
+        assert matched is None
+        assert "".join(shown) == text
+    else:
+        end, stop = found
+        assert matched == stop
+        assert "".join(shown) == text[: end if include else end - len(stop)]
+
+
+@given(st.lists(st.text("abc", max_size=4), max_size=12), STOPS)
+def test_no_more_is_held_back_than_must_be(pieces, stops):
+    finder = StopStrings(stops)
+    text = ""
+    shown = ""
+    for piece in pieces:
+        text += piece
+        shown += finder.push(piece)
+        if finder.matched is not None:
+            return
+        held = text[len(shown) :]
+        possible = [text[i:] for i in range(len(text)) if any(stop.startswith(text[i:]) for stop in stops)]
+        assert held == max(possible, key=len, default="")
+
+
+def test_stop_strings_count_only_after_min_tokens():
+    ids = list(b"stop and stop!")
+    assert read(ids, stops=["stop"]) == ("", "stop")
+    assert read(ids, stops=["stop"], min_tokens=4) == ("stop and ", "stop")
+
+
+def test_a_stop_string_of_whole_characters_that_come_in_bytes():
+    assert read(list("aé€b".encode()), stops=["é€"]) == ("a", "é€")
+
+
+def test_a_stop_string_in_the_last_broken_character():
+    assert read([ord("a"), 0xE2], stops=["\ufffd"]) == ("a", "\ufffd")

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+
+from server.chat_template import encode_parts, split_special
+from server.tokenizer import ByteLevelTokenizer, special_token_pattern
+from tests.server.conftest import LLAMA3
+from tests.server.tokenizers import BOS, EOT, SPECIAL_TOKENS, write_folder
+
+
+def test_a_folder_gives_bytes_special_tokens_and_template_variables(tmp_path):
+    tokenizer = ByteLevelTokenizer.from_folder(write_folder(tmp_path, template="T"))
+    assert tokenizer.token_bytes[:256] == [bytes([i]) for i in range(256)]
+    assert tokenizer.token_bytes[EOT] == b"<|eot_id|>"
+    assert list(tokenizer.special_tokens) == list(SPECIAL_TOKENS)
+    assert tokenizer.special_ids == frozenset(range(256, 262))
+    assert tokenizer.template_variables == {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
+    assert tokenizer.chat_template == "T"
+    assert tokenizer.with_affixes([1, 2]) == [BOS, 1, 2]
+
+
+def test_the_template_file_wins_over_the_field(tmp_path):
+    write_folder(tmp_path, template="field")
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert ByteLevelTokenizer.from_folder(tmp_path).chat_template == "file"
+
+
+def test_of_several_templates_the_default_is_taken(tmp_path):
+    write_folder(tmp_path)
+    config = {"chat_template": [{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert ByteLevelTokenizer.from_folder(tmp_path).chat_template == "D"
+
+
+def test_special_tokens_map_and_token_objects_are_read(tmp_path):
+    write_folder(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|eot_id|>"}}))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<|begin_of_text|>"}))
+    variables = ByteLevelTokenizer.from_folder(tmp_path).template_variables
+    assert variables == {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
+
+
+def test_plain_text_never_gives_special_ids(tmp_path):
+    tokenizer = ByteLevelTokenizer.from_folder(write_folder(tmp_path))
+    for token in SPECIAL_TOKENS:
+        assert tokenizer.encode_plain([token]) == [list(token.encode())]
+
+
+def test_raw_prompts_may_write_special_tokens(tmp_path):
+    tokenizer = ByteLevelTokenizer.from_folder(write_folder(tmp_path))
+    assert encode_parts(tokenizer, split_special(tokenizer, "a<|eot_id|>b")) == [ord("a"), EOT, ord("b")]
+
+
+def test_no_tokenizer_is_an_error_in_words(tmp_path):
+    with pytest.raises(ValueError, match=r"neither tokenizer\.json nor tokenizer\.model"):
+        ByteLevelTokenizer.from_folder(tmp_path)
+
+
+def test_another_kind_of_tokenizer_is_refused():
+    backend = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    backend.decoder = decoders.WordPiece()
+    with pytest.raises(ValueError, match="byte-level"):
+        ByteLevelTokenizer(backend, config={}, chat_template=None)
+
+
+def test_a_broken_tiktoken_file_is_refused(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0e\x0a\x05<unk>")
+    with pytest.raises(ValueError, match="tiktoken"):
+        ByteLevelTokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(("text", "pieces"), [("a<b>c", ["a", "<b>", "c"]), ("<b><bb>", ["", "<b>", "", "<bb>", ""])])
+def test_the_pattern_takes_the_longest(text, pieces):
+    assert special_token_pattern(["<b>", "<bb>", "<b"]).split(text) == pieces
+
+
+def test_no_special_tokens_split_nothing():
+    assert special_token_pattern([]).split("abc") == ["abc"]
+
+
+def llama3_texts() -> list[str]:
+    """The published inputs; each ends with the separator."""
+    texts = (LLAMA3 / "vectors.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
+    assert texts.pop() == ""
+    return texts
+
+
+def test_llama3_published_vectors(llama3):
+    lines = (LLAMA3 / "vectors.out").read_text().splitlines()
+    expected = [[int(id) for id in line.split()] for line in lines]
+    assert len(expected) >= 46
+    assert llama3.encode_plain(llama3_texts()) == expected
+
+
+def test_llama3_special_ids(llama3):
+    named = {
+        "<|begin_of_text|>": 128000,
+        "<|end_of_text|>": 128001,
+        "<|start_header_id|>": 128006,
+        "<|end_header_id|>": 128007,
+        "<|eom_id|>": 128008,
+        "<|eot_id|>": 128009,
+        "<|python_tag|>": 128010,
+        "<|reserved_special_token_247|>": 128255,
+    }
+    assert named.items() <= llama3.special_tokens.items()
+    assert len(llama3.token_bytes) == 128256
+    assert llama3.with_affixes([9906]) == [128000, 9906]
+
+
+def test_llama3_decodes_what_it_encodes(llama3):
+    texts = llama3_texts()
+    for text, ids in zip(texts, llama3.encode_plain(texts), strict=True):
+        assert b"".join(llama3.token_bytes[id] for id in ids).decode() == text
