@@ -175,6 +175,20 @@ class ModelRunner:
         output.copy_to_host_async()
         return StepResult(output, OutputLayout(step.bucket))
 
+    def products_only(self, bucket: Bucket) -> Callable[[], jax.Array]:
+        """A program of the bucket's matrix products and norms alone, to measure steps against. Compiles it."""
+
+        def forward(weights: Any, tokens: jax.Array) -> jax.Array:
+            model = self._rebuild(weights)
+            no_kv = [None] * self._model_config.num_layers
+            hidden, _ = model(tokens, jnp.zeros_like(tokens), no_kv, lambda q, k, v, kv: (q + _spread(k + v, q), kv))
+            return jnp.max(model.logits(hidden[: bucket.num_rows]), axis=-1)
+
+        tokens = np.zeros(bucket.num_tokens, np.int32)
+        program = jax.jit(forward, out_shardings=self._everywhere)
+        compiled = program.lower(_described(self._weights), self._sent(tokens.shape)).compile()
+        return lambda: compiled(self._weights, tokens)
+
     def _lower_step(self, bucket: Bucket) -> jax.stages.Lowered:
         step = make_step(bucket, self._rebuild, self._attention)
         # Shardings are spelled out: the compiler may otherwise give the state back laid out in another way, which the
@@ -257,3 +271,8 @@ class ModelRunner:
 def _described(arrays: Any) -> Any:
     """The arrays' shapes and shardings: what a program is compiled for."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
+
+
+def _spread(keys: jax.Array, queries: jax.Array) -> jax.Array:
+    """[T, K, H] in the shape of [T, N, H]: so that a program without attention still computes its keys."""
+    return jnp.repeat(keys, queries.shape[1] // keys.shape[1], axis=1)

@@ -86,11 +86,16 @@ def sampling_rows(state: jax.Array) -> SamplingRows:  # state: i32[S, SlotLayout
 
 
 def greedy(logits: jax.Array) -> jax.Array:  # f32[S, V] -> i32[S]
-    """The first of the most likely tokens. Two plain reductions: XLA's CPU argmax takes twice as long as both."""
-    vocab = logits.shape[-1]
-    is_best = logits == jnp.max(logits, axis=-1, keepdims=True)
-    first = jnp.min(jnp.where(is_best, jnp.arange(vocab, dtype=jnp.int32), vocab), axis=-1)
-    return jnp.minimum(first, vocab - 1)  # a row with a NaN has no best token
+    """The most likely token."""
+    return _first_max(logits)
+
+
+def _first_max(values: jax.Array) -> jax.Array:  # f32[S, n] -> i32[S]
+    """Where the first of the greatest is. Two plain reductions: XLA's argmax takes a CPU twice as long as both."""
+    size = values.shape[-1]
+    is_best = values == jnp.max(values, axis=-1, keepdims=True)
+    first = jnp.min(jnp.where(is_best, jnp.arange(size, dtype=jnp.int32), size), axis=-1)
+    return jnp.minimum(first, size - 1)  # a row with a NaN has no greatest
 
 
 def sample(
@@ -157,7 +162,7 @@ def _draw(logits: jax.Array, rows: SamplingRows, positions: jax.Array, draws: ja
     weights = tempered_weights(logits, temperature)
     threshold = kept_threshold(weights, rows, draws)
     weights = jnp.where(weights >= threshold[:, None], weights, 0)
-    return _categorical(weights, rows.seed, positions)
+    return categorical(weights, rows.seed, positions)
 
 
 def tempered_weights(logits: jax.Array, temperature: jax.Array) -> jax.Array:  # [S, V], f32[S] -> f32[S, V]
@@ -171,85 +176,87 @@ def kept_threshold(weights: jax.Array, rows: SamplingRows, asking: jax.Array) ->
     top_k keeps the k most likely tokens; top_p the fewest of those, most likely first, whose share of their mass is
     top_p or more; min_p those of at least min_p times the greatest weight, which is 1.
     """
-    vocab = weights.shape[-1]
-    asks_k = asking & (rows.top_k > 0) & (rows.top_k < vocab)
+    asks_k = asking & (rows.top_k > 0) & (rows.top_k < weights.shape[-1])
     asks_p = asking & (rows.top_p < 1)
-    none = jnp.zeros_like(rows.top_p)
 
-    def by_count() -> jax.Array:
-        return largest_threshold(weights, jnp.ones_like, rows.top_k.astype(jnp.float32), asks_k)
+    def narrow(stage: jax.Array, threshold: jax.Array) -> jax.Array:
+        """Stage 0 is top_k, stage 1 top_p: one loop in the program serves both."""
+        is_top_k = stage == 0
+        return raise_threshold(
+            weights,
+            threshold,
+            measure=lambda w: jnp.where(is_top_k, 1.0, w),
+            target=lambda kept: jnp.where(is_top_k, rows.top_k.astype(jnp.float32), rows.top_p * kept),
+            asking=jnp.where(is_top_k, asks_k, asks_p),
+        )
 
-    def by_mass(at_least: jax.Array) -> jax.Array:
-        kept_mass = jnp.sum(jnp.where(weights >= at_least[:, None], weights, 0), axis=-1)
-        return largest_threshold(weights, lambda w: w, rows.top_p * kept_mass, asks_p)
-
-    top_k = lax.cond(asks_k.any(), by_count, lambda: none)
-    top_p = lax.cond(asks_p.any(), lambda: by_mass(top_k), lambda: none)
-    return jnp.maximum(jnp.maximum(top_k, top_p), rows.min_p)
+    everything = jnp.zeros_like(rows.min_p)
+    threshold = lax.cond((asks_k | asks_p).any(), lambda: lax.fori_loop(0, 2, narrow, everything), lambda: everything)
+    return jnp.maximum(threshold, rows.min_p)
 
 
-def largest_threshold(
+def raise_threshold(
     weights: jax.Array,  # f32[S, V], 0 to 1
+    threshold: jax.Array,  # f32[S]
+    *,
     measure: Callable[[jax.Array], jax.Array],  # of a token's weight: 1 to count tokens, the weight itself for mass
-    target: jax.Array,  # f32[S]
-    asking: jax.Array,  # bool[S]; the others get 0, which keeps everything
+    target: Callable[[jax.Array], jax.Array],  # f32[S], of the measure of what `threshold` keeps; at most that
+    asking: jax.Array,  # bool[S]; the others keep their threshold
 ) -> jax.Array:
-    """f32[S]: a threshold that keeps the fewest tokens whose measure together is `target` or more.
+    """f32[S]: a higher threshold, which keeps the fewest tokens that together measure `target` or more.
 
-    Non-negative floats have the order of their bits, so this is a bisection over integers: at most 30 passes over the
-    weights, and about 12 in practice, since it ends when one token is left between the bounds.
+    Floats that are not negative have the order of their bits, so this is a bisection over integers: at most 30 passes
+    over the weights, and 10 to 15 in practice, since it ends when one token is left between the bounds.
     """
     one = lax.bitcast_convert_type(jnp.float32(1), jnp.int32)
 
     def measure_from(bits: jax.Array) -> jax.Array:
-        at_least = weights >= lax.bitcast_convert_type(bits, jnp.float32)[:, None]
-        return jnp.sum(jnp.where(at_least, measure(weights), 0), axis=-1)
+        is_kept = weights >= lax.bitcast_convert_type(bits, jnp.float32)[:, None]
+        return jnp.sum(jnp.where(is_kept, measure(weights), 0), axis=-1)
 
-    # Between the bounds: `low` is enough, `high` is not (above 1 there is nothing).
+    # `low` keeps enough and `high` does not: above 1 there is nothing.
+    low = lax.bitcast_convert_type(threshold, jnp.int32)
+    kept = measure_from(low)
+    enough = target(kept)
+
     def is_open(bounds: tuple[jax.Array, ...]) -> jax.Array:
         low, high, from_low, from_high = bounds
-        smallest = measure(lax.bitcast_convert_type(low, jnp.float32))
-        several = from_low - from_high >= 2 * smallest
-        return asking & (high - low > 1) & several
+        has_several = from_low - from_high >= 2 * measure(lax.bitcast_convert_type(low, jnp.float32))
+        return asking & (high - low > 1) & has_several
 
     def halve(bounds: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         low, high, from_low, from_high = bounds
-        active = is_open(bounds)
         middle = low + (high - low) // 2
         from_middle = measure_from(middle)
-        enough = from_middle >= target
-        raise_low, lower_high = active & enough, active & ~enough
+        is_raised = is_open(bounds) & (from_middle >= enough)
+        is_lowered = is_open(bounds) & ~(from_middle >= enough)
         return (
-            jnp.where(raise_low, middle, low),
-            jnp.where(lower_high, middle, high),
-            jnp.where(raise_low, from_middle, from_low),
-            jnp.where(lower_high, from_middle, from_high),
+            jnp.where(is_raised, middle, low),
+            jnp.where(is_lowered, middle, high),
+            jnp.where(is_raised, from_middle, from_low),
+            jnp.where(is_lowered, from_middle, from_high),
         )
 
-    low = jnp.zeros(weights.shape[:1], jnp.int32)
-    bounds = (low, jnp.full_like(low, one + 1), measure_from(low), jnp.zeros_like(target))
+    bounds = (low, jnp.full_like(low, one + 1), kept, jnp.zeros_like(kept))
     low, *_ = lax.while_loop(lambda bounds: is_open(bounds).any(), halve, bounds)
-    return jnp.where(asking, lax.bitcast_convert_type(low, jnp.float32), 0)
+    return lax.bitcast_convert_type(low, jnp.float32)
 
 
-def _categorical(weights: jax.Array, seed: jax.Array, positions: jax.Array) -> jax.Array:
+def categorical(weights: jax.Array, seed: jax.Array, positions: jax.Array) -> jax.Array:
     """i32[S] drawn in proportion to `weights` [S, V]; the key is the row's seed and position and nothing else.
 
-    Two draws by Gumbel's maximum, of a block and of a token in it, are one draw of a token, and need V / 128 + 128
+    Two draws by Gumbel's maximum, of a block and of a token in it, make one draw of a token, and take V / 128 + 128
     random numbers instead of V.
     """
     num_rows, vocab = weights.shape
     blocks = jnp.pad(weights, ((0, 0), (0, -vocab % DRAW_BLOCK))).reshape(num_rows, -1, DRAW_BLOCK)
+    num_blocks = blocks.shape[1]
     keys = jax.random.wrap_key_data(jnp.flip(seed, axis=1), impl="threefry2x32")
-    keys = jax.vmap(lambda key, position: jax.random.split(jax.random.fold_in(key, position)))(keys, positions)
-    block = _gumbel_max(keys[:, 0], jnp.sum(blocks, axis=-1))
+    keys = jax.vmap(jax.random.fold_in)(keys, positions)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, (num_blocks + DRAW_BLOCK,)))(keys)
+    block = _first_max(jnp.log(jnp.sum(blocks, axis=-1)) + noise[:, :num_blocks])
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]  # [S, DRAW_BLOCK]
-    return block * DRAW_BLOCK + _gumbel_max(keys[:, 1], inside)
-
-
-def _gumbel_max(keys: jax.Array, weights: jax.Array) -> jax.Array:  # [S], f32[S, n] -> i32[S]
-    draw = jax.vmap(lambda key, row: jax.random.categorical(key, jnp.log(row)))
-    return draw(keys, weights).astype(jnp.int32)
+    return block * DRAW_BLOCK + _first_max(jnp.log(inside) + noise[:, num_blocks:])
 
 
 @partial(jax.tree_util.register_dataclass)

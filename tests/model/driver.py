@@ -39,8 +39,7 @@ def tiny_model(seed: int = 0) -> Llama:
     """Random weights, large enough that tokens depend on what was attended to."""
     model = Llama(TINY, dtype=jnp.float32, rngs=nnx.Rngs(seed))
     state = nnx.state(model)
-    leaves = {path: variable for path, variable in nnx.to_flat_state(state)}
-    for variable in leaves.values():
+    for _, variable in nnx.to_flat_state(state):
         if variable.get_value().ndim == 2:
             variable.set_value(variable.get_value() * 10)
     nnx.update(model, state)

@@ -1,0 +1,180 @@
+"""Times the compiled step itself, without engine, server or tokens of meaning, beside what the same products cost alone.
+
+python -m scripts.bench_step --model FOLDER --load-format dummy --dtype float32 --rows 1,4,16,64 --context 256
+python -m scripts.bench_step --model preset:llama-3.2-1b --load-format dummy --prefill 128,512 --variant sample
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from batcher.step import PATCH_BLOCK, Bucket, Capacity, PackedLayout, SlotLayout, StepInput, Variant
+from scripts.settings import EngineSettings, add_engine_flags
+
+if TYPE_CHECKING:
+    from model.runner import ModelRunner
+
+MAX_STEPS_AHEAD = 2  # as the engine: the next step is dispatched before this one is read
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Milliseconds; medians."""
+
+    num_tokens: int
+    num_rows: int
+    context: int  # tokens in pages before the step
+    step_ms: float  # from result to result, the next step dispatched ahead
+    slowest_ms: float
+    dispatch_ms: float  # what execute() holds its caller for
+    products_ms: float  # the step's matrix products and norms: no attention, pages, sampling or state
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.step_ms * 1e3
+
+    @property
+    def ratio(self) -> float:
+        return self.step_ms / self.products_ms
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m scripts.bench_step", description=__doc__.splitlines()[0])
+    add_engine_flags(p)
+    step = p.add_argument_group("steps")
+    step.add_argument("--rows", type=_ints, default=[1, 4, 16, 64], help="decode steps of so many rows")
+    step.add_argument("--prefill", type=_ints, default=[128, 512], help="steps of one prompt chunk of so many tokens")
+    step.add_argument("--context", type=int, default=256, help="tokens already in pages")
+    step.add_argument("--variant", type=Variant, default=Variant.GREEDY, choices=[Variant.GREEDY, Variant.SAMPLE])
+    step.add_argument("--temperature", type=float, default=1.0, help="with --variant sample")
+    step.add_argument("--top-p", type=float, default=1.0, help="with --variant sample")
+    step.add_argument("--top-k", type=int, default=0, help="with --variant sample")
+    step.add_argument("--steps", type=int, default=20)
+    step.add_argument("--json", type=Path, help="write the figures here, too")
+    return p
+
+
+def main(argv: list[str]) -> None:
+    args = parser().parse_args(argv)
+    from scripts.engine import build_runner
+
+    needed = args.context + max([*args.prefill, args.steps + 8])
+    settings = EngineSettings.from_namespace(args)
+    settings = EngineSettings.from_keywords(
+        **asdict(settings)
+        | {
+            "max_model_len": settings.max_model_len or needed,
+            "max_num_seqs": max(args.rows),
+            "max_num_batched_tokens": max([*args.prefill, max(args.rows) + 1]),
+        }
+    )
+    built = build_runner(settings, print)
+    runner = built.runner
+    shapes = [Bucket(n, n, args.variant) for n in args.rows] + [Bucket(n, 1, args.variant) for n in args.prefill if n > 1]
+    runner.warm_up(shapes, print)
+    sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+    timings = []
+    print(f"{'':18}{'step ms':>9}{'slowest':>9}{'tok/s':>9}{'dispatch ms':>13}{'products ms':>13}{'ratio':>7}")
+    for bucket in shapes:
+        timing = time_bucket(runner, bucket, context=args.context, steps=args.steps, sampling=sampling)
+        timings.append(timing)
+        name = f"decode {bucket.num_rows}" if bucket.decode_only else f"prefill {bucket.num_tokens}"
+        print(
+            f"{name:18}{timing.step_ms:9.2f}{timing.slowest_ms:9.2f}{timing.tokens_per_s:9.0f}"
+            f"{timing.dispatch_ms:13.3f}{timing.products_ms:13.2f}{timing.ratio:7.2f}",
+            flush=True,
+        )
+    if args.json:
+        figures = [asdict(t) | {"tokens_per_s": t.tokens_per_s, "ratio": t.ratio} for t in timings]
+        args.json.write_text(json.dumps({"command": argv, "steps": figures}, indent=1))
+
+
+def time_bucket(
+    runner: ModelRunner, bucket: Bucket, *, context: int, steps: int, sampling: dict[str, float]
+) -> Timing:
+    """`steps` steps of the bucket, full, over sequences of `context` tokens and the ones that the steps add."""
+    capacity = runner.capacity()
+    admit(runner, bucket, context, sampling)
+    dispatch_s, arrivals, ahead = [], [], []
+    for _ in range(steps + MAX_STEPS_AHEAD):
+        step = full_step(bucket, capacity, context)
+        before = time.perf_counter()
+        ahead.append(runner.execute(step))
+        dispatch_s.append(time.perf_counter() - before)
+        if len(ahead) == MAX_STEPS_AHEAD:
+            ahead.pop(0).result()
+            arrivals.append(time.perf_counter())
+    for handle in ahead:
+        handle.result()
+    step_s = np.diff(arrivals)[1:]
+    return Timing(
+        num_tokens=bucket.num_tokens,
+        num_rows=bucket.num_rows,
+        context=context,
+        step_ms=float(np.median(step_s)) * 1e3,
+        slowest_ms=float(np.max(step_s)) * 1e3,
+        dispatch_ms=float(np.median(dispatch_s)) * 1e3,
+        products_ms=_median_ms(runner.products_only(bucket), steps),
+    )
+
+
+def admit(runner: ModelRunner, bucket: Bucket, context: int, sampling: dict[str, float]) -> None:
+    """Gives every row its slot, `context` tokens and pages for what comes (pages that no one wrote: timing only)."""
+    capacity = runner.capacity()
+    width = SlotLayout.width(capacity.pages_per_seq)
+    state = np.zeros((bucket.num_rows, width), np.int32)
+    state[:, SlotLayout.KV_LEN] = context
+    state[:, SlotLayout.TOP_K] = sampling["top_k"]
+    state[:, SlotLayout.TEMPERATURE] = np.float32(sampling["temperature"]).view(np.int32)
+    state[:, SlotLayout.TOP_P] = np.float32(sampling["top_p"]).view(np.int32)
+    state[:, SlotLayout.REPETITION_PENALTY] = np.float32(1).view(np.int32)
+    pages = np.arange(bucket.num_rows * capacity.pages_per_seq) % capacity.num_pages + 1
+    state[:, SlotLayout.PAGE_TABLE :] = pages.reshape(bucket.num_rows, -1)
+    flat = np.stack([np.arange(state.size, dtype=np.int32), state.ravel()])
+    padding = np.full((2, -state.size % PATCH_BLOCK), capacity.num_slots * width, np.int32)
+    blocks = np.concatenate([flat, padding], axis=1).reshape(2, -1, PATCH_BLOCK).transpose(1, 0, 2)
+    step = full_step(bucket, capacity, context)
+    runner.execute(StepInput(bucket=bucket, packed=step.packed, patches=tuple(blocks.copy()))).result()
+
+
+def full_step(bucket: Bucket, capacity: Capacity, context: int) -> StepInput:
+    layout = PackedLayout(bucket)
+    packed, parts = np.zeros(layout.size, np.int32), layout.sections()
+    width = SlotLayout.width(capacity.pages_per_seq)
+    rows = np.arange(bucket.num_rows)
+    packed[:3] = (bucket.num_rows if bucket.decode_only else 0), bucket.num_rows, bucket.num_tokens
+    packed[parts["slots"]] = rows
+    packed[parts["q_lens"]] = bucket.num_tokens // bucket.num_rows
+    packed[parts["emits"]] = 1
+    packed[parts["tokens"]] = -1 if bucket.decode_only else np.arange(bucket.num_tokens) % capacity.vocab_size
+    packed[parts["patch_indices"]] = capacity.num_slots * width
+    if not bucket.decode_only:  # the same chunk again: prompts do not grow
+        packed[parts["patch_indices"]][: bucket.num_rows] = rows * width + SlotLayout.KV_LEN
+        packed[parts["patch_values"]][: bucket.num_rows] = context
+    return StepInput(bucket=bucket, packed=packed)
+
+
+def _median_ms(run: Callable[[], Any], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        before = time.perf_counter()
+        np.asarray(run())
+        times.append(time.perf_counter() - before)
+    return float(np.median(times)) * 1e3
+
+
+def _ints(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
