@@ -1,0 +1,105 @@
+"""/metrics: the names that dashboards know, and that the numbers are the engine's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from batcher.stats import EngineStats
+from server.metrics import ServerMetrics
+from server.wire import EngineInfo
+
+
+@dataclass
+class Source:
+    stats: EngineStats
+    info: EngineInfo
+    death: str | None = None
+
+
+def samples(metrics: ServerMetrics) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    """name -> labels -> value, read back with prometheus-client's own parser."""
+    found: dict[str, dict] = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+    return found
+
+
+def metrics_of(stats: EngineStats, prefix: str = "pallas_serve:") -> ServerMetrics:
+    info = EngineInfo(max_model_len=10, vocab_size=10, cache_config={"page_size": "16"})
+    return ServerMetrics(Source(stats, info), prefix=prefix, model_name="m")
+
+
+LABELS = (("engine", "0"), ("model_name", "m"))
+
+
+def test_gauges_and_counters_are_the_engines():
+    stats = EngineStats(num_requests_running=3, num_pages=8, num_pages_used=2, generation_tokens=70, num_preemptions=1)
+    stats.finished = {"stop": 4, "abort": 1}
+    found = samples(metrics_of(stats))
+    assert found["pallas_serve:num_requests_running"] == {LABELS: 3}
+    assert found["pallas_serve:kv_cache_usage_perc"] == {LABELS: 0.25}
+    assert found["pallas_serve:generation_tokens_total"] == {LABELS: 70}
+    assert found["pallas_serve:num_preemptions_total"] == {LABELS: 1}
+    assert found["pallas_serve:engine_alive"] == {LABELS: 1}
+    reasons = {dict(labels)["finished_reason"]: v for labels, v in found["pallas_serve:request_success_total"].items()}
+    assert reasons == {"stop": 4, "length": 0, "abort": 1, "error": 0}
+    assert found["pallas_serve:cache_config_info"] == {(*LABELS, ("page_size", "16")): 1}
+
+
+def test_histograms_are_cumulated():
+    stats = EngineStats()
+    for seconds in (0.0005, 0.03, 0.03, 5000):
+        stats.time_to_first_token.observe(seconds)
+    found = samples(metrics_of(stats))
+    name = "pallas_serve:time_to_first_token_seconds"
+    buckets = {dict(labels)["le"]: value for labels, value in found[f"{name}_bucket"].items()}
+    assert (buckets["0.001"], buckets["0.02"], buckets["0.04"], buckets["2560.0"], buckets["+Inf"]) == (1, 1, 3, 3, 4)
+    assert found[f"{name}_count"] == {LABELS: 4}
+    assert found[f"{name}_sum"] == {LABELS: 5000.0605}
+
+
+def test_the_names_of_dashboards_are_there():
+    found = samples(metrics_of(EngineStats(), prefix="vllm:"))
+    expected = [
+        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total"),
+        *("prompt_tokens_total", "generation_tokens_total", "prefix_cache_queries_total", "prefix_cache_hits_total"),
+        *("request_success_total", "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket"),
+        *("e2e_request_latency_seconds_bucket", "request_queue_time_seconds_bucket", "iteration_tokens_total_bucket"),
+        *("request_prefill_time_seconds_bucket", "request_decode_time_seconds_bucket", "request_params_n_bucket"),
+        *("request_prompt_tokens_bucket", "request_generation_tokens_bucket", "request_params_max_tokens_bucket"),
+        *("request_time_per_output_token_seconds_bucket", "cache_config_info"),
+    ]
+    assert [name for name in expected if f"vllm:{name}" not in found] == []
+
+
+def test_what_the_server_counts_itself():
+    metrics = metrics_of(EngineStats())
+    metrics.observe_request(n=3, max_tokens=100)
+    metrics.observe_response(handler="/health", method="GET", status=200, seconds=0.02)
+    metrics.observe_response(handler="/health", method="GET", status=503, seconds=0.02)
+    found = samples(metrics)
+    assert found["pallas_serve:request_params_n_sum"] == {LABELS: 3}
+    assert found["pallas_serve:request_params_max_tokens_sum"] == {LABELS: 100}
+    base = (("handler", "/health"), ("method", "GET"))
+    assert found["http_requests_total"] == {(*base, ("status", "200")): 1, (*base, ("status", "503")): 1}
+    assert found["http_request_duration_seconds_count"] == {base: 2}
+
+
+def test_a_dead_engine_is_seen():
+    metrics = metrics_of(EngineStats())
+    metrics._source.death = "killed"
+    assert samples(metrics)["pallas_serve:engine_alive"] == {LABELS: 0}
+
+
+def test_a_running_server_exports_its_engines_numbers(scripted):
+    with scripted.http() as http:
+        http.post("/v1/completions", json={"prompt": "a"})
+        text = http.get("/metrics").text
+        assert http.get("/metrics").headers["content-type"].startswith("text/plain")
+    names = {family.name for family in text_string_to_metric_families(text)}
+    assert "pallas_serve:generation_tokens" in names
+    lines = [line for line in text.splitlines() if line.startswith("http_requests_total{")]
+    assert any('handler="/v1/completions",method="POST",status="200"' in line for line in lines)

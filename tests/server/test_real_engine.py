@@ -1,0 +1,131 @@
+"""The whole path with the real engine in its process: tokens are those that the runner's contract foretells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from batcher.request import Request, SamplingParams
+from server.text_stream import TextStream
+from server.tokenizer import ByteLevelTokenizer
+from tests.batcher.fake_runner import expected_tokens
+from tests.server.real_engine import CAPACITY, RealConfig
+from tests.server.running import RunningServer, running_server
+from tests.server.sse_events import parse_events, stream_events
+from tests.server.test_lifecycle import wait_until
+from tests.server.tokenizers import BOS, EOT, byte_tokenizer
+
+TARGET = "tests.server.real_engine:build"
+PATH = "/v1/completions"
+TOKENIZER = ByteLevelTokenizer(byte_tokenizer(), config={}, chat_template=None)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[RunningServer]:
+    with running_server(tmp_path_factory.mktemp("real"), TARGET, RealConfig()) as running:
+        yield running
+
+
+def foretold(prompt: str, *, seed: int, **sampling) -> tuple[str, int]:
+    """The text and the number of tokens that the engine must generate."""
+    params = SamplingParams(**({"max_tokens": 24, "temperature": 1.0} | sampling), seed=seed)
+    request = Request(request_id="", prompt=(BOS, *prompt.encode()), sampling=params)
+    ids = expected_tokens(request, CAPACITY, (EOT,))
+    stream = TextStream(TOKENIZER)
+    return "".join([stream.push(id) for id in ids]) + stream.finish(), len(ids)
+
+
+def metric(server: RunningServer, name: str) -> float:
+    with server.http() as http:
+        lines = http.get("/metrics").text.splitlines()
+    return float(next(line for line in lines if line.startswith(f"pallas_serve:{name}{{")).split()[-1])
+
+
+def test_greedy_and_sampled_texts_are_those_foretold(server):
+    with server.http() as http:
+        for fields in ({"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1}):
+            body = {"prompt": "hello", "max_tokens": 24, "seed": 7, **fields}
+            answer = http.post(PATH, json=body).json()
+            text, count = foretold("hello", seed=7, **fields)
+            assert answer["choices"][0]["text"] == text
+            assert answer["usage"]["completion_tokens"] == count
+
+
+def test_choices_have_seeds_of_their_own(server):
+    with server.http() as http:
+        answer = http.post(PATH, json={"prompt": "hello", "max_tokens": 24, "seed": 7, "n": 3}).json()
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert texts == [foretold("hello", seed=7 + i)[0] for i in range(3)]
+    assert len(set(texts)) == 3
+
+
+def test_sixty_four_streams_at_once_each_get_their_own_text(server):
+    prompts = [f"prompt number {i} " * (1 + i % 7) for i in range(64)]
+
+    def stream(i: int) -> str:
+        with server.http() as http:
+            chunks = stream_events(http, PATH, {"prompt": prompts[i], "max_tokens": 24, "seed": i})
+        return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+    with ThreadPoolExecutor(64) as pool:
+        texts = list(pool.map(stream, range(64)))
+    assert texts == [foretold(prompt, seed=i)[0] for i, prompt in enumerate(prompts)]
+    wait_until(lambda: metric(server, "num_requests_running") == 0)
+    wait_until(lambda: metric(server, "kv_cache_usage_perc") == 0)
+
+
+def test_a_repeated_prompt_is_found_in_the_cache(server):
+    body = {"prompt": "a prefix that is longer than one page of tokens", "max_tokens": 2, "seed": 1}
+    with server.http() as http:
+        cached = [
+            http.post(PATH, json=body | extra).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            for extra in ({}, {}, {"cache_salt": "mine"})
+        ]
+    assert cached == [0, 32, 0]
+
+
+def test_prompt_logprobs_are_complete_in_spite_of_the_cache(server):
+    with server.http() as http:
+        for _ in range(2):
+            body = {"prompt": "a prefix of the cache", "echo": True, "logprobs": 1, "max_tokens": 1, "seed": 1}
+            logprobs = http.post(PATH, json=body).json()["choices"][0]["logprobs"]
+            assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == 1 + 21 + 1
+            assert None not in logprobs["token_logprobs"][1:]
+
+
+def test_a_stop_string_frees_the_pages(server):
+    text, _ = foretold("hello", seed=7, max_tokens=200)
+    stop = text[20:23]
+    with server.http() as http:
+        body = {"prompt": "hello", "max_tokens": 200, "seed": 7, "stop": stop}
+        choice = http.post(PATH, json=body).json()["choices"][0]
+    assert choice["text"] == text[: text.index(stop)]
+    assert choice["finish_reason"] == "stop"
+    wait_until(lambda: metric(server, "num_requests_running") == 0)
+    wait_until(lambda: metric(server, "kv_cache_usage_perc") == 0)
+
+
+def test_a_model_that_gives_nan_fails_its_request_alone(tmp_path):
+    with running_server(tmp_path, TARGET, RealConfig(nan_token=ord("!"))) as server, server.http() as http:
+        assert http.post(PATH, json={"prompt": "bad!", "seed": 1}).status_code == 500
+        assert http.post(PATH, json={"prompt": "good", "seed": 1, "max_tokens": 1}).status_code == 200
+
+
+def test_a_failed_step_fails_its_requests_and_the_server_goes_on(tmp_path):
+    with running_server(tmp_path, TARGET, RealConfig(broken_at=2)) as server, server.http() as http:
+        response = http.post(PATH, json={"prompt": "hello", "seed": 1, "stream": True, "ignore_eos": True})
+        last = parse_events(response.text)[-1]
+        assert last["error"]["type"] == "InternalServerError"
+        assert http.post(PATH, json={"prompt": "hello", "seed": 1}).status_code == 200
+        assert http.get("/health").status_code == 200
+
+
+def test_a_device_that_is_gone_ends_the_server(tmp_path):
+    with running_server(tmp_path, TARGET, RealConfig(broken_at=2, healthy=False)) as server, server.http() as http:
+        response = http.post(PATH, json={"prompt": "hello", "seed": 1, "ignore_eos": True})
+        assert response.status_code in (500, 503)
+        assert "engine" in response.json()["error"]["message"]
+        wait_until(lambda: http.get("/health").status_code == 503)
+        assert server.process.wait(20) == 1
