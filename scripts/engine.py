@@ -1,0 +1,280 @@
+"""The engine's factory: from settings to a warmed-up engine, saying what each phase of the start took.
+
+`build` is what the engine's process calls (`scripts.engine:build`) and what offline generation calls in its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batcher.buckets import BucketConfig, BucketLadder
+from batcher.config import EngineConfig, Scheduling
+from batcher.engine import Engine
+from model.source import ModelSource, resolve
+from scripts.settings import EngineSettings
+from server.wire import EngineInfo
+
+if TYPE_CHECKING:
+    import jax
+
+    from model.config import LlamaConfig
+    from model.runner import ModelRunner
+
+Report = Callable[[str], None]
+GIB = 1 << 30
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceDefaults:
+    """Limits where the user gives none, and the smallest program that pays on the platform."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    min_decode_rows: int
+    min_mixed_tokens: int
+    half_steps: bool
+
+
+_DEFAULTS = {
+    # A CPU computes a token at a time no slower than it reads the weights for it: long steps only delay the others.
+    # Its compiler is slow too, so its ladder is coarse.
+    "cpu": DeviceDefaults(
+        max_num_seqs=64, max_num_batched_tokens=512, min_decode_rows=1, min_mixed_tokens=16, half_steps=False
+    ),
+    # On chips a few rows cost what one does; every program saved is seconds of start-up.
+    "gpu": DeviceDefaults(
+        max_num_seqs=256, max_num_batched_tokens=2048, min_decode_rows=4, min_mixed_tokens=64, half_steps=True
+    ),
+    "tpu": DeviceDefaults(
+        max_num_seqs=256, max_num_batched_tokens=2048, min_decode_rows=8, min_mixed_tokens=64, half_steps=True
+    ),
+}
+# XLA's CPU product of one bf16 row is several times slower than that of four.
+_MIN_ROWS_CPU_BF16 = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """A runner and what an engine over it needs. Several engines may be made over one runner, one after the other."""
+
+    runner: ModelRunner
+    ladder: BucketLadder
+    eos_token_ids: tuple[int, ...]
+    settings: EngineSettings
+    info: EngineInfo
+
+    def engine(self, scheduling: str | None = None, on_death: Callable[[BaseException], None] | None = None) -> Engine:
+        settings = self.settings
+        config = EngineConfig(
+            eos_token_ids=self.eos_token_ids,
+            scheduling=Scheduling(scheduling or settings.scheduling),
+            prefix_caching=settings.enable_prefix_caching,
+            max_waiting=settings.max_queue,
+            seed=settings.seed,
+        )
+        return Engine(self.runner, config, self.ladder, on_death=on_death)
+
+
+def build(settings: EngineSettings, report: Report) -> tuple[Engine, EngineInfo]:
+    """A warmed-up engine, not started. ValueError in words for whatever cannot be had."""
+    built = build_runner(settings, report)
+    engine = built.engine()
+    engine.warm_up(lambda line: report(f"  {line}"))
+    return engine, built.info
+
+
+def build_runner(settings: EngineSettings, report: Report) -> Built:
+    """The weights on the device and the pages allocated; nothing compiled yet."""
+    with _phase("start", report) as say:
+        platform = _start_jax(settings)
+        say(f"jax on {_describe_devices(settings)}")
+    from model.runner import ModelRunner, RunnerConfig
+    from pallas_kernels.api import AttentionSpec, PagedAttention, choose_backend
+    from pallas_kernels.layout import default_page_size
+
+    source = resolve(settings.model, weights=settings.load_format != "dummy")
+    config = source.config
+    backend = choose_backend(settings.attention_backend, platform)
+    dtype, reason = choose_dtype(settings.dtype, config.checkpoint_dtype, platform)
+    max_model_len = choose_model_len(settings.max_model_len, config.max_position_embeddings)
+    defaults = _DEFAULTS[platform]
+    max_num_seqs = settings.max_num_seqs or defaults.max_num_seqs
+    max_num_batched_tokens = settings.max_num_batched_tokens or max(defaults.max_num_batched_tokens, 2 * max_num_seqs)
+    ladder = BucketLadder(
+        BucketConfig(
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            min_decode_rows=_MIN_ROWS_CPU_BF16
+            if platform == "cpu" and dtype == "bfloat16"
+            else defaults.min_decode_rows,
+            min_mixed_tokens=defaults.min_mixed_tokens,
+            half_steps=defaults.half_steps,
+        )
+    )
+    mesh = _mesh(settings.tensor_parallel_size)
+    with _phase("load", report) as say:
+        model = _load(settings, source, dtype=dtype, mesh=mesh, separate_head=platform == "cpu")
+        say(f"{_size_of(model) / GIB:.2f} GiB of weights from {_origin(settings, source)}, as {dtype} ({reason})")
+    stored = model.config
+    page_size = settings.page_size or default_page_size(backend, max_model_len)
+    attention = PagedAttention(
+        AttentionSpec(
+            num_query_heads=stored.num_heads,
+            num_kv_heads=stored.num_kv_heads,
+            head_dim=stored.head_dim,
+            page_size=page_size,
+            dtype=dtype,
+            kv_dtype=dtype,
+        ),
+        backend,
+        mesh,
+    )
+    with _phase("allocate", report) as say:
+        limits = RunnerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            memory_utilization=settings.memory_utilization,
+            num_pages=settings.num_pages,
+        )
+        runner = ModelRunner(model, attention, limits)
+        capacity = runner.capacity()
+        kv_bytes = capacity.num_pages * attention.page_bytes() * stored.num_layers
+        say(
+            f"{capacity.num_pages} K/V pages of {page_size} tokens, {kv_bytes / GIB:.2f} GiB: "
+            f"{capacity.num_pages // capacity.pages_per_seq} requests of {max_model_len} tokens at once; "
+            f"attention backend {backend}, at most {max_num_seqs} sequences and {max_num_batched_tokens} tokens a step"
+        )
+    info = EngineInfo(
+        max_model_len=max_model_len,
+        vocab_size=config.vocab_size,
+        cache_config={
+            "page_size": str(page_size),
+            "num_pages": str(capacity.num_pages),
+            "cache_dtype": dtype,
+            "enable_prefix_caching": str(settings.enable_prefix_caching),
+            "memory_utilization": str(settings.memory_utilization),
+            "attention_backend": str(backend),
+        },
+    )
+    return Built(
+        runner=runner, ladder=ladder, eos_token_ids=source.generation.eos_token_ids, settings=settings, info=info
+    )
+
+
+def choose_dtype(asked: str, checkpoint_dtype: str | None, platform: str) -> tuple[str, str]:
+    """What to compute in, and why, in words."""
+    if asked != "auto":
+        return asked, "as asked for"
+    if platform == "cpu":
+        if checkpoint_dtype == "float32":
+            return "float32", "the checkpoint's own"
+        return "float32", "the CPU's default: exact, and at small batches faster; --dtype bfloat16 halves the memory"
+    if checkpoint_dtype in ("bfloat16", "float32"):
+        return checkpoint_dtype, "the checkpoint's own"
+    return "bfloat16", f"the checkpoint says {checkpoint_dtype}"
+
+
+def choose_model_len(asked: int | None, trained: int) -> int:
+    """ValueError where more is asked for than the model was trained for: its text would decay without a word."""
+    if asked is not None and asked > trained:
+        raise ValueError(f"--max-model-len {asked} is more than the {trained} tokens that the model was trained for")
+    return asked or trained
+
+
+def compile_cache_folder(asked: str | None) -> Path | None:
+    """None: keep nothing."""
+    if asked == "none":
+        return None
+    if asked is not None:
+        return Path(asked).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "pallas-serve" / "compiled"
+
+
+def _start_jax(settings: EngineSettings) -> str:
+    """'cpu', 'gpu' or 'tpu': what this process computes on. ValueError where the device asked for is not there."""
+    import jax
+
+    device = find_device() if settings.device == "auto" else settings.device
+    # Only what is asked for is started: a plug-in for a chip that is not here fails loudly and late.
+    jax.config.update("jax_platforms", device if device == "cpu" else f"{device},cpu")
+    if device == "cpu" and settings.tensor_parallel_size > 1:
+        jax.config.update("jax_num_cpu_devices", settings.tensor_parallel_size)
+    try:
+        platform = jax.devices()[0].platform
+    except RuntimeError as error:
+        raise ValueError(f"no {device} device can be used: {error}") from error
+    if platform not in _DEFAULTS:
+        raise ValueError(f"jax runs on {platform!r} here; this engine runs on {', '.join(_DEFAULTS)}")
+    folder = compile_cache_folder(settings.compile_cache)
+    if folder is not None:
+        from model.compile_cache import keep_compilations
+
+        keep_compilations(folder)
+    return platform
+
+
+def find_device() -> str:
+    """'cpu', 'tpu' or 'cuda': what this machine has, by the same rule by which scripts/serve chose the packages."""
+    command = ["bash", "-c", ". scripts/setup.sh && find_device"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if found.returncode:
+        raise ValueError(found.stderr.strip())
+    return found.stdout.strip()
+
+
+def _describe_devices(settings: EngineSettings) -> str:
+    import jax
+
+    devices = jax.devices()
+    return f"{devices[0].device_kind}, using {settings.tensor_parallel_size} of {len(devices)} device(s)"
+
+
+def _mesh(num_shards: int) -> jax.sharding.Mesh | None:
+    from model.sharding import make_mesh
+
+    return make_mesh(num_shards) if num_shards > 1 else None
+
+
+def _origin(settings: EngineSettings, source: ModelSource) -> str:
+    return "nowhere (random)" if settings.load_format == "dummy" else str(source.folder)
+
+
+def _load(settings: EngineSettings, source: ModelSource, *, dtype: str, mesh: Any, separate_head: bool) -> Any:
+    from model import weights
+
+    options = {"dtype": dtype, "mesh": mesh, "separate_head": separate_head}
+    config: LlamaConfig = source.config
+    if settings.load_format == "dummy" or source.folder is None:
+        if settings.load_format != "dummy":
+            raise ValueError(f"--model {settings.model} has no weights: add --load-format dummy for random ones")
+        return weights.random_weights(config, **options, seed=settings.seed or 0)
+    if settings.load_format == "orbax" or (settings.load_format == "auto" and (source.folder / "orbax").is_dir()):
+        from model.checkpoint import load_orbax
+
+        return load_orbax(source.folder / "orbax", config, **options)
+    return weights.load_hf(source.folder, config, **options)
+
+
+def _size_of(model: Any) -> int:
+    import jax
+    from flax import nnx
+
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
+
+
+@contextmanager
+def _phase(name: str, report: Report) -> Iterator[Report]:
+    """Reports the phase's seconds with what the body says of it."""
+    started, said = time.perf_counter(), []
+    yield said.append
+    report(f"  {name:<9}{time.perf_counter() - started:6.1f} s  {'; '.join(said)}")

@@ -1,0 +1,112 @@
+"""Serves a model over HTTP: what scripts/serve runs once the packages are there."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+
+from model.source import DEMO, Kind, ModelSource, resolve
+from scripts.settings import EngineSettings, add_engine_flags
+from scripts.stand_in_tokenizer import write_stand_in_tokenizer
+from server.main import run
+from server.settings import DEFAULT_METRICS_PREFIX, GenerationDefaults, Settings
+
+ENGINE = "scripts.engine:build"
+ROOT = Path(__file__).parent.parent
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="scripts/serve",
+        description="Serves a Llama 3 behind an OpenAI-compatible endpoint; without flags, the demo on 127.0.0.1:8000.",
+        allow_abbrev=False,
+    )
+    add_engine_flags(p)
+    server = p.add_argument_group("server")
+    server.add_argument("--host", default="127.0.0.1")
+    server.add_argument("--port", type=int, default=8000, help="0: any free one")
+    server.add_argument("--api-key", nargs="+", default=[], metavar="KEY", help="asked for on every route but /health")
+    server.add_argument("--served-model-name", nargs="+", metavar="NAME", help="default: --model")
+    server.add_argument("--tokenizer", type=Path, metavar="DIR", help="default: the model's own")
+    server.add_argument("--chat-template", type=Path, metavar="FILE", help="a Jinja file in place of the model's own")
+    server.add_argument("--allowed-origins", nargs="+", default=["*"], metavar="ORIGIN", help="CORS (default: all)")
+    server.add_argument("--queue-timeout", type=float, metavar="S", help="refuse requests that waited so long")
+    server.add_argument("--metrics-prefix", default=DEFAULT_METRICS_PREFIX, help="vllm: keeps existing dashboards")
+    server.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    return p
+
+
+def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Path) -> Settings:
+    """ValueError or OSError for values that cannot be."""
+    names = args.served_model_name or (DEMO if source.name == DEMO else args.model,)
+    return Settings(
+        tokenizer_folder=tokenizer,
+        model_names=tuple(names),
+        model_root=str(source.folder or source.name),
+        host=args.host,
+        port=args.port,
+        api_keys=tuple(args.api_key),
+        allowed_origins=tuple(args.allowed_origins),
+        chat_template=args.chat_template.read_text(encoding="utf-8") if args.chat_template else None,
+        generation_defaults=GenerationDefaults.from_folder(source.folder) if source.folder else GenerationDefaults(),
+        metrics_prefix=args.metrics_prefix,
+        version=version(),
+        queue_timeout_s=args.queue_timeout,
+    )
+
+
+def version() -> str:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+def tokenizer_folder(asked: Path | None, source: ModelSource, spare: Path) -> Path:
+    """The tokenizer asked for, the model's own, or a stand-in in the folder `spare` for a preset, which has none."""
+    if asked is not None or source.folder is not None:
+        return asked or source.folder
+    write_stand_in_tokenizer(spare, source.config.vocab_size)
+    return spare
+
+
+def curl_line(url: str, settings: Settings) -> str:
+    question = "What is 47 + 35?" if settings.model_names[0] == DEMO else "Hello!"
+    body = {"model": settings.model_names[0], "messages": [{"role": "user", "content": question}]}
+    key = f" -H 'Authorization: Bearer {settings.api_keys[0]}'" if settings.api_keys else ""
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
+
+
+def main(argv: list[str] | None = None) -> int:
+    started = time.perf_counter()
+    args = parser().parse_args(argv)
+    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        engine = EngineSettings.from_namespace(args)
+        source = resolve(engine.model, weights=engine.load_format != "dummy")
+        if source.kind is Kind.HUB:
+            engine = dataclasses.replace(engine, model=str(source.folder))  # fetched once, and in this process
+        with tempfile.TemporaryDirectory(prefix="pallas-serve-") as spare:
+            settings = server_settings(args, source, tokenizer_folder(args.tokenizer, source, Path(spare)))
+            say(f"pallas-serve {settings.version}: {args.model}")
+
+            def on_ready(url: str) -> None:
+                say(f"ready after {time.perf_counter() - started:.1f} s: {url}/v1\ntry:\n  {curl_line(url, settings)}")
+
+            return run(settings, ENGINE, engine, report=say, on_ready=on_ready)
+    except (ValueError, OSError) as error:
+        print(f"scripts/serve: {error}", file=sys.stderr)
+        return 2
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

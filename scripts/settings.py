@@ -1,0 +1,113 @@
+"""What an engine is told: one frozen record, built from flags or keywords, and carried to the engine's process."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from model.source import DEMO
+
+DEVICES = ("auto", "cpu", "tpu", "cuda")
+DTYPES = ("auto", "bfloat16", "float32")
+LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
+SCHEDULING = ("continuous", "static")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSettings:
+    """The flags' own defaults; None means that the engine decides when it knows the model and the device."""
+
+    model: str = DEMO
+    device: str = "auto"
+    dtype: str = "auto"
+    load_format: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    memory_utilization: float = 0.9
+    page_size: int | None = None
+    num_pages: int | None = None
+    tensor_parallel_size: int = 1
+    attention_backend: str = "auto"
+    enable_prefix_caching: bool = True
+    scheduling: str = "continuous"
+    max_queue: int = 1024
+    compile_cache: str | None = None  # a folder, or "none"; None: the user's cache folder
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        choices = {
+            "device": DEVICES,
+            "dtype": DTYPES,
+            "load_format": LOAD_FORMATS,
+            "scheduling": SCHEDULING,
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{flag(name)} {getattr(self, name)!r}: it can be one of {', '.join(allowed)}")
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{flag(name)} must be at least 1, not {value}")
+        if self.tensor_parallel_size < 1:
+            raise ValueError(f"--tensor-parallel-size must be at least 1, not {self.tensor_parallel_size}")
+        if not 0 < self.memory_utilization <= 1:
+            raise ValueError(f"--memory-utilization is a share above 0 and at most 1, not {self.memory_utilization}")
+        if self.max_queue < 0:
+            raise ValueError(f"--max-queue must not be negative, not {self.max_queue}")
+
+    @classmethod
+    def from_namespace(cls, args: argparse.Namespace) -> EngineSettings:
+        return cls(**{name: getattr(args, name) for name in cls.field_names()})
+
+    @classmethod
+    def from_keywords(cls, **keywords: Any) -> EngineSettings:
+        """ValueError for a keyword that is not a setting."""
+        unknown = sorted(set(keywords) - set(cls.field_names()))
+        if unknown:
+            raise ValueError(f"unknown settings {', '.join(unknown)}; there are {', '.join(cls.field_names())}")
+        return cls(**keywords)
+
+    @classmethod
+    def field_names(cls) -> tuple[str, ...]:
+        return tuple(field.name for field in dataclasses.fields(cls))
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of every command that runs an engine. Names are vLLM's where the meaning is."""
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model",
+        default=DEMO,
+        help="a checkpoint folder, a Hugging Face name, preset:NAME with --load-format dummy (default: the demo)",
+    )
+    model.add_argument("--load-format", default="auto", choices=LOAD_FORMATS, help="dummy: random weights")
+    model.add_argument("--dtype", default="auto", choices=DTYPES, help="auto: the checkpoint's; float32 on a CPU")
+    model.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and output together")
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences that run at once")
+    engine.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens of one step")
+    engine.add_argument("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")
+    engine.add_argument("--enable-prefix-caching", action="store_true", default=True, help=argparse.SUPPRESS)
+    engine.add_argument("--scheduling", default="continuous", choices=SCHEDULING)
+    engine.add_argument("--max-queue", type=int, default=1024, metavar="N", help="requests that may wait; then 429")
+    engine.add_argument("--seed", type=int, help="of requests that bring none (default: random)")
+    device = parser.add_argument_group("device")
+    device.add_argument("--device", default="auto", choices=DEVICES)
+    device.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="chips that share the model")
+    device.add_argument(
+        "--attention-backend", default="auto", help="reference, tpu, gpu, tpu-interpret or gpu-interpret"
+    )
+    device.add_argument(
+        "--memory-utilization", "--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE",
+        help="share of the device's memory to use for everything",
+    )  # fmt: skip
+    device.add_argument("--page-size", "--block-size", type=int, metavar="N", help="tokens of one K/V page")
+    device.add_argument("--num-pages", "--num-gpu-blocks-override", type=int, metavar="N", help="K/V pages")
+    device.add_argument("--compile-cache", metavar="DIR", help="compiled programs are kept here; none: nowhere")

@@ -1,0 +1,49 @@
+"""A tokenizer for models that come without one (presets with dummy weights), so that they can be served and timed.
+
+Its text is of no meaning, as the model's is: a prompt is one token per byte, and every id that a dummy model draws has
+some text of its own, so that streams and stop strings behave as with a real vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from server.byte_alphabet import byte_to_unicode
+from server.tiktoken_model import special_tokens
+
+# Llama 3's format of turns.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n"
+    "{{ message.content | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+
+
+def write_stand_in_tokenizer(folder: Path, vocab_size: int) -> None:
+    """The files of a tokenizer: bytes first, then made-up words, Llama 3's special tokens last as in its vocabulary.
+
+    Raises:
+        ValueError: the vocabulary cannot hold the bytes and the special tokens.
+    """
+    specials = special_tokens()
+    num_words = vocab_size - 256 - len(specials)
+    if num_words < 0:
+        raise ValueError(f"a stand-in tokenizer needs {256 + len(specials)} ids or more: {vocab_size=}")
+    alphabet = byte_to_unicode()
+    space = " ".translate(alphabet)
+    vocab = {bytes([i]).decode("latin-1").translate(alphabet): i for i in range(256)}
+    vocab |= {f"{space}w{i}": 256 + i for i in range(num_words)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    bos = specials[0]
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": bos}))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
