@@ -110,6 +110,7 @@ class PagePool:
     def commit(self, page: int, digest: bytes, tokens: np.ndarray) -> None:
         """Makes a used, full page findable. Where an equal one is known already, that one stays the known one."""
         assert self._refs[page] > 0, f"only a used page is committed: {page=}"
+        assert len(tokens) == self.page_size, f"only a full page is committed: {page=}"
         if digest not in self._index and self._digest[page] is None:
             self._index[digest] = page
             self._digest[page] = digest

@@ -323,14 +323,18 @@ def test_programs_are_no_heavier_than_what_they_emit_asks_for() -> None:
 
 def test_a_row_that_is_not_finite_ends_alone_and_leaves_nothing_in_the_cache() -> None:
     drive = Drive(runner=FakeRunner(CAPACITY, nan_token=66))
-    bad = drive.add(make_request("bad", [10, 11, 12, 13, 14, 66], max_tokens=5))
+    prompt = [66, 11, 12, 13, 14, 15]
+    bad = drive.add(make_request("bad", prompt, max_tokens=5))
     good = drive.add(make_request("good", [10, 11, 12, 13, 14, 15], max_tokens=5, ignore_eos=True))
     drive.finish()
     assert (bad.finish_reason, bad.last.error_code) == (FinishReason.ERROR, ErrorCode.NOT_FINITE)
     assert "not a finite number, at token 6" in bad.last.error
     assert good.finish_reason is FinishReason.LENGTH
+    drive.add(make_request("bad again", prompt))
+    drive.finish()
+    assert drive.heard["bad again"].last.num_cached_tokens == 0
     drive.check_outputs()
-    assert drive.engine.stats().corrupted_requests == 1
+    assert drive.engine.stats().corrupted_requests == 2
 
 
 class BrokenError(Exception):

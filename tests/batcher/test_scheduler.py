@@ -141,6 +141,22 @@ def test_the_latest_of_the_lowest_priority_is_preempted_and_keeps_its_rank() -> 
     assert bench.scheduler.num_preemptions == 2
 
 
+def test_pages_that_come_back_with_a_step_in_flight_are_waited_for() -> None:
+    capacity = make_capacity(num_slots=3, page_size=4, max_model_len=24, num_pages=6)
+    bench = Bench(capacity, prefix_caching=False)
+    bench.scheduler.forecast.share = 0.0
+    sequences = [bench.add(str(i), 7, first=20 * i, max_tokens=12) for i in range(3)]
+    for seq in sequences:
+        seq.stop_ids = frozenset({99})
+    bench.run()
+    in_flight = bench.scheduler.schedule()  # fills the second page of each
+    assert bench.scheduler.schedule() is None  # two stand still: the two pages of the third come with that step
+    assert [seq.state for seq in sequences] == [State.RUNNING, State.RUNNING, State.WAITING]
+    bench.done(in_flight)
+    assert rows(bench.run()) == [("0", 1, 1), ("1", 1, 1)]
+    assert bench.scheduler.num_preemptions == 1
+
+
 def test_a_preempted_request_is_computed_again_from_everything_that_is_known() -> None:
     bench = Bench(make_capacity(), prefix_caching=False)
     seq = bench.add("a", 5)
