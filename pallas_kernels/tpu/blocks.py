@@ -28,9 +28,18 @@ def validate_table(num_rows: int, pages_per_seq: int) -> None:
 
 def choose(g: Geometry, pages_per_seq: int) -> BlockSizes:
     kv_block = _kv_block(512, g, pages_per_seq)
+    # Powers of two of tokens, so that whole tiles fill a block of queries; two tiles where that makes units even.
+    tile_tokens, tiles = 128, 1 + g.num_k_planes % 2
+    while tile_tokens < 512 and tile_tokens * g.queries_per_plane < 1024:
+        tile_tokens *= 2
     return BlockSizes(
         decode=DecodeBlocks(kv_block=kv_block, items_per_turn=4),
-        mixed=MixedBlocks(q_block=128, kv_block=kv_block, tile_rows=128 * min(2, g.queries_per_plane)),
+        mixed=MixedBlocks(
+            q_block=tiles * tile_tokens,
+            kv_block=kv_block,
+            tile_rows=tile_tokens * g.queries_per_plane,
+            units_per_turn=2,
+        ),
     )
 
 

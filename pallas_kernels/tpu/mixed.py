@@ -7,7 +7,9 @@ block); the copies of the next entry, whoever's it is, run while this one comput
     entry i:  start the copies of entry i+1's KV block into the other half of `kv_blocks`; where entry i+1 begins a
               query block, also those of its queries into the other half of `q_blocks`
               wait for entry i's KV block (and its queries, at a query block's beginning)
-              for every plane: transpose V once, then for every tile of query rows: scores, softmax, weighted values
+              for every unit, a plane and a tile of query rows: `prepare` makes its scores, masks them where a query
+              does not see the whole block, and transposes V; `fold` takes their softmax and adds the weighted values.
+              `prepare` runs one unit ahead of `fold`, in the other of two sets of buffers (even and odd units)
               at a query block's last KV block: divide, transpose back, store into `out_blocks`, start the copy to HBM
 
 Everything is computed transposed, tokens down and query rows across:
@@ -50,6 +52,7 @@ class MixedBlocks:
     q_block: int  # tokens of one query block
     kv_block: int  # tokens of one KV block
     tile_rows: int  # query rows computed at a time
+    units_per_turn: int  # even: planes x tiles in one turn of the loop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +68,14 @@ class _Refs:
     q_blocks: Any  # uint32[2, num_k_planes, q_block * row_words, 128]
     q_scaled: Any  # [num_k_planes, q_block * queries_per_plane, 128]
     kv_blocks: Any  # uint32[2, planes, block_words, 128]
-    v_t: Any  # [128 + SUM_ROWS, kv_block]
-    tops: Any  # f32[num_k_planes, tiles, 1, tile_rows]
-    values: Any  # f32[num_k_planes, tiles, 128 + SUM_ROWS, tile_rows]
+    scores_even: Any  # f32[kv_block, tile_rows]
+    scores_odd: Any
+    block_top_even: Any  # f32[1, tile_rows]: the scores' maximum over tokens
+    block_top_odd: Any
+    v_t_even: Any  # [128 + SUM_ROWS, kv_block]
+    v_t_odd: Any
+    tops: Any  # f32[num_k_planes + 1, tiles, 1, tile_rows]: the running maximum
+    values: Any  # f32[num_k_planes + 1, tiles, 128 + SUM_ROWS, tile_rows]: the running sums, relative to it
     out_blocks: Any  # uint32[2, num_k_planes, q_block * row_words, 128]
     edge: Any  # uint32[2, planes, 1, 128]
     out_words: Any  # i32[2] in SMEM: words on their way out of each half of out_blocks
@@ -235,7 +243,8 @@ def _kernel(
     @pl.when(begin_row < end_row)
     def _() -> None:
         _append(refs, begin_row, end_row, g)
-        refs.v_t[LANES:] = jnp.ones((SUM_ROWS, blocks.kv_block), refs.v_t.dtype)
+        for v_t in (refs.v_t_even, refs.v_t_odd):
+            v_t[LANES:] = jnp.ones((SUM_ROWS, blocks.kv_block), v_t.dtype)
         for half in range(2):
             refs.out_words[half] = 0
         start_fetching(_entry(refs, begin_row, 0, 0, blocks), 0, 0)
@@ -259,45 +268,64 @@ def _begin_q_block(refs: _Refs, q_half: Any, g: Geometry) -> None:
 
 def _attend(refs: _Refs, entry: _Entry, kv: Any, live_words: Any, g: Geometry, blocks: MixedBlocks) -> None:
     """Folds one KV block into the state of one query block."""
-    first_token = entry.kv_index * blocks.kv_block
+    position = entry.position - entry.kv_index * blocks.kv_block  # of the first query, within the KV block
+    every_query_sees_all = position >= blocks.kv_block - 1
+
+    @pl.when(every_query_sees_all)
+    def _() -> None:
+        _attend_units(refs, entry, kv, live_words, None, g, blocks)
+
+    @pl.when(~every_query_sees_all)
+    def _() -> None:
+        _attend_units(refs, entry, kv, live_words, position, g, blocks)
+
+
+def _attend_units(
+    refs: _Refs, entry: _Entry, kv: Any, live_words: Any, position: Any, g: Geometry, blocks: MixedBlocks
+) -> None:
+    """A unit is one plane and one tile of query rows. While one unit is folded, the next one's scores are made.
+
+    The two live in buffers of their own, and several units are written out in a turn of the loop, so that the compiler
+    sees that nothing of the one depends on the other, and fills the matrix unit and the vector units at once.
+    """
     num_tiles = lax.div(entry.num_q * g.queries_per_plane + (blocks.tile_rows - 1), blocks.tile_rows)
+    num_units = g.num_k_planes * num_tiles
+    even = (refs.scores_even, refs.block_top_even, refs.v_t_even)
+    odd = (refs.scores_odd, refs.block_top_odd, refs.v_t_odd)
 
-    def plane(p: Any, carry: None) -> None:
+    def prepare(unit: Any, buffers: tuple[Any, Any, Any]) -> None:
+        unit = jnp.minimum(unit, num_units - 1)
+        p, t = lax.div(unit, num_tiles), lax.rem(unit, num_tiles)
+        scores, block_top, v_t = buffers
+        rows = pl.ds(pl.multiple_of(t * blocks.tile_rows, blocks.tile_rows), blocks.tile_rows)
+        s = _product(paging.unpack(kv[p], g), refs.q_scaled[p, rows], 1, g)  # [tokens, rows]
+        if position is not None:
+            token = lax.broadcasted_iota(jnp.int32, s.shape, 0)
+            row = lax.broadcasted_iota(jnp.int32, (1, blocks.tile_rows), 1) + t * blocks.tile_rows
+            s = jnp.where(token <= position + lax.div(row, g.queries_per_plane), s, paging.MASKED)
+        scores[...] = s
+        block_top[...] = jnp.max(s, axis=0, keepdims=True)
         v = paging.live_words_only(kv[g.v_plane(p)], live_words)
-        refs.v_t[:LANES] = paging.unpack(v, g).T
+        v_t[:LANES] = paging.unpack(v, g).T
 
-        def tile(t: Any, carry: None) -> None:
-            # The tile's first query is the one that sees least, its last the one that sees most.
-            first = entry.position + lax.div(t * blocks.tile_rows, g.queries_per_plane)
-            last = entry.position + lax.div((t + 1) * blocks.tile_rows - 1, g.queries_per_plane)
-            whole = first_token + blocks.kv_block - 1 <= first
+    def fold(unit: Any, buffers: tuple[Any, Any, Any]) -> None:
+        p, t = lax.div(unit, num_tiles), lax.rem(unit, num_tiles)
+        p = jnp.minimum(p, g.num_k_planes)  # past the last unit: a state that nobody reads
+        scores, block_top, v_t = buffers
+        old_top = refs.tops[p, t]
+        top = jnp.maximum(old_top, block_top[...])
+        weights = jnp.exp2(scores[...] - top).astype(g.dtype)
+        refs.tops[p, t] = top
+        refs.values[p, t] = refs.values[p, t] * jnp.exp2(old_top - top) + _product(v_t[...], weights, 0, g)
 
-            @pl.when(whole)
-            def _() -> None:
-                _attend_tile(refs, kv, p, t, None, g, blocks)
+    def turn(i: Any, carry: None) -> None:
+        for j in range(blocks.units_per_turn):
+            unit, ahead = blocks.units_per_turn * i + j, (even, odd)[1 - j % 2]
+            prepare(unit + 1, ahead)
+            fold(unit, (even, odd)[j % 2])
 
-            @pl.when(~whole & (first_token <= last))
-            def _() -> None:
-                _attend_tile(refs, kv, p, t, entry.position - first_token, g, blocks)
-
-        lax.fori_loop(0, num_tiles, tile, None)
-
-    lax.fori_loop(0, g.num_k_planes, plane, None)
-
-
-def _attend_tile(refs: _Refs, kv: Any, p: Any, t: Any, position: Any, g: Geometry, blocks: MixedBlocks) -> None:
-    """`position`: of the query block's first token within this KV block; None where every query sees every token."""
-    rows = pl.ds(pl.multiple_of(t * blocks.tile_rows, blocks.tile_rows), blocks.tile_rows)
-    scores = _product(paging.unpack(kv[p], g), refs.q_scaled[p, rows], 1, g)  # [tokens, rows]
-    if position is not None:
-        token = lax.broadcasted_iota(jnp.int32, scores.shape, 0)
-        row = lax.broadcasted_iota(jnp.int32, scores.shape, 1) + t * blocks.tile_rows
-        scores = jnp.where(token <= position + lax.div(row, g.queries_per_plane), scores, paging.MASKED)
-    old_top = refs.tops[p, t]
-    top = jnp.maximum(old_top, jnp.max(scores, axis=0, keepdims=True))
-    weights = jnp.exp2(scores - top).astype(g.dtype)
-    refs.tops[p, t] = top
-    refs.values[p, t] = refs.values[p, t] * jnp.exp2(old_top - top) + _product(refs.v_t[...], weights, 0, g)
+    prepare(0, even)
+    lax.fori_loop(0, lax.div(num_units + (blocks.units_per_turn - 1), blocks.units_per_turn), turn, None)
 
 
 def _product(a: jax.Array, b: jax.Array, contract_b: int, g: Geometry) -> jax.Array:
@@ -349,9 +377,11 @@ def attend(
         pltpu.VMEM((2, g.num_k_planes, blocks.q_block * row_words, LANES), jnp.uint32),
         pltpu.VMEM((g.num_k_planes, block_rows, LANES), g.dtype),
         pltpu.VMEM((2, g.num_planes, block_words, LANES), jnp.uint32),
-        pltpu.VMEM((LANES + SUM_ROWS, blocks.kv_block), g.dtype),
-        pltpu.VMEM((g.num_k_planes, tiles, 1, blocks.tile_rows), jnp.float32),
-        pltpu.VMEM((g.num_k_planes, tiles, LANES + SUM_ROWS, blocks.tile_rows), jnp.float32),
+        *[pltpu.VMEM((blocks.kv_block, blocks.tile_rows), jnp.float32)] * 2,
+        *[pltpu.VMEM((1, blocks.tile_rows), jnp.float32)] * 2,
+        *[pltpu.VMEM((LANES + SUM_ROWS, blocks.kv_block), g.dtype)] * 2,
+        pltpu.VMEM((g.num_k_planes + 1, tiles, 1, blocks.tile_rows), jnp.float32),
+        pltpu.VMEM((g.num_k_planes + 1, tiles, LANES + SUM_ROWS, blocks.tile_rows), jnp.float32),
         pltpu.VMEM((2, g.num_k_planes, blocks.q_block * row_words, LANES), jnp.uint32),
         pltpu.VMEM((2, g.num_planes, 1, LANES), jnp.uint32),
     ]

@@ -24,7 +24,7 @@ from tests.pallas_kernels.dense import Case
 DMA_MODES = ("on_wait", "eager")  # as late as allowed, as early as possible: each hides what the other shows
 SMALL = BlockSizes(
     decode=DecodeBlocks(kv_block=128, items_per_turn=2),
-    mixed=MixedBlocks(q_block=64, kv_block=128, tile_rows=128),
+    mixed=MixedBlocks(q_block=64, kv_block=128, tile_rows=128, units_per_turn=2),
 )
 TOLERANCE = {jnp.dtype(jnp.bfloat16): 0.03, jnp.dtype(jnp.float32): 2e-5}
 
