@@ -14,7 +14,7 @@ from pathlib import Path
 
 from model.source import DEMO, Kind, ModelSource, resolve
 from scripts.settings import EngineSettings, add_engine_flags
-from scripts.stand_in_tokenizer import write_stand_in_tokenizer
+from scripts.stand_in_tokenizer import tokenizer_folder
 from server.main import run
 from server.settings import DEFAULT_METRICS_PREFIX, GenerationDefaults, Settings
 
@@ -64,14 +64,6 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
 
 def version() -> str:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-
-
-def tokenizer_folder(asked: Path | None, source: ModelSource, spare: Path) -> Path:
-    """The tokenizer asked for, the model's own, or a stand-in in the folder `spare` for a preset, which has none."""
-    if asked is not None or source.folder is not None:
-        return asked or source.folder
-    write_stand_in_tokenizer(spare, source.config.vocab_size)
-    return spare
 
 
 def curl_line(url: str, settings: Settings) -> str:

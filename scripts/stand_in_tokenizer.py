@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from model.source import ModelSource
 from server.byte_alphabet import byte_to_unicode
 from server.tiktoken_model import special_tokens
 
@@ -20,6 +21,14 @@ CHAT_TEMPLATE = (
     "{{ message.content | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
+
+
+def tokenizer_folder(asked: Path | None, source: ModelSource, spare: Path) -> Path:
+    """The tokenizer asked for, the model's own, or a stand-in in the folder `spare` for a preset, which has none."""
+    if asked is not None or source.folder is not None:
+        return asked or source.folder
+    write_stand_in_tokenizer(spare, source.config.vocab_size)
+    return spare
 
 
 def write_stand_in_tokenizer(folder: Path, vocab_size: int) -> None:

@@ -1,0 +1,149 @@
+"""Batch files: OpenAI's JSON lines of requests, plain prompts, the records of their answers, and a journal of them.
+
+A line is `{"custom_id", "method": "POST", "url", "body"}` as OpenAI's batch API takes it, or `{"prompt": ...}` or
+`{"messages": [...]}` with any fields of such a request beside it. Blank lines are skipped. A record is
+`{"id", "custom_id", "response": {"status_code", "request_id", "body"} or null, "error"}`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A request, or what is wrong with it."""
+
+    custom_id: str | None
+    url: str = ""
+    body: dict[str, Any] | None = None
+    problem: str | None = None
+
+
+def parse_line(text: str, number: int, defaults: Mapping[str, Any]) -> Line:
+    """`number` is the line's own, from 1; `defaults` are fields for a body that does not have them."""
+    try:
+        item = json.loads(text)
+    except ValueError as error:
+        return Line(custom_id=None, problem=f"line {number} is not JSON: {error}")
+    if not isinstance(item, dict):
+        return Line(custom_id=None, problem=f"line {number} is not a JSON object")
+    custom_id = item.get("custom_id")
+    if "body" not in item and "url" not in item and ("prompt" in item or "messages" in item):
+        url = COMPLETIONS if "prompt" in item else CHAT
+        body = {key: value for key, value in item.items() if key != "custom_id"}
+        custom_id = f"line-{number}" if custom_id is None else str(custom_id)
+    elif not isinstance(custom_id, str) or not custom_id:
+        return Line(custom_id=None, problem=f"line {number}: custom_id must be a text of its own")
+    elif item.get("method", "POST") != "POST":
+        return Line(custom_id=custom_id, problem=f"line {number}: method must be POST, not {item['method']!r}")
+    elif item.get("url") not in (CHAT, COMPLETIONS):
+        return Line(custom_id=custom_id, problem=f"line {number}: url must be {CHAT} or {COMPLETIONS}")
+    elif not isinstance(item.get("body"), dict):
+        return Line(custom_id=custom_id, problem=f"line {number}: body must be a JSON object")
+    else:
+        url, body = item["url"], item["body"]
+    if body.get("stream"):
+        return Line(
+            custom_id=custom_id, problem=f"line {number}: stream is for the HTTP server; here answers are whole"
+        )
+    return Line(custom_id=custom_id, url=url, body={**defaults, **body})
+
+
+def answer_record(line: Line, status: int, answer: dict[str, Any]) -> dict[str, Any]:
+    """What the server answered, a refusal included."""
+    for choice in answer.get("choices", ()):
+        choice.pop("token_ids", None)
+    request_id = answer.get("id") or f"req-{uuid.uuid4().hex}"
+    response = {"status_code": status, "request_id": request_id, "body": answer}
+    return {"id": _record_id(), "custom_id": line.custom_id, "response": response, "error": None}
+
+
+def problem_record(line: Line) -> dict[str, Any]:
+    """A line that never became a request."""
+    error = {"code": "invalid_line", "message": line.problem}
+    return {"id": _record_id(), "custom_id": line.custom_id, "response": None, "error": error}
+
+
+def _record_id() -> str:
+    return f"batch_req_{uuid.uuid4().hex}"
+
+
+def digest(text: str, salt: str) -> str:
+    """Knows a line again: the same text asked of the same model with the same defaults (`salt`)."""
+    return hashlib.blake2b(f"{salt}\n{text}".encode(), digest_size=16).hexdigest()
+
+
+class Journal:
+    """The finished records of a run, in the order in which they finished, beside the output to be: `OUTPUT.partial`.
+
+    A record counts as finished when its line is whole in the file, so that a run that was killed at any moment is taken
+    up by the next one. One process at a time holds the journal: another gets a BlockingIOError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a+b")
+        self._path = path
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise
+        self._places: dict[tuple[int, str], tuple[int, int]] = {}  # (line number, digest) -> offset, size
+        self._end = 0
+        self._read_back()
+
+    def _read_back(self) -> None:
+        self._file.seek(0)
+        for raw in self._file:
+            try:
+                entry = json.loads(raw) if raw.endswith(b"\n") else None
+            except ValueError:
+                entry = None
+            if entry is None:  # torn by whatever ended the last run
+                break
+            self._places[entry["line"], entry["digest"]] = (self._end, len(raw))
+            self._end += len(raw)
+        self._file.truncate(self._end)
+
+    def __contains__(self, key: tuple[int, str]) -> bool:
+        return key in self._places
+
+    def add(self, number: int, line_digest: str, record: dict[str, Any]) -> None:
+        raw = json.dumps({"line": number, "digest": line_digest, "record": record}, ensure_ascii=False).encode() + b"\n"
+        self._file.write(raw)
+        self._file.flush()
+        self._places[number, line_digest] = (self._end, len(raw))
+        self._end += len(raw)
+
+    def write_ordered(self, keys: Iterator[tuple[int, str]], output: Path) -> int:
+        """Writes the records of `keys`, in that order, to `output`, whole or not at all, and removes the journal.
+        Returns how many of them are errors."""
+        num_errors = 0
+        temporary = output.with_name(output.name + ".ordered")
+        with temporary.open("wb") as file:
+            for key in keys:
+                offset, size = self._places[key]
+                record = json.loads(os.pread(self._file.fileno(), size, offset))["record"]
+                response = record["response"]
+                num_errors += response is None or response["status_code"] != 200
+                file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        temporary.replace(output)
+        self._path.unlink()
+        return num_errors
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()

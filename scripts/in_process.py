@@ -1,0 +1,162 @@
+"""The HTTP server's application without HTTP: its own routes over an engine in this very process.
+
+Offline generation goes through the server's validation, chat template, tokenizer and answers, so that a line of a batch
+file means what the same body means to the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+from batcher.engine import Engine
+from batcher.errors import InvalidRequestError
+from batcher.request import FinishReason, Request, RequestOutput
+from batcher.stats import EngineStats
+from server.engine_client import Sink
+from server.wire import EngineInfo, Output, WireRequest, output_to_wire
+
+
+class InProcessEngineClient:
+    """`server.engine_client.EngineClient` over an engine that runs here, on threads of its own.
+
+    Sinks are called on the event loop's thread, as with the engine in its own process. The tokens of the requests in
+    `watched` are kept until they are taken.
+    """
+
+    def __init__(self, engine: Engine, info: EngineInfo, loop: asyncio.AbstractEventLoop) -> None:
+        self.info = info
+        self._engine = engine
+        self._loop = loop
+        self._sinks: dict[str, Sink] = {}
+        self._token_ids: dict[str, list[int]] = {}
+        self._lock = threading.Lock()
+        self._arrived: list[RequestOutput] = []
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    @property
+    def death(self) -> str | None:
+        death = self._engine.death
+        return None if death is None else f"{type(death).__name__}: {death}"
+
+    @property
+    def last_heartbeat(self) -> float:
+        return time.monotonic()
+
+    def submit(self, requests: Sequence[tuple[WireRequest, Sink]]) -> None:
+        for item, sink in requests:
+            self._sinks[item.request_id] = sink
+            self._token_ids[item.request_id] = []
+            request = Request(
+                request_id=item.request_id,
+                prompt=tuple(item.prompt),
+                sampling=item.sampling,
+                priority=item.priority,
+                cache_salt=item.cache_salt,
+                deadline_s=item.deadline_s,
+            )
+            try:
+                self._engine.add_request(request, self._on_output)
+            except InvalidRequestError as error:
+                refusal = {"finish_reason": FinishReason.ERROR.value, "error": str(error), "status": 400}
+                self._loop.call_soon(self._deliver, Output(item.request_id, [], param=error.param, **refusal))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            if self._sinks.pop(request_id, None) is not None:
+                self._engine.abort(request_id)
+
+    def take_token_ids(self, request_id: str) -> list[int]:
+        """What the request drew, the token that ended it included; to be asked once, when it has ended."""
+        return self._token_ids.pop(request_id)
+
+    def _on_output(self, output: RequestOutput) -> None:
+        """On the engine's thread. A step's outputs wake the loop once."""
+        with self._lock:
+            self._arrived.append(output)
+            if len(self._arrived) > 1:
+                return
+        self._loop.call_soon_threadsafe(self._deliver_arrived)
+
+    def _deliver_arrived(self) -> None:
+        with self._lock:
+            arrived, self._arrived = self._arrived, []
+        for output in arrived:
+            self._deliver(output_to_wire(output))
+
+    def _deliver(self, output: Output) -> None:
+        sink = self._sinks.get(output.request_id)
+        if sink is None:  # aborted a moment ago
+            return
+        self._token_ids[output.request_id] += output.token_ids
+        if output.finish_reason is not None:
+            del self._sinks[output.request_id]
+        if output.error is not None:
+            del self._token_ids[output.request_id]
+        sink.on_output(output)
+
+
+async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
+    """POSTs a JSON body to `app` and returns the answer's status and whole body."""
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json"), (b"host", b"in-process")],
+        "client": None,
+        "server": ("in-process", 80),
+    }
+    incoming = [{"type": "http.request", "body": body, "more_body": False}]
+    status = 0
+    parts: list[bytes] = []
+
+    async def receive() -> Message:
+        if incoming:
+            return incoming.pop()
+        return await asyncio.Future()  # nobody hangs up
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        else:
+            parts.append(message.get("body", b""))
+
+    await app(scope, receive, send)
+    return status, b"".join(parts)
+
+
+class LoopThread:
+    """An event loop on a thread of its own, so that synchronous code can use it, inside a notebook's loop too."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="offline-loop", daemon=True)
+        self._thread.start()
+
+    def run[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return future.result()
+        except BaseException:  # an interrupt too: what was started shall not run on unseen
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()

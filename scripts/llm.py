@@ -1,0 +1,220 @@
+"""Offline generation in Python: a model, its engine and the server's own request handling in one object.
+
+    from scripts.llm import LLM
+
+    with LLM(model="demo") as llm:
+        for result in llm.generate(["Once upon a time"], {"max_tokens": 32, "temperature": 0}):
+            print(result.text)
+        print(llm.chat([[{"role": "user", "content": "What is 47 + 35?"}]], {"temperature": 0})[0].text)
+
+`params` are the fields of an OpenAI request body (`max_tokens`, `temperature`, `n`, `stop`, `seed`, `logprobs` and so
+on), one mapping for all or one for each prompt. Prompts run together, continuously batched; results come in the prompts'
+order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from batcher.errors import EngineDeadError
+from batcher.stats import EngineStats
+from model.source import resolve
+from scripts.engine import build
+from scripts.in_process import InProcessEngineClient, LoopThread, post
+from scripts.settings import EngineSettings
+from scripts.stand_in_tokenizer import tokenizer_folder
+from server.app import create_app, create_state
+from server.settings import GenerationDefaults, Settings
+from server.tokenizer import ByteLevelTokenizer
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+Params = Mapping[str, Any]
+
+
+class RefusedError(ValueError):
+    """A request was refused or failed; `status` is what an HTTP client would have got."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    text: str
+    token_ids: tuple[int, ...]  # the token that ended it included
+    finish_reason: str
+    stop_reason: str | int | None
+    logprobs: dict[str, Any] | None  # in the API's form
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    choices: tuple[Choice, ...]  # `n` of them
+    num_prompt_tokens: int
+    num_cached_tokens: int  # of the prompt, from the prefix cache
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids
+
+
+class LLM:
+    """Loads, compiles and warms up at construction. Close it, or use it as a context manager.
+
+    Args:
+        model: as `--model` of the server.
+        tokenizer: a folder, in place of the model's own.
+        report: takes the lines that say what start-up did.
+        settings: the other engine flags by name, such as `max_num_seqs=16` (`scripts.settings.EngineSettings`).
+
+    Raises:
+        ValueError: unknown settings, or a model that cannot be had or does not fit.
+    """
+
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        tokenizer: str | Path | None = None,
+        report: Callable[[str], None] = lambda line: None,
+        **settings: Any,
+    ) -> None:
+        self.settings = EngineSettings.from_keywords(model=model, **settings)
+        source = resolve(model, weights=self.settings.load_format != "dummy")
+        with tempfile.TemporaryDirectory(prefix="pallas-serve-") as spare:
+            folder = tokenizer_folder(None if tokenizer is None else Path(tokenizer), source, Path(spare))
+            tokens = ByteLevelTokenizer.from_folder(folder)
+        self.engine, info = build(self.settings, report)
+        self.model_name = model
+        # Offline nothing is shed: what would overfill the queue waits on this side of it.
+        self.max_in_flight = self.engine.ladder.config.max_num_seqs + min(
+            self.engine.ladder.config.max_num_seqs, self.settings.max_queue
+        )
+        self._thread = LoopThread()
+        self._client = InProcessEngineClient(self.engine, info, self._thread.loop)
+        defaults = GenerationDefaults.from_folder(source.folder) if source.folder else GenerationDefaults()
+        server = Settings(tokenizer_folder=folder, model_names=(model,), generation_defaults=defaults)
+        self._state = create_state(server, self._client, tokens)
+        self._app = create_app(self._state)
+        self.engine.start()
+
+    def generate(
+        self, prompts: Sequence[str | Sequence[int]], params: Params | Sequence[Params] | None = None
+    ) -> list[Result]:
+        """Continues each prompt, given as text or token ids. Raises RefusedError for the first that is refused."""
+        bodies = [
+            {"prompt": prompt if isinstance(prompt, str) else list(prompt), **own}
+            for prompt, own in _paired(prompts, params)
+        ]
+        return self._results(COMPLETIONS, bodies)
+
+    def chat(
+        self, conversations: Sequence[Sequence[Mapping[str, Any]]], params: Params | Sequence[Params] | None = None
+    ) -> list[Result]:
+        """Answers each conversation, a list of messages. Raises RefusedError for the first that is refused."""
+        bodies = [{"messages": list(messages), **own} for messages, own in _paired(conversations, params)]
+        return self._results(CHAT, bodies)
+
+    def post_all(
+        self, requests: Iterable[tuple[str, Any]], on_answer: Callable[[int, int, dict[str, Any]], None]
+    ) -> None:
+        """Sends (path, JSON body) pairs through the server's application, as many at once as the engine can use.
+
+        `on_answer(index, status, answer)` is called as each is done, in no particular order, from another thread, but
+        never twice at once. The requests are drawn from the iterable as they are needed.
+
+        Raises:
+            EngineDeadError: the engine has stopped for good; what was not answered before is not answered.
+        """
+        try:
+            self._thread.run(self._post_all(requests, on_answer))
+        except* EngineDeadError as group:
+            raise group.exceptions[0] from None
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    def close(self) -> None:
+        self.engine.shutdown()
+        self._thread.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    async def _post_all(
+        self, requests: Iterable[tuple[str, Any]], on_answer: Callable[[int, int, dict[str, Any]], None]
+    ) -> None:
+        remaining = enumerate(requests)
+
+        async def work() -> None:
+            for index, (path, body) in remaining:
+                status, raw = await post(self._app, path, json.dumps(body).encode())
+                if self._client.death is not None:
+                    raise EngineDeadError(f"the engine has died: {self._client.death}")
+                answer = json.loads(raw)
+                for choice in answer.get("choices", ()):
+                    request_id = f"{answer['id']}-{choice['index']}"
+                    choice["token_ids"] = self._client.take_token_ids(request_id)
+                on_answer(index, status, answer)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self.max_in_flight):
+                group.create_task(work())
+
+    def _results(self, path: str, bodies: list[dict[str, Any]]) -> list[Result]:
+        results: list[Result | None] = [None] * len(bodies)
+        refused: list[tuple[int, RefusedError]] = []
+
+        def on_answer(index: int, status: int, answer: dict[str, Any]) -> None:
+            if status == 200:
+                results[index] = _result(answer)
+            else:
+                refused.append((index, RefusedError(status, f"request {index}: {answer['error']['message']}")))
+
+        self.post_all([(path, {"model": self.model_name, **body}) for body in bodies], on_answer)
+        if refused:
+            raise min(refused, key=lambda pair: pair[0])[1]
+        return [result for result in results if result is not None]
+
+
+def _paired(items: Sequence[Any], params: Params | Sequence[Params] | None) -> list[tuple[Any, Params]]:
+    if isinstance(items, str):
+        raise ValueError("give a list of prompts, not one text")
+    if params is None or isinstance(params, Mapping):
+        params = [params or {}] * len(items)
+    if len(params) != len(items):
+        raise ValueError(f"one set of params for all, or one for each: {len(items)=} {len(params)=}")
+    for own in params:
+        if own.get("stream"):
+            raise ValueError("offline results come whole: stream=True is for the HTTP server")
+    return list(zip(items, params, strict=True))
+
+
+def _result(answer: dict[str, Any]) -> Result:
+    usage = answer["usage"]
+    choices = tuple(
+        Choice(
+            text=choice["text"] if "text" in choice else choice["message"]["content"],
+            token_ids=tuple(choice["token_ids"]),
+            finish_reason=choice["finish_reason"],
+            stop_reason=choice["stop_reason"],
+            logprobs=choice["logprobs"],
+        )
+        for choice in answer["choices"]
+    )
+    cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+    return Result(choices=choices, num_prompt_tokens=usage["prompt_tokens"], num_cached_tokens=cached)
