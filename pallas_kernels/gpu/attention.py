@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu import append, combine, decode, device, schedule, tuning
+from pallas_kernels.gpu import append, combine, decode, device, prefill_hopper, prefill_mma, schedule, tuning
+from pallas_kernels.gpu.schedule import TOKEN_ALIGNMENT
 
 if TYPE_CHECKING:
     from pallas_kernels.api import AttentionSpec, RaggedBatch
@@ -27,7 +28,7 @@ DTYPES = (jnp.bfloat16, jnp.float16)
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["page_table", "token_pages", "token_slots", "num_decodes", "items", "row_items", "tiles"],
+    data_fields=["page_table", "token_pages", "token_slots", "items", "row_items", "tiles", "num_tiles"],
     meta_fields=[],
 )
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +38,10 @@ class Schedule:
     page_table: jax.Array  # i32[S, pages_per_seq]
     token_pages: jax.Array  # i32[T]; -1 for padding
     token_slots: jax.Array  # i32[T]
-    num_decodes: jax.Array  # i32[]
     items: jax.Array  # i32[W, schedule.ITEM_FIELDS]
     row_items: jax.Array  # i32[S, 2]
-    tiles: jax.Array | None  # of prefill; None in a program that only decodes
+    tiles: jax.Array | None  # i32[NT, schedule.TILE_FIELDS] of prefill; None in a program that only decodes
+    num_tiles: jax.Array | None  # i32[1]
 
 
 def validate(spec: AttentionSpec) -> None:
@@ -58,29 +59,45 @@ def validate(spec: AttentionSpec) -> None:
 
 def make_schedule(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, decode_only: bool) -> Schedule:
     gpu = device.current()
-    tiles = tuning.decode_tiles(gpu, spec)
+    block_kv = tuning.decode_tiles(gpu, spec).block_kv
     row = jnp.arange(batch.kv_lens.shape[0])
-    pages_per_seq = batch.page_table.shape[1]
-    decoding = row < (batch.num_rows if decode_only else batch.num_decodes)
+    # In a program that only decodes, padding rows get an item too: it writes zeros.
+    decoding = row < (batch.kv_lens.shape[0] if decode_only else batch.num_decodes)
     items, row_items = schedule.decode_items(
-        jnp.where(decoding, batch.kv_lens, 0),
-        block_kv=tiles.block_kv,
-        max_blocks=-(-pages_per_seq * spec.page_size // tiles.block_kv),
+        batch.kv_lens,
+        decoding,
+        block_kv=block_kv,
+        max_blocks=-(-batch.page_table.shape[1] * spec.page_size // block_kv),
         num_kv_heads=spec.num_kv_heads,
         resident_ctas=tuning.resident_decode_ctas(gpu, spec),
     )
     pages, slots = append.destinations(
         batch.page_table, batch.kv_lens, batch.query_starts, num_tokens=num_tokens, page_size=spec.page_size
     )
+    tiles = num_tiles = None
+    if not decode_only:
+        tile_tokens = tuning.prefill_tile_tokens(gpu, spec)
+        tiles, num_tiles = schedule.prefill_tiles(
+            batch.kv_lens,
+            batch.query_starts,
+            batch.num_decodes,
+            num_tokens=_padded_tokens(num_tokens, tile_tokens),
+            tile_tokens=tile_tokens,
+        )
     return Schedule(
         page_table=batch.page_table,
         token_pages=pages,
         token_slots=slots,
-        num_decodes=batch.num_decodes,
         items=items,
         row_items=row_items,
-        tiles=None,
+        tiles=tiles,
+        num_tiles=num_tiles,
     )
+
+
+def _padded_tokens(num_tokens: int, tile_tokens: int) -> int:
+    """The copy engine loads whole tiles: odd small steps are padded. Buckets of a server need no padding."""
+    return max(tile_tokens, -(-num_tokens // TOKEN_ALIGNMENT) * TOKEN_ALIGNMENT)
 
 
 def append_and_attend(
@@ -99,33 +116,60 @@ def append_and_attend(
     beyond = kv_pages.shape[0] + jnp.arange(queries.shape[0], dtype=jnp.int32)
     pages = jnp.where(is_padding, beyond, schedule.token_pages + first_page)
     kv_pages = append.append(kv_pages, keys, values, pages, schedule.token_slots)
-    attend = partial(
-        _decode, kv_pages=kv_pages, schedule=schedule, first_page=first_page.reshape(1), spec=spec,
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
-    )  # fmt: skip
-    return attend(queries), kv_pages
+    gpu = device.current()
+    options = {"spec": spec, "gpu": gpu, "interpret": plgpu.InterpretGPUParams() if interpret else None}
+    output = attend(queries, kv_pages, schedule, first_page.reshape(1), **options)
+    return output, kv_pages
 
 
-def _decode(
-    queries: jax.Array,  # [S, N, H]
-    *,
-    kv_pages: jax.Array,
+def attend(
+    queries: jax.Array,  # [T, N, H]
+    kv_pages: jax.Array,  # [P, 2, K, page, H], this step's tokens in them
     schedule: Schedule,
-    first_page: jax.Array,
+    first_page: jax.Array,  # i32[1]
+    *,
     spec: AttentionSpec,
-    interpret: Any,
+    gpu: device.Gpu,
+    interpret: Any,  # plgpu.InterpretGPUParams or None
 ) -> jax.Array:
-    num_rows, num_heads, head_dim = queries.shape
-    flat = queries.reshape(num_rows * num_heads, head_dim)
-    missing = max(0, decode.TILE_M - flat.shape[0])  # a few small rows: tiny tests, not serving
-    flat = jnp.pad(flat, ((0, missing), (0, 0)))
+    num_tokens, num_heads, _ = queries.shape
+    decode_only = schedule.tiles is None
+    if decode_only:  # 16 rows at least: for tiny tests, not for serving
+        padded_tokens = max(num_tokens, -(-decode.TILE_M // num_heads))
+    else:
+        padded_tokens = _padded_tokens(num_tokens, tuning.prefill_tile_tokens(gpu, spec))
+    queries = jnp.pad(queries, ((0, padded_tokens - num_tokens), (0, 0), (0, 0)))
+    output = _decode(queries, kv_pages, schedule, first_page, spec=spec, gpu=gpu, interpret=interpret)
+    if not decode_only:
+        output = _prefill(output, queries, kv_pages, schedule, first_page, spec=spec, gpu=gpu, interpret=interpret)
+    return output.reshape(queries.shape)[:num_tokens]
+
+
+def _decode(queries, kv_pages, schedule: Schedule, first_page, *, spec, gpu, interpret) -> jax.Array:
+    """[T * N, H], of which only the decode rows are written."""
+    _, num_heads, head_dim = queries.shape
     output, partial_results, sums = decode.decode(
-        flat, kv_pages, schedule.page_table, first_page, schedule.items,
-        num_query_heads=num_heads, scale=spec.scale, tiles=tuning.decode_tiles(device.current(), spec),
-        interpret=interpret,
+        queries.reshape(-1, head_dim), kv_pages, schedule.page_table, first_page, schedule.items,
+        num_query_heads=num_heads, scale=spec.scale, tiles=tuning.decode_tiles(gpu, spec), interpret=interpret,
     )  # fmt: skip
     output_ref = jax.new_ref(output)
     combine.combine(
         output_ref, partial_results, sums, schedule.row_items, num_query_heads=num_heads, interpret=interpret
     )
-    return jax.freeze(output_ref)[: num_rows * num_heads].reshape(queries.shape)
+    return jax.freeze(output_ref)
+
+
+def _prefill(output, queries, kv_pages, schedule: Schedule, first_page, *, spec, gpu, interpret) -> jax.Array:
+    """Adds the chunks' rows, and zeros behind the last token: [T, N * H]."""
+    num_tokens = queries.shape[0]
+    output_ref = jax.new_ref(output.reshape(num_tokens, -1))
+    operands = (
+        queries.reshape(num_tokens, -1), kv_pages, schedule.page_table, first_page, schedule.tiles,
+        schedule.num_tiles,
+    )  # fmt: skip
+    options = {"scale": spec.scale, "num_ctas": tuning.prefill_ctas(gpu), "interpret": interpret}
+    if gpu.has_wgmma:
+        prefill_hopper.prefill(output_ref, *operands, sizes=tuning.hopper_prefill_tiles(spec), **options)
+    else:
+        prefill_mma.prefill(output_ref, *operands, sizes=tuning.mma_prefill_tiles(gpu, spec), **options)
+    return jax.freeze(output_ref)

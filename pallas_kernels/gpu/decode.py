@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import matmul, vector
+from pallas_kernels.gpu.ring import BlockShape, Ring, Source
 from pallas_kernels.gpu.schedule import (
     ITEM_FIRST_BLOCK,
     ITEM_IS_SPLIT,
@@ -40,7 +41,7 @@ LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeTiles:
+class RingTiles:
     block_kv: int  # keys per step of the loop
     num_stages: int  # SMEM tiles in the ring, of K and of V
     use_tma: bool
@@ -74,7 +75,7 @@ def decode(
     *,
     num_query_heads: int,
     scale: float,
-    tiles: DecodeTiles,
+    tiles: RingTiles,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns output [rows * N, H] (only rows of unsplit sequences are written), partial results f32[W, K, G, H]
@@ -84,12 +85,15 @@ def decode(
     num_items = items.shape[0]
     rows = GroupRows(num_rows, num_query_heads, num_query_heads // num_kv_heads)
     dtype = queries.dtype
+    blocks = BlockShape(block_kv=tiles.block_kv, page_size=page_size, pages_per_seq=page_table.shape[1])
     body = _Body(
-        rows=rows, head_dim=head_dim, page_size=page_size, pages_per_seq=page_table.shape[1], dtype=dtype,
-        scale_log2=scale * LOG2E, tiles=tiles, interpret=interpret,
+        rows=rows, head_dim=head_dim, blocks=blocks, dtype=dtype, scale_log2=scale * LOG2E, tiles=tiles,
+        interpret=interpret,
     )  # fmt: skip
     kv_tiles = plgpu.SMEM(
-        (tiles.num_stages, tiles.block_kv, head_dim), dtype, transforms=matmul.swizzled(head_dim, dtype)
+        (tiles.num_stages, tiles.block_kv, head_dim),
+        dtype,
+        transforms=matmul.swizzled(head_dim, dtype, copied_rows=None if tiles.use_tma else blocks.copy_tokens),
     )
     scratch: dict[str, Any] = {
         # The result goes through the place of the keys, once they are used up.
@@ -98,7 +102,7 @@ def decode(
         "p_smem": plgpu.SMEM((TILE_M, tiles.block_kv), dtype, transforms=matmul.swizzled(tiles.block_kv, dtype)),
     }
     if tiles.use_tma:
-        scratch["arrived"] = plgpu.Barrier(num_arrivals=2 * body.copies, num_barriers=tiles.num_stages)
+        scratch["arrived"] = plgpu.Barrier(num_arrivals=2 * blocks.copies, num_barriers=tiles.num_stages)
     return plgpu.kernel(
         body,
         out_type=[
@@ -119,17 +123,11 @@ def decode(
 class _Body:
     rows: GroupRows
     head_dim: int
-    page_size: int
-    pages_per_seq: int
+    blocks: BlockShape
     dtype: Any
     scale_log2: float
-    tiles: DecodeTiles
+    tiles: RingTiles
     interpret: Any
-
-    @property
-    def copies(self) -> int:
-        """Copies that fill one tile: a block may be several pages, or a part of one."""
-        return max(1, self.tiles.block_kv // self.page_size)
 
     def __call__(
         self, q_ref, kv_ref, pages_ref, first_page_ref, items_ref, out_ref, partial_ref, lse_ref,
@@ -143,10 +141,13 @@ class _Body:
         def _():
             first_block, num_blocks = items_ref[item, ITEM_FIRST_BLOCK], items_ref[item, ITEM_NUM_BLOCKS]
             kv_len, is_split = items_ref[item, ITEM_KV_LEN], items_ref[item, ITEM_IS_SPLIT]
-            ring = _Ring(
-                self, kv_ref, pages_ref, k_smem, v_smem, arrived,
-                row=row, kv_head=kv_head, first_block=first_block, num_blocks=num_blocks,
-                first_page=first_page_ref[0],
+            source = Source(
+                shape=self.blocks, kv_ref=kv_ref, pages_ref=pages_ref, first_page=first_page_ref[0],
+                row=row, kv_head=kv_head,
+            )  # fmt: skip
+            ring = Ring(
+                source=source, first_block=first_block, num_blocks=num_blocks, num_stages=self.tiles.num_stages,
+                k_smem=k_smem, v_smem=v_smem, arrived=arrived,
             )  # fmt: skip
             first_row = self.rows.first(row, kv_head)
             loaded_row = self.rows.loaded(first_row)
@@ -178,7 +179,7 @@ class _Body:
         ring.fill()
 
         def step(i, carry, *, tail):
-            acc, m, l = carry
+            acc, peak, total = carry
             slot = ring.advance(i)
             k = plgpu.load(ring.k_smem.at[slot].transpose((1, 0)), layout=rhs, optimized=False)
             zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), acc_layout)
@@ -187,10 +188,10 @@ class _Body:
             if tail:
                 column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=acc_layout)
                 scores = jnp.where(column < valid, scores, -jnp.inf)
-            new_m = jnp.maximum(m, scores.max(axis=1) * self.scale_log2)
-            alpha = jnp.exp2(m - new_m)
-            p = jnp.exp2(scores * self.scale_log2 - lax.broadcast_in_dim(new_m, shape, [0]))
-            l = l * alpha + p.sum(axis=1)
+            new_peak = jnp.maximum(peak, scores.max(axis=1) * self.scale_log2)
+            alpha = jnp.exp2(peak - new_peak)
+            p = jnp.exp2(scores * self.scale_log2 - lax.broadcast_in_dim(new_peak, shape, [0]))
+            total = total * alpha + p.sum(axis=1)
             p_smem[...] = p.astype(self.dtype)
             p = plgpu.load(p_smem, layout=lhs, optimized=False)
             v = plgpu.load(ring.v_smem.at[slot], layout=rhs, optimized=False)
@@ -201,7 +202,7 @@ class _Body:
             if self.interpret is not None:
                 plgpu.commit_smem()  # for the interpreter, plain reads must be over before TMA writes again
             acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
-            return matmul.mma(acc, p, v, interpret=self.interpret), new_m, l
+            return matmul.mma(acc, p, v, interpret=self.interpret), new_peak, total
 
         carry = (
             plgpu.layout_cast(jnp.zeros((TILE_M, self.head_dim), jnp.float32), acc_layout),
@@ -211,63 +212,7 @@ class _Body:
         whole = lax.div(kv_len, jnp.int32(block_kv)) - ring.first_block  # blocks without a tail
         whole = jnp.clip(whole, 0, ring.num_blocks)
         carry = lax.fori_loop(0, whole, lambda i, c: step(i, c, tail=False), carry)
-        acc, m, l = lax.fori_loop(whole, ring.num_blocks, lambda i, c: step(i, c, tail=True), carry)
+        acc, peak, total = lax.fori_loop(whole, ring.num_blocks, lambda i, c: step(i, c, tail=True), carry)
         ring.drain()
-        safe = jnp.where(l > 0, l, 1.0)  # a padding row has no keys: its output is zero
-        return acc / lax.broadcast_in_dim(safe, acc.shape, [0]), m + jnp.log2(safe)
-
-
-class _Ring:
-    """The SMEM tiles through which an item's blocks pass, `num_stages - 1` blocks ahead of their use."""
-
-    def __init__(
-        self, body: _Body, kv_ref, pages_ref, k_smem, v_smem, arrived,
-        *, row, kv_head, first_block, num_blocks, first_page,
-    ):  # fmt: skip
-        self.body, self.stages = body, body.tiles.num_stages
-        self.kv_ref, self.pages_ref = kv_ref, pages_ref
-        self.k_smem, self.v_smem, self.arrived = k_smem, v_smem, arrived
-        self.row, self.kv_head, self.first_page = row, kv_head, first_page
-        self.first_block, self.num_blocks = first_block, num_blocks
-
-    def fetch(self, i, slot) -> None:
-        body = self.body
-        size = min(body.page_size, body.tiles.block_kv)  # tokens per copy
-        for j in range(body.copies):
-            token = (self.first_block + i) * body.tiles.block_kv + j * size
-            # A block may reach past the table's last page: any page will do there, its keys are masked.
-            index = jnp.minimum(lax.div(token, jnp.int32(body.page_size)), body.pages_per_seq - 1)
-            page = self.first_page + self.pages_ref[self.row, index]
-            for kind, smem in ((0, self.k_smem), (1, self.v_smem)):
-                source = self.kv_ref.at[page, kind, self.kv_head]
-                if body.page_size > size:
-                    source = source.at[pl.ds(pl.multiple_of(lax.rem(token, jnp.int32(body.page_size)), size), size)]
-                target = smem.at[slot, pl.ds(j * size, size)]
-                barrier = () if self.arrived is None else (self.arrived.at[slot],)
-                plgpu.copy_gmem_to_smem(source, target, *barrier, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
-
-    def fill(self) -> None:
-        for i in range(self.stages - 1):
-            self._prefetch(i, i)
-
-    def advance(self, i):
-        """Waits for block `i`, starts the copy of the one that takes the slot before it; returns the slot of `i`."""
-        slot = lax.rem(i, jnp.int32(self.stages))
-        if self.arrived is None:
-            plgpu.wait_gmem_to_smem((self.stages - 2) * 2 * self.body.copies)
-        else:
-            plgpu.barrier_wait(self.arrived.at[slot])
-        ahead = i + self.stages - 1
-        self._prefetch(ahead, lax.rem(ahead, jnp.int32(self.stages)))
-        return slot
-
-    def _prefetch(self, i, slot) -> None:
-        if self.arrived is None:
-            # cp.async counts copies, not blocks: the count must not depend on data, so the last block is copied again.
-            self.fetch(jnp.minimum(i, jnp.maximum(self.num_blocks - 1, 0)), slot)
-        else:
-            pl.when(i < self.num_blocks)(lambda: self.fetch(i, slot))
-
-    def drain(self) -> None:
-        if self.arrived is None:
-            plgpu.wait_gmem_to_smem(0)
+        safe = jnp.where(total > 0, total, 1.0)  # a padding row has no keys: its output is zero
+        return acc / lax.broadcast_in_dim(safe, acc.shape, [0]), peak + jnp.log2(safe)

@@ -8,13 +8,16 @@ is found. What this cannot show: fragment layouts, and that products on the chip
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 TILE_ROWS = 8  # of the swizzled form that TMA writes and the tensor cores read
+WARPS = 4  # of a warpgroup
 
 
 def mma(acc: jax.Array, lhs: jax.Array, rhs: jax.Array, *, interpret: Any) -> jax.Array:
@@ -24,8 +27,40 @@ def mma(acc: jax.Array, lhs: jax.Array, rhs: jax.Array, *, interpret: Any) -> ja
     return acc + jnp.dot(lhs, rhs, preferred_element_type=jnp.float32)
 
 
-def swizzled(columns: int, dtype: Any) -> tuple[Any, ...]:
-    """Transforms of an SMEM tile with `columns` in its last axis, for TMA, ldmatrix and wgmma without bank conflicts."""
+def swizzled(columns: int, dtype: Any, *, copied_rows: int | None = None) -> tuple[Any, ...]:
+    """Transforms of an SMEM tile with `columns` in its last axis: for TMA, ldmatrix, wgmma, without bank conflicts.
+
+    `copied_rows`: the rows that one cp.async brings, where it is used. It deals 8-row tiles out to four warps, so that
+    a small copy needs narrower tiles (and then has some bank conflicts).
+    """
     itemsize = jnp.dtype(dtype).itemsize
-    swizzle = min(128, columns * itemsize)
-    return plgpu.TilingTransform((TILE_ROWS, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
+    width = min(128, columns * itemsize)
+    if copied_rows is not None:
+        while (copied_rows // TILE_ROWS) * (columns * itemsize // width) % WARPS:
+            width //= 2
+    return plgpu.TilingTransform((TILE_ROWS, width // itemsize)), plgpu.SwizzleTransform(width)
+
+
+def wgmma_scores(q_smem: Any, k_smem: Any, *, while_running: Callable[[], None], interpret: Any) -> jax.Array:
+    """q @ k.T of two SMEM tiles, f32[64, block_kv]; `while_running` is called after the product was issued."""
+    if interpret is not None:
+        scores = jnp.dot(q_smem[...], k_smem[...].T, preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # for the interpreter, plain reads must be over before TMA writes again
+        while_running()
+        return scores
+
+    def product(acc_ref: Any) -> jax.Array:
+        plgpu.wgmma(acc_ref, q_smem, k_smem.transpose((1, 0)))
+        while_running()
+        return acc_ref[...]
+
+    return pl.run_scoped(product, plgpu.ACC((q_smem.shape[0], k_smem.shape[0]), jnp.float32))
+
+
+def wgmma_accumulate(acc: jax.Array, p: jax.Array, v_smem: Any, *, interpret: Any) -> jax.Array:
+    """acc + p @ v, with p in registers and v in SMEM."""
+    if interpret is not None:
+        acc = acc + jnp.dot(p, v_smem[...], preferred_element_type=jnp.float32)
+        plgpu.commit_smem()
+        return acc
+    return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p, v_smem))(plgpu.ACC.init(acc))

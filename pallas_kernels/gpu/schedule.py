@@ -28,7 +28,8 @@ def num_decode_items(num_rows: int, num_kv_heads: int, resident_ctas: int) -> in
 
 
 def decode_items(
-    kv_lens: jax.Array,  # i32[S]; 0 in rows that do not decode: they get an item that writes zeros
+    kv_lens: jax.Array,  # i32[S]
+    is_decode: jax.Array,  # bool[S]; a row without keys gets an item too, which writes zeros
     *,
     block_kv: int,
     max_blocks: int,  # of one sequence
@@ -42,8 +43,8 @@ def decode_items(
     """
     num_rows = kv_lens.shape[0]
     num_items = num_decode_items(num_rows, num_kv_heads, resident_ctas)
-    blocks = _cdiv(kv_lens, block_kv)  # [S]
-    splits = _splits(blocks, _candidates(max_blocks))  # [C, S]
+    blocks = jnp.where(is_decode, _cdiv(kv_lens, block_kv), 0)  # [S]
+    splits = jnp.where(is_decode, _splits(blocks, _candidates(max_blocks)), 0)  # [C, S]
     cost = jax.vmap(lambda s, c: _cost(blocks, s, c, num_kv_heads, resident_ctas))(
         splits, jnp.asarray(_candidates(max_blocks))
     )
@@ -54,7 +55,7 @@ def decode_items(
     firsts = ends - splits
     item = jnp.arange(num_items, dtype=jnp.int32)
     row = jnp.minimum(jnp.searchsorted(ends, item, side="right", method="compare_all"), num_rows - 1)
-    length = _cdiv(blocks, splits)[row]
+    length = _cdiv(blocks, jnp.maximum(splits, 1))[row]
     first_block = (item - firsts[row]) * length
     num_blocks = jnp.clip(blocks[row] - first_block, 0, length)
     used = item < ends[-1]
@@ -78,10 +79,61 @@ def _splits(blocks: jax.Array, candidates: np.ndarray) -> jax.Array:
 def _cost(blocks: jax.Array, splits: jax.Array, longest: jax.Array, num_kv_heads: int, resident_ctas: int) -> jax.Array:
     """Estimated time, in blocks per resident CTA: waves of mean items, and what the longest exceeds the mean."""
     items = splits.sum()
-    mean = blocks.sum() / items
+    mean = blocks.sum() / jnp.maximum(items, 1)
     waves = _cdiv(items * num_kv_heads, resident_ctas)
     return waves * (mean + ITEM_OVERHEAD) + jnp.maximum(jnp.minimum(longest, blocks.max()) - mean, 0)
 
 
 def _cdiv(a: Any, b: Any) -> Any:
     return (a + b - 1) // b
+
+
+# Fields of a prefill tile: the sequence's row, the first token that is loaded (a multiple of 8), the tokens
+# [begin, end) whose output is written, what to add to a token's index for its position in the sequence, and the
+# sequence's length.
+TILE_ROW, TILE_TOKEN, TILE_BEGIN, TILE_END, TILE_POSITION, TILE_KV_LEN = range(6)
+TILE_FIELDS = 6
+
+TOKEN_ALIGNMENT = 8  # rows of a swizzled tile: the copy engine can start at its multiples only
+
+
+def num_prefill_tiles(num_rows: int, num_tokens: int, tile_tokens: int) -> int:
+    """The length of the list of tiles: full ones, a ragged start and end per sequence, and the padding tokens'."""
+    return num_tokens // tile_tokens + 2 * min(num_rows, num_tokens) + 2
+
+
+def prefill_tiles(
+    kv_lens: jax.Array,  # i32[S]
+    query_starts: jax.Array,  # i32[S + 1]
+    num_decodes: jax.Array,  # i32[]
+    *,
+    num_tokens: int,  # a multiple of 8, at least tile_tokens
+    tile_tokens: int,  # a multiple of 8
+) -> tuple[jax.Array, jax.Array]:
+    """Returns tiles i32[NT, TILE_FIELDS], those with the longest context first, and how many there are, i32[1].
+
+    Tokens behind the last sequence are tiles too, with no keys: their output becomes zero. Dealt out in this order, to
+    and fro over the multiprocessors, the triangle of a causal prompt is balanced.
+    """
+    num_rows = kv_lens.shape[0]
+    starts, ends = query_starts[:-1], query_starts[1:]
+    is_chunk = jnp.arange(num_rows) >= num_decodes
+    # The padding tokens stand behind the rows, as one more.
+    starts = jnp.append(jnp.where(is_chunk, starts, ends), query_starts[-1])
+    ends = jnp.append(ends, num_tokens)
+    lens = jnp.append(kv_lens, 0)
+    aligned = starts // TOKEN_ALIGNMENT * TOKEN_ALIGNMENT
+    counts = jnp.where(ends > starts, _cdiv(ends - aligned, tile_tokens), 0)
+
+    last = jnp.cumsum(counts)
+    tile = jnp.arange(num_prefill_tiles(num_rows, num_tokens, tile_tokens), dtype=jnp.int32)
+    row = jnp.minimum(jnp.searchsorted(last, tile, side="right", method="compare_all"), num_rows)
+    token = aligned[row] + (tile - (last - counts)[row]) * tile_tokens
+    begin = jnp.maximum(token, starts[row])
+    end = jnp.minimum(token + tile_tokens, ends[row])
+    position = jnp.where(row < num_rows, lens[row] - ends[row], 0)
+    fields = (row, jnp.minimum(token, num_tokens - tile_tokens), begin, end, position, lens[row])
+    tiles = jnp.stack([field.astype(jnp.int32) for field in fields], axis=1)
+    context = jnp.where((tile < last[-1]) & (row < num_rows), end + position, 0)
+    context = jnp.where(tile < last[-1], context, -1)  # unused entries last
+    return tiles[jnp.argsort(-context)], last[-1:].astype(jnp.int32)

@@ -1,29 +1,53 @@
-"""Tile sizes per GPU: what fits its shared memory twice or more, so that one CTA's copies hide behind another's products.
+"""Tile sizes per GPU: what fits its shared memory, without spills, so that copies hide behind products.
 
 Not measured on a chip: chosen by the compiler's register and shared-memory report (tests/pallas_kernels/gpu) and by the
-memory budget of a block. `num_stages` and `block_kv` are the knobs to turn once a chip is at hand.
+memory budget of a block. `block_kv` and `num_stages` are the knobs to turn once a chip is at hand.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pallas_kernels.gpu.decode import DecodeTiles
-from pallas_kernels.gpu.device import Gpu
+from pallas_kernels.gpu.decode import RingTiles
+from pallas_kernels.gpu.device import KIB, Gpu
+from pallas_kernels.gpu.prefill_hopper import COMPUTE_WARPGROUPS, PrefillTiles
+from pallas_kernels.gpu.prefill_tile import TileShape
 
 if TYPE_CHECKING:
     from pallas_kernels.api import AttentionSpec
 
 
-def decode_tiles(gpu: Gpu, spec: AttentionSpec) -> DecodeTiles:
+def decode_tiles(gpu: Gpu, spec: AttentionSpec) -> RingTiles:
     """64 keys per step; 32 where a multiprocessor has only 100 KiB and a head's tile is wide."""
-    small = gpu.multiprocessor_shared_memory <= 100 * 1024 and spec.head_dim > 64
-    return DecodeTiles(block_kv=32 if small else 64, num_stages=2, use_tma=gpu.has_tma)
+    small = gpu.multiprocessor_shared_memory <= 100 * KIB and spec.head_dim > 64
+    return RingTiles(block_kv=32 if small else 64, num_stages=2, use_tma=gpu.has_tma)
 
 
 def resident_decode_ctas(gpu: Gpu, spec: AttentionSpec) -> int:
     """How many CTAs of the decode kernel the chip runs at once, by shared memory (registers allow three or more)."""
     tiles = decode_tiles(gpu, spec)
     ring = 2 * tiles.num_stages * tiles.block_kv * spec.head_dim * 2
-    reserved = 5 * 1024  # softmax tile, reductions, and what the driver takes
+    reserved = 6 * KIB  # softmax tile, reductions, and what the driver takes
     return gpu.num_multiprocessors * min(3, gpu.multiprocessor_shared_memory // (ring + reserved))
+
+
+def hopper_prefill_tiles(spec: AttentionSpec) -> PrefillTiles:
+    """128 keys per step, as large as the registers allow."""
+    return PrefillTiles(block_kv=128, num_stages=2 if spec.head_dim > 64 else 3)
+
+
+def mma_prefill_tiles(gpu: Gpu, spec: AttentionSpec) -> RingTiles:
+    """64 keys per step; 32 with wide heads, except where the compiler does without spills (Blackwell)."""
+    narrow = spec.head_dim > 64 and gpu.arch[0] != 10
+    return RingTiles(block_kv=32 if narrow else 64, num_stages=2, use_tma=gpu.has_tma)
+
+
+def prefill_tile_tokens(gpu: Gpu, spec: AttentionSpec) -> int:
+    """Tokens that one CTA takes at a time."""
+    tokens = TileShape(spec.num_query_heads // spec.num_kv_heads).tokens
+    return tokens * COMPUTE_WARPGROUPS if gpu.has_wgmma else tokens
+
+
+def prefill_ctas(gpu: Gpu) -> int:
+    """Persistent CTAs: one per multiprocessor with three warpgroups, two with one (by registers, 255 per thread)."""
+    return gpu.num_multiprocessors * (1 if gpu.has_wgmma else 2)

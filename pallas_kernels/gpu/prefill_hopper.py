@@ -1,0 +1,301 @@
+"""Prefill on Hopper: ragged causal chunks against their pages, warp-specialised, on wgmma.
+
+A persistent CTA per multiprocessor takes tiles from the list: one warpgroup feeds the ring of K and V tiles by TMA, two
+multiply 64 rows each and take turns at the tensor cores, so that one's softmax hides behind the other's products.
+
+Source of the algorithm: Shah et al., FlashAttention-3 (2024).
+
+What interpret mode does not see is told in `decode`, and one more: wgmma is replaced by plain products there, so the
+asynchrony of wgmma is not modelled at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gpu import matmul, prefill_tile
+from pallas_kernels.gpu.decode import LOG2E
+from pallas_kernels.gpu.prefill_tile import TILE_M, Tile, TileShape
+from pallas_kernels.gpu.ring import KEYS, VALUES, BlockShape, Source
+
+COMPUTE_WARPGROUPS = 2
+COMPUTE_REGISTERS, MEMORY_REGISTERS = 232, 40
+TAIL_ROWS = 16  # of V that the memory warpgroup clears at a time: few registers
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillTiles:
+    block_kv: int
+    num_stages: int
+
+
+def prefill(
+    output: Any,  # Ref [T, N * H], written in place
+    queries: jax.Array,  # [T, N * H]; T a multiple of 8, at least a tile
+    kv_pages: jax.Array,  # [P, 2, K, page, H]
+    page_table: jax.Array,  # i32[S, pages_per_seq]
+    first_page: jax.Array,  # i32[1]
+    tiles: jax.Array,  # i32[NT, TILE_FIELDS]
+    num_tiles: jax.Array,  # i32[1]
+    *,
+    scale: float,
+    sizes: PrefillTiles,
+    num_ctas: int,
+    interpret: Any = None,
+) -> None:
+    _, _, num_kv_heads, page_size, head_dim = kv_pages.shape
+    num_heads = queries.shape[1] // head_dim
+    dtype = queries.dtype
+    blocks = BlockShape(block_kv=sizes.block_kv, page_size=page_size, pages_per_seq=page_table.shape[1])
+    body = _Body(
+        shape=TileShape(num_heads // num_kv_heads), num_kv_heads=num_kv_heads, head_dim=head_dim, blocks=blocks,
+        dtype=dtype, scale_log2=scale * LOG2E, sizes=sizes, num_ctas=num_ctas, interpret=interpret,
+    )  # fmt: skip
+    ring = plgpu.SMEM((sizes.num_stages, sizes.block_kv, head_dim), dtype, transforms=matmul.swizzled(head_dim, dtype))
+    stages = sizes.num_stages
+    plgpu.kernel(
+        body,
+        out_type=(),
+        scratch_types={
+            "q_smem": plgpu.SMEM(
+                (COMPUTE_WARPGROUPS, TILE_M, head_dim), dtype, transforms=matmul.swizzled(head_dim, dtype)
+            ),
+            "out_smem": plgpu.SMEM((COMPUTE_WARPGROUPS, TILE_M, head_dim), dtype),
+            "k_smem": ring,
+            "v_smem": ring,
+            "q_arrived": plgpu.Barrier(num_arrivals=body.shape.heads, num_barriers=COMPUTE_WARPGROUPS),
+            "arrived": plgpu.Barrier(num_arrivals=blocks.copies, num_barriers=2 * stages),
+            "tail_arrived": plgpu.Barrier(num_arrivals=blocks.copies),  # awaited by the memory warpgroup
+            # Those at which both compute warpgroups arrive: K and V slots, the queries' place, and the turns.
+            "met": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=2 * stages + 3),
+        },
+        grid=(num_ctas,),
+        grid_names=("cta",),
+        num_threads=COMPUTE_WARPGROUPS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        kernel_name="paged_prefill",
+    )(queries, kv_pages, page_table, first_page, tiles, num_tiles, output)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Body:
+    shape: TileShape
+    num_kv_heads: int
+    head_dim: int
+    blocks: BlockShape
+    dtype: Any
+    scale_log2: float
+    sizes: PrefillTiles
+    num_ctas: int
+    interpret: Any
+
+    def __call__(self, q_ref, kv_ref, pages_ref, first_page_ref, tiles_ref, num_tiles_ref, out_ref, **scratch):
+        warpgroup = lax.axis_index("warpgroup")
+        cta = lax.axis_index("cta")
+
+        def for_each_tile(do):
+            """Calls `do(tile, round, blocks so far)` for every unit of this CTA; returns the blocks of all of them."""
+            units = num_tiles_ref[0] * (self.num_kv_heads * self.shape.tiles_per_group)
+            rounds = lax.div(units + (self.num_ctas - 1), jnp.int32(self.num_ctas))
+
+            def one(round_, num_blocks):
+                unit = prefill_tile.unit_of(round_, cta, self.num_ctas)
+                tile = Tile.read(tiles_ref, jnp.minimum(unit, units - 1), self.shape, self.num_kv_heads)
+                pl.when(unit < units)(lambda: do(tile, round_, num_blocks))
+                return num_blocks + jnp.where(unit < units, tile.num_blocks(self.sizes.block_kv), 0)
+
+            return lax.fori_loop(0, rounds, one, jnp.int32(0))
+
+        @pl.when(warpgroup < COMPUTE_WARPGROUPS)
+        def _():
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            compute = _Compute(self, out_ref, warpgroup, scratch)
+            for_each_tile(compute.attend)
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(warpgroup == COMPUTE_WARPGROUPS)
+        def _():
+            plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+            memory = _Memory(self, q_ref, kv_ref, pages_ref, first_page_ref[0], scratch)
+            memory.drain(for_each_tile(memory.feed))
+
+
+class _Compute:
+    """One of the two warpgroups that multiply."""
+
+    def __init__(self, body: _Body, out_ref, warpgroup, scratch) -> None:
+        self.body, self.out_ref, self.warpgroup = body, out_ref, warpgroup
+        self.q_smem, self.out_smem = scratch["q_smem"].at[warpgroup], scratch["out_smem"].at[warpgroup]
+        self.k_smem, self.v_smem = scratch["k_smem"], scratch["v_smem"]
+        self.q_arrived = scratch["q_arrived"].at[warpgroup]
+        self.arrived, self.met = scratch["arrived"], scratch["met"]
+        stages = body.sizes.num_stages
+        self.turn = self.met.at[2 * stages + 2]
+
+    def take_turn(self) -> None:
+        """Meets the other warpgroup. One of them starts half a step later, so that they alternate at the cores."""
+        plgpu.barrier_arrive(self.turn)
+        plgpu.barrier_wait(self.turn)
+
+    def attend(self, tile: Tile, round_, blocks_before) -> None:
+        body, layout = self.body, plgpu.Layout.WGMMA
+        first_token = tile.token + self.warpgroup * body.shape.tokens
+        num_blocks = tile.num_blocks(body.sizes.block_kv)
+        whole = tile.whole_blocks(first_token, body.sizes.block_kv)
+        plgpu.barrier_wait(self.q_arrived)
+        pl.when(self.warpgroup == 1)(self.take_turn)
+        carry = (
+            plgpu.layout_cast(jnp.zeros((TILE_M, body.head_dim), jnp.float32), layout),
+            plgpu.layout_cast(jnp.full((TILE_M,), prefill_tile.MASKED, jnp.float32), layout.reduce(1)),
+            plgpu.layout_cast(jnp.zeros((TILE_M,), jnp.float32), layout.reduce(1)),
+        )
+
+        def step(i, carry, *, masked):
+            return self.step(i, carry, tile, first_token, blocks_before, masked)
+
+        carry = lax.fori_loop(0, whole, lambda i, c: step(i, c, masked=False), carry)
+        acc, _, total = lax.fori_loop(whole, num_blocks, lambda i, c: step(i, c, masked=True), carry)
+        pl.when(self.warpgroup == 0)(self.take_turn)
+        plgpu.barrier_arrive(self.met.at[2 * body.sizes.num_stages + lax.rem(round_, jnp.int32(2))])
+        safe = jnp.where(total > 0, total, 1.0)  # padding has no keys: its output is zero
+        self.store(tile, first_token, acc / lax.broadcast_in_dim(safe, acc.shape, [0]))
+
+    def step(self, i, carry, tile: Tile, first_token, blocks_before, masked: bool):
+        body = self.body
+        block_kv = body.sizes.block_kv
+        acc, peak, total = carry
+        slot = lax.rem(blocks_before + i, jnp.int32(body.sizes.num_stages))
+        plgpu.barrier_wait(self.arrived.at[2 * slot])
+        scores = matmul.wgmma_scores(
+            self.q_smem, self.k_smem.at[slot], while_running=self.take_turn, interpret=body.interpret
+        )
+        plgpu.barrier_arrive(self.met.at[2 * slot])
+        if masked:
+            mask = prefill_tile.causal_mask(body.shape, tile, first_token, i * block_kv, block_kv, plgpu.Layout.WGMMA)
+            scores = jnp.where(mask, scores, -jnp.inf)
+        new_peak = jnp.maximum(peak, scores.max(axis=1) * body.scale_log2)
+        alpha = jnp.exp2(peak - new_peak)
+        p = jnp.exp2(scores * body.scale_log2 - lax.broadcast_in_dim(new_peak, scores.shape, [0]))
+        total = total * alpha + p.sum(axis=1)
+        acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+        p16 = p.astype(body.dtype)
+        if body.interpret is None:  # keep the softmax on this side of the turn
+            acc, total, new_peak, p16 = lax.optimization_barrier((acc, total, new_peak, p16))
+        plgpu.barrier_arrive(self.turn)
+        plgpu.barrier_wait(self.arrived.at[2 * slot + 1])
+        plgpu.barrier_wait(self.turn)
+        acc = matmul.wgmma_accumulate(acc, p16, self.v_smem.at[slot], interpret=body.interpret)
+        plgpu.barrier_arrive(self.met.at[2 * slot + 1])
+        return acc, new_peak, total
+
+    def store(self, tile: Tile, first_token, acc) -> None:
+        """Writes the rows of the tile's own tokens, in powers of two: TMA boxes have static sizes."""
+        shape = self.body.shape
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left the buffer
+        self.out_smem[...] = acc.astype(self.body.dtype)
+        plgpu.commit_smem()
+        begin = jnp.maximum(tile.begin - first_token, 0)
+        count = jnp.maximum(jnp.minimum(tile.end - first_token, shape.tokens) - begin, 0)
+        size = shape.tokens
+        while size:
+            start = begin + lax.div(count, jnp.int32(2 * size)) * (2 * size)
+
+            @pl.when(lax.rem(lax.div(count, jnp.int32(size)), jnp.int32(2)) == 1)
+            def _(start=start, size=size):
+                for g in range(shape.heads):
+                    columns = prefill_tile.head_columns(tile.first_head + g, self.body.head_dim)
+                    plgpu.copy_smem_to_gmem(
+                        self.out_smem.at[pl.ds(g * shape.tokens + start, size)],
+                        self.out_ref.at[pl.ds(first_token + start, size), columns],
+                    )
+
+            size //= 2
+
+
+class _Memory:
+    """The warpgroup that feeds the others."""
+
+    def __init__(self, body: _Body, q_ref, kv_ref, pages_ref, first_page, scratch) -> None:
+        self.body, self.first_page = body, first_page
+        self.q_ref, self.kv_ref, self.pages_ref = q_ref, kv_ref, pages_ref
+        self.s = scratch
+
+    def feed(self, tile: Tile, round_, blocks_before) -> None:
+        body, s = self.body, self.s
+        pl.when(round_ > 0)(
+            lambda: plgpu.barrier_wait(s["met"].at[2 * body.sizes.num_stages + lax.rem(round_ - 1, jnp.int32(2))])
+        )
+
+        @pl.loop(0, COMPUTE_WARPGROUPS)
+        def _(wg):
+            first_token = tile.token + wg * body.shape.tokens
+            prefill_tile.load_queries(
+                self.q_ref, s["q_smem"].at[wg], body.shape, tile, first_token, s["q_arrived"].at[wg]
+            )
+
+        source = Source(
+            shape=body.blocks, kv_ref=self.kv_ref, pages_ref=self.pages_ref, first_page=self.first_page,
+            row=tile.row, kv_head=tile.kv_head,
+        )  # fmt: skip
+
+        @pl.loop(0, tile.num_blocks(body.sizes.block_kv))
+        def _(i):
+            slot = lax.rem(blocks_before + i, jnp.int32(body.sizes.num_stages))
+            is_reused = blocks_before + i >= body.sizes.num_stages
+            pl.when(is_reused)(lambda: plgpu.barrier_wait(s["met"].at[2 * slot]))
+            self.fetch(source, i, KEYS, slot, s["arrived"].at[2 * slot])
+            pl.when(is_reused)(lambda: plgpu.barrier_wait(s["met"].at[2 * slot + 1]))
+            num_valid = tile.kv_len - i * body.sizes.block_kv
+
+            @pl.when(num_valid >= body.sizes.block_kv)
+            def _():
+                self.fetch(source, i, VALUES, slot, s["arrived"].at[2 * slot + 1])
+
+            @pl.when(num_valid < body.sizes.block_kv)
+            def _():
+                self.fetch(source, i, VALUES, slot, s["tail_arrived"])
+                plgpu.barrier_wait(s["tail_arrived"])
+                self.clear_tail(num_valid, slot)
+                for _ in range(body.blocks.copies):
+                    plgpu.barrier_arrive(s["arrived"].at[2 * slot + 1])
+
+    def fetch(self, source: Source, block, kind: int, slot, barrier) -> None:
+        smem = self.s["k_smem"] if kind == KEYS else self.s["v_smem"]
+        for offset, *halves in source.parts(block):
+            rows = pl.ds(offset, self.body.blocks.copy_tokens)
+            plgpu.copy_gmem_to_smem(
+                halves[kind], smem.at[slot, rows], barrier, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+            )
+
+    def clear_tail(self, num_valid, slot) -> None:
+        """Zeroes the values behind the sequence's last key, which it never wrote: 0 * NaN is NaN."""
+
+        @pl.loop(lax.div(num_valid, jnp.int32(TAIL_ROWS)), self.body.sizes.block_kv // TAIL_ROWS)
+        def _(part):
+            first = pl.multiple_of(part * TAIL_ROWS, TAIL_ROWS)
+            rows = self.s["v_smem"].at[slot, pl.ds(first, TAIL_ROWS)]
+            layout = plgpu.Layout.MMA_ACC(self.body.dtype, m_warps=1)
+            values = plgpu.load(rows, layout=layout, optimized=False)
+            key = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)
+            rows[...] = jnp.where(key + first < num_valid, values, jnp.zeros_like(values))
+
+        plgpu.commit_smem()
+
+    def drain(self, num_blocks) -> None:
+        """Waits until the other warpgroups have given everything back."""
+        stages = self.body.sizes.num_stages
+
+        @pl.loop(jnp.maximum(num_blocks - stages, 0), num_blocks)
+        def _(block):
+            slot = lax.rem(block, jnp.int32(stages))
+            plgpu.barrier_wait(self.s["met"].at[2 * slot])
+            plgpu.barrier_wait(self.s["met"].at[2 * slot + 1])

@@ -1,0 +1,112 @@
+"""KV blocks on their way from pages to SMEM tiles: where a block lies, and a ring of tiles that one warpgroup fills.
+
+A block of `block_kv` keys is several pages, or a part of one. From Hopper on a copy is one TMA box per page, announced
+by a barrier; below, all threads copy by cp.async and count what they have issued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+KEYS, VALUES = 0, 1  # on the second axis of the pages
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockShape:
+    """What is static about fetching a block."""
+
+    block_kv: int
+    page_size: int
+    pages_per_seq: int
+
+    @property
+    def copies(self) -> int:
+        """Copies that make up a block, for keys as for values."""
+        return max(1, self.block_kv // self.page_size)
+
+    @property
+    def copy_tokens(self) -> int:
+        return min(self.page_size, self.block_kv)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One sequence's keys and values for one KV head, in pages."""
+
+    shape: BlockShape
+    kv_ref: Any  # [P, 2, K, page, H]
+    pages_ref: Any  # i32[S, pages_per_seq]
+    first_page: Any
+    row: Any
+    kv_head: Any
+
+    def parts(self, block: Any) -> Iterator[tuple[int, Any, Any]]:
+        """The copies of a block: its first token's place in the tile, and the keys and values [copy_tokens, H]."""
+        shape = self.shape
+        size, page_size = shape.copy_tokens, jnp.int32(shape.page_size)
+        for j in range(shape.copies):
+            token = block * shape.block_kv + j * size
+            # A block may reach past the table's last page: any page will do there, its keys are masked.
+            index = jnp.minimum(lax.div(token, page_size), shape.pages_per_seq - 1)
+            page = self.first_page + self.pages_ref[self.row, index]
+            halves = [self.kv_ref.at[page, kind, self.kv_head] for kind in (KEYS, VALUES)]
+            if shape.page_size > size:
+                inside = pl.ds(pl.multiple_of(lax.rem(token, page_size), size), size)
+                halves = [half.at[inside] for half in halves]
+            yield j * size, *halves
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """The tiles through which a run of blocks passes, `num_stages - 1` blocks ahead of their use."""
+
+    source: Source
+    first_block: Any
+    num_blocks: Any
+    num_stages: int
+    k_smem: Any  # [stages, block_kv, H]
+    v_smem: Any
+    arrived: Any  # barriers, 2 * copies arrivals each; None: cp.async
+
+    def fill(self) -> None:
+        for i in range(self.num_stages - 1):
+            self._prefetch(jnp.int32(i), i)
+
+    def advance(self, i: Any) -> Any:
+        """Waits for block `i` of the run, starts the copy that takes the slot of the one before; returns i's slot."""
+        slot = lax.rem(i, jnp.int32(self.num_stages))
+        if self.arrived is None:
+            plgpu.wait_gmem_to_smem((self.num_stages - 2) * 2 * self.source.shape.copies)
+        else:
+            plgpu.barrier_wait(self.arrived.at[slot])
+        ahead = i + self.num_stages - 1
+        self._prefetch(ahead, lax.rem(ahead, jnp.int32(self.num_stages)))
+        return slot
+
+    def drain(self) -> None:
+        """Nothing is in flight any more: the tiles may be used for something else."""
+        if self.arrived is None:
+            plgpu.wait_gmem_to_smem(0)
+
+    def _prefetch(self, i: Any, slot: Any) -> None:
+        if self.arrived is None:
+            # cp.async counts copies, not blocks: the count must not depend on data, so the last block comes again.
+            self._fetch(jnp.minimum(i, jnp.maximum(self.num_blocks - 1, 0)), slot)
+        else:
+            pl.when(i < self.num_blocks)(lambda: self._fetch(i, slot))
+
+    def _fetch(self, i: Any, slot: Any) -> None:
+        barrier = () if self.arrived is None else (self.arrived.at[slot],)
+        for offset, keys, values in self.source.parts(self.first_block + i):
+            rows = pl.ds(offset, self.source.shape.copy_tokens)
+            for half, smem in ((keys, self.k_smem), (values, self.v_smem)):
+                plgpu.copy_gmem_to_smem(
+                    half, smem.at[slot, rows], *barrier, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+                )
