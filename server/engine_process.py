@@ -71,8 +71,10 @@ def main(addresses: tuple[str, str], target: str, engine_args: object) -> None:
         engine, info = load_factory(target)(engine_args, lambda line: sender.put(wire.Report(line)))
         engine.start()
     except Exception as error:
-        traceback.print_exc()
-        sender.put(wire.Failed(f"{type(error).__name__}: {error}"))
+        in_words = isinstance(error, ValueError | OSError)  # what the user can mend needs no traceback
+        if not in_words:
+            traceback.print_exc()
+        sender.put(wire.Failed(str(error) if in_words else f"{type(error).__name__}: {error}"))
         sender.close()
         context.term()
         sys.exit(EXIT_FAILED)
@@ -119,16 +121,8 @@ def _serve(context: zmq.Context, address: str, engine: ServedEngine, sender: _Se
 def _submit(engine: ServedEngine, requests: Sequence[wire.WireRequest], sender: _Sender) -> None:
     """Adds the requests of one HTTP request; the first refusal is the answer to all of them."""
     for i, item in enumerate(requests):
-        request = Request(
-            request_id=item.request_id,
-            prompt=tuple(item.prompt),
-            sampling=item.sampling,
-            priority=item.priority,
-            cache_salt=item.cache_salt,
-            deadline_s=item.deadline_s,
-        )
         try:
-            engine.add_request(request, sender.put)
+            engine.add_request(request_of(item), sender.put)
         except Exception as error:
             status, param = _status_of(error)
             if status == 500:
@@ -138,6 +132,17 @@ def _submit(engine: ServedEngine, requests: Sequence[wire.WireRequest], sender: 
             for added in requests[:i]:
                 engine.abort(added.request_id)
             return
+
+
+def request_of(item: wire.WireRequest) -> Request:
+    return Request(
+        request_id=item.request_id,
+        prompt=tuple(item.prompt),
+        sampling=item.sampling,
+        priority=item.priority,
+        cache_salt=item.cache_salt,
+        deadline_s=item.deadline_s,
+    )
 
 
 def _status_of(error: Exception) -> tuple[int, str | None]:

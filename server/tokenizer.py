@@ -57,11 +57,14 @@ class ByteLevelTokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> ByteLevelTokenizer:
-        """Reads `tokenizer.json` (or a tiktoken-style `tokenizer.model`), `tokenizer_config.json` and the template."""
+        """Reads `tokenizer.json` (or a tiktoken-style `tokenizer.model`), `tokenizer_config.json` and the template.
+
+        Raises ValueError where there is none, or none of this kind.
+        """
         config = _read_json(folder / "tokenizer_config.json")
         special_map = _read_json(folder / "special_tokens_map.json")
         if (folder / "tokenizer.json").is_file():
-            backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+            backend = _read_backend(folder / "tokenizer.json")
         elif (folder / "tokenizer.model").is_file():
             backend = tokenizer_from_tiktoken(folder / "tokenizer.model")
             special_map = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"} | special_map
@@ -88,6 +91,13 @@ def special_token_pattern(special_tokens: Iterable[str]) -> re.Pattern[str]:
     """Splits text at special tokens, leftmost and longest first, keeping them (one group)."""
     alternatives = sorted(special_tokens, key=len, reverse=True)
     return re.compile("(" + "|".join(map(re.escape, alternatives)) + ")") if alternatives else re.compile("((?!))")
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more precise
+        raise ValueError(f"{path} is not a tokenizer that can be read: {error}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import pytest
 
 from tests.server.openai_schemas import validate
 
+# just too long; ten thousand tokens; enough to be encoded in a thread; too long to be encoded at all
+LENGTHS = [(4096, "input_tokens"), (10_000, "input_tokens"), (50_000, "input_tokens"), (10**6, "input_text")]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -185,7 +187,7 @@ def test_an_unknown_model(echo):
 
 
 @pytest.mark.parametrize(("path", "field"), [(CHAT, "messages"), (COMPLETIONS, "prompt")])
-@pytest.mark.parametrize(("length", "param"), [(4096, "input_tokens"), (10_000, "input_tokens"), (10**6, "input_text")])
+@pytest.mark.parametrize(("length", "param"), LENGTHS)
 def test_a_prompt_that_is_too_long(echo, path, field, length, param):
     text = "a" * length
     value = [{"role": "user", "content": text}] if path == CHAT else text

@@ -59,6 +59,12 @@ def test_no_tokenizer_is_an_error_in_words(tmp_path):
         ByteLevelTokenizer.from_folder(tmp_path)
 
 
+def test_a_broken_file_is_an_error_in_words(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="not a tokenizer that can be read"):
+        ByteLevelTokenizer.from_folder(tmp_path)
+
+
 def test_another_kind_of_tokenizer_is_refused():
     backend = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     backend.decoder = decoders.WordPiece()

@@ -1,0 +1,164 @@
+"""The application without an engine process: what depends on the engine's health, and what goes wrong inside."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+
+from batcher.stats import EngineStats
+from server import wire
+from server.app import create_app, create_state
+from server.engine_client import Sink
+from server.settings import Settings
+from server.state import ServerState
+from server.tokenizer import ByteLevelTokenizer
+from tests.server.openai_schemas import validate
+from tests.server.tokenizers import LLAMA3_TEMPLATE, VOCAB_SIZE, byte_tokenizer
+
+COMPLETIONS = "/v1/completions"
+
+
+class StubClient:
+    """Answers each request at once with what it was given."""
+
+    def __init__(self, *outputs: wire.Output) -> None:
+        self.info = wire.EngineInfo(max_model_len=64, vocab_size=VOCAB_SIZE)
+        self.stats = EngineStats()
+        self.death: str | None = None
+        self.last_heartbeat = time.monotonic()
+        self.aborted: list[str] = []
+        self.submitted: list[wire.WireRequest] = []
+        self._outputs = outputs
+
+    def submit(self, requests: Sequence[tuple[wire.WireRequest, Sink]]) -> None:
+        for request, sink in requests:
+            self.submitted.append(request)
+            for output in self._outputs:
+                sink.on_output(output)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self.aborted += request_ids
+
+
+def state_of(client: StubClient, template: str | None = LLAMA3_TEMPLATE, **settings) -> ServerState:
+    config = {"bos_token": "<|begin_of_text|>"}
+    tokenizer = ByteLevelTokenizer(byte_tokenizer(), config=config, chat_template=template)
+    return create_state(Settings(tokenizer_folder=Path(), model_names=("m",), **settings), client, tokenizer)
+
+
+async def request(state: ServerState, method: str, path: str, **options) -> httpx.Response:
+    transport = httpx.ASGITransport(create_app(state), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        return await http.request(method, path, **options)
+
+
+def call(state: ServerState, method: str, path: str, **options) -> httpx.Response:
+    return asyncio.run(request(state, method, path, **options))
+
+
+DONE = wire.Output("", [ord("a")], "length")
+
+
+def test_health_depends_on_the_engine():
+    client = StubClient()
+    state = state_of(client, heartbeat_timeout_s=10)
+    assert call(state, "GET", "/health").status_code == 200
+    client.last_heartbeat -= 11
+    assert "not been heard of for 11 s" in call(state, "GET", "/health").json()["error"]["message"]
+    client.last_heartbeat = time.monotonic()
+    client.death = "killed"
+    for path in ("/health", COMPLETIONS):
+        response = call(state, "GET" if path == "/health" else "POST", path, json={"prompt": "a"})
+        assert response.status_code == 503
+        assert "killed" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("status", "kind"), [(429, "RateLimitError"), (503, "ServiceUnavailableError"), (500, None)])
+def test_a_refusal_of_the_engine_has_its_own_status(stream, status, kind):
+    client = StubClient(wire.Output("", [], "error", error="no room", status=status))
+    response = call(state_of(client), "POST", COMPLETIONS, json={"prompt": "a", "stream": stream, "n": 2})
+    assert response.status_code == status
+    error = response.json()["error"]
+    validate("ErrorResponse", response.json())
+    assert error["message"] == "no room"
+    assert error["type"] == (kind or "InternalServerError")
+    assert len(set(client.aborted)) == 2
+
+
+def test_a_refused_field_is_named():
+    client = StubClient(wire.Output("", [], "error", error="too many", status=400, param="stop_token_ids"))
+    response = call(state_of(client), "POST", COMPLETIONS, json={"prompt": "a"})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "stop_token_ids"
+
+
+def test_an_output_that_makes_no_sense_fails_its_request():
+    bad = wire.Output("", [1, 2], logprobs=[wire.Logprobs(-1.0, [], [])])
+    response = call(state_of(StubClient(bad)), "POST", COMPLETIONS, json={"prompt": "a", "logprobs": 1})
+    assert response.status_code == 500
+    assert response.json()["error"]["type"] == "InternalServerError"
+
+
+@pytest.mark.parametrize(("error", "status"), [(RuntimeError("boom"), 500), (NotImplementedError("not yet"), 501)])
+def test_an_unexpected_exception_is_an_error_object(monkeypatch, error, status):
+    client = StubClient(DONE)
+
+    def fail(requests):
+        raise error
+
+    monkeypatch.setattr(client, "submit", fail)
+    response = call(state_of(client), "POST", COMPLETIONS, json={"prompt": "a"}, headers={"x-request-id": "mine"})
+    assert response.status_code == status
+    assert response.headers["x-request-id"] == "mine"
+    validate("ErrorResponse", response.json())
+    assert "boom" not in response.text  # what went wrong inside is not the client's to read
+
+
+def test_a_template_that_refuses_is_a_400():
+    state = state_of(StubClient(), template="{{ raise_exception('roles must alternate') }}")
+    response = call(state, "POST", "/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
+    assert response.status_code == 400
+    assert "roles must alternate" in response.json()["error"]["message"]
+
+
+def test_the_template_of_the_settings_replaces_the_tokenizers():
+    client = StubClient(DONE)
+    state = state_of(client, chat_template="{{ messages[0].content }}!")
+    call(state, "POST", "/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
+    assert client.submitted[0].prompt == [ord("a"), ord("!")]
+
+
+def test_what_a_request_says_reaches_the_engine():
+    client = StubClient(DONE)
+    state = state_of(client, queue_timeout_s=7.0)
+    body = {"prompt": "a", "priority": -2, "cache_salt": "s", "n": 2, "seed": 5, "logprobs": 3}
+    call(state, "POST", COMPLETIONS, json=body)
+    first, second = client.submitted
+    assert (first.priority, first.deadline_s) == (-2, 7.0)
+    assert first.cache_salt == second.cache_salt != 0
+    assert (first.sampling.seed, second.sampling.seed) == (5, 6)
+    assert first.sampling.logprobs == 3
+    assert first.request_id.endswith("-0")
+    assert second.request_id.endswith("-1")
+
+
+def test_a_request_with_too_many_sequences():
+    body = {"prompt": ["a", "b"], "n": 3}
+    response = call(state_of(StubClient(), max_choices=5), "POST", COMPLETIONS, json=body)
+    assert response.status_code == 400
+    assert "at most 5" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"model_names": ()}, {"model_names": ("",)}, {"port": 70000}, {"grace_period_s": -1}, {"max_body_bytes": 0}],
+)
+def test_settings_that_cannot_be(fields):
+    with pytest.raises(ValueError):
+        Settings(**({"tokenizer_folder": Path(), "model_names": ("m",)} | fields))

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batcher.request import SamplingParams
+from server.sampling import check_sampling, sampling_params, stop_strings
+from server.schemas import CompletionRequest
+from server.settings import GenerationDefaults
+
+VOCAB = 1000
+
+
+def params(body: CompletionRequest, defaults: GenerationDefaults | None = None, **options) -> SamplingParams:
+    check_sampling(body, vocab_size=VOCAB)
+    fields = {"max_tokens": 10, "choice": 0, "logprobs": None, "prompt_logprobs": None} | options
+    return sampling_params(body, defaults or GenerationDefaults(), vocab_size=VOCAB, **fields)
+
+
+def test_nothing_said_gives_openais_defaults():
+    assert params(CompletionRequest()) == SamplingParams(max_tokens=10)
+
+
+def test_everything_said_arrives():
+    body = CompletionRequest(
+        temperature=0.5,
+        top_k=7,
+        top_p=0.9,
+        min_p=0.1,
+        presence_penalty=1.5,
+        frequency_penalty=-1.5,
+        repetition_penalty=1.1,
+        logit_bias={"3": 5, "4": -100},
+        seed=11,
+        min_tokens=2,
+        stop_token_ids=[5, 6, 5],
+        ignore_eos=True,
+    )
+    assert params(body, logprobs=3, prompt_logprobs=4) == SamplingParams(
+        max_tokens=10,
+        min_tokens=2,
+        temperature=0.5,
+        top_k=7,
+        top_p=0.9,
+        min_p=0.1,
+        presence_penalty=1.5,
+        frequency_penalty=-1.5,
+        repetition_penalty=1.1,
+        logit_bias=((3, 5.0), (4, -100.0)),
+        seed=11,
+        stop_token_ids=(5, 6),
+        ignore_eos=True,
+        logprobs=3,
+        prompt_logprobs=4,
+    )
+
+
+def test_the_models_defaults_fill_what_is_not_said():
+    defaults = GenerationDefaults(temperature=0.6, top_p=0.9, top_k=40, min_p=0.05, repetition_penalty=1.2)
+    filled = params(CompletionRequest(top_p=1.0), defaults)
+    assert (filled.temperature, filled.top_p, filled.top_k) == (0.6, 1.0, 40)
+    assert (filled.min_p, filled.repetition_penalty) == (0.05, 1.2)
+
+
+@pytest.mark.parametrize(("given", "temperature"), [(0, 0.0), (1e-6, 0.0), (1e-5, 1e-5), (2, 2.0)])
+def test_a_temperature_of_next_to_nothing_is_greedy(given, temperature):
+    assert params(CompletionRequest(temperature=given)).temperature == temperature
+
+
+@pytest.mark.parametrize(("given", "top_k"), [(-1, 0), (0, 0), (5, 5), (VOCAB - 1, VOCAB - 1), (VOCAB, 0), (10**30, 0)])
+def test_a_top_k_that_leaves_everything_is_off(given, top_k):
+    assert params(CompletionRequest(top_k=given)).top_k == top_k
+
+
+@pytest.mark.parametrize("seed", [None, -1])
+def test_no_seed(seed):
+    assert params(CompletionRequest(seed=seed), choice=3).seed is None
+
+
+@given(st.integers(-(2**63), 2**63 - 1).filter(lambda seed: seed != -1), st.integers(0, 127))
+def test_seeds_are_63_bits_and_differ_between_choices(seed, choice):
+    first, other = params(CompletionRequest(seed=seed)), params(CompletionRequest(seed=seed), choice=choice)
+    assert 0 <= other.seed < 2**63
+    assert (other.seed == first.seed) == (choice == 0)
+
+
+def test_a_biased_token_written_twice_counts_once():
+    assert params(CompletionRequest(logit_bias={"3": 1, "03": 2})).logit_bias == ((3, 2.0),)
+
+
+@pytest.mark.parametrize(("stop", "stops"), [(None, ()), ("a", ("a",)), (["a", "b"], ("a", "b")), ([], ())])
+def test_stop_strings(stop, stops):
+    assert stop_strings(CompletionRequest(stop=stop)) == stops
+
+
+@pytest.mark.parametrize(
+    ("config", "defaults"),
+    [
+        (None, GenerationDefaults()),
+        ({"temperature": 0.6, "top_p": 0.9, "eos_token_id": [1, 2]}, GenerationDefaults(temperature=0.6, top_p=0.9)),
+        ({"temperature": None, "top_k": 50}, GenerationDefaults(top_k=50)),
+        ({"do_sample": False, "temperature": 0.6}, GenerationDefaults(temperature=0.0)),
+    ],
+)
+def test_defaults_of_a_folder(tmp_path, config, defaults):
+    if config is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    assert GenerationDefaults.from_folder(tmp_path) == defaults

@@ -1,0 +1,98 @@
+"""Nothing that the two processes say to each other is lost on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+import pytest
+
+from batcher.request import ErrorCode, FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
+from batcher.stats import EngineStats
+from server import wire
+from server.engine_process import load_factory, request_of
+
+
+def carried(message: object, kind: object) -> object:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind)
+
+
+def test_a_request_arrives_whole():
+    request = Request(
+        request_id="a-0",
+        prompt=(1, 2, 3),
+        sampling=SamplingParams(max_tokens=5, seed=2**63 - 1, logit_bias=((1, 2.5),), stop_token_ids=(7,), logprobs=2),
+        priority=-3,
+        cache_salt=2**63 - 1,
+        deadline_s=1.5,
+    )
+    names = [field.name for field in dataclasses.fields(Request)]
+    assert list(wire.WireRequest.__struct_fields__) == names  # a field more there must be one more here
+    sent = wire.Submit([wire.WireRequest(*(getattr(request, name) for name in names))])
+    (received,) = carried(sent, wire.Command).requests
+    assert request_of(received) == request
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        (RequestOutput(request_id="a", token_ids=(1, 2)), wire.Output("a", [1, 2])),
+        (RequestOutput(request_id="a", token_ids=(1,), num_cached_tokens=16), wire.Output("a", [1], None, None, 16)),
+        (
+            RequestOutput(request_id="a", token_ids=(5,), finish_reason=FinishReason.STOP, stop_reason=5),
+            wire.Output("a", [5], "stop", 5),
+        ),
+        (
+            RequestOutput(
+                request_id="a",
+                token_ids=(5,),
+                logprobs=(TokenLogprobs(logprob=-1.0, top_ids=(5, 6), top_logprobs=(-1.0, float("-inf"))),),
+                prompt_logprobs=(TokenLogprobs(logprob=-2.0),),
+            ),
+            wire.Output(
+                "a",
+                [5],
+                logprobs=[wire.Logprobs(-1.0, [5, 6], [-1.0, float("-inf")])],
+                prompt_logprobs=[wire.Logprobs(-2.0, [], [])],
+            ),
+        ),
+        (
+            RequestOutput(
+                request_id="a", finish_reason=FinishReason.ERROR, error="late", error_code=ErrorCode.QUEUE_DEADLINE
+            ),
+            wire.Output("a", [], "error", error="late", status=503),
+        ),
+        (
+            RequestOutput(request_id="a", finish_reason=FinishReason.ERROR, error="x", error_code=ErrorCode.NOT_FINITE),
+            wire.Output("a", [], "error", error="x", status=500),
+        ),
+        (RequestOutput(request_id="a", finish_reason=FinishReason.ABORT), wire.Output("a", [], "abort")),
+    ],
+)
+def test_an_output_arrives_whole(output, expected):
+    sent = wire.Outputs([wire.output_to_wire(output)])
+    assert carried(sent, wire.Event) == wire.Outputs([expected])
+
+
+def test_statistics_arrive_whole():
+    stats = EngineStats(num_steps=3, finished={"stop": 2})
+    stats.queue_time.observe(1.0)
+    assert carried(wire.Stats(stats), wire.Event) == wire.Stats(stats)
+
+
+@pytest.mark.parametrize(
+    "message", [wire.Report("a"), wire.Ready(wire.EngineInfo(max_model_len=5, vocab_size=6)), wire.Failed("why")]
+)
+def test_the_news_of_the_start_arrive(message):
+    assert carried(message, wire.Event) == message
+
+
+@pytest.mark.parametrize("message", [wire.Abort(["a", "b"]), wire.Stop()])
+def test_commands_arrive(message):
+    assert carried(message, wire.Command) == message
+
+
+def test_a_factory_is_named_with_a_colon():
+    assert load_factory("tests.server.test_wire:carried") is carried
+    with pytest.raises(ValueError, match=r"package\.module:function"):
+        load_factory("tests.server.test_wire")
