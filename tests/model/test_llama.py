@@ -190,3 +190,20 @@ def test_split_state_is_flat_arrays_and_merges_into_the_same_model():
     again = nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))
     tokens = np.arange(8)
     np.testing.assert_array_equal(jitted_logits(model, tokens), jitted_logits(again, tokens))
+
+
+@pytest.mark.parametrize(("dtype", "exact"), [(jnp.float32, True), (jnp.bfloat16, False)])
+def test_float32_products_ask_chips_for_float32(dtype, exact):
+    """By default chips multiply float32 in a faster, coarser form; on the CPU of the tests only the request shows."""
+    model = nnx.eval_shape(lambda: Llama(TINY, dtype=dtype, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(model)
+
+    def forward(state, tokens):
+        model = nnx.merge(graphdef, state)
+        hidden, _ = model(tokens, tokens, [None] * 2, lambda queries, keys, values, kv: (queries, kv))
+        return model.logits(hidden)
+
+    text = jax.jit(forward).lower(state, jax.ShapeDtypeStruct((8,), jnp.int32)).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert len(products) == 4 * TINY.num_layers + 1
+    assert all(("HIGHEST" in line) is exact for line in products)
