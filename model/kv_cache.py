@@ -52,25 +52,29 @@ def _host_memory() -> tuple[int, int]:
     """Total and free bytes of this machine, or of the container that this process runs in."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     total, free = (int(meminfo[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
-    for limit, used in _cgroup_files():
+    for limit, used in cgroup_limits(Path("/proc/self/cgroup").read_text(), Path("/sys/fs/cgroup")):
         if limit < total:
             total, free = limit, min(free, limit - used)
     return total, max(free, 0)
 
 
-def _cgroup_files() -> list[tuple[int, int]]:
-    """(limit, used) of every memory group that holds this process, versions 2 and 1, as far as they can be read."""
+def cgroup_limits(groups: str, root: Path) -> list[tuple[int, int]]:
+    """(limit, used) bytes of every memory control group, version 2 or 1, that `groups` lists and that has a limit.
+
+    Args:
+        groups: `/proc/self/cgroup`. Inside a container its paths may be the host's, which are not mounted under `root`;
+            the group is then what is mounted there itself.
+    """
     found = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current")
+            mounted, names = root, ("memory.max", "memory.current")
         elif "memory" in controllers.split(","):
-            root, names = Path("/sys/fs/cgroup/memory"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            mounted, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
             continue
-        # Inside a container the path may be the host's, which is not mounted; the group is then the root.
-        for folder in (root / path.lstrip("/"), root):
+        for folder in {mounted / path.lstrip("/"), mounted}:
             limit, used = (folder / name for name in names)
             if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
                 found.append((int(limit.read_text()), int(used.read_text())))

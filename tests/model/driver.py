@@ -82,6 +82,7 @@ class Row:
     stop_ids: tuple[int, ...] = ()
     output: list[int] = field(default_factory=list)
     num_computed: int = 0
+    has_emitted: bool = False  # in this slot: its LAST_TOKEN is this row's
 
     @property
     def tokens(self) -> list[int]:
@@ -137,7 +138,7 @@ def pack(
         stop = row.num_computed + count
         view["slots"][i], view["q_lens"][i], view["emits"][i] = row.slot, count, stop == len(row.tokens)
         known = row.tokens[row.num_computed : stop]
-        is_decode = stop == len(row.tokens) and count == 1 and row.output and not from_host
+        is_decode = stop == len(row.tokens) and count == 1 and row.has_emitted and not from_host
         view["tokens"][start : start + count] = -1 if is_decode else known
         if "targets" in view:
             following = row.prompt[row.num_computed + 1 : stop + 1]
@@ -171,4 +172,5 @@ def run(
         row.num_computed += count
         if row.num_computed == len(row.tokens):
             row.output.append(int(output.tokens[i]))
+            row.has_emitted = True
     return output

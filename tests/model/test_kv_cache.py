@@ -1,0 +1,100 @@
+"""Planning of the K/V pages, in numbers worked out by hand."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from model import kv_cache
+from model.kv_cache import GIB, DeviceMemory, MemoryNeeds, plan_pages
+from tests.model.driver import TINY, paged_attention
+
+MIB = 1 << 20
+NEEDS = MemoryNeeds(weights=8 * GIB, state=1 * GIB, temporaries=2 * GIB)
+
+
+def plan(*, total=24 * GIB, free=16 * GIB, is_host=False, needs=NEEDS, utilization=0.75, seqs=64, length=4096):
+    return plan_pages(
+        memory=DeviceMemory(total=total, free=free, is_host=is_host),
+        needs=needs,
+        memory_utilization=utilization,
+        page_bytes=8 * MIB,
+        page_size=64,
+        max_num_seqs=seqs,
+        max_model_len=length,
+    )
+
+
+def test_pages_fill_what_weights_state_and_temporaries_leave():
+    # 24 * 0.75 - 8 - 1 - 2 = 7 GiB of 8 MiB pages, one of which is nobody's.
+    assert plan() == 7 * 128 - 1
+
+
+def test_what_others_use_is_not_planned_with():
+    assert plan(free=5 * GIB) == 3 * 128 - 1
+
+
+def test_no_more_pages_than_can_be_of_use():
+    # Two requests of 64 pages each, and as much again for the prefix cache.
+    assert plan(seqs=2) == 256
+
+
+def test_a_host_keeps_its_memory_for_others_unless_one_request_needs_it():
+    assert plan(is_host=True) == 4 * 128
+    assert plan(is_host=True, length=64 * 600) == 600
+
+
+def test_a_model_that_does_not_fit_is_told_the_parts_and_the_flags():
+    with pytest.raises(ValueError, match="does not fit") as error:
+        plan(length=64 * 896)
+    text = str(error.value)
+    for part in ("24.00 GiB", "75%", "16.00 GiB are free", "weights 8.00 GiB", "step 2.00 GiB", "slots 1.00 GiB"):
+        assert part in text
+    assert "57344 tokens 7.00 GiB" in text
+    for flag in ("--max-model-len", "--max-num-batched-tokens", "--max-num-seqs", "--memory-utilization", "--dtype"):
+        assert flag in text
+    assert plan(length=64 * 895) == 895
+
+
+def test_the_machine_says_how_much_memory_it_has():
+    memory = kv_cache.device_memory(jax.devices("cpu")[0])
+    assert memory.is_host
+    assert 0 < memory.free <= memory.total
+    assert memory.total > GIB / 2
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "limit", "used"),
+    [
+        ("0::/pod/me", "pod/me", "memory.max", "memory.current"),
+        ("4:memory:/pod/me", "memory/pod/me", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ("4:cpu,memory:/elsewhere", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ],
+)
+def test_a_containers_limit_is_read(tmp_path, line, folder, limit, used):
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / folder / limit).write_text("1000\n")
+    (tmp_path / folder / used).write_text("400\n")
+    assert kv_cache.cgroup_limits(f"7:pids:/\n{line}\n", tmp_path) == [(1000, 400)]
+
+
+def test_a_container_without_a_limit_has_none(tmp_path):
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("400\n")
+    assert kv_cache.cgroup_limits("0::/\n", tmp_path) == []
+
+
+def test_the_bound_of_the_temporaries_grows_with_the_step():
+    def bound(tokens, rows):
+        return kv_cache.temporaries_bound(TINY, num_tokens=tokens, num_rows=rows, itemsize=4, num_shards=1)
+
+    # 24 bytes a row and token of the vocabulary; a token's activations.
+    assert bound(64, 9) - bound(64, 8) == 24 * TINY.vocab_size
+    assert bound(65, 8) - bound(64, 8) == 4 * (6 * 32 + 3 * (4 + 2 * 2) * 16 + 3 * 48)
+
+
+def test_pages_are_zero_and_one_array_per_layer():
+    pages = kv_cache.allocate(paged_attention(), 3, 5)
+    assert len(pages) == 3
+    assert {kv.shape for kv in pages} == {(2, 5, 2, 8, 16)}
+    assert not any(kv.any() for kv in pages)

@@ -1,0 +1,179 @@
+"""The runner: one program per bucket, nothing compiled later, nothing copied, one buffer each way."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from batcher.step import PATCH_BLOCK, Bucket, Capacity, PackedLayout, StepInput, Variant
+from model import weights
+from model.config import LlamaConfig
+from model.runner import ModelRunner, RunnerConfig
+from model.sharding import make_mesh
+from tests.model import checkpoints
+from tests.model.driver import TINY, Row, paged_attention, run, tiny_runner
+
+SLOTS = 4
+BUCKETS = [Bucket(4, 4, Variant.GREEDY), Bucket(24, 4, Variant.GREEDY), Bucket(4, 4, Variant.SAMPLE)]
+
+
+@pytest.fixture(scope="module")
+def runner():
+    made = tiny_runner()
+    lines = []
+    made.warm_up(BUCKETS, lines.append)
+    # Every bucket, and the two updates beside the step.
+    assert re.match(rf"compiled {len(BUCKETS) + 2} programs in [\d.]+ s", lines[0])
+    assert re.match(r"ran each program once in [\d.]+ s", lines[1])
+    return made
+
+
+def test_capacity(runner):
+    assert runner.capacity() == Capacity(
+        num_slots=4, num_pages=40, page_size=8, max_model_len=64, max_num_batched_tokens=32, vocab_size=TINY.vocab_size
+    )
+    assert runner.capacity().pages_per_seq == 8
+
+
+def test_traffic_compiles_nothing(runner):
+    before = runner.num_compiles
+    rows = [Row(slot, [slot + 1] * (slot + 2), [2 * slot + 1, 2 * slot + 2]) for slot in range(3)]
+    run(runner, BUCKETS[1], [(row, len(row.prompt)) for row in rows], admit=rows)
+    for bucket in (BUCKETS[0], BUCKETS[2], BUCKETS[1]):
+        run(runner, bucket, [(row, 1) for row in rows])
+        run(runner, bucket, [(row, 1) for row in rows[:1]])
+    assert runner.num_compiles == before
+
+
+def test_a_compilation_that_nobody_meant_is_counted(runner):
+    before = runner.num_compiles
+    jax.jit(lambda x: x * 3 - 1)(np.ones(7, np.float32))
+    assert runner.num_compiles > before
+
+
+def test_a_bucket_without_program_is_refused(runner):
+    bucket = Bucket(8, 4, Variant.GREEDY)
+    with pytest.raises(KeyError, match="num_tokens=8"):
+        runner.execute(StepInput(bucket=bucket, packed=np.zeros(PackedLayout(bucket).size, np.int32)))
+
+
+def test_warm_up_writes_no_page_and_no_state():
+    runner = tiny_runner()
+    runner.warm_up([BUCKETS[1]], lambda line: None)
+    for leaf in jax.tree.leaves(runner._state):
+        assert not np.asarray(leaf).any()
+
+
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_state_is_updated_in_place(runner, bucket):
+    """The compiler aliases all of the state to the output, and needs less beside it than one layer's pages."""
+    analysis = runner._programs[bucket].memory_analysis()
+    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(runner._state))
+    assert analysis.alias_size_in_bytes == state_bytes
+    pages = tiny_runner(num_pages=4000)  # so many that a copy of one layer would stand out
+    large = pages._lower_step(bucket).compile().memory_analysis()
+    assert large.temp_size_in_bytes < pages._state.kv[0].nbytes / 2
+    assert large.temp_size_in_bytes == analysis.temp_size_in_bytes
+
+
+def test_the_buffers_themselves_stay_where_they_are(runner):
+    def addresses():
+        state = runner._state
+        return [leaf.unsafe_buffer_pointer() for leaf in (state.slots, state.history, *state.kv)]
+
+    row = Row(0, [1, 2, 3], [1, 2])
+    run(runner, BUCKETS[1], [(row, 3)], admit=[row])  # with patches and a history
+    before = addresses()
+    for bucket in (BUCKETS[0], BUCKETS[2], BUCKETS[0]):
+        run(runner, bucket, [(row, 1)])
+    assert addresses() == before
+
+
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_one_buffer_goes_in_and_one_comes_out(runner, bucket):
+    program = runner._programs[bucket]
+    num_state = len(jax.tree.leaves(runner._state))
+    num_arguments = len(jax.tree.leaves(program.in_avals))
+    assert num_arguments == len(runner._weights) + num_state + 1
+    assert len(jax.tree.leaves(program.out_info)) == num_state + 1
+
+
+def test_execute_runs_ahead_of_the_results(runner):
+    """Two steps are dispatched before the first is read; the second reads its tokens on the device."""
+    row, same = Row(0, [9, 8, 7], [1, 2]), Row(0, [9, 8, 7], [1, 2])
+    run(runner, BUCKETS[1], [(row, 3)], admit=[row])
+    for _ in range(2):
+        run(runner, BUCKETS[0], [(row, 1)])
+    run(runner, BUCKETS[1], [(same, 3)], admit=[same])
+    packed = np.zeros(PackedLayout(BUCKETS[0]).size, np.int32)
+    parts = PackedLayout(BUCKETS[0]).sections()
+    packed[:3] = 1
+    packed[parts["slots"]] = [0, SLOTS, SLOTS, SLOTS]
+    packed[parts["q_lens"]] = packed[parts["emits"]] = [1, 0, 0, 0]
+    packed[parts["tokens"]] = -1
+    packed[parts["patch_indices"]] = SLOTS * runner._state.slots.shape[1]
+    handles = [runner.execute(StepInput(bucket=BUCKETS[0], packed=packed)) for _ in range(2)]
+    assert [int(handle.result().tokens[0]) for handle in handles] == row.output[1:]
+
+
+def test_more_patches_than_a_step_carries(runner):
+    """The driver sends whole slots ahead of the step: several blocks of them."""
+    rows = [Row(slot, [5, 6, slot], [slot + 1]) for slot in range(4)]
+    width = runner._state.slots.shape[1]
+    assert 4 * width <= PATCH_BLOCK < 8 * width
+    run(runner, BUCKETS[1], [(row, 3) for row in rows], admit=rows + rows)
+    alone = Row(2, [5, 6, 2], [9])
+    run(runner, BUCKETS[1], [(alone, 3)], admit=[alone])
+    assert alone.output == rows[2].output
+
+
+def test_limits_are_checked():
+    with pytest.raises(ValueError, match="max_num_seqs=0"):
+        RunnerConfig(max_num_seqs=0, max_num_batched_tokens=8, max_model_len=8)
+    with pytest.raises(ValueError, match=r"memory_utilization=1\.5"):
+        RunnerConfig(max_num_seqs=1, max_num_batched_tokens=8, max_model_len=8, memory_utilization=1.5)
+    with pytest.raises(ValueError, match="needs 8 pages of 8 tokens"):
+        tiny_runner(num_pages=7)
+
+
+def test_pages_are_planned_where_no_number_is_given():
+    # Four requests of eight pages, and as many again for the prefix cache.
+    assert tiny_runner(num_pages=None).capacity().num_pages == 64
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return checkpoints.write(tmp_path_factory.mktemp("checkpoint"), "gqa2")
+
+
+def texts_of(folder, num_shards, decode):
+    config = LlamaConfig.from_file(folder)
+    mesh = make_mesh(num_shards) if num_shards > 1 else None
+    model = weights.load_hf(folder, config, dtype=jnp.float32, mesh=mesh)
+    limits = RunnerConfig(max_num_seqs=SLOTS, max_num_batched_tokens=24, max_model_len=64, num_pages=16)
+    runner = ModelRunner(model, paged_attention(model.config, mesh=mesh), limits)
+    runner.warm_up([BUCKETS[1], decode], lambda line: None)
+    before = runner.num_compiles
+    rows = [Row(0, [5, 6, 7, 8, 9, 10], [1, 2, 3]), Row(2, [3, 1, 4], [7, 8, 9])]
+    run(runner, BUCKETS[1], [(rows[0], 4), (rows[1], 3)], admit=rows)
+    run(runner, BUCKETS[1], [(rows[0], 2), (rows[1], 1)])
+    for _ in range(8):
+        run(runner, decode, [(row, 1) for row in rows])
+    assert runner.num_compiles == before
+    assert all(len(kv.sharding.device_set) == num_shards for kv in runner._state.kv)
+    return [row.output for row in rows]
+
+
+@pytest.fixture(scope="module")
+def texts_of_one_device(checkpoint):
+    return texts_of(checkpoint, 1, BUCKETS[0])
+
+
+@pytest.mark.parametrize(("num_shards", "decode"), [(2, BUCKETS[2]), (4, BUCKETS[0])])
+def test_a_mesh_gives_the_tokens_of_one_device(checkpoint, texts_of_one_device, num_shards, decode):
+    """Four shards of a model with two KV heads: they are replicated."""
+    assert texts_of(checkpoint, num_shards, decode) == texts_of_one_device
