@@ -80,14 +80,24 @@ class BucketLadder:
                 return Bucket(tokens, row_rungs[bisect_left(row_rungs, num_rows)], variant)
         raise AssertionError("the largest bucket holds every legal step")
 
-    def mixed_tokens(self, num_tokens: int) -> int:
-        """The token rung that a mixed step of `num_tokens` pads to, rows aside."""
-        return self._tokens[bisect_left(self._tokens, num_tokens)]
+    def better_left(self, num_tokens: int, *, next_decodes: int | None, step_cost_tokens: int) -> int:
+        """How many tokens of a mixed step are better left to the next one than padded up to the next rung; mostly 0.
 
-    def mixed_tokens_below(self, num_tokens: int) -> int:
-        """The largest token rung that is at most `num_tokens`; 0 where there is none."""
-        i = bisect_left(self._tokens, num_tokens + 1)
-        return self._tokens[i - 1] if i else 0
+        They are those above the rung below. In a step that has prompt tokens anyway (`next_decodes` None) they cost
+        what they are; beside `next_decodes` decodes they turn a decode-only step into a mixed one. In either case
+        `step_cost_tokens` more speak against it: the delay, and the larger number of steps.
+        """
+        rung = bisect_left(self._tokens, num_tokens)
+        if rung == 0:
+            return 0
+        above, below = self._tokens[rung], self._tokens[rung - 1]
+        rest = num_tokens - below
+        if next_decodes is None:
+            later = rest
+        else:
+            mixed = bisect_left(self._tokens, min(rest + next_decodes, self._tokens[-1]))
+            later = self._tokens[mixed] - next_decodes
+        return rest if below + later + step_cost_tokens < above else 0
 
 
 def _powers(smallest: int, largest: int) -> list[int]:

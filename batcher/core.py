@@ -178,7 +178,8 @@ class EngineCore:
             self._counts.time_to_first_token.observe(now - seq.arrived_s)
             self._counts.prefill_time.observe(now - seq.started_s)
             if seq.prompt_logprobs is not None:
-                output.prompt_logprobs = tuple(seq.prompt_logprobs)
+                output.prompt_logprobs = tuple(entry for entry in seq.prompt_logprobs if entry is not None)
+                assert len(output.prompt_logprobs) == seq.num_prompt - 1, "a prompt position was not scored"
         count = len(seq.output)
         if token in seq.stop_ids and count >= seq.sampling.min_tokens:
             output.finish_reason = FinishReason.STOP
@@ -194,13 +195,12 @@ class EngineCore:
     def _take_prompt_logprobs(self, plan: StepPlan, output: StepOutput) -> None:
         for chunk in plan.chunks:
             seq = plan.rows[chunk.row]
-            if seq.prompt_logprobs is None or seq.first_token_s >= 0 or seq.state is State.FINISHED:
+            wanted = seq.sampling.prompt_logprobs
+            if wanted is None or seq.prompt_logprobs is None or seq.first_token_s >= 0:
                 continue
             count = min(chunk.count, seq.num_prompt - 1 - chunk.start)  # the last prompt token has no target
             for i in range(count):
-                seq.prompt_logprobs[chunk.start + i] = _target_logprobs(
-                    output, chunk.offset + i, seq.sampling.prompt_logprobs
-                )
+                seq.prompt_logprobs[chunk.start + i] = _target_logprobs(output, chunk.offset + i, wanted)
 
     def _end_not_finite(self, seq: Sequence) -> Delivery:
         self._counts.corrupted_requests += 1

@@ -270,8 +270,10 @@ class Engine:
 
     def _take(self, results: list[StepOutput | BaseException]) -> None:
         for result in results:
-            take = self._core.fail if isinstance(result, BaseException) else self._core.complete
-            self._deliver(take(result))
+            if isinstance(result, BaseException):
+                self._deliver(self._core.fail(result))
+            else:
+                self._deliver(self._core.complete(result))
 
     def _take_inbox(self) -> None:
         """Arrivals, then aborts: an abort never overtakes the request that it is for."""

@@ -160,7 +160,8 @@ def slot_state(seq: Sequence, page_size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _bits(floats: Iterable[float]) -> list[int]:
-    return np.array(list(floats), np.float32).view(np.int32).tolist()
+    bits: list[int] = np.array(list(floats), np.float32).view(np.int32).tolist()
+    return bits
 
 
 def _penalty_reset(seq: Sequence) -> PenaltyReset:

@@ -282,19 +282,15 @@ class Scheduler:
         self._free_slots.append(slot)
 
     def _trim(self, chunks: list[tuple[Sequence, int]], num_decodes: int) -> None:
-        """Shortens the last chunk to the rung below where that is cheaper than padding up to the rung above."""
+        """Shortens the last chunk where that saves padding."""
         seq, count = chunks[-1]
-        num_tokens = num_decodes + sum(c for _, c in chunks)
-        lower = self.ladder.mixed_tokens_below(num_tokens)
-        rest = num_tokens - lower
-        if not 0 < rest < count or lower <= num_decodes:
-            return
-        if self.waiting or len(seq.known) > seq.num_computed + count:
-            later = rest  # it fills a step that has prompt tokens anyway
-        else:
-            others = len(self.running) - 1
-            later = self.ladder.mixed_tokens(min(rest + others, self.max_tokens)) - others
-        if lower + later + self.step_cost_tokens < self.ladder.mixed_tokens(num_tokens):
+        more_to_come = bool(self.waiting) or len(seq.known) > seq.num_computed + count
+        rest = self.ladder.better_left(
+            num_decodes + sum(c for _, c in chunks),
+            next_decodes=None if more_to_come else len(self.running) - 1,
+            step_cost_tokens=self.step_cost_tokens,
+        )
+        if rest < count:
             chunks[-1] = (seq, count - rest)
 
     def _plan(

@@ -5,6 +5,7 @@ Plain numbers in plain dataclasses: `dataclasses.asdict` or any serialiser carri
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from functools import partial
@@ -94,8 +95,9 @@ class EngineStats:
         return self.num_pages_used / self.num_pages if self.num_pages else 0.0
 
     def copy(self) -> EngineStats:
-        values = {}
+        duplicate = copy.copy(self)
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
-            values[name] = value.copy() if isinstance(value, Histogram | dict) else value
-        return EngineStats(**values)
+            if isinstance(value, Histogram | dict):
+                setattr(duplicate, name, value.copy())
+        return duplicate

@@ -75,10 +75,25 @@ def test_limits_that_leave_no_room_for_a_prompt_are_refused() -> None:
         make_ladder(64, 64)
 
 
-def test_the_rungs_around_a_number_of_tokens() -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "next_decodes", "expected"),
+    [
+        (16, None, 0),  # a rung itself
+        (9, None, 0),  # no rung below
+        (33, None, 1),  # 32 now and 1 later for 64 now
+        (50, None, 18),  # 32 + 18 and a step's cost of 10 for 64
+        (54, None, 0),
+        (60, None, 0),
+        (33, 0, 1),  # 32, then 16 for the one token
+        (33, 12, 1),  # 32, then 16 in the place of 12
+        (70, 2, 6),  # 64, then 16 in the place of 2, for 96
+        (97, 12, 0),  # four tokens of padding are cheap
+    ],
+)
+def test_what_is_better_left_to_the_next_step(num_tokens: int, next_decodes: int | None, expected: int) -> None:
     ladder = make_ladder(100, 12)
-    assert [ladder.mixed_tokens(n) for n in (1, 16, 17, 65, 100)] == [16, 16, 32, 96, 100]
-    assert [ladder.mixed_tokens_below(n) for n in (1, 15, 16, 33, 99, 100)] == [0, 0, 16, 32, 96, 100]
+    rest = ladder.better_left(num_tokens, next_decodes=next_decodes, step_cost_tokens=10)
+    assert rest == expected
 
 
 @settings(max_examples=60, deadline=None)
