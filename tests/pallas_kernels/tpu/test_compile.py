@@ -1,0 +1,39 @@
+"""The kernels compile for every TPU generation at the Llama shapes, by the real compiler, without a TPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.pallas_kernels.tpu.compile_for import MODELS
+
+TARGETS = ("v5e:1x1", "v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1")
+# So that several may run on one machine, and none asks for a metadata server or a chip.
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
+
+@pytest.mark.targets
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiles_with_pages_updated_in_place(target: str) -> None:
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.pallas_kernels.tpu.compile_for", target],
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    results = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
+    assert [(r["model"], r["decode_only"]) for r in results] == [(m, d) for m in MODELS for d in (True, False)]
+    for result in results:
+        assert result["alias_bytes"] >= result["kv_bytes"], result
+        # Temporaries are the step's own tensors in other layouts, never a copy of the pages.
+        assert result["temp_bytes"] < 64 << 20 < result["kv_bytes"], result
