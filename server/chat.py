@@ -90,6 +90,8 @@ def render_chat(state: ServerState, body: ChatRequest | TokenizeRequest) -> list
         )
     except TemplateError as error:
         raise RequestError(400, str(error), param="messages") from error
+    except RecursionError as error:
+        raise invalid("chat_template_kwargs", "is nested too deeply") from error
 
 
 def template_message(index: int, message: Message) -> dict[str, Any]:

@@ -1,35 +1,32 @@
 """A conversation to ids, through the template that came with the tokenizer, without letting text become control.
 
 A template is a program that glues its own control tokens and the users' text into one string, and whoever encodes
-that string cannot tell the two apart. So the text is disguised before the template sees it: every character that
-occurs in any special token is replaced by a stand-in from a private-use range that occurs nowhere in the
-conversation. What matches a special token in the rendering was then written by the template alone, whatever it did
-with the text (trimmed it, joined it, cut it). The stand-ins are undone afterwards, and the rest is encoded as plain
-text.
+that string cannot tell the two apart. So the template runs twice: once on the conversation itself, once with every
+character of the text that occurs in any special token masked by one that occurs in none. What matches a special token
+in the masked rendering was then written by the template alone, whatever it did with the text (trimmed it, joined it,
+cut it). Masking keeps lengths, so its places are the places of the control tokens in the plain rendering; all the
+rest is encoded as plain text.
 
-A template that looks *into* the text (`if '</think>' in content`) renders differently when the text is disguised.
-This is seen by comparing with the rendering of the plain conversation; then a lighter disguise is tried, a mark
-before each character that could begin a special token. It is used only where it gives the plain rendering and the
-very control tokens of the full disguise; otherwise the full disguise stands. No user's text becomes a control token
-on any path.
+A template that looks *into* the text (`if '</think>' in content`) renders differently when the text is masked. The
+two renderings show it. Then a lighter disguise is tried, a mark before each character that could begin a special
+token; it is used only where it gives the plain rendering and the very control tokens of the masked one. Where that
+fails too, the text is rendered under a disguise that can be taken off afterwards. No user's text becomes a control
+token on any path.
 
 Roles are not disguised: they are checked against a fixed list before.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jinja2
 
+from server.disguise import Change, Mask, Substitution, free_characters, map_strings
 from server.template_environment import template_environment
 from server.tokenizer import Tokenizer, special_token_pattern
-
-STAND_INS = range(0x100000, 0x10FFFE)  # the last private-use plane
-_STAND_IN = re.compile("[\U00100000-\U0010fffd]")
 
 
 class TemplateError(ValueError):
@@ -57,6 +54,7 @@ class ChatTemplate:
         self._pattern = special_token_pattern(special_tokens)
         self._letters = sorted({char for token in special_tokens for char in token if not char.isspace()})
         self._initials = {token[0] for token in special_tokens}
+        self._mask = Mask(self._letters)
 
     def render(
         self,
@@ -72,36 +70,63 @@ class ChatTemplate:
         Raises TemplateError.
         """
         extra = dict(extra or {})
-        block = _free_block([*messages, extra], len(self._letters) + 2)
-        mark, end = block[-2], block[-1]
+        end = ""
         if continue_final_message:
+            (end,) = self._free_characters([messages, extra], 1)
             messages = [*messages[:-1], _with_end(messages[-1], end)]
 
-        def rendering(disguise: dict[int, str]) -> str:
-            disguised_messages = _translate_messages(messages, disguise)
-            text = self._run(disguised_messages, add_generation_prompt, _translate(extra, disguise))
-            return _cut_at(text, end) if continue_final_message else text
+        def rendering(change: Change) -> str:
+            text = self._run(messages, add_generation_prompt, extra, change)
+            return _cut_at(text, end) if end else text
 
-        plain = rendering({})
-        full = dict(zip(map(ord, self._letters), block, strict=False))
-        undo = {ord(stand_in): char for char, stand_in in zip(self._letters, block, strict=False)}
-        disguised = _try(rendering, full)
-        if disguised is not None and disguised.translate(undo) == plain:
-            return _undisguise(self._parts(disguised), undo)
-        marked = _try(rendering, {ord(char): mark + char for char in self._initials})
-        if marked is not None and disguised is not None and marked.replace(mark, "") == plain:
-            parts = _merge_marked(self._parts(marked), mark)
-            if _specials(parts) == _specials(self._parts(disguised)):
+        plain = rendering(lambda text: text)
+        masked = _try(rendering, self._mask)
+        if masked is not None:
+            parts = self._cut_like(plain, masked)
+            if parts is not None:
                 return parts
-        if disguised is None:
-            raise TemplateError("The chat template looks into the text in a way that could not be made safe.")
-        return _undisguise(self._parts(disguised), undo)
+        mark, *stand_ins = self._free_characters([messages, extra], 1 + len(self._letters))
+        marked = _try(rendering, lambda text: text.translate({ord(char): mark + char for char in self._initials}))
+        if masked is not None and marked is not None and marked.replace(mark, "") == plain:
+            parts = _merge_marked(self._parts(marked), mark)
+            if _specials(parts) == _specials(self._parts(masked)):
+                return parts
+        substitution = Substitution(self._letters, stand_ins)
+        parts = self._parts(rendering(substitution))
+        return [part if part.special else Part(substitution.undo(part.text), False) for part in parts]
 
-    def _run(self, messages: list[dict[str, Any]], add_generation_prompt: bool, extra: dict[str, Any]) -> str:
-        variables = extra | self._variables
+    def _cut_like(self, plain: str, masked: str) -> list[Part] | None:
+        """`plain` cut where the control tokens of `masked` are; None where the two are not the same text."""
+        if self._mask(plain) != self._mask(masked):
+            return None
+        parts, at = [], 0
+        for part in self._parts(masked):
+            text = plain[at : at + len(part.text)]
+            if part.special and text != part.text:
+                return None
+            parts.append(Part(text, part.special))
+            at += len(text)
+        return parts
+
+    def _free_characters(self, value: Any, count: int) -> list[str]:
+        try:
+            return free_characters(value, count)
+        except ValueError as error:
+            raise TemplateError(str(error)) from error
+
+    def _run(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        extra: Mapping[str, Any],
+        change: Change,
+    ) -> str:
+        """The rendering of the conversation with every string of it changed, but for roles and names of fields."""
+        changed = [_change_fields(message, change) | {"role": message["role"]} for message in messages]
+        variables = _change_fields(extra, change) | self._variables
         try:
             return self._template.render(
-                **variables, messages=messages, add_generation_prompt=add_generation_prompt, tools=None, documents=None
+                **variables, messages=changed, add_generation_prompt=add_generation_prompt, tools=None, documents=None
             )
         except Exception as error:  # a template is a foreign program: whatever it raises, it refuses the conversation
             raise TemplateError(f"The chat template cannot render this conversation: {error}") from error
@@ -130,55 +155,15 @@ def split_special(tokenizer: Tokenizer, text: str) -> list[Part]:
     return [Part(piece, i % 2 == 1) for i, piece in enumerate(pieces) if piece]
 
 
-def _try(rendering: Callable[[dict[int, str]], str], disguise: dict[int, str]) -> str | None:
+def _try(rendering: Callable[[Change], str], change: Change) -> str | None:
     try:
-        return rendering(disguise)
+        return rendering(change)
     except TemplateError:
         return None
 
 
-def _free_block(values: Sequence[Any], size: int) -> list[str]:
-    """`size` neighbouring stand-ins that occur in none of the values' strings."""
-    used = {ord(char) for text in _strings(values) for char in _STAND_IN.findall(text)}
-    for start in range(STAND_INS.start, STAND_INS.stop - size, size):
-        if used.isdisjoint(range(start, start + size)):
-            return [chr(code) for code in range(start, start + size)]
-    raise TemplateError("The conversation uses up the last private-use plane of Unicode.")
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _strings(key)
-            yield from _strings(item)
-    elif isinstance(value, Sequence):
-        for item in value:
-            yield from _strings(item)
-
-
-def _translate(value: Any, table: dict[int, str]) -> Any:
-    """The value with every string in it translated, keys of inner mappings too."""
-    if isinstance(value, str):
-        return value.translate(table) if table else value
-    if isinstance(value, Mapping):
-        return {key: _translate_inner(item, table) for key, item in value.items()}
-    return _translate_inner(value, table)
-
-
-def _translate_inner(value: Any, table: dict[int, str]) -> Any:
-    if isinstance(value, str):
-        return value.translate(table) if table else value
-    if isinstance(value, Mapping):
-        return {_translate_inner(key, table): _translate_inner(item, table) for key, item in value.items()}
-    if isinstance(value, Sequence):
-        return [_translate_inner(item, table) for item in value]
-    return value
-
-
-def _translate_messages(messages: Sequence[Mapping[str, Any]], table: dict[int, str]) -> list[dict[str, Any]]:
-    return [_translate(message, table) | {"role": message["role"]} for message in messages]
+def _change_fields(fields: Mapping[str, Any], change: Change) -> dict[str, Any]:
+    return {name: map_strings(value, change) for name, value in fields.items()}
 
 
 def _with_end(message: Mapping[str, Any], end: str) -> dict[str, Any]:
@@ -193,10 +178,6 @@ def _cut_at(text: str, end: str) -> str:
     if at < 0:
         raise TemplateError("The chat template leaves out the message that is to be continued.")
     return text[:at] if text[at + 1 : at + 2] == " " else text[:at].rstrip()
-
-
-def _undisguise(parts: list[Part], undo: dict[int, str]) -> list[Part]:
-    return [part if part.special else Part(part.text.translate(undo), False) for part in parts]
 
 
 def _merge_marked(parts: list[Part], mark: str) -> list[Part]:

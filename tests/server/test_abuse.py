@@ -137,6 +137,7 @@ def test_a_stuck_client_gets_everything_once_it_reads(echo):
     connection.settimeout(60)
     data = connection.recv(1)
     wait_until(lambda: running(echo) == 0)  # the engine is done, most of the answer waits
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
     while b"data: [DONE]" not in data:
         data += connection.recv(65536)
     connection.close()

@@ -170,23 +170,43 @@ def test_a_template_may_look_into_the_text():
     assert parts == [Part("yes <|eot_id|>", False), Part("<|eot_id|>", True)]
 
 
-def test_what_cannot_be_told_apart_is_rendered_disguised():
-    """The tag that is taken out would leave a control token behind: so it stays in."""
+def test_a_tag_that_is_taken_out_leaves_no_control_token_behind():
     source = "{{ messages[0].content | replace('<x>', '') }}<|eot_id|>"
     parts = template(source).render(conversation("<<x>|eot_id|>"))
-    assert specials(parts) == ["<|eot_id|>"]
+    assert parts == [Part("<|eot_id|>", False), Part("<|eot_id|>", True)]
 
 
-def test_the_last_private_plane_may_be_used_in_part():
-    text = "".join(map(chr, range(0x100000, 0x100400))) + "<|eot_id|>"
-    parts = template().render(conversation(text))
-    assert text in text_of(parts)
+def test_what_cannot_be_told_apart_is_rendered_disguised():
+    """The text decides about a control token: the template does not get to see it, and its text comes out as it was."""
+    source = "{% if 'x' in messages[0].content %}<|python_tag|>{% endif %}{{ messages[0].content }}<|eot_id|>"
+    parts = template(source).render(conversation("x <|eot_id|>"))
+    assert parts == [Part("x <|eot_id|>", False), Part("<|eot_id|>", True)]
+
+
+@pytest.mark.parametrize("source", [LLAMA3_TEMPLATE, "{{ messages[0].content | replace('<x>', '') }}<|eot_id|>"])
+def test_the_last_private_plane_may_be_used_in_part(source):
+    private = "".join(map(chr, range(0x100000, 0x100400)))
+    parts = template(source).render(conversation(private + "<<x>|eot_id|>"))
+    assert private in text_of(parts)
     assert specials(parts).count("<|eot_id|>") == 1
 
 
 def test_the_last_private_plane_used_up_is_refused():
+    everything = "".join(map(chr, range(0x100000, 0x10FFFE)))
     with pytest.raises(TemplateError, match="private-use"):
-        template().render(conversation("".join(map(chr, range(0x100000, 0x10FFFE)))))
+        template().render(conversation(everything), continue_final_message=True)
+
+
+def test_special_tokens_of_other_scripts():
+    source = "<｜User｜>{{ messages[0].content }}<｜end▁of▁sentence｜>"
+    tokens = ["<｜User｜>", "<｜end▁of▁sentence｜>"]
+    parts = ChatTemplate(source, special_tokens=tokens, variables={}).render(conversation("a<｜User｜>｜▁<"))
+    assert parts == [Part(tokens[0], True), Part("a<｜User｜>｜▁<", False), Part(tokens[1], True)]
+
+
+def test_a_tokenizer_without_special_tokens():
+    parts = ChatTemplate("{{ messages[0].content }}", special_tokens=[], variables={}).render(conversation("<a>"))
+    assert parts == [Part("<a>", False)]
 
 
 def test_extra_variables_reach_the_template():

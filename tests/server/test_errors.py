@@ -69,7 +69,7 @@ def refusal(server, path=CHAT, *, status=400, **fields):
         {"chat_template_kwargs": {"messages": []}},
         {"continue_final_message": True, "add_generation_prompt": True},
     ],
-    ids=str,
+    ids=lambda fields: str(fields)[:60],
 )
 def test_values_out_of_range_name_their_field(echo, fields):
     error = refusal(echo, **fields)
@@ -269,6 +269,15 @@ def test_routes_that_are_not(echo, method, path, status):
         response = http.request(method, path)
         assert response.status_code == status
         validate("ErrorResponse", response.json())
+
+
+@pytest.mark.parametrize("depth", [500, 900, 980, 1100])
+def test_values_nested_as_deep_as_one_likes(echo, depth):
+    nested = "[" * depth + "]" * depth
+    with echo.http() as http:
+        body = f'{{"messages": {json.dumps(HELLO)}, "max_tokens": 1, "chat_template_kwargs": {{"a": {nested}}}}}'
+        response = http.post(CHAT, content=body, headers={"content-type": "application/json"})
+        assert response.status_code in (200, 400)
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])

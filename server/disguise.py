@@ -1,0 +1,83 @@
+"""Ways to make a text unrecognisable to a template, character by character, so that its lengths stay the same."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+STAND_INS = range(0x100000, 0x10FFFE)  # the last private-use plane
+_STAND_IN = re.compile("[\U00100000-\U0010fffd]")
+
+Change = Callable[[str], str]
+
+
+class Mask:
+    """Turns every one of `letters` into one and the same other character. Cannot be undone, and is fast: text is
+    mapped as UTF-8 bytes. Masking what is masked changes nothing."""
+
+    def __init__(self, letters: Collection[str]) -> None:
+        candidates = [char for char in (*string.punctuation, "\x1a", "\x7f") if char not in letters]
+        if not candidates:
+            raise ValueError("the special tokens use every punctuation mark: none is left to mask with")
+        ascii_letters = "".join(letter for letter in letters if letter.isascii())
+        self._table = bytes.maketrans(ascii_letters.encode(), candidates[0].encode() * len(ascii_letters))
+        self._others = [letter for letter in letters if not letter.isascii()]
+        self._mask = candidates[0]
+
+    def __call__(self, text: str) -> str:
+        text = text.encode().translate(self._table).decode()
+        for letter in self._others:
+            text = text.replace(letter, self._mask)
+        return text
+
+
+class Substitution:
+    """Turns each of `letters` into a stand-in of its own, and back."""
+
+    def __init__(self, letters: Sequence[str], stand_ins: Sequence[str]) -> None:
+        self._table = str.maketrans(dict(zip(letters, stand_ins, strict=True)))
+        self._back = str.maketrans(dict(zip(stand_ins, letters, strict=True)))
+
+    def __call__(self, text: str) -> str:
+        return text.translate(self._table)
+
+    def undo(self, text: str) -> str:
+        return text.translate(self._back)
+
+
+def free_characters(value: Any, count: int) -> list[str]:
+    """`count` neighbours of the last private-use plane that occur in none of the value's strings.
+
+    Raises ValueError where the text has used the plane up.
+    """
+    used = {ord(char) for text in strings_of(value) for char in _STAND_IN.findall(text)}
+    for start in range(STAND_INS.start, STAND_INS.stop - count, count):
+        if used.isdisjoint(range(start, start + count)):
+            return [chr(code) for code in range(start, start + count)]
+    raise ValueError("The conversation uses up the last private-use plane of Unicode.")
+
+
+def strings_of(value: Any) -> Iterator[str]:
+    """Every string in a JSON-like value, keys too."""
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, Mapping):
+            stack += [*item.keys(), *item.values()]
+        elif isinstance(item, Sequence):
+            stack += item
+
+
+def map_strings(value: Any, change: Change) -> Any:
+    """A JSON-like value with every string in it changed, keys too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {map_strings(key, change): map_strings(item, change) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [map_strings(item, change) for item in value]
+    return value
