@@ -71,7 +71,7 @@ def tokenizer_texts(corpus: Corpus, seed: int) -> Iterator[str]:
         if isinstance(sample, Document):
             yield sample.text
         else:
-            yield from (text for turn in sample.turns for text in turn)
+            yield from (text for turn in sample.turns for text in (turn.question, turn.answer))
             yield sample.system or "system user assistant"
 
 
@@ -79,8 +79,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--work-dir", type=Path, required=True, help="where the run's state is kept between reports")
-    parser.add_argument("--steps", type=int, default=2200)
-    parser.add_argument("--learning-rate", type=float, default=0.01)
+    parser.add_argument("--steps", type=int, default=1600)
+    parser.add_argument("--learning-rate", type=float, default=0.02)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stop-after", type=int, help="export as it is after this many steps of the schedule")
     return parser.parse_args()
@@ -91,7 +91,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     started = time.perf_counter()
     arguments.work_dir.mkdir(parents=True, exist_ok=True)
-    corpus = Corpus(Arithmetic(), sum_share=0.38, story_share=0.3)
+    corpus = Corpus(Arithmetic(), sum_share=0.3, story_share=0.3)
     tokenizer = llama_tokenizer.train(tokenizer_texts(corpus, arguments.seed), VOCAB_SIZE)
     encoder = SampleEncoder(tokenizer, prompt_weight=PROMPT_WEIGHT)
     schedule = Schedule(

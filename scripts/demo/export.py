@@ -27,7 +27,9 @@ def rounded(params: Arrays) -> Arrays:
 def export(folder: Path, config: LlamaConfig, params: Arrays, tokenizer: Tokenizer) -> None:
     """`model.safetensors`, `config.json`, `generation_config.json` and the tokenizer's files."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(hf_tensors(config, params), folder / "model.safetensors", metadata={"format": "pt"})
+    weights = folder / "model.safetensors"
+    save_file(hf_tensors(config, params), weights, metadata={"format": "pt"})
+    weights.chmod(0o644)  # the writer makes it private, but a checkpoint is there to be read
     _write_json(folder / "config.json", config.to_hf())
     generation = {
         "bos_token_id": config.bos_token_id,
