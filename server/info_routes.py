@@ -9,8 +9,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.chat import render_chat
 from server.chat_template import split_special
+from server.conversation import encode_chat
 from server.errors import RequestError, invalid, model_not_found, unavailable
 from server.lengths import check_text_length
 from server.logprobs import token_text
@@ -65,7 +65,7 @@ class InfoRoutes:
         if (body.prompt is None) == (body.messages is None):
             raise RequestError(400, "Give either `prompt` or `messages`.", param="prompt")
         if body.messages is not None:
-            ids = await state.encode(render_chat(state, body))
+            ids = await encode_chat(state, body)
         else:
             check_text_length(len(body.prompt), state.tokenizer, state.client.info.max_model_len)
             ids = await state.encode(split_special(state.tokenizer, body.prompt))

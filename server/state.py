@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from server.chat_template import ChatTemplate, Part, encode_parts
@@ -14,7 +14,7 @@ from server.metrics import ServerMetrics
 from server.settings import Settings
 from server.tokenizer import Tokenizer
 
-ENCODE_ASIDE_CHARS = 20_000  # longer texts are encoded in a thread: on the event loop they would hold up every stream
+ASIDE_CHARS = 20_000  # longer texts are worked on in a thread: on the event loop they would hold up every stream
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,6 +35,10 @@ class ServerState:
         return name or self.settings.model_names[0]
 
     async def encode(self, parts: Sequence[Part]) -> list[int]:
-        if sum(len(part.text) for part in parts) < ENCODE_ASIDE_CHARS:
-            return encode_parts(self.tokenizer, parts)
-        return await asyncio.to_thread(encode_parts, self.tokenizer, parts)
+        return await self.run_aside(sum(len(part.text) for part in parts), encode_parts, self.tokenizer, parts)
+
+    async def run_aside[**P, R](self, num_chars: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Work on a text of so many characters: in a thread where it is long."""
+        if num_chars < ASIDE_CHARS:
+            return function(*args, **kwargs)
+        return await asyncio.to_thread(function, *args, **kwargs)

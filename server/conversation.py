@@ -1,0 +1,78 @@
+"""A chat's messages to token ids: roles and contents checked, the template rendered, the rendering encoded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from server.chat_template import TemplateError, encode_parts
+from server.errors import RequestError, invalid, unsupported
+from server.lengths import check_text_length
+from server.schemas import ChatRequest, Message, TokenizeRequest
+from server.state import ServerState
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+UNSUPPORTED_ROLES = ("tool", "function")
+RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
+
+
+async def encode_chat(state: ServerState, body: ChatRequest | TokenizeRequest) -> list[int]:
+    """The prompt's ids. Raises RequestError 400 for whatever the template cannot take."""
+    template = state.chat_template
+    if template is None:
+        raise RequestError(400, "This model has no chat template: use /v1/completions.")
+    if not body.messages:
+        raise invalid("messages", "must not be empty")
+    messages = [template_message(i, message) for i, message in enumerate(body.messages)]
+    num_chars = sum(len(message["content"]) for message in messages)
+    check_text_length(num_chars, state.tokenizer, state.client.info.max_model_len)
+    continues = bool(body.continue_final_message)
+    generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    if continues and generates:
+        raise invalid("continue_final_message", "cannot be combined with `add_generation_prompt`")
+    extra = (body.chat_template_kwargs or {}) if isinstance(body, ChatRequest) else {}
+    reserved = RESERVED_VARIABLES.intersection(extra)
+    if reserved:
+        raise invalid("chat_template_kwargs", f"must not set {', '.join(sorted(reserved))}")
+
+    def render_and_encode() -> list[int]:
+        parts = template.render(
+            messages, add_generation_prompt=generates, continue_final_message=continues, extra=extra
+        )
+        return encode_parts(state.tokenizer, parts)
+
+    try:
+        return await state.run_aside(num_chars, render_and_encode)
+    except TemplateError as error:
+        raise RequestError(400, str(error), param="messages") from error
+    except RecursionError as error:
+        raise invalid("chat_template_kwargs", "is nested too deeply") from error
+
+
+def template_message(index: int, message: Message) -> dict[str, Any]:
+    """A message as templates know it: a role of theirs, and its content as one string.
+
+    Llama 3 knows no developer: OpenAI's newer name for system. Text parts are joined by line feeds.
+    """
+    where = f"messages.{index}"
+    if message.role in UNSUPPORTED_ROLES:
+        raise unsupported(f"{where}.role", f"messages of the role `{message.role}` are")
+    if message.role not in ROLES:
+        known = ", ".join(ROLES)
+        raise invalid(f"{where}.role", f"must be one of {known}, got {message.role[:40]!r}")
+    if message.tool_calls or message.function_call:
+        raise unsupported(f"{where}.tool_calls", "tool calls are")
+    if isinstance(message.content, str):
+        text = message.content
+    elif message.content is None:
+        if message.role != "assistant":
+            raise invalid(f"{where}.content", "must be a string or a list of text parts")
+        text = ""
+    else:
+        for i, part in enumerate(message.content):
+            if part.type != "text":
+                raise unsupported(f"{where}.content.{i}", f"content of the type `{part.type[:40]}` is")
+            if part.text is None:
+                raise invalid(f"{where}.content.{i}.text", "is missing")
+        text = "\n".join(part.text or "" for part in message.content)
+    named = {} if message.name is None else {"name": message.name}
+    return {"role": ROLES[message.role], "content": text, **named}
