@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable
+from enum import Enum
 from itertools import pairwise
 from operator import attrgetter
 
@@ -35,6 +36,12 @@ from batcher.step import Bucket, Capacity, Variant
 _MAX_PASSED = 8  # requests that may be passed in one step, so that a long queue is not searched in each
 
 _key: Callable[[Sequence], tuple[int, int]] = attrgetter("key")
+
+
+class Verdict(Enum):
+    ADMITTED = "it runs now"
+    NO_ROOM = "it waits, and so does everybody after it"
+    NEXT_STEP = "it waits for a page of this step; others may pass"
 
 
 class Scheduler:
@@ -177,13 +184,11 @@ class Scheduler:
             if open_ and (seq is None or self.waiting[position].key < seq.key):
                 seq = self.waiting[position]
                 verdict = self._admit(seq, in_this_step)
-                if verdict is None:
-                    position += 1
-                elif verdict:
-                    admitted.append(seq)
-                open_ = verdict is not False and position < min(len(self.waiting), _MAX_PASSED)
-                if not verdict:
+                position += verdict is Verdict.NEXT_STEP
+                open_ = verdict is not Verdict.NO_ROOM and position < min(len(self.waiting), _MAX_PASSED)
+                if verdict is not Verdict.ADMITTED:
                     continue
+                admitted.append(seq)
             elif seq is None:
                 break
             else:
@@ -198,12 +203,10 @@ class Scheduler:
             self._trim(chunks, num_rows)
         return chunks, admitted
 
-    def _admit(self, seq: Sequence, in_this_step: set[bytes]) -> bool | None:
-        """True: it runs now. False: there is no room, nobody after it may pass. None: others may pass it this once."""
-        if seq.num_pending or seq.last_step > self.last_done:
-            return None  # preempted a moment ago; its last token is still on the way
-        if not self._free_slots:
-            return False
+    def _admit(self, seq: Sequence, in_this_step: set[bytes]) -> Verdict:
+        """Lets a waiting request in if there is room for it."""
+        if not self._free_slots or seq.last_step > self.last_done:  # one preempted in flight: its token is on the way
+            return Verdict.NO_ROOM
         known = seq.tokens()
         hits: list[int] = []
         if self.prefix_caching:
@@ -214,13 +217,13 @@ class Scheduler:
                 usable = seq.digests[: (len(known) - 1) // self.page_size]  # the last token is always computed
                 hits = self.pool.find(usable, known)
                 if len(hits) < len(usable) and usable[len(hits)] in in_this_step:
-                    return None
+                    return Verdict.NEXT_STEP
         num_new = self._pages_at_admission(seq) - len(hits)
         seq.num_hit_pages = len(hits)
         if not self._has_room(seq, num_new, self.pool.num_cached_among(hits)):
-            return False
+            return Verdict.NO_ROOM
         self._enter(seq, known, hits, num_new)
-        return True
+        return Verdict.ADMITTED
 
     def _pages_at_admission(self, seq: Sequence) -> int:
         return -(-seq.num_known // self.page_size)

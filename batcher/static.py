@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batcher.plan import StepPlan
-from batcher.scheduler import Scheduler
+from batcher.scheduler import Scheduler, Verdict
 from batcher.sequence import Sequence
 from batcher.step import Bucket, Variant
 
@@ -23,7 +23,7 @@ class StaticScheduler(Scheduler):
         if not self.running:
             if self._held:
                 return None  # the batch before still has rows in flight
-            while self.waiting and self._admit(self.waiting[0], set()):
+            while self.waiting and self._admit(self.waiting[0], set()) is Verdict.ADMITTED:
                 admitted.append(self.running[-1])
             self._batch_rows = len(admitted)
         chunks: list[tuple[Sequence, int]] = []
