@@ -51,8 +51,7 @@ class ChatWriter:
             out = event(encode_json(self._chunk(choice, delta)))
             hole = {"content": ChunkTemplate.HOLE}
             self._templates[choice.index] = ChunkTemplate(self._chunk(choice, hole))
-        text, scored = choice.text, choice.scored
-        choice.text, choice.scored = "", []
+        text, scored = choice.take()
         if self._plain:
             if text:
                 out += self._templates[choice.index].fill(text)
@@ -73,10 +72,11 @@ class ChatWriter:
         return event(encode_json(self._base("chat.completion.chunk", []) | {"usage": self._usage()}))
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        text, scored = choice.take()
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": None if self._options.top_logprobs is None else self._logprobs(choice.scored),
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": None if self._options.top_logprobs is None else self._logprobs(scored),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }

@@ -17,7 +17,7 @@ from server.usage import usage
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
     ids: list[int]
-    text: str | None  # as it was given; None where it was given as ids
+    text: str  # as it was given, or decoded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class CompletionWriter:
         if choice.index not in self._templates:
             self._templates[choice.index] = ChunkTemplate(self._chunk(choice, ChunkTemplate.HOLE))
             if self._options.echo:
-                chunk = self._chunk(choice, self._prompt_text(choice))
+                chunk = self._chunk(choice, self._prompt(choice).text)
                 if self._options.logprobs is not None:
                     chunk["choices"][0]["logprobs"] = self._prompt_scores(choice)
                 out = event(encode_json(chunk))
@@ -78,8 +78,7 @@ class CompletionWriter:
         return event(encode_json(self._base([]) | {"usage": counts}))
 
     def _take(self, choice: Choice) -> tuple[str, list[ScoredToken]]:
-        text, scored = choice.text, choice.scored
-        choice.text, choice.scored = "", []
+        text, scored = choice.take()
         return ("", []) if self._options.discard_output else (text, scored)
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
@@ -93,7 +92,7 @@ class CompletionWriter:
                 logprobs = {name: ahead[name] + values for name, values in logprobs.items()}
         part: dict[str, Any] = {
             "index": choice.index,
-            "text": self._prompt_text(choice) + text if options.echo else text,
+            "text": self._prompt(choice).text + text if options.echo else text,
             "logprobs": logprobs,
             **self._ending(choice),
         }
@@ -109,13 +108,6 @@ class CompletionWriter:
 
     def _prompt(self, choice: Choice) -> Prompt:
         return self._options.prompts[choice.index // self._options.n]
-
-    def _prompt_text(self, choice: Choice) -> str:
-        prompt = self._prompt(choice)
-        if prompt.text is not None:
-            return prompt.text
-        stream = TextStream(self._tokenizer)
-        return "".join([stream.push(id) for id in prompt.ids]) + stream.finish()
 
     def _prompt_scores(self, choice: Choice) -> dict[str, list[Any]]:
         """The prompt's own tokens, the first of which nothing predicts."""
@@ -136,7 +128,7 @@ class CompletionWriter:
         }
 
     def _scores(self, choice: Choice, scored: list[ScoredToken]) -> dict[str, list[Any]]:
-        base = len(self._prompt_text(choice)) if self._options.echo else 0
+        base = len(self._prompt(choice).text) if self._options.echo else 0
         return completion_logprobs(self._tokenizer, scored, self._options.logprobs or 0, base_offset=base)
 
     def _chunk(self, choice: Choice, text: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from server.sampling import check_sampling, check_top_logprobs
 from server.schemas import CompletionRequest, refuse_unsupported
 from server.state import ServerState
 from server.submission import check_min_tokens, check_streaming, new_id, start_generation
+from server.text_stream import decode_text
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -86,7 +87,7 @@ class CompletionRoute:
             for id in prompt:
                 if not 0 <= id < vocab_size:
                     raise invalid("prompt", f"a token id must be between 0 and {vocab_size - 1}, got {id}")
-            return Prompt(ids=prompt, text=None)
+            return Prompt(ids=prompt, text=decode_text(self._state.tokenizer, prompt) if body.echo else "")
         check_text_length(len(prompt), self._state.tokenizer, self._state.client.info.max_model_len)
         ids = await self._state.encode(split_special(self._state.tokenizer, prompt))
         if body.add_special_tokens is not False:

@@ -29,11 +29,13 @@ class ScoredToken:
 
 
 class Choice:
-    """One sequence. `text` and `scored` are what has come since the response last took them."""
+    """One sequence: outputs go in, text and scored tokens are taken out by the response."""
 
     __slots__ = (
         "_generation",
         "_include_stop",
+        "_pieces",
+        "_scored",
         "_stream",
         "finish_reason",
         "index",
@@ -42,9 +44,7 @@ class Choice:
         "num_tokens",
         "prompt_logprobs",
         "request_id",
-        "scored",
         "stop_reason",
-        "text",
     )
 
     def __init__(
@@ -53,16 +53,22 @@ class Choice:
         self._generation = generation
         self._stream = stream
         self._include_stop = include_stop
+        self._pieces: list[str] = []
+        self._scored: list[ScoredToken] = []
         self.index = index
         self.request_id = f"{generation.request_id}-{index}"
         self.num_prompt_tokens = num_prompt_tokens
         self.num_cached_tokens = 0
         self.num_tokens = 0
-        self.text = ""
-        self.scored: list[ScoredToken] = []
         self.prompt_logprobs: list[wire.Logprobs] | None = None
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
+
+    def take(self) -> tuple[str, list[ScoredToken]]:
+        """What has come since the last call."""
+        text, scored = "".join(self._pieces), self._scored
+        self._pieces, self._scored = [], []
+        return text, scored
 
     def on_output(self, output: wire.Output) -> None:
         if output.error is not None or output.finish_reason == FinishReason.ABORT:
@@ -85,17 +91,17 @@ class Choice:
         for i, token_id in enumerate(output.token_ids):
             self.num_tokens += 1
             if output.logprobs is not None:
-                self.scored.append(ScoredToken(token_id, stream.num_chars, output.logprobs[i]))
+                self._scored.append(ScoredToken(token_id, stream.num_chars, output.logprobs[i]))
             if i == last and output.finish_reason == FinishReason.STOP and not self._include_stop:
                 break  # the token that ends the sequence is counted and scored, not shown
-            self.text += stream.push(token_id)
+            self._pieces.append(stream.push(token_id))
             if stream.matched_stop is not None:
                 self.finish_reason, self.stop_reason = FinishReason.STOP.value, stream.matched_stop
                 if output.finish_reason is None:
                     self._generation.abort_choice(self)
                 return
         if output.finish_reason is not None:
-            self.text += stream.finish()
+            self._pieces.append(stream.finish())
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
             if stream.matched_stop is not None:
                 self.finish_reason, self.stop_reason = FinishReason.STOP.value, stream.matched_stop

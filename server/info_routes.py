@@ -19,7 +19,7 @@ from server.request_body import read_body
 from server.schemas import DetokenizeRequest, TokenizeRequest
 from server.sse import encode_json
 from server.state import ServerState
-from server.text_stream import TextStream
+from server.text_stream import decode_text
 
 
 class InfoRoutes:
@@ -84,8 +84,7 @@ class InfoRoutes:
                 raise invalid(
                     "tokens", f"a token id must be between 0 and {state.client.info.vocab_size - 1}, got {id}"
                 )
-        stream = TextStream(state.tokenizer, skip_special_tokens=False)
-        return _json({"prompt": "".join([stream.push(id) for id in body.tokens]) + stream.finish()})
+        return _json({"prompt": decode_text(state.tokenizer, body.tokens, skip_special_tokens=False)})
 
     def _model(self, name: str) -> dict[str, Any]:
         state = self._state

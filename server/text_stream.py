@@ -122,3 +122,9 @@ class TextStream:
         if self._stops is None:
             return rest
         return self._stops.push(rest) + self._stops.flush() if self.matched_stop is None else ""
+
+
+def decode_text(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    """The text of ids that are all there."""
+    stream = TextStream(tokenizer, skip_special_tokens=skip_special_tokens)
+    return "".join([stream.push(id) for id in ids]) + stream.finish()

@@ -6,8 +6,6 @@ requests that gained something in it, and Stats at intervals, which are also the
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from batcher.request import ErrorCode, RequestOutput, SamplingParams, TokenLogprobs
@@ -64,7 +62,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int  # tokens of prompt and output of one request
     vocab_size: int  # ids at or above it cannot be sent
     cache_config: dict[str, str] = {}  # labels of the cache_config_info metric: page size, pages, dtype
-    details: dict[str, Any] = {}  # whatever else the start-up wants to show
 
 
 class Report(msgspec.Struct, tag=True):
