@@ -14,7 +14,7 @@ import numpy as np
 from batcher.sequence import Sequence
 
 _START = 0.5  # before anything has finished
-_WEIGHT = 1 / 32  # of one finished request in the average
+_MEMORY = 32  # finished requests that the average reaches back
 _AFTER_PREEMPTION = 1.25
 
 
@@ -23,11 +23,13 @@ class OutputForecast:
 
     def __init__(self) -> None:
         self.share = _START
+        self._num_seen = 1  # the start counts as one, so that the first requests teach quickly
 
     def finished(self, sequence: Sequence) -> None:
         if sequence.stop_ids:
             used = len(sequence.output) / sequence.limit
-            self.share += _WEIGHT * (used - self.share)
+            self._num_seen = min(self._num_seen + 1, _MEMORY)
+            self.share += (used - self.share) / self._num_seen
 
     def preempted(self) -> None:
         self.share = min(1.0, self.share * _AFTER_PREEMPTION + 0.01)

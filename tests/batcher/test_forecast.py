@@ -59,6 +59,8 @@ def test_what_cannot_stop_early_is_forecast_exactly() -> None:
 def test_the_forecast_follows_what_finished_requests_used_and_jumps_at_a_preemption() -> None:
     forecast = OutputForecast()
     assert forecast.remaining(make_sequence(limit=100, output=20)) == 40
+    forecast.finished(make_sequence(limit=100, output=10))
+    assert forecast.share == pytest.approx(0.3)  # the mean of the start and the first
     for _ in range(200):
         forecast.finished(make_sequence(limit=100, output=10))
     assert forecast.share == pytest.approx(0.1, abs=0.01)
