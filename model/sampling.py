@@ -25,6 +25,7 @@ from jax import lax
 
 from batcher.request import MAX_DEVICE_STOP_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS
 from batcher.step import SlotLayout
+from model.threefry import gumbel, threefry2x32
 
 IN_PROMPT = 1 << 30  # in a token's entry of the history: it occurs in the prompt. The bits below count outputs
 DRAW_BLOCK = 128  # tokens; the draw picks a block of the vocabulary, then a token in it
@@ -243,7 +244,7 @@ def raise_threshold(
 
 
 def categorical(weights: jax.Array, seed: jax.Array, positions: jax.Array) -> jax.Array:
-    """i32[S] drawn in proportion to `weights` [S, V]; the key is the row's seed and position and nothing else.
+    """i32[S] drawn in proportion to `weights` [S, V]; the noise is a function of the row's seed and position.
 
     Two draws by Gumbel's maximum, of a block and of a token in it, make one draw of a token, and take V / 128 + 128
     random numbers instead of V.
@@ -251,12 +252,12 @@ def categorical(weights: jax.Array, seed: jax.Array, positions: jax.Array) -> ja
     num_rows, vocab = weights.shape
     blocks = jnp.pad(weights, ((0, 0), (0, -vocab % DRAW_BLOCK))).reshape(num_rows, -1, DRAW_BLOCK)
     num_blocks = blocks.shape[1]
-    keys = jax.random.wrap_key_data(jnp.flip(seed, axis=1), impl="threefry2x32")
-    keys = jax.vmap(jax.random.fold_in)(keys, positions)
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, (num_blocks + DRAW_BLOCK,)))(keys)
+    index = jnp.arange(-(-(num_blocks + DRAW_BLOCK) // 2), dtype=jnp.uint32)
+    position = positions.astype(jnp.uint32)[:, None]
+    noise = gumbel(jnp.concatenate(threefry2x32((seed[:, :1], seed[:, 1:]), (position, index)), axis=1))
     block = _first_max(jnp.log(jnp.sum(blocks, axis=-1)) + noise[:, :num_blocks])
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]  # [S, DRAW_BLOCK]
-    return block * DRAW_BLOCK + _first_max(jnp.log(inside) + noise[:, num_blocks:])
+    return block * DRAW_BLOCK + _first_max(jnp.log(inside) + noise[:, num_blocks : num_blocks + DRAW_BLOCK])
 
 
 @partial(jax.tree_util.register_dataclass)
