@@ -1,0 +1,26 @@
+"""Benchmarks of the attention kernels, one kernel at a time.
+
+    python -m scripts.bench_kernels --target v6e:1x1 --static      by the compiler's account, without the chip
+
+What a family of chips can measure is in its own module: `bench_kernels_tpu`, `bench_kernels_gpu`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+FAMILIES = {"v5e": "tpu", "v5p": "tpu", "v6e": "tpu", "tpu7x": "tpu"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="a chip: v6e:1x1, ... for TPUs; h100, ... for GPUs")
+    parser.add_argument("--static", action="store_true", help="compile only, and count; needs no chip")
+    args, rest = parser.parse_known_args()
+    family = FAMILIES.get(args.target.split(":")[0], "gpu")
+    importlib.import_module(f"scripts.bench_kernels_{family}").main(args.target, args.static, rest)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Compiles one attention kernel for a TPU target: a child process of `bench_kernels_tpu`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.api import AttentionSpec
+from pallas_kernels.targets import tpu_target
+from pallas_kernels.tpu import decode, layout, mixed
+
+NUM_ROWS, NUM_PAGES, PAGE, PAGES_PER_SEQ, CHUNK_TOKENS = 64, 2048, 128, 32, 2048
+
+
+def our_decode(g: layout.Geometry, sizes: list[int]) -> tuple[Callable, list[tuple]]:
+    blocks = decode.DecodeBlocks(kv_block=sizes[0], items_per_turn=sizes[1])
+
+    def kernel(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return decode.attend(*operands, g=g, blocks=blocks, pages_per_seq=PAGES_PER_SEQ, interpret=False)
+
+    return kernel, [
+        ((NUM_ROWS, g.num_k_planes, g.queries_per_plane, 128), g.dtype),
+        ((g.num_planes, NUM_ROWS, 128), jnp.uint32),
+        ((NUM_PAGES, g.num_planes, g.page_words, 128), jnp.uint32),
+        ((NUM_ROWS,), jnp.int32),
+        ((NUM_ROWS * PAGES_PER_SEQ,), jnp.int32),
+        ((2,), jnp.int32),
+    ]
+
+
+def our_mixed(g: layout.Geometry, sizes: list[int]) -> tuple[Callable, list[tuple]]:
+    blocks = mixed.MixedBlocks(q_block=sizes[0], kv_block=sizes[1], tile_rows=sizes[2], units_per_turn=sizes[3])
+
+    def kernel(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return mixed.attend(*operands, g=g, blocks=blocks, pages_per_seq=PAGES_PER_SEQ, interpret=False)
+
+    words = mixed.num_word_slots(CHUNK_TOKENS, NUM_ROWS, g.packing)
+    return kernel, [
+        ((g.num_k_planes, CHUNK_TOKENS * g.queries_per_plane // g.packing, 128), jnp.uint32),
+        ((g.num_planes, words, 128), jnp.uint32),
+        ((NUM_PAGES, g.num_planes, g.page_words, 128), jnp.uint32),
+        ((NUM_ROWS,), jnp.int32),
+        ((NUM_ROWS * PAGES_PER_SEQ,), jnp.int32),
+        ((NUM_ROWS + 1,), jnp.int32),
+        ((3,), jnp.int32),
+    ]
+
+
+def shipped(spec: AttentionSpec, sizes: list[int]) -> tuple[Callable, list[tuple]]:
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+    def kernel(*operands: jax.Array) -> jax.Array:
+        return ragged_paged_attention(
+            *operands,
+            sm_scale=spec.scale,
+            num_kv_pages_per_block=sizes[0],
+            num_queries_per_block=sizes[1],
+            vmem_limit_bytes=64 << 20,
+        )
+
+    head_dim = 128  # it stores every head dim in 128 lanes
+    return kernel, [
+        ((CHUNK_TOKENS, spec.num_query_heads, head_dim), jnp.bfloat16),
+        ((NUM_PAGES, PAGE, 2 * spec.num_kv_heads, head_dim), jnp.bfloat16),
+        ((NUM_ROWS,), jnp.int32),
+        ((NUM_ROWS, PAGES_PER_SEQ), jnp.int32),
+        ((NUM_ROWS + 1,), jnp.int32),
+        ((1,), jnp.int32),
+    ]
+
+
+def main(target: str, kernel: str, sizes: list[int], heads: list[int]) -> None:
+    spec = AttentionSpec(
+        num_query_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=heads[2],
+        page_size=PAGE,
+        dtype=jnp.bfloat16,
+        kv_dtype=jnp.bfloat16,
+    )
+    g = layout.geometry(spec)
+    builders = {
+        "decode": lambda: our_decode(g, sizes),
+        "mixed": lambda: our_mixed(g, sizes),
+        "shipped": lambda: shipped(spec, sizes),
+    }
+    call, operands = builders[kernel]()
+    mesh = Mesh(np.array(tpu_target(target).devices()[:1]), ("tensor",))
+    everywhere = NamedSharding(mesh, P())
+    # A kernel for a chip that is not here lowers under shard_map only: the mesh says what chip it is.
+    sharded = jax.shard_map(call, mesh=mesh, in_specs=(P(),) * len(operands), out_specs=P(), check_vma=False)
+    abstract = [jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere) for shape, dtype in operands]
+    jax.jit(sharded).lower(*abstract).compile()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), json.loads(sys.argv[4]))
