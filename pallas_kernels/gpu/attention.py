@@ -7,6 +7,7 @@ either): the host answers for them, in `validate.page_table`, which tests and de
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 HEAD_DIMS = (64, 128)
 PAGE_SIZES = (16, 32, 64, 128)  # tokens
+INTERPRETER_THREADS = prefill_hopper.COMPUTE_WARPGROUPS + 2  # and one for the program around the kernel
 DTYPES = (jnp.bfloat16, jnp.float16)
 
 
@@ -109,7 +111,7 @@ def append_and_attend(
     first_page: jax.Array | int,
     *,
     spec: AttentionSpec,
-    interpret: bool,
+    interpret: Any,  # bool, or the interpreter's parameters
 ) -> tuple[jax.Array, jax.Array]:
     first_page = jnp.asarray(first_page, jnp.int32)
     is_padding = schedule.token_pages < 0
@@ -117,9 +119,27 @@ def append_and_attend(
     pages = jnp.where(is_padding, beyond, schedule.token_pages + first_page)
     kv_pages = append.append(kv_pages, keys, values, pages, schedule.token_slots)
     gpu = device.current()
-    options = {"spec": spec, "gpu": gpu, "interpret": plgpu.InterpretGPUParams() if interpret else None}
+    options = {"spec": spec, "gpu": gpu, "interpret": _interpreter(interpret)}
     output = attend(queries, kv_pages, schedule, first_page.reshape(1), **options)
     return output, kv_pages
+
+
+def _interpreter(interpret: Any) -> Any:
+    """The interpreter's parameters, or None to compile.
+
+    Raises:
+        ValueError: the interpreter would hang: it runs the warpgroups of a CTA together, in the threads of XLA's
+            CPU client, of which there are as many as processors or, if more, CPU devices.
+    """
+    if not interpret:
+        return None
+    threads = max(os.cpu_count() or 1, jax.device_count("cpu"))
+    if threads < INTERPRETER_THREADS:
+        raise ValueError(
+            f"interpreting the GPU kernels takes {INTERPRETER_THREADS} threads of XLA's, here there are {threads}: "
+            f"set XLA_FLAGS=--xla_force_host_platform_device_count={INTERPRETER_THREADS}"
+        )
+    return plgpu.InterpretGPUParams() if interpret is True else interpret
 
 
 def attend(

@@ -1,0 +1,92 @@
+"""Runs the GPU kernels in interpret mode, with race detection, and collects everything that could be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.api import AttentionSpec, RaggedBatch
+from pallas_kernels.gpu import attention, device
+from tests.pallas_kernels.dense import Case
+
+HOPPER = device.INTERPRETED
+BLACKWELL = device.Gpu(arch=(10, 0), num_multiprocessors=2)  # the mma kernels, with TMA; cp.async is not interpreted
+TOLERANCE = 0.03  # bfloat16 in, float32 inside, probabilities rounded to bfloat16
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All must be false, or 0."""
+
+    not_finite: bool = False  # anywhere in the output, padding rows included
+    error: float = 0.0  # of the real tokens' outputs, beyond the tolerance
+    wrong_pages: bool = False  # something else than this step's tokens changed, or they are wrong
+    races: bool = False
+    stopped: str = ""  # the interpreter gave up
+
+
+def run(case: Case, gpu: device.Gpu = HOPPER, *, decode_only: bool = False, first_page: int = 0) -> Findings:
+    output, pages = outputs(case, gpu, decode_only=decode_only, first_page=first_page)
+    expected = case.expected()
+    error = np.abs(output[: case.num_real_tokens].astype(np.float64) - expected).max(initial=0.0)
+    wanted = filled_pages(case, first_page, with_step=True)
+    return Findings(
+        not_finite=not np.isfinite(output.astype(np.float32)).all(),
+        error=0.0 if error <= TOLERANCE else float(error),  # a NaN is beyond every tolerance
+        wrong_pages=not np.array_equal(pages.view(np.uint16), wanted.view(np.uint16)),
+        races=interpreter.get_races().races_found,
+    )
+
+
+def outputs(
+    case: Case, gpu: device.Gpu, *, decode_only: bool = False, first_page: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    interpreter.gpu_callbacks.reset_gpu_interpret_mode_state()
+    step = compiled_step(case.spec, gpu, decode_only)
+    operands = (case.queries, case.keys, case.values, filled_pages(case, first_page), first_page)
+    with mock.patch.object(device, "current", return_value=gpu):
+        output, pages = step(case.batch, *(jnp.asarray(x) for x in operands))
+        return np.asarray(output), np.asarray(pages)
+
+
+@cache
+def compiled_step(spec: AttentionSpec, gpu: device.Gpu, decode_only: bool) -> Callable:
+    del gpu  # tells programs apart; the kernels ask for it while they are traced
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+
+    @jax.jit
+    def step(batch: RaggedBatch, queries: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+        keys, values, pages, first_page = operands
+        schedule = attention.make_schedule(batch, spec, num_tokens=queries.shape[0], decode_only=decode_only)
+        return attention.append_and_attend(
+            queries, keys, values, pages, schedule, first_page, spec=spec, interpret=interpret
+        )
+
+    return step
+
+
+def filled_pages(case: Case, first_page: int, *, with_step: bool = False) -> np.ndarray:
+    """Every row's history in its pages, NaN everywhere else: page 0, free pages, the rest of a last page."""
+    spec = case.spec
+    shape = (case.num_pages + first_page, 2, spec.num_kv_heads, spec.page_size, spec.head_dim)
+    pages = np.full(shape, np.nan, jnp.dtype(spec.dtype))
+    table, start = np.asarray(case.batch.page_table), 0
+    for row, (length, (keys, values)) in enumerate(zip(case.rows, case.history, strict=True)):
+        stop = start + length.query_len
+        if with_step:
+            keys = np.concatenate([keys, case.keys[start:stop]])
+            values = np.concatenate([values, case.values[start:stop]])
+        position = np.arange(len(keys))
+        page = table[row, position // spec.page_size] + first_page
+        pages[page, 0, :, position % spec.page_size] = keys
+        pages[page, 1, :, position % spec.page_size] = values
+        start = stop
+    return pages

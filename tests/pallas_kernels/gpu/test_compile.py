@@ -1,0 +1,46 @@
+"""The kernels compile for every GPU generation, by the real compilers, without a GPU; what they say is held to caps."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pallas_kernels.targets import gpu_target
+from tests.pallas_kernels.gpu.compile_for import PROGRAMS
+
+MAX_REGISTERS = {"paged_decode": 168, "paged_decode_combine": 168, "paged_prefill": 168, "paged_prefill_mma": 255}
+
+
+@pytest.mark.targets
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="the CUDA plug-in is not installed")
+@pytest.mark.parametrize("target", ["a100", "l4", "h100", "h200", "b200", "rtx5090"])
+def test_compiles_without_spills_in_place_and_within_the_chip(target: str) -> None:
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.pallas_kernels.gpu.compile_for", target],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    results = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
+    assert [(r["shape"], r["decode_only"]) for r in results] == PROGRAMS
+    for result in results:
+        assert result["alias_bytes"] >= result["kv_bytes"], result
+        # Temporaries are the step's own tensors and partial results, never a copy of the pages.
+        assert result["temp_bytes"] < 32 << 20 < result["kv_bytes"], result
+        names = [kernel["name"] for kernel in result["kernels"]]
+        assert names[:2] == ["paged_decode", "paged_decode_combine"]
+        assert len(names) == (2 if result["decode_only"] else 3)
+        for kernel in result["kernels"]:
+            assert kernel["spill_bytes"] == 0, kernel
+            assert kernel["registers"] <= MAX_REGISTERS[kernel["name"]], kernel
+            assert kernel["shared_memory"] <= gpu_target(target).cta_shared_memory, kernel
+            assert kernel["ctas"] >= (1 if kernel["name"].startswith("paged_prefill") else 2), kernel

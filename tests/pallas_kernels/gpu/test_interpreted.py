@@ -1,0 +1,130 @@
+"""The GPU kernels, interpreted with race detection, against dense attention; unused places of the pages are NaN."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.api import AttentionSpec
+from pallas_kernels.gpu import attention, device
+from tests.pallas_kernels.dense import Row, make_case
+from tests.pallas_kernels.gpu.interpreted import BLACKWELL, HOPPER, Findings, outputs, run
+
+
+def spec(heads: tuple[int, int] = (4, 1), head_dim: int = 64, page_size: int = 64, dtype=jnp.bfloat16) -> AttentionSpec:
+    return AttentionSpec(
+        num_query_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, page_size=page_size, dtype=dtype,
+        kv_dtype=dtype,
+    )  # fmt: skip
+
+
+def decodes(*kv_lens: int) -> list[Row]:
+    return [Row(query_len=1, kv_len=kv_len) for kv_len in kv_lens]
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "page_size"),
+    [((8, 2), 128, 64), ((2, 2), 64, 16), ((6, 2), 64, 32), ((8, 1), 128, 128), ((16, 1), 64, 16)],
+)
+def test_decode_with_splits_and_padding_rows(heads, head_dim, page_size):
+    case = make_case(
+        spec(heads, head_dim, page_size),
+        decodes(1, 300, 65),
+        num_tokens=4,
+        num_rows=4,
+        pages_per_seq=-(-300 // page_size),
+    )
+    assert run(case, decode_only=True) == Findings()
+
+
+@pytest.mark.parametrize("gpu", [HOPPER, BLACKWELL], ids=["wgmma", "mma"])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "page_size"), [((4, 1), 128, 64), ((3, 1), 64, 16), ((8, 1), 64, 128), ((16, 1), 64, 32)]
+)
+def test_mixed_step(gpu, heads, head_dim, page_size):
+    rows = [*decodes(70), Row(query_len=19, kv_len=150), Row(query_len=3, kv_len=3)]
+    case = make_case(
+        spec(heads, head_dim, page_size), rows, num_tokens=32, num_rows=4, pages_per_seq=-(-150 // page_size)
+    )
+    assert run(case, gpu) == Findings()
+
+
+def test_float16_and_a_later_layer_of_a_shared_pool():
+    rows = [*decodes(20), Row(query_len=5, kv_len=40)]
+    case = make_case(spec(dtype=jnp.float16), rows, num_tokens=16, num_rows=2, pages_per_seq=1)
+    assert run(case, BLACKWELL, first_page=5) == Findings()
+
+
+def test_a_mixed_step_may_have_fewer_tokens_than_rows_and_than_a_tile():
+    case = make_case(
+        spec((1, 1)), [*decodes(33), Row(query_len=5, kv_len=40)], num_tokens=7, num_rows=16, pages_per_seq=1
+    )
+    assert run(case, BLACKWELL) == Findings()
+
+
+def test_an_empty_step_is_finite_and_writes_nothing():
+    case = make_case(spec(), [], num_tokens=16, num_rows=2, pages_per_seq=3)
+    assert run(case, HOPPER) == Findings()
+
+
+# Fixed shapes: one program for all examples.
+ROWS, TOKENS, PAGES_PER_SEQ = 4, 40, 9
+
+
+@st.composite
+def ragged_rows(draw) -> list[Row]:
+    rows = decodes(*draw(st.lists(st.integers(1, 144), max_size=3)))
+    budget = TOKENS - len(rows)
+    while len(rows) < ROWS and budget >= 2 and draw(st.booleans()):
+        query_len = draw(st.integers(2, budget))
+        budget -= query_len
+        rows.append(Row(query_len=query_len, kv_len=query_len + draw(st.integers(0, 144 - query_len))))
+    return rows
+
+
+@pytest.mark.parametrize("gpu", [HOPPER, BLACKWELL], ids=["wgmma", "mma"])
+def test_random_ragged_batches_equal_dense_attention(gpu):
+    @settings(deadline=None, max_examples=6, database=None)
+    @given(rows=ragged_rows(), seed=st.integers(0, 1000))
+    def check(rows, seed):
+        shape = {"num_tokens": TOKENS, "num_rows": ROWS, "pages_per_seq": PAGES_PER_SEQ}
+        case = make_case(spec((2, 1), 64, 16), rows, **shape, num_pages=1 + ROWS * PAGES_PER_SEQ, seed=seed)
+        assert run(case, gpu) == Findings()
+
+    check()
+
+
+def test_the_same_call_twice_gives_the_same_bits():
+    case = make_case(spec(), decodes(300, 20), num_tokens=2, num_rows=2, pages_per_seq=5)
+    first, second = (outputs(case, HOPPER, decode_only=True)[0] for _ in range(2))
+    np.testing.assert_array_equal(first.view(np.uint16), second.view(np.uint16))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": 96}, "head_dim"),
+        ({"page_size": 48}, "page_size"),
+        ({"dtype": jnp.float32}, "bfloat16 or float16"),
+        ({"heads": (17, 1)}, "up to 16 query heads per KV head"),
+    ],
+)
+def test_what_the_kernels_do_not_do_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        attention.validate(spec(**change))
+
+
+def test_an_unknown_gpu_is_refused():
+    with pytest.raises(ValueError, match=r"self\.arch=\(7, 0\)"):
+        device.Gpu(arch=(7, 0), num_multiprocessors=80)
+
+
+def test_too_few_threads_to_interpret_is_an_error_and_not_a_hang(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("jax.device_count", lambda _platform: 1)
+    case = make_case(spec(), decodes(5), num_tokens=8, num_rows=8, pages_per_seq=1)
+    with pytest.raises(ValueError, match="xla_force_host_platform_device_count"):
+        run(case, decode_only=True)
