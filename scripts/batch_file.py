@@ -33,7 +33,7 @@ class Line:
 def parse_line(text: str, number: int, defaults: Mapping[str, Any]) -> Line:
     """`number` is the line's own, from 1; `defaults` are fields for a body that does not have them."""
     try:
-        item = json.loads(text)
+        item = json.loads(text.encode())
     except ValueError as error:
         return Line(custom_id=None, problem=f"line {number} is not JSON: {error}")
     if not isinstance(item, dict):
@@ -81,7 +81,7 @@ def _record_id() -> str:
 
 def digest(text: str, salt: str) -> str:
     """Knows a line again: the same text asked of the same model with the same defaults (`salt`)."""
-    return hashlib.blake2b(f"{salt}\n{text}".encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(f"{salt}\n{text}".encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
 
 class Journal:

@@ -35,13 +35,15 @@ def parser() -> argparse.ArgumentParser:
         help='fields for lines that do not set them, such as \'{"max_tokens": 128, "temperature": 0}\'',
     )  # fmt: skip
     p.add_argument("--tokenizer", type=Path, metavar="DIR", help="default: the model's own")
+    p.add_argument("--served-model-name", metavar="NAME", help="what the lines call the model (default: --model)")
     add_engine_flags(p)
     return p
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines that are not blank, with their numbers."""
-    with path.open(encoding="utf-8") as file:
+    # A line that is not UTF-8 is that line's error: the others are read all the same.
+    with path.open(encoding="utf-8", errors="surrogateescape", newline="\n") as file:
         for number, text in enumerate(file, 1):
             if text.strip():
                 yield number, text.strip()
@@ -107,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
 
         def load() -> LLM:
             keywords = {name: getattr(settings, name) for name in EngineSettings.field_names()}
-            return LLM(tokenizer=args.tokenizer, report=_say, **keywords)
+            return LLM(tokenizer=args.tokenizer, served_model_name=args.served_model_name, report=_say, **keywords)
 
         salt = json.dumps([settings.model, args.params], sort_keys=True)
         with Journal(partial) as journal:

@@ -149,11 +149,22 @@ class LoopThread:
         self._thread.start()
 
     def run[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        """The coroutine's result. An interrupt cancels it and waits until it has let go of everything."""
+        ended = threading.Event()
+
+        async def watched() -> T:
+            try:
+                return await coroutine
+            finally:
+                ended.set()
+
+        future = asyncio.run_coroutine_threadsafe(watched(), self.loop)
         try:
             return future.result()
-        except BaseException:  # an interrupt too: what was started shall not run on unseen
-            future.cancel()
+        except BaseException:
+            if not future.done():
+                future.cancel()
+                ended.wait()
             raise
 
     def close(self) -> None:

@@ -8,8 +8,8 @@
         print(llm.chat([[{"role": "user", "content": "What is 47 + 35?"}]], {"temperature": 0})[0].text)
 
 `params` are the fields of an OpenAI request body (`max_tokens`, `temperature`, `n`, `stop`, `seed`, `logprobs` and so
-on), one mapping for all or one for each prompt. Prompts run together, continuously batched; results come in the prompts'
-order.
+on), one mapping for all or one for each prompt. Prompts run together, continuously batched; results come in the order
+of the prompts.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from server.settings import GenerationDefaults, Settings
 from server.tokenizer import ByteLevelTokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+NO_LIMIT = 1 << 30
 Params = Mapping[str, Any]
 
 
@@ -75,6 +76,7 @@ class LLM:
     Args:
         model: as `--model` of the server.
         tokenizer: a folder, in place of the model's own.
+        served_model_name: what a request body may call the model; by default `model`.
         report: takes the lines that say what start-up did.
         settings: the other engine flags by name, such as `max_num_seqs=16` (`scripts.settings.EngineSettings`).
 
@@ -87,24 +89,23 @@ class LLM:
         model: str = "demo",
         *,
         tokenizer: str | Path | None = None,
+        served_model_name: str | None = None,
         report: Callable[[str], None] = lambda line: None,
         **settings: Any,
     ) -> None:
-        self.settings = EngineSettings.from_keywords(model=model, **settings)
+        # Nothing is shed: what would overfill the engine's queue waits on this side of it.
+        self.settings = EngineSettings.from_keywords(model=model, **settings | {"max_queue": NO_LIMIT})
         source = resolve(model, weights=self.settings.load_format != "dummy")
         with tempfile.TemporaryDirectory(prefix="pallas-serve-") as spare:
             folder = tokenizer_folder(None if tokenizer is None else Path(tokenizer), source, Path(spare))
             tokens = ByteLevelTokenizer.from_folder(folder)
         self.engine, info = build(self.settings, report)
-        self.model_name = model
-        # Offline nothing is shed: what would overfill the queue waits on this side of it.
-        self.max_in_flight = self.engine.ladder.config.max_num_seqs + min(
-            self.engine.ladder.config.max_num_seqs, self.settings.max_queue
-        )
+        self.model_name = served_model_name or model
+        self.max_in_flight = 2 * self.engine.ladder.config.max_num_seqs  # so that whoever ends is replaced at once
         self._thread = LoopThread()
         self._client = InProcessEngineClient(self.engine, info, self._thread.loop)
         defaults = GenerationDefaults.from_folder(source.folder) if source.folder else GenerationDefaults()
-        server = Settings(tokenizer_folder=folder, model_names=(model,), generation_defaults=defaults)
+        server = Settings(tokenizer_folder=folder, model_names=(self.model_name,), generation_defaults=defaults)
         self._state = create_state(server, self._client, tokens)
         self._app = create_app(self._state)
         self.engine.start()
@@ -163,7 +164,7 @@ class LLM:
         async def work() -> None:
             for index, (path, body) in remaining:
                 status, raw = await post(self._app, path, json.dumps(body).encode())
-                if self._client.death is not None:
+                if status >= 500 and self._client.death is not None:
                     raise EngineDeadError(f"the engine has died: {self._client.death}")
                 answer = json.loads(raw)
                 for choice in answer.get("choices", ()):

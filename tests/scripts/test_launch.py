@@ -1,0 +1,122 @@
+"""The serving command's flags: what they are called, what they refuse, what they become."""
+
+import argparse
+import json
+import shlex
+
+import pytest
+
+from model.source import resolve
+from scripts import launch
+from scripts.settings import EngineSettings, add_engine_flags
+
+
+def parse(*flags: str) -> argparse.Namespace:
+    return launch.parser().parse_args(flags)
+
+
+def test_no_flags_serve_the_demo_on_the_loopback():
+    args = parse()
+    assert (args.model, args.host, args.port) == ("demo", "127.0.0.1", 8000)
+    assert EngineSettings.from_namespace(args) == EngineSettings()
+
+
+def test_the_help_fits_on_two_screens():
+    assert len(launch.parser().format_help().splitlines()) < 90
+
+
+def test_flags_of_vllm_mean_the_same_here():
+    args = parse(
+        *"--max-model-len 512 --max-num-seqs 8 --max-num-batched-tokens 64 --gpu-memory-utilization 0.5".split(),
+        *"--block-size 32 --num-gpu-blocks-override 99 --no-enable-prefix-caching --load-format dummy".split(),
+        *"--dtype bfloat16 --tensor-parallel-size 2 --seed 3".split(),
+    )
+    assert EngineSettings.from_namespace(args) == EngineSettings(
+        max_model_len=512,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        memory_utilization=0.5,
+        page_size=32,
+        num_pages=99,
+        enable_prefix_caching=False,
+        load_format="dummy",
+        dtype="bfloat16",
+        tensor_parallel_size=2,
+        seed=3,
+    )
+
+
+@pytest.mark.parametrize(
+    "flags", [["--beams", "2"], ["--max-model", "5"], ["--dtype", "int3"], ["--port", "x"], ["--scheduling", "fair"]]
+)
+def test_unknown_flags_and_values_are_refused(flags, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse(*flags)
+    assert caught.value.code == 2
+    assert flags[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"max_num_seqs": 0}, "--max-num-seqs must be at least 1"),
+        ({"memory_utilization": 1.5}, "--memory-utilization"),
+        ({"memory_utilization": 0.0}, "--memory-utilization"),
+        ({"tensor_parallel_size": 0}, "--tensor-parallel-size"),
+        ({"max_queue": -1}, "--max-queue"),
+        ({"dtype": "int8"}, "--dtype 'int8'"),
+        ({"device": "gpu"}, "--device 'gpu'"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_by_their_flag(settings, words):
+    with pytest.raises(ValueError, match=words):
+        EngineSettings(**settings)
+
+
+def test_unknown_keywords_are_refused_by_name():
+    with pytest.raises(ValueError, match="unknown settings beams"):
+        EngineSettings.from_keywords(beams=3)
+
+
+def test_every_setting_has_its_flag():
+    parser = argparse.ArgumentParser()
+    add_engine_flags(parser)
+    assert vars(parser.parse_args([])).keys() == set(EngineSettings.field_names())
+
+
+def test_the_curl_line_is_a_request(model_folder, tmp_path):
+    args = parse("--served-model-name", "it's", "other", "--api-key", "k", "--model", str(model_folder))
+    settings = launch.server_settings(args, resolve(args.model), model_folder)
+    words = shlex.split(launch.curl_line("http://h:1", settings).replace("'s", "_s"))
+    assert words[:2] == ["curl", "http://h:1/v1/chat/completions"]
+    assert "Authorization: Bearer k" in words
+    assert json.loads(words[-1])["messages"][0]["role"] == "user"
+
+
+def test_server_settings_come_from_flags_and_checkpoint(model_folder, tmp_path):
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ messages }}")
+    args = parse("--model", str(model_folder), "--chat-template", str(template), "--metrics-prefix", "vllm:")
+    settings = launch.server_settings(args, resolve(args.model), model_folder)
+    assert settings.model_names == (str(model_folder),)
+    assert settings.chat_template == "{{ messages }}"
+    assert settings.metrics_prefix == "vllm:"
+    assert settings.tokenizer_folder == model_folder
+    assert settings.version == launch.version()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model", "no/such/model/here"], "no model 'no/such/model/here'"),
+        (["--max-num-seqs", "0"], "--max-num-seqs"),
+        (["--model", "preset:llama-9"], "unknown preset"),
+        (["--chat-template", "/nonexistent.jinja"], "nonexistent"),
+    ],
+)
+def test_a_start_that_cannot_be_says_so_in_one_line(flags, words, capsys):
+    assert launch.main(flags) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("scripts/serve: ")
+    assert words in error
+    assert error.count("\n") == 1

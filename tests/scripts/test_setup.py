@@ -1,0 +1,160 @@
+"""scripts/setup.sh: which Python and which jax it chooses, and when it has nothing to do. Nothing is installed here."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """A made-up machine: a PATH of its own, a home, a /sys and a /proc, and a checkout."""
+    for name in ("bin", "home", "root", "checkout/scripts"):
+        (tmp_path / name).mkdir(parents=True)
+    for tool in ("bash", "sh", "cat", "sort", "ls", "sed", "head", "cut", "grep", "sha256sum", "rm", "env"):
+        found = next(p for d in ("/bin", "/usr/bin") if (p := Path(d) / tool).exists())
+        (tmp_path / "bin" / tool).symlink_to(found)
+    for name in ("pyproject.toml", "scripts/setup.sh", "scripts/constraints.txt"):
+        (tmp_path / "checkout" / name).write_bytes((ROOT / name).read_bytes())
+    return tmp_path
+
+
+def shell(machine: Path, script: str, **env: str) -> subprocess.CompletedProcess:
+    environment = {"PATH": str(machine / "bin"), "HOME": str(machine / "home"), "SYS_ROOT": str(machine / "root")}
+    return subprocess.run(
+        [str(machine / "bin" / "bash"), "-c", f"set -euo pipefail; . scripts/setup.sh; {script}"],
+        cwd=machine / "checkout",
+        env=environment | env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def fake_command(path: Path, body: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+
+
+def add_card(machine: Path, vendor: str, device: str) -> None:
+    card = machine / "root/sys/bus/pci/devices" / f"{vendor}-{device}"
+    card.mkdir(parents=True)
+    (card / "vendor").write_text(vendor + "\n")
+    (card / "device").write_text(device + "\n")
+
+
+def test_a_plain_machine_is_a_cpu(machine):
+    add_card(machine, "0x8086", "0x0063")
+    assert shell(machine, "find_device").stdout == "cpu\n"
+
+
+@pytest.mark.parametrize("device", ["0x0062", "0x0063", "0x006f", "0x0076"])
+def test_a_tpu_is_known_by_its_card(machine, device):
+    add_card(machine, "0x1ae0", "0x0042")  # Google's network card proves nothing
+    assert shell(machine, "find_device").stdout == "cpu\n"
+    add_card(machine, "0x1ae0", device)
+    assert shell(machine, "find_device").stdout == "tpu\n"
+
+
+def test_an_nvidia_driver_is_known_by_proc_or_by_its_tool(machine):
+    fake_command(machine / "bin/nvidia-smi", "exit 1")
+    assert shell(machine, "find_device").stdout == "cpu\n"
+    fake_command(machine / "bin/nvidia-smi", "echo GPU 0")
+    assert shell(machine, "find_device").stdout == "cuda\n"
+    (machine / "bin/nvidia-smi").unlink()
+    (machine / "root/proc/driver/nvidia").mkdir(parents=True)
+    (machine / "root/proc/driver/nvidia/version").write_text("NVRM")
+    assert shell(machine, "find_device").stdout == "cuda\n"
+
+
+def test_the_device_can_be_said_and_must_exist(machine):
+    assert shell(machine, "find_device", PALLAS_SERVE_DEVICE="tpu").stdout == "tpu\n"
+    wrong = shell(machine, "find_device", PALLAS_SERVE_DEVICE="npu")
+    assert wrong.returncode == 1
+    assert "it can be cpu, tpu or cuda" in wrong.stderr
+
+
+def test_the_newest_usable_python_is_taken_wherever_it_is(machine):
+    fake_command(machine / "bin/python3.12", "exit 0")
+    assert shell(machine, "find_python").stdout == f"{machine}/bin/python3.12\n"
+    versions = machine / "home/.pyenv/versions"
+    fake_command(versions / "3.13.2/bin/python3.13", "exit 0")
+    fake_command(versions / "3.13.10/bin/python3.13", "exit 0")
+    assert shell(machine, "find_python").stdout == f"{versions}/3.13.10/bin/python3.13\n"
+    fake_command(machine / "bin/python3.14", "exit 1")  # free-threaded, or without venv
+    assert shell(machine, "find_python").stdout == f"{versions}/3.13.10/bin/python3.13\n"
+    fake_command(machine / "bin/uv", f"[ $3 = 3.14 ] || [ $4 = 3.14 ] && echo {machine}/home/uv/python3.14")
+    fake_command(machine / "home/uv/python3.14", "exit 0")
+    assert shell(machine, "find_python").stdout == f"{machine}/home/uv/python3.14\n"
+
+
+def test_where_there_is_no_python_one_line_says_what_to_type(machine):
+    fake_command(machine / "bin/python3.11", "exit 0")
+    result = shell(machine, "make_venv")
+    assert result.returncode == 1
+    assert result.stderr.count("\n") == 1
+    assert "Type:  pip install uv" in result.stderr
+
+
+def test_uv_fetches_a_python_where_there_is_none(machine):
+    fake_command(
+        machine / "bin/uv",
+        f"""case "$1 $2" in
+"python find") [ -e {machine}/fetched ] && [ "$4" = 3.13 ] && echo {machine}/fetched || exit 1 ;;
+"python install") printf '#!/bin/sh\\necho "$@" >> {machine}/calls\\n' > {machine}/fetched
+    {os.fspath(Path("/bin/chmod"))} 755 {machine}/fetched ;;
+esac""",
+    )
+    result = shell(machine, "make_venv")
+    assert result.returncode == 0, result.stderr
+    assert (machine / "calls").read_text().splitlines()[-1] == "-m venv --clear .venv"
+
+
+def installed(machine: Path) -> list[str]:
+    calls = (machine / "pip-calls").read_text().splitlines() if (machine / "pip-calls").exists() else []
+    return [call.split("--editable ")[1] for call in calls if "--editable" in call]
+
+
+def test_packages_are_installed_once_and_extras_add_up(machine):
+    fake_command(machine / "checkout/.venv/bin/python", f'echo "$@" >> {machine}/pip-calls')
+    for command, expected in (
+        ("setup", ["."]),
+        ("setup", ["."]),  # nothing to do
+        ("setup dev targets", [".", ".[dev,targets]"]),
+        ("setup dev", [".", ".[dev,targets]"]),
+        ("setup", [".", ".[dev,targets]"]),
+        ("setup tpu", [".", ".[dev,targets]", ".[tpu,dev,targets]"]),
+    ):
+        result = shell(machine, command)
+        assert result.returncode == 0, result.stderr
+        assert installed(machine) == expected
+
+
+def test_changed_pins_are_installed_anew(machine):
+    fake_command(machine / "checkout/.venv/bin/python", f'echo "$@" >> {machine}/pip-calls')
+    shell(machine, "setup dev")
+    pins = machine / "checkout/scripts/constraints.txt"
+    pins.write_text(pins.read_text() + "another==1.0\n")
+    shell(machine, "setup")
+    assert len(installed(machine)) == 2
+
+
+def test_an_installation_that_failed_is_tried_again(machine):
+    python = machine / "checkout/.venv/bin/python"
+    fake_command(python, f'echo "$@" >> {machine}/pip-calls; case "$*" in *editable*) exit 1 ;; esac')
+    result = shell(machine, "setup")
+    assert result.returncode == 1
+    assert "pip could not install" in result.stderr
+    fake_command(python, f'echo "$@" >> {machine}/pip-calls')
+    assert shell(machine, "setup").returncode == 0
+    assert len(installed(machine)) == 2
+
+
+def test_every_pin_is_exact_and_has_no_address():
+    pins = [line for line in (ROOT / "scripts/constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert len(pins) > 50
+    assert all(pin.count("==") == 1 and "/" not in pin and "@" not in pin for pin in pins)
