@@ -37,8 +37,10 @@ class BucketLadder:
     """Every bucket there is, and the choice among them.
 
     Decode-only buckets (T == S): powers of two up to `max_num_seqs`. Mixed buckets: a ladder of T, each with S of
-    `few_rows` and of the most rows of the row ladder that are fewer than T (T == S would mean decode-only). SCORE
-    exists only at both limits: it is rare and its programs are heavy.
+    `few_rows` and of the most rows of the row ladder that are fewer than T (T == S would mean decode-only).
+
+    Every program costs seconds of start-up. So GREEDY exists for decodes only: beside a prompt's products, what SAMPLE
+    does more where nobody asks is nothing. And SCORE exists only at both limits: it is rare and its programs are heavy.
     """
 
     def __init__(self, config: BucketConfig) -> None:
@@ -59,9 +61,9 @@ class BucketLadder:
 
     def buckets(self) -> list[Bucket]:
         """All of them, cheapest first."""
-        shapes = [(s, s) for s in self._decode] + [(t, s) for t, rows in self._mixed for s in rows]
-        plain = [Bucket(t, s, variant) for variant in (Variant.GREEDY, Variant.SAMPLE) for t, s in shapes]
-        return sorted([*plain, self.choose(1, 1, decode_only=False, variant=Variant.SCORE)])
+        decodes = [Bucket(s, s, variant) for variant in (Variant.GREEDY, Variant.SAMPLE) for s in self._decode]
+        mixed = [Bucket(t, s, Variant.SAMPLE) for t, rows in self._mixed for s in rows]
+        return sorted([*decodes, *mixed, self.choose(1, 1, decode_only=False, variant=Variant.SCORE)])
 
     def choose(self, num_tokens: int, num_rows: int, *, decode_only: bool, variant: Variant) -> Bucket:
         """The smallest bucket that holds the step. ValueError where it is over a limit."""
@@ -77,7 +79,7 @@ class BucketLadder:
             return Bucket(rows, rows, variant)
         for tokens, row_rungs in self._mixed[bisect_left(self._tokens, num_tokens) :]:
             if num_rows <= row_rungs[-1]:
-                return Bucket(tokens, row_rungs[bisect_left(row_rungs, num_rows)], variant)
+                return Bucket(tokens, row_rungs[bisect_left(row_rungs, num_rows)], Variant.SAMPLE)
         raise AssertionError("the largest bucket holds every legal step")
 
     def better_left(self, num_tokens: int, *, next_decodes: int | None, step_cost_tokens: int) -> int:

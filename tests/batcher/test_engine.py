@@ -307,15 +307,15 @@ def test_prompt_logprobs_are_whole_whatever_the_cache_holds_and_however_the_prom
     drive.check_outputs()
 
 
-def test_programs_are_no_heavier_than_what_they_emit_asks_for() -> None:
+def test_decodes_run_no_heavier_program_than_what_they_emit_asks_for() -> None:
     drive = Drive(make_capacity(max_num_batched_tokens=8))
-    drive.add(make_request("greedy", [10, 11], max_tokens=2))
-    drive.finish()
-    drive.add(make_request("sampled", range(10, 26), temperature=1.0, max_tokens=2, ignore_eos=True))
-    drive.finish()
-    variants = [bucket.variant for bucket in drive.runner.executed]
-    assert variants[:2] == [Variant.GREEDY] * 2
-    assert variants[2:] == [Variant.GREEDY, Variant.SAMPLE, Variant.SAMPLE]  # its first chunk emits nothing
+    for name, temperature, decode in (("greedy", 0.0, Variant.GREEDY), ("sampled", 1.0, Variant.SAMPLE)):
+        drive.add(make_request(name, [10, 11], temperature=temperature, max_tokens=3, ignore_eos=True))
+        drive.finish()
+        prompt, *decodes = [bucket.variant for bucket in drive.runner.executed]
+        assert prompt is Variant.SAMPLE
+        assert decodes == [decode] * len(decodes) != []
+        drive.runner.executed.clear()
 
 
 # --- failures ---
