@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pallas_kernels.tpu.decode import DecodeBlocks
-from pallas_kernels.tpu.layout import Geometry
+from pallas_kernels.tpu.layout import LANES, Geometry
 from pallas_kernels.tpu.mixed import MixedBlocks
 
 MAX_TABLE_ENTRIES = 128 * 1024  # i32 in scalar memory: half of it
+DECODE_TURN_BYTES = 8 << 20  # K/V of one turn: enough to hide a copy's latency
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,19 +28,27 @@ def validate_table(num_rows: int, pages_per_seq: int) -> None:
 
 
 def choose(g: Geometry, pages_per_seq: int) -> BlockSizes:
-    kv_block = _kv_block(512, g, pages_per_seq)
+    """What to use where nothing was tuned."""
+    return BlockSizes(decode=_decode(g, pages_per_seq), mixed=_mixed(g, pages_per_seq))
+
+
+def _decode(g: Geometry, pages_per_seq: int) -> DecodeBlocks:
+    # With few planes a block is little work, and the turn's fixed costs weigh more: longer blocks, more of them.
+    kv_block = _kv_block(512 if g.num_planes > 4 else 1024, g, pages_per_seq)
+    block_bytes = g.num_planes * (kv_block // g.packing) * LANES * 4
+    return DecodeBlocks(kv_block=kv_block, items_per_turn=max(1, min(8, DECODE_TURN_BYTES // block_bytes)))
+
+
+def _mixed(g: Geometry, pages_per_seq: int) -> MixedBlocks:
     # Powers of two of tokens, so that whole tiles fill a block of queries; two tiles where that makes units even.
     tile_tokens, tiles = 128, 1 + g.num_k_planes % 2
     while tile_tokens < 512 and tile_tokens * g.queries_per_plane < 1024:
         tile_tokens *= 2
-    return BlockSizes(
-        decode=DecodeBlocks(kv_block=kv_block, items_per_turn=4),
-        mixed=MixedBlocks(
-            q_block=tiles * tile_tokens,
-            kv_block=kv_block,
-            tile_rows=tile_tokens * g.queries_per_plane,
-            units_per_turn=2,
-        ),
+    return MixedBlocks(
+        q_block=tiles * tile_tokens,
+        kv_block=_kv_block(512, g, pages_per_seq),
+        tile_rows=tile_tokens * g.queries_per_plane,
+        units_per_turn=2,
     )
 
 

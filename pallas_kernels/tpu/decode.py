@@ -244,6 +244,8 @@ def _gather(values: jax.Array, planes: int, g: Geometry) -> jax.Array:
     return own
 
 
+# Jitted, so that a model's layers trace and lower it once.
+@functools.partial(jax.jit, static_argnames=("g", "blocks", "pages_per_seq", "interpret"))
 def attend(
     rows: jax.Array,  # [D, num_k_planes, queries_per_plane, 128]
     new_words: jax.Array,  # uint32[planes, D, 128]

@@ -354,6 +354,8 @@ def _store_q_block(refs: _Refs, entry: _Entry, half: Any, g: Geometry, blocks: M
     pltpu.make_async_copy(block.at[:, pl.ds(0, num_words)], target, sem).start()
 
 
+# Jitted, so that a model's layers trace and lower it once.
+@functools.partial(jax.jit, static_argnames=("g", "blocks", "pages_per_seq", "interpret"))
 def attend(
     queries: jax.Array,  # uint32[num_k_planes, T * row_words, 128]
     new_words: jax.Array,  # uint32[planes, W, 128]
