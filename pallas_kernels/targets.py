@@ -29,6 +29,11 @@ class TpuTarget:
     vmem_bytes: int
 
     @property
+    def chip(self) -> str:
+        """The generation, as jax's `TpuInfo.chip_version` and the files of `tuned/` call it."""
+        return self.name.split(":")[0].removeprefix("tpu")
+
+    @property
     def hbm_bytes_per_cycle(self) -> float:
         return self.hbm_bytes_per_s / self.clock_hz
 

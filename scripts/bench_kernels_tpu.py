@@ -5,7 +5,7 @@ bundles of its inner loops are counted. An estimate walks the batch as the kerne
 takes for each the larger of its bundles (one a cycle) and of the bytes it moves (at the peak bandwidth).
 
 Read it as a comparison, not as a time: bundles know no stall, DMA has no latency here, and nothing of this was checked
-against a chip. Of shipped kernel's time the append of new K/V is missing: it leaves that to its caller.
+against a chip. Of the shipped kernel's time the append of new K/V is missing: it leaves that to its caller.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Report:
         from pallas_kernels.tpu import blocks, layout
 
         g = layout.geometry(attention_spec(self.model))
-        chosen = blocks.choose(g, 4096 // PAGE)
+        chosen = blocks.choose(g, 4096 // PAGE, self.target.chip)
         decode = decode or [(chosen.decode.kv_block, chosen.decode.items_per_turn)]
         m = chosen.mixed
         mixed = mixed or [(m.q_block, m.kv_block, m.tile_rows, m.units_per_turn)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from pallas_kernels import tuning
 from pallas_kernels.tpu.decode import DecodeBlocks
 from pallas_kernels.tpu.layout import LANES, Geometry
 from pallas_kernels.tpu.mixed import MixedBlocks
@@ -27,9 +28,24 @@ def validate_table(num_rows: int, pages_per_seq: int) -> None:
         )
 
 
-def choose(g: Geometry, pages_per_seq: int) -> BlockSizes:
-    """What to use where nothing was tuned."""
-    return BlockSizes(decode=_decode(g, pages_per_seq), mixed=_mixed(g, pages_per_seq))
+def choose(g: Geometry, pages_per_seq: int, chip: str | None = None) -> BlockSizes:
+    """The tuned sizes of `chip` (jax's name of the generation) where there are some, otherwise by rule."""
+    tuned = {} if chip is None else tuning.lookup(f"tpu_{chip}", key(g)) or {}
+    decode, mixed = _decode(g, pages_per_seq), _mixed(g, pages_per_seq)
+    if "decode" in tuned:
+        decode = _shorten(DecodeBlocks(**tuned["decode"]), g, pages_per_seq)
+    if "mixed" in tuned:
+        mixed = _shorten(MixedBlocks(**tuned["mixed"]), g, pages_per_seq)
+    return BlockSizes(decode=decode, mixed=mixed)
+
+
+def key(g: Geometry) -> str:
+    """What tuned sizes depend on."""
+    return f"planes={g.num_planes} k_planes={g.num_k_planes} queries={g.queries_per_plane} packing={g.packing}"
+
+
+def _shorten[Blocks: (DecodeBlocks, MixedBlocks)](blocks: Blocks, g: Geometry, pages_per_seq: int) -> Blocks:
+    return replace(blocks, kv_block=_kv_block(blocks.kv_block, g, pages_per_seq))
 
 
 def _decode(g: Geometry, pages_per_seq: int) -> DecodeBlocks:

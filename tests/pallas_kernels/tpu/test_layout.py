@@ -84,16 +84,6 @@ def test_too_large_a_page_table_is_refused() -> None:
         blocks.validate_table(512, 1024)
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("pages_per_seq", [1, 3, 64, 1024])
-def test_chosen_blocks_fit_together(heads: tuple[int, int, int], pages_per_seq: int) -> None:
-    g = layout.geometry(spec(*heads))
-    sizes = blocks.choose(g, pages_per_seq)
-    assert sizes.mixed.q_block * g.queries_per_plane % sizes.mixed.tile_rows == 0
-    assert sizes.mixed.units_per_turn % 2 == 0
-    assert sizes.mixed.kv_block % 128 == sizes.decode.kv_block % 128 == 0
-
-
 def test_kv_pages_are_split_by_head() -> None:
     mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
     pages = PagedAttention(spec(8, 4, 64), Backend.TPU_INTERPRET, mesh).kv_pages(10)
