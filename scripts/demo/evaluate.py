@@ -17,6 +17,7 @@ from scripts.demo.tokenizer import END_OF_TURN, SampleEncoder
 from scripts.demo.trainer import row_logits
 
 ROWS = 50  # evaluated at once
+FEW_ROWS = 8  # more of them are padded to ROWS
 WIDTHS = (64, 128, 256, 512, 1024)  # padded lengths, so that few programs are compiled
 
 REPHRASED = ("what is {a} plus {b}", "{a}+{b}", "Can you add {a} and {b}?", "how much is {a} + {b}")
@@ -61,10 +62,11 @@ def generate(model: Llama, encoder: SampleEncoder, prompts: Sequence[list[int]],
 def most_likely(model: Llama, rows: Sequence[list[int]]) -> np.ndarray:
     """i32[len(rows), width]: the most likely token after each one."""
     width = next(w for w in WIDTHS if w >= max(map(len, rows)))
-    tokens = np.zeros((-(-len(rows) // ROWS) * ROWS if len(rows) > 8 else len(rows), width), np.int32)
+    height = len(rows) if len(rows) <= FEW_ROWS else -(-len(rows) // ROWS) * ROWS
+    tokens = np.zeros((height, width), np.int32)
     for i, row in enumerate(rows):
         tokens[i, : len(row)] = row
-    return np.asarray(_most_likely(model, tokens))
+    return np.asarray(_most_likely(model, tokens))[: len(rows)]
 
 
 @jax.jit

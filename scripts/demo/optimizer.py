@@ -31,7 +31,7 @@ class Optimizer:
 
     blocks: Mapping[str, tuple[int, ...]]
     momentum: float = 0.95
-    adam_rate: float = 0.1
+    adam_rate: float = 0.2
     adam_betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = 0.01
     max_gradient_norm: float = 1.0
