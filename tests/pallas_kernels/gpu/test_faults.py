@@ -30,7 +30,7 @@ def findings(rows: list[Row]) -> Findings:
     case = make_case(SPEC, rows, num_tokens=2 if decode_only else 24, num_rows=2, pages_per_seq=10)
     try:
         return interpreted.run(case, HOPPER, decode_only=decode_only)
-    except jax.errors.JaxRuntimeError as error:
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
         return Findings(stopped=str(error))
     finally:
         compiled_step.cache_clear()
