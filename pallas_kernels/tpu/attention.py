@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu import blocks, decode, layout, mixed
+from pallas_kernels.tpu import append, blocks, decode, layout, mixed
 from pallas_kernels.tpu.layout import LANES, Geometry
 
 if TYPE_CHECKING:
@@ -65,9 +65,9 @@ def _word_tokens(batch: RaggedBatch, g: Geometry, num_tokens: int) -> jax.Array:
     row = jnp.minimum(row, rows - 1)
     first = batch.kv_lens[row] - (starts[row + 1] - starts[row])  # the position of the row's first new token
     position = first + token - starts[row]
-    base = starts[row] if g.packing == 1 else starts[row] // g.packing + row
+    base = append.word_base(row, starts[row], g.packing)
     word = base + position // g.packing - first // g.packing
-    num_words = mixed.num_word_slots(num_tokens, rows, g.packing)
+    num_words = append.num_word_slots(num_tokens, rows, g.packing)
     word = jnp.where(token < starts[-1], word, num_words)  # padding goes nowhere
     empty = jnp.full((g.packing, num_words), num_tokens, jnp.int32)
     return empty.at[position % g.packing, word].set(token, mode="drop")

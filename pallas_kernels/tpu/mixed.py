@@ -1,6 +1,6 @@
 """The mixed kernel: rows of any number of tokens, prompt chunks above all.
 
-First every row's new K/V go from HBM to their pages in HBM (`_append`), then attention reads pages only. The attention
+First every row's new K/V go from HBM to their pages in HBM (`append`), then attention reads pages only. The attention
 walks the rows' query blocks, and for each the KV blocks that it sees, in one list with a cursor (row, query block, KV
 block); the copies of the next entry, whoever's it is, run while this one computes.
 
@@ -41,7 +41,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu import paging
+from pallas_kernels.tpu import append, paging
 from pallas_kernels.tpu.layout import LANES, Geometry
 
 SUM_ROWS = 16  # rows of ones below V^T: one bf16 register tile; the first is read
@@ -62,7 +62,7 @@ class _Refs:
     kv_lens: Any  # i32[S] in SMEM
     query_starts: Any  # i32[S + 1] in SMEM
     queries: Any  # uint32[num_k_planes, T * row_words, 128] in HBM, aliased to out
-    new_words: Any  # uint32[planes, W, 128] in HBM: each row's new words, from word_base(row) on
+    new_words: Any  # uint32[planes, W, 128] in HBM: each row's new words, see `append`
     out: Any
     pages: paging.Pages
     q_blocks: Any  # uint32[2, num_k_planes, q_block * row_words, 128]
@@ -83,60 +83,6 @@ class _Refs:
     q_sems: Any
     out_sems: Any
     append_sem: Any
-
-
-def word_base(row: Any, query_start: Any, packing: int) -> Any:
-    """Where a row's new words begin. A row of n tokens touches at most n // packing + 1 words."""
-    return query_start if packing == 1 else lax.div(query_start, packing) + row
-
-
-def num_word_slots(num_tokens: int, num_rows: int, packing: int) -> int:
-    return num_tokens if packing == 1 else num_tokens // packing + num_rows
-
-
-def _append(refs: _Refs, begin_row: Any, end_row: Any, g: Geometry) -> None:
-    """Writes the rows' new words to their pages, and waits for all of them."""
-
-    def append_row(row: Any, num_sent: Any) -> Any:
-        query_start = refs.query_starts[row]
-        position = refs.kv_lens[row] - (refs.query_starts[row + 1] - query_start)
-        begin, end = lax.div(position, g.packing), paging.words_of(refs.kv_lens[row], g.packing)
-        base = word_base(row, query_start, g.packing)
-        if g.packing == 2:
-            shared = lax.rem(position, 2)  # 1 if the first new token shares its word with an older one
-
-            @pl.when(shared == 1)
-            def _() -> None:
-                in_page, new, old = refs.pages.words(row, begin, 1), refs.edge.at[0], refs.edge.at[1]
-                loads = [
-                    pltpu.make_async_copy(refs.new_words.at[:, pl.ds(base, 1)], new, refs.append_sem),
-                    pltpu.make_async_copy(in_page, old, refs.append_sem),
-                ]
-                for load in loads:
-                    load.start()
-                # Earlier rows' words are counted on the same semaphore: wait for those too.
-                paging.wait_words(refs.new_words, num_sent, refs.append_sem)
-                for load in loads:
-                    load.wait()
-                refs.edge[0] = refs.edge[0] | (refs.edge[1] & jnp.uint32(0xFFFF))
-                store = pltpu.make_async_copy(new, in_page, refs.append_sem)
-                store.start()
-                store.wait()
-
-            num_sent = jnp.where(shared == 1, 0, num_sent)
-            first = begin + shared
-        else:
-            first = begin
-
-        def send(word: Any, size: Any) -> None:
-            source = refs.new_words.at[:, pl.ds(base + word - begin, size)]
-            pltpu.make_async_copy(source, refs.pages.words(row, word, size), refs.append_sem).start()
-
-        refs.pages.for_each_run(first, end, send)
-        return num_sent + end - first
-
-    num_sent = lax.fori_loop(begin_row, end_row, append_row, jnp.int32(0))
-    paging.wait_words(refs.new_words, num_sent, refs.append_sem)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +188,16 @@ def _kernel(
 
     @pl.when(begin_row < end_row)
     def _() -> None:
-        _append(refs, begin_row, end_row, g)
+        append.append_rows(
+            begin_row,
+            end_row,
+            kv_lens=kv_lens,
+            query_starts=query_starts,
+            new_words=new_words,
+            pages=pages,
+            edge=refs.edge,
+            sem=refs.append_sem,
+        )
         for v_t in (refs.v_t_even, refs.v_t_odd):
             v_t[LANES:] = jnp.ones((SUM_ROWS, blocks.kv_block), v_t.dtype)
         for half in range(2):

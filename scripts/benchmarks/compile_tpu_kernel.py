@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.api import AttentionSpec
 from pallas_kernels.targets import tpu_target
-from pallas_kernels.tpu import decode, layout, mixed
+from pallas_kernels.tpu import append, decode, layout, mixed
 
 NUM_ROWS, NUM_PAGES, PAGE, PAGES_PER_SEQ, CHUNK_TOKENS = 64, 2048, 128, 32, 2048
 
@@ -41,7 +41,7 @@ def our_mixed(g: layout.Geometry, sizes: list[int]) -> tuple[Callable, list[tupl
     def kernel(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
         return mixed.attend(*operands, g=g, blocks=blocks, pages_per_seq=PAGES_PER_SEQ, interpret=False)
 
-    words = mixed.num_word_slots(CHUNK_TOKENS, NUM_ROWS, g.packing)
+    words = append.num_word_slots(CHUNK_TOKENS, NUM_ROWS, g.packing)
     return kernel, [
         ((g.num_k_planes, CHUNK_TOKENS * g.queries_per_plane // g.packing, 128), jnp.uint32),
         ((g.num_planes, words, 128), jnp.uint32),

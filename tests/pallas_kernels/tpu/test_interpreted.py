@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.api import AttentionSpec
+from pallas_kernels.api import AttentionSpec, Backend, PagedAttention, RaggedBatch
 from tests.pallas_kernels.dense import Row, make_case
 from tests.pallas_kernels.tpu.interpreted import DMA_MODES, run
 
@@ -81,6 +83,26 @@ def test_pages_of_a_later_layer() -> None:
 def test_chosen_block_sizes() -> None:
     case = make_case(spec(), rows((1, 200), (40, 200)), num_tokens=48, num_rows=4, pages_per_seq=13)
     assert run(case, block_sizes=None).clean
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_sharded_by_kv_head(head_dim: int) -> None:
+    """Two chips, half of the KV heads each, through the public operation."""
+    heads = spec(num_query_heads=8, num_kv_heads=4, head_dim=head_dim)
+    mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
+    attention = PagedAttention(heads, Backend.TPU_INTERPRET, mesh)
+    case = make_case(heads, rows((1, 1), (19, 19)), num_tokens=24, num_rows=4, pages_per_seq=2)
+    pages = attention.kv_pages(case.num_pages)
+
+    @jax.jit
+    def step(batch: RaggedBatch, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+        schedule = attention.make_schedule(batch, num_tokens=case.num_tokens, decode_only=False)
+        return attention(*operands, schedule)
+
+    empty = jnp.zeros(pages.shape, pages.dtype, device=pages.sharding)
+    out, after = step(case.batch, case.queries, case.keys, case.values, empty)
+    assert np.abs(np.asarray(out, np.float64)[: case.num_real_tokens] - case.expected()).max() < 0.03
+    assert after.sharding.shard_shape(after.shape)[1] == pages.shape[1] // 2
 
 
 LENGTH = st.one_of(st.integers(1, 300), st.sampled_from([1, 15, 16, 17, 127, 128, 129, 255, 256, 257]))

@@ -1,0 +1,80 @@
+"""Appending the new K/V of rows of any length to their pages: copies from HBM to HBM, whole words.
+
+The new words of all rows stand one row after the other in `new_words`, each token in its part of its word, as in the
+pages. Only a row's first word may be shared with an older token, which lies in the page: that word is merged in VMEM.
+(Decodes have a kernel of their own, where the last word is in VMEM anyway.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.tpu import paging
+
+
+def word_base(row: Any, query_start: Any, packing: int) -> Any:
+    """Where a row's new words begin. A row of n tokens touches at most n // packing + 1 words."""
+    return query_start if packing == 1 else lax.div(query_start, packing) + row
+
+
+def num_word_slots(num_tokens: int, num_rows: int, packing: int) -> int:
+    return num_tokens if packing == 1 else num_tokens // packing + num_rows
+
+
+def append_rows(
+    begin_row: Any,
+    end_row: Any,
+    *,
+    kv_lens: Any,  # i32[S] in SMEM
+    query_starts: Any,  # i32[S + 1] in SMEM
+    new_words: Any,  # uint32[planes, W, 128] in HBM
+    pages: paging.Pages,
+    edge: Any,  # uint32[2, planes, 1, 128] in VMEM
+    sem: Any,
+) -> None:
+    """Writes the new words of rows [begin_row, end_row) to their pages, and waits for all of them."""
+    packing = pages.geometry.packing
+
+    def append_row(row: Any, num_sent: Any) -> Any:
+        query_start = query_starts[row]
+        position = kv_lens[row] - (query_starts[row + 1] - query_start)
+        begin, end = lax.div(position, packing), paging.words_of(kv_lens[row], packing)
+        base = word_base(row, query_start, packing)
+        shared = lax.rem(position, packing)  # 1 if the first new token shares its word with an older one
+
+        @pl.when(shared > 0)
+        def _() -> None:
+            # The semaphore counts earlier rows' words too: those first.
+            paging.wait_words(new_words, num_sent, sem)
+            _merge_word(new_words.at[:, pl.ds(base, 1)], pages.words(row, begin, 1), edge, sem)
+
+        num_sent = jnp.where(shared > 0, 0, num_sent)
+        first = begin + shared
+
+        def send(word: Any, size: Any) -> None:
+            source = new_words.at[:, pl.ds(base + word - begin, size)]
+            pltpu.make_async_copy(source, pages.words(row, word, size), sem).start()
+
+        pages.for_each_run(first, end, send)
+        return num_sent + end - first
+
+    num_sent = lax.fori_loop(begin_row, end_row, append_row, jnp.int32(0))
+    paging.wait_words(new_words, num_sent, sem)
+
+
+def _merge_word(new: Any, in_page: Any, edge: Any, sem: Any) -> None:
+    """Puts the second token of the word `new` beside the first one of the word `in_page`."""
+    loads = [pltpu.make_async_copy(new, edge.at[0], sem), pltpu.make_async_copy(in_page, edge.at[1], sem)]
+    for load in loads:
+        load.start()
+    for load in loads:
+        load.wait()
+    edge[0] = edge[0] | (edge[1] & jnp.uint32(0xFFFF))
+    store = pltpu.make_async_copy(edge.at[0], in_page, sem)
+    store.start()
+    store.wait()
