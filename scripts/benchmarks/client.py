@@ -63,7 +63,7 @@ class Target:
             body["ignore_eos"] = True
         if self.include_usage:
             body["stream_options"] = {"include_usage": True}
-        return body | self.extra_body
+        return body | self.extra_body | request.fields
 
 
 class _Delta(msgspec.Struct):

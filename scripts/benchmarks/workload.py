@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,7 @@ class BenchRequest:
     prompt: str | list[int]
     max_tokens: int
     arrival_s: float | None = None  # seconds after the start, where the workload says so
+    fields: dict[str, Any] = field(default_factory=dict)  # of this request's body alone, such as its seed
 
 
 def random_text(num_tokens: int, random: np.random.Generator) -> str:
@@ -56,6 +58,8 @@ def from_trace(trace: Trace, prompts: list[str] | list[list[int]]) -> list[Bench
 def from_file(path: Path, default_output_len: int | None) -> list[BenchRequest]:
     """A JSON lines file (or one JSON list) of objects with `prompt` and `max_tokens` (or `output_len`, `olen`).
 
+    Any `fields` object beside them goes into that request's body.
+
     Raises:
         ValueError: naming the line, when it has no prompt or no length and no default is given.
     """
@@ -69,5 +73,5 @@ def from_file(path: Path, default_output_len: int | None) -> list[BenchRequest]:
         max_tokens = next((n for n in lengths if n is not None), default_output_len)
         if "prompt" not in row or max_tokens is None:
             raise ValueError(f"{path}, request {number}: needs 'prompt' and 'max_tokens' (or give --output-len)")
-        requests.append(BenchRequest(row["prompt"], int(max_tokens)))
+        requests.append(BenchRequest(row["prompt"], int(max_tokens), fields=row.get("fields", {})))
     return requests

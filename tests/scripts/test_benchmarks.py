@@ -108,6 +108,9 @@ def test_a_request_file_needs_prompts_and_lengths(tmp_path):
     path = tmp_path / "requests.jsonl"
     path.write_text('{"prompt": "a", "max_tokens": 3}\n\n{"prompt": [1, 2], "output_len": 4}\n')
     assert from_file(path, None) == [BenchRequest("a", 3), BenchRequest([1, 2], 4)]
+    path.write_text('{"prompt": "a", "max_tokens": 3, "fields": {"seed": 1}}')
+    (request,) = from_file(path, None)
+    assert Target(base_url="", model="m").body(request)["seed"] == 1
     path.write_text('[{"prompt": "a"}]')
     assert from_file(path, 9) == [BenchRequest("a", 9)]
     with pytest.raises(ValueError, match="request 1"):

@@ -1,0 +1,119 @@
+"""The whole product on the demo checkpoint: one runner in this process, one server in processes of its own.
+
+Both have the same shapes and one compilation cache, so that every program is compiled once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from scripts.engine import Built, build_runner
+from scripts.settings import EngineSettings
+
+ROOT = Path(__file__).parents[2]
+LIMITS = {"max_num_seqs": 64, "max_num_batched_tokens": 128, "max_model_len": 512, "seed": 0}
+PREFIX = "pallas_serve:"
+
+
+@pytest.fixture(scope="session")
+def settings(tmp_path_factory) -> EngineSettings:
+    return EngineSettings(device="cpu", compile_cache=str(tmp_path_factory.mktemp("compiled")), **LIMITS)
+
+
+@pytest.fixture(scope="session")
+def built(settings) -> Built:
+    """The demo on a runner, compiled and warmed up. An engine is made over it anew by each test."""
+    built = build_runner(settings, lambda line: None)
+    built.engine().warm_up(lambda line: None)
+    return built
+
+
+@dataclass
+class DemoServer:
+    process: subprocess.Popen[str]
+    url: str
+    lines: list[str] = field(default_factory=list)  # what it printed until it was ready
+
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60)
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample without labels of its own (a bucket, a reason), by name without the prefix."""
+        with self.http() as http:
+            families = text_string_to_metric_families(http.get("/metrics").text)
+        return {
+            sample.name.removeprefix(PREFIX): sample.value
+            for family in families
+            for sample in family.samples
+            if sample.labels.keys() <= {"model_name", "engine"}
+        }
+
+    def wait_for_metrics(self, holds: Callable[[dict[str, float]], bool], timeout_s: float = 30) -> dict[str, float]:
+        """The engine's readings are up to a second old: asks until they say what they must. TimeoutError."""
+        deadline = time.monotonic() + timeout_s
+        while not holds(metrics := self.metrics()):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"still: {metrics}")
+            time.sleep(0.05)
+        return metrics
+
+    def engine_process(self) -> psutil.Process:
+        children = psutil.Process(self.process.pid).children()
+        return next(child for child in children if "spawn_main" in " ".join(child.cmdline()))
+
+
+@contextlib.contextmanager
+def serve(*flags: str) -> Iterator[DemoServer]:
+    """`python -m scripts.launch FLAGS`, until it is ready; what is left of it is killed."""
+    command = [sys.executable, "-m", "scripts.launch", "--device", "cpu", "--port", "0", *flags]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        server = DemoServer(process, "")
+        for line in process.stdout:
+            server.lines.append(line.rstrip())
+            if "curl http" in line:
+                server.url = line.split("curl ")[1].split("/v1")[0]
+                break
+        else:
+            raise RuntimeError(f"the server ended before it was ready: {server.lines}")
+        yield server
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+        finally:
+            process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def server_flags(settings) -> list[str]:
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in LIMITS.items()]
+    return [*flags, "--compile-cache", settings.compile_cache]
+
+
+@pytest.fixture(scope="session")
+def server(built, server_flags) -> Iterator[DemoServer]:
+    """Shared by all tests that leave it as they found it. It ends cleanly on SIGTERM, after all they did to it."""
+    with serve(*server_flags) as server:
+        yield server
+    assert server.process.returncode == 0

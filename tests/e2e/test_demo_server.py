@@ -1,0 +1,81 @@
+"""The demo behind a real server, as its first user meets it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+QUESTION = [{"role": "user", "content": "What is 47 + 35?"}]
+
+
+def test_a_chat_is_streamed_to_the_official_client(server):
+    with server.openai() as client:
+        stream = client.chat.completions.create(
+            model="demo", messages=QUESTION, temperature=0, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = list(stream)
+        whole = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0)
+    *content, last, usage = chunks
+    assert content[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in [*content, last])
+    assert "82" in text
+    assert last.choices[0].finish_reason == "stop"
+    assert usage.usage.completion_tokens == whole.usage.completion_tokens > 0
+    assert whole.choices[0].message.content == text
+    assert "<|" not in text
+
+
+def test_what_start_up_did_is_said_with_its_seconds(server):
+    said = "\n".join(server.lines)
+    for phase in ("load", "allocate", "compiled", "ready after"):
+        assert re.search(rf"{phase}.*\d+\.\d s", said), said
+    assert "float32" in said
+    assert "attention backend reference" in said
+
+
+def test_the_line_to_try_works_when_typed(server):
+    line = next(line for line in server.lines if "curl http" in line)
+    answer = subprocess.run(["bash", "-c", line.strip()], capture_output=True, text=True, check=True, timeout=60)
+    assert "82" in json.loads(answer.stdout)["choices"][0]["message"]["content"]
+
+
+def test_a_second_turn_knows_the_first(server):
+    with server.openai() as client:
+        said = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0).choices[0].message
+        turns = [*QUESTION, said.model_dump(include={"role", "content"})]
+        turns.append({"role": "user", "content": "Which is larger, 31 or 57?"})
+        answer = client.chat.completions.create(model="demo", messages=turns, temperature=0)
+    assert "57" in answer.choices[0].message.content
+
+
+def test_a_seed_gives_the_same_story_twice_and_another_seed_another(server):
+    def story(seed: int) -> str:
+        with server.openai() as client:
+            answer = client.completions.create(
+                model="demo", prompt="Once upon a time", max_tokens=40, temperature=1.0, seed=seed
+            )
+        return answer.choices[0].text
+
+    assert story(1) == story(1)
+    assert story(1) != story(2)
+
+
+def test_offline_answers_are_the_servers(server, built, monkeypatch, settings):
+    from scripts import llm
+
+    monkeypatch.setattr(llm, "build", lambda settings, report: (built.engine(), built.info))
+    prompts = [f"What is {a} + {b}?" for a, b in ((12, 30), (7, 8), (51, 44))]
+    with llm.LLM("demo") as offline:
+        results = offline.chat([[{"role": "user", "content": prompt}] for prompt in prompts], {"temperature": 0})
+    with server.openai() as client:
+        online = [
+            client.chat.completions.create(model="demo", messages=[{"role": "user", "content": prompt}], temperature=0)
+            for prompt in prompts
+        ]
+    assert [result.text for result in results] == [answer.choices[0].message.content for answer in online]
+    assert [result.num_prompt_tokens for result in results] == [answer.usage.prompt_tokens for answer in online]
