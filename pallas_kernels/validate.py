@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 def spec(spec: AttentionSpec, backend: Backend) -> None:
     """`spec` as one chip sees it."""
     if spec.num_query_heads % spec.num_kv_heads:
-        raise ValueError(
-            f"query heads must divide over KV heads: {spec.num_query_heads=} {spec.num_kv_heads=}"
-        )
+        raise ValueError(f"query heads must divide over KV heads: {spec.num_query_heads=} {spec.num_kv_heads=}")
     if spec.page_size < 1:
         raise ValueError(f"a page holds at least one token: {spec.page_size=}")
     if jnp.dtype(spec.kv_dtype) != jnp.dtype(spec.dtype):
@@ -42,9 +40,7 @@ def batch(batch: RaggedBatch, *, num_tokens: int, decode_only: bool) -> None:
         raise ValueError(f"a decode-only step has one token per row: {num_tokens=} {rows=}")
 
 
-def operands(
-    queries: jax.Array, keys: jax.Array, values: jax.Array, kv_pages: jax.Array, spec: AttentionSpec
-) -> None:
+def operands(queries: jax.Array, keys: jax.Array, values: jax.Array, kv_pages: jax.Array, spec: AttentionSpec) -> None:
     tokens = queries.shape[0]
     if queries.shape != (tokens, spec.num_query_heads, spec.head_dim):
         raise ValueError(f"queries do not fit {spec=}: {queries.shape=}")

@@ -1,4 +1,4 @@
-"""Times the compiled step itself, without engine, server or tokens of meaning, beside what the same products cost alone.
+"""Times the compiled step itself, without engine, server or tokens of meaning, beside what its products cost alone.
 
 python -m scripts.bench_step --model FOLDER --load-format dummy --dtype float32 --rows 1,4,16,64 --context 256
 python -m scripts.bench_step --model preset:llama-3.2-1b --load-format dummy --prefill 128,512 --variant sample
@@ -79,7 +79,8 @@ def main(argv: list[str]) -> None:
     )
     built = build_runner(settings, print)
     runner = built.runner
-    shapes = [Bucket(n, n, args.variant) for n in args.rows] + [Bucket(n, 1, args.variant) for n in args.prefill if n > 1]
+    prefills = [Bucket(n, 1, args.variant) for n in args.prefill if n > 1]
+    shapes = [*(Bucket(n, n, args.variant) for n in args.rows), *prefills]
     runner.warm_up(shapes, print)
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
     timings = []
@@ -98,9 +99,7 @@ def main(argv: list[str]) -> None:
         args.json.write_text(json.dumps({"command": argv, "steps": figures}, indent=1))
 
 
-def time_bucket(
-    runner: ModelRunner, bucket: Bucket, *, context: int, steps: int, sampling: dict[str, float]
-) -> Timing:
+def time_bucket(runner: ModelRunner, bucket: Bucket, *, context: int, steps: int, sampling: dict[str, float]) -> Timing:
     """`steps` steps of the bucket, full, over sequences of `context` tokens and the ones that the steps add."""
     capacity = runner.capacity()
     admit(runner, bucket, context, sampling)

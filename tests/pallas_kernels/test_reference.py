@@ -58,9 +58,7 @@ def compiled_step(spec: AttentionSpec, decode_only: bool, first_page: int):
 def check(case: Case, tolerance: float = 2e-5, **options) -> None:
     out, _ = run(case, **options)
     assert np.isfinite(out).all()
-    np.testing.assert_allclose(
-        out[: case.num_real_tokens].astype(np.float64), case.expected(), atol=tolerance, rtol=0
-    )
+    np.testing.assert_allclose(out[: case.num_real_tokens].astype(np.float64), case.expected(), atol=tolerance, rtol=0)
 
 
 @st.composite
