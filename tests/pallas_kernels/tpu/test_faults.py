@@ -49,7 +49,7 @@ def forget_compiled() -> None:
 
 
 def findings() -> list[str]:
-    """What the harness sees, in both DMA modes together. A fault that stops the interpreter is seen as well."""
+    """What the harness sees, in both DMA modes together."""
     found = []
     for dma_mode in DMA_MODES:
         forget_compiled()
