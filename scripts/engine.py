@@ -105,20 +105,8 @@ def build_runner(settings: EngineSettings, report: Report) -> Built:
     backend = choose_backend(settings.attention_backend, platform)
     dtype, reason = choose_dtype(settings.dtype, config.checkpoint_dtype, platform)
     max_model_len = choose_model_len(settings.max_model_len, config.max_position_embeddings)
-    defaults = _DEFAULTS[platform]
-    max_num_seqs = settings.max_num_seqs or defaults.max_num_seqs
-    max_num_batched_tokens = settings.max_num_batched_tokens or max(defaults.max_num_batched_tokens, 2 * max_num_seqs)
-    ladder = BucketLadder(
-        BucketConfig(
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_seqs=max_num_seqs,
-            min_decode_rows=_MIN_ROWS_CPU_BF16
-            if platform == "cpu" and dtype == "bfloat16"
-            else defaults.min_decode_rows,
-            min_mixed_tokens=defaults.min_mixed_tokens,
-            half_steps=defaults.half_steps,
-        )
-    )
+    buckets = bucket_config(settings, platform, dtype)
+    max_num_seqs, max_num_batched_tokens = buckets.max_num_seqs, buckets.max_num_batched_tokens
     mesh = _mesh(settings.tensor_parallel_size)
     with _phase("load", report) as say:
         model = _load(settings, source, dtype=dtype, mesh=mesh, separate_head=platform == "cpu")
@@ -166,7 +154,26 @@ def build_runner(settings: EngineSettings, report: Report) -> Built:
         },
     )
     return Built(
-        runner=runner, ladder=ladder, eos_token_ids=source.generation.eos_token_ids, settings=settings, info=info
+        runner=runner,
+        ladder=BucketLadder(buckets),
+        eos_token_ids=source.generation.eos_token_ids,
+        settings=settings,
+        info=info,
+    )
+
+
+def bucket_config(settings: EngineSettings, platform: str, dtype: str) -> BucketConfig:
+    """The limits and the shapes of the steps: what is asked for, and the platform's defaults for the rest."""
+    defaults = _DEFAULTS[platform]
+    max_num_seqs = settings.max_num_seqs or defaults.max_num_seqs
+    slow_single_rows = platform == "cpu" and dtype == "bfloat16"
+    return BucketConfig(
+        max_num_batched_tokens=settings.max_num_batched_tokens
+        or max(defaults.max_num_batched_tokens, 2 * max_num_seqs),
+        max_num_seqs=max_num_seqs,
+        min_decode_rows=_MIN_ROWS_CPU_BF16 if slow_single_rows else defaults.min_decode_rows,
+        min_mixed_tokens=defaults.min_mixed_tokens,
+        half_steps=defaults.half_steps,
     )
 
 
