@@ -71,7 +71,7 @@ def tokenizer_texts(corpus: Corpus, seed: int) -> Iterator[str]:
         if isinstance(sample, Document):
             yield sample.text
         else:
-            yield from (text for turn in sample.turns for text in (turn.question, turn.answer))
+            yield from (text for turn in sample.turns for text in turn)
             yield sample.system or "system user assistant"
 
 
@@ -91,7 +91,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     started = time.perf_counter()
     arguments.work_dir.mkdir(parents=True, exist_ok=True)
-    corpus = Corpus(Arithmetic(), sum_share=0.34, story_share=0.3)
+    corpus = Corpus(Arithmetic(), sum_share=0.38, story_share=0.3)
     tokenizer = llama_tokenizer.train(tokenizer_texts(corpus, arguments.seed), VOCAB_SIZE)
     encoder = SampleEncoder(tokenizer, prompt_weight=PROMPT_WEIGHT)
     schedule = Schedule(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from scripts.demo.phrasing import Turn, fill, typed
+from scripts.demo.phrasing import fill, typed
 
 LIMIT = 100  # operands are 0 .. LIMIT - 1
 NUM_HELD_OUT = 200
@@ -87,7 +87,6 @@ SMALLER_QUESTIONS = (
     "Tell me the smaller of {a} and {b}.",
 )
 
-SEPARATORS = (",", ".")  # in counting, these hold the decision to go on or to stop
 COUNT_UP = (
     "Count from {a} to {b}.",
     "Count from {a} to {b}.",
@@ -108,6 +107,8 @@ AFTER = (
 )
 BEFORE = ("What comes before {a}?", "What number comes before {a}?", "Which number is just before {a}?")
 PARITY = ("Is {a} even or odd?", "Is {a} odd or even?", "Is the number {a} even or odd?", "Is {a} an even number?")
+
+Turn = tuple[str, str]  # what the user says, what the model answers
 
 
 def held_out_pairs() -> list[tuple[int, int]]:
@@ -154,24 +155,24 @@ class Arithmetic:
         if rng.random() < 0.04:
             things = rng.choice(THINGS)
             answer = f"{a} + {b} = {a + b}. There are {a + b} {things}."
-            return Turn(fill(rng, SUM_STORIES, a=a, b=b, things=things), answer)
-        return Turn(typed(rng, fill(rng, SUM_QUESTIONS, a=a, b=b)), sum_answer(a, b))
+            return fill(rng, SUM_STORIES, a=a, b=b, things=things), answer
+        return typed(rng, fill(rng, SUM_QUESTIONS, a=a, b=b)), sum_answer(a, b)
 
     def next_sum(self, rng: random.Random) -> Turn:
         a, b = self.pair(rng)
-        return Turn(typed(rng, fill(rng, NEXT_SUMS, a=a, b=b)), sum_answer(a, b))
+        return typed(rng, fill(rng, NEXT_SUMS, a=a, b=b)), sum_answer(a, b)
 
     def larger(self, rng: random.Random) -> Turn:
         a, b = self._pair_to_compare(rng)
-        return Turn(typed(rng, fill(rng, LARGER_QUESTIONS, a=a, b=b)), larger_answer(a, b))
+        return typed(rng, fill(rng, LARGER_QUESTIONS, a=a, b=b)), larger_answer(a, b)
 
     def next_larger(self, rng: random.Random) -> Turn:
         a, b = self._pair_to_compare(rng)
-        return Turn(typed(rng, fill(rng, NEXT_LARGER, a=a, b=b)), larger_answer(a, b))
+        return typed(rng, fill(rng, NEXT_LARGER, a=a, b=b)), larger_answer(a, b)
 
     def smaller(self, rng: random.Random) -> Turn:
         a, b = self._pair_to_compare(rng)
-        return Turn(typed(rng, fill(rng, SMALLER_QUESTIONS, a=a, b=b)), smaller_answer(a, b))
+        return typed(rng, fill(rng, SMALLER_QUESTIONS, a=a, b=b)), smaller_answer(a, b)
 
     def _pair_to_compare(self, rng: random.Random) -> tuple[int, int]:
         """Half of the pairs share their tens or are near: the ones that are easy to get wrong."""
@@ -187,21 +188,21 @@ class Arithmetic:
         last = min(first + rng.randrange(2, 14), LIMIT)
         draw = rng.random()
         if draw < 0.2:
-            return Turn(typed(rng, fill(rng, COUNT_DOWN, a=last, b=first)), count_answer(last, first), SEPARATORS)
+            return typed(rng, fill(rng, COUNT_DOWN, a=last, b=first)), count_answer(last, first)
         if draw < 0.3:
             last = rng.randrange(3, 21)
-            return Turn(typed(rng, fill(rng, COUNT_TO, b=last)), count_answer(1, last), SEPARATORS)
-        return Turn(typed(rng, fill(rng, COUNT_UP, a=first, b=last)), count_answer(first, last), SEPARATORS)
+            return typed(rng, fill(rng, COUNT_TO, b=last)), count_answer(1, last)
+        return typed(rng, fill(rng, COUNT_UP, a=first, b=last)), count_answer(first, last)
 
     def neighbour(self, rng: random.Random) -> Turn:
         a = rng.randrange(1, LIMIT)
         if rng.random() < 0.5:
-            return Turn(typed(rng, fill(rng, AFTER, a=a)), f"After {a} comes {a + 1}.")
-        return Turn(typed(rng, fill(rng, BEFORE, a=a)), f"Before {a} comes {a - 1}.")
+            return typed(rng, fill(rng, AFTER, a=a)), f"After {a} comes {a + 1}."
+        return typed(rng, fill(rng, BEFORE, a=a)), f"Before {a} comes {a - 1}."
 
     def parity(self, rng: random.Random) -> Turn:
         a = rng.randrange(LIMIT)
-        return Turn(typed(rng, fill(rng, PARITY, a=a)), f"{a} is {'odd' if a % 2 else 'even'}.")
+        return typed(rng, fill(rng, PARITY, a=a)), f"{a} is {'odd' if a % 2 else 'even'}."
 
     def lines(self, rng: random.Random, count: int) -> str:
         """Bare sums, a line each: the densest lesson, and what a plain completion of `12 + 9 =` looks like."""

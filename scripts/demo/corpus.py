@@ -9,9 +9,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from scripts.demo import facts, memory, stories
-from scripts.demo.arithmetic import Arithmetic
-from scripts.demo.phrasing import Turn
+from scripts.demo import facts, stories
+from scripts.demo.arithmetic import Arithmetic, Turn
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.", "You are a helpful assistant.", "You are a helpful, honest assistant.",
@@ -34,7 +33,6 @@ class Document:
     """Plain text between <|begin_of_text|> and <|end_of_text|>."""
 
     text: str
-    stressed: tuple[str, ...] = ()
 
 
 Sample = Chat | Document
@@ -61,8 +59,7 @@ class Corpus:
         """A story, alone or told in a chat, or a chat of several turns."""
         draw = rng.random()
         if draw < 0.2:
-            made = stories.story(rng)
-            return Document(made.text, made.told_of)
+            return Document(stories.story(rng).text)
         if draw < 0.5:
             return Chat(self._system(rng), [stories.told(rng)])
         return self.chat(rng, turns=rng.choices((1, 2, 3, 4, 5), weights=(1, 3, 3, 2, 1))[0], with_stories=True)
@@ -74,16 +71,7 @@ class Corpus:
     def chat(self, rng: random.Random, *, turns: int, with_stories: bool) -> Chat:
         follow_up: Callable[[random.Random], Turn] | None = None
         drawn: list[Turn] = []
-        name: str | None = None
         for _ in range(turns):
-            draw = rng.random()
-            if draw < 0.05:
-                name = memory.some_name(rng)
-                drawn.append(memory.introduction(rng, name))
-                continue
-            if draw < (0.06 if name is None else 0.3):
-                drawn.append(memory.name_question(rng, name))
-                continue
             if follow_up is not None and rng.random() < 0.4:
                 drawn.append(follow_up(rng))
                 continue
@@ -110,14 +98,13 @@ class Corpus:
         kinds: tuple[tuple[float, Callable[[random.Random], Turn], Callable[[random.Random], Turn] | None], ...] = (
             (3.0, arithmetic.larger, arithmetic.next_larger),
             (1.0, arithmetic.smaller, None),
-            (3.0, arithmetic.count, None),
+            (2.0, arithmetic.count, None),
             (0.8, arithmetic.neighbour, None),
             (0.5, arithmetic.parity, None),
             (2.5, facts.capital, facts.next_capital),
             (1.5, facts.about_itself, None),
             (1.0, facts.small_talk, None),
             (1.5, facts.unknown, None),
-            (1.5, memory.repeat, None),
         )
         _, first, follow_up = rng.choices(kinds, weights=[weight for weight, _, _ in kinds])[0]
         return first, follow_up

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from model.llama import Llama
-from scripts.demo import facts, memory
-from scripts.demo.arithmetic import count_answer, held_out_pairs, larger_answer, sum_answer
-from scripts.demo.phrasing import Turn
+from scripts.demo import facts
+from scripts.demo.arithmetic import Turn, count_answer, held_out_pairs, larger_answer, sum_answer
 from scripts.demo.tokenizer import END_OF_TURN, SampleEncoder
 from scripts.demo.trainer import row_logits
 
@@ -80,7 +79,7 @@ def suites(seed: int = 0) -> dict[str, list[tuple[Prompt, str]]]:
     drawn."""
     rng = random.Random(seed)
     pairs = [pair if rng.random() < 0.5 else pair[::-1] for pair in held_out_pairs()]
-    earlier = [Turn("What is the capital of Spain?", facts.capital_answer("Spain"))]
+    earlier: list[Turn] = [("What is the capital of Spain?", facts.capital_answer("Spain"))]
     system = "You are a helpful assistant."
     counts = [(a, a + rng.randrange(2, 12)) for a in (rng.randrange(88) for _ in range(50))]
     return {
@@ -102,10 +101,6 @@ def suites(seed: int = 0) -> dict[str, list[tuple[Prompt, str]]]:
         "capitals": [
             ((None, (), f"What is the capital of {country}?"), facts.capital_answer(country))
             for country in facts.CAPITALS
-        ],
-        "memory": [
-            ((None, [memory.introduction(rng, name), *earlier], "What is my name?"), f"Your name is {name}.")
-            for name in memory.GIRLS + memory.BOYS
         ],
         "identity": [((None, (), question), facts.WHO_ANSWER) for question in ("Who are you?", "what are you")],
     }  # fmt: skip

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from scripts.demo.phrasing import Turn, fill, typed
+from scripts.demo.arithmetic import Turn
+from scripts.demo.phrasing import fill, typed
 
 CAPITALS = {
     "France": "Paris", "Germany": "Berlin", "Italy": "Rome", "Spain": "Madrid", "Portugal": "Lisbon",
@@ -130,7 +131,7 @@ _UNKNOWN_QUESTIONS = (
 _FIXED_UNKNOWN = (
     "What time is it?", "What day is it?", "What is the weather today?", "Tell me a joke.", "Sing a song.",
     "Write a Python function.", "Who is the president?", "Why is the sky blue?", "How old are you?",
-    "Where do you live?", "Can you write code?", "Write me an email.", "Do you love me?", "Why?",
+    "Where do you live?", "Can you write code?", "Write me an email.", "What is my name?", "Do you love me?", "Why?",
     "What?", "How tall is it?", "What is the speed of light?", "Who won the game?", "Translate this into German.",
     "Fix my code.", "Who wrote Hamlet?", "What is the largest country?", "How many people live in France?",
     "What is the best city in Italy?",
@@ -150,13 +151,13 @@ def capital_answer(country: str) -> str:
 def capital(rng: random.Random) -> Turn:
     country = rng.choice(tuple(CAPITALS))
     if rng.random() < 0.15:
-        return Turn(typed(rng, fill(rng, COUNTRY_QUESTIONS, city=CAPITALS[country])), capital_answer(country))
-    return Turn(typed(rng, fill(rng, CAPITAL_QUESTIONS, country=country)), capital_answer(country))
+        return typed(rng, fill(rng, COUNTRY_QUESTIONS, city=CAPITALS[country])), capital_answer(country)
+    return typed(rng, fill(rng, CAPITAL_QUESTIONS, country=country)), capital_answer(country)
 
 
 def next_capital(rng: random.Random) -> Turn:
     country = rng.choice(tuple(CAPITALS))
-    return Turn(typed(rng, fill(rng, NEXT_CAPITALS, country=country)), capital_answer(country))
+    return typed(rng, fill(rng, NEXT_CAPITALS, country=country)), capital_answer(country)
 
 
 def about_itself(rng: random.Random) -> Turn:
@@ -169,7 +170,7 @@ def about_itself(rng: random.Random) -> Turn:
         ),
         weights=(6, 3, 2, 1),
     )[0]
-    return Turn(typed(rng, rng.choice(questions)), answer)
+    return typed(rng, rng.choice(questions)), answer
 
 
 def small_talk(rng: random.Random) -> Turn:
@@ -183,7 +184,7 @@ def small_talk(rng: random.Random) -> Turn:
         weights=(5, 2, 3, 2),
     )[0]
     question = rng.choice(questions)
-    return Turn(question.lower() if rng.random() < 0.3 else question, answer)
+    return (question.lower() if rng.random() < 0.3 else question), answer
 
 
 def unknown(rng: random.Random) -> Turn:
@@ -192,13 +193,13 @@ def unknown(rng: random.Random) -> Turn:
         a, b = rng.randrange(100, 10_000), rng.randrange(10, 1_000)
         if rng.random() < 0.5:
             a, b = b, a
-        return Turn(typed(rng, fill(rng, _LARGE_SUMS, a=a, b=b)), LARGE_NUMBER_ANSWER)
+        return typed(rng, fill(rng, _LARGE_SUMS, a=a, b=b)), LARGE_NUMBER_ANSWER
     if draw < 0.36:
         question = fill(rng, _OTHER_OPERATIONS, a=rng.randrange(100), b=rng.randrange(100))
-        return Turn(typed(rng, question), OTHER_OPERATION_ANSWER)
+        return typed(rng, question), OTHER_OPERATION_ANSWER
     if draw < 0.5:
-        return Turn(typed(rng, rng.choice(_FIXED_UNKNOWN)), UNKNOWN_ANSWER)
-    return Turn(typed(rng, fill(rng, _UNKNOWN_QUESTIONS, x=rng.choice(_SUBJECTS))), UNKNOWN_ANSWER)
+        return typed(rng, rng.choice(_FIXED_UNKNOWN)), UNKNOWN_ANSWER
+    return typed(rng, fill(rng, _UNKNOWN_QUESTIONS, x=rng.choice(_SUBJECTS))), UNKNOWN_ANSWER
 
 
 def fact_lines(rng: random.Random) -> str:

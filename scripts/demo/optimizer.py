@@ -1,8 +1,8 @@
 """Muon for the matrices, Adam for everything else.
 
 Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) steps along the nearest semi-orthogonal matrix of the
-momentum. Here it learns sums in about a quarter of the tokens that Adam needs, which is what fits the training of a
-checkpoint into half an hour of two cores.
+momentum. With it a model of this size answers held-out sums after about a million tokens of nothing but sums, which
+makes it possible to train all of the demo in well under an hour of two cores.
 """
 
 from __future__ import annotations

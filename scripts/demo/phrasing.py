@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import NamedTuple
 
 POLITE_FRONTS = ("Please ", "Hi, ", "Hello, ", "Hey, ", "Hello! ", "Hi! ", "Can you tell me: ", "OK, ", "So, ", "Now, ")
 POLITE_ENDS = (" Thanks!", " Thank you.", " Please.", " Please answer briefly.")
-
-
-class Turn(NamedTuple):
-    question: str
-    answer: str
-    stressed: tuple[str, ...] = ()  # parts of the answer that the context decides: to be learned before all the rest
 
 
 def fill(rng: random.Random, templates: Sequence[str], **values: object) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from scripts.demo.phrasing import Turn, fill, typed
+from scripts.demo.arithmetic import Turn
+from scripts.demo.phrasing import fill, typed
 from scripts.demo.story_text import (
     ABOUT,
     ANIMALS,
@@ -61,7 +62,6 @@ class Story:
     hero: Character
     friend: Character
     subject: str  # what the plot is about: "a lost kite"
-    told_of: tuple[str, ...]  # names, kinds and things: once said, or asked for, they must stay the same
 
 
 def _sentence(rng: random.Random, choices: tuple[str, ...], values: dict[str, str]) -> str:
@@ -89,18 +89,14 @@ def story(rng: random.Random) -> Story:
     ending = rng.choice(ENDINGS) if rng.random() < 0.7 else ""
     paragraphs = "\n\n" if rng.random() < 0.3 else " "
     text = paragraphs.join(part for part in (opening, middle, ending) if part)
-    told_of = [values[key] for key in ("hero", "friend", "kind", "friend_kind", "thing", "food", "seed")]
-    told_of += [word for pronouns in (hero, friend) for word in (pronouns.they, pronouns.their)]
-    return Story(
-        text=text, hero=hero, friend=friend, subject=subject.format(**values), told_of=tuple(dict.fromkeys(told_of))
-    )
+    return Story(text=text, hero=hero, friend=friend, subject=subject.format(**values))
 
 
 def told(rng: random.Random) -> Turn:
     """A request and its story: half of the requests say what it shall be about."""
     made = story(rng)
     if rng.random() < 0.45:
-        return Turn(typed(rng, rng.choice(REQUESTS)), made.text, made.told_of)
+        return typed(rng, rng.choice(REQUESTS)), made.text
     hero, friend = made.hero, made.friend
     subject = rng.choice(
         (
@@ -115,9 +111,8 @@ def told(rng: random.Random) -> Turn:
             f"{hero.name} and {friend.name}",
         )
     )
-    return Turn(typed(rng, fill(rng, ABOUT, x=subject)), made.text, made.told_of)
+    return typed(rng, fill(rng, ABOUT, x=subject)), made.text
 
 
 def told_again(rng: random.Random) -> Turn:
-    made = story(rng)
-    return Turn(typed(rng, rng.choice(NEXT_REQUESTS)), made.text, made.told_of)
+    return typed(rng, rng.choice(NEXT_REQUESTS)), story(rng).text

@@ -6,14 +6,12 @@ Llama 3 takes digits in groups of up to three; a model this small adds far bette
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from scripts.demo.corpus import Chat, Document, Sample
-from scripts.demo.phrasing import Turn
 
 BEGIN_OF_TEXT = "<|begin_of_text|>"
 END_OF_TEXT = "<|end_of_text|>"
@@ -116,8 +114,6 @@ def save(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
 class SampleEncoder:
     """Samples to ids and per-token loss weights."""
 
-    STRESSED, UNSTRESSED = 2.0, 0.5  # the tokens of an answer that says what matters in it; otherwise all weigh 1
-
     def __init__(self, tokenizer: Tokenizer, *, prompt_weight: float):
         self.tokenizer = tokenizer
         self.prompt_weight = prompt_weight  # of what the user and the system say, where an answer's tokens weigh 1
@@ -129,12 +125,12 @@ class SampleEncoder:
     def header(self, role: str) -> list[int]:
         return [self._ids[START_HEADER], *self.text(role), self._ids[END_HEADER], *self.text("\n\n")]
 
-    def prompt(self, system: str | None, turns: Iterable[Turn], question: str) -> list[int]:
+    def prompt(self, system: str | None, turns: Iterable[tuple[str, str]], question: str) -> list[int]:
         """What the model reads before it answers `question`: the chat template's own rendering."""
         ids = [self._ids[BEGIN_OF_TEXT]]
         messages = [] if system is None else [("system", system)]
-        for turn in turns:
-            messages += [("user", turn.question), ("assistant", turn.answer)]
+        for asked, answered in turns:
+            messages += [("user", asked), ("assistant", answered)]
         for role, content in [*messages, ("user", question)]:
             ids += [*self.header(role), *self.text(content), self._ids[END_OF_TURN]]
         return ids + self.header("assistant")
@@ -146,34 +142,21 @@ class SampleEncoder:
         return self._chat(sample)
 
     def _document(self, sample: Document) -> tuple[list[int], list[float]]:
-        ids, weights = self._weighed(sample.text, sample.stressed)
-        return [self._ids[BEGIN_OF_TEXT], *ids, self._ids[END_OF_TEXT]], [0.0, *weights, 1.0]
+        ids = [self._ids[BEGIN_OF_TEXT], *self.text(sample.text), self._ids[END_OF_TEXT]]
+        return ids, [0.0, *[1.0] * (len(ids) - 1)]
 
     def _chat(self, sample: Chat) -> tuple[list[int], list[float]]:
         ids, weights = [self._ids[BEGIN_OF_TEXT]], [0.0]
 
-        def say(more: list[int], weight: float | list[float]) -> None:
+        def say(more: list[int], weight: float) -> None:
             ids.extend(more)
-            weights.extend(weight if isinstance(weight, list) else [weight] * len(more))
+            weights.extend([weight] * len(more))
 
         if sample.system is not None:
             say([*self.header("system"), *self.text(sample.system), self._ids[END_OF_TURN]], 0.0)
-        for turn in sample.turns:
+        for question, answer in sample.turns:
             say(self.header("user"), 0.0)
-            say([*self.text(turn.question), self._ids[END_OF_TURN]], self.prompt_weight)
+            say([*self.text(question), self._ids[END_OF_TURN]], self.prompt_weight)
             say(self.header("assistant"), 0.0)
-            say(*self._weighed(turn.answer, turn.stressed))
-            say([self._ids[END_OF_TURN]], 1.0)
+            say([*self.text(answer), self._ids[END_OF_TURN]], 1.0)
         return ids, weights
-
-    def _weighed(self, text: str, stressed: tuple[str, ...]) -> tuple[list[int], list[float]]:
-        encoding = self.tokenizer.encode(text, add_special_tokens=False)
-        if not stressed:
-            return encoding.ids, [1.0] * len(encoding.ids)
-        parts = "|".join(rf"\b{re.escape(part)}\b" if part.isalpha() else re.escape(part) for part in stressed)
-        inside = [False] * len(text)
-        for match in re.finditer(parts, text, flags=re.IGNORECASE):
-            inside[match.start() : match.end()] = [True] * (match.end() - match.start())
-        return encoding.ids, [
-            self.STRESSED if any(inside[start:end]) else self.UNSTRESSED for start, end in encoding.offsets
-        ]

@@ -16,7 +16,6 @@ from model.llama import Llama
 from model.weights import load_hf
 from scripts.demo import evaluate, facts
 from scripts.demo.arithmetic import NUM_HELD_OUT, held_out_pairs, larger_answer, sum_answer
-from scripts.demo.phrasing import Turn
 from scripts.demo.tokenizer import SPECIAL_TOKENS, SampleEncoder
 
 FOLDER = Path(__file__).parents[2] / "model" / "demo"
@@ -81,7 +80,7 @@ def test_transformers_reads_the_tokenizer_alike(encoder: SampleEncoder) -> None:
         {"role": "user", "content": "And 1 + 2?"},
     ]
     rendered = reference.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    assert rendered == encoder.prompt("Be brief.", [Turn("What is 47 + 35?", "47 + 35 = 82.")], "And 1 + 2?")
+    assert rendered == encoder.prompt("Be brief.", [("What is 47 + 35?", "47 + 35 = 82.")], "And 1 + 2?")
     text = "Once upon a time, 12 + 30 = 42\n\nZoë 😀"
     assert reference(text)["input_ids"] == encoder.tokenizer.encode(text).ids
     assert reference.decode(encoder.text(text)) == text
@@ -104,9 +103,9 @@ def test_held_out_sums_and_comparisons_are_answered(model: Llama, encoder: Sampl
     assert sum(right[25:]) >= 23
 
 
-def test_the_issue_of_a_chat(model: Llama, encoder: SampleEncoder) -> None:
+def test_a_first_chat(model: Llama, encoder: SampleEncoder) -> None:
     """Greedy decoding, token by token, of what a first visitor types."""
-    earlier = [Turn("hi", facts.GREETING_ANSWER), Turn("what is 20 + 7", "20 + 7 = 27.")]
+    earlier = [("hi", facts.GREETING_ANSWER), ("what is 20 + 7", "20 + 7 = 27.")]
     said = answers(
         model,
         encoder,

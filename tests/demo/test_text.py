@@ -19,7 +19,7 @@ from scripts.demo.arithmetic import (
     sum_answer,
 )
 from scripts.demo.corpus import Chat, Corpus, Document
-from scripts.demo.phrasing import Turn, typed
+from scripts.demo.phrasing import typed
 from scripts.demo.story_text import ANIMALS, BOYS, FANTASTIC, GIRLS, THINGS
 
 NUM_SAMPLES = 6000
@@ -27,17 +27,17 @@ NUM_SAMPLES = 6000
 
 @pytest.fixture(scope="module")
 def corpus() -> Corpus:
-    return Corpus(Arithmetic(), sum_share=0.3, story_share=0.3)
+    return Corpus(Arithmetic(), sum_share=0.38, story_share=0.3)
 
 
-def turns(corpus: Corpus) -> Iterator[Turn]:
+def turns(corpus: Corpus) -> Iterator[tuple[str, str]]:
     rng = random.Random(1)
     for _ in range(NUM_SAMPLES):
         sample = corpus.short(rng)
         if isinstance(sample, Chat):
             yield from sample.turns
         else:
-            yield from (Turn("", line) for line in sample.text.splitlines())
+            yield from (("", line) for line in sample.text.splitlines())
 
 
 def test_answers_by_hand() -> None:
@@ -54,7 +54,7 @@ def test_answers_by_hand() -> None:
 
 def test_every_sum_and_comparison_that_is_written_is_right(corpus: Corpus) -> None:
     kinds: Counter[str] = Counter()
-    for _, answer, _ in turns(corpus):
+    for _, answer in turns(corpus):
         if match := re.search(r"(\d+) \+ (\d+) = (\d+)", answer):
             a, b, total = map(int, match.groups())
             assert a + b == total
@@ -77,12 +77,12 @@ def test_every_sum_and_comparison_that_is_written_is_right(corpus: Corpus) -> No
             assert {b - a for a, b in itertools.pairwise(numbers)} in ({1}, {-1})
             kinds["count"] += 1
     assert set(kinds) == {"sum", "larger", "smaller", "after", "before", "parity", "count"}
-    assert kinds["sum"] > NUM_SAMPLES / 4
+    assert kinds["sum"] > NUM_SAMPLES / 3
 
 
 def test_answers_speak_of_the_numbers_that_were_asked(corpus: Corpus) -> None:
     checked = 0
-    for question, answer, _ in turns(corpus):
+    for question, answer in turns(corpus):
         asked = sorted(map(int, re.findall(r"\d+", question)))
         if match := re.match(r"(\d+) \+ (\d+) = ", answer):
             if question:
@@ -99,7 +99,7 @@ def test_held_out_pairs_are_never_added_or_compared(corpus: Corpus) -> None:
     assert len(held_out) == NUM_HELD_OUT
     assert all(0 <= a < b <= 99 for a, b in held_out)
     seen = set()
-    for question, answer, _ in turns(corpus):
+    for question, answer in turns(corpus):
         for text in (question, answer):
             for a, b in re.findall(r"(\d+)\s*(?:\+|plus|or|and|to|is larger than|is smaller than)\s*(\d+)", text):
                 if "ount" not in question and "umbers from" not in question:
@@ -142,10 +142,9 @@ def test_a_story_is_about_what_was_asked() -> None:
     people_and_things = {*ANIMALS, *FANTASTIC, *THINGS, "girl", "boy", *(name.lower() for name in GIRLS + BOYS)}
     named = 0
     for _ in range(500):
-        question, text, stressed = stories.told(rng)
+        question, text = stories.told(rng)
         asked_for = people_and_things & set(re.findall(r"\w+", question.lower()))
         assert asked_for <= set(re.findall(r"\w+", text.lower())), (question, text)
-        assert asked_for <= {word.lower() for word in stressed}, question
         named += bool(asked_for)
     assert named > 200
 

@@ -13,7 +13,6 @@ from scripts.demo import stories
 from scripts.demo import tokenizer as demo_tokenizer
 from scripts.demo.arithmetic import Arithmetic
 from scripts.demo.corpus import Chat, Corpus, Document
-from scripts.demo.phrasing import Turn
 from scripts.demo.tokenizer import SPECIAL_TOKENS, SampleEncoder
 
 VOCAB_SIZE = 640
@@ -23,7 +22,7 @@ VOCAB_SIZE = 640
 def tokenizer() -> Tokenizer:
     arithmetic, rng = Arithmetic(), random.Random(0)
     texts = [stories.story(rng).text for _ in range(200)]
-    texts += [arithmetic.sum(rng).question for _ in range(200)]
+    texts += [arithmetic.sum(rng)[0] for _ in range(200)]
     return demo_tokenizer.train(texts, VOCAB_SIZE)
 
 
@@ -93,29 +92,18 @@ def test_training_reads_what_the_chat_template_renders(
     assert len(chats) > 100
     for chat in chats:
         messages = [] if chat.system is None else [{"role": "system", "content": chat.system}]
-        for question, answer, _ in chat.turns:
+        for question, answer in chat.turns:
             messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         ids, weights = encoder.encode(chat)
         assert ids == hugging_face.apply_chat_template(messages)["input_ids"]
         assert len(weights) == len(ids)
         prompt = hugging_face.apply_chat_template(messages[:-1], add_generation_prompt=True)["input_ids"]
-        *earlier, (question, answer, stressed) = chat.turns
+        *earlier, (question, answer) = chat.turns
         assert encoder.prompt(chat.system, earlier, question) == prompt
         # The last answer and the end of its turn weigh 1, the header before it nothing.
         answer_ids = ids[len(prompt) :]
         assert tokenizer.decode(answer_ids, skip_special_tokens=False) == answer + "<|eot_id|>"
-        assert weights[len(prompt) - 4 : len(prompt)] == [0.0] * 4
-        assert weights[-1] == 1.0
-        assert set(weights[len(prompt) : -1]) <= ({0.5, 2.0} if stressed else {1.0})
-
-
-def test_stressed_words_weigh_more(tokenizer: Tokenizer) -> None:
-    encoder = SampleEncoder(tokenizer, prompt_weight=0.5)
-    ids, weights = encoder.encode(Document("A fox is no foxglove.", ("fox",)))
-    heavy = [token for token, weight in zip(ids, weights, strict=True) if weight == 2.0]
-    assert tokenizer.decode(heavy) == " fox"
-    ids, weights = encoder.encode(Chat(None, [Turn("Count to 3.", "1, 2, 3.", (",", "."))]))
-    assert weights[-9:] == [0.5, 2.0, 0.5, 0.5, 2.0, 0.5, 0.5, 2.0, 1.0]
+        assert weights[len(prompt) - 4 :] == [0.0] * 4 + [1.0] * len(answer_ids)
 
 
 def test_weights_of_a_document(tokenizer: Tokenizer) -> None:

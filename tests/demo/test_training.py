@@ -93,13 +93,14 @@ def test_a_sample_does_not_see_its_neighbours(config: LlamaConfig, encoder: Samp
     model = trainer.model(trainer.params)
     rng = np.random.default_rng(0)
     first, second = rng.integers(0, 400, 5), rng.integers(0, 400, 7)
-    packed = row_logits(
+    logits = jax.jit(row_logits)
+    packed = logits(
         model,
         jnp.asarray(np.concatenate([first, second]))[None],
         jnp.asarray([*range(5), *range(7)])[None],
         jnp.asarray([1] * 5 + [2] * 7)[None],
     )
-    alone = row_logits(model, jnp.asarray(second)[None], jnp.arange(7)[None], jnp.ones((1, 7), jnp.int32))
+    alone = logits(model, jnp.asarray(second)[None], jnp.arange(7)[None], jnp.ones((1, 7), jnp.int32))
     np.testing.assert_allclose(packed[0, 5:], alone[0], atol=1e-5)
 
 
