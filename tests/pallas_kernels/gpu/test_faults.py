@@ -12,9 +12,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.api import AttentionSpec
 from pallas_kernels.gpu import combine, prefill_hopper, prefill_tile, ring
+from pallas_kernels.gpu.device import Gpu
 from tests.pallas_kernels.dense import Row, make_case
 from tests.pallas_kernels.gpu import interpreted
-from tests.pallas_kernels.gpu.interpreted import HOPPER, Findings, compiled_step
+from tests.pallas_kernels.gpu.interpreted import BLACKWELL, HOPPER, Findings, compiled_step
 
 SPEC = AttentionSpec(
     num_query_heads=2, num_kv_heads=1, head_dim=64, page_size=64, dtype=jnp.bfloat16, kv_dtype=jnp.bfloat16
@@ -23,13 +24,13 @@ DECODE = [Row(query_len=1, kv_len=500), Row(query_len=1, kv_len=70)]
 PREFILL = [Row(query_len=24, kv_len=600)]
 
 
-def findings(rows: list[Row]) -> Findings:
+def findings(rows: list[Row], gpu: Gpu = HOPPER) -> Findings:
     """What the harness sees. A fault that stops the interpreter is seen as well."""
     compiled_step.cache_clear()
     decode_only = rows is DECODE
     case = make_case(SPEC, rows, num_tokens=2 if decode_only else 24, num_rows=2, pages_per_seq=10)
     try:
-        return interpreted.run(case, HOPPER, decode_only=decode_only)
+        return interpreted.run(case, gpu, decode_only=decode_only)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         return Findings(stopped=str(error))
     finally:
@@ -63,6 +64,10 @@ def parts_of_the_next_block(self, block):
     yield from parts(self, block + 1)
 
 
+def without_the_last_part(output, partial, lse, row_items, **options):
+    whole_combine(output, partial, lse, row_items.at[0, 1].add(-1), **options)
+
+
 def no_tail(self, num_valid, slot):
     pass
 
@@ -71,10 +76,11 @@ def everything_visible(shape, tile, first_token, first_key, block_kv, layout):
     return causal_mask(shape, tile, first_token + 10_000, first_key, block_kv, layout)
 
 
-def queries_of_the_next_head(q_ref, q_smem, shape, tile, first_token, barrier=None):
-    load_queries(q_ref, q_smem, shape, tile, jnp.maximum(first_token - 8, 0), barrier)
+def queries_of_later_tokens(q_ref, q_smem, shape, tile, first_token, barrier=None):
+    load_queries(q_ref, q_smem, shape, tile, jnp.where(first_token == 0, 8, first_token), barrier)
 
 
+whole_combine = combine.combine
 parts, causal_mask, load_queries = ring.Source.parts, prefill_tile.causal_mask, prefill_tile.load_queries
 
 
@@ -82,19 +88,26 @@ parts, causal_mask, load_queries = ring.Source.parts, prefill_tile.causal_mask, 
     ("rows", "patches"),
     [
         (DECODE, {(ring.Ring, "advance"): advance_without_waiting}),
-        (DECODE, {(ring.Ring, "advance"): refill_the_slot_in_use, (ring.Ring, "fill"): fill_every_slot}),
         (DECODE, {(ring.Source, "parts"): parts_of_the_next_block}),
-        (DECODE, {(combine, "combine"): lambda *_, **__: None}),
+        (DECODE, {(combine, "combine"): without_the_last_part}),
         (PREFILL, {(prefill_hopper._Memory, "clear_tail"): no_tail}),
         (PREFILL, {(prefill_tile, "causal_mask"): everything_visible}),
-        (PREFILL, {(prefill_tile, "load_queries"): queries_of_the_next_head}),
+        (PREFILL, {(prefill_tile, "load_queries"): queries_of_later_tokens}),
     ],
-    ids=["no wait", "early refill", "wrong block", "no combine", "no tail", "no mask", "wrong queries"],
+    ids=["no wait", "wrong block", "part lost", "no tail", "no mask", "wrong queries"],
 )
 def test_a_fault_is_found(monkeypatch, rows: list[Row], patches: dict[tuple[object, str], Callable]):
     for (owner, name), replacement in patches.items():
         monkeypatch.setattr(owner, name, replacement)
     assert findings(rows) != Findings()
+
+
+def test_a_slot_refilled_too_early_is_found(monkeypatch):
+    """In a run long enough to come round the ring: a tile of the mma kernel's."""
+    assert findings(PREFILL, BLACKWELL) == Findings()
+    monkeypatch.setattr(ring.Ring, "fill", fill_every_slot)
+    monkeypatch.setattr(ring.Ring, "advance", refill_the_slot_in_use)
+    assert findings(PREFILL, BLACKWELL) != Findings()
 
 
 @pytest.mark.parametrize("barrier", ["arrived", "met", "q_arrived"])
@@ -111,7 +124,7 @@ def test_a_missing_wait_of_prefill_is_found(monkeypatch, barrier):
         return init
 
     monkeypatch.setattr(prefill_hopper._Compute, "__init__", remember(compute, 3))
-    monkeypatch.setattr(prefill_hopper._Memory, "__init__", remember(memory, 4))
+    monkeypatch.setattr(prefill_hopper._Memory, "__init__", remember(memory, 5))
     wait = plgpu.barrier_wait
     monkeypatch.setattr(
         prefill_hopper.plgpu,
