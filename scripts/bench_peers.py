@@ -17,6 +17,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -74,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
 @contextmanager
 def serving(peer: Peer, model: str, port: int, timeout_s: float) -> Iterator[psutil.Process]:
     """The server, ready; its whole process group ends with the context. RuntimeError where it does not come up."""
-    log = Path(f"{peer.name}.log")
+    log = Path(tempfile.gettempdir()) / f"bench_peers-{peer.name}.log"
     command = peer.command.format(model=shlex.quote(model), port=port)
     with log.open("w") as out:
         process = subprocess.Popen(

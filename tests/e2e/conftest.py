@@ -28,8 +28,9 @@ PREFIX = "pallas_serve:"
 
 
 @pytest.fixture(scope="session")
-def settings(tmp_path_factory) -> EngineSettings:
-    return EngineSettings(device="cpu", compile_cache=str(tmp_path_factory.mktemp("compiled")), **LIMITS)
+def settings(pytestconfig) -> EngineSettings:
+    """Compiled programs are kept from one test run to the next, as they are between two starts of the server."""
+    return EngineSettings(device="cpu", compile_cache=str(pytestconfig.cache.mkdir("compiled")), **LIMITS)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,40 @@
+"""The planner's arithmetic, against numbers that anyone can work out."""
+
+import re
+
+import pytest
+
+from scripts import plan
+
+
+def gib(report: str, part: str) -> float:
+    return float(re.search(rf"([\d.]+) GiB  {part}", report)[1])
+
+
+def report_of(capsys, *flags: str) -> str:
+    assert plan.main(list(flags)) == 0
+    return capsys.readouterr().out
+
+
+def test_8b_on_one_v6e_by_hand(capsys):
+    report = report_of(
+        capsys, "--model", "preset:llama-3.1-8b", "--chip", "v6e", "--max-model-len", "8192", "--num-pages", "600"
+    )
+    assert gib(report, "weights") == pytest.approx(8_030_261_248 * 2 / 2**30, abs=0.01)
+    # 32 layers, K and V, 8 heads of 128 in bf16: 128 KiB a token
+    assert gib(report, "K/V") == pytest.approx(601 * 128 * 128 / 2**20, abs=0.01)
+    assert "room for 76800 tokens: 9 requests of 8192 at once" in report
+
+
+def test_chips_share_weights_and_heads(capsys):
+    flags = ["--model", "preset:llama-3.1-70b", "--chip", "h100", "--max-model-len", "8192", "--num-pages", "1000"]
+    four, eight = (report_of(capsys, *flags, "--tensor-parallel-size", n) for n in ("4", "8"))
+    assert gib(eight, "weights") == pytest.approx(gib(four, "weights") / 2, rel=0.01)
+    assert gib(eight, "K/V") == pytest.approx(gib(four, "K/V") / 2, rel=0.01)
+
+
+def test_what_does_not_fit_is_said_in_gib_with_the_flags(capsys):
+    assert plan.main(["--model", "preset:llama-3.1-70b", "--chip", "v6e"]) == 2
+    error = capsys.readouterr().err
+    assert "weights 131.4" in error
+    assert "--tensor-parallel-size" in error
