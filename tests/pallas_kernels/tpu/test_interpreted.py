@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh
 
 from pallas_kernels.api import AttentionSpec, Backend, PagedAttention, RaggedBatch
 from tests.pallas_kernels.dense import Row, make_case
@@ -89,7 +90,7 @@ def test_chosen_block_sizes() -> None:
 def test_sharded_by_kv_head(head_dim: int) -> None:
     """Two chips, half of the KV heads each, through the public operation."""
     heads = spec(num_query_heads=8, num_kv_heads=4, head_dim=head_dim)
-    mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",))
     attention = PagedAttention(heads, Backend.TPU_INTERPRET, mesh)
     case = make_case(heads, rows((1, 1), (19, 19)), num_tokens=24, num_rows=4, pages_per_seq=2)
     pages = attention.kv_pages(case.num_pages)
