@@ -116,17 +116,17 @@ class ProcessEngineClient:
     async def stop(self, timeout_s: float = 10.0) -> None:
         """Ends the process: asked first, killed if it does not listen. While it starts it does not listen."""
         self._stopping = True
-        if not self._is_ready:
-            self.process.kill()
-        if self.process.is_alive():
-            self._send(wire.Stop())
-            deadline = time.monotonic() + timeout_s
-            while self.process.is_alive() and time.monotonic() < deadline:
-                await asyncio.sleep(0.02)
-            if self.process.is_alive():
-                logger.warning("the engine process did not end within %g s: killing it", timeout_s)
-                self.process.kill()
-        self.process.join()
+        try:
+            if self._is_ready and self.process.is_alive():
+                self._send(wire.Stop())
+                deadline = time.monotonic() + timeout_s
+                while self.process.is_alive() and time.monotonic() < deadline:
+                    await asyncio.sleep(0.02)
+                if self.process.is_alive():
+                    logger.warning("the engine process did not end within %g s: killing it", timeout_s)
+        finally:
+            self.process.kill()  # nothing to do where it has ended
+            self.process.join()
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._events.getsockopt(zmq.FD))
         loop.remove_reader(self.process.sentinel)
@@ -142,12 +142,8 @@ class ProcessEngineClient:
             logger.warning("the engine process did not take a command: %s", type(command).__name__)
 
     def _on_readable(self) -> None:
-        while True:
-            try:
-                frame = self._events.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._on_event(self._decode(frame))
+        while self._events.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            self._on_event(self._decode(self._events.recv()))
 
     def _on_event(self, event: wire.Event) -> None:
         match event:

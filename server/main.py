@@ -148,6 +148,7 @@ def _config(app: ASGIApp) -> uvicorn.Config:
         lifespan="off",
         access_log=False,
         log_config=None,
+        log_level="warning",
         server_header=False,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=int(FLUSH_S),

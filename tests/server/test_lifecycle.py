@@ -110,7 +110,7 @@ def test_an_answer_that_is_not_streamed_fails_with_the_engine(server):
 
 
 def test_an_engine_that_dies_by_itself(tmp_path):
-    config = EchoConfig(reply=tuple(b"abc"), step_s=0.01, die_after_tokens=20)
+    config = EchoConfig(reply=tuple(b"abc"), step_s=0.01, die_after_tokens=100)
     with running_server(tmp_path, ECHO, config) as server:
         last = Stream(server).end()[-1]
         assert "the device has gone" in last["error"]["message"]

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.text_stream import StopStrings, TextStream
@@ -42,16 +42,19 @@ def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
     return None
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, NUM_BYTES - 1), max_size=40))
 def test_any_bytes_read_as_the_tokenizer_reads_the_whole(ids):
     assert read(ids)[0] == byte_tokenizer().decode(ids)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=30))
 def test_text_of_any_script_comes_back(text):
     assert read(list(text.encode()))[0] == text
 
 
+@settings(deadline=None)
 @given(st.text(max_size=30))
 def test_no_replacement_character_is_shown_before_a_character_is_whole(text):
     stream = TextStream(TOKENIZER)
@@ -116,6 +119,7 @@ def test_overlapping_beginnings_are_not_lost():
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
 
 
+@settings(deadline=None)
 @given(st.lists(st.text("abc", max_size=4), max_size=12), STOPS, st.booleans())
 def test_stop_strings_do_not_depend_on_the_pieces(pieces, stops, include):
     text = "".join(pieces)
@@ -130,6 +134,7 @@ def test_stop_strings_do_not_depend_on_the_pieces(pieces, stops, include):
         assert "".join(shown) == text[: end if include else end - len(stop)]
 
 
+@settings(deadline=None)
 @given(st.lists(st.text("abc", max_size=4), max_size=12), STOPS)
 def test_no_more_is_held_back_than_must_be(pieces, stops):
     finder = StopStrings(stops)
