@@ -1,4 +1,8 @@
-"""Static checks: shapes and dtypes, before anything is compiled. The caller's mistake is a ValueError that names it."""
+"""Checks of what the operation is given. The caller's mistake is a ValueError that names it.
+
+Shapes and dtypes are checked whenever a program is traced. Values are data and cannot be: `page_table` checks those on
+the host, for tests and debug runs. In serving the batcher answers for them, which hands out pages and checks its books.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 if TYPE_CHECKING:
     from pallas_kernels.api import AttentionSpec, Backend, RaggedBatch
@@ -49,3 +54,28 @@ def operands(queries: jax.Array, keys: jax.Array, values: jax.Array, kv_pages: j
             raise ValueError(f"{name} do not fit {spec=}: {array.shape=} {tokens=}")
         if array.dtype != jnp.dtype(spec.kv_dtype):  # kv_pages may hold it packed in words
             raise ValueError(f"{name} must have the pages' dtype: {array.dtype=} {spec.kv_dtype=}")
+
+
+def page_table(batch: RaggedBatch, *, num_pages: int, page_size: int) -> None:
+    """Checks the values of a concrete batch against a cache of `num_pages` pages, page 0 included.
+
+    A wrong page id is silently wrong on a device: it reads or overwrites another sequence's K/V.
+
+    Raises:
+        ValueError: a row's live page is out of range or is page 0, two rows share a page that this step writes to, or
+            the lengths do not fit the table.
+    """
+    table, kv_lens, starts = (np.asarray(x) for x in (batch.page_table, batch.kv_lens, batch.query_starts))
+    query_lens = np.diff(starts)
+    if (query_lens < 0).any() or (query_lens > kv_lens).any():
+        raise ValueError(f"a row's queries are the last ones of its sequence: {query_lens=} {kv_lens=}")
+    if (kv_lens > table.shape[1] * page_size).any():
+        raise ValueError(f"a sequence is longer than its page table: {kv_lens.max()=} {table.shape=} {page_size=}")
+    written: dict[int, int] = {}  # page -> row
+    for row, (kv_len, query_len) in enumerate(zip(kv_lens.tolist(), query_lens.tolist(), strict=True)):
+        live = table[row, : -(-kv_len // page_size)]
+        if ((live < 1) | (live >= num_pages)).any():
+            raise ValueError(f"a live page is out of range: {row=} {live=} {num_pages=}")
+        for page in live[(kv_len - query_len) // page_size :].tolist() if query_len else ():
+            if written.setdefault(page, row) != row:
+                raise ValueError(f"two rows write to one page: {page=} rows {written[page]} and {row}")
