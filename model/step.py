@@ -95,7 +95,13 @@ def make_step(
         tokens, positions = _tokens(rows, sent["tokens"], bucket)
         batch = _ragged_batch(rows, sent["header"], attention.spec.page_size)
         schedule = attention.make_schedule(batch, num_tokens=bucket.num_tokens, decode_only=bucket.decode_only)
-        attend = partial(_attend, attention, schedule)
+
+        @jax.jit  # traced once for all layers: tracing is most of a start from kept compilations
+        def attend(
+            queries: jax.Array, keys: jax.Array, values: jax.Array, kv: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            return attention(queries, keys, values, kv, schedule)
+
         hidden, kv = model(tokens, positions, state.kv, attend)  # [T, D]
 
         last = hidden if bucket.decode_only else hidden[jnp.maximum(rows.starts[1:] - 1, 0)]
@@ -175,12 +181,6 @@ def _ragged_batch(rows: _Rows, header: jax.Array, page_size: int) -> RaggedBatch
         num_decodes=num_decodes,
         num_rows=num_rows,
     )
-
-
-def _attend(
-    attention: PagedAttention, schedule: Any, queries: jax.Array, keys: jax.Array, values: jax.Array, kv: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    return attention(queries, keys, values, kv, schedule)
 
 
 def _advance(slots: jax.Array, rows: _Rows, drawn: jax.Array) -> jax.Array:
