@@ -70,7 +70,8 @@ class Llama(nnx.Module):
             raise ValueError(f"one K/V per layer is needed: {len(kv)=} {self.config.num_layers=}")
         config = self.config
         frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        cos, sin = rotation(positions, frequencies)
+        # Behind a barrier: otherwise XLA computes sines and cosines again inside every layer's kernels.
+        cos, sin = jax.lax.optimization_barrier(rotation(positions, frequencies))
         x = self.embedding[...].at[tokens].get(mode="clip")  # [T, D]; padding tokens may be anything
         new_kv = []
         for layer, layer_kv in zip(self.layers, kv, strict=True):

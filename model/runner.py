@@ -151,7 +151,8 @@ class ModelRunner:
             f"({self._compiles.from_cache - cached_before} came from the disk; tracing took {tracing_s:.1f} s)"
         )
         started = time.perf_counter()
-        self._run_all_on_padding()
+        for bucket in self._programs:  # first calls are slow, and a program that fails should fail here
+            self._run_on_padding(bucket)
         report(f"ran each program once in {time.perf_counter() - started:.1f} s")
 
     def execute(self, step: StepInput) -> StepResult:
@@ -189,6 +190,15 @@ class ModelRunner:
         compiled = program.lower(_described(self._weights), self._sent(tokens.shape)).compile()
         return lambda: compiled(self._weights, tokens)
 
+    def recover(self) -> None:
+        """After a failed step, with none in flight: the state is made anew, for a program that failed may have taken
+        the old one with it. Slots, histories and pages are empty then. Whatever the device raises is raised."""
+        for array in jax.tree.leaves(self._state):
+            if not array.is_deleted():
+                array.delete()
+        self._state = self._allocate()
+        self._run_on_padding(min(self._programs))
+
     def _lower_step(self, bucket: Bucket) -> jax.stages.Lowered:
         step = make_step(bucket, self._rebuild, self._attention)
         # Shardings are spelled out: the compiler may otherwise give the state back laid out in another way, which the
@@ -206,18 +216,17 @@ class ModelRunner:
     def _sent(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._everywhere)
 
-    def _run_all_on_padding(self) -> None:
-        """First calls are slow, and a program that fails should fail here. Rows are padding, so nothing is written."""
+    def _run_on_padding(self, bucket: Bucket) -> None:
+        """Runs the bucket's program, and the updates beside it, on rows that are all padding: nothing is written."""
         nowhere = self._config.max_num_seqs * self._state.slots.shape[1]
         patches = np.full((2, PATCH_BLOCK), nowhere, np.int32)
         nothing = PenaltyReset(slot=0, prompt=np.empty(0, np.int32), output=np.empty(0, np.int32))
-        for bucket in self._programs:
-            packed = np.zeros(PackedLayout(bucket).size, np.int32)
-            parts = PackedLayout(bucket).sections()
-            packed[parts["slots"]] = self._config.max_num_seqs
-            packed[parts["patch_indices"]] = nowhere
-            step = StepInput(bucket=bucket, packed=packed, patches=(patches,), penalty_resets=(nothing,))
-            self.execute(step).result()
+        packed = np.zeros(PackedLayout(bucket).size, np.int32)
+        parts = PackedLayout(bucket).sections()
+        packed[parts["slots"]] = self._config.max_num_seqs
+        packed[parts["patch_indices"]] = nowhere
+        step = StepInput(bucket=bucket, packed=packed, patches=(patches,), penalty_resets=(nothing,))
+        self.execute(step).result()
 
     def _allocate(self) -> DeviceState:
         slots, vocab = self._config.max_num_seqs, self._model_config.vocab_size

@@ -26,8 +26,8 @@ from jax import lax
 if TYPE_CHECKING:
     from pallas_kernels.api import AttentionSpec, RaggedBatch
 
-DECODE_GROUP_ROWS = 16
-DECODE_BLOCK_TOKENS = 128
+DECODE_GROUP_ROWS = 8
+DECODE_BLOCK_TOKENS = 64
 TILE_QUERIES = 64
 TILE_BLOCK_TOKENS = 256
 

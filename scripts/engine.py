@@ -212,6 +212,8 @@ def _start_jax(settings: EngineSettings) -> str:
     import jax
 
     device = find_device() if settings.device == "auto" else settings.device
+    # JAX alone would take three quarters of a GPU for its pool, and --memory-utilization is a share of the pool.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     # Only what is asked for is started: a plug-in for a chip that is not here fails loudly and late.
     jax.config.update("jax_platforms", device if device == "cpu" else f"{device},cpu")
     if device == "cpu" and settings.tensor_parallel_size > 1:

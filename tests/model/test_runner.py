@@ -120,6 +120,25 @@ def test_execute_runs_ahead_of_the_results(runner):
     assert [int(handle.result().tokens[0]) for handle in handles] == row.output[1:]
 
 
+def test_a_lost_state_is_made_anew_without_compiling(runner):
+    def generate() -> list[int]:
+        row = Row(0, [3, 1, 4, 1, 5], [2])
+        run(runner, BUCKETS[1], [(row, len(row.prompt))], admit=[row])
+        for _ in range(4):
+            run(runner, BUCKETS[0], [(row, 1)])
+        return row.output
+
+    expected = generate()
+    before = runner.num_compiles
+    for array in jax.tree.leaves(runner._state)[:3]:
+        array.delete()  # as a program does that was given it and failed
+    with pytest.raises((RuntimeError, ValueError), match="deleted"):
+        generate()
+    runner.recover()
+    assert generate() == expected
+    assert runner.num_compiles == before
+
+
 def test_more_patches_than_a_step_carries(runner):
     """The driver sends whole slots ahead of the step: several blocks of them."""
     rows = [Row(slot, [5, 6, slot], [slot + 1]) for slot in range(4)]
