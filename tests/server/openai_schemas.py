@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import jsonschema
-import pytest
 
 from tests.server.conftest import SHARED
 
@@ -14,9 +13,10 @@ SCHEMAS = SHARED / "data/openai/openai_schemas.json"
 
 
 def validate(name: str, value: Any) -> None:
-    """Fails where `value` is not a `name`; skips where the schemas are not at hand."""
+    """Fails where `value` is not a `name`. Where the schemas are not at hand the callers' own assertions must do: one
+    test (`test_the_schemas_are_at_hand`) then skips and says so."""
     if not SCHEMAS.is_file():
-        pytest.skip("OpenAI's schemas are not in ../shared/data")
+        return
     document = json.loads(SCHEMAS.read_text())
     schema = {"$ref": f"#/components/schemas/{name}", "components": document["components"]}
     jsonschema.Draft202012Validator(schema).validate(value)

@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 import math
 
+import jsonschema
 import pytest
 
-from tests.server.openai_schemas import validate
+from tests.server.openai_schemas import SCHEMAS, validate
 
 # just too long; ten thousand tokens; enough to be encoded in a thread; too long to be encoded at all
 LENGTHS = [(4096, "input_tokens"), (10_000, "input_tokens"), (50_000, "input_tokens"), (10**6, "input_text")]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.mark.skipif(not SCHEMAS.is_file(), reason="OpenAI's schemas are not in ../shared/data: nothing is validated")
+def test_the_schemas_are_at_hand():
+    with pytest.raises(jsonschema.ValidationError):
+        validate("ErrorResponse", {"error": "a text where an object must be"})
 
 
 def refusal(server, path=CHAT, *, status=400, **fields):
