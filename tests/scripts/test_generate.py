@@ -2,6 +2,7 @@
 
 import _thread
 import json
+import signal
 
 import pytest
 
@@ -49,7 +50,10 @@ def run(make_llm, monkeypatch, tmp_path):
 
     go.output = tmp_path / "out.jsonl"
     go.partial = tmp_path / "out.jsonl.partial"
-    return go
+    # A shell starts its background jobs with SIGINT ignored, and then nothing here could be interrupted.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield go
+    signal.signal(signal.SIGINT, before)
 
 
 def test_every_form_of_line_is_answered_in_order(run):
