@@ -138,10 +138,8 @@ class LLM:
         Raises:
             EngineDeadError: the engine has stopped for good; what was not answered before is not answered.
         """
-        try:
-            self._thread.run(self._post_all(requests, on_answer))
-        except* EngineDeadError as group:
-            raise group.exceptions[0] from None
+        if not self._thread.run(self._post_all(requests, on_answer)):
+            raise EngineDeadError(f"the engine has died: {self._client.death}")
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
@@ -158,14 +156,18 @@ class LLM:
 
     async def _post_all(
         self, requests: Iterable[tuple[str, Any]], on_answer: Callable[[int, int, dict[str, Any]], None]
-    ) -> None:
+    ) -> bool:
+        """Whether all were answered. Where the engine dies, what it had finished by then is still delivered."""
         remaining = enumerate(requests)
+        all_answered = True
 
         async def work() -> None:
+            nonlocal all_answered
             for index, (path, body) in remaining:
                 status, raw = await post(self._app, path, json.dumps(body).encode())
                 if status >= 500 and self._client.death is not None:
-                    raise EngineDeadError(f"the engine has died: {self._client.death}")
+                    all_answered = False
+                    return
                 answer = json.loads(raw)
                 for choice in answer.get("choices", ()):
                     request_id = f"{answer['id']}-{choice['index']}"
@@ -175,6 +177,7 @@ class LLM:
         async with asyncio.TaskGroup() as group:
             for _ in range(self.max_in_flight):
                 group.create_task(work())
+        return all_answered
 
     def _results(self, path: str, bodies: list[dict[str, Any]]) -> list[Result]:
         results: list[Result | None] = [None] * len(bodies)
