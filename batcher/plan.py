@@ -29,6 +29,7 @@ class StepPlan:
     emits: list[int]  # 0 or 1
     num_singles: int
     num_tokens: int
+    num_ended: int = 0  # rows of requests that had ended before: static batching decodes them on
     chunks: list[Chunk] = field(default_factory=list)  # rows not listed here read their slot's last token
     admitted: list[Sequence] = field(default_factory=list)
     grown: list[Sequence] = field(default_factory=list)  # running rows whose page list got one longer

@@ -47,6 +47,8 @@ class Verdict(Enum):
 class Scheduler:
     """Who runs and who waits, and their slots and pages. Not thread-safe: the engine's thread owns it."""
 
+    _states_of_running: tuple[State, ...] = (State.RUNNING,)
+
     def __init__(
         self, capacity: Capacity, ladder: BucketLadder, *, prefix_caching: bool, step_cost_tokens: int
     ) -> None:
@@ -56,6 +58,7 @@ class Scheduler:
                 f"{capacity.num_pages=} {capacity.pages_per_seq=}"
             )
         self.page_size = capacity.page_size
+        self.max_model_len = capacity.max_model_len
         self.pool = PagePool(capacity.num_pages, capacity.page_size)
         self.ladder = ladder
         self.prefix_caching = prefix_caching
@@ -218,15 +221,12 @@ class Scheduler:
                 hits = self.pool.find(usable, known)
                 if len(hits) < len(usable) and usable[len(hits)] in in_this_step:
                     return Verdict.NEXT_STEP
-        num_new = self._pages_at_admission(seq) - len(hits)
+        num_new = -(-seq.num_known // self.page_size) - len(hits)
         seq.num_hit_pages = len(hits)
         if not self._has_room(seq, num_new, self.pool.num_cached_among(hits)):
             return Verdict.NO_ROOM
         self._enter(seq, known, hits, num_new)
         return Verdict.ADMITTED
-
-    def _pages_at_admission(self, seq: Sequence) -> int:
-        return -(-seq.num_known // self.page_size)
 
     def _full_pages(self, seq: Sequence) -> int:
         """Its pages when it has come to its limit; the last token of all is never stored."""
@@ -363,6 +363,6 @@ class Scheduler:
         self.pool.check_integrity(holders)
         slots = [seq.slot for seq in self.running] + [slot for _, slot, _ in self._held]
         assert sorted(slots + self._free_slots) == list(range(self.ladder.config.max_num_seqs))
-        for queue, state in ((self.running, State.RUNNING), (self.waiting, State.WAITING)):
-            assert all(seq.state is state for seq in queue)
+        for queue, states in ((self.running, self._states_of_running), (self.waiting, (State.WAITING,))):
+            assert all(seq.state in states for seq in queue)
             assert all(a.key < b.key for a, b in pairwise(queue))

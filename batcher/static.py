@@ -4,19 +4,32 @@ from __future__ import annotations
 
 from batcher.plan import StepPlan
 from batcher.scheduler import Scheduler, Verdict
-from batcher.sequence import Sequence
+from batcher.sequence import Sequence, State
 from batcher.step import Bucket, Variant
 
 
 class StaticScheduler(Scheduler):
     """Takes as many waiting requests as fit, computes all their prompts, then decodes until the longest has ended.
 
-    Nobody joins meanwhile, and a row that has ended stays in the shape of every further step, as in a padded batch.
-    Pages for prompt and output are reserved up front, so nothing is ever preempted. Prompts are chunked and cached as
-    in continuous scheduling, and the rows of ended requests attend to nothing: both are in this baseline's favour.
+    Nobody joins meanwhile, and nobody leaves: as in a padded batch, the row of a request that has ended goes on
+    decoding, its K/V growing, and what it draws is thrown away. Only where the context is full does such a row stand
+    still; it stays in the shape even then. Pages for the whole rectangle, every row as long as the longest output, are
+    reckoned with up front, so nothing is ever preempted. Prompts are chunked and cached as in continuous scheduling
+    and not padded to the longest: that is in this baseline's favour.
     """
 
+    _states_of_running = (State.RUNNING, State.FINISHED)
     _batch_rows = 0
+
+    def finish(self, sequence: Sequence) -> None:
+        """Its request ends now; its row, slot and pages stay with the batch until the last request of it ends."""
+        if sequence.state is not State.RUNNING:
+            super().finish(sequence)
+            return
+        self.commit(sequence)
+        sequence.state = State.FINISHED
+        if all(seq.state is State.FINISHED for seq in self.running):
+            self._let_go()
 
     def schedule(self) -> StepPlan | None:
         admitted: list[Sequence] = []
@@ -29,19 +42,41 @@ class StaticScheduler(Scheduler):
         chunks: list[tuple[Sequence, int]] = []
         budget = self.max_tokens
         for seq in self.running:
-            if not seq.decoding and budget:
+            if seq.state is State.RUNNING and not seq.decoding and budget:
                 chunks.append((seq, min(len(seq.known) - seq.num_computed, budget)))
                 budget -= chunks[-1][1]
-        decodes = [] if chunks else [seq for seq in self.running if seq.num_emitted < seq.limit]
-        if not chunks and not decodes:
+        if chunks:
+            return self._plan([], chunks, admitted, grown=[])
+        num_wanted = sum(seq.state is State.RUNNING and seq.num_emitted < seq.limit for seq in self.running)
+        if not num_wanted:
             return None
-        return self._plan(decodes, chunks, admitted, grown=[])
+        decodes = [seq for seq in self.running if seq.decoding and seq.num_computed < self.max_model_len - 1]
+        grown = [seq for seq in decodes if seq.num_computed == len(seq.pages) * self.page_size]
+        for seq in grown:
+            seq.pages += self.pool.allocate(1)
+        plan = self._plan(decodes, chunks, admitted, grown)
+        plan.num_ended = len(decodes) - num_wanted
+        return plan
 
-    def _pages_at_admission(self, seq: Sequence) -> int:
-        return self._full_pages(seq)
+    def recover(self) -> None:
+        self._let_go(ended_only=True)
+        super().recover()
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        assert not self.running or any(seq.state is State.RUNNING for seq in self.running), "a batch outlives its end"
+
+    def _let_go(self, *, ended_only: bool = False) -> None:
+        for seq in list(self.running):
+            if not ended_only or seq.state is State.FINISHED:
+                self._leave(seq)
 
     def _has_room(self, seq: Sequence, num_new: int, num_revived: int) -> bool:
-        return num_new + num_revived <= self.pool.num_available
+        """Whether the pool, of which nobody else holds anything, lasts for the batch with `seq` to its end."""
+        batch = [*self.running, seq]
+        longest = max(s.limit for s in batch)
+        tokens = [min(s.num_prompt + longest, self.max_model_len) - 1 for s in batch]  # the last drawn is not stored
+        return sum(-(-n // self.page_size) for n in tokens) <= self.pool.num_pages
 
     def _bucket(self, num_tokens: int, num_rows: int, *, decode_only: bool, variant: Variant) -> Bucket:
         if decode_only:

@@ -65,9 +65,9 @@ class EngineStats:
     corrupted_requests: int = 0  # ended because the model gave NaN or infinity
     failed_steps: int = 0  # and those that were in flight behind them
     num_steps: int = 0
-    step_tokens: int = 0  # real tokens computed, surplus tokens included
+    step_tokens: int = 0  # real tokens computed, surplus tokens included; not those of static batching's ended rows
     step_tokens_padded: int = 0  # what the steps' shapes held
-    step_rows: int = 0
+    step_rows: int = 0  # likewise
     step_rows_padded: int = 0
     num_compiles_after_warm_up: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # finish reason -> requests

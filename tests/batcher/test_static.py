@@ -2,23 +2,101 @@
 
 from __future__ import annotations
 
+import pytest
+
 from batcher.config import Scheduling
-from tests.batcher.harness import Drive, make_capacity, make_request
+from batcher.request import FinishReason
+from batcher.step import StepInput
+from tests.batcher.fake_runner import FakeRunner
+from tests.batcher.harness import EOS, Drive, make_capacity, make_request
 
 
-def test_nobody_joins_a_batch_and_its_shape_stays_until_the_longest_has_ended() -> None:
+def num_rows(step: StepInput) -> int:
+    """Rows that are computed, not padding."""
+    return int(step.packed[1])
+
+
+def test_nobody_joins_or_leaves_a_batch_until_the_longest_has_ended() -> None:
     drive = Drive(make_capacity(num_slots=4), scheduling=Scheduling.STATIC, prefix_caching=False)
     for i, length in enumerate((2, 9, 3, 2, 4)):
         drive.add(make_request(str(i), [10 + i, 11], max_tokens=length, ignore_eos=True))
     drive.finish()
     drive.check_outputs()
     shapes = [(bucket.num_tokens, bucket.num_rows) for bucket in drive.runner.executed]
-    # Four prompts; eight decodes in the shape of four rows, though one row is left in the end; then the fifth alone.
+    # Four prompts; eight decodes of four rows, though only one is of use in the end; then the fifth alone.
     assert shapes == [(8, 4)] + [(4, 4)] * 8 + [(8, 4)] + [(1, 1)] * 3
+    assert [num_rows(step) for step in drive.runner.steps] == [4] * 9 + [1] * 4
     stats = drive.engine.stats()
     assert stats.num_preemptions == 0
-    assert stats.step_rows == 4 + (1 + 8 + 2 + 1) + 1 + 3
+    assert stats.step_rows == 4 + (1 + 8 + 2 + 1) + 1 + 3  # rows that had ended are waste
+    assert stats.step_tokens == 8 + (1 + 8 + 2 + 1) + 2 + 3
     assert stats.step_rows_padded == 4 + 8 * 4 + 4 + 3
+
+
+def test_a_row_that_has_ended_goes_on_to_attend_to_all_it_drew() -> None:
+    drive = Drive(make_capacity(num_slots=2), scheduling=Scheduling.STATIC)
+    short = drive.add(make_request("short", [10, 11], max_tokens=2, ignore_eos=True))
+    drive.add(make_request("long", [12, 13], max_tokens=30, ignore_eos=True))
+    most_used = 0
+    while drive.step():
+        most_used = max(most_used, drive.scheduler.pool.num_used)
+    drive.check_outputs()
+    drive.check_idle()
+    assert len(short.tokens) == 2
+    assert most_used == 2 * 8  # pages of 4: each row stored 2 + 29 tokens
+
+
+def test_a_row_that_meets_its_end_by_itself_goes_on_too() -> None:
+    drive = Drive(make_capacity(num_slots=2), scheduling=Scheduling.STATIC)
+    for first in range(3, 61):  # 29 batches; some of their requests meet an end before their limits
+        drive.add(make_request(str(first), [first, 11], max_tokens=40))
+    drive.finish()
+    drive.check_outputs()
+    ends = [heard.tokens[-1] for heard in drive.heard.values() if heard.finish_reason is FinishReason.STOP]
+    assert set(ends) == set(EOS)
+    assert {num_rows(step) for step in drive.runner.steps} == {2}
+
+
+def test_where_the_context_is_full_a_row_that_has_ended_stands_still() -> None:
+    drive = Drive(make_capacity(num_slots=2), scheduling=Scheduling.STATIC)  # a context of 64
+    drive.add(make_request("full", range(60), max_tokens=2, ignore_eos=True))
+    drive.add(make_request("long", [12, 13], max_tokens=20, ignore_eos=True))
+    drive.finish()
+    drive.check_outputs()
+    decodes = [step for step in drive.runner.steps if step.bucket.decode_only]
+    assert [num_rows(step) for step in decodes] == [2] * 3 + [1] * 16
+    assert {step.bucket.num_rows for step in decodes} == {2}
+
+
+@pytest.mark.parametrize("after", range(6))
+def test_an_aborted_row_keeps_its_place_and_the_last_abort_ends_the_batch(after: int) -> None:
+    drive = Drive(make_capacity(num_slots=2, max_num_batched_tokens=8), scheduling=Scheduling.STATIC)
+    for name in ("a", "b", "c"):
+        drive.add(make_request(name, range(10, 20), ignore_eos=True))
+    for _ in range(after):
+        drive.step()
+    drive.engine.abort("a")
+    drive.step()
+    drive.engine.abort("b")
+    drive.finish()
+    drive.check_outputs()
+    assert drive.heard["c"].finish_reason is FinishReason.LENGTH
+
+
+def test_a_failed_step_lets_go_of_rows_that_have_ended() -> None:
+    def fail(number: int) -> None:
+        if number == 6:
+            raise RuntimeError("no luck")
+
+    capacity = make_capacity(num_slots=2)
+    drive = Drive(capacity, runner=FakeRunner(capacity, on_result=fail), scheduling=Scheduling.STATIC)
+    for i, length in enumerate((2, 20, 5, 5)):
+        drive.add(make_request(str(i), [10 + i, 11], max_tokens=length, ignore_eos=True))
+    drive.finish()
+    drive.check_outputs()
+    assert [heard.finish_reason for heard in drive.heard.values()] == [
+        FinishReason.LENGTH, FinishReason.ERROR, FinishReason.LENGTH, FinishReason.LENGTH
+    ]  # fmt: skip
 
 
 def test_all_prompts_are_computed_before_anyone_decodes() -> None:
