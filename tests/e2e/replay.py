@@ -56,7 +56,10 @@ def make_requests(lengths: tuple[np.ndarray, np.ndarray], vocab_size: int) -> li
 
 
 def drive(engine: Engine, requests: Sequence[Request], *, together: bool) -> dict[str, list[int]]:
-    """Each request's tokens. Not together: the next one comes when the one before has ended."""
+    """Each request's tokens. Not together: the next one comes when the one before has ended.
+
+    The engine's books are looked at after every step.
+    """
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
 
     def on_output(output: RequestOutput) -> None:
@@ -67,5 +70,5 @@ def drive(engine: Engine, requests: Sequence[Request], *, together: bool) -> dic
         for request in group:
             engine.add_request(request, on_output)
         while engine.step():
-            pass
+            engine._core.scheduler.check_integrity()
     return tokens

@@ -14,19 +14,19 @@ from server.text_stream import TextStream
 from server.tokenizer import ByteLevelTokenizer
 from tests.e2e.replay import TRACE, drive, make_requests, synthetic_lengths, trace_lengths
 
-NUM_REQUESTS = 96
+NUM_REQUESTS = {"trace": 256, "synthetic": 96}
 CONCURRENCY = 64
 
 
 pytestmark = pytest.mark.e2e
 
 
-@pytest.fixture(scope="module", params=["trace", "synthetic"])
+@pytest.fixture(scope="module", params=list(NUM_REQUESTS))
 def requests(request, built):
     if request.param == "trace" and not TRACE.is_file():
         pytest.skip(f"the recorded trace is not here: {TRACE.name}")
     lengths = {"trace": trace_lengths, "synthetic": synthetic_lengths}[request.param]
-    return make_requests(lengths(NUM_REQUESTS, built.info.max_model_len), built.info.vocab_size)
+    return make_requests(lengths(NUM_REQUESTS[request.param], built.info.max_model_len), built.info.vocab_size)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_every_output_is_the_one_obtained_alone(built, requests, alone):
     stats = engine.stats()
     assert stats.num_compiles_after_warm_up == 0
     assert (stats.num_pages_used, stats.num_requests_running, stats.num_requests_waiting) == (0, 0, 0)
-    assert stats.finished == {"length": NUM_REQUESTS}
+    assert stats.finished == {"length": len(requests)}
     assert stats.prefix_cache_hits > 0
 
 
@@ -58,7 +58,7 @@ def test_the_server_gives_the_same_texts_to_64_streams(server, requests, alone):
             max_concurrency=CONCURRENCY,
         )
     )
-    assert [outcome.error for outcome in outcomes] == [None] * NUM_REQUESTS
+    assert [outcome.error for outcome in outcomes] == [None] * len(requests)
     assert [outcome.output_tokens for outcome in outcomes] == [r.sampling.max_tokens for r in requests]
     assert [outcome.prompt_tokens for outcome in outcomes] == [len(r.prompt) for r in requests]
     assert [o.text for o in outcomes] == [text_of(tokenizer, alone[r.request_id]) for r in requests]
