@@ -28,6 +28,7 @@ from batcher.step import (
 )
 from model import kv_cache
 from model.compile_cache import CompileCounter
+from model.compiler_options import compiler_options
 from model.llama import Llama
 from model.step import (
     HISTORY_BLOCK_SIZE,
@@ -133,13 +134,14 @@ class ModelRunner:
         started = time.perf_counter()
         compiled_before, cached_before = self._compiles.total, self._compiles.from_cache
         tracing_s = 0.0
+        options = compiler_options(self._a_device().platform)
         compiling: dict[Bucket, Future[Any]] = {}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for bucket in buckets:
                 tracing = time.perf_counter()
                 lowered = self._lower_step(bucket)  # tracing holds the interpreter's lock: one at a time
                 tracing_s += time.perf_counter() - tracing
-                compiling[bucket] = pool.submit(lowered.compile)
+                compiling[bucket] = pool.submit(lowered.compile, compiler_options=options)
             self._patch = self._lower_update(apply_patches, self._state.slots, (2, PATCH_BLOCK)).compile()
             self._reset_history = self._lower_update(
                 reset_history, self._state.history, (HISTORY_BLOCK_SIZE,)

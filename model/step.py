@@ -186,7 +186,9 @@ def _ragged_batch(rows: _Rows, header: jax.Array, page_size: int) -> RaggedBatch
 def _advance(slots: jax.Array, rows: _Rows, drawn: jax.Array) -> jax.Array:
     """The slots' LAST_TOKEN and KV_LEN after the step. They are neighbours: one scatter writes both."""
     token = jnp.where(rows.emits, drawn, rows.state[:, SlotLayout.LAST_TOKEN])
-    return slots.at[rows.slots, : SlotLayout.KV_LEN + 1].set(jnp.stack([token, rows.kv_lens], axis=1), mode="drop")
+    # Without the barrier XLA reads the old state inside the scatter, and on GPUs copies all of it, before and after.
+    values = lax.optimization_barrier(jnp.stack([token, rows.kv_lens], axis=1))
+    return slots.at[rows.slots, : SlotLayout.KV_LEN + 1].set(values, mode="drop")
 
 
 def _score(model: Llama, hidden: jax.Array, targets: jax.Array) -> sampling.Logprobs:

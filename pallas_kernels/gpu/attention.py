@@ -187,7 +187,7 @@ def _prefill(output, queries, kv_pages, schedule: Schedule, first_page, *, spec,
         queries.reshape(num_tokens, -1), kv_pages, schedule.page_table, first_page, schedule.tiles,
         schedule.num_tiles,
     )  # fmt: skip
-    options = {"scale": spec.scale, "num_ctas": tuning.prefill_ctas(gpu), "interpret": interpret}
+    options = {"scale": spec.scale, "num_ctas": tuning.prefill_ctas(gpu, spec), "interpret": interpret}
     if gpu.has_wgmma:
         prefill_hopper.prefill(output_ref, *operands, sizes=tuning.hopper_prefill_tiles(spec), **options)
     else:

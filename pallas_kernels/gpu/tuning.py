@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pallas_kernels.gpu.decode import RingTiles
 from pallas_kernels.gpu.device import KIB, Gpu
 from pallas_kernels.gpu.prefill_hopper import COMPUTE_WARPGROUPS, PrefillTiles
-from pallas_kernels.gpu.prefill_tile import TileShape
+from pallas_kernels.gpu.prefill_tile import TILE_M, TileShape
 
 if TYPE_CHECKING:
     from pallas_kernels.api import AttentionSpec
@@ -37,8 +37,10 @@ def hopper_prefill_tiles(spec: AttentionSpec) -> PrefillTiles:
 
 
 def mma_prefill_tiles(gpu: Gpu, spec: AttentionSpec) -> RingTiles:
-    """64 keys per step; 32 with wide heads, except where the compiler does without spills (Blackwell)."""
-    narrow = spec.head_dim > 64 and gpu.arch[0] != 10
+    """64 keys per step; 32 with wide heads, except where the compiler does without spills (Blackwell), and where a
+    multiprocessor has only 100 KiB: with narrow heads it then holds two CTAs."""
+    small = gpu.multiprocessor_shared_memory <= 100 * KIB
+    narrow = small or (spec.head_dim > 64 and gpu.arch[0] != 10)
     return RingTiles(block_kv=32 if narrow else 64, num_stages=2, use_tma=gpu.has_tma)
 
 
@@ -48,6 +50,12 @@ def prefill_tile_tokens(gpu: Gpu, spec: AttentionSpec) -> int:
     return tokens * COMPUTE_WARPGROUPS if gpu.has_wgmma else tokens
 
 
-def prefill_ctas(gpu: Gpu) -> int:
-    """Persistent CTAs: one per multiprocessor with three warpgroups, two with one (by registers, 255 per thread)."""
-    return gpu.num_multiprocessors * (1 if gpu.has_wgmma else 2)
+def prefill_ctas(gpu: Gpu, spec: AttentionSpec) -> int:
+    """Persistent CTAs: as many as the chip runs at once. More would come in a second wave, with nobody beside them."""
+    if gpu.has_wgmma:
+        return gpu.num_multiprocessors  # three warpgroups take all registers
+    tiles = mma_prefill_tiles(gpu, spec)
+    rows = TILE_M + 2 * tiles.num_stages * tiles.block_kv  # of queries, keys and values
+    cta_bytes = 2 * (rows * spec.head_dim + TILE_M * tiles.block_kv) + 3 * KIB  # softmax tile; reductions and driver
+    by_shared_memory = gpu.multiprocessor_shared_memory // cta_bytes
+    return gpu.num_multiprocessors * min(2, by_shared_memory)  # two by registers: up to 255 per thread

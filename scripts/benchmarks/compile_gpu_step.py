@@ -1,9 +1,11 @@
-"""Compiles the whole step of a model for a GPU that is not here, and says what became of it, as one JSON object.
+"""Compiles the whole step of a model for a GPU that is not here, and says what became of it, as one JSON object a line.
 
     JAX_PLATFORMS=cpu python -m scripts.benchmarks.compile_gpu_step --target h200 --preset llama-3.1-8b --rows 64
 
-`command_buffers` are CUDA graphs; `calls_inside` and `calls_outside` count the attention kernels in and out of them.
-Matrix products are not autotuned without the chip: this says nothing about their speed.
+`command_buffers` are CUDA graphs; `inside` and `outside` count what runs in them and what is launched one by one
+(`kCustomCall` are the attention kernels). `copies` are the copies that XLA put in, `copied_arguments` the temporaries
+with the shape of a weight or of the K/V pages, `kv_writes` the kernels that write to pages. Matrix products are not
+autotuned without the chip: this says nothing about their speed.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from batcher.step import Bucket, PackedLayout, SlotLayout, Variant
+from model.compiler_options import compiler_options
 from model.llama import Llama
 from model.presets import preset
 from model.sharding import abstract_model
@@ -34,7 +37,7 @@ from pallas_kernels.api import AttentionSpec, Backend, PagedAttention
 from pallas_kernels.targets import gpu_target
 
 PAGE_SIZE = 64
-MAX_MODEL_LEN = 8192
+MIB = 1 << 20
 
 
 def main() -> None:
@@ -46,12 +49,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="of a mixed step; without it, a decode step")
     parser.add_argument("--layers", type=int, help="compile this many only")
     parser.add_argument("--num-pages", type=int, default=8192)
-    parser.add_argument("--options", type=json.loads, default={}, help="XLA's compiler options, as JSON")
+    parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument("--options", type=json.loads, default={}, help="XLA's options beside the server's, as JSON")
     args = parser.parse_args()
-    print(json.dumps(compile_step(args)))
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps(compile_step(args, Path(folder))))
 
 
-def compile_step(args: argparse.Namespace) -> dict[str, Any]:
+def compile_step(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """`folder` gets XLA's dump."""
     target = gpu_target(args.target)
     mesh = Mesh(np.array(target.devices(args.chips)), ("tensor",))
     config = preset(args.preset)
@@ -75,22 +81,21 @@ def compile_step(args: argparse.Namespace) -> dict[str, Any]:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=everywhere)
 
     state = DeviceState(
-        slots=integers(args.rows, SlotLayout.width(MAX_MODEL_LEN // PAGE_SIZE)),
+        slots=integers(args.rows, SlotLayout.width(-(-args.max_model_len // PAGE_SIZE))),
         history=integers(args.rows, config.vocab_size),
         kv=[attention.kv_pages(args.num_pages) for _ in range(config.num_layers)],
     )
     bucket = Bucket(args.tokens or args.rows, args.rows, Variant.GREEDY)
     kept = jax.tree.map(lambda x: x.sharding, state)
     step = jax.jit(make_step(bucket, rebuild, attention), donate_argnums=1, out_shardings=(kept, everywhere))
-    with tempfile.TemporaryDirectory() as folder, target.compiling(mesh):
+    with target.compiling(mesh):
         begin = time.perf_counter()
         lowered = step.lower(leaves, state, integers(PackedLayout(bucket).size))
         lowered_s = time.perf_counter() - begin
-        dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True, "xla_dump_hlo_pass_re": ""}
+        dump = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True, "xla_dump_hlo_pass_re": ""}
         begin = time.perf_counter()
-        compiled = lowered.compile(compiler_options=dump | args.options)
+        compiled = lowered.compile(compiler_options=compiler_options("gpu") | args.options | dump)
         compile_s = time.perf_counter() - begin
-        thunks = read_thunks(Path(folder))
     memory = compiled.memory_analysis()
     return {
         "target": args.target, "preset": args.preset, "chips": args.chips, "layers": config.num_layers,
@@ -98,18 +103,24 @@ def compile_step(args: argparse.Namespace) -> dict[str, Any]:
         "lower_s": round(lowered_s, 1), "compile_s": round(compile_s, 1),
         "argument_gib": round(memory.argument_size_in_bytes / 2**30, 2),
         "kv_bytes": sum(page.size * page.dtype.itemsize for page in state.kv) // args.chips,
-        "alias_bytes": memory.alias_size_in_bytes, "temp_mib": round(memory.temp_size_in_bytes / 2**20, 1),
-        **thunks,
+        "alias_bytes": memory.alias_size_in_bytes, "temp_mib": round(memory.temp_size_in_bytes / MIB, 1),
+        **read_thunks(_dumped(folder, "thunk_sequence_after_thunk_passes")),
+        **read_buffers(_dumped(folder, "gpu_after_optimizations-buffer-assignment")),
+        **read_program(_dumped(folder, "gpu_after_optimizations"), state.kv[0]),
     }  # fmt: skip
 
 
-def read_thunks(folder: Path) -> dict[str, Any]:
+def _dumped(folder: Path, kind: str) -> str:
+    (file,) = folder.glob(f"*jit_step.*{kind}.txt")
+    return file.read_text()
+
+
+def read_thunks(text: str) -> dict[str, Any]:
     """What runs in CUDA graphs and what outside of them, from XLA's dump of the thunk sequence."""
-    (file,) = folder.glob("*thunk_sequence_after_thunk_passes.txt")
     buffers, buffer_indent = 0, None
     inside: Counter[str] = Counter()
     outside: Counter[str] = Counter()
-    for line in file.read_text().splitlines():
+    for line in text.splitlines():
         match = re.match(r"( *)\d+: (k\w+)", line)
         if match is None:
             continue
@@ -121,6 +132,44 @@ def read_thunks(folder: Path) -> dict[str, Any]:
             continue
         (outside if buffer_indent is None else inside)[kind] += 1
     return {"command_buffers": buffers, "inside": dict(inside), "outside": dict(outside)}
+
+
+def read_buffers(text: str) -> dict[str, Any]:
+    """The temporaries of XLA's buffer assignment: the largest, and those shaped as a large argument is."""
+    arguments: set[tuple[str, ...]] = set()
+    temporaries: dict[str, int] = {}
+    in_temporaries = False
+    for line in text.splitlines():
+        if line.startswith("allocation"):
+            in_temporaries = "preallocated-temp" in line
+            match = re.search(r"size (\d+),.* parameter \d+, shape \|(\S+?)\|", line)
+            if match and int(match[1]) >= MIB:
+                arguments.add(_dimensions(match[2]))
+        elif in_temporaries and (match := re.search(r"\(size=(\d+),offset=\d+\): (\w+\[[\d,]*\])", line)):
+            temporaries[match[2]] = int(match[1])
+        elif not line.startswith(" value"):
+            in_temporaries = False
+    largest = sorted(temporaries, key=lambda shape: -temporaries[shape])[:3]
+    return {
+        "largest_temporaries": {shape: round(temporaries[shape] / MIB, 1) for shape in largest},
+        "copied_arguments": sorted(shape for shape in temporaries if _dimensions(shape) in arguments),
+    }
+
+
+def _dimensions(shape: str) -> tuple[str, ...]:
+    """Type and sizes in any order: a transposed copy is a copy."""
+    dtype, sizes = re.match(r"(\w+)\[([\d,]*)\]", shape).groups()
+    return (dtype, *sorted(size for size in sizes.split(",") if size != "1"))
+
+
+def read_program(text: str, kv: jax.ShapeDtypeStruct) -> dict[str, Any]:
+    """Copies in the optimised program, by shape, and how many kernels write to K/V pages (scatters, fused)."""
+    local = kv.sharding.shard_shape(kv.shape)
+    pages = f"bf16[{','.join(map(str, local))}]"
+    return {
+        "copies": dict(Counter(re.findall(r"= \(?(\w+\[[\d,]*\]).*? copy(?:-start)?\(", text))),
+        "kv_writes": len(re.findall(rf"%\S*scatter_fusion\S* = {re.escape(pages)}\S* fusion\(", text)),
+    }
 
 
 if __name__ == "__main__":

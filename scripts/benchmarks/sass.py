@@ -9,51 +9,102 @@ from pathlib import Path
 
 _INSTRUCTION = re.compile(r"\s+\S+:\S:\S:\S:(\d\d)\s+/\*[0-9a-f]+\*/\s+(.*)")
 _LABEL = re.compile(r"(\.L_x_\d+):")
-_BRANCH = re.compile(r"BRA\S*\s.*?(\.L_x_\d+)")
+_BRANCH = re.compile(r"(?:(@!?U?P\w+)\s+)?BRA\S*\s.*?(\.L_x_\d+)")
+_EXIT = re.compile(r"EXIT\b")
+PRODUCTS = ("HMMA", "HGMMA")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """A loop with tensor-core instructions in it."""
+    """A loop with tensor-core instructions in it. Waiting loops inside (barriers that spin) are not counted."""
 
     instructions: int  # per warp and turn
     stall_cycles: int  # the compiler's fixed stalls: the least a warp needs to issue them. Waits for memory not counted
     operations: dict[str, int]
 
-    @property
-    def products(self) -> int:
-        return sum(n for name, n in self.operations.items() if name in ("HMMA", "HGMMA"))
-
 
 def read_loops(path: Path) -> list[Loop]:
     """The innermost loops of the kernel that multiply, in the order of the code."""
-    stalls: list[int] = []
-    texts: list[str] = []
-    labels: dict[str, int] = {}
-    for line in path.read_text().splitlines():
-        if label := _LABEL.match(line.strip()):
-            labels[label[1]] = len(texts)
-        elif instruction := _INSTRUCTION.match(line):
-            stalls.append(int(instruction[1]))
-            texts.append(instruction[2])
-    spans = []
-    for end, text in enumerate(texts):
-        branch = _BRANCH.search(text)
-        if branch and labels.get(branch[1], end + 1) <= end:
-            spans.append((labels[branch[1]], end + 1))
-    loops = []
-    for begin, end in spans:
-        operations = Counter(_operation(text) for text in texts[begin:end])
-        loop = Loop(instructions=end - begin, stall_cycles=sum(stalls[begin:end]), operations=dict(operations))
-        inner = any(begin <= b and e <= end and (b, e) != (begin, end) and _multiplies(texts[b:e]) for b, e in spans)
-        if loop.products and not inner:
-            loops.append(loop)
-    return loops
+    code = _Code(path.read_text())
+    loops = code.loops()
+    multiplying = [body for body in loops if any(code.operation(i) in PRODUCTS for i in body)]
+    found = []
+    for body in multiplying:
+        if any(other < body for other in multiplying):
+            continue
+        waiting = frozenset().union(*(other for other in loops if other < body))
+        counted = sorted(body - waiting)
+        found.append(
+            (
+                counted[0],
+                Loop(
+                    instructions=len(counted),
+                    stall_cycles=sum(code.stalls[i] for i in counted),
+                    operations=dict(Counter(code.operation(i) for i in counted)),
+                ),
+            )
+        )
+    return [loop for _, loop in sorted(found, key=lambda pair: pair[0])]
 
 
-def _operation(text: str) -> str:
-    return re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0]
+class _Code:
+    """The instructions of one kernel, by index, and where each may go on."""
 
+    def __init__(self, text: str) -> None:
+        self.stalls: list[int] = []
+        self.texts: list[str] = []
+        labels: dict[str, int] = {}
+        for line in text.splitlines():
+            if label := _LABEL.match(line.strip()):
+                labels[label[1]] = len(self.texts)
+            elif instruction := _INSTRUCTION.match(line):
+                self.stalls.append(int(instruction[1]))
+                self.texts.append(instruction[2])
+        self.next = [self._successors(i, labels) for i in range(len(self.texts))]
 
-def _multiplies(texts: list[str]) -> bool:
-    return any(_operation(text) in ("HMMA", "HGMMA") for text in texts)
+    def operation(self, index: int) -> str:
+        return re.sub(r"^@!?U?P\w+\s+", "", self.texts[index]).split()[0].split(".")[0]
+
+    def _successors(self, index: int, labels: dict[str, int]) -> list[int]:
+        text = self.texts[index]
+        following = [index + 1] if index + 1 < len(self.texts) else []
+        if branch := _BRANCH.match(text):
+            return [labels[branch[2]], *(following if branch[1] else [])]
+        return [] if _EXIT.match(text) else following  # `@P0 EXIT` does not match: it may fall through
+
+    def loops(self) -> list[frozenset[int]]:
+        """The natural loops: an edge back to an instruction that every way to its source goes through.
+
+        Merely jumping backwards is no loop: the spinning half of a barrier's wait stands behind the kernel's end and
+        jumps back to where it was left.
+        """
+        before: list[list[int]] = [[] for _ in self.texts]
+        for i, successors in enumerate(self.next):
+            for j in successors:
+                before[j].append(i)
+        bodies: dict[int, frozenset[int]] = {}
+        for i, successors in enumerate(self.next):
+            for head in successors:
+                if head <= i and not self._reachable_without(i, head):
+                    bodies[head] = bodies.get(head, frozenset()) | self._body(head, i, before)
+        return list(bodies.values())
+
+    def _reachable_without(self, goal: int, avoided: int) -> bool:
+        seen, stack = {0, avoided}, [0] if avoided else []
+        while stack:
+            i = stack.pop()
+            if i == goal:
+                return True
+            fresh = [j for j in self.next[i] if j not in seen]
+            seen.update(fresh)
+            stack += fresh
+        return False
+
+    @staticmethod
+    def _body(head: int, source: int, before: list[list[int]]) -> frozenset[int]:
+        seen, stack = {head, source}, [source] if source != head else []
+        while stack:
+            fresh = [j for j in before[stack.pop()] if j not in seen]
+            seen.update(fresh)
+            stack += fresh
+        return frozenset(seen)

@@ -1,0 +1,89 @@
+"""Compiles one layer's append and attention for a GPU that is not here: a child process of `bench_kernels_gpu`.
+
+    python -m scripts.benchmarks.compile_gpu_layer h200 '[32, 8, 128]' DUMP_FOLDER [CUDA_ROOT]
+
+The folder gets Mosaic's dump of every kernel, with its SASS if CUDA_ROOT has bin/nvdisasm. One process compiles for one
+target: the PTX version is fixed by the first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as _mosaic  # noqa: F401, sets MOSAIC_GPU_CUDA_ROOT: ours must come after
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.api import AttentionSpec, Backend, PagedAttention, RaggedBatch
+from pallas_kernels.targets import GpuTarget, gpu_target
+
+PAGE_SIZE = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """The static sizes of a step's attention."""
+
+    num_rows: int = 64
+    num_tokens: int = 2048
+    pages_per_seq: int = 128
+    num_pages: int = 8192
+    decode_only: bool = False
+
+
+def compile_layer(
+    target: GpuTarget, mesh: Mesh, spec: AttentionSpec, shape: StepShape
+) -> tuple[jax.stages.Compiled, jax.ShapeDtypeStruct]:
+    """The compiled layer, and its pages, which it takes donated. `mesh` is of the target's devices."""
+    attention = PagedAttention(spec, Backend.GPU, mesh)
+
+    def layer(batch: RaggedBatch, queries: jax.Array, keys: jax.Array, values: jax.Array, kv: jax.Array) -> object:
+        schedule = attention.make_schedule(batch, num_tokens=shape.num_tokens, decode_only=shape.decode_only)
+        return attention(queries, keys, values, kv, schedule, jnp.int32(0))
+
+    def abstract(*sizes: int, dtype: object = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, P()))
+
+    batch = RaggedBatch(
+        page_table=abstract(shape.num_rows, shape.pages_per_seq),
+        kv_lens=abstract(shape.num_rows),
+        query_starts=abstract(shape.num_rows + 1),
+        num_decodes=abstract(),
+        num_rows=abstract(),
+    )
+    kv = attention.kv_pages(shape.num_pages)
+    queries, keys = (
+        abstract(shape.num_tokens, heads, spec.head_dim, dtype=spec.dtype)
+        for heads in (spec.num_query_heads, spec.num_kv_heads)
+    )
+    with target.compiling(mesh):
+        lowered = jax.jit(layer, donate_argnums=4).lower(batch, queries, keys, keys, kv)
+        return lowered.compile(), kv
+
+
+def make_spec(heads: tuple[int, int, int], page_size: int = PAGE_SIZE, dtype: object = jnp.bfloat16) -> AttentionSpec:
+    """`heads`: query heads, KV heads and head dim on one chip."""
+    return AttentionSpec(
+        num_query_heads=heads[0], num_kv_heads=heads[1], head_dim=heads[2], page_size=page_size, dtype=dtype,
+        kv_dtype=dtype,
+    )  # fmt: skip
+
+
+def main(target_name: str, heads: str, folder: str, cuda_root: str | None = None) -> None:
+    os.environ["MOSAIC_GPU_DUMP_TO"] = folder
+    if cuda_root:
+        os.environ["MOSAIC_GPU_CUDA_ROOT"] = cuda_root
+    target = gpu_target(target_name)
+    mesh = Mesh(np.array(target.devices()), ("tensor",))
+    # A mixed step has all kernels in it.
+    compile_layer(target, mesh, make_spec(tuple(json.loads(heads))), StepShape())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

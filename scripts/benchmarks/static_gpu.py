@@ -1,0 +1,189 @@
+"""What the compilers say about the GPU attention kernels, without the chip: resources, inner loops, and two floors.
+
+Per kernel: registers, spills, shared memory, and how many CTAs of it a multiprocessor holds. Per inner loop that
+multiplies, for one turn (one block of keys of one KV head): what a warp issues, and beside it the cycles in which the
+multiprocessor's share of the memory bandwidth delivers the block, and in which its tensor cores multiply it.
+
+A warpgroup has a warp on each of the four schedulers, so a scheduler issues one warp's instructions per warpgroup. The
+cycles that a turn takes at least are the larger of these instructions and of the compiler's stalls spread over the CTAs
+that are resident. Scoreboard waits, memory latency and bank conflicts are in none of it: a kernel is at least as slow.
+The memory floor is that of a block that nobody else reads: neighbouring tiles of a prompt share theirs in the L2 cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from pallas_kernels.api import AttentionSpec
+from pallas_kernels.gpu import device, prefill_tile, report, schedule, tuning
+from pallas_kernels.targets import GpuTarget, gpu_target
+from scripts.benchmarks.compile_gpu_layer import PAGE_SIZE, make_spec
+from scripts.benchmarks.sass import Loop, read_loops
+
+SHOWN = ("HGMMA", "HMMA", "LDSM", "UTMALDG", "LDGSTS", "MUFU", "BAR", "STL", "LDL")
+BATCHES = {
+    "64 x 2k": [2048] * 64,
+    "1 x 32k": [32768],
+    "256 x 512": [512] * 256,
+    "1 x 64k + 63 x 512": [65536] + [512] * 63,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One turn of a loop on one CTA: what it needs at least, in cycles of a multiprocessor."""
+
+    block_kv: int
+    bytes: int
+    issue: float
+    memory: float
+    products: float
+
+    @classmethod
+    def of(cls, loop: Loop, kernel: report.Kernel, target: GpuTarget, spec: AttentionSpec) -> Turn:
+        gpu = device.Gpu(arch=target.arch, num_multiprocessors=target.num_multiprocessors)
+        group = spec.num_query_heads // spec.num_kv_heads
+        if kernel.name == "paged_decode":
+            block_kv, rows, computing = tuning.decode_tiles(gpu, spec).block_kv, group, 1
+        elif kernel.name == "paged_prefill":
+            computing = kernel.warpgroups - 1  # the last one only copies
+            block_kv, rows = tuning.hopper_prefill_tiles(spec).block_kv, prefill_tile.TILE_M * computing
+        else:
+            block_kv, rows, computing = tuning.mma_prefill_tiles(gpu, spec).block_kv, prefill_tile.TILE_M, 1
+        per_cycle = target.num_multiprocessors * target.clock_hz
+        size = 2 * block_kv * spec.head_dim * 2
+        return cls(
+            block_kv=block_kv,
+            bytes=size,
+            issue=max(loop.instructions * computing, loop.stall_cycles / kernel.ctas(target)),
+            memory=size / (target.memory_bytes_per_s / per_cycle),
+            products=4 * rows * block_kv * spec.head_dim / (target.bf16_flops_per_s / per_cycle),
+        )
+
+
+def account(
+    target_name: str, model: str, heads: tuple[int, int, int], cuda_root: Path | None
+) -> tuple[dict[str, Any], list[str]]:
+    """The figures, and the report in Markdown."""
+    jax.config.update("jax_platforms", "cpu")  # the work lists are made here; the chip is not needed, even if attached
+    target, spec = gpu_target(target_name), make_spec(heads)
+    lines = [
+        f"## {target.device_kind}: {model} ({heads[0]} query heads, {heads[1]} KV heads, head dim {heads[2]}), "
+        f"bf16, pages of {PAGE_SIZE} tokens",
+        "",
+        f"Compiled only, nothing was run. jax {version('jax')}, ptxas of {_package('nvidia-cuda-nvcc')}. "
+        f"{target.num_multiprocessors} multiprocessors at {target.clock_hz / 1e9:g} GHz, "
+        f"{target.memory_bytes_per_s / 1e9:g} GB/s, {target.bf16_flops_per_s / 1e12:g} TFLOP/s.",
+        "",
+        "| kernel | warpgroups | registers | spill bytes | SMEM KiB | CTAs per multiprocessor |",
+        "|---|---|---|---|---|---|",
+    ]
+    loop_lines, kernels, decode_turn = [], [], None
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        compile_kernels(target_name, heads, folder, cuda_root)
+        for kernel in report.kernels(folder):
+            ctas = kernel.ctas(target)
+            lines.append(
+                f"| {kernel.name} | {kernel.warpgroups} | {kernel.registers} | {kernel.spill_bytes} "
+                f"| {kernel.shared_memory / 1024:.1f} | {ctas} |"
+            )
+            figure: dict[str, Any] = vars(kernel) | {"ctas": ctas, "loops": []}
+            kernels.append(figure)
+            for index, loop in enumerate(read_loops(folder / f"{kernel.file}.sass_ctrl")):
+                turn = Turn.of(loop, kernel, target, spec)
+                figure["loops"].append(vars(loop) | vars(turn))
+                loop_lines.append(_loop_line(kernel.name, ["whole blocks", "masked"][index], loop, turn))
+                if kernel.name == "paged_decode" and index == 0:
+                    decode_turn = turn
+    lines += [
+        "",
+        "| loop | keys | KiB | instructions per warp | stalls per warp | of them | cycles to issue | memory floor "
+        "| product floor |",
+        "|---|---|---|---|---|---|---|---|---|",
+        *loop_lines,
+        "",
+        "| decode, one layer | KV MiB | memory floor us | issue floor us | work items | longest item, blocks |",
+        "|---|---|---|---|---|---|",
+    ]
+    batches = {name: _batch(lens, target, spec, decode_turn) for name, lens in BATCHES.items()}
+    lines += [
+        f"| {name} | {b['kv_bytes'] / 2**20:.1f} | {b['memory_us']:.1f} | {b['issue_us']:.1f} | {b['items']} "
+        f"| {b['longest']} |"
+        for name, b in batches.items()
+    ]
+    return {"target": target_name, "model": model, "kernels": kernels, "batches": batches}, lines
+
+
+def _loop_line(kernel: str, which: str, loop: Loop, turn: Turn) -> str:
+    counts = ", ".join(f"{loop.operations[op]} {op}" for op in SHOWN if op in loop.operations)
+    return (
+        f"| {kernel}, {which} | {turn.block_kv} | {turn.bytes / 1024:.0f} | {loop.instructions} | {loop.stall_cycles} "
+        f"| {counts} | {turn.issue:.0f} | {turn.memory:.0f} | {turn.products:.0f} |"
+    )
+
+
+def _batch(lens: list[int], target: GpuTarget, spec: AttentionSpec, turn: Turn) -> dict[str, Any]:
+    """A decode batch: what it reads, and how the work list deals it out."""
+    gpu = device.Gpu(arch=target.arch, num_multiprocessors=target.num_multiprocessors)
+    kv_lens = np.asarray(lens, np.int32)
+    items, _ = schedule.decode_items(
+        kv_lens, kv_lens > 0, block_kv=turn.block_kv, max_blocks=-(-max(lens) // turn.block_kv),
+        num_kv_heads=spec.num_kv_heads, resident_ctas=tuning.resident_decode_ctas(gpu, spec),
+    )  # fmt: skip
+    items = np.asarray(items)[np.asarray(items)[:, schedule.ITEM_ROW] >= 0]
+    blocks = int(items[:, schedule.ITEM_NUM_BLOCKS].sum()) * spec.num_kv_heads
+    kv_bytes = int(kv_lens.sum()) * spec.num_kv_heads * spec.head_dim * 4
+    return {
+        "kv_bytes": kv_bytes,
+        "memory_us": kv_bytes / target.memory_bytes_per_s * 1e6,
+        "issue_us": blocks * turn.issue / target.num_multiprocessors / target.clock_hz * 1e6,
+        "items": len(items) * spec.num_kv_heads,
+        "longest": int(items[:, schedule.ITEM_NUM_BLOCKS].max()),
+    }
+
+
+def compile_kernels(target: str, heads: tuple[int, int, int], folder: Path, cuda_root: Path | None) -> None:
+    """Dumps the kernels of a mixed step, with their SASS, into `folder`.
+
+    Raises:
+        SystemExit: there is no nvdisasm, or the kernels do not compile.
+    """
+    root = cuda_root or _cuda_root()
+    if root is None or not (root / "bin" / "nvdisasm").is_file():
+        raise SystemExit(
+            f"no bin/nvdisasm under {root}: install the package nvidia-cuda-nvdisasm beside the CUDA plug-in "
+            "(scripts/test does), or name a CUDA toolkit's folder with --cuda-root"
+        )
+    command = [sys.executable, "-m", "scripts.benchmarks.compile_gpu_layer", target, json.dumps(heads), str(folder)]
+    process = subprocess.run(
+        [*command, str(root.resolve())],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if process.returncode:
+        raise SystemExit(f"the kernels do not compile for {target}:\n{process.stderr[-4000:]}")
+
+
+def _cuda_root() -> Path | None:
+    """Where jax finds ptxas: CUDA_ROOT, or what the plug-in's packages brought."""
+    from jax._src import lib  # private, but the only answer that agrees with what compiles
+
+    return Path(lib.cuda_path) if lib.cuda_path else None
+
+
+def _package(name: str) -> str:
+    return f"{name} {version(name)}"
