@@ -1,0 +1,109 @@
+"""Holds the GPU kernels against attention in float32 on the device at hand, before anything is timed.
+
+Fresh random inputs in every run (the seed is in the report). Every place of the pages that no token owns is NaN, and
+so is, before each call, the memory that its outputs and partial results will lie in: what a kernel forgets to write,
+or reads beyond a sequence's end, cannot look right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.api import Backend, PagedAttention
+from scripts.benchmarks.compile_gpu_layer import make_spec
+from scripts.benchmarks.gpu_operands import Operands, Rows, make_operands
+
+TOLERANCE = 0.03  # inputs of 16 bits, float32 inside, probabilities rounded to 16 bits
+POISON_BYTES = 1 << 30
+
+# (query heads, KV heads, head dim), page size, dtype: every form of the kernels that the compile-only tests have.
+VARIANTS = [
+    ((32, 8, 128), 64, "bfloat16"),
+    ((32, 8, 64), 64, "bfloat16"),
+    ((24, 8, 128), 32, "bfloat16"),
+    ((8, 1, 128), 128, "bfloat16"),
+    ((8, 8, 64), 16, "bfloat16"),
+    ((16, 1, 128), 16, "bfloat16"),
+    ((32, 8, 128), 64, "float16"),
+]
+BATCHES: list[Rows] = [
+    [(1, 1), (1, 700), (1, 4097), (1, 64)],  # decodes: short, split, with a ragged end, with whole blocks only
+    [(1, 300), (40, 300), (200, 200)],  # mixed
+    [(1, 64), (513, 2000), (7, 7), (1000, 1001)],
+]
+
+
+def check_all(backend: Backend, variants: list[Any], batches: list[Rows], seed: int) -> Iterator[dict[str, Any]]:
+    """One figure for each variant and batch. SystemExit at the first that is wrong."""
+    for heads, page_size, dtype in variants:
+        spec = make_spec(heads, page_size, jnp.dtype(dtype))
+        for index, rows in enumerate(batches):
+            error = check(backend, make_operands(spec, rows, seed + index))
+            yield {"heads": list(heads), "page_size": page_size, "dtype": dtype, "rows": rows, "error": error}
+
+
+def check(backend: Backend, operands: Operands) -> float:
+    """The largest error of the output. SystemExit if it is off, or if the pages are not as they should be."""
+    spec, rows = operands.spec, operands.rows
+    attention = PagedAttention(spec, backend)
+
+    @jax.jit
+    def step(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        schedule = attention.make_schedule(
+            operands.batch, num_tokens=operands.num_tokens, decode_only=operands.decode_only
+        )
+        return attention(*arrays, schedule)
+
+    new = [operands.new(whole) for whole in (operands.keys, operands.values)]
+    arrays = (operands.queries, *new, operands.pages(fill=np.nan))
+    compiled = step.lower(*arrays).compile()
+    poison(jax.devices()[0])
+    output, pages = compiled(*arrays)
+    error = float(np.abs(np.asarray(output, np.float32) - expected(operands)).max())
+    if not error <= TOLERANCE:  # a NaN is not
+        raise SystemExit(f"WRONG: {spec} {rows=} is off by {error} (tolerance {TOLERANCE})")
+    wanted = np.asarray(operands.pages(fill=np.nan, with_new=True))
+    if not np.array_equal(np.asarray(pages).view(np.uint16), wanted.view(np.uint16)):
+        raise SystemExit(f"WRONG: {spec} {rows=}: something else than the step's keys and values changed in the pages")
+    return error
+
+
+def expected(operands: Operands) -> np.ndarray:
+    """f32[T, N, H]: dense causal attention, row by row, as numpy does it."""
+    spec, begin, query_begin = operands.spec, 0, 0
+    group = spec.num_query_heads // spec.num_kv_heads
+    queries, all_keys, all_values = (
+        np.asarray(x.astype(jnp.float32)) for x in (operands.queries, operands.keys, operands.values)
+    )
+    outputs = []
+    for query_len, kv_len in operands.rows:
+        keys, values = (np.repeat(x[begin : begin + kv_len], group, axis=1) for x in (all_keys, all_values))
+        scores = np.einsum("qnh,knh->nqk", queries[query_begin : query_begin + query_len], keys) * spec.scale
+        position = kv_len - query_len + np.arange(query_len)
+        scores = np.where(np.arange(kv_len) <= position[:, None], scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        outputs.append(np.einsum("nqk,knh->qnh", weights / weights.sum(-1, keepdims=True), values))
+        begin, query_begin = begin + kv_len, query_begin + query_len
+    return np.concatenate(outputs)
+
+
+def poison(device: jax.Device) -> None:
+    """Fills most of the device's free memory with NaN and frees it, so that the next outputs begin as NaN.
+
+    A device that does not say what it has (a CPU) gets one array's worth.
+    """
+    stats = device.memory_stats() or {}
+    free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
+    arrays = []
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # the free memory is in pieces: as much of it as can be had
+        for _ in range(max(1, free * 9 // 10 // POISON_BYTES)):
+            size = (POISON_BYTES if free else 1 << 20) // 4
+            arrays.append(jax.block_until_ready(jnp.full(size, np.nan, jnp.float32)))
+    for array in arrays:
+        array.delete()

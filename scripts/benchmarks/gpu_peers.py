@@ -1,0 +1,78 @@
+"""What else computes the same attention on a GPU, to stand beside the paged kernels in one run.
+
+All take a batch of equal rows. Those without pages get their K and V contiguous, which a server could not give them:
+they are a bound, not an alternative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from scripts.benchmarks.gpu_operands import Operands
+
+Store = tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    store: Callable[[Operands], Store]  # K and V as the peer wants them
+    attend: Callable[[Operands, jax.Array, Store], jax.Array]  # [B, Q, N, H] -> the same
+
+
+def _contiguous(operands: Operands) -> Store:
+    """Keys and values [B, L, K, H]."""
+    batch = len(operands.rows)
+    return tuple(x.reshape(batch, -1, *x.shape[1:]) for x in (operands.keys, operands.values))
+
+
+def _dense(operands: Operands, queries: jax.Array, store: Store, *, implementation: str) -> jax.Array:
+    """A decode sees every key; a prefill starts at the first token, so that plain causal masks are right."""
+    return jax.nn.dot_product_attention(
+        queries, *store, is_causal=not operands.decode_only, scale=operands.spec.scale, implementation=implementation
+    )
+
+
+def _pages(operands: Operands) -> Store:
+    return (operands.pages(with_new=True),)
+
+
+def _gather(operands: Operands, queries: jax.Array, store: Store) -> jax.Array:
+    """Everything is gathered from its pages into contiguous arrays first."""
+    gathered = store[0][operands.batch.page_table]  # [B, pages, 2, K, page, H]
+    kv_len = operands.rows[0][1]
+    batch, _, _, heads, _, head_dim = gathered.shape
+    halves = (gathered[:, :, kind].swapaxes(2, 3).reshape(batch, -1, heads, head_dim)[:, :kv_len] for kind in (0, 1))
+    return _dense(operands, queries, tuple(halves), implementation="xla")
+
+
+def _cudnn_pages(operands: Operands) -> Store:
+    """cuDNN's form: keys and values apart [P, K, page, H], without the page that nobody owns."""
+    pages = operands.pages(with_new=True)[1:]
+    return pages[:, 0], pages[:, 1]
+
+
+def _cudnn_paged(operands: Operands, queries: jax.Array, store: Store) -> jax.Array:
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn  # private: jax has no public name for it
+
+    rows = operands.batch.kv_lens.shape[0]
+    table = (operands.batch.page_table - 1)[:, None, :, None]  # [B, 1, pages, 1]
+    query_lens = jnp.full((rows,), operands.rows[0][0], jnp.int32)
+    mask = cudnn.MaskType.PADDING if operands.decode_only else cudnn.MaskType.PADDING_CAUSAL
+    output = cudnn.paged_attention(
+        queries.swapaxes(1, 2), *store, query_lens, operands.batch.kv_lens, table, table, scale=operands.spec.scale,
+        mask_type=mask, qkv_layout="BNTH",
+    )  # fmt: skip
+    return output.swapaxes(1, 2)
+
+
+PEERS = {
+    "gather everything": Peer(store=_pages, attend=_gather),
+    "jax.nn, xla, contiguous": Peer(store=_contiguous, attend=partial(_dense, implementation="xla")),
+    "jax.nn, cudnn, contiguous": Peer(store=_contiguous, attend=partial(_dense, implementation="cudnn")),
+    "cudnn, paged": Peer(store=_cudnn_pages, attend=_cudnn_paged),
+}
