@@ -2,6 +2,7 @@
 
 The new words of all rows stand one row after the other in `new_words`, each token in its part of its word, as in the
 pages. Only a row's first word may be shared with an older token, which lies in the page: that word is merged in VMEM.
+The pages that they go to stand likewise in `new_pages`, taken out of the page table once per step: they are few.
 (Decodes have a kernel of their own, where the last word is in VMEM anyway.)
 """
 
@@ -26,19 +27,30 @@ def num_word_slots(num_tokens: int, num_rows: int, packing: int) -> int:
     return num_tokens if packing == 1 else num_tokens // packing + num_rows
 
 
+def page_base(row: Any, query_start: Any, page_size: int) -> Any:
+    """Where a row's new pages begin. A row of n tokens touches at most n // page_size + 2 pages."""
+    return lax.div(query_start, page_size) + 2 * row
+
+
+def num_page_slots(num_tokens: int, num_rows: int, page_size: int) -> int:
+    return num_tokens // page_size + 2 * num_rows
+
+
 def append_rows(
     begin_row: Any,
     end_row: Any,
     *,
     kv_lens: Any,  # i32[S] in SMEM
     query_starts: Any,  # i32[S + 1] in SMEM
+    new_pages: Any,  # i32[page slots] in SMEM
     new_words: Any,  # uint32[planes, W, 128] in HBM
     pages: paging.Pages,
     edge: Any,  # uint32[2, planes, 1, 128] in VMEM
     sem: Any,
 ) -> None:
     """Writes the new words of rows [begin_row, end_row) to their pages, and waits for all of them."""
-    packing = pages.geometry.packing
+    g = pages.geometry
+    packing = g.packing
 
     def append_row(row: Any, num_sent: Any) -> Any:
         query_start = query_starts[row]
@@ -46,19 +58,21 @@ def append_rows(
         begin, end = lax.div(position, packing), paging.words_of(kv_lens[row], packing)
         base = word_base(row, query_start, packing)
         shared = lax.rem(position, packing)  # 1 if the first new token shares its word with an older one
+        first_page = page_base(row, query_start, g.page_size) - lax.div(position, g.page_size)
 
         @pl.when(shared > 0)
         def _() -> None:
             # The semaphore counts earlier rows' words too: those first.
             paging.wait_words(new_words, num_sent, sem)
-            _merge_word(new_words.at[:, pl.ds(base, 1)], pages.words(row, begin, 1), edge, sem)
+            page = new_pages[first_page + lax.div(position, g.page_size)]
+            _merge_word(new_words.at[:, pl.ds(base, 1)], pages.words(page, begin, 1), edge, sem)
 
         num_sent = jnp.where(shared > 0, 0, num_sent)
         first = begin + shared
 
-        def send(word: Any, size: Any) -> None:
+        def send(index: Any, word: Any, size: Any) -> None:
             source = new_words.at[:, pl.ds(base + word - begin, size)]
-            pltpu.make_async_copy(source, pages.words(row, word, size), sem).start()
+            pltpu.make_async_copy(source, pages.words(new_pages[first_page + index], word, size), sem).start()
 
         pages.for_each_run(first, end, send)
         return num_sent + end - first

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu import append, blocks, decode, layout, mixed
+from pallas_kernels.tpu import append, blocks, decode, layout, mixed, paging
 from pallas_kernels.tpu.layout import LANES, Geometry
 
 if TYPE_CHECKING:
@@ -19,7 +19,17 @@ if TYPE_CHECKING:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["kv_lens", "page_table", "query_starts", "num_decodes", "num_rows", "decode_shift", "word_tokens"],
+    data_fields=[
+        "kv_lens",
+        "page_table",
+        "query_starts",
+        "num_decodes",
+        "num_rows",
+        "decode_pages",
+        "decode_shift",
+        "new_pages",
+        "word_tokens",
+    ],
     meta_fields=["pages_per_seq", "decode_only"],
 )
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +37,13 @@ class Schedule:
     """What all layers of a step share. Computed once per step, from values only: nothing here recompiles."""
 
     kv_lens: jax.Array  # i32[S]
-    page_table: jax.Array  # i32[S * pages_per_seq]
+    page_table: jax.Array  # i32[S * windows_per_seq, 1, 128], see `paging.pages_of_table`
     query_starts: jax.Array  # i32[S + 1]
     num_decodes: jax.Array  # i32[]
     num_rows: jax.Array  # i32[]
+    decode_pages: jax.Array  # i32[min(S, T)]: the page of a decode row's new token
     decode_shift: jax.Array  # u32[min(S, T)]: bits by which a decode row's new token is shifted within its word
+    new_pages: jax.Array | None  # i32[page slots]: the pages of the rows' new tokens, see `append`
     word_tokens: jax.Array | None  # i32[packing, W]: the step's token in each part of each new word; T for none
     pages_per_seq: int
     decode_only: bool
@@ -40,20 +52,33 @@ class Schedule:
 def make_schedule(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, decode_only: bool) -> Schedule:
     g = layout.geometry(spec)
     num_rows, pages_per_seq = batch.page_table.shape
-    blocks.validate_table(num_rows, pages_per_seq)
     bits = 32 // g.packing
     last = jnp.maximum(batch.kv_lens[: min(num_rows, num_tokens)] - 1, 0)
     return Schedule(
         kv_lens=batch.kv_lens,
-        page_table=batch.page_table.reshape(-1),
+        page_table=paging.windows_of_table(batch.page_table),
         query_starts=batch.query_starts,
         num_decodes=batch.num_decodes,
         num_rows=batch.num_rows,
+        decode_pages=batch.page_table[jnp.arange(last.size), last // g.page_size],
         decode_shift=(last % g.packing * bits).astype(jnp.uint32),
+        new_pages=None if decode_only else _new_pages(batch, g, num_tokens),
         word_tokens=None if decode_only else _word_tokens(batch, g, num_tokens),
         pages_per_seq=pages_per_seq,
         decode_only=decode_only,
     )
+
+
+def _new_pages(batch: RaggedBatch, g: Geometry, num_tokens: int) -> jax.Array:
+    """The pages that each row's new tokens go to, row after row: i32[page slots]."""
+    starts = batch.query_starts
+    rows = starts.shape[0] - 1
+    bases = append.page_base(jnp.arange(rows, dtype=jnp.int32), starts[:-1], g.page_size)
+    slot = jnp.arange(append.num_page_slots(num_tokens, rows, g.page_size), dtype=jnp.int32)
+    row = jnp.searchsorted(bases, slot, side="right", method="scan_unrolled").astype(jnp.int32) - 1
+    first = batch.kv_lens[row] - (starts[row + 1] - starts[row])  # the position of the row's first new token
+    index = first // g.page_size + slot - bases[row]
+    return batch.page_table[row, jnp.clip(index, 0, batch.page_table.shape[1] - 1)]
 
 
 def _word_tokens(batch: RaggedBatch, g: Geometry, num_tokens: int) -> jax.Array:
@@ -103,11 +128,11 @@ def append_and_attend(
         new_words.swapaxes(0, 1),
         kv_pages,
         schedule.kv_lens,
+        schedule.decode_pages,
         schedule.page_table,
         jnp.stack([schedule.num_decodes, first_page]),
         g=g,
         blocks=sizes.decode,
-        pages_per_seq=schedule.pages_per_seq,
         interpret=interpret,
     )
     if not schedule.decode_only:
@@ -117,12 +142,12 @@ def append_and_attend(
             _gather_words(new_kv, schedule.word_tokens, g),
             kv_pages,
             schedule.kv_lens,
-            schedule.page_table,
             schedule.query_starts,
+            schedule.new_pages,
+            schedule.page_table,
             jnp.stack([schedule.num_decodes, schedule.num_rows, first_page]),
             g=g,
             blocks=sizes.mixed,
-            pages_per_seq=schedule.pages_per_seq,
             interpret=interpret,
         )
         others = _unpack_rows(others, g).reshape(g.num_k_planes, num_tokens, -1, LANES).swapaxes(0, 1)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pallas_kernels import tuning
+from pallas_kernels.tpu import paging
 from pallas_kernels.tpu.decode import DecodeBlocks
 from pallas_kernels.tpu.layout import LANES, Geometry
-from pallas_kernels.tpu.mixed import MixedBlocks
+from pallas_kernels.tpu.tiles import MixedBlocks
 
-MAX_TABLE_ENTRIES = 128 * 1024  # i32 in scalar memory: half of it
 DECODE_TURN_BYTES = 8 << 20  # K/V of one turn: enough to hide a copy's latency
 
 
@@ -17,15 +17,6 @@ DECODE_TURN_BYTES = 8 << 20  # K/V of one turn: enough to hide a copy's latency
 class BlockSizes:
     decode: DecodeBlocks
     mixed: MixedBlocks
-
-
-def validate_table(num_rows: int, pages_per_seq: int) -> None:
-    """The page table lies in scalar memory."""
-    if num_rows * pages_per_seq > MAX_TABLE_ENTRIES:
-        raise ValueError(
-            f"the page table of {num_rows=} x {pages_per_seq=} exceeds the TPU's scalar memory "
-            f"({MAX_TABLE_ENTRIES} entries): use larger pages, fewer sequences, or a shorter context"
-        )
 
 
 def choose(g: Geometry, pages_per_seq: int, chip: str | None = None) -> BlockSizes:
@@ -45,7 +36,11 @@ def key(g: Geometry) -> str:
 
 
 def _shorten[Blocks: (DecodeBlocks, MixedBlocks)](blocks: Blocks, g: Geometry, pages_per_seq: int) -> Blocks:
-    return replace(blocks, kv_block=_kv_block(blocks.kv_block, g, pages_per_seq))
+    """No block longer than the longest sequence needs."""
+    kv_block = _kv_block(blocks.kv_block, g, pages_per_seq)
+    if isinstance(blocks, MixedBlocks):
+        return replace(blocks, kv_block=kv_block, tile_tokens=min(blocks.tile_tokens, kv_block))
+    return replace(blocks, kv_block=kv_block)
 
 
 def _decode(g: Geometry, pages_per_seq: int) -> DecodeBlocks:
@@ -57,21 +52,25 @@ def _decode(g: Geometry, pages_per_seq: int) -> DecodeBlocks:
 
 def _mixed(g: Geometry, pages_per_seq: int) -> MixedBlocks:
     # Powers of two of tokens, so that whole tiles fill a block of queries; two tiles where that makes units even.
-    tile_tokens, tiles = 128, 1 + g.num_k_planes % 2
-    while tile_tokens < 512 and tile_tokens * g.queries_per_plane < 1024:
-        tile_tokens *= 2
-    return MixedBlocks(
-        q_block=tiles * tile_tokens,
-        kv_block=_kv_block(512, g, pages_per_seq),
-        tile_rows=tile_tokens * g.queries_per_plane,
+    tile_queries, tiles = 128, 1 + g.num_k_planes % 2
+    while tile_queries < 512 and tile_queries * g.queries_per_plane < 1024:
+        tile_queries *= 2
+    sizes = MixedBlocks(
+        q_block=tiles * tile_queries,
+        kv_block=512,
+        tile_rows=tile_queries * g.queries_per_plane,
+        tile_tokens=512,
         units_per_turn=2,
     )
+    return _shorten(sizes, g, pages_per_seq)
 
 
 def _kv_block(wanted: int, g: Geometry, pages_per_seq: int) -> int:
-    """A power of two between one register tile's lanes and `wanted`, no longer than the longest sequence needs."""
+    """A power of two between one register tile's lanes and `wanted`, no longer than the longest sequence needs.
+
+    All its pages are named by one window of the page table."""
     longest = g.page_size * pages_per_seq
     size = 128
-    while size < min(wanted, longest):
+    while size < min(wanted, longest, paging.WINDOW * g.page_size):
         size *= 2
     return size

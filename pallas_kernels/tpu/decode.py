@@ -5,7 +5,8 @@ they follow one another. Nothing of the list is stored: a cursor (row, block) st
 takes `items_per_turn` consecutive items, whoever they belong to, so that sequences of unlike length never wait for each
 other.
 
-    turn i:   start the copies of turn i+1's items into the other half of `kv_blocks` (HBM -> VMEM, live words only)
+    turn i:   wait for the windows of the page table that turn i+1's items need, start the copies of its items into the
+                  other half of `kv_blocks` (HBM -> VMEM, live words only), and of turn i+2's windows (HBM -> SMEM)
               wait for the copies of turn i's items
               last block of a sequence: merge the new token's word into the block, start its write-back (VMEM -> HBM)
               for every item, in straight-line code so that the scheduler interleaves them:
@@ -15,6 +16,7 @@ other.
 Who waits for what:
 - `kv_sems[half]`    copies into that half of `kv_blocks`; waited for at the beginning of the turn that computes on it.
                      The other half is refilled only after the turn that read it has ended.
+- `window_sems[half]` the page table's windows of the turn that fills that half of `kv_blocks`: waited for just before.
 - `load_sem`         queries and new words of all rows, once, before the first turn.
 - `append_sem`       the write-backs, all at once, after the last turn: their source `new_words` is never reused.
 - `store_sem`        the outputs, once, after the last turn.
@@ -26,9 +28,9 @@ unit pays for in decode is pushing K and V into it, not multiplying zeros.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -70,9 +72,10 @@ def group_planes(g: Geometry) -> Groups:
 def _kernel(
     # scalars
     kv_lens: Any,  # i32[S]
-    page_table: Any,  # i32[S * pages_per_seq]
+    new_pages: Any,  # i32[D]: the page of each row's new token
     scalars: Any,  # i32[2]: num_decodes, first_page
     # HBM
+    page_table: Any,  # i32[S * windows_per_seq, 1, 128]
     queries: Any,  # [D, rows, 128], aliased to out
     new_hbm: Any,  # uint32[planes, D, 128]: each row's token, in its place of its word
     pages_in: Any,  # aliased to pages_hbm
@@ -83,6 +86,8 @@ def _kernel(
     new_words: Any,  # uint32[planes, D, 128]
     kv_blocks: Any,  # uint32[2, items, planes, block_words, 128]
     state: Any,  # f32[groups, 3, group_rows, 128]: the running maximum, sum and weighted values
+    table_windows: Any,  # i32[2, items, 1, 128] in SMEM
+    window_sems: Any,
     kv_sems: Any,
     load_sem: Any,
     append_sem: Any,
@@ -90,12 +95,12 @@ def _kernel(
     *,
     g: Geometry,
     blocks: DecodeBlocks,
-    pages_per_seq: int,
 ) -> None:
     del pages_in
     num_decodes, first_page = scalars[0], scalars[1]
-    pages = paging.Pages(
-        hbm=pages_hbm, table=page_table, pages_per_seq=pages_per_seq, first_page=first_page, geometry=g
+    pages = paging.Pages(hbm=pages_hbm, first_page=first_page, geometry=g)
+    windows = paging.Windows(
+        table=page_table, smem=table_windows, sems=window_sems, per_seq=page_table.shape[0] // kv_lens.shape[0]
     )
     last_row = rows.shape[0] - 1
     kv_block, block_words = blocks.kv_block, blocks.kv_block // g.packing
@@ -117,10 +122,21 @@ def _kernel(
         cached = jnp.where(row < num_decodes, kv_len_of(row) - 1, 0)
         return begin, jnp.clip(paging.words_of(cached, g.packing), begin, begin + block_words)
 
-    def start_fetching(items: list[tuple[Any, Any]], half: Any) -> None:
+    def for_each_window(items: list[tuple[Any, Any]], half: Any, body: Any) -> None:
+        for i, (row, block) in enumerate(items):
+
+            @pl.when(row < num_decodes)
+            def _(i: int = i, row: Any = row, block: Any = block) -> None:
+                body(windows.copy(row, lax.div(block * kv_block, g.page_size), half, i))
+
+    def start_fetching(items: list[tuple[Any, Any]], following: list[tuple[Any, Any]], half: Any) -> None:
+        """Starts the copies of `items`, whose windows are on their way, and of the windows of the `following`."""
+        for_each_window(items, half, lambda copy: copy.wait())
         for i, (row, block) in enumerate(items):
             begin, end = cached_words(row, block)
-            paging.fetch(pages, row, begin, end, kv_blocks.at[half, i], kv_sems.at[half])
+            page_of = partial(windows.page, half, i)
+            paging.fetch(pages, page_of, begin, end, kv_blocks.at[half, i], kv_sems.at[half])
+        for_each_window(following, 1 - half, lambda copy: copy.start())
 
     def wait_for(items: list[tuple[Any, Any]], half: Any) -> None:
         for i, (row, block) in enumerate(items):
@@ -141,12 +157,14 @@ def _kernel(
                 merged = jnp.where(lax.rem(position, 2) == 1, merged | old, merged)
             kv[:, in_block] = merged
             new_words[:, pl.ds(row, 1)] = merged
-            pltpu.make_async_copy(new_words.at[:, pl.ds(row, 1)], pages.words(row, word, 1), append_sem).start()
+            target = pages.words(new_pages[row], word, 1)
+            pltpu.make_async_copy(new_words.at[:, pl.ds(row, 1)], target, append_sem).start()
 
     def turn(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         row, block, half = carry
         items, after = items_from(row, block)
-        start_fetching(items_from(*after)[0], 1 - half)
+        next_items, after_next = items_from(*after)
+        start_fetching(next_items, items_from(*after_next)[0], 1 - half)
         wait_for(items, half)
         for i, item in enumerate(items):
             append(*item, kv_blocks.at[half, i])
@@ -166,7 +184,9 @@ def _kernel(
 
     @pl.when(num_decodes > 0)
     def _() -> None:
-        start_fetching(items_from(0, 0)[0], 0)
+        first, after = items_from(0, 0)
+        for_each_window(first, 0, lambda copy: copy.start())
+        start_fetching(first, items_from(*after)[0], 0)
         live_rows = pl.ds(0, num_decodes)
         loads = [
             pltpu.make_async_copy(queries.at[live_rows], rows.at[live_rows], load_sem),
@@ -245,18 +265,18 @@ def _gather(values: jax.Array, planes: int, g: Geometry) -> jax.Array:
 
 
 # Jitted, so that a model's layers trace and lower it once.
-@functools.partial(jax.jit, static_argnames=("g", "blocks", "pages_per_seq", "interpret"))
+@partial(jax.jit, static_argnames=("g", "blocks", "interpret"))
 def attend(
     rows: jax.Array,  # [D, num_k_planes, queries_per_plane, 128]
     new_words: jax.Array,  # uint32[planes, D, 128]
     kv_pages: jax.Array,  # uint32[P, planes, page_words, 128]
     kv_lens: jax.Array,  # i32[S]
-    page_table: jax.Array,  # i32[S * pages_per_seq]
+    new_pages: jax.Array,  # i32[D]
+    page_table: jax.Array,  # i32[S * windows_per_seq, 1, 128]
     scalars: jax.Array,  # i32[2]: num_decodes, first_page
     *,
     g: Geometry,
     blocks: DecodeBlocks,
-    pages_per_seq: int,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the first num_decodes rows' outputs, in the queries' shape (others: their queries), and the pages."""
@@ -274,14 +294,16 @@ def attend(
     ]
     scratch_bytes = sum(math.prod(s.shape) * jnp.dtype(s.dtype).itemsize for s in scratch)
     out, kv_pages = pl.pallas_call(
-        functools.partial(_kernel, g=g, blocks=blocks, pages_per_seq=pages_per_seq),
+        partial(_kernel, g=g, blocks=blocks),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(1,),
-            in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 3,
+            in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 4,
             out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
             scratch_shapes=[
                 *scratch,
+                pltpu.SMEM((2, blocks.items_per_turn, 1, paging.WINDOW), jnp.int32),
+                pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SemaphoreType.DMA,
                 pltpu.SemaphoreType.DMA,
@@ -292,11 +314,11 @@ def attend(
             jax.ShapeDtypeStruct(tiles.shape, tiles.dtype),
             jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
         ),
-        input_output_aliases={3: 0, 5: 1},
+        input_output_aliases={4: 0, 6: 1},
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=scratch_bytes + (16 << 20), disable_bounds_checks=True),
         interpret=interpret,
         name="paged_attention_decode",
-    )(kv_lens, page_table, scalars, tiles, new_words, kv_pages)
+    )(kv_lens, new_pages, scalars, page_table, tiles, new_words, kv_pages)
     out = out.reshape(num_rows, groups.count, groups.rows, LANES)
     out = out[:, :, : groups.planes * g.queries_per_plane]
     return out.reshape(rows.shape), kv_pages

@@ -2,19 +2,24 @@
 
 First every row's new K/V go from HBM to their pages in HBM (`append`), then attention reads pages only. The attention
 walks the rows' query blocks, and for each the KV blocks that it sees, in one list with a cursor (row, query block, KV
-block); the copies of the next entry, whoever's it is, run while this one computes.
+block), an entry; the copies of the next entry, whoever's it is, run while this one computes.
 
-    entry i:  start the copies of entry i+1's KV block into the other half of `kv_blocks`; where entry i+1 begins a
-              query block, also those of its queries into the other half of `q_blocks`
+    entry i:  wait for the window of the page table that names entry i+1's pages, start the copies of entry i+1's KV
+              block into the other half of `kv_blocks` and of entry i+2's window; where entry i+1 begins a query block,
+              also those of its queries into the other half of `q_blocks`
               wait for entry i's KV block (and its queries, at a query block's beginning)
-              for every unit, a plane and a tile of query rows: `prepare` makes its scores, masks them where a query
-              does not see the whole block, and transposes V; `fold` takes their softmax and adds the weighted values.
-              `prepare` runs one unit ahead of `fold`, in the other of two sets of buffers (even and odd units)
+              for every unit: `prepare` makes its scores, masks them, and transposes V; `fold` takes their softmax and
+              adds the weighted values
               at a query block's last KV block: divide, transpose back, store into `out_blocks`, start the copy to HBM
+
+A unit is one plane, one tile of query rows and one tile of the block's tokens (see `tiles`). `prepare` runs one unit
+ahead of `fold`, in the other of two sets of buffers, both in slices of `SLICE_ROWS` query rows by turns: nothing of the
+one depends on the other, so the compiler fills the matrix unit and the vector units at once, and weights go to the
+matrix unit as they are made, before the registers run out.
 
 Everything is computed transposed, tokens down and query rows across:
 
-    scores^T  [tokens, rows]   = K Q^T
+    scores^T  [tokens, rows]   = min(K Q^T, mask)
     weights^T [tokens, rows]   = exp2(scores^T - maximum over tokens)
     values^T  [128 + 16, rows] = [V | 1]^T weights^T
 
@@ -23,9 +28,13 @@ stationary operand; and 128 rows of V^T stream past it, so that head_dim 128 fil
 would leave half empty. Ones below V^T make the sum of the weights one more row of the values: it costs no vector
 instruction.
 
-Who waits for what: `kv_sems[half]`, `q_sems[half]` and `out_sems[half]` belong to the halves of their buffers; a half
-of `out_blocks` is waited for when it is stored into again, and at the end. `append_sem` counts the new words written to
-pages; all of them have arrived before the first KV block is fetched.
+The masks that a row's units need lie ready in `masks`, number 0 masks nothing. They are made anew only where a row's
+differ from those of the row before.
+
+Who waits for what: `kv_sems[half]`, `q_sems[half]` and `out_sems[half]` belong to the halves of their buffers, and
+`window_sems[half]` to the window of the entry that will fill that half of `kv_blocks`; a half of `out_blocks` is waited
+for when it is stored into again, and at the end. `append_sem` counts the new words written to pages; all of them have
+arrived before the first KV block is fetched.
 """
 
 from __future__ import annotations
@@ -43,16 +52,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu import append, paging
 from pallas_kernels.tpu.layout import LANES, Geometry
+from pallas_kernels.tpu.tiles import MixedBlocks, Tiles
 
 SUM_ROWS = 16  # rows of ones below V^T: one bf16 register tile; the first is read
-
-
-@dataclass(frozen=True, kw_only=True)
-class MixedBlocks:
-    q_block: int  # tokens of one query block
-    kv_block: int  # tokens of one KV block
-    tile_rows: int  # query rows computed at a time
-    units_per_turn: int  # even: planes x tiles in one turn of the loop
+SLICE_ROWS = 256  # query rows computed at a time: the columns of the largest matrix unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,7 @@ class _Refs:
 
     kv_lens: Any  # i32[S] in SMEM
     query_starts: Any  # i32[S + 1] in SMEM
+    new_pages: Any  # i32[page slots] in SMEM
     queries: Any  # uint32[num_k_planes, T * row_words, 128] in HBM, aliased to out
     new_words: Any  # uint32[planes, W, 128] in HBM: each row's new words, see `append`
     out: Any
@@ -68,17 +72,21 @@ class _Refs:
     q_blocks: Any  # uint32[2, num_k_planes, q_block * row_words, 128]
     q_scaled: Any  # [num_k_planes, q_block * queries_per_plane, 128]
     kv_blocks: Any  # uint32[2, planes, block_words, 128]
-    scores_even: Any  # f32[kv_block, tile_rows]
+    scores_even: Any  # f32[tile_tokens, tile_rows]
     scores_odd: Any
-    block_top_even: Any  # f32[1, tile_rows]: the scores' maximum over tokens
-    block_top_odd: Any
-    v_t_even: Any  # [128 + SUM_ROWS, kv_block]
+    unit_tops_even: Any  # f32[1, tile_rows]: the scores' maximum over tokens
+    unit_tops_odd: Any
+    v_t_even: Any  # [128 + SUM_ROWS, tile_tokens]
     v_t_odd: Any
+    masks: Any  # f32[num_masks, tile_tokens, tile_rows]: MASKED or -MASKED
     tops: Any  # f32[num_k_planes + 1, tiles, 1, tile_rows]: the running maximum
     values: Any  # f32[num_k_planes + 1, tiles, 128 + SUM_ROWS, tile_rows]: the running sums, relative to it
     out_blocks: Any  # uint32[2, num_k_planes, q_block * row_words, 128]
     edge: Any  # uint32[2, planes, 1, 128]
+    windows: Any  # i32[2, 1, 1, 128] in SMEM
     out_words: Any  # i32[2] in SMEM: words on their way out of each half of out_blocks
+    mask_phase: Any  # i32[1] in SMEM: what `masks` were made for
+    window_sems: Any
     kv_sems: Any
     q_sems: Any
     out_sems: Any
@@ -119,6 +127,10 @@ def _entry(refs: _Refs, row: Any, q_index: Any, kv_index: Any, blocks: MixedBloc
     )  # fmt: skip
 
 
+def _tiles(entry: _Entry, g: Geometry, blocks: MixedBlocks) -> Tiles:
+    return Tiles.of(g, blocks, num_q=entry.num_q, position=entry.position - entry.kv_index * blocks.kv_block)
+
+
 def _kv_words(entry: _Entry, blocks: MixedBlocks, packing: int) -> tuple[Any, Any]:
     begin = entry.kv_index * (blocks.kv_block // packing)
     return begin, jnp.minimum(paging.words_of(entry.num_kv, packing), begin + blocks.kv_block // packing)
@@ -126,9 +138,10 @@ def _kv_words(entry: _Entry, blocks: MixedBlocks, packing: int) -> tuple[Any, An
 
 def _kernel(
     kv_lens: Any,
-    page_table: Any,
     query_starts: Any,
+    new_pages: Any,
     scalars: Any,  # i32[3]: the first row, the row past the last, first_page
+    page_table: Any,
     queries: Any,
     new_words: Any,
     pages_in: Any,
@@ -137,30 +150,21 @@ def _kernel(
     *scratch: Any,
     g: Geometry,
     blocks: MixedBlocks,
-    pages_per_seq: int,
 ) -> None:
     del pages_in
     begin_row, end_row = scalars[0], scalars[1]
-    pages = paging.Pages(
-        hbm=pages_hbm, table=page_table, pages_per_seq=pages_per_seq, first_page=scalars[2], geometry=g
-    )
+    pages = paging.Pages(hbm=pages_hbm, first_page=scalars[2], geometry=g)
     names = list(_Refs.__dataclass_fields__)
     refs = _Refs(
-        kv_lens=kv_lens, query_starts=query_starts, queries=queries, new_words=new_words, out=out, pages=pages,
-        **dict(zip(names[names.index("q_blocks") :], scratch, strict=True)),
+        kv_lens=kv_lens, query_starts=query_starts, new_pages=new_pages, queries=queries, new_words=new_words, out=out,
+        pages=pages, **dict(zip(names[names.index("q_blocks") :], scratch, strict=True)),
     )  # fmt: skip
-    row_words = g.queries_per_plane // g.packing
+    windows = paging.Windows(
+        table=page_table, smem=refs.windows, sems=refs.window_sems, per_seq=page_table.shape[0] // kv_lens.shape[0]
+    )
 
-    def start_fetching(entry: _Entry, kv_half: Any, q_half: Any) -> None:
-        begin, end = _kv_words(entry, blocks, g.packing)
-        paging.fetch(pages, entry.row, begin, end, refs.kv_blocks.at[kv_half], refs.kv_sems.at[kv_half])
-
-        @pl.when(entry.kv_index == 0)
-        def _() -> None:
-            num_words = entry.num_q * row_words
-            source = queries.at[:, pl.ds(entry.q_start * row_words, num_words)]
-            target = refs.q_blocks.at[q_half, :, pl.ds(0, num_words)]
-            pltpu.make_async_copy(source, target, refs.q_sems.at[q_half]).start()
+    def window(entry: _Entry, half: Any) -> Any:
+        return windows.copy(entry.row, lax.div(entry.kv_index * blocks.kv_block, g.page_size), half, 0)
 
     def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         row, q_index, kv_index, kv_half, q_half = carry
@@ -169,12 +173,13 @@ def _kernel(
 
         @pl.when(entry.next[0] < end_row)
         def _() -> None:
-            start_fetching(_entry(refs, *entry.next, blocks), 1 - kv_half, next_q_half)
+            _start_fetching(refs, windows, window, entry.next, end_row, 1 - kv_half, next_q_half, g, blocks)
 
         @pl.when(kv_index == 0)
         def _() -> None:
-            paging.wait_words(refs.q_blocks.at[q_half], entry.num_q * row_words, refs.q_sems.at[q_half])
-            _begin_q_block(refs, q_half, g)
+            num_words = entry.num_q * (g.queries_per_plane // g.packing)
+            paging.wait_words(refs.q_blocks.at[q_half], num_words, refs.q_sems.at[q_half])
+            _begin_q_block(refs, entry, q_half, g, blocks)
 
         begin, end = _kv_words(entry, blocks, g.packing)
         paging.wait_words(refs.kv_blocks.at[kv_half], end - begin, refs.kv_sems.at[kv_half])
@@ -188,28 +193,65 @@ def _kernel(
 
     @pl.when(begin_row < end_row)
     def _() -> None:
+        zero = jnp.int32(0)
+        window(_entry(refs, begin_row, 0, 0, blocks), 0).start()
         append.append_rows(
             begin_row,
             end_row,
             kv_lens=kv_lens,
             query_starts=query_starts,
+            new_pages=new_pages,
             new_words=new_words,
             pages=pages,
             edge=refs.edge,
             sem=refs.append_sem,
         )
         for v_t in (refs.v_t_even, refs.v_t_odd):
-            v_t[LANES:] = jnp.ones((SUM_ROWS, blocks.kv_block), v_t.dtype)
+            v_t[LANES:] = jnp.ones((SUM_ROWS, blocks.tile_tokens), v_t.dtype)
+        # What only the loop over units touches, the compiler would keep in registers, and spill all of it.
+        refs.scores_odd[:8, :LANES] = jnp.zeros((8, LANES), jnp.float32)
+        refs.masks[0] = jnp.full(refs.masks.shape[1:], -paging.MASKED, jnp.float32)
+        refs.mask_phase[0] = -1
         for half in range(2):
             refs.out_words[half] = 0
-        start_fetching(_entry(refs, begin_row, 0, 0, blocks), 0, 0)
-        zero = jnp.int32(0)
+        _start_fetching(refs, windows, window, (begin_row, zero, zero), end_row, 0, 0, g, blocks)
         lax.while_loop(lambda carry: carry[0] < end_row, step, (begin_row, zero, zero, zero, zero))
         for half in range(2):
             paging.wait_words(refs.out_blocks.at[half], refs.out_words[half], refs.out_sems.at[half])
 
 
-def _begin_q_block(refs: _Refs, q_half: Any, g: Geometry) -> None:
+def _start_fetching(
+    refs: _Refs,
+    windows: paging.Windows,
+    window: Any,
+    cursor: tuple[Any, Any, Any],
+    end_row: Any,
+    kv_half: Any,
+    q_half: Any,
+    g: Geometry,
+    blocks: MixedBlocks,
+) -> None:
+    """Starts the copies of the entry at `cursor`, whose window is on its way, and of the window of the one after it."""
+    entry = _entry(refs, *cursor, blocks)
+    window(entry, kv_half).wait()
+    begin, end = _kv_words(entry, blocks, g.packing)
+    page_of = functools.partial(windows.page, kv_half, 0)
+    paging.fetch(refs.pages, page_of, begin, end, refs.kv_blocks.at[kv_half], refs.kv_sems.at[kv_half])
+
+    @pl.when(entry.next[0] < end_row)
+    def _() -> None:
+        window(_entry(refs, *entry.next, blocks), 1 - kv_half).start()
+
+    @pl.when(entry.kv_index == 0)
+    def _() -> None:
+        row_words = g.queries_per_plane // g.packing
+        num_words = entry.num_q * row_words
+        source = refs.queries.at[:, pl.ds(entry.q_start * row_words, num_words)]
+        target = refs.q_blocks.at[q_half, :, pl.ds(0, num_words)]
+        pltpu.make_async_copy(source, target, refs.q_sems.at[q_half]).start()
+
+
+def _begin_q_block(refs: _Refs, entry: _Entry, q_half: Any, g: Geometry, blocks: MixedBlocks) -> None:
     """Scales the queries once for all KV blocks, so that exp2 of a score needs no product, and empties the state."""
 
     def plane(p: Any, carry: None) -> None:
@@ -219,68 +261,83 @@ def _begin_q_block(refs: _Refs, q_half: Any, g: Geometry) -> None:
     lax.fori_loop(0, g.num_k_planes, plane, None)
     refs.tops[...] = jnp.full(refs.tops.shape, paging.MASKED, jnp.float32)
     refs.values[...] = jnp.zeros(refs.values.shape, jnp.float32)
+    tiles = _tiles(entry, g, blocks)
+
+    @pl.when(tiles.mask_phase != refs.mask_phase[0])
+    def _() -> None:
+        refs.mask_phase[0] = tiles.mask_phase
+
+        def make_mask(i: Any, carry: None) -> None:
+            token = lax.broadcasted_iota(jnp.int32, refs.masks.shape[1:], 0)
+            query = lax.div(lax.broadcasted_iota(jnp.int32, (1, blocks.tile_rows), 1), g.queries_per_plane)
+            visible = token <= query + tiles.distance(i)
+            refs.masks[i] = jnp.where(visible, -paging.MASKED, paging.MASKED)
+
+        lax.fori_loop(1, refs.masks.shape[0], make_mask, None)
 
 
 def _attend(refs: _Refs, entry: _Entry, kv: Any, live_words: Any, g: Geometry, blocks: MixedBlocks) -> None:
     """Folds one KV block into the state of one query block."""
-    position = entry.position - entry.kv_index * blocks.kv_block  # of the first query, within the KV block
-    every_query_sees_all = position >= blocks.kv_block - 1
+    tiles = _tiles(entry, g, blocks)
+    _clear_dead_words(kv, live_words, blocks.tile_tokens // g.packing)
+    slice_rows = SLICE_ROWS if blocks.tile_rows % SLICE_ROWS == 0 else LANES
+    slices = [slice(begin, begin + slice_rows) for begin in range(0, blocks.tile_rows, slice_rows)]
+    tile_words = blocks.tile_tokens // g.packing
+    even = (refs.scores_even, refs.unit_tops_even, refs.v_t_even)
+    odd = (refs.scores_odd, refs.unit_tops_odd, refs.v_t_odd)
 
-    @pl.when(every_query_sees_all)
-    def _() -> None:
-        _attend_units(refs, entry, kv, live_words, None, g, blocks)
+    def tile_of(plane: Any, kv_tile: Any) -> jax.Array:
+        return paging.unpack(kv[plane, pl.ds(pl.multiple_of(kv_tile * tile_words, tile_words), tile_words)], g)
 
-    @pl.when(~every_query_sees_all)
-    def _() -> None:
-        _attend_units(refs, entry, kv, live_words, position, g, blocks)
+    def prepare(unit: tuple[Any, Any, Any], buffers: tuple[Any, Any, Any], rows: slice) -> None:
+        scores, unit_tops, v_t = buffers
+        plane, q_tile, kv_tile = unit
+        plane = jnp.minimum(plane, g.num_k_planes - 1)
+        first = pl.multiple_of(q_tile * blocks.tile_rows + rows.start, slice_rows)
+        s = _product(tile_of(plane, kv_tile), refs.q_scaled[plane, pl.ds(first, slice_rows)], 1, g)
+        s = jnp.minimum(s, refs.masks[tiles.mask(q_tile, kv_tile), :, rows])
+        scores[:, rows] = s
+        unit_tops[:, rows] = jnp.max(s, axis=0, keepdims=True)
+        if rows.start == 0:
+            v_t[:LANES] = tile_of(g.v_plane(plane), kv_tile).T
 
+    def fold(unit: tuple[Any, Any, Any], buffers: tuple[Any, Any, Any], rows: slice) -> None:
+        scores, unit_tops, v_t = buffers
+        plane, q_tile, _ = unit
+        plane = jnp.minimum(plane, g.num_k_planes)  # past the last unit: a state that nobody reads
+        old_top = refs.tops[plane, q_tile, :, rows]
+        top = jnp.maximum(old_top, unit_tops[:, rows])
+        weights = jnp.exp2(scores[:, rows] - top).astype(g.dtype)
+        refs.tops[plane, q_tile, :, rows] = top
+        kept = refs.values[plane, q_tile, :, rows] * jnp.exp2(old_top - top)
+        refs.values[plane, q_tile, :, rows] = kept + _product(v_t[...], weights, 0, g)
 
-def _attend_units(
-    refs: _Refs, entry: _Entry, kv: Any, live_words: Any, position: Any, g: Geometry, blocks: MixedBlocks
-) -> None:
-    """A unit is one plane and one tile of query rows. While one unit is folded, the next one's scores are made.
-
-    The two live in buffers of their own, and several units are written out in a turn of the loop, so that the compiler
-    sees that nothing of the one depends on the other, and fills the matrix unit and the vector units at once.
-    """
-    num_tiles = lax.div(entry.num_q * g.queries_per_plane + (blocks.tile_rows - 1), blocks.tile_rows)
-    num_units = g.num_k_planes * num_tiles
-    even = (refs.scores_even, refs.block_top_even, refs.v_t_even)
-    odd = (refs.scores_odd, refs.block_top_odd, refs.v_t_odd)
-
-    def prepare(unit: Any, buffers: tuple[Any, Any, Any]) -> None:
-        unit = jnp.minimum(unit, num_units - 1)
-        p, t = lax.div(unit, num_tiles), lax.rem(unit, num_tiles)
-        scores, block_top, v_t = buffers
-        rows = pl.ds(pl.multiple_of(t * blocks.tile_rows, blocks.tile_rows), blocks.tile_rows)
-        s = _product(paging.unpack(kv[p], g), refs.q_scaled[p, rows], 1, g)  # [tokens, rows]
-        if position is not None:
-            token = lax.broadcasted_iota(jnp.int32, s.shape, 0)
-            row = lax.broadcasted_iota(jnp.int32, (1, blocks.tile_rows), 1) + t * blocks.tile_rows
-            s = jnp.where(token <= position + lax.div(row, g.queries_per_plane), s, paging.MASKED)
-        scores[...] = s
-        block_top[...] = jnp.max(s, axis=0, keepdims=True)
-        v = paging.live_words_only(kv[g.v_plane(p)], live_words)
-        v_t[:LANES] = paging.unpack(v, g).T
-
-    def fold(unit: Any, buffers: tuple[Any, Any, Any]) -> None:
-        p, t = lax.div(unit, num_tiles), lax.rem(unit, num_tiles)
-        p = jnp.minimum(p, g.num_k_planes)  # past the last unit: a state that nobody reads
-        scores, block_top, v_t = buffers
-        old_top = refs.tops[p, t]
-        top = jnp.maximum(old_top, block_top[...])
-        weights = jnp.exp2(scores[...] - top).astype(g.dtype)
-        refs.tops[p, t] = top
-        refs.values[p, t] = refs.values[p, t] * jnp.exp2(old_top - top) + _product(v_t[...], weights, 0, g)
-
-    def turn(i: Any, carry: None) -> None:
+    def turn(_: Any, unit: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         for j in range(blocks.units_per_turn):
-            unit, ahead = blocks.units_per_turn * i + j, (even, odd)[1 - j % 2]
-            prepare(unit + 1, ahead)
-            fold(unit, (even, odd)[j % 2])
+            following = tiles.after(unit)
+            for rows in slices:
+                prepare(following, (odd, even)[j % 2], rows)
+                fold(unit, (even, odd)[j % 2], rows)
+            unit = following
+        return unit
 
-    prepare(0, even)
-    lax.fori_loop(0, lax.div(num_units + (blocks.units_per_turn - 1), blocks.units_per_turn), turn, None)
+    for rows in slices:
+        prepare(tiles.first, even, rows)
+    lax.fori_loop(0, lax.div(tiles.count + (blocks.units_per_turn - 1), blocks.units_per_turn), turn, tiles.first)
+
+
+def _clear_dead_words(kv: Any, live_words: Any, tile_words: int) -> None:
+    """Zeros behind the live words of the last tile: what lies there may be anything, and 0 x NaN is NaN."""
+    live = lax.rem(live_words, tile_words)
+    begin = pl.multiple_of(live_words - live, tile_words)
+
+    def plane(p: Any, carry: None) -> None:
+        words = kv[p, pl.ds(begin, tile_words)]
+        kv[p, pl.ds(begin, tile_words)] = paging.live_words_only(words, live)
+
+    @pl.when(live > 0)
+    def _() -> None:
+        lax.fori_loop(0, kv.shape[0], plane, None)
 
 
 def _product(a: jax.Array, b: jax.Array, contract_b: int, g: Geometry) -> jax.Array:
@@ -310,33 +367,34 @@ def _store_q_block(refs: _Refs, entry: _Entry, half: Any, g: Geometry, blocks: M
 
 
 # Jitted, so that a model's layers trace and lower it once.
-@functools.partial(jax.jit, static_argnames=("g", "blocks", "pages_per_seq", "interpret"))
+@functools.partial(jax.jit, static_argnames=("g", "blocks", "interpret"))
 def attend(
     queries: jax.Array,  # uint32[num_k_planes, T * row_words, 128]
     new_words: jax.Array,  # uint32[planes, W, 128]
     kv_pages: jax.Array,  # uint32[P, planes, page_words, 128]
     kv_lens: jax.Array,  # i32[S]
-    page_table: jax.Array,  # i32[S * pages_per_seq]
     query_starts: jax.Array,  # i32[S + 1]
+    new_pages: jax.Array,  # i32[page slots]
+    page_table: jax.Array,  # i32[S * windows_per_seq, 1, 128]
     scalars: jax.Array,  # i32[3]: the first row, the row past the last, first_page
     *,
     g: Geometry,
     blocks: MixedBlocks,
-    pages_per_seq: int,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs in the queries' place (other rows': their queries), and the pages."""
     row_words = g.queries_per_plane // g.packing
     block_rows = blocks.q_block * g.queries_per_plane
-    tiles = block_rows // blocks.tile_rows
+    tiles = blocks.max_q_tiles(g)
     block_words = blocks.kv_block // g.packing
     vmem = [
         pltpu.VMEM((2, g.num_k_planes, blocks.q_block * row_words, LANES), jnp.uint32),
         pltpu.VMEM((g.num_k_planes, block_rows, LANES), g.dtype),
         pltpu.VMEM((2, g.num_planes, block_words, LANES), jnp.uint32),
-        *[pltpu.VMEM((blocks.kv_block, blocks.tile_rows), jnp.float32)] * 2,
+        *[pltpu.VMEM((blocks.tile_tokens, blocks.tile_rows), jnp.float32)] * 2,
         *[pltpu.VMEM((1, blocks.tile_rows), jnp.float32)] * 2,
-        *[pltpu.VMEM((LANES + SUM_ROWS, blocks.kv_block), g.dtype)] * 2,
+        *[pltpu.VMEM((LANES + SUM_ROWS, blocks.tile_tokens), g.dtype)] * 2,
+        pltpu.VMEM((blocks.num_masks(g), blocks.tile_tokens, blocks.tile_rows), jnp.float32),
         pltpu.VMEM((g.num_k_planes + 1, tiles, 1, blocks.tile_rows), jnp.float32),
         pltpu.VMEM((g.num_k_planes + 1, tiles, LANES + SUM_ROWS, blocks.tile_rows), jnp.float32),
         pltpu.VMEM((2, g.num_k_planes, blocks.q_block * row_words, LANES), jnp.uint32),
@@ -344,15 +402,18 @@ def attend(
     ]
     scratch_bytes = sum(math.prod(s.shape) * jnp.dtype(s.dtype).itemsize for s in vmem)
     return pl.pallas_call(
-        functools.partial(_kernel, g=g, blocks=blocks, pages_per_seq=pages_per_seq),
+        functools.partial(_kernel, g=g, blocks=blocks),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(1,),
-            in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 3,
+            in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 4,
             out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
             scratch_shapes=[
                 *vmem,
+                pltpu.SMEM((2, 1, 1, paging.WINDOW), jnp.int32),
                 pltpu.SMEM((2,), jnp.int32),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SemaphoreType.DMA((2,)),
@@ -363,8 +424,8 @@ def attend(
             jax.ShapeDtypeStruct(queries.shape, queries.dtype),
             jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
         ),
-        input_output_aliases={4: 0, 6: 1},
+        input_output_aliases={5: 0, 7: 1},
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=scratch_bytes + (16 << 20), disable_bounds_checks=True),
         interpret=interpret,
         name="paged_attention_mixed",
-    )(kv_lens, page_table, query_starts, scalars, queries, new_words, kv_pages)
+    )(kv_lens, query_starts, new_pages, scalars, page_table, queries, new_words, kv_pages)

@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu.layout import Geometry
 
+WINDOW = 128  # entries of the page table fetched at a time: the lanes of one register
 MASKED = -1e30  # a score that no query sees; finite, so that a wholly masked row makes no NaN
 
 
@@ -24,40 +25,72 @@ def words_of(tokens: Any, packing: int) -> Any:
     return lax.div(tokens + (packing - 1), packing) if packing > 1 else tokens
 
 
+def windows_of_table(page_table: jax.Array) -> jax.Array:
+    """i32[S, pages_per_seq] -> i32[S * windows_per_seq, 1, 128]: the table as the kernels fetch it, a window at a time.
+
+    It stays in HBM, because scalar memory is small (1 MiB) and a table for 512 sequences of 128k tokens is not (16 MiB
+    with pages of 16).
+    """
+    return jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % WINDOW))).reshape(-1, 1, WINDOW)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """Which pages hold a block: the part of the page table that says so, on its way from HBM to scalar memory.
+
+    Two halves, for a block's pages are needed when its copies are started, one step before it is computed on: window
+    i + 2 is fetched while the pages of block i + 1 are, and block i is computed on.
+    """
+
+    table: Any  # i32[S * windows_per_seq, 1, 128] in HBM
+    smem: Any  # i32[2, blocks of one step, 1, 128] in SMEM
+    sems: Any  # DMA[2]
+    per_seq: int  # windows of one sequence
+
+    def copy(self, row: Any, index: Any, half: Any, slot: int) -> Any:
+        """The copy of the window that names page `index` of `row`'s sequence."""
+        source = self.table.at[row * self.per_seq + lax.div(index, WINDOW)]
+        return pltpu.make_async_copy(source, self.smem.at[half, slot], self.sems.at[half])
+
+    def page(self, half: Any, slot: int, index: Any) -> Any:
+        """The page that holds the `index`-th page of the sequence, which must be of the window in `slot`."""
+        return self.smem[half, slot, 0, lax.rem(index, WINDOW)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pages:
-    """The pages of one layer, and the table that says which of them hold a sequence."""
+    """The pages of one layer."""
 
     hbm: Any  # uint32[P, planes, page_words, 128] in HBM: the output ref, aliased to the input
-    table: Any  # i32[S * pages_per_seq] in SMEM
-    pages_per_seq: int
     first_page: Any  # i32: where this layer's pages begin
     geometry: Geometry
 
-    def words(self, row: Any, word: Any, size: Any) -> Any:
-        """`size` words of `row`'s sequence from word `word` on, all planes. They must lie in one page."""
-        page = self.table[row * self.pages_per_seq + lax.div(word, self.geometry.page_words)]
+    def words(self, page: Any, word: Any, size: Any) -> Any:
+        """`size` words of `page` from the sequence's word `word` on, all planes."""
         offset = lax.rem(word, self.geometry.page_words)
         return self.hbm.at[self.first_page + page, :, pl.ds(offset, size)]
 
     def for_each_run(self, begin: Any, end: Any, body: Any) -> None:
-        """Calls `body(word, size)` for the runs of words of [begin, end) that lie in one page each, in order."""
+        """Calls `body(index, word, size)` for the runs of words of [begin, end) that lie in one page each, in order:
+        in the sequence's page `index`, from its word `word` on."""
         page_words = self.geometry.page_words
         first = lax.div(begin, page_words)
 
         def run(i: Any, carry: None) -> None:
             word = jnp.maximum(begin, (first + i) * page_words)
-            body(word, jnp.minimum(end, (first + i + 1) * page_words) - word)
+            body(first + i, word, jnp.minimum(end, (first + i + 1) * page_words) - word)
 
         num_runs = jnp.where(end > begin, lax.div(end + (page_words - 1), page_words) - first, 0)
         lax.fori_loop(0, num_runs, run, None)
 
 
-def fetch(pages: Pages, row: Any, begin: Any, end: Any, block: Any, sem: Any) -> None:
-    """Starts copies of words [begin, end) of `row` into `block`, word `begin` first. `end - begin` may be 0."""
+def fetch(pages: Pages, page_of: Any, begin: Any, end: Any, block: Any, sem: Any) -> None:
+    """Starts copies of words [begin, end) of a sequence into `block`, word `begin` first. `end - begin` may be 0.
 
-    def start(word: Any, size: Any) -> None:
-        source = pages.words(row, word, size)
+    `page_of(index)` is the page that holds the sequence's page `index`."""
+
+    def start(index: Any, word: Any, size: Any) -> None:
+        source = pages.words(page_of(index), word, size)
         pltpu.make_async_copy(source, block.at[:, pl.ds(word - begin, size)], sem).start()
 
     pages.for_each_run(begin, end, start)

@@ -1,7 +1,8 @@
-"""Reads the loops out of the TPU compiler's dump of final VLIW bundles."""
+"""Reads what the TPU compiler dumps of a kernel: the loops of its final VLIW bundles, and the VMEM that it takes."""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,48 @@ class Loop:
     matmuls: int = 0
     copies: int = 0  # DMAs started
     spills: int = 0
+
+    def inside(self, other: Loop) -> bool:
+        return self.depth > other.depth and other.begin <= self.begin < other.begin + other.bundles
+
+
+@dataclass(frozen=True)
+class Vmem:
+    """Bytes of a kernel's scoped VMEM."""
+
+    capacity: int  # of the chip
+    used: int  # spill slots included
+    spilled: int  # slots for vector registers
+
+
+def dump_flags(folder: str) -> str:
+    """What LIBTPU_INIT_ARGS must say when libtpu loads, for the dumps read here."""
+    return f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
+
+
+def bundle_dumps(folder: Path, kernel: str) -> list[Path]:
+    return [path for path in sorted(folder.glob(f"*{kernel}*final_bundles.txt")) if "schedule" not in path.name]
+
+
+def read_vmem(folder: Path) -> dict[str, Vmem]:
+    """Of each operation in the compiler's latest report in `folder`, by name."""
+    text = max(folder.glob("*vmem_report.html"), key=lambda path: path.name).read_text()
+    begin = re.search(r"const DATA =\s*", text)
+    assert begin is not None
+    report, _ = json.JSONDecoder().raw_decode(text, begin.end())
+    return {
+        name: Vmem(
+            capacity=report["global_info"]["vmem_capacity"],
+            used=operation["total_size"],
+            spilled=sum(
+                allocation["size"]
+                for block in operation["blocks"]
+                for allocation in block["allocations"]
+                if allocation.get("tag") == "SPILL"
+            ),
+        )
+        for name, operation in report["hlo_breakdowns"].items()
+    }
 
 
 def read_loops(path: Path) -> list[Loop]:

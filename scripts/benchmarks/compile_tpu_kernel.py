@@ -1,10 +1,11 @@
-"""Compiles one attention kernel for a TPU target: a child process of `bench_kernels_tpu`."""
+"""Compiles attention kernels for a TPU target, ours and the one that jax ships: a child process of `tpu_static`."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,31 +16,37 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.api import AttentionSpec
 from pallas_kernels.targets import tpu_target
 from pallas_kernels.tpu import append, decode, layout, mixed
+from pallas_kernels.tpu.tiles import MixedBlocks
+from scripts.benchmarks.bundles import bundle_dumps, read_loops, read_vmem
 
 NUM_ROWS, NUM_PAGES, PAGE, PAGES_PER_SEQ, CHUNK_TOKENS = 64, 2048, 128, 32, 2048
+TABLE = (NUM_ROWS, 1, 128)  # a window of the page table for each row
 
 
 def our_decode(g: layout.Geometry, sizes: list[int]) -> tuple[Callable, list[tuple]]:
     blocks = decode.DecodeBlocks(kv_block=sizes[0], items_per_turn=sizes[1])
 
     def kernel(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return decode.attend(*operands, g=g, blocks=blocks, pages_per_seq=PAGES_PER_SEQ, interpret=False)
+        return decode.attend(*operands, g=g, blocks=blocks, interpret=False)
 
     return kernel, [
         ((NUM_ROWS, g.num_k_planes, g.queries_per_plane, 128), g.dtype),
         ((g.num_planes, NUM_ROWS, 128), jnp.uint32),
         ((NUM_PAGES, g.num_planes, g.page_words, 128), jnp.uint32),
         ((NUM_ROWS,), jnp.int32),
-        ((NUM_ROWS * PAGES_PER_SEQ,), jnp.int32),
+        ((NUM_ROWS,), jnp.int32),
+        (TABLE, jnp.int32),
         ((2,), jnp.int32),
     ]
 
 
 def our_mixed(g: layout.Geometry, sizes: list[int]) -> tuple[Callable, list[tuple]]:
-    blocks = mixed.MixedBlocks(q_block=sizes[0], kv_block=sizes[1], tile_rows=sizes[2], units_per_turn=sizes[3])
+    blocks = MixedBlocks(
+        q_block=sizes[0], kv_block=sizes[1], tile_rows=sizes[2], tile_tokens=sizes[3], units_per_turn=sizes[4]
+    )
 
     def kernel(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return mixed.attend(*operands, g=g, blocks=blocks, pages_per_seq=PAGES_PER_SEQ, interpret=False)
+        return mixed.attend(*operands, g=g, blocks=blocks, interpret=False)
 
     words = append.num_word_slots(CHUNK_TOKENS, NUM_ROWS, g.packing)
     return kernel, [
@@ -47,8 +54,9 @@ def our_mixed(g: layout.Geometry, sizes: list[int]) -> tuple[Callable, list[tupl
         ((g.num_planes, words, 128), jnp.uint32),
         ((NUM_PAGES, g.num_planes, g.page_words, 128), jnp.uint32),
         ((NUM_ROWS,), jnp.int32),
-        ((NUM_ROWS * PAGES_PER_SEQ,), jnp.int32),
         ((NUM_ROWS + 1,), jnp.int32),
+        ((append.num_page_slots(CHUNK_TOKENS, NUM_ROWS, g.page_size),), jnp.int32),
+        (TABLE, jnp.int32),
         ((3,), jnp.int32),
     ]
 
@@ -76,7 +84,7 @@ def shipped(spec: AttentionSpec, sizes: list[int]) -> tuple[Callable, list[tuple
     ]
 
 
-def main(target: str, kernel: str, sizes: list[int], heads: list[int]) -> None:
+def compile_one(target: str, kernel: str, sizes: list[int], heads: list[int]) -> None:
     spec = AttentionSpec(
         num_query_heads=heads[0],
         num_kv_heads=heads[1],
@@ -100,5 +108,20 @@ def main(target: str, kernel: str, sizes: list[int], heads: list[int]) -> None:
     jax.jit(sharded).lower(*abstract).compile()
 
 
+def main(target: str, folder: Path, jobs: list[tuple[str, list[int], list[int]]]) -> None:
+    """Prints, for each job (kernel, block sizes, heads), its loops and its VMEM, or why it does not compile."""
+    for job in jobs:
+        for old in folder.iterdir():
+            old.unlink()
+        try:
+            compile_one(target, *job)
+        except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+            print(json.dumps({"error": " ".join(str(error).split())[:300]}), flush=True)
+            continue
+        (dump,) = bundle_dumps(folder, "attention")
+        vmem = next(vmem for name, vmem in read_vmem(folder).items() if "attention" in name)
+        print(json.dumps({"loops": [vars(loop) for loop in read_loops(dump)], "vmem": vars(vmem)}), flush=True)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), json.loads(sys.argv[4]))
+    main(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]))

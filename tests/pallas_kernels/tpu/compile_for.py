@@ -1,6 +1,7 @@
 """Compiles the operation for one TPU target with the real compiler and prints what it says, one JSON object a line.
 
-Run in a process of its own: `python -m tests.pallas_kernels.tpu.compile_for v6e:1x1`.
+Run in a process of its own, with the compiler's dumps asked for when libtpu loads (`bundles.dump_flags`):
+`python -m tests.pallas_kernels.tpu.compile_for v6e:1x1 FOLDER_OF_DUMPS`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,70 +20,114 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.api import AttentionSpec, Backend, PagedAttention, RaggedBatch
 from pallas_kernels.targets import tpu_target
+from scripts.benchmarks.bundles import bundle_dumps, read_loops, read_vmem
 
-# name: query heads, KV heads, head dim, as one chip sees them
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One layer's attention as one chip sees it."""
+
+    heads: tuple[int, int, int]  # query heads, KV heads, head dim
+    decode_only: bool
+    page_size: int = 128
+    num_rows: int = 64
+    num_tokens: int = 1024  # of a mixed step
+    max_context: int = 8192
+    num_pages: int = 2048
+
+
 MODELS = {
     "llama-3.2-1b": (32, 8, 64),
     "llama-3.2-3b": (24, 8, 128),
     "llama-3.1-8b": (32, 8, 128),
     "llama-3.1-70b/8": (8, 1, 128),
 }
-NUM_PAGES, PAGES_PER_SEQ, NUM_ROWS = 2048, 64, 64
+SHAPES = {
+    f"{model}, {'decode' if decode_only else 'mixed'}": Shape(heads=heads, decode_only=decode_only)
+    for model, heads in MODELS.items()
+    for decode_only in (True, False)
+}
+# The largest that is asked of the kernels: the page table alone is 16 MiB with pages of 16.
+LARGEST = {
+    f"512 x 128k, page {page_size}": Shape(
+        heads=MODELS["llama-3.1-8b"],
+        decode_only=False,
+        page_size=page_size,
+        num_rows=512,
+        num_tokens=8192,
+        max_context=128 << 10,
+        num_pages=2048 * 128 // page_size,
+    )
+    for page_size in (16, 64, 256)
+}
 
 
-def main(target: str) -> None:
+def main(target: str, folder: Path) -> None:
     mesh = Mesh(np.array(tpu_target(target).devices()[:1]), ("tensor",))
-    for model, (num_query_heads, num_kv_heads, head_dim) in MODELS.items():
-        spec = AttentionSpec(
-            num_query_heads=num_query_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            page_size=128,
-            dtype=jnp.bfloat16,
-            kv_dtype=jnp.bfloat16,
-        )
-        for num_tokens in (NUM_ROWS, 1024):
-            print(json.dumps({"model": model, **compile_one(spec, mesh, num_tokens)}), flush=True)
+    for name, shape in (SHAPES | LARGEST).items():
+        for old in folder.iterdir():
+            old.unlink()
+        print(json.dumps({"shape": name, **compile_one(shape, mesh), "kernels": kernels(folder)}), flush=True)
 
 
-def compile_one(spec: AttentionSpec, mesh: Mesh, num_tokens: int) -> dict[str, object]:
+def compile_one(shape: Shape, mesh: Mesh) -> dict[str, object]:
+    num_query_heads, num_kv_heads, head_dim = shape.heads
+    spec = AttentionSpec(
+        num_query_heads=num_query_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=shape.page_size,
+        dtype=jnp.bfloat16,
+        kv_dtype=jnp.bfloat16,
+    )
     attention = PagedAttention(spec, Backend.TPU, mesh)
-    decode_only = num_tokens == NUM_ROWS
+    num_tokens = shape.num_rows if shape.decode_only else shape.num_tokens
 
     def layer(batch: RaggedBatch, queries: jax.Array, keys: jax.Array, values: jax.Array, kv: jax.Array) -> object:
-        schedule = attention.make_schedule(batch, num_tokens=num_tokens, decode_only=decode_only)
+        schedule = attention.make_schedule(batch, num_tokens=num_tokens, decode_only=shape.decode_only)
         return attention(queries, keys, values, kv, schedule, jnp.int32(0))
 
-    def abstract(*shape: int, dtype: object = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
+    def abstract(*dims: int, dtype: object = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, P()))
 
-    def scalars(*shape: int) -> jax.ShapeDtypeStruct:
-        return abstract(*shape, dtype=jnp.int32)
+    def scalars(*dims: int) -> jax.ShapeDtypeStruct:
+        return abstract(*dims, dtype=jnp.int32)
 
     batch = RaggedBatch(
-        page_table=scalars(NUM_ROWS, PAGES_PER_SEQ),
-        kv_lens=scalars(NUM_ROWS),
-        query_starts=scalars(NUM_ROWS + 1),
+        page_table=scalars(shape.num_rows, shape.max_context // shape.page_size),
+        kv_lens=scalars(shape.num_rows),
+        query_starts=scalars(shape.num_rows + 1),
         num_decodes=scalars(),
         num_rows=scalars(),
     )
-    kv = attention.kv_pages(NUM_PAGES)
-    heads = abstract(num_tokens, spec.num_kv_heads, spec.head_dim)
+    kv = attention.kv_pages(shape.num_pages)
+    heads = abstract(num_tokens, num_kv_heads, head_dim)
     begin = time.perf_counter()
     compiled = (
         jax.jit(layer, donate_argnums=4)
-        .lower(batch, abstract(num_tokens, spec.num_query_heads, spec.head_dim), heads, heads, kv)
+        .lower(batch, abstract(num_tokens, num_query_heads, head_dim), heads, heads, kv)
         .compile()
     )
     memory = compiled.memory_analysis()
     return {
-        "decode_only": decode_only,
         "compile_s": round(time.perf_counter() - begin, 2),
         "kv_bytes": kv.size * kv.dtype.itemsize,
         "alias_bytes": memory.alias_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
+        "operand_bytes": memory.argument_size_in_bytes - kv.size * kv.dtype.itemsize,
     }
 
 
+def kernels(folder: Path) -> dict[str, dict[str, int]]:
+    """What the compiler says of each attention kernel's VMEM, and of spills in its loops."""
+    found = {}
+    for name, vmem in read_vmem(folder).items():
+        if name.startswith("paged_attention"):
+            (dump,) = bundle_dumps(folder, name)
+            spills = sum(loop.spills for loop in read_loops(dump) if loop.matmuls and loop.depth > 1)
+            found[name.split(".")[0]] = {**vars(vmem), "spills_in_inner_loop": spills}
+    return found
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], Path(sys.argv[2]))

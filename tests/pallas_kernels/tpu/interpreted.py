@@ -18,13 +18,13 @@ from pallas_kernels.api import AttentionSpec, RaggedBatch
 from pallas_kernels.tpu import attention, layout
 from pallas_kernels.tpu.blocks import BlockSizes
 from pallas_kernels.tpu.decode import DecodeBlocks
-from pallas_kernels.tpu.mixed import MixedBlocks
+from pallas_kernels.tpu.tiles import MixedBlocks
 from tests.pallas_kernels.dense import Case
 
 DMA_MODES = ("on_wait", "eager")  # as late as allowed, as early as possible: each hides what the other shows
 SMALL = BlockSizes(
     decode=DecodeBlocks(kv_block=128, items_per_turn=2),
-    mixed=MixedBlocks(q_block=64, kv_block=128, tile_rows=128, units_per_turn=2),
+    mixed=MixedBlocks(q_block=64, kv_block=256, tile_rows=128, tile_tokens=128, units_per_turn=2),
 )
 TOLERANCE = {jnp.dtype(jnp.bfloat16): 0.03, jnp.dtype(jnp.float32): 2e-5}
 

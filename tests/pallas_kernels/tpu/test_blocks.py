@@ -8,6 +8,7 @@ import pytest
 from pallas_kernels import tuning
 from pallas_kernels.api import AttentionSpec
 from pallas_kernels.tpu import blocks, layout
+from pallas_kernels.tpu.tiles import MixedBlocks, Tiles
 
 CHIPS = ("v5e", "v5p", "v6e", "7x")  # as jax names generations
 LONG = 1024  # pages per sequence: no block is shortened
@@ -63,13 +64,61 @@ def test_sizes_fit_together(chip: str | None) -> None:
     for g in GEOMETRIES:
         for pages_per_seq in (1, 3, LONG):
             sizes = blocks.choose(g, pages_per_seq, chip)
-            assert sizes.mixed.q_block * g.queries_per_plane % sizes.mixed.tile_rows == 0
-            assert sizes.mixed.tile_rows % 128 == 0
-            assert sizes.mixed.units_per_turn % 2 == 0
-            assert sizes.mixed.kv_block % 128 == sizes.decode.kv_block % 128 == 0
+            mixed = sizes.mixed
+            assert mixed.q_block * g.queries_per_plane % mixed.tile_rows == 0
+            assert mixed.tile_rows % 128 == mixed.tile_tokens % 128 == 0
+            assert mixed.kv_block % mixed.tile_tokens == mixed.units_per_turn % 2 == 0
+            for size in (mixed.tile_queries(g), mixed.tile_tokens, mixed.kv_block, sizes.decode.kv_block):
+                assert size & (size - 1) == 0
+            # A block's pages are named by one window of the page table.
+            assert max(mixed.kv_block, sizes.decode.kv_block) <= 128 * g.page_size
 
 
 def test_blocks_are_no_longer_than_the_longest_sequence_needs() -> None:
     g = geometry(32, 8, 128)
     assert blocks.choose(g, 2).decode.kv_block == blocks.choose(g, 2).mixed.kv_block == 256
     assert blocks.choose(g, 1).decode.kv_block == 128
+
+
+def test_masks_by_hand() -> None:
+    """Tiles of 128 queries and 256 tokens, phase 0: a mask each for distances 0 and 128; from 255 on none is needed."""
+    g = geometry(64, 8, 128)
+    sizes = MixedBlocks(q_block=256, kv_block=512, tile_rows=1024, tile_tokens=256, units_per_turn=2)
+    tiles = Tiles.of(g, sizes, num_q=jnp.int32(256), position=jnp.int32(256))
+    assert int(tiles.mask_phase) == 127
+    assert [int(tiles.num_seen(t)) for t in range(2)] == [2, 2]
+    masks = {(t, h): int(tiles.mask(t, h)) for t in range(2) for h in range(2)}
+    assert masks[0, 0] == masks[1, 0] == 0
+    assert [int(tiles.distance(masks[t, 1])) for t in range(2)] == [0, 128]
+    assert max(masks.values()) < sizes.num_masks(g)
+
+
+def test_units_in_order() -> None:
+    """A KV block that begins 100 tokens behind the first query: the first tile of queries sees nothing of it."""
+    g = geometry(16, 2, 128)
+    sizes = MixedBlocks(q_block=256, kv_block=512, tile_rows=512, tile_tokens=128, units_per_turn=2)
+    tiles = Tiles.of(g, sizes, num_q=jnp.int32(256), position=jnp.int32(-100))
+    seen, unit = [], tiles.first
+    while int(unit[0]) < g.num_k_planes:
+        seen.append(tuple(int(i) for i in unit))
+        unit = tiles.after(unit)
+    by_plane = [(1, 0), (2, 0), (3, 0), (3, 1)]  # ends 28, 92 and 156 tokens into the block
+    assert seen == [(p, q, kv) for p in range(2) for q, kv in by_plane]
+    assert len(seen) == int(tiles.count)
+
+
+@pytest.mark.parametrize("tile_tokens", [128, 512])
+@pytest.mark.parametrize("position", [0, 1, 127, 128, 300, 511, -1, -128, -200])
+def test_every_unit_finds_the_mask_of_its_distance(position: int, tile_tokens: int) -> None:
+    g = geometry(32, 8, 128)
+    sizes = MixedBlocks(q_block=512, kv_block=512, tile_rows=1024, tile_tokens=tile_tokens, units_per_turn=2)
+    tiles = Tiles.of(g, sizes, num_q=jnp.int32(512), position=jnp.int32(position))
+    unit = tiles.first
+    while int(unit[0]) == 0:
+        _, q_tile, kv_tile = (int(i) for i in unit)
+        distance = position + q_tile * 256 - kv_tile * tile_tokens
+        number = int(tiles.mask(q_tile, kv_tile))
+        assert number < sizes.num_masks(g)
+        assert (number == 0) == (distance >= tile_tokens - 1)
+        assert number == 0 or int(tiles.distance(number)) == distance
+        unit = tiles.after(unit)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.api import AttentionSpec, Backend, PagedAttention
-from pallas_kernels.tpu import blocks, layout
+from pallas_kernels.tpu import layout
 
 
 def spec(num_query_heads: int, num_kv_heads: int, head_dim: int, **changes) -> AttentionSpec:
@@ -76,12 +76,6 @@ def test_refused_before_compilation(changes: dict, words: str) -> None:
     fields = {"head_dim": 128} | changes
     with pytest.raises(ValueError, match=words):
         PagedAttention(spec(8, 2, **fields), Backend.TPU)
-
-
-def test_too_large_a_page_table_is_refused() -> None:
-    blocks.validate_table(512, 256)
-    with pytest.raises(ValueError, match="scalar memory"):
-        blocks.validate_table(512, 1024)
 
 
 def test_kv_pages_are_split_by_head() -> None:

@@ -1,0 +1,116 @@
+"""How the mixed kernel cuts one KV block of one query block into units, and which mask each unit needs.
+
+A unit is (plane, tile of queries, tile of tokens); they are taken in this order. Those of which no query sees a token
+are left out.
+
+A unit's mask depends only on its distance, how far its first query is ahead of its first token: `position + q_tile *
+queries - kv_tile * tokens`. From `tokens - 1` on nothing is masked, and at `-queries` everything is. Tiles and blocks
+are powers of two, so all distances of one row have the same remainder by the smaller tile, its phase: few of them lie
+between the two, and the masks of a row are made once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.tpu.layout import Geometry
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedBlocks:
+    """Powers of two, of tokens where nothing else is said."""
+
+    q_block: int  # queries of one query block: a multiple of a tile
+    kv_block: int  # fetched at a time
+    tile_rows: int  # query rows of a unit: a power of two times the queries per plane
+    tile_tokens: int  # KV tokens of a unit: at most kv_block
+    units_per_turn: int  # even: units in one turn of the loop
+
+    def tile_queries(self, g: Geometry) -> int:
+        return self.tile_rows // g.queries_per_plane
+
+    def max_q_tiles(self, g: Geometry) -> int:
+        return self.q_block // self.tile_queries(g)
+
+    def num_masks(self, g: Geometry) -> int:
+        """Masks that the units of one row may need; number 0 masks nothing."""
+        queries = self.tile_queries(g)
+        return 1 + -(-(queries + self.tile_tokens - 2) // min(queries, self.tile_tokens))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """The units of one KV block of one query block."""
+
+    queries: int  # of one tile
+    tokens: int  # of one tile
+    num_planes: int
+    max_q_tiles: int
+    max_kv_tiles: int
+    num_q: Any  # live queries
+    position: Any  # of the first query, counted from the KV block's first token; may be negative
+
+    @staticmethod
+    def of(g: Geometry, blocks: MixedBlocks, *, num_q: Any, position: Any) -> Tiles:
+        return Tiles(
+            queries=blocks.tile_queries(g),
+            tokens=blocks.tile_tokens,
+            num_planes=g.num_k_planes,
+            max_q_tiles=blocks.max_q_tiles(g),
+            max_kv_tiles=blocks.kv_block // blocks.tile_tokens,
+            num_q=num_q,
+            position=position,
+        )
+
+    def num_seen(self, q_tile: Any) -> Any:
+        """Tiles of tokens that some query of the tile sees: the first ones."""
+        end = self.position + jnp.minimum((q_tile + 1) * self.queries, self.num_q)
+        seen = lax.div(jnp.maximum(end, 0) + (self.tokens - 1), self.tokens)
+        return jnp.where(q_tile * self.queries < self.num_q, jnp.minimum(seen, self.max_kv_tiles), 0)
+
+    @property
+    def count(self) -> Any:
+        return self.num_planes * sum(self.num_seen(t) for t in range(self.max_q_tiles))
+
+    @property
+    def first(self) -> tuple[Any, Any, Any]:
+        return jnp.int32(0), self._first_q_tile, jnp.int32(0)
+
+    @property
+    def _first_q_tile(self) -> Any:
+        return lax.div(jnp.maximum(-self.position, 0), self.queries)
+
+    def after(self, unit: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        """The next unit; after the last one, units of planes that do not exist."""
+        plane, q_tile, kv_tile = unit
+        tile_ends = kv_tile + 1 >= self.num_seen(q_tile)
+        plane_ends = tile_ends & ((q_tile + 1) * self.queries >= self.num_q)
+        return (
+            jnp.where(plane_ends, plane + 1, plane),
+            jnp.where(plane_ends, self._first_q_tile, jnp.where(tile_ends, q_tile + 1, q_tile)),
+            jnp.where(tile_ends, 0, kv_tile + 1),
+        )
+
+    @property
+    def _step(self) -> int:
+        """Between one distance and the next."""
+        return min(self.queries, self.tokens)
+
+    @property
+    def mask_phase(self) -> Any:
+        """The same for all units of a row; rows of one phase have the same masks."""
+        return lax.rem(self.position + (self.max_q_tiles * self.queries - 1), self._step)  # of what is never negative
+
+    def mask(self, q_tile: Any, kv_tile: Any) -> Any:
+        """The number of the mask that a unit needs."""
+        distance = self.position + q_tile * self.queries - kv_tile * self.tokens
+        number = 1 + lax.div(jnp.maximum(distance + (self.queries - 1), 0), self._step)
+        return jnp.where(distance >= self.tokens - 1, 0, number)
+
+    def distance(self, mask: Any) -> Any:
+        """Of the units that need mask number `mask`, from 1 on."""
+        return (mask - 1) * self._step - (self.queries - 1) + self.mask_phase

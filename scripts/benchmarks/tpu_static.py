@@ -1,0 +1,268 @@
+"""Estimates of the attention kernels on a TPU from the compiler's final VLIW bundles, without the chip.
+
+A kernel is compiled in a child process, and the bundles of its loops are counted. An estimate walks a batch as the
+kernel would, iteration by iteration, and takes for each the larger of its bundles (one a cycle) and of the bytes it
+moves (at the peak bandwidth).
+
+Read it as a comparison, not as a time: bundles know no stall, DMA has no latency here, and nothing of this was checked
+against a chip. Of our kernels everything inside their outermost loop is charged, branches not taken included; of the
+shipped kernel its innermost loop only, and not the append of new K/V, which it leaves to its caller.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+from pallas_kernels.targets import TpuTarget
+from scripts.benchmarks.bundles import Loop, Vmem, dump_flags
+
+PAGE = 128
+MODELS = {  # query heads, KV heads, head dim, as one chip sees them
+    "1b": (32, 8, 64),
+    "3b": (24, 8, 128),
+    "8b": (32, 8, 128),
+    "70b/8": (8, 1, 128),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    query_len: int
+    kv_len: int
+
+
+BATCHES = {
+    "decode 64 x 2k": [Row(1, 2048)] * 64,
+    "prefill 2k": [Row(2048, 2048)],
+    "mixed 63 x 2k + 1k": [Row(1, 2048)] * 63 + [Row(1024, 1024)],
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Of a batch, or of a part of it."""
+
+    cycles: float = 0.0
+    bundles: float = 0.0
+    inner_bundles: float = 0.0  # in the innermost loop, where the products are
+    dma_cycles: float = 0.0
+    pairs: float = 0.0  # (query, KV token) pairs computed on
+
+    def then(self, bundles: float, dma_cycles: float, inner_bundles: float = 0.0, pairs: float = 0.0) -> Estimate:
+        return Estimate(
+            cycles=self.cycles + max(bundles, dma_cycles),
+            bundles=self.bundles + bundles,
+            inner_bundles=self.inner_bundles + inner_bundles,
+            dma_cycles=self.dma_cycles + dma_cycles,
+            pairs=self.pairs + pairs,
+        )
+
+    def __add__(self, other: Estimate) -> Estimate:
+        return Estimate(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """One iteration of a kernel's inner loop."""
+
+    bundles: int
+    num_bytes: float
+    kv_tokens: int
+    queries: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    loops: list[Loop]
+    vmem: Vmem
+
+    def busiest(self, depth: int) -> Loop:
+        return max((loop for loop in self.loops if loop.depth == depth and loop.matmuls), key=lambda x: x.bundles)
+
+
+class CompileError(Exception):
+    pass
+
+
+def compile_kernels(
+    target: str, jobs: list[tuple[str, tuple[int, ...], tuple[int, int, int]]]
+) -> list[Compiled | CompileError]:
+    """Jobs are (kernel, block sizes, heads). In a child process, for libtpu reads the dump flags when it loads."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {
+            "JAX_PLATFORMS": "cpu",
+            "TPU_SKIP_MDS_QUERY": "1",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            "LIBTPU_INIT_ARGS": dump_flags(folder),
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", "scripts.benchmarks.compile_tpu_kernel", target, folder, json.dumps(jobs)],
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return [_result(json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def _result(line: dict[str, Any]) -> Compiled | CompileError:
+    if "error" in line:
+        return CompileError(line["error"])
+    return Compiled(loops=[Loop(**loop) for loop in line["loops"]], vmem=Vmem(**line["vmem"]))
+
+
+class Kernel:
+    """A kernel with its block sizes, compiled for a target: what an iteration costs, and a batch."""
+
+    def __init__(self, target: TpuTarget, model: str, sizes: tuple[int, ...], compiled: Compiled) -> None:
+        self.target, self.model, self.sizes, self.compiled = target, model, sizes, compiled
+        self.num_query_heads, self.num_kv_heads, self.head_dim = MODELS[model]
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 * self.num_kv_heads * self.head_dim * 2
+
+    def dma_cycles(self, num_bytes: float) -> float:
+        return num_bytes / self.target.hbm_bytes_per_cycle
+
+    def mxu_cycles(self, pairs: float) -> float:
+        return 4 * self.num_query_heads * self.head_dim * pairs / self.target.flops_per_cycle
+
+    def iteration(self) -> Iteration:
+        raise NotImplementedError
+
+    def estimate(self, rows: list[Row]) -> Estimate:
+        raise NotImplementedError
+
+
+class OurDecode(Kernel):
+    """Sizes: KV block, items per turn."""
+
+    name = "ours, decode"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        turn = self.compiled.busiest(1)
+        runs = [loop for loop in self.compiled.loops if loop.inside(turn)]
+        self.run = max((loop.bundles for loop in runs), default=0)  # starts the copy of one page
+        self.once = turn.bundles - sum(loop.bundles for loop in runs)
+
+    def iteration(self) -> Iteration:
+        tokens = self.sizes[0] * self.sizes[1]
+        bundles = self.once + self.run * tokens // PAGE
+        return Iteration(bundles=bundles, num_bytes=tokens * self.token_bytes, kv_tokens=tokens, queries=1)
+
+    def estimate(self, rows: list[Row]) -> Estimate:
+        kv_block, items = self.sizes
+        work = [
+            min(kv_block, row.kv_len - begin)
+            for row in rows
+            if row.query_len == 1
+            for begin in range(0, row.kv_len, kv_block)
+        ]
+        estimate = Estimate()
+        for first in range(0, len(work), items):
+            live = work[first : first + items]
+            copies = sum(-(-tokens // PAGE) for tokens in live)
+            bundles = self.once + self.run * copies
+            estimate = estimate.then(bundles, self.dma_cycles(sum(live) * self.token_bytes), bundles, sum(live))
+        return estimate
+
+
+class OurMixed(Kernel):
+    """Sizes: query block, KV block, tile's query rows, tile's tokens, units per turn."""
+
+    name = "ours, mixed"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.turn, entry = self.compiled.busiest(2), self.compiled.busiest(1)
+        inner = [loop for loop in self.compiled.loops if loop.inside(entry)]
+        self.run = max((loop.bundles for loop in inner if loop.copies), default=0)
+        self.once = entry.bundles - sum(loop.bundles for loop in inner if loop.copies or loop is self.turn)
+        # The loop over planes that stores a query block; its first iteration is in `once`.
+        self.store = max((loop.bundles for loop in inner if loop.begin > self.turn.begin), default=0)
+
+        heads_per_plane = 128 // self.head_dim
+        self.num_planes = self.num_kv_heads // heads_per_plane
+        per_plane = self.num_query_heads // self.num_planes
+        self.tile_queries = self.sizes[2] // (per_plane + per_plane % 2)
+
+    def iteration(self) -> Iteration:
+        q_block, _, _, tile_tokens, units = self.sizes
+        queries = units * self.tile_queries / self.num_planes  # of all planes
+        num_bytes = tile_tokens * self.token_bytes * queries / q_block
+        return Iteration(bundles=self.turn.bundles, num_bytes=num_bytes, kv_tokens=tile_tokens, queries=queries)
+
+    def estimate(self, rows: list[Row]) -> Estimate:
+        q_block, kv_block = self.sizes[:2]
+        estimate = Estimate()
+        for row in rows:
+            for begin in range(0, row.query_len if row.query_len > 1 else 0, q_block):
+                num_q = min(q_block, row.query_len - begin)
+                first = row.kv_len - row.query_len + begin
+                for at in range(0, first + num_q, kv_block):
+                    estimate = self._entry(estimate, num_q, first - at)
+                estimate = estimate.then(self.store * (self.num_planes - 1), 0.0)
+        return estimate
+
+    def _entry(self, estimate: Estimate, num_q: int, position: int) -> Estimate:
+        _, kv_block, _, tile_tokens, units = self.sizes
+        live = min(kv_block, position + num_q)
+        seen = [
+            min(kv_block, max(0, position + min(first + self.tile_queries, num_q)))
+            for first in range(0, num_q, self.tile_queries)
+        ]
+        tiles = sum(-(-tokens // tile_tokens) for tokens in seen)
+        inner = -(-tiles * self.num_planes // units) * self.turn.bundles
+        bundles = self.once + self.run * -(-live // PAGE) + inner
+        pairs = tiles * tile_tokens * self.tile_queries
+        return estimate.then(bundles, self.dma_cycles(live * self.token_bytes), inner, pairs)
+
+
+class Shipped(Kernel):
+    """`jax.experimental.pallas.ops.tpu.ragged_paged_attention`. Sizes: pages of KV, queries.
+
+    It stores head dim 64 in 128 lanes: its pages are padded, and so are its queries."""
+
+    name = "shipped"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        matmuls = (loop for loop in self.compiled.loops if loop.matmuls)
+        self.inner = max(matmuls, key=lambda loop: (loop.depth, loop.bundles))
+
+    @property
+    def token_bytes(self) -> int:
+        return super().token_bytes * max(1, 128 // self.head_dim)
+
+    def iteration(self) -> Iteration:
+        tokens = self.sizes[0] * PAGE
+        num_bytes = tokens * self.token_bytes
+        return Iteration(bundles=self.inner.bundles, num_bytes=num_bytes, kv_tokens=tokens, queries=self.sizes[1])
+
+    def estimate(self, rows: list[Row]) -> Estimate:
+        pages, queries = self.sizes
+        kv_block = pages * PAGE
+        estimate, start = Estimate(), 0
+        for row in rows:
+            stop = start + row.query_len
+            # It takes all of a row's KV blocks for each block of queries, causal or not, and fetches whole pages.
+            for _ in range(start // queries, -(-stop // queries)):
+                for at in range(0, row.kv_len, kv_block):
+                    live = min(kv_block, -(-(row.kv_len - at) // PAGE) * PAGE)
+                    dma = self.dma_cycles(live * self.token_bytes)
+                    estimate = estimate.then(self.inner.bundles, dma, self.inner.bundles, queries * kv_block)
+            start = stop
+        return estimate
+
+
+KERNELS = {"decode": OurDecode, "mixed": OurMixed, "shipped": Shipped}
