@@ -31,7 +31,9 @@ def save_hf(model: Llama, folder: Path, *, dtype: Any = jnp.bfloat16) -> None:
     items = nnx.to_flat_state(nnx.state(model))
     params = {".".join(map(str, path)): variable.get_value() for path, variable in items}
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(hf_tensors(model.config, params, dtype=dtype), folder / SINGLE_FILE, metadata={"format": "pt"})
+    weights = folder / SINGLE_FILE
+    save_file(hf_tensors(model.config, params, dtype=dtype), weights, metadata={"format": "pt"})
+    weights.chmod(0o644)  # the writer makes it private, but a checkpoint is there to be read
     config = replace(model.config, checkpoint_dtype=dtype.name)
     (folder / "config.json").write_text(json.dumps(config.to_hf(), indent=2) + "\n")
 

@@ -16,10 +16,10 @@ from starlette.types import ASGIApp, Message
 
 from batcher.engine import Engine
 from batcher.errors import InvalidRequestError
-from batcher.request import FinishReason, Request, RequestOutput
+from batcher.request import FinishReason, RequestOutput
 from batcher.stats import EngineStats
 from server.engine_client import Sink
-from server.wire import EngineInfo, Output, WireRequest, output_to_wire
+from server.wire import EngineInfo, Output, WireRequest, output_to_wire, request_from_wire
 
 
 class InProcessEngineClient:
@@ -55,16 +55,8 @@ class InProcessEngineClient:
         for item, sink in requests:
             self._sinks[item.request_id] = sink
             self._token_ids[item.request_id] = []
-            request = Request(
-                request_id=item.request_id,
-                prompt=tuple(item.prompt),
-                sampling=item.sampling,
-                priority=item.priority,
-                cache_salt=item.cache_salt,
-                deadline_s=item.deadline_s,
-            )
             try:
-                self._engine.add_request(request, self._on_output)
+                self._engine.add_request(request_from_wire(item), self._on_output)
             except InvalidRequestError as error:
                 refusal = {"finish_reason": FinishReason.ERROR.value, "error": str(error), "status": 400}
                 self._loop.call_soon(self._deliver, Output(item.request_id, [], param=error.param, **refusal))

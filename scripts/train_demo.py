@@ -121,7 +121,7 @@ def main() -> None:
             say(", ".join(f"{name} {score:.3f}" for name, score in scores(trainer, encoder).items()), seconds())
 
     trainer.run(corpus, encoder, report_every=REPORT_EVERY, report=report, stop_after=arguments.stop_after)
-    export.export(arguments.output, trainer.config, trainer.params, tokenizer)
+    export.export(arguments.output, trainer.model(trainer.params), tokenizer)
     result = {
         "seed": arguments.seed,
         "steps": trainer.step,

@@ -13,11 +13,10 @@ from server.chat_writer import ChatOptions, ChatWriter
 from server.conversation import encode_chat
 from server.errors import invalid
 from server.lengths import check_counts, output_limit
-from server.request_body import read_body
-from server.sampling import check_sampling, check_top_logprobs
-from server.schemas import ChatRequest, refuse_unsupported
+from server.sampling import check_top_logprobs
+from server.schemas import ChatRequest
 from server.state import ServerState
-from server.submission import check_min_tokens, check_streaming, new_id, start_generation
+from server.submission import check_min_tokens, new_id, read_generation, start_generation
 
 
 class ChatRoute:
@@ -26,12 +25,8 @@ class ChatRoute:
         self._decoder = msgspec.json.Decoder(ChatRequest)
 
     async def __call__(self, request: Request) -> Response:
-        state, settings = self._state, self._state.settings
-        body = await read_body(request, self._decoder, settings.max_body_bytes)
-        model = state.check_model(body.model)
-        refuse_unsupported(body)
-        check_sampling(body, vocab_size=state.client.info.vocab_size)
-        include_usage, continuous_usage = check_streaming(body)
+        state = self._state
+        body, model, usage = await read_generation(state, request, self._decoder)
         top_logprobs = _top_logprobs(body)
         param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -55,9 +50,7 @@ class ChatRoute:
             prompt=prompt,
             top_logprobs=top_logprobs,
             num_prompt_logprobs=body.prompt_logprobs,
-            include_usage=include_usage or settings.force_usage,
-            continuous_usage=continuous_usage,
-            show_cached=settings.show_cached_tokens,
+            usage=usage,
         )
         writer = ChatWriter(generation, state.tokenizer, options)
         return GenerationAnswer(generation, writer, stream=bool(body.stream))

@@ -9,7 +9,7 @@ from server.generation import Choice, Generation
 from server.logprobs import chat_entries, prompt_logprobs
 from server.sse import ChunkTemplate, encode_json, event
 from server.tokenizer import Tokenizer
-from server.usage import usage
+from server.usage import UsageOptions, usage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,9 +19,7 @@ class ChatOptions:
     prompt: list[int]
     top_logprobs: int | None  # None: no log-probabilities
     num_prompt_logprobs: int | None
-    include_usage: bool
-    continuous_usage: bool
-    show_cached: bool
+    usage: UsageOptions
 
 
 class ChatWriter:
@@ -31,7 +29,7 @@ class ChatWriter:
         self._options = options
         self._templates: dict[int, ChunkTemplate] = {}
         # a chunk of which only the text changes is encoded from a template
-        self._plain = options.top_logprobs is None and not options.continuous_usage
+        self._plain = options.top_logprobs is None and not options.usage.in_every_chunk
 
     def whole(self) -> bytes:
         options, choices = self._options, self._generation.choices
@@ -55,7 +53,7 @@ class ChatWriter:
         if self._plain:
             if text:
                 out += self._templates[choice.index].fill(text)
-        elif text or scored or self._options.continuous_usage:
+        elif text or scored or self._options.usage.in_every_chunk:
             chunk = self._chunk(choice, {"content": text})
             if self._options.top_logprobs is not None:
                 chunk["choices"][0]["logprobs"] = self._logprobs(scored)
@@ -67,7 +65,7 @@ class ChatWriter:
         return out
 
     def last_frames(self) -> bytes:
-        if not self._options.include_usage:
+        if not self._options.usage.in_stream:
             return b""
         return event(encode_json(self._base("chat.completion.chunk", []) | {"usage": self._usage()}))
 
@@ -84,9 +82,9 @@ class ChatWriter:
     def _chunk(self, choice: Choice, delta: dict[str, Any]) -> dict[str, Any]:
         part = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
         chunk = self._base("chat.completion.chunk", [part])
-        if self._options.include_usage:
-            counts = usage([choice], 1, show_cached=self._options.show_cached)
-            chunk["usage"] = counts if self._options.continuous_usage else None
+        if self._options.usage.in_stream:
+            counts = usage([choice], 1, show_cached=self._options.usage.show_cached)
+            chunk["usage"] = counts if self._options.usage.in_every_chunk else None
         return chunk
 
     def _base(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -105,4 +103,4 @@ class ChatWriter:
 
     def _usage(self) -> dict[str, Any]:
         choices = self._generation.choices
-        return usage(choices, len(choices), show_cached=self._options.show_cached)
+        return usage(choices, len(choices), show_cached=self._options.usage.show_cached)

@@ -11,7 +11,7 @@ from server.logprobs import completion_logprobs, prompt_logprobs, token_text
 from server.sse import ChunkTemplate, encode_json, event
 from server.text_stream import TextStream
 from server.tokenizer import Tokenizer
-from server.usage import usage
+from server.usage import UsageOptions, usage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,9 +30,7 @@ class CompletionOptions:
     discard_output: bool  # max_tokens 0: one hidden step was run, only the prompt is shown
     logprobs: int | None
     num_prompt_logprobs: int | None
-    include_usage: bool
-    continuous_usage: bool
-    show_cached: bool
+    usage: UsageOptions
 
 
 class CompletionWriter:
@@ -41,7 +39,7 @@ class CompletionWriter:
         self._tokenizer = tokenizer
         self._options = options
         self._templates: dict[int, ChunkTemplate] = {}
-        self._plain = options.logprobs is None and not options.continuous_usage
+        self._plain = options.logprobs is None and not options.usage.in_every_chunk
 
     def whole(self) -> bytes:
         choices = [self._whole_choice(choice) for choice in self._generation.choices]
@@ -60,7 +58,7 @@ class CompletionWriter:
         if self._plain:
             if text:
                 out += self._templates[choice.index].fill(text)
-        elif text or scored or self._options.continuous_usage:
+        elif text or scored or self._options.usage.in_every_chunk:
             chunk = self._chunk(choice, text)
             if self._options.logprobs is not None:
                 chunk["choices"][0]["logprobs"] = self._scores(choice, scored)
@@ -72,7 +70,7 @@ class CompletionWriter:
         return out
 
     def last_frames(self) -> bytes:
-        if not self._options.include_usage:
+        if not self._options.usage.in_stream:
             return b""
         counts = self._usage(self._generation.choices, self._options.n)
         return event(encode_json(self._base([]) | {"usage": counts}))
@@ -134,8 +132,8 @@ class CompletionWriter:
     def _chunk(self, choice: Choice, text: str) -> dict[str, Any]:
         part = {"index": choice.index, "text": text, "logprobs": None, "finish_reason": None}
         chunk = self._base([part])
-        if self._options.include_usage:
-            chunk["usage"] = self._usage([choice], 1) if self._options.continuous_usage else None
+        if self._options.usage.in_stream:
+            chunk["usage"] = self._usage([choice], 1) if self._options.usage.in_every_chunk else None
         return chunk
 
     def _base(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -149,4 +147,4 @@ class CompletionWriter:
 
     def _usage(self, choices: list[Choice], n: int) -> dict[str, Any]:
         hidden = 1 if self._options.discard_output else 0
-        return usage(choices, n, show_cached=self._options.show_cached, hidden_tokens=hidden)
+        return usage(choices, n, show_cached=self._options.usage.show_cached, hidden_tokens=hidden)

@@ -17,11 +17,10 @@ from server.chat_template import split_special
 from server.completion_writer import CompletionOptions, CompletionWriter, Prompt
 from server.errors import RequestError, invalid
 from server.lengths import check_counts, check_text_length, output_limit
-from server.request_body import read_body
-from server.sampling import check_sampling, check_top_logprobs
-from server.schemas import CompletionRequest, refuse_unsupported
+from server.sampling import check_top_logprobs
+from server.schemas import CompletionRequest
 from server.state import ServerState
-from server.submission import check_min_tokens, check_streaming, new_id, start_generation
+from server.submission import check_min_tokens, new_id, read_generation, start_generation
 from server.text_stream import decode_text
 
 DEFAULT_MAX_TOKENS = 16
@@ -33,12 +32,8 @@ class CompletionRoute:
         self._decoder = msgspec.json.Decoder(CompletionRequest)
 
     async def __call__(self, request: Request) -> Response:
-        state, settings = self._state, self._state.settings
-        body = await read_body(request, self._decoder, settings.max_body_bytes)
-        model = state.check_model(body.model)
-        refuse_unsupported(body)
-        check_sampling(body, vocab_size=state.client.info.vocab_size)
-        include_usage, continuous_usage = check_streaming(body)
+        state = self._state
+        body, model, usage = await read_generation(state, request, self._decoder)
         for param, value in (("logprobs", body.logprobs), ("prompt_logprobs", body.prompt_logprobs)):
             if value is not None:
                 check_top_logprobs(param, value)
@@ -69,9 +64,7 @@ class CompletionRoute:
             discard_output=body.max_tokens == 0,
             logprobs=body.logprobs,
             num_prompt_logprobs=body.prompt_logprobs,
-            include_usage=include_usage or settings.force_usage,
-            continuous_usage=continuous_usage,
-            show_cached=settings.show_cached_tokens,
+            usage=usage,
         )
         writer = CompletionWriter(generation, state.tokenizer, options)
         return GenerationAnswer(generation, writer, stream=bool(body.stream))

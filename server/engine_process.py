@@ -122,7 +122,7 @@ def _submit(engine: ServedEngine, requests: Sequence[wire.WireRequest], sender: 
     """Adds the requests of one HTTP request; the first refusal is the answer to all of them."""
     for i, item in enumerate(requests):
         try:
-            engine.add_request(request_of(item), sender.put)
+            engine.add_request(wire.request_from_wire(item), sender.put)
         except Exception as error:
             status, param = _status_of(error)
             if status == 500:
@@ -132,17 +132,6 @@ def _submit(engine: ServedEngine, requests: Sequence[wire.WireRequest], sender: 
             for added in requests[:i]:
                 engine.abort(added.request_id)
             return
-
-
-def request_of(item: wire.WireRequest) -> Request:
-    return Request(
-        request_id=item.request_id,
-        prompt=tuple(item.prompt),
-        sampling=item.sampling,
-        priority=item.priority,
-        cache_salt=item.cache_salt,
-        deadline_s=item.deadline_s,
-    )
 
 
 def _status_of(error: Exception) -> tuple[int, str | None]:

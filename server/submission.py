@@ -6,32 +6,47 @@ import hashlib
 import uuid
 from collections.abc import Sequence
 
+import msgspec
+from starlette.requests import Request
+
 from server import wire
 from server.errors import RequestError, invalid
 from server.generation import Choice, Generation
-from server.sampling import sampling_params, stop_strings
-from server.schemas import SamplingFields
+from server.request_body import read_body
+from server.sampling import check_sampling, sampling_params, stop_strings
+from server.schemas import SamplingFields, refuse_unsupported
 from server.state import ServerState
 from server.text_stream import TextStream
+from server.usage import UsageOptions
 
 
 def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
-def check_streaming(body: SamplingFields) -> tuple[bool, bool]:
-    """(include usage, usage on every chunk). Raises RequestError 400 for options without a stream."""
+async def read_generation[T: SamplingFields](
+    state: ServerState, request: Request, decoder: msgspec.json.Decoder[T]
+) -> tuple[T, str, UsageOptions]:
+    """(body, model name, what to tell of the counts), everything that both routes have checked. Raises RequestError."""
+    body = await read_body(request, decoder, state.settings.max_body_bytes)
+    model = state.check_model(body.model)
+    refuse_unsupported(body)
+    check_sampling(body, vocab_size=state.client.info.vocab_size)
+    return body, model, _usage_options(state, body)
+
+
+def _usage_options(state: ServerState, body: SamplingFields) -> UsageOptions:
     options = body.stream_options
-    if not body.stream:
-        if options:  # null and absent are the same
-            raise invalid("stream_options", "is only allowed when `stream` is true")
-        return False, False
-    if body.prompt_logprobs is not None:
+    if options and not body.stream:  # null and absent are the same
+        raise invalid("stream_options", "is only allowed when `stream` is true")
+    if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "is not available when `stream` is true")
-    if not options:
-        return False, False
-    include = bool(options.include_usage)
-    return include, include and bool(options.continuous_usage_stats)
+    asked = bool(options and options.include_usage)
+    return UsageOptions(
+        in_stream=asked or state.settings.force_usage,
+        in_every_chunk=asked and bool(options and options.continuous_usage_stats),
+        show_cached=state.settings.show_cached_tokens,
+    )
 
 
 def start_generation(

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from server.generation import Choice
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UsageOptions:
+    """What a stream tells of the counts; an answer that is not streamed has them always."""
+
+    in_stream: bool  # in a chunk of its own, the last
+    in_every_chunk: bool
+    show_cached: bool  # prompt_tokens_details
 
 
 def usage(choices: Iterable[Choice], n: int, *, show_cached: bool, hidden_tokens: int = 0) -> dict[str, Any]:

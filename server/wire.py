@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from batcher.request import ErrorCode, RequestOutput, SamplingParams, TokenLogprobs
+from batcher.request import ErrorCode, Request, RequestOutput, SamplingParams, TokenLogprobs
 from batcher.stats import EngineStats
 
 
@@ -88,6 +88,17 @@ class Stats(msgspec.Struct, tag=True):
 
 Command = Submit | Abort | Stop
 Event = Report | Ready | Failed | Outputs | Stats
+
+
+def request_from_wire(item: WireRequest) -> Request:
+    return Request(
+        request_id=item.request_id,
+        prompt=tuple(item.prompt),
+        sampling=item.sampling,
+        priority=item.priority,
+        cache_salt=item.cache_salt,
+        deadline_s=item.deadline_s,
+    )
 
 
 def output_to_wire(output: RequestOutput) -> Output:

@@ -1,6 +1,7 @@
 """The training loop on a model of a few thousand parameters: packing, the optimizer, resuming, the exported files."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -19,6 +20,7 @@ from scripts.demo.optimizer import Optimizer, orthogonalised
 from scripts.demo.packing import pack
 from scripts.demo.tokenizer import SampleEncoder
 from scripts.demo.trainer import Schedule, Shape, Trainer, row_logits
+from tests.model.driver import TINY
 
 CORPUS = Corpus(Arithmetic(), sum_share=0.4, story_share=0.3)
 SCHEDULE = Schedule(
@@ -39,17 +41,9 @@ def encoder() -> SampleEncoder:
 
 @pytest.fixture(scope="module")
 def config(encoder: SampleEncoder) -> LlamaConfig:
-    return LlamaConfig(
+    return replace(
+        TINY,
         vocab_size=encoder.tokenizer.get_vocab_size(),
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        rms_norm_eps=1e-5,
-        rope_theta=10_000.0,
-        rope_scaling=None,
         max_position_embeddings=128,
         tie_word_embeddings=True,
         checkpoint_dtype="bfloat16",
@@ -164,7 +158,7 @@ def test_training_lowers_the_loss_and_goes_on_where_it_was(
 
 def test_the_exported_checkpoint_is_the_model(config: LlamaConfig, encoder: SampleEncoder, tmp_path: Path) -> None:
     trainer = Trainer(config, SCHEDULE)
-    export.export(tmp_path, config, trainer.params, encoder.tokenizer)
+    export.export(tmp_path, trainer.model(trainer.params), encoder.tokenizer)
     assert LlamaConfig.from_file(tmp_path) == config
     loaded = load_hf(tmp_path, config, dtype=jnp.float32)
     expected = nnx.state(trainer.model(export.rounded(trainer.params)))

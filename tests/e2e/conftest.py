@@ -10,17 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
-import openai
-import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from scripts.engine import Built, build_runner
 from scripts.settings import EngineSettings
+from tests.server.running import RunningServer
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {"max_num_seqs": 64, "max_num_batched_tokens": 128, "max_model_len": 512, "seed": 0}
@@ -41,18 +38,7 @@ def built(settings) -> Built:
     return built
 
 
-@dataclass
-class DemoServer:
-    process: subprocess.Popen[str]
-    url: str
-    lines: list[str] = field(default_factory=list)  # what it printed until it was ready
-
-    def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
-
-    def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60)
-
+class DemoServer(RunningServer):
     def metrics(self) -> dict[str, float]:
         """Every sample without labels of its own (a bucket, a reason), by name without the prefix."""
         with self.http() as http:
@@ -73,37 +59,14 @@ class DemoServer:
             time.sleep(0.05)
         return metrics
 
-    def engine_process(self) -> psutil.Process:
-        children = psutil.Process(self.process.pid).children()
-        return next(child for child in children if "spawn_main" in " ".join(child.cmdline()))
-
 
 @contextlib.contextmanager
 def serve(*flags: str) -> Iterator[DemoServer]:
     """`python -m scripts.launch FLAGS`, until it is ready; what is left of it is killed."""
     command = [sys.executable, "-m", "scripts.launch", "--device", "cpu", "--port", "0", *flags]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        server = DemoServer(process, "")
-        for line in process.stdout:
-            server.lines.append(line.rstrip())
-            if "curl http" in line:
-                server.url = line.split("curl ")[1].split("/v1")[0]
-                break
-        else:
-            raise RuntimeError(f"the server ended before it was ready: {server.lines}")
+    server = DemoServer(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+    with server.until_done(lambda line: line.split("curl ")[1].split("/v1")[0] if "curl http" in line else None):
         yield server
-    finally:
-        if process.poll() is None:
-            process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            raise
-        finally:
-            process.stdout.close()
 
 
 @pytest.fixture(scope="session")

@@ -57,7 +57,7 @@ def test_two_hundred_clients_that_leave_cost_nobody_anything(server):
     before = server.metrics()
     seen = asyncio.run(all_leave())
     assert all(b" 200 " in head.split(b"\r\n")[0] for head in seen)
-    with server.openai() as client:
+    with server.client() as client:
         answer = client.completions.create(model="demo", prompt="Once upon a time", max_tokens=5, temperature=0)
     assert answer.usage.completion_tokens > 0
     metrics = server.wait_for_metrics(lambda now: now["kv_cache_usage_perc"] == 0 == now["num_requests_running"])

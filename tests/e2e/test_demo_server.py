@@ -14,7 +14,7 @@ QUESTION = [{"role": "user", "content": "What is 47 + 35?"}]
 
 
 def test_a_chat_is_streamed_to_the_official_client(server):
-    with server.openai() as client:
+    with server.client() as client:
         stream = client.chat.completions.create(
             model="demo", messages=QUESTION, temperature=0, stream=True, stream_options={"include_usage": True}
         )
@@ -45,7 +45,7 @@ def test_the_line_to_try_works_when_typed(server):
 
 
 def test_a_second_turn_knows_the_first(server):
-    with server.openai() as client:
+    with server.client() as client:
         said = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0).choices[0].message
         turns = [*QUESTION, said.model_dump(include={"role", "content"})]
         turns.append({"role": "user", "content": "Which is larger, 31 or 57?"})
@@ -55,7 +55,7 @@ def test_a_second_turn_knows_the_first(server):
 
 def test_a_seed_gives_the_same_story_twice_and_another_seed_another(server):
     def story(seed: int) -> str:
-        with server.openai() as client:
+        with server.client() as client:
             answer = client.completions.create(
                 model="demo", prompt="Once upon a time", max_tokens=40, temperature=1.0, seed=seed
             )
@@ -72,7 +72,7 @@ def test_offline_answers_are_the_servers(server, built, monkeypatch, settings):
     prompts = [f"What is {a} + {b}?" for a, b in ((12, 30), (7, 8), (51, 44))]
     with llm.LLM("demo") as offline:
         results = offline.chat([[{"role": "user", "content": prompt}] for prompt in prompts], {"temperature": 0})
-    with server.openai() as client:
+    with server.client() as client:
         online = [
             client.chat.completions.create(model="demo", messages=[{"role": "user", "content": prompt}], temperature=0)
             for prompt in prompts

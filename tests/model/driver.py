@@ -11,10 +11,10 @@ from flax import nnx
 from batcher.request import SamplingParams
 from batcher.step import PATCH_BLOCK, Bucket, PackedLayout, PenaltyReset, SlotLayout, StepInput, StepOutput
 from model.config import LlamaConfig
-from model.dense_attention import causal_attention
 from model.llama import Llama
 from model.runner import ModelRunner, RunnerConfig
 from pallas_kernels.api import AttentionSpec, Backend, PagedAttention
+from tests.model.dense_attention import causal_attention
 
 TINY = LlamaConfig(
     vocab_size=199,

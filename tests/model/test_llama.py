@@ -11,29 +11,13 @@ import pytest
 from flax import nnx
 
 from model.config import Llama3Scaling, LlamaConfig
-from model.dense_attention import causal_attention
 from model.llama import Llama
 from model.weights import load_hf
 from scripts.make_goldens import NEW_TOKENS, PROMPT_LENGTH, VARIANTS
-from tests.model import checkpoints
+from tests.model import checkpoints, driver
+from tests.model.dense_attention import causal_attention
 
-TINY = LlamaConfig(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-    rope_scaling=None,
-    max_position_embeddings=128,
-    tie_word_embeddings=False,
-    checkpoint_dtype="float32",
-    bos_token_id=None,
-    eos_token_ids=(),
-)
+TINY = replace(driver.TINY, vocab_size=96, head_dim=8, max_position_embeddings=128)
 
 
 def all_logits(model: Llama, tokens: np.ndarray) -> jax.Array:

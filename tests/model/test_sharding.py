@@ -13,12 +13,12 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from model.config import LlamaConfig
-from model.dense_attention import causal_attention
 from model.llama import Llama
 from model.sharding import abstract_model, make_mesh, partition, sharding_of, stored_config
 from model.weights import load_hf
 from scripts.make_goldens import PROMPT_LENGTH
 from tests.model import checkpoints
+from tests.model.dense_attention import causal_attention
 from tests.model.test_llama import TINY, jitted_logits
 
 

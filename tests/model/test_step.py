@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from batcher.request import MAX_LOGPROBS, SamplingParams
 from batcher.step import Bucket, SlotLayout, Variant
 from model import sampling
-from model.dense_attention import causal_attention
 from model.step import HISTORY_BLOCK, OutputLayout, apply_patches, history_blocks, reset_history
+from tests.model.dense_attention import causal_attention
 from tests.model.driver import TINY, Row, run, tiny_model, tiny_runner
 
 NUM_SLOTS = 4

@@ -6,7 +6,7 @@ import contextlib
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,38 @@ ECHO = "tests.server.echo_engine:build"
 @dataclass
 class RunningServer:
     process: subprocess.Popen[str]
-    url: str
-    lines: list[str] = field(default_factory=list)
+    url: str = ""
+    lines: list[str] = field(default_factory=list)  # what it printed until it was ready
+
+    @contextlib.contextmanager
+    def until_done(self, url_in: Callable[[str], str | None]) -> Iterator[None]:
+        """Waits for the line that has the URL; in the end asks the server to go. TimeoutExpired where it does not."""
+        try:
+            for line in self.process.stdout:
+                self.lines.append(line.strip())
+                if (url := url_in(self.lines[-1])) is not None:
+                    self.url = url
+                    break
+            else:
+                raise RuntimeError(f"the server ended before it was ready: {self.lines}")
+            yield
+        finally:
+            if self.process.poll() is None:
+                self.process.terminate()
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+                raise
+            finally:
+                self.process.stdout.close()
 
     def client(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, **options})
 
     def http(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=30, **options)
+        return httpx.Client(base_url=self.url, timeout=60, **options)
 
     def engine_process(self) -> psutil.Process:
         """The child that runs the engine (the other one tracks multiprocessing's resources)."""
@@ -54,26 +78,9 @@ def running_server(
         "grace_period_s": 5.0,
         "death_linger_s": 2.0,
     }
-    process = spawn(Settings(**(fields | settings)), target, engine_args)
-    try:
-        server = RunningServer(process, "")
-        for line in process.stdout:
-            server.lines.append(line.strip())
-            if line.startswith("ready: "):
-                server.url = line.removeprefix("ready: ").strip()
-                break
-        else:
-            raise RuntimeError(f"the server ended before it was ready: {server.lines}")
+    server = RunningServer(spawn(Settings(**(fields | settings)), target, engine_args))
+    with server.until_done(lambda line: line.removeprefix("ready: ") if line.startswith("ready: ") else None):
         yield server
-    finally:
-        if process.poll() is None:
-            process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
 
 
 def spawn(settings: Settings, target: str, engine_args: object, **options: Any) -> subprocess.Popen[str]:

@@ -10,7 +10,7 @@ import pytest
 from batcher.request import ErrorCode, FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
 from batcher.stats import EngineStats
 from server import wire
-from server.engine_process import load_factory, request_of
+from server.engine_process import load_factory
 
 
 def carried(message: object, kind: object) -> object:
@@ -30,7 +30,7 @@ def test_a_request_arrives_whole():
     assert list(wire.WireRequest.__struct_fields__) == names  # a field more there must be one more here
     sent = wire.Submit([wire.WireRequest(*(getattr(request, name) for name in names))])
     (received,) = carried(sent, wire.Command).requests
-    assert request_of(received) == request
+    assert wire.request_from_wire(received) == request
 
 
 @pytest.mark.parametrize(

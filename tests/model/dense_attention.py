@@ -1,4 +1,4 @@
-"""Plain causal attention without pages, for training and for tests: an `attend` for `model.llama.Llama`."""
+"""Plain causal attention without pages, the oracle of the tests: an `attend` for `model.llama.Llama`."""
 
 from __future__ import annotations
 
