@@ -33,7 +33,7 @@ class CompileCounter:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # programs are compiled in several threads
         self._total = 0
-        self._cached = 0
+        self._cached_here = threading.local()
         jax.monitoring.register_event_duration_secs_listener(_forward_duration(weakref.ref(self)))
         jax.monitoring.register_event_listener(_forward_event(weakref.ref(self)))
 
@@ -42,16 +42,16 @@ class CompileCounter:
         return self._total
 
     @property
-    def from_cache(self) -> int:
-        """How many of them were read from the disk."""
-        return self._cached
+    def from_cache_in_this_thread(self) -> int:
+        """How many of those that the calling thread asked for were read from the disk."""
+        return getattr(self._cached_here, "count", 0)
 
     def count(self, event: str) -> None:
-        with self._lock:
-            if event == COMPILED:
+        if event == COMPILED:
+            with self._lock:
                 self._total += 1
-            elif event == CACHE_HIT:
-                self._cached += 1
+        elif event == CACHE_HIT:
+            self._cached_here.count = self.from_cache_in_this_thread + 1
 
 
 # JAX keeps its listeners for good; these let go of a counter that nobody holds any more.

@@ -1,4 +1,4 @@
-"""How many K/V pages fit, and the pages themselves."""
+"""How many K/V pages fit."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 
 from model.config import LlamaConfig
-from pallas_kernels.api import PagedAttention
 
 GIB = 1 << 30
 
@@ -24,7 +22,7 @@ class DeviceMemory:
     """Of one device, in bytes."""
 
     total: int
-    free: int  # not in use by anyone now
+    free: int  # not in use by anyone, once the weights are there
     is_host: bool  # the machine's own memory: a CPU
 
 
@@ -128,15 +126,9 @@ def _does_not_fit(
     where = "this machine" if memory.is_host else "each device"
     return (
         f"the model does not fit: {where} has {gib(memory.total)}, of which {utilization:.0%} may be used and "
-        f"{gib(memory.free)} are free now. Needed: weights {gib(needs.weights)} (loaded), temporaries of the largest "
-        f"step {gib(needs.temporaries)}, state of the request slots {gib(needs.state)}, K/V pages of one request of "
-        f"{max_model_len} tokens {gib(sequence_bytes)}. Lower --max-model-len (K/V), --max-num-batched-tokens "
-        f"(temporaries) or --max-num-seqs (state, temporaries), raise --memory-utilization, take --dtype bfloat16, or "
-        f"spread the model over more devices with --tensor-parallel-size"
+        f"{gib(max(memory.free, 0))} are free beside the weights. Needed: weights {gib(needs.weights)}, temporaries of "
+        f"the largest step {gib(needs.temporaries)}, state of the request slots {gib(needs.state)}, K/V pages of one "
+        f"request of {max_model_len} tokens {gib(sequence_bytes)}. Lower --max-model-len (K/V), "
+        f"--max-num-batched-tokens (temporaries) or --max-num-seqs (state, temporaries), raise --memory-utilization, take "
+        f"--dtype bfloat16, or spread the model over more devices with --tensor-parallel-size"
     )
-
-
-def allocate(attention: PagedAttention, num_layers: int, num_pages: int) -> list[jax.Array]:
-    """One array per layer, page 0 included in `num_pages`."""
-    pages = attention.kv_pages(num_pages)
-    return [jnp.zeros(pages.shape, pages.dtype, device=pages.sharding) for _ in range(num_layers)]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import math
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from batcher.step import (
     StepOutput,
 )
 from model import kv_cache
+from model.compilation import Compilation
 from model.compile_cache import CompileCounter
 from model.compiler_options import compiler_options
 from model.llama import Llama
@@ -76,10 +77,14 @@ class StepResult:
 class ModelRunner:
     """`batcher.step.Runner` over a Llama.
 
+    Programs need shapes only, so a runner may be made before the weights are there: from `abstract_model(...)`, then
+    `start_compiling`, then `place` with the loaded model.
+
     Args:
-        model: with its weights where they shall stay: on one device, or spread over `attention.mesh`.
+        model: with its weights where they shall stay, on one device or spread over `attention.mesh`: in place, or
+            described by shape and sharding.
         attention: the paged attention of the step, bound to its backend and mesh.
-        config: limits. Memory is planned and the K/V pages are allocated at once.
+        config: limits. Memory is planned at once; the K/V pages are allocated when the weights are in place.
 
     Raises:
         ValueError: it does not fit (see `kv_cache.plan_pages`).
@@ -92,23 +97,35 @@ class ModelRunner:
         self._config = config
         # Flattened once: walking the module tree for every call would cost more than dispatching the step.
         structure, weights = nnx.split(model)
-        self._weights, tree = jax.tree.flatten(weights)
-        self._rebuild: Callable[[Any], Llama] = lambda leaves: nnx.merge(structure, jax.tree.unflatten(tree, leaves))
+        leaves, self._tree = jax.tree.flatten(weights)
+        self._rebuild: Callable[[Any], Llama] = lambda x: nnx.merge(structure, jax.tree.unflatten(self._tree, x))
+        self._weights_like: list[jax.ShapeDtypeStruct] = _described(leaves)
         if attention.mesh is None:
-            (device,) = self._weights[0].devices()
+            (device,) = leaves[0].sharding.device_set
             self._everywhere: jax.sharding.Sharding = SingleDeviceSharding(device)
         else:
             self._everywhere = NamedSharding(attention.mesh, P())
+        in_place = all(isinstance(leaf, jax.Array) for leaf in leaves)
 
         self._pages_per_seq = -(-config.max_model_len // attention.spec.page_size)
-        self._num_pages = self._plan_pages() if config.num_pages is None else config.num_pages
+        self._num_pages = self._plan_pages(in_place) if config.num_pages is None else config.num_pages
         if self._num_pages < self._pages_per_seq:
             raise ValueError(
                 f"one request of {config.max_model_len=} tokens needs {self._pages_per_seq} pages of "
                 f"{attention.spec.page_size} tokens: {config.num_pages=}"
             )
-        self._state = self._allocate()
+        self._state_like = self._describe_state()
         self._programs: dict[Bucket, Any] = {}
+        self._compilation: Compilation[Bucket | str] | None = None
+        if in_place:
+            self.place(model)
+
+    def place(self, model: Llama) -> None:
+        """Takes the loaded weights of the model that the runner was made for, and allocates the state."""
+        self._weights, tree = jax.tree.flatten(nnx.split(model)[1])
+        if tree != self._tree or _described(self._weights) != self._weights_like:
+            raise ValueError("these are not the weights that the runner was made for: shapes or placement differ")
+        self._state = self._allocate()
 
     def capacity(self) -> Capacity:
         return Capacity(
@@ -125,37 +142,51 @@ class ModelRunner:
         """Programs readied by this process since the runner was made, also ones that nobody meant to compile."""
         return self._compiles.total
 
+    def start_compiling(self, buckets: Iterable[Bucket]) -> None:
+        """Begins with what `warm_up` of the same buckets then finishes. Whoever gives up before that must call
+        `stop_compiling`, or the process ends only after the last program."""
+        slots, history = self._state_like.slots, self._state_like.history
+        lower: dict[Bucket | str, Callable[[], jax.stages.Lowered]] = {
+            bucket: partial(self._lower_step, bucket) for bucket in buckets
+        }
+        lower["patch"] = partial(self._lower_update, apply_patches, slots, (2, PATCH_BLOCK))
+        lower["reset history"] = partial(self._lower_update, reset_history, history, (HISTORY_BLOCK_SIZE,))
+        self._compilation = Compilation(lower, compiler_options(self._a_device().platform), self._compiles)
+
+    def stop_compiling(self) -> None:
+        if self._compilation is not None:
+            self._compilation.cancel()
+
     def warm_up(self, buckets: Iterable[Bucket], report: Callable[[str], None]) -> None:
-        """Compiles every bucket's program, in parallel, then runs each once on padding.
+        """Compiles every bucket's program, in parallel, then runs each once on padding; on a CPU only the smallest,
+        for there a run of the largest takes seconds and readies nothing.
 
         Raises:
             ValueError: the programs need more memory beside the K/V pages than the device has left.
         """
-        started = time.perf_counter()
-        compiled_before, cached_before = self._compiles.total, self._compiles.from_cache
-        tracing_s = 0.0
-        options = compiler_options(self._a_device().platform)
-        compiling: dict[Bucket, Future[Any]] = {}
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for bucket in buckets:
-                tracing = time.perf_counter()
-                lowered = self._lower_step(bucket)  # tracing holds the interpreter's lock: one at a time
-                tracing_s += time.perf_counter() - tracing
-                compiling[bucket] = pool.submit(lowered.compile, compiler_options=options)
-            self._patch = self._lower_update(apply_patches, self._state.slots, (2, PATCH_BLOCK)).compile()
-            self._reset_history = self._lower_update(
-                reset_history, self._state.history, (HISTORY_BLOCK_SIZE,)
-            ).compile()
-            self._programs = {bucket: program.result() for bucket, program in compiling.items()}
+        buckets, waiting_since = list(buckets), time.perf_counter()
+        if self._compilation is None:
+            self.start_compiling(buckets)
+        compilation, self._compilation = self._compilation, None
+        assert compilation is not None
+        programs = compilation.result()
+        self._patch, self._reset_history = programs.pop("patch"), programs.pop("reset history")
+        if programs.keys() != set(buckets):
+            raise ValueError("start_compiling was given other buckets than warm_up")
+        self._programs = {bucket: programs[bucket] for bucket in buckets}
         self._check_temporaries()
+        now = time.perf_counter()
+        early = f", {now - waiting_since:.1f} s of them after loading" if waiting_since > compilation.started_s else ""
         report(
-            f"compiled {self._compiles.total - compiled_before} programs in {time.perf_counter() - started:.1f} s "
-            f"({self._compiles.from_cache - cached_before} came from the disk; tracing took {tracing_s:.1f} s)"
+            f"compiled {len(programs) + 2} programs in {now - compilation.started_s:.1f} s{early} "
+            f"({compilation.num_from_disk} came from the disk; tracing took {compilation.tracing_s:.1f} s)"
         )
         started = time.perf_counter()
-        for bucket in self._programs:  # first calls are slow, and a program that fails should fail here
+        on_cpu = self._a_device().platform == "cpu"
+        for bucket in [min(buckets)] if on_cpu else buckets:  # first calls are slow, and may fail: better here
             self._run_on_padding(bucket)
-        report(f"ran each program once in {time.perf_counter() - started:.1f} s")
+        ran = "the smallest program" if on_cpu else "each program once"
+        report(f"ran {ran} in {time.perf_counter() - started:.1f} s")
 
     def execute(self, step: StepInput) -> StepResult:
         """Dispatches the step and returns. `step.packed` must stay as it is until the result is in: a CPU reads it in
@@ -189,7 +220,7 @@ class ModelRunner:
 
         tokens = np.zeros(bucket.num_tokens, np.int32)
         program = jax.jit(forward, out_shardings=self._everywhere)
-        compiled = program.lower(_described(self._weights), self._sent(tokens.shape)).compile()
+        compiled = program.lower(self._weights_like, self._sent(tokens.shape)).compile()
         return lambda: compiled(self._weights, tokens)
 
     def recover(self) -> None:
@@ -205,15 +236,17 @@ class ModelRunner:
         step = make_step(bucket, self._rebuild, self._attention)
         # Shardings are spelled out: the compiler may otherwise give the state back laid out in another way, which the
         # next program would refuse.
-        kept = jax.tree.map(lambda x: x.sharding, self._state)
+        kept = jax.tree.map(lambda x: x.sharding, self._state_like)
         return jax.jit(step, donate_argnums=1, out_shardings=(kept, self._everywhere)).lower(
-            _described(self._weights), _described(self._state), self._sent((PackedLayout(bucket).size,))
+            self._weights_like, self._state_like, self._sent((PackedLayout(bucket).size,))
         )
 
-    def _lower_update(self, update: Callable[..., Any], array: jax.Array, sent: tuple[int, ...]) -> jax.stages.Lowered:
+    def _lower_update(
+        self, update: Callable[..., Any], array: jax.ShapeDtypeStruct, sent: tuple[int, ...]
+    ) -> jax.stages.Lowered:
         """`update(array, sent) -> array`, in place."""
         program = jax.jit(update, donate_argnums=0, out_shardings=array.sharding)
-        return program.lower(_described(array), self._sent(sent))
+        return program.lower(array, self._sent(sent))
 
     def _sent(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._everywhere)
@@ -230,20 +263,25 @@ class ModelRunner:
         step = StepInput(bucket=bucket, packed=packed, patches=(patches,), penalty_resets=(nothing,))
         self.execute(step).result()
 
-    def _allocate(self) -> DeviceState:
+    def _describe_state(self) -> DeviceState:
+        """Its shapes and shardings."""
         slots, vocab = self._config.max_num_seqs, self._model_config.vocab_size
-        width = SlotLayout.width(self._pages_per_seq)
+        pages = self._attention.kv_pages(self._num_pages + 1)  # page 0 is nobody's
+        kv = jax.ShapeDtypeStruct(pages.shape, pages.dtype, sharding=pages.sharding or self._everywhere)
         return DeviceState(
-            slots=jnp.zeros((slots, width), jnp.int32, device=self._everywhere),
-            history=jnp.zeros((slots, vocab), jnp.int32, device=self._everywhere),
-            kv=kv_cache.allocate(self._attention, self._model_config.num_layers, self._num_pages + 1),
+            slots=self._sent((slots, SlotLayout.width(self._pages_per_seq))),
+            history=self._sent((slots, vocab)),
+            kv=[kv] * self._model_config.num_layers,
         )
 
-    def _plan_pages(self) -> int:
+    def _allocate(self) -> DeviceState:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), self._state_like)
+
+    def _plan_pages(self, weights_in_place: bool) -> int:
         config, attention = self._config, self._attention
         slot_bytes = 4 * (SlotLayout.width(self._pages_per_seq) + self._model_config.vocab_size)
         needs = kv_cache.MemoryNeeds(
-            weights=sum(leaf.addressable_shards[0].data.nbytes for leaf in self._weights),
+            weights=sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in self._weights_like),
             state=slot_bytes * config.max_num_seqs,
             temporaries=kv_cache.temporaries_bound(
                 self._model_config,
@@ -253,8 +291,11 @@ class ModelRunner:
                 num_shards=attention.num_shards,
             ),
         )
+        memory = kv_cache.device_memory(self._a_device())
+        if not weights_in_place:
+            memory = replace(memory, free=memory.free - needs.weights)
         return kv_cache.plan_pages(
-            memory=kv_cache.device_memory(self._a_device()),
+            memory=memory,
             needs=needs,
             memory_utilization=config.memory_utilization,
             page_bytes=attention.page_bytes() * self._model_config.num_layers,

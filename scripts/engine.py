@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import jax
 
     from model.config import LlamaConfig
+    from model.llama import Llama
     from model.runner import ModelRunner
 
 Report = Callable[[str], None]
@@ -85,18 +86,20 @@ class Built:
 
 def build(settings: EngineSettings, report: Report) -> tuple[Engine, EngineInfo]:
     """A warmed-up engine, not started. ValueError in words for whatever cannot be had."""
-    built = build_runner(settings, report)
+    built = build_runner(settings, report, compile_meanwhile=True)
     engine = built.engine()
     engine.warm_up(lambda line: report(f"  {line}"))
     return engine, built.info
 
 
-def build_runner(settings: EngineSettings, report: Report) -> Built:
-    """The weights on the device and the pages allocated; nothing compiled yet."""
+def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile: bool = False) -> Built:
+    """The weights on the device and the pages allocated. `compile_meanwhile`: the programs of all buckets have been
+    begun with, for the warm-up that follows; otherwise nothing is compiled yet."""
     with _phase("start", report) as say:
         platform = _start_jax(settings)
         say(f"jax on {_describe_devices(settings)}")
     from model.runner import ModelRunner, RunnerConfig
+    from model.sharding import abstract_model
     from pallas_kernels.api import AttentionSpec, PagedAttention, choose_backend
     from pallas_kernels.layout import default_page_size
 
@@ -107,11 +110,9 @@ def build_runner(settings: EngineSettings, report: Report) -> Built:
     max_model_len = choose_model_len(settings.max_model_len, config.max_position_embeddings)
     buckets = bucket_config(settings, platform, dtype)
     max_num_seqs, max_num_batched_tokens = buckets.max_num_seqs, buckets.max_num_batched_tokens
-    mesh = _mesh(settings.tensor_parallel_size)
-    with _phase("load", report) as say:
-        model = _load(settings, source, dtype=dtype, mesh=mesh, separate_head=platform == "cpu")
-        say(f"{_size_of(model) / GIB:.2f} GiB of weights from {_origin(settings, source)}, as {dtype} ({reason})")
-    stored = model.config
+    options = {"dtype": dtype, "mesh": _mesh(settings.tensor_parallel_size), "separate_head": platform == "cpu"}
+    planned = abstract_model(config, **options)
+    stored = planned.config
     page_size = settings.page_size or default_page_size(backend, max_model_len)
     attention = PagedAttention(
         AttentionSpec(
@@ -123,24 +124,36 @@ def build_runner(settings: EngineSettings, report: Report) -> Built:
             kv_dtype=dtype,
         ),
         backend,
-        mesh,
+        options["mesh"],
     )
-    with _phase("allocate", report) as say:
-        limits = RunnerConfig(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            memory_utilization=settings.memory_utilization,
-            num_pages=settings.num_pages,
-        )
-        runner = ModelRunner(model, attention, limits)
-        capacity = runner.capacity()
-        kv_bytes = capacity.num_pages * attention.page_bytes() * stored.num_layers
-        say(
-            f"{capacity.num_pages} K/V pages of {page_size} tokens, {kv_bytes / GIB:.2f} GiB: "
-            f"{capacity.num_pages // capacity.pages_per_seq} requests of {max_model_len} tokens at once; "
-            f"attention backend {backend}, at most {max_num_seqs} sequences and {max_num_batched_tokens} tokens a step"
-        )
+    limits = RunnerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        memory_utilization=settings.memory_utilization,
+        num_pages=settings.num_pages,
+    )
+    runner = ModelRunner(planned, attention, limits)
+    capacity = runner.capacity()
+    ladder = BucketLadder(buckets)
+    # XLA's autotuner times kernels on a GPU while it compiles, and keeps what it found: nothing may run beside it.
+    if compile_meanwhile and platform != "gpu":
+        runner.start_compiling(ladder.buckets())
+    try:
+        with _phase("load", report) as say:
+            model = _load(settings, source, **options)
+            say(f"{_size_of(model) / GIB:.2f} GiB of weights from {_origin(settings, source)}, as {dtype} ({reason})")
+        with _phase("allocate", report) as say:
+            runner.place(model)
+            kv_bytes = capacity.num_pages * attention.page_bytes() * stored.num_layers
+            say(
+                f"{capacity.num_pages} K/V pages of {page_size} tokens, {kv_bytes / GIB:.2f} GiB: "
+                f"{capacity.num_pages // capacity.pages_per_seq} requests of {max_model_len} tokens at once; attention "
+                f"backend {backend}, at most {max_num_seqs} sequences and {max_num_batched_tokens} tokens a step"
+            )
+    except BaseException:
+        runner.stop_compiling()
+        raise
     info = EngineInfo(
         max_model_len=max_model_len,
         vocab_size=config.vocab_size,
@@ -155,7 +168,7 @@ def build_runner(settings: EngineSettings, report: Report) -> Built:
     )
     return Built(
         runner=runner,
-        ladder=BucketLadder(buckets),
+        ladder=ladder,
         eos_token_ids=source.generation.eos_token_ids,
         settings=settings,
         info=info,
@@ -258,10 +271,9 @@ def _origin(settings: EngineSettings, source: ModelSource) -> str:
     return "nowhere (random)" if settings.load_format == "dummy" else str(source.folder)
 
 
-def _load(settings: EngineSettings, source: ModelSource, *, dtype: str, mesh: Any, separate_head: bool) -> Any:
+def _load(settings: EngineSettings, source: ModelSource, **options: Any) -> Llama:
     from model import weights
 
-    options = {"dtype": dtype, "mesh": mesh, "separate_head": separate_head}
     config: LlamaConfig = source.config
     if settings.load_format == "dummy" or source.folder is None:
         if settings.load_format != "dummy":
@@ -274,7 +286,7 @@ def _load(settings: EngineSettings, source: ModelSource, *, dtype: str, mesh: An
     return weights.load_hf(source.folder, config, **options)
 
 
-def _size_of(model: Any) -> int:
+def _size_of(model: Llama) -> int:
     import jax
     from flax import nnx
 

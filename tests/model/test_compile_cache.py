@@ -19,7 +19,7 @@ keep_compilations(sys.argv[1])
 counter = CompileCounter()
 for n in (3, 5):
     jax.jit(lambda x: x * 2 + 1)(np.ones(n, np.float32))
-print(counter.total, counter.from_cache)
+print(counter.total, counter.from_cache_in_this_thread)
 """
 
 
@@ -39,7 +39,7 @@ def test_every_program_is_counted_once():
     function = jax.jit(lambda x: x - 7)
     for _ in range(3):
         function(np.ones(11, np.float32))
-    assert (counter.total, counter.from_cache) == (1, 0)
+    assert (counter.total, counter.from_cache_in_this_thread) == (1, 0)
 
 
 def test_a_counter_that_nobody_holds_is_forgotten():

@@ -7,7 +7,7 @@ import pytest
 
 from model import kv_cache
 from model.kv_cache import GIB, DeviceMemory, MemoryNeeds, plan_pages
-from tests.model.driver import TINY, paged_attention
+from tests.model.driver import TINY
 
 MIB = 1 << 20
 NEEDS = MemoryNeeds(weights=8 * GIB, state=1 * GIB, temporaries=2 * GIB)
@@ -91,10 +91,3 @@ def test_the_bound_of_the_temporaries_grows_with_the_step():
     # 24 bytes a row and token of the vocabulary; a token's activations.
     assert bound(64, 9) - bound(64, 8) == 24 * TINY.vocab_size
     assert bound(65, 8) - bound(64, 8) == 4 * (6 * 32 + 3 * (4 + 2 * 2) * 16 + 3 * 48)
-
-
-def test_pages_are_zero_and_one_array_per_layer():
-    pages = kv_cache.allocate(paged_attention(), 3, 5)
-    assert len(pages) == 3
-    assert {kv.shape for kv in pages} == {(2, 5, 2, 8, 16)}
-    assert not any(kv.any() for kv in pages)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from batcher.step import PATCH_BLOCK, Bucket, Capacity, PackedLayout, StepInput, Variant
-from model import weights
+from model import kv_cache, weights
 from model.config import LlamaConfig
 from model.runner import ModelRunner, RunnerConfig
-from model.sharding import make_mesh
+from model.sharding import abstract_model, make_mesh
 from tests.model import checkpoints
-from tests.model.driver import TINY, Row, paged_attention, run, tiny_runner
+from tests.model.driver import TINY, Row, paged_attention, run, tiny_model, tiny_runner
 
 SLOTS = 4
 BUCKETS = [Bucket(4, 4, Variant.GREEDY), Bucket(24, 4, Variant.GREEDY), Bucket(4, 4, Variant.SAMPLE)]
@@ -28,7 +30,7 @@ def runner():
     made.warm_up(BUCKETS, lines.append)
     # Every bucket, and the two updates beside the step.
     assert re.match(rf"compiled {len(BUCKETS) + 2} programs in [\d.]+ s", lines[0])
-    assert re.match(r"ran each program once in [\d.]+ s", lines[1])
+    assert re.match(r"ran the smallest program in [\d.]+ s", lines[1])
     return made
 
 
@@ -66,6 +68,13 @@ def test_warm_up_writes_no_page_and_no_state():
     runner.warm_up([BUCKETS[1]], lambda line: None)
     for leaf in jax.tree.leaves(runner._state):
         assert not np.asarray(leaf).any()
+
+
+def test_pages_are_zero_and_one_array_per_layer():
+    pages = tiny_runner(num_pages=9)._state.kv
+    assert len(pages) == TINY.num_layers
+    assert {kv.shape for kv in pages} == {(2, 10, 2, 8, 16)}
+    assert not any(kv.any() for kv in pages)
 
 
 @pytest.mark.parametrize("bucket", BUCKETS)
@@ -164,6 +173,28 @@ def test_pages_are_planned_where_no_number_is_given():
     assert tiny_runner(num_pages=None).capacity().num_pages == 64
 
 
+def test_only_the_weights_that_the_programs_are_for_are_taken():
+    runner = tiny_runner()
+    other = abstract_model(replace(TINY, vocab_size=64), dtype=jnp.float32)
+    with pytest.raises(ValueError, match="not the weights"):
+        runner.place(other)
+
+
+def test_memory_for_weights_that_are_still_to_come_is_kept_free(monkeypatch):
+    """The same plan before loading as after it."""
+    loaded = tiny_model()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(loaded)))
+    limits = RunnerConfig(max_num_seqs=SLOTS, max_num_batched_tokens=24, max_model_len=64)
+    temporaries = kv_cache.temporaries_bound(TINY, num_tokens=24, num_rows=SLOTS, itemsize=4, num_shards=1)
+    free = size + temporaries + 41 * TINY.num_layers * paged_attention().page_bytes()
+    found = []
+    for model, taken in ((loaded, size), (abstract_model(TINY, dtype=jnp.float32), 0)):
+        memory = kv_cache.DeviceMemory(total=1 << 40, free=free - taken, is_host=False)
+        monkeypatch.setattr(kv_cache, "device_memory", lambda _device, memory=memory: memory)
+        found.append(ModelRunner(model, paged_attention(), limits).capacity().num_pages)
+    assert found == [40, 40]  # and page 0
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return checkpoints.write(tmp_path_factory.mktemp("checkpoint"), "gqa2")
@@ -172,10 +203,14 @@ def checkpoint(tmp_path_factory):
 def texts_of(folder, num_shards, decode):
     config = LlamaConfig.from_file(folder)
     mesh = make_mesh(num_shards) if num_shards > 1 else None
-    model = weights.load_hf(folder, config, dtype=jnp.float32, mesh=mesh)
+    like = abstract_model(config, dtype=jnp.float32, mesh=mesh)
     limits = RunnerConfig(max_num_seqs=SLOTS, max_num_batched_tokens=24, max_model_len=64, num_pages=16)
-    runner = ModelRunner(model, paged_attention(model.config, mesh=mesh), limits)
-    runner.warm_up([BUCKETS[1], decode], lambda line: None)
+    runner = ModelRunner(like, paged_attention(like.config, mesh=mesh), limits)
+    runner.start_compiling([BUCKETS[1], decode])  # the weights come meanwhile
+    runner.place(weights.load_hf(folder, config, dtype=jnp.float32, mesh=mesh))
+    lines = []
+    runner.warm_up([BUCKETS[1], decode], lines.append)
+    assert re.match(r"compiled 4 programs in [\d.]+ s, [\d.]+ s of them after loading", lines[0])
     before = runner.num_compiles
     rows = [Row(0, [5, 6, 7, 8, 9, 10], [1, 2, 3]), Row(2, [3, 1, 4], [7, 8, 9])]
     run(runner, BUCKETS[1], [(rows[0], 4), (rows[1], 3)], admit=rows)
