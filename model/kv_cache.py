@@ -129,6 +129,6 @@ def _does_not_fit(
         f"{gib(max(memory.free, 0))} are free beside the weights. Needed: weights {gib(needs.weights)}, temporaries of "
         f"the largest step {gib(needs.temporaries)}, state of the request slots {gib(needs.state)}, K/V pages of one "
         f"request of {max_model_len} tokens {gib(sequence_bytes)}. Lower --max-model-len (K/V), "
-        f"--max-num-batched-tokens (temporaries) or --max-num-seqs (state, temporaries), raise --memory-utilization, take "
-        f"--dtype bfloat16, or spread the model over more devices with --tensor-parallel-size"
+        f"--max-num-batched-tokens (temporaries) or --max-num-seqs (state, temporaries), raise --memory-utilization, "
+        f"take --dtype bfloat16, or spread the model over more devices with --tensor-parallel-size"
     )
