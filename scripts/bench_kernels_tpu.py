@@ -51,7 +51,9 @@ def main(target: str, static: bool, rest: list[str]) -> None:
         raise ValueError("there is no TPU here to measure on: use --static")
     models = args.model or list(MODELS)
     if args.sweep:
-        sweep(target, models)
+        if args.model:
+            parser.error("--sweep is of all models: their entries have one source")
+        sweep(target)
         return
     text = "\n".join(
         Report(target, model, _tuples(args.decode), _tuples(args.mixed), shipped=not args.no_shipped).text()
@@ -179,7 +181,7 @@ def _per_pair(estimate: Estimate, rows: list[Row]) -> str:
 
 
 def candidates(g: Any) -> list[tuple[str, tuple[int, ...]]]:
-    decode = list(itertools.product((512, 1024), (4, 8)))
+    decode = [(512, 4), (512, 8), (1024, 4), (1024, 8), (2048, 2), (2048, 4)]
     queries = 1024 // g.queries_per_plane  # of one tile
     mixed = [
         (queries * tiles, kv_block, queries * g.queries_per_plane, tile_tokens, units)
@@ -190,7 +192,7 @@ def candidates(g: Any) -> list[tuple[str, tuple[int, ...]]]:
     return [("decode", sizes) for sizes in decode] + [("mixed", sizes) for sizes in mixed]
 
 
-def sweep(target: str, models: list[str]) -> None:
+def sweep(target: str) -> None:
     """Keeps, per geometry and variant, the sizes whose batch takes the fewest cycles, then the fewest bundles, then the
     least VMEM. Nothing may take more than a half of it: XLA keeps weights there, too."""
     from pallas_kernels import tuning
@@ -201,7 +203,7 @@ def sweep(target: str, models: list[str]) -> None:
 
     path = tuning.FOLDER / f"tpu_{tpu_target(target).chip}.json"
     entries: dict[str, Any] = {}
-    for model in models:
+    for model in MODELS:
         g = geometry(model)
         if blocks.key(g) in entries:  # the 3B's heads, padded, are the 8B's
             continue
