@@ -1,7 +1,6 @@
 """The model in its stored form, through Orbax: fused, cast and cut for a number of chips once, then restored as it is.
 
-A start from here skips joining, transposing and casting, and every chip reads its own part. Tied embeddings are
-stored once; a head of its own is made from them where one is wanted.
+A start from here skips joining and casting, and every chip reads its own part.
 """
 
 from __future__ import annotations
@@ -11,17 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from flax import nnx
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh
 
 from model.config import LlamaConfig
 from model.llama import Llama
 from model.sharding import abstract_model, num_shards_of
 
-FORMAT = 1
+FORMAT = 2
 DESCRIPTION_FILE = "stored.json"
 _ARRAYS = "arrays"
 
@@ -36,11 +33,8 @@ def save_orbax(model: Llama, folder: Path | str, config: LlamaConfig) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty")
     folder.mkdir(parents=True, exist_ok=True)
-    arrays = _named(model)
-    if config.tie_word_embeddings:
-        arrays.pop("head", None)
     with _checkpointer() as checkpointer:
-        checkpointer.save(folder / _ARRAYS, arrays)
+        checkpointer.save(folder / _ARRAYS, _named(model))
     description = {"format": FORMAT, "num_shards": model.num_shards, "dtype": model.dtype.name}
     # Written last: a folder without it was interrupted.
     (folder / DESCRIPTION_FILE).write_text(json.dumps(description | {"config": _identity(config)}, indent=2) + "\n")
@@ -52,7 +46,7 @@ def load_orbax(
     *,
     dtype: Any,
     mesh: Mesh | None = None,
-    separate_head: bool = False,
+    kernel_first: bool = False,
 ) -> Llama:
     """The model that `save_orbax` wrote, cast to `dtype`, restored straight to where `mesh` wants it.
 
@@ -61,16 +55,13 @@ def load_orbax(
     """
     folder = Path(folder).absolute()
     _check(folder, config, num_shards_of(mesh))
-    model = abstract_model(config, dtype=dtype, mesh=mesh, separate_head=separate_head)
+    model = abstract_model(config, dtype=dtype, mesh=mesh, kernel_first=kernel_first)
     wanted = _named(model)
-    head = wanted.pop("head", None) if config.tie_word_embeddings else None
     with _checkpointer() as checkpointer:
         restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
         arrays = checkpointer.restore(
             folder / _ARRAYS, args=ocp.args.PyTreeRestore(item=wanted, restore_args=restore_args)
         )
-    if head is not None:
-        arrays["head"] = _transpose(arrays["embedding"], sharding=head.sharding)
     graphdef, state = nnx.split(model)
     filled = [(path, variable.replace(arrays[_name(path)])) for path, variable in nnx.to_flat_state(state)]
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
@@ -110,7 +101,3 @@ def _named(model: Llama) -> dict[str, Any]:
 
 def _name(path: tuple[Any, ...]) -> str:
     return ".".join(map(str, path))
-
-
-def _transpose(embedding: jax.Array, *, sharding: Sharding) -> jax.Array:
-    return jax.jit(jnp.transpose, out_shardings=sharding)(embedding)

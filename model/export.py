@@ -43,11 +43,8 @@ def hf_tensors(config: LlamaConfig, params: Mapping[str, jax.Array], *, dtype: A
     shapes = expected_shapes(config)
     tensors: dict[str, np.ndarray] = {}
     for name, param in params.items():
-        if name == "head" and config.tie_word_embeddings:
-            continue  # the embedding, kept a second time
-        array = np.asarray(param.astype(dtype))
-        rows = array.T if array.ndim == 2 and name != "embedding" else array
-        parts = sources(name, config)
+        rows = np.asarray(param.astype(dtype))
+        parts = sources(name)
         ends = np.cumsum([shapes[part.key][0] for part in parts])
         for part, piece in zip(parts, np.split(rows, ends[:-1]), strict=True):
             tensors[part.key] = np.ascontiguousarray(piece)

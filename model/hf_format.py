@@ -32,7 +32,7 @@ class Source:
 EMBEDDING = Source("model.embed_tokens.weight")
 HEAD = Source("lm_head.weight")
 
-# Parameter -> the tensors that fill it, side by side. A tensor is [out, in]; a parameter of two axes [in, out].
+# Parameter -> the tensors that fill it, one below the other. Both are [out, in].
 _TOP: dict[str, tuple[Source, ...]] = {
     "embedding": (EMBEDDING,),
     "norm.scale": (Source("model.norm.weight"),),
@@ -54,10 +54,8 @@ _LAYER: dict[str, tuple[Source, ...]] = {
 _IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
-def sources(path: str, config: LlamaConfig) -> tuple[Source, ...]:
+def sources(path: str) -> tuple[Source, ...]:
     """The tensors of the parameter at `path` ("layers.3.mlp.down"), in the order in which they are joined."""
-    if path == "head" and config.tie_word_embeddings:
-        return (EMBEDDING,)
     if path in _TOP:
         return _TOP[path]
     _, layer, name = path.split(".", 2)

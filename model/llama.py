@@ -26,12 +26,10 @@ class Llama(nnx.Module):
         config: with the stored number of KV heads, after replication over chips (`model.sharding.stored_config`).
         dtype: of weights and activations. Rotary embeddings, norm statistics and logits are float32 regardless.
         rngs: for random weights; under `nnx.eval_shape` none are made.
-        num_shards: chips over which the heads are split. It orders the columns of the fused projections
+        num_shards: chips over which the heads are split. It orders the rows of the fused projections
             (`model.layers`), so weights stored for one number do not serve another.
-        separate_head: keep a head [D, V] of its own even when embeddings are tied. XLA's CPU products run the
-            transposed [V, D] five times slower for one float32 row, and for any bfloat16 rows, so serving on a CPU
-            pays the memory (0.5 GB of bfloat16 for the 1B model); chips run both alike, and the embedding serves as
-            head. Training a tied model needs False.
+        kernel_first: multiply [out, in] x [in, T] and transpose the small product, instead of [T, in] x [in, out].
+            The same numbers; a form for XLA's CPU backend (`model.layers.project`).
     """
 
     def __init__(
@@ -41,7 +39,7 @@ class Llama(nnx.Module):
         dtype: Any,
         rngs: nnx.Rngs,
         num_shards: int = 1,
-        separate_head: bool = False,
+        kernel_first: bool = False,
     ):
         for name in ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size"):
             if getattr(config, name) % num_shards:
@@ -49,14 +47,14 @@ class Llama(nnx.Module):
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.num_shards = num_shards
+        self.kernel_first = kernel_first
         vocab, embed = config.vocab_size, config.hidden_size
         self.embedding = normal_param(rngs, (vocab, embed), dtype, ("vocab", "embed"))
-        self.layers = nnx.List(
-            [DecoderLayer(config, dtype=dtype, rngs=rngs, num_shards=num_shards) for _ in range(config.num_layers)]
-        )
+        form = {"dtype": dtype, "rngs": rngs, "num_shards": num_shards, "kernel_first": kernel_first}
+        self.layers = nnx.List([DecoderLayer(config, **form) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config, dtype=dtype)
-        tied = config.tie_word_embeddings and not separate_head
-        self.head = None if tied else normal_param(rngs, (embed, vocab), dtype, ("embed", "vocab"))
+        tied = config.tie_word_embeddings
+        self.head = None if tied else normal_param(rngs, (vocab, embed), dtype, ("vocab", "embed"))
 
     def __call__(
         self,
@@ -80,7 +78,6 @@ class Llama(nnx.Module):
         return self.norm(x), new_kv
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """f32[..., V] of hidden [..., D] as `__call__` returned it."""
-        if self.head is not None:
-            return project(hidden, self.head[...], out_dtype=jnp.float32)
-        return project(hidden, self.embedding[...].T, out_dtype=jnp.float32)
+        """f32[S, V] of hidden [S, D] as `__call__` returned it."""
+        head = self.embedding if self.head is None else self.head
+        return project(hidden, head[...], kernel_first=self.kernel_first, out_dtype=jnp.float32)

@@ -16,7 +16,8 @@ from model.llama import Llama
 
 TENSOR_AXIS = "tensor"
 
-# Logical axis -> mesh axis. Products split their columns, then their rows: two all-reduces a layer and nothing else.
+# Logical axis -> mesh axis. Products split what they put out, then what they take in: two all-reduces a layer and
+# nothing else.
 # The vocabulary is split in the embedding (one all-reduce of [T, D]) and in the head (logits stay where they are made).
 RULES: dict[str, str | None] = {
     "vocab": TENSOR_AXIS,
@@ -76,7 +77,7 @@ def stored_config(config: LlamaConfig, num_shards: int) -> LlamaConfig:
     return replace(config, num_kv_heads=kv_heads)
 
 
-def abstract_model(config: LlamaConfig, *, dtype: Any, mesh: Mesh | None = None, separate_head: bool = False) -> Llama:
+def abstract_model(config: LlamaConfig, *, dtype: Any, mesh: Mesh | None = None, kernel_first: bool = False) -> Llama:
     """The model in its stored form on `mesh`, every parameter a ShapeDtypeStruct with its sharding.
 
     Weights are loaded into it, and its programs can be compiled before they are there.
@@ -84,7 +85,7 @@ def abstract_model(config: LlamaConfig, *, dtype: Any, mesh: Mesh | None = None,
     num_shards = num_shards_of(mesh)
     stored = stored_config(config, num_shards)
     model = nnx.eval_shape(
-        lambda: Llama(stored, dtype=dtype, rngs=nnx.Rngs(0), num_shards=num_shards, separate_head=separate_head)
+        lambda: Llama(stored, dtype=dtype, rngs=nnx.Rngs(0), num_shards=num_shards, kernel_first=kernel_first)
     )
     graphdef, state = nnx.split(model)
     placed = [(path, variable.replace(_placed(variable, mesh))) for path, variable in nnx.to_flat_state(state)]

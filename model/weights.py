@@ -1,7 +1,7 @@
 """Parameters from outside: Hugging Face safetensors, read shard by shard, and random ones made where they will lie.
 
 A parameter is filled by the tensors that `model.hf_format` lists for it. Each chip's rows are read straight from the
-file, put on the chip as they are, and joined and transposed there: the host never holds a whole model.
+file, put on the chip as they are, and joined there: the host never holds a whole model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def load_hf(
     *,
     dtype: Any,
     mesh: Mesh | None = None,
-    separate_head: bool = False,
+    kernel_first: bool = False,
 ) -> Llama:
     """The checkpoint in `folder`, cast to `dtype`, in its stored form on `mesh`.
 
@@ -43,7 +43,7 @@ def load_hf(
     Raises:
         ValueError: tensors missing, unexpected, mis-shaped or of a type that cannot be cast: all in one message.
     """
-    model = abstract_model(config, dtype=dtype, mesh=mesh, separate_head=separate_head)
+    model = abstract_model(config, dtype=dtype, mesh=mesh, kernel_first=kernel_first)
     with TensorFiles(Path(folder)) as files:
         files.check(config)
         return _fill(model, partial(_read_parameter, files=files, config=config, mesh=mesh))
@@ -54,11 +54,11 @@ def random_weights(
     *,
     dtype: Any,
     mesh: Mesh | None = None,
-    separate_head: bool = False,
+    kernel_first: bool = False,
     seed: int = 0,
 ) -> Llama:
     """Weights of the right shapes and sizes and no meaning, made on the chips at the speed of their memory."""
-    model = abstract_model(config, dtype=dtype, mesh=mesh, separate_head=separate_head)
+    model = abstract_model(config, dtype=dtype, mesh=mesh, kernel_first=kernel_first)
     seeds = np.random.default_rng(seed).integers(1 << 32, size=len(jax.tree.leaves(nnx.state(model))))
     remaining = iter(seeds.astype(np.uint32))
 
@@ -96,12 +96,10 @@ def _read_parameter(
     config: LlamaConfig,
     mesh: Mesh | None,
 ) -> jax.Array:
-    parts = sources(path, config)
-    transposed = len(axes) == 2 and path != "embedding"
-    raw_sharding = sharding_of(axes[::-1] if transposed else axes, mesh)
-    raw = [_read(files, part, config, num_shards_of(mesh), raw_sharding) for part in parts]
+    parts = sources(path)
+    raw = [_read(files, part, config, num_shards_of(mesh), sharding_of(axes, mesh)) for part in parts]
     groups = num_shards_of(mesh) if len(parts) > 1 else 1
-    array = _join(raw, groups=groups, transpose=transposed, dtype=like.dtype, sharding=like.sharding)
+    array = _join(raw, groups=groups, dtype=like.dtype, sharding=like.sharding)
     # Waiting here keeps what is in flight to the few parameters that the pool works on.
     return jax.block_until_ready(array)
 
@@ -124,15 +122,14 @@ def _read(files: TensorFiles, source: Source, config: LlamaConfig, num_shards: i
     return jax.make_array_from_callback((rows * copies, *rest), sharding, read)
 
 
-@partial(jax.jit, static_argnames=("groups", "transpose", "dtype", "sharding"))
-def _join(raw: list[jax.Array], *, groups: int, transpose: bool, dtype: Any, sharding: Sharding) -> jax.Array:
-    """[out, D] tensors, cut into one group per chip and joined group by group, as the columns [D, out] of one."""
+@partial(jax.jit, static_argnames=("groups", "dtype", "sharding"))
+def _join(raw: list[jax.Array], *, groups: int, dtype: Any, sharding: Sharding) -> jax.Array:
+    """[out, in] tensors, cut into one group per chip and joined group by group, as the rows of one."""
     joined = raw[0]
     if len(raw) > 1:
         cut = [part.reshape(groups, part.shape[0] // groups, part.shape[1]) for part in raw]
         joined = jnp.concatenate(cut, axis=1).reshape(-1, raw[0].shape[1])
-    array = (joined.T if transpose else joined).astype(dtype)
-    return jax.lax.with_sharding_constraint(array, sharding)
+    return jax.lax.with_sharding_constraint(joined.astype(dtype), sharding)
 
 
 def _random(seed: np.uint32, *, shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.Array:

@@ -3,9 +3,10 @@
 Softmax and both products run in float32 whatever the pages hold. The form is chosen for XLA's CPU backend, where it
 costs no more than dense attention over contiguous K/V:
 
-- Decodes are taken in groups of rows. One gather per block fetches `[rows, K, block, H]` (a page of one head is
-  contiguous, so a gather row is one page of one head), and an online softmax runs over the blocks, as many as the
-  longest row of the group needs: a step costs what its live tokens cost, not what the context limit would.
+- The K/V of all decodes are cut into blocks, and the loop takes so many blocks at a time, of whichever rows they are:
+  a step costs what its live tokens cost, neither what the context limit would nor what its longest row does. One
+  gather fetches them (a page of one head is contiguous, so a gather row is one page of one head), and an online
+  softmax per row takes them in; blocks of one row meet in products with a 0/1 matrix.
 - Prompt chunks are cut into tiles of queries of one row; a tile loops over the K/V blocks at or before its last
   position. Tiles are written in token order, so that what a tile writes past its row's end is overwritten by the next.
 
@@ -26,8 +27,8 @@ from jax import lax
 if TYPE_CHECKING:
     from pallas_kernels.api import AttentionSpec, RaggedBatch
 
-DECODE_GROUP_ROWS = 8
 DECODE_BLOCK_TOKENS = 64
+DECODE_BLOCKS_AT_ONCE = 16  # and no more than 4 a row: one lonely short row should not pay for sixteen
 TILE_QUERIES = 64
 TILE_BLOCK_TOKENS = 256
 
@@ -168,40 +169,39 @@ def _attend_decodes(
     first_page: jax.Array | int,
 ) -> jax.Array:
     """f32[T, K, G, H]: attention of the first num_decodes tokens (token i is row i); zero elsewhere, or overwritten."""
-    page_size = kv_pages.shape[3]
-    group = min(DECODE_GROUP_ROWS, schedule.kv_lens.shape[0], queries.shape[0])
-    pages_per_block = max(1, DECODE_BLOCK_TOKENS // page_size)
-    block_tokens = pages_per_block * page_size
-    rows = _round_up(min(schedule.kv_lens.shape[0], queries.shape[0]), group)
-    lens = jnp.where(jnp.arange(rows) < schedule.num_decodes, _pad_rows(schedule.kv_lens, rows), 0)
-    table = _pad_columns(_pad_rows(schedule.page_table, rows), pages_per_block) + first_page
+    rows = min(schedule.kv_lens.shape[0], queries.shape[0])
+    row_ids = jnp.arange(rows)
+    queries_of_rows = queries[:rows]
+    pages_per_block = max(1, DECODE_BLOCK_TOKENS // kv_pages.shape[3])
+    block_tokens = pages_per_block * kv_pages.shape[3]
+    table = _pad_columns(schedule.page_table[:rows], pages_per_block) + first_page
+    table = table.reshape(rows, -1, pages_per_block)
+    lens = jnp.where(row_ids < schedule.num_decodes, schedule.kv_lens[:rows], 0)
+    num_blocks = -(-lens // block_tokens)
+    ends = jnp.cumsum(num_blocks)  # row r has the blocks [ends[r - 1], ends[r]) of the step's
+    at_once = min(DECODE_BLOCKS_AT_ONCE, 4 * rows)
 
-    def attend_group(index: jax.Array, out: jax.Array) -> jax.Array:
-        row = index * group
-        row_queries = lax.dynamic_slice_in_dim(queries_padded, row, group)
-        row_lens = lax.dynamic_slice_in_dim(lens, row, group)
-        row_table = lax.dynamic_slice_in_dim(table, row, group)
+    def attend_blocks(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        acc, maximum, total = carry  # [rows, K, G, H], [rows, K, G] twice
+        number = index * at_once + jnp.arange(at_once)
+        row = jnp.sum(number[:, None] >= ends, axis=1)
+        is_of_row = row[:, None] == row_ids  # [blocks, rows]; those past the last block are of none
+        row = jnp.minimum(row, rows - 1)
+        block = jnp.minimum(number - (ends - num_blocks)[row], table.shape[1] - 1)
+        is_live = block[:, None] * block_tokens + jnp.arange(block_tokens) < lens[row][:, None]
+        keys, values = _gather_block(kv_pages, table[row, block], is_live)
+        scores = jnp.einsum("bkgh,bkth->bkgt", queries_of_rows[row], keys)
+        scores = jnp.where(is_live[:, None, None, :], scores, MASKED)
+        peaks = jnp.where(is_of_row[:, :, None, None], scores.max(-1)[:, None], MASKED)
+        new_maximum = jnp.maximum(maximum, peaks.max(0))
+        weights = jnp.exp(scores - new_maximum[row][..., None])
+        shrink = jnp.exp(maximum - new_maximum)
+        to_rows = is_of_row.astype(jnp.float32).T  # [rows, blocks]
+        acc = acc * shrink[..., None] + jnp.tensordot(to_rows, weights @ values, 1)
+        return acc, new_maximum, total * shrink + jnp.tensordot(to_rows, weights.sum(-1), 1)
 
-        def attend_block(block, carry):
-            pages = lax.dynamic_slice_in_dim(row_table, block * pages_per_block, pages_per_block, axis=1)
-            positions = block * block_tokens + jnp.arange(block_tokens)
-            is_live = positions[None] < row_lens[:, None]  # [rows, block]
-            key_block, value_block = _gather_block(kv_pages, pages, is_live)
-            scores = jnp.einsum("skgh,skth->skgt", row_queries, key_block)
-            return _online_softmax(carry, scores, is_live[:, None, None, :], value_block)
-
-        num_blocks = -(-row_lens.max() // block_tokens)
-        return lax.dynamic_update_slice_in_dim(
-            out, _finish(lax.fori_loop(0, num_blocks, attend_block, _start(row_queries))), row, axis=0
-        )
-
-    queries_padded = _pad_rows(queries, max(rows, queries.shape[0]))
-    if rows == group:  # one group: no loop around it
-        out = attend_group(jnp.int32(0), jnp.zeros_like(queries_padded))
-    else:
-        num_groups = -(-schedule.num_decodes // group)
-        out = lax.fori_loop(0, num_groups, attend_group, jnp.zeros_like(queries_padded))
-    return out[: queries.shape[0]]
+    out = _finish(lax.fori_loop(0, -(-ends[-1] // at_once), attend_blocks, _start(queries_of_rows)))
+    return jnp.pad(out, [(0, queries.shape[0] - rows)] + [(0, 0)] * 3)
 
 
 def _attend_tiles(
@@ -249,10 +249,6 @@ def _start(queries: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 def _finish(carry: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
     acc, _, total = carry
     return acc / jnp.maximum(total, 1e-30)[..., None]
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 def _pad_rows(array: jax.Array, rows: int) -> jax.Array:

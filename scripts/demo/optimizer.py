@@ -24,8 +24,8 @@ Arrays = dict[str, jax.Array]
 class Optimizer:
     """
     Args:
-        blocks: the parameters that Muon steps, each with the widths of the matrices that lie side by side in its
-            columns: every one is made orthogonal by itself.
+        blocks: the parameters that Muon steps, each with the heights of the matrices that lie one below the other
+            in it: every one is made orthogonal by itself.
         adam_rate: of the others, as a part of the learning rate.
     """
 
@@ -62,9 +62,9 @@ class Optimizer:
             new_state["first"][name] = first
         return new_params, new_state
 
-    def _orthogonal_blocks(self, matrix: jax.Array, widths: tuple[int, ...]) -> jax.Array:
-        cuts = [sum(widths[:i]) for i in range(1, len(widths))]
-        return jnp.concatenate([orthogonalised(block) for block in jnp.split(matrix, cuts, axis=1)], axis=1)
+    def _orthogonal_blocks(self, matrix: jax.Array, heights: tuple[int, ...]) -> jax.Array:
+        cuts = [sum(heights[:i]) for i in range(1, len(heights))]
+        return jnp.concatenate([orthogonalised(block) for block in jnp.split(matrix, cuts)])
 
     def _adam(self, gradient: jax.Array, first: jax.Array, second: jax.Array, step: jax.Array) -> tuple[Any, Any, Any]:
         beta1, beta2 = self.adam_betas
@@ -75,7 +75,7 @@ class Optimizer:
 
 
 def orthogonalised(matrix: jax.Array) -> jax.Array:
-    """About the semi-orthogonal matrix nearest to `matrix` [in, out] (singular values 0.7 to 1.2), times
+    """About the semi-orthogonal matrix nearest to `matrix` [out, in] (singular values 0.7 to 1.2), times
     sqrt(max(1, out / in))."""
     rows, columns = matrix.shape
     x = matrix.T if rows > columns else matrix
@@ -84,4 +84,4 @@ def orthogonalised(matrix: jax.Array) -> jax.Array:
     for _ in range(NEWTON_SCHULZ_STEPS):
         square = x @ x.T
         x = a * x + (b * square + c * square @ square) @ x
-    return (x.T if rows > columns else x) * max(1.0, columns / rows) ** 0.5
+    return (x.T if rows > columns else x) * max(1.0, rows / columns) ** 0.5

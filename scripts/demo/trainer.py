@@ -170,10 +170,10 @@ class Trainer:
 
 
 def _blocks(config: LlamaConfig, params: Arrays) -> dict[str, tuple[int, ...]]:
-    """Muon's parameters: every matrix but the embedding, with the widths of what is fused in it."""
+    """Muon's parameters: every matrix but the embedding, with the heights of what is fused in it."""
     shapes = expected_shapes(config)
     return {
-        name: tuple(shapes[source.key][0] for source in sources(name, config))
+        name: tuple(shapes[source.key][0] for source in sources(name))
         for name, param in params.items()
         if param.ndim == 2 and name != "embedding"
     }

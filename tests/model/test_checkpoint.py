@@ -42,18 +42,6 @@ def test_what_is_saved_is_restored_where_it_was(variant, num_shards, tmp_path):
     assert restored.layers[0].attention.qkv[...].sharding == expected
 
 
-@pytest.mark.parametrize("num_shards", [None, 2])
-@pytest.mark.parametrize("saved_with_head", [False, True])
-def test_a_tied_head_is_made_from_the_embedding_where_it_is_wanted(saved_with_head, num_shards, tmp_path):
-    mesh = None if num_shards is None else make_mesh(num_shards)
-    options = {"dtype": jnp.float32, "mesh": mesh}
-    config, saved = load(tmp_path, "tied", **options, separate_head=saved_with_head)
-    _, other = load(tmp_path, "tied", **options, separate_head=not saved_with_head)
-    save_orbax(saved, tmp_path / "orbax", config)
-    same(load_orbax(tmp_path / "orbax", config, **options, separate_head=not saved_with_head), other)
-    same(load_orbax(tmp_path / "orbax", config, **options, separate_head=saved_with_head), saved)
-
-
 def test_it_is_cast_to_the_dtype_that_is_asked_for(tmp_path):
     config, model = load(tmp_path, "bf16", dtype=jnp.bfloat16)
     save_orbax(model, tmp_path / "orbax", config)

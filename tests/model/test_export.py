@@ -13,12 +13,11 @@ from scripts.make_goldens import VARIANTS
 from tests.model import checkpoints
 
 
-@pytest.mark.parametrize("separate_head", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_export_is_the_inverse_of_loading(variant, separate_head, tmp_path):
+def test_export_is_the_inverse_of_loading(variant, tmp_path):
     folder = checkpoints.write(tmp_path / "in", variant)
     config = LlamaConfig.from_file(folder)
-    model = load_hf(folder, config, dtype=jnp.float32, separate_head=separate_head)
+    model = load_hf(folder, config, dtype=jnp.float32)
 
     save_hf(model, tmp_path / "out", dtype=config.checkpoint_dtype)
 

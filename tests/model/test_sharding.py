@@ -77,11 +77,11 @@ def test_each_chip_holds_its_part_only(tmp_path):
     }
     assert shard_shapes == {
         "embedding": (48, 64),
-        "head": (64, 48),
-        "qkv": (64, 48),  # one query head, and a copy each of one key and one value head, of 16
-        "out": (16, 64),
-        "gate_up": (64, 80),
-        "down": (40, 64),
+        "head": (48, 64),
+        "qkv": (48, 64),  # one query head, and a copy each of one key and one value head, of 16
+        "out": (64, 16),
+        "gate_up": (80, 64),
+        "down": (64, 40),
         "norm": (64,),
     }
 

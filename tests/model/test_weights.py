@@ -25,7 +25,7 @@ def config_of(variant: str, tmp_path) -> LlamaConfig:
     return LlamaConfig.from_file(checkpoints.write(tmp_path / "config", variant))
 
 
-def test_fused_columns_by_hand(tmp_path):
+def test_fused_rows_by_hand(tmp_path):
     folder = checkpoints.write(tmp_path, "gqa2")
     config = LlamaConfig.from_file(folder)  # 4 query heads, 2 KV heads of 16
     given = checkpoints.tensors("gqa2")
@@ -33,16 +33,16 @@ def test_fused_columns_by_hand(tmp_path):
     gate, up = (given[f"model.layers.2.mlp.{x}_proj.weight"] for x in ("gate", "up"))
 
     one = flat(load_hf(folder, config, dtype=jnp.float32))
-    np.testing.assert_array_equal(one["layers.2.attention.qkv"], np.concatenate([q, k, v]).T)
-    np.testing.assert_array_equal(one["layers.2.mlp.gate_up"], np.concatenate([gate, up]).T)
-    np.testing.assert_array_equal(one["head"], given["lm_head.weight"].T)
+    np.testing.assert_array_equal(one["layers.2.attention.qkv"], np.concatenate([q, k, v]))
+    np.testing.assert_array_equal(one["layers.2.mlp.gate_up"], np.concatenate([gate, up]))
+    np.testing.assert_array_equal(one["head"], given["lm_head.weight"])
 
     four = flat(load_hf(folder, config, dtype=jnp.float32, mesh=make_mesh(4)))
     head = 16
     third_chip = np.concatenate([q[2 * head : 3 * head], k[head:], v[head:]])  # query 2 belongs to KV head 1
-    np.testing.assert_array_equal(four["layers.2.attention.qkv"][:, 96:144], third_chip.T)
+    np.testing.assert_array_equal(four["layers.2.attention.qkv"][96:144], third_chip)
     second_chip = np.concatenate([gate[40:80], up[40:80]])
-    np.testing.assert_array_equal(four["layers.2.mlp.gate_up"][:, 80:160], second_chip.T)
+    np.testing.assert_array_equal(four["layers.2.mlp.gate_up"][80:160], second_chip)
 
 
 @pytest.mark.parametrize("num_files", [1, 3])
@@ -53,7 +53,7 @@ def test_one_file_or_several_give_the_same_weights_in_the_asked_dtype(num_files,
     given = checkpoints.tensors("bf16")
     assert {w.dtype for w in weights.values()} == {np.dtype(dtype)}
     np.testing.assert_array_equal(
-        weights["layers.0.mlp.down"], given["model.layers.0.mlp.down_proj.weight"].T.astype(dtype)
+        weights["layers.0.mlp.down"], given["model.layers.0.mlp.down_proj.weight"].astype(dtype)
     )
 
 
@@ -90,8 +90,9 @@ def test_known_harmless_tensors_are_ignored(tmp_path):
     given["model.rotary_emb.inv_freq"] = np.zeros(8, np.float32)
     given["lm_head.weight"] = np.full((192, 64), np.nan, np.float32)  # tied: the embedding is the head
     checkpoints.write_tensors(tmp_path, given)
-    apart = flat(load_hf(tmp_path, config, dtype=jnp.float32, separate_head=True))
-    np.testing.assert_array_equal(apart["head"], given["model.embed_tokens.weight"].T)
+    weights = flat(load_hf(tmp_path, config, dtype=jnp.float32))
+    assert "head" not in weights
+    np.testing.assert_array_equal(weights["embedding"], given["model.embed_tokens.weight"])
 
 
 def test_a_head_is_missed_where_embeddings_are_not_tied(tmp_path):
