@@ -5,9 +5,10 @@ multiplies, for one turn (one block of keys of one KV head): what a warp issues,
 multiprocessor's share of the memory bandwidth delivers the block, and in which its tensor cores multiply it.
 
 A warpgroup has a warp on each of the four schedulers, so a scheduler issues one warp's instructions per warpgroup. The
-cycles that a turn takes at least are the larger of these instructions and of the compiler's stalls spread over the CTAs
-that are resident. Scoreboard waits, memory latency and bank conflicts are in none of it: a kernel is at least as slow.
-The memory floor is that of a block that nobody else reads: neighbouring tiles of a prompt share theirs in the L2 cache.
+cycles that a turn takes at least are the largest of these instructions, of the exponentials (16 a cycle and
+multiprocessor), and of the compiler's stalls spread over the CTAs that are resident. Scoreboard waits, memory latency
+and bank conflicts are in none of it: a kernel is at least as slow. The memory floor is that of a block that nobody else
+reads: neighbouring tiles of a prompt share theirs in the L2 cache.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from scripts.benchmarks.compile_gpu_layer import PAGE_SIZE, make_spec
 from scripts.benchmarks.sass import Loop, read_loops
 
 SHOWN = ("HGMMA", "HMMA", "LDSM", "UTMALDG", "LDGSTS", "MUFU", "BAR", "STL", "LDL")
+MUFU_CYCLES = 8  # of a scheduler for one warp: four of the multiprocessor's 16 units are its own
 BATCHES = {
     "64 x 2k": [2048] * 64,
     "1 x 32k": [32768],
@@ -63,10 +65,11 @@ class Turn:
             block_kv, rows, computing = tuning.mma_prefill_tiles(gpu, spec).block_kv, prefill_tile.TILE_M, 1
         per_cycle = target.num_multiprocessors * target.clock_hz
         size = 2 * block_kv * spec.head_dim * 2
+        exponentials = loop.operations.get("MUFU", 0) * MUFU_CYCLES
         return cls(
             block_kv=block_kv,
             bytes=size,
-            issue=max(loop.instructions * computing, loop.stall_cycles / kernel.ctas(target)),
+            issue=max(loop.instructions * computing, exponentials * computing, loop.stall_cycles / kernel.ctas(target)),
             memory=size / (target.memory_bytes_per_s / per_cycle),
             products=4 * rows * block_kv * spec.head_dim / (target.bf16_flops_per_s / per_cycle),
         )

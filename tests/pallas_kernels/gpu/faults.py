@@ -1,0 +1,168 @@
+"""Kernels with a fault in their synchronisation or their masks, and what the harness sees of them.
+
+`python -m tests.pallas_kernels.gpu.faults NAME` prints the findings of one: a fault may hang the interpreter, whose
+threads nobody can stop, so that those that can are run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.api import AttentionSpec
+from pallas_kernels.gpu import combine, prefill_hopper, prefill_tile, ring
+from pallas_kernels.gpu.device import Gpu
+from tests.pallas_kernels.dense import Row, make_case
+from tests.pallas_kernels.gpu import interpreted
+from tests.pallas_kernels.gpu.interpreted import BLACKWELL, HOPPER, Findings, compiled_step
+
+SPEC = AttentionSpec(
+    num_query_heads=2, num_kv_heads=1, head_dim=64, page_size=64, dtype=jnp.bfloat16, kv_dtype=jnp.bfloat16
+)
+DECODE = [Row(query_len=1, kv_len=500), Row(query_len=1, kv_len=70)]
+PREFILL = [Row(query_len=24, kv_len=600)]
+# What is wrong in every block is seen in one.
+SHORT_PREFILL = [Row(query_len=24, kv_len=40)]
+
+
+@dataclass(frozen=True)
+class Fault:
+    rows: list[Row]
+    patches: dict[tuple[Any, str], Any]  # (module or class, attribute): what takes its place
+    gpu: Gpu = HOPPER
+
+
+def findings(fault: Fault) -> Findings:
+    """What the harness sees. A fault that stops the interpreter is seen as well."""
+    compiled_step.cache_clear()
+    decode_only = fault.rows is DECODE
+    case = make_case(SPEC, fault.rows, num_tokens=2 if decode_only else 24, num_rows=2, pages_per_seq=10)
+    patches = [mock.patch.object(owner, name, new) for (owner, name), new in fault.patches.items()]
+    try:
+        for patch in patches:
+            patch.start()
+        return interpreted.run(case, fault.gpu, decode_only=decode_only)
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        return Findings(stopped=str(error))
+    finally:
+        mock.patch.stopall()
+        compiled_step.cache_clear()
+
+
+def advance_without_waiting(self, i):
+    ahead = i + self.num_stages - 1
+    self._prefetch(ahead, lax.rem(ahead, jnp.int32(self.num_stages)))
+    return lax.rem(i, jnp.int32(self.num_stages))
+
+
+def wait_at_the_next_slots_barrier(self, i):
+    slot = lax.rem(i, jnp.int32(self.num_stages))
+    plgpu.barrier_wait(self.arrived.at[lax.rem(i + 1, jnp.int32(self.num_stages))])
+    ahead = i + self.num_stages - 1
+    self._prefetch(ahead, lax.rem(ahead, jnp.int32(self.num_stages)))
+    return slot
+
+
+def refill_the_slot_in_use(self, i):
+    slot = lax.rem(i, jnp.int32(self.num_stages))
+    plgpu.barrier_wait(self.arrived.at[slot])
+    self._prefetch(i + self.num_stages, slot)
+    return slot
+
+
+def fill_every_slot(self):
+    for i in range(self.num_stages):
+        self._prefetch(jnp.int32(i), i)
+
+
+def parts_of_the_next_block(self, block):
+    yield from parts(self, block + 1)
+
+
+def without_the_last_part(output, partial, lse, row_items, **options):
+    whole_combine(output, partial, lse, row_items.at[0, 1].add(-1), **options)
+
+
+def no_tail(self, num_valid, slot):
+    pass
+
+
+def everything_visible(shape, tile, first_token, first_key, block_kv, layout):
+    return causal_mask(shape, tile, first_token + 10_000, first_key, block_kv, layout)
+
+
+def queries_of_later_tokens(q_ref, q_smem, shape, tile, first_token, barrier=None):
+    load_queries(q_ref, q_smem, shape, tile, jnp.where(first_token == 0, 8, first_token), barrier)
+
+
+whole_combine = combine.combine
+parts, causal_mask, load_queries = ring.Source.parts, prefill_tile.causal_mask, prefill_tile.load_queries
+
+
+def prefill_without(name: str, replacement: Callable) -> dict[tuple[Any, str], Any]:
+    """The warp-specialised kernel with another `plgpu.<name>`; the rest of the room keeps its own."""
+    return {(prefill_hopper, "plgpu"): SimpleNamespace(**vars(plgpu) | {name: replacement})}
+
+
+def without_waits_at(barrier: str) -> dict[tuple[Any, str], Any]:
+    """Waits on one of the barriers of the warp-specialised kernel do nothing."""
+    ignored: list[object] = []
+
+    def remember(original: Callable, position: int) -> Callable:
+        def init(self, *args):
+            original(self, *args)
+            ignored.append(args[position][barrier])
+
+        return init
+
+    def base(ref: object) -> object:
+        return getattr(ref, "ref", ref)
+
+    def wait(ref: object) -> None:
+        if not any(base(ref) is base(other) for other in ignored):
+            plgpu.barrier_wait(ref)
+
+    return {
+        (prefill_hopper._Compute, "__init__"): remember(prefill_hopper._Compute.__init__, 3),
+        (prefill_hopper._Memory, "__init__"): remember(prefill_hopper._Memory.__init__, 5),
+        **prefill_without("barrier_wait", wait),
+    }
+
+
+NO_FAULT = {
+    "none, decode": Fault(DECODE, {}),
+    "none, prefill": Fault(PREFILL, {}),
+    "none, prefill by mma": Fault(PREFILL, {}, BLACKWELL),
+}
+FAULTS = {
+    "no wait": Fault(DECODE, {(ring.Ring, "advance"): advance_without_waiting}),
+    "wrong block": Fault(DECODE, {(ring.Source, "parts"): parts_of_the_next_block}),
+    "part lost": Fault(DECODE, {(combine, "combine"): without_the_last_part}),
+    "no tail": Fault(SHORT_PREFILL, {(prefill_hopper._Memory, "clear_tail"): no_tail}),
+    "no mask": Fault(SHORT_PREFILL, {(prefill_tile, "causal_mask"): everything_visible}),
+    "wrong queries": Fault(SHORT_PREFILL, {(prefill_tile, "load_queries"): queries_of_later_tokens}),
+    "no fence": Fault(SHORT_PREFILL, prefill_without("commit_smem", lambda: None)),
+    # In a run long enough to come round the ring: a tile of the mma kernel's.
+    "refilled too early": Fault(
+        PREFILL,
+        {(ring.Ring, "fill"): fill_every_slot, (ring.Ring, "advance"): refill_the_slot_in_use},
+        BLACKWELL,
+    ),
+}
+MAY_HANG = {
+    # The copy that it waits for is issued after the wait.
+    "wrong barrier": Fault(DECODE, {(ring.Ring, "advance"): wait_at_the_next_slots_barrier}),
+    **{f"no wait at {name}": Fault(PREFILL, without_waits_at(name)) for name in ("arrived", "met", "q_arrived")},
+}
+
+if __name__ == "__main__":
+    print(findings((NO_FAULT | FAULTS | MAY_HANG)[sys.argv[1]]))
