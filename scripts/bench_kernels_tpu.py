@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
-import itertools
 import json
 import shlex
 import sys
@@ -31,6 +30,11 @@ from scripts.benchmarks.tpu_static import (
 )
 
 SHIPPED_BLOCKS = [(8, 8), (8, 32), (8, 64), (16, 8), (16, 64), (8, 128)]  # pages of KV, queries
+# Lengths as they come in serving: an item of a decode and a tile of a chunk are paid for whole, however little lives.
+TUNED_FOR = {
+    "decode": [Row(1, kv_len) for kv_len in (100, 300, 700, 1500, 2500, 4000, 6000, 8000)] * 8,
+    "mixed": [Row(2048, 2048), Row(512, 4096), Row(300, 300), Row(100, 100), Row(32, 1000)],
+}
 CONTEXT = 128 << 10  # tokens: no block is shortened
 
 
@@ -181,20 +185,20 @@ def _per_pair(estimate: Estimate, rows: list[Row]) -> str:
 
 
 def candidates(g: Any) -> list[tuple[str, tuple[int, ...]]]:
-    decode = [(512, 4), (512, 8), (1024, 4), (1024, 8), (2048, 2), (2048, 4)]
+    decode = [(256, 8), (512, 4), (512, 8), (1024, 4), (1024, 8), (2048, 4)]
     queries = 1024 // g.queries_per_plane  # of one tile
     mixed = [
         (queries * tiles, kv_block, queries * g.queries_per_plane, tile_tokens, units)
-        for tiles, (kv_block, tile_tokens), units in itertools.product(
-            (1, 2), ((512, 256), (512, 512), (1024, 512)), (2, 4)
-        )
+        for tiles, units in ((1, 2), (1, 4), (2, 4))
+        for kv_block, tile_tokens in ((512, 256), (1024, 256), (1024, 512))
     ]
     return [("decode", sizes) for sizes in decode] + [("mixed", sizes) for sizes in mixed]
 
 
 def sweep(target: str) -> None:
-    """Keeps, per geometry and variant, the sizes whose batch takes the fewest cycles, then the fewest bundles, then the
-    least VMEM. Nothing may take more than a half of it: XLA keeps weights there, too."""
+    """Keeps, per geometry and variant, the sizes with which `TUNED_FOR` takes fewest cycles, then bundles, then VMEM.
+
+    Nothing may take more than a half of the VMEM: XLA keeps weights there, too."""
     from pallas_kernels import tuning
     from pallas_kernels.targets import tpu_target
     from pallas_kernels.tpu import blocks
@@ -209,16 +213,16 @@ def sweep(target: str) -> None:
             continue
         kernels = compiled(target, model, candidates(g))
         sizes = {}
-        for kind, fields, batch in (
-            ("decode", DecodeBlocks.__dataclass_fields__, "decode 64 x 2k"),
-            ("mixed", MixedBlocks.__dataclass_fields__, "prefill 2k"),
+        for kind, fields in (
+            ("decode", DecodeBlocks.__dataclass_fields__),
+            ("mixed", MixedBlocks.__dataclass_fields__),
         ):
             best = min(
                 (k for k in kernels if isinstance(k, KERNELS[kind]) and k.compiled.vmem.used <= _half_vmem(k)),
-                key=lambda k: (_cost(k.estimate(BATCHES[batch])), k.compiled.vmem.used),
+                key=lambda k: (_cost(k.estimate(TUNED_FOR[kind])), k.compiled.vmem.used),
             )
             sizes[kind] = dict(zip(fields, best.sizes, strict=True))
-            print(f"{target} {model}: {kind} {sizes[kind]}: {best.estimate(BATCHES[batch]).cycles:.0f} cycles")
+            print(f"{target} {model}: {kind} {sizes[kind]}: {best.estimate(TUNED_FOR[kind]).cycles:.0f} cycles")
         entries[blocks.key(g)] = sizes
     source = f"{command()}; {versions()}; the compiler's account, not checked on a chip"
     path.write_text(json.dumps({"source": source, "entries": entries}, indent=2) + "\n")

@@ -10,7 +10,6 @@ from pallas_kernels.tpu.decode import DecodeBlocks
 from pallas_kernels.tpu.layout import LANES, Geometry
 from pallas_kernels.tpu.tiles import MixedBlocks
 
-DECODE_ITEM_BYTES = 2 << 20
 DECODE_TURN_BYTES = 8 << 20  # K/V of one turn: enough to hide a copy's latency
 
 
@@ -45,10 +44,10 @@ def _shorten[Blocks: (DecodeBlocks, MixedBlocks)](blocks: Blocks, g: Geometry, p
 
 
 def _decode(g: Geometry, pages_per_seq: int) -> DecodeBlocks:
-    # With few planes a token is little work, and an item's fixed costs weigh more: longer items.
-    token_bytes = g.num_planes * LANES * 4 // g.packing
-    kv_block = _kv_block(min(max(512, DECODE_ITEM_BYTES // token_bytes), 2048), g, pages_per_seq)
-    return DecodeBlocks(kv_block=kv_block, items_per_turn=max(1, min(8, DECODE_TURN_BYTES // (kv_block * token_bytes))))
+    # With few planes an item is little work, and its fixed costs weigh more: longer items, more of them.
+    kv_block = _kv_block(512 if g.num_planes > 4 else 1024, g, pages_per_seq)
+    item_bytes = g.num_planes * (kv_block // g.packing) * LANES * 4
+    return DecodeBlocks(kv_block=kv_block, items_per_turn=max(1, min(8, DECODE_TURN_BYTES // item_bytes)))
 
 
 def _mixed(g: Geometry, pages_per_seq: int) -> MixedBlocks:

@@ -1,0 +1,81 @@
+"""The static account of the TPU kernels by hand: what is read from the compiler's dumps, and how a batch is walked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from pallas_kernels.targets import tpu_target
+from scripts.benchmarks.bundles import Loop, Vmem, read_loops, read_vmem
+from scripts.benchmarks.tpu_static import Compiled, OurDecode, OurMixed, Row, Shipped
+
+TARGET = tpu_target("v6e:1x1")
+DUMP = """
+     0   :  { %1 = vld [vmem:[#allocation1]] }
+   0x1 LB: > { %2 = dma.hbm_to_vmem }
+   0x2 LB: >> { %3 = vmatmul.bf16 ;; %4 = vst [#allocation9_spill] }
+   0x3   : >> { %5 = vmatmul.bf16 }
+   0x4   : > { %6 = vadd }
+   0x5   :  { %7 = vadd }
+"""
+
+
+def test_loops(tmp_path: Path) -> None:
+    path = tmp_path / "final_bundles.txt"
+    path.write_text(DUMP)
+    outer, inner = read_loops(path)
+    assert (outer.depth, outer.begin, outer.bundles, outer.matmuls, outer.copies) == (1, 1, 4, 2, 1)
+    assert (inner.depth, inner.begin, inner.bundles, inner.matmuls, inner.spills) == (2, 2, 2, 2, 1)
+    assert inner.inside(outer)
+    assert not outer.inside(inner)
+
+
+def test_vmem(tmp_path: Path) -> None:
+    report = {
+        "global_info": {"vmem_capacity": 100},
+        "hlo_breakdowns": {
+            "kernel.1": {"total_size": 50, "blocks": [{"allocations": [{"size": 40}, {"size": 10, "tag": "SPILL"}]}]}
+        },
+    }
+    (tmp_path / "1-vmem_report.html").write_text(f"<script>const DATA ={json.dumps(report)};</script>")
+    assert read_vmem(tmp_path) == {"kernel.1": Vmem(capacity=100, used=50, spilled=10)}
+
+
+def compiled(*loops: Loop) -> Compiled:
+    return Compiled(loops=list(loops), vmem=Vmem(capacity=1, used=0, spilled=0))
+
+
+def test_a_decode_s_items_fill_turns() -> None:
+    """A turn of 100 bundles, 10 of them in the loop that starts one page's copy."""
+    loops = compiled(Loop(depth=1, begin=0, bundles=100, matmuls=8), Loop(depth=2, begin=5, bundles=10, copies=1))
+    kernel = OurDecode(TARGET, "8b", (256, 2), loops)
+    assert kernel.iteration().bundles == 90 + 10 * 4
+    # Blocks of 256, 44 and 100 tokens: two turns, of 3 pages and of 1.
+    estimate = kernel.estimate([Row(1, 300), Row(1, 100), Row(64, 64)])
+    assert estimate.bundles == (90 + 30) + (90 + 10)
+    assert round(estimate.dma_cycles) == round(400 * 4096 / TARGET.hbm_bytes_per_cycle)
+
+
+def test_units_beyond_the_diagonal_are_not_walked() -> None:
+    loops = compiled(
+        Loop(depth=1, begin=0, bundles=1000, matmuls=8),
+        Loop(depth=2, begin=10, bundles=20, copies=1),
+        Loop(depth=2, begin=100, bundles=500, matmuls=8),
+        Loop(depth=2, begin=700, bundles=50),
+    )
+    kernel = OurMixed(TARGET, "8b", (256, 512, 1024, 256, 4), loops)
+    assert kernel.iteration().queries * 8 == 4 * 256  # four units, each a tile of one of eight planes
+    estimate = kernel.estimate([Row(512, 512), Row(1, 900)])
+    # The first 256 queries see one tile of tokens, the others two: 3 tiles x 8 planes in turns of four.
+    assert estimate.pairs == 3 * 256 * 256
+    assert estimate.inner_bundles == 6 * 500
+    entries = 2 * (1000 - 500 - 20) + 20 * (2 + 4)
+    assert estimate.bundles == entries + 6 * 500 + 2 * 7 * 50
+
+
+def test_the_shipped_kernel_takes_every_block_and_pads_head_dim_64() -> None:
+    loops = compiled(Loop(depth=1, begin=0, bundles=90, matmuls=1), Loop(depth=2, begin=1, bundles=80, matmuls=1))
+    kernel = Shipped(TARGET, "1b", (2, 32), loops)
+    estimate = kernel.estimate([Row(64, 512)])
+    assert estimate.bundles == 2 * 2 * 80
+    assert round(estimate.dma_cycles) == round(2 * 512 * 4096 / TARGET.hbm_bytes_per_cycle)
