@@ -136,7 +136,7 @@ async def _stream(session: aiohttp.ClientSession, target: Target, body: bytes, o
 
 
 async def _read_events(response: aiohttp.ClientResponse, outcome: Outcome, keep_text: bool) -> None:
-    rest, texts, done = b"", [], False
+    rest, texts, ended = b"", [], False
     async for data in response.content.iter_any():
         now = time.perf_counter()
         *lines, rest = (rest + data).split(b"\n")
@@ -145,7 +145,7 @@ async def _read_events(response: aiohttp.ClientResponse, outcome: Outcome, keep_
                 continue
             payload = line[5:].strip()
             if payload == b"[DONE]":
-                done = True
+                ended = True
                 continue
             chunk = _decode_chunk(payload)
             if chunk.error is not None:
@@ -154,11 +154,12 @@ async def _read_events(response: aiohttp.ClientResponse, outcome: Outcome, keep_
                 outcome.prompt_tokens = chunk.usage.prompt_tokens
                 outcome.completion_tokens = chunk.usage.completion_tokens
             for choice in chunk.choices:
+                ended |= choice.finish_reason is not None  # after which some servers just close
                 text = choice.text if choice.delta is None else choice.delta.content
                 if text:
                     outcome.chunk_times.append(now)
                     if keep_text:
                         texts.append(text)
     outcome.text = "".join(texts)
-    if not done and outcome.error is None:
-        outcome.error = "the stream ended without [DONE]"
+    if not ended and outcome.error is None:
+        outcome.error = "the stream broke off: neither a finish_reason nor [DONE]"

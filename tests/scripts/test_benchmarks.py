@@ -137,7 +137,8 @@ def event(body: dict) -> bytes:
 
 
 async def scripted(request: web.Request) -> web.StreamResponse:
-    """max_tokens picks the behaviour: 1 is refused, 2 fails in the stream, 3 breaks off; more are streamed whole."""
+    """max_tokens picks the behaviour: 1 is refused, 2 fails in the stream, 3 breaks off, 4 ends without [DONE]; more are
+    streamed whole."""
     body = await request.json()
     wanted = body["max_tokens"]
     if wanted == 1:
@@ -148,7 +149,9 @@ async def scripted(request: web.Request) -> web.StreamResponse:
         await response.write(event({"error": {"message": "broken"}}) + b"data: [DONE]\n\n")
         return response
     frames = b"".join(event({"choices": [{"text": "x", "finish_reason": None}]}) for _ in range(wanted))
-    if wanted != 3:
+    if wanted == 4:
+        frames += event({"choices": [{"text": "", "finish_reason": "length"}], "usage": {"completion_tokens": 4}})
+    elif wanted != 3:
         frames += (
             event({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": wanted}}) + b"data: [DONE]\n\n"
         )
@@ -172,7 +175,7 @@ def test_the_client_counts_every_token_and_names_every_failure():
     errors = [outcome.error for outcome in outcomes]
     assert errors[0].startswith("HTTP 400")
     assert "broken" in errors[1]
-    assert errors[2] == "the stream ended without [DONE]"
+    assert errors[2] == "the stream broke off: neither a finish_reason nor [DONE]"
     assert errors[3:] == [None, None]
     assert [outcome.output_tokens for outcome in outcomes[3:]] == [4, 40]
     assert outcomes[4].text == "x" * 40
