@@ -137,8 +137,8 @@ def event(body: dict) -> bytes:
 
 
 async def scripted(request: web.Request) -> web.StreamResponse:
-    """max_tokens picks the behaviour: 1 is refused, 2 fails in the stream, 3 breaks off, 4 ends without [DONE]; more are
-    streamed whole."""
+    """max_tokens picks the behaviour: 1 is refused, 2 fails in the stream, 3 breaks off, 4 ends without [DONE], more
+    are streamed whole."""
     body = await request.json()
     wanted = body["max_tokens"]
     if wanted == 1:
