@@ -29,11 +29,11 @@ from scripts.benchmarks.tpu_static import (
     compile_kernels,
 )
 
-SHIPPED_BLOCKS = [(8, 8), (8, 32), (8, 64), (16, 8), (16, 64), (8, 128)]  # pages of KV, queries
+SHIPPED_BLOCKS = [(8, 8), (16, 8), (8, 32), (8, 64), (16, 64)]  # pages of KV, queries
 # Lengths as they come in serving: an item of a decode and a tile of a chunk are paid for whole, however little lives.
 TUNED_FOR = {
     "decode": [Row(1, kv_len) for kv_len in (100, 300, 700, 1500, 2500, 4000, 6000, 8000)] * 8,
-    "mixed": [Row(2048, 2048), Row(512, 4096), Row(300, 300), Row(100, 100), Row(32, 1000)],
+    "mixed": [Row(2048, 2048), Row(512, 4096), Row(300, 300)],
 }
 CONTEXT = 128 << 10  # tokens: no block is shortened
 
@@ -185,12 +185,11 @@ def _per_pair(estimate: Estimate, rows: list[Row]) -> str:
 
 
 def candidates(g: Any) -> list[tuple[str, tuple[int, ...]]]:
-    decode = [(256, 8), (512, 4), (512, 8), (1024, 4), (1024, 8), (2048, 4)]
+    decode = [(256, 8), (512, 4), (1024, 4), (2048, 4)]
     queries = 1024 // g.queries_per_plane  # of one tile
     mixed = [
-        (queries * tiles, kv_block, queries * g.queries_per_plane, tile_tokens, units)
-        for tiles, units in ((1, 2), (1, 4), (2, 4))
-        for kv_block, tile_tokens in ((512, 256), (1024, 256), (1024, 512))
+        (queries * tiles, 1024, queries * g.queries_per_plane, tile_tokens, units)
+        for tiles, units, tile_tokens in ((1, 2, 512), (1, 4, 256), (1, 4, 512), (2, 4, 512))
     ]
     return [("decode", sizes) for sizes in decode] + [("mixed", sizes) for sizes in mixed]
 

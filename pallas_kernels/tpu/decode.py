@@ -224,13 +224,13 @@ def _attend(
         v = jnp.concatenate(
             [paging.unpack(paging.live_words_only(kv[g.v_plane(p)], live_words), g) for p in planes], axis=1
         )
-        scores = _product(_spread(q, groups.planes, g), k, 1, g) * (g.scale * math.log2(math.e))
+        scores = paging.product(_spread(q, groups.planes, g), k, 1, g) * (g.scale * math.log2(math.e))
         token = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
         scores = jnp.where(token < live, scores, paging.MASKED)
         top = jnp.max(scores, axis=1, keepdims=True)
         weights = jnp.exp2(scores - top)
         total = jnp.sum(weights, axis=1, keepdims=True)
-        values = _gather(_product(weights.astype(g.dtype), v, 0, g), groups.planes, g)
+        values = _gather(paging.product(weights.astype(g.dtype), v, 0, g), groups.planes, g)
 
         old_top = jnp.where(is_first, paging.MASKED, state[i, 0])
         new_top = jnp.maximum(old_top, top)
@@ -239,13 +239,6 @@ def _attend(
         new_values = jnp.where(is_first, 0.0, state[i, 2]) * keep + values * add
         state[i, 0], state[i, 1], state[i, 2] = new_top, new_total, new_values
         row[tile] = jnp.where(is_last, (new_values / new_total).astype(q.dtype), q)
-
-
-def _product(a: jax.Array, b: jax.Array, contract_b: int, g: Geometry) -> jax.Array:
-    precision = lax.Precision.HIGHEST if g.dtype == jnp.float32 else None
-    return lax.dot_general(
-        a, b, (((1,), (contract_b,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
 
 
 def _spread(q: jax.Array, planes: int, g: Geometry) -> jax.Array:

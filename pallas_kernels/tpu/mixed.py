@@ -51,8 +51,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu import append, paging
+from pallas_kernels.tpu.entries import Cursor, Entry, entry_at
 from pallas_kernels.tpu.layout import LANES, Geometry
-from pallas_kernels.tpu.tiles import MixedBlocks, Tiles
+from pallas_kernels.tpu.tiles import MixedBlocks
 
 SUM_ROWS = 16  # rows of ones below V^T: one bf16 register tile; the first is read
 SLICE_ROWS = 256  # query rows computed at a time: the columns of the largest matrix unit
@@ -93,47 +94,8 @@ class _Refs:
     append_sem: Any
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Entry:
-    """One KV block of one query block."""
-
-    row: Any
-    q_index: Any
-    kv_index: Any
-    q_start: Any  # the query block's first token in the step
-    num_q: Any  # its live tokens
-    position: Any  # its first token's position in the sequence
-    num_kv: Any  # tokens that its last query sees
-    is_last: Any  # the query block's last KV block
-    next: tuple[Any, Any, Any]  # the following entry's row, q_index, kv_index
-
-
-def _entry(refs: _Refs, row: Any, q_index: Any, kv_index: Any, blocks: MixedBlocks) -> _Entry:
-    begin, end = refs.query_starts[row], refs.query_starts[row + 1]
-    q_start = begin + q_index * blocks.q_block
-    num_q = jnp.minimum(blocks.q_block, end - q_start)
-    position = refs.kv_lens[row] - end + q_start
-    num_kv = position + num_q
-    is_last = (kv_index + 1) * blocks.kv_block >= num_kv
-    row_ends = is_last & (q_start + num_q >= end)
-    following = (
-        jnp.where(row_ends, row + 1, row),
-        jnp.where(row_ends, 0, jnp.where(is_last, q_index + 1, q_index)),
-        jnp.where(is_last, 0, kv_index + 1),
-    )
-    return _Entry(
-        row=row, q_index=q_index, kv_index=kv_index, q_start=q_start, num_q=num_q, position=position, num_kv=num_kv,
-        is_last=is_last, next=following,
-    )  # fmt: skip
-
-
-def _tiles(entry: _Entry, g: Geometry, blocks: MixedBlocks) -> Tiles:
-    return Tiles.of(g, blocks, num_q=entry.num_q, position=entry.position - entry.kv_index * blocks.kv_block)
-
-
-def _kv_words(entry: _Entry, blocks: MixedBlocks, packing: int) -> tuple[Any, Any]:
-    begin = entry.kv_index * (blocks.kv_block // packing)
-    return begin, jnp.minimum(paging.words_of(entry.num_kv, packing), begin + blocks.kv_block // packing)
+def _entry(refs: _Refs, cursor: Cursor, g: Geometry, blocks: MixedBlocks) -> Entry:
+    return entry_at(cursor, refs.kv_lens, refs.query_starts, g, blocks)
 
 
 def _kernel(
@@ -163,12 +125,12 @@ def _kernel(
         table=page_table, smem=refs.windows, sems=refs.window_sems, per_seq=page_table.shape[0] // kv_lens.shape[0]
     )
 
-    def window(entry: _Entry, half: Any) -> Any:
-        return windows.copy(entry.row, lax.div(entry.kv_index * blocks.kv_block, g.page_size), half, 0)
+    def window(entry: Entry, half: Any) -> Any:
+        return windows.copy(entry.row, entry.first_kv_page, half, 0)
 
     def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         row, q_index, kv_index, kv_half, q_half = carry
-        entry = _entry(refs, row, q_index, kv_index, blocks)
+        entry = _entry(refs, (row, q_index, kv_index), g, blocks)
         next_q_half = jnp.where(entry.is_last, 1 - q_half, q_half)
 
         @pl.when(entry.next[0] < end_row)
@@ -181,7 +143,7 @@ def _kernel(
             paging.wait_words(refs.q_blocks.at[q_half], num_words, refs.q_sems.at[q_half])
             _begin_q_block(refs, entry, q_half, g, blocks)
 
-        begin, end = _kv_words(entry, blocks, g.packing)
+        begin, end = entry.kv_words
         paging.wait_words(refs.kv_blocks.at[kv_half], end - begin, refs.kv_sems.at[kv_half])
         _attend(refs, entry, refs.kv_blocks.at[kv_half], end - begin, g, blocks)
 
@@ -194,7 +156,8 @@ def _kernel(
     @pl.when(begin_row < end_row)
     def _() -> None:
         zero = jnp.int32(0)
-        window(_entry(refs, begin_row, 0, 0, blocks), 0).start()
+        start = (begin_row, zero, zero)
+        window(_entry(refs, start, g, blocks), 0).start()
         append.append_rows(
             begin_row,
             end_row,
@@ -214,8 +177,8 @@ def _kernel(
         refs.mask_phase[0] = -1
         for half in range(2):
             refs.out_words[half] = 0
-        _start_fetching(refs, windows, window, (begin_row, zero, zero), end_row, 0, 0, g, blocks)
-        lax.while_loop(lambda carry: carry[0] < end_row, step, (begin_row, zero, zero, zero, zero))
+        _start_fetching(refs, windows, window, start, end_row, 0, 0, g, blocks)
+        lax.while_loop(lambda carry: carry[0] < end_row, step, (*start, zero, zero))
         for half in range(2):
             paging.wait_words(refs.out_blocks.at[half], refs.out_words[half], refs.out_sems.at[half])
 
@@ -224,7 +187,7 @@ def _start_fetching(
     refs: _Refs,
     windows: paging.Windows,
     window: Any,
-    cursor: tuple[Any, Any, Any],
+    cursor: Cursor,
     end_row: Any,
     kv_half: Any,
     q_half: Any,
@@ -232,15 +195,15 @@ def _start_fetching(
     blocks: MixedBlocks,
 ) -> None:
     """Starts the copies of the entry at `cursor`, whose window is on its way, and of the window of the one after it."""
-    entry = _entry(refs, *cursor, blocks)
+    entry = _entry(refs, cursor, g, blocks)
     window(entry, kv_half).wait()
-    begin, end = _kv_words(entry, blocks, g.packing)
+    begin, end = entry.kv_words
     page_of = functools.partial(windows.page, kv_half, 0)
     paging.fetch(refs.pages, page_of, begin, end, refs.kv_blocks.at[kv_half], refs.kv_sems.at[kv_half])
 
     @pl.when(entry.next[0] < end_row)
     def _() -> None:
-        window(_entry(refs, *entry.next, blocks), 1 - kv_half).start()
+        window(_entry(refs, entry.next, g, blocks), 1 - kv_half).start()
 
     @pl.when(entry.kv_index == 0)
     def _() -> None:
@@ -251,7 +214,7 @@ def _start_fetching(
         pltpu.make_async_copy(source, target, refs.q_sems.at[q_half]).start()
 
 
-def _begin_q_block(refs: _Refs, entry: _Entry, q_half: Any, g: Geometry, blocks: MixedBlocks) -> None:
+def _begin_q_block(refs: _Refs, entry: Entry, q_half: Any, g: Geometry, blocks: MixedBlocks) -> None:
     """Scales the queries once for all KV blocks, so that exp2 of a score needs no product, and empties the state."""
 
     def plane(p: Any, carry: None) -> None:
@@ -261,7 +224,7 @@ def _begin_q_block(refs: _Refs, entry: _Entry, q_half: Any, g: Geometry, blocks:
     lax.fori_loop(0, g.num_k_planes, plane, None)
     refs.tops[...] = jnp.full(refs.tops.shape, paging.MASKED, jnp.float32)
     refs.values[...] = jnp.zeros(refs.values.shape, jnp.float32)
-    tiles = _tiles(entry, g, blocks)
+    tiles = entry.tiles
 
     @pl.when(tiles.mask_phase != refs.mask_phase[0])
     def _() -> None:
@@ -276,9 +239,9 @@ def _begin_q_block(refs: _Refs, entry: _Entry, q_half: Any, g: Geometry, blocks:
         lax.fori_loop(1, refs.masks.shape[0], make_mask, None)
 
 
-def _attend(refs: _Refs, entry: _Entry, kv: Any, live_words: Any, g: Geometry, blocks: MixedBlocks) -> None:
+def _attend(refs: _Refs, entry: Entry, kv: Any, live_words: Any, g: Geometry, blocks: MixedBlocks) -> None:
     """Folds one KV block into the state of one query block."""
-    tiles = _tiles(entry, g, blocks)
+    tiles = entry.tiles
     _clear_dead_words(kv, live_words, blocks.tile_tokens // g.packing)
     slice_rows = SLICE_ROWS if blocks.tile_rows % SLICE_ROWS == 0 else LANES
     slices = [slice(begin, begin + slice_rows) for begin in range(0, blocks.tile_rows, slice_rows)]
@@ -294,7 +257,7 @@ def _attend(refs: _Refs, entry: _Entry, kv: Any, live_words: Any, g: Geometry, b
         plane, q_tile, kv_tile = unit
         plane = jnp.minimum(plane, g.num_k_planes - 1)
         first = pl.multiple_of(q_tile * blocks.tile_rows + rows.start, slice_rows)
-        s = _product(tile_of(plane, kv_tile), refs.q_scaled[plane, pl.ds(first, slice_rows)], 1, g)
+        s = paging.product(tile_of(plane, kv_tile), refs.q_scaled[plane, pl.ds(first, slice_rows)], 1, g)
         s = jnp.minimum(s, refs.masks[tiles.mask(q_tile, kv_tile), :, rows])
         scores[:, rows] = s
         unit_tops[:, rows] = jnp.max(s, axis=0, keepdims=True)
@@ -310,7 +273,7 @@ def _attend(refs: _Refs, entry: _Entry, kv: Any, live_words: Any, g: Geometry, b
         weights = jnp.exp2(scores[:, rows] - top).astype(g.dtype)
         refs.tops[plane, q_tile, :, rows] = top
         kept = refs.values[plane, q_tile, :, rows] * jnp.exp2(old_top - top)
-        refs.values[plane, q_tile, :, rows] = kept + _product(v_t[...], weights, 0, g)
+        refs.values[plane, q_tile, :, rows] = kept + paging.product(v_t[...], weights, 0, g)
 
     def turn(_: Any, unit: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         for j in range(blocks.units_per_turn):
@@ -340,14 +303,7 @@ def _clear_dead_words(kv: Any, live_words: Any, tile_words: int) -> None:
         lax.fori_loop(0, kv.shape[0], plane, None)
 
 
-def _product(a: jax.Array, b: jax.Array, contract_b: int, g: Geometry) -> jax.Array:
-    precision = lax.Precision.HIGHEST if g.dtype == jnp.float32 else None
-    return lax.dot_general(
-        a, b, (((1,), (contract_b,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
-
-
-def _store_q_block(refs: _Refs, entry: _Entry, half: Any, g: Geometry, blocks: MixedBlocks) -> None:
+def _store_q_block(refs: _Refs, entry: Entry, half: Any, g: Geometry, blocks: MixedBlocks) -> None:
     row_words = g.queries_per_plane // g.packing
     tile_words = blocks.tile_rows // g.packing
     block, sem = refs.out_blocks.at[half], refs.out_sems.at[half]

@@ -115,3 +115,11 @@ def live_words_only(words: jax.Array, num_words: Any) -> jax.Array:
     """Zeros past `num_words`: what lies there may be anything, and 0 x NaN is NaN."""
     index = lax.broadcasted_iota(jnp.int32, words.shape, 0)
     return jnp.where(index < num_words, words, jnp.uint32(0))
+
+
+def product(a: jax.Array, b: jax.Array, contract_b: int, g: Geometry) -> jax.Array:
+    """f32: the last axis of `a` against axis `contract_b` of `b`."""
+    precision = lax.Precision.HIGHEST if g.dtype == jnp.float32 else None
+    return lax.dot_general(
+        a, b, (((1,), (contract_b,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )
