@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import append, combine, decode, device, prefill_hopper, prefill_mma, schedule, tuning
+from pallas_kernels.gpu.prefill_body import PrefillOperands
 from pallas_kernels.gpu.schedule import TOKEN_ALIGNMENT
 
 if TYPE_CHECKING:
@@ -183,13 +184,12 @@ def _prefill(output, queries, kv_pages, schedule: Schedule, first_page, *, spec,
     """Adds the chunks' rows, and zeros behind the last token: [T, N * H]."""
     num_tokens = queries.shape[0]
     output_ref = jax.new_ref(output.reshape(num_tokens, -1))
-    operands = (
-        queries.reshape(num_tokens, -1), kv_pages, schedule.page_table, first_page, schedule.tiles,
-        schedule.num_tiles,
-    )  # fmt: skip
+    operands = PrefillOperands(
+        queries.reshape(num_tokens, -1), kv_pages, schedule.page_table, first_page, schedule.tiles, schedule.num_tiles
+    )
     options = {"scale": spec.scale, "num_ctas": tuning.prefill_ctas(gpu, spec), "interpret": interpret}
     if gpu.has_wgmma:
-        prefill_hopper.prefill(output_ref, *operands, sizes=tuning.hopper_prefill_tiles(spec), **options)
+        prefill_hopper.prefill(output_ref, operands, sizes=tuning.hopper_prefill_tiles(spec), **options)
     else:
-        prefill_mma.prefill(output_ref, *operands, sizes=tuning.mma_prefill_tiles(gpu, spec), **options)
+        prefill_mma.prefill(output_ref, operands, sizes=tuning.mma_prefill_tiles(gpu, spec), **options)
     return jax.freeze(output_ref)

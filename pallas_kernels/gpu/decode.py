@@ -8,9 +8,10 @@ which `combine` merges.
 
 Source of the algorithm: Dao et al., Flash-Decoding for long-context inference (2023); online softmax in base 2.
 
-What interpret mode does not see: cp.async (its form is only compiled here), fragment layouts, swizzles, the alignment
-that TMA needs, that products run asynchronously, and races between CTAs (it runs them one after another). It does
-see missing waits and slots refilled too early.
+What interpret mode does not see: cp.async (its form is only compiled here; the tests run the TMA form), mma (a plain
+product stands in its place), fragment layouts, swizzles, the alignment that TMA needs, and races between CTAs, which it
+runs one after another. A page id out of range is silently wrong, there as on the chip. It does see missing waits and
+slots refilled too early; a wait for what never comes hangs it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu import matmul, vector
+from pallas_kernels.gpu import matmul, online_softmax, vector
 from pallas_kernels.gpu.ring import BlockShape, Ring, Source
 from pallas_kernels.gpu.schedule import (
     ITEM_FIRST_BLOCK,
@@ -188,10 +189,7 @@ class _Body:
             if tail:
                 column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=acc_layout)
                 scores = jnp.where(column < valid, scores, -jnp.inf)
-            new_peak = jnp.maximum(peak, scores.max(axis=1) * self.scale_log2)
-            alpha = jnp.exp2(peak - new_peak)
-            p = jnp.exp2(scores * self.scale_log2 - lax.broadcast_in_dim(new_peak, shape, [0]))
-            total = total * alpha + p.sum(axis=1)
+            p, alpha, new_peak, total = online_softmax.step(scores, peak, total, self.scale_log2)
             p_smem[...] = p.astype(self.dtype)
             p = plgpu.load(p_smem, layout=lhs, optimized=False)
             v = plgpu.load(ring.v_smem.at[slot], layout=rhs, optimized=False)
@@ -201,18 +199,14 @@ class _Body:
                 v = jnp.where(key < valid, v, jnp.zeros_like(v))
             if self.interpret is not None:
                 plgpu.commit_smem()  # for the interpreter, plain reads must be over before TMA writes again
-            acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+            acc = online_softmax.scaled(acc, alpha)
             return matmul.mma(acc, p, v, interpret=self.interpret), new_peak, total
 
-        carry = (
-            plgpu.layout_cast(jnp.zeros((TILE_M, self.head_dim), jnp.float32), acc_layout),
-            plgpu.layout_cast(jnp.full((TILE_M,), -jnp.inf, jnp.float32), acc_layout.reduce(1)),
-            plgpu.layout_cast(jnp.zeros((TILE_M,), jnp.float32), acc_layout.reduce(1)),
-        )
+        carry = online_softmax.start(TILE_M, self.head_dim, acc_layout, lowest=-jnp.inf)
         whole = lax.div(kv_len, jnp.int32(block_kv)) - ring.first_block  # blocks without a tail
         whole = jnp.clip(whole, 0, ring.num_blocks)
         carry = lax.fori_loop(0, whole, lambda i, c: step(i, c, tail=False), carry)
         acc, peak, total = lax.fori_loop(whole, ring.num_blocks, lambda i, c: step(i, c, tail=True), carry)
         ring.drain()
-        safe = jnp.where(total > 0, total, 1.0)  # a padding row has no keys: its output is zero
-        return acc / lax.broadcast_in_dim(safe, acc.shape, [0]), peak + jnp.log2(safe)
+        output, total = online_softmax.finish(acc, total)
+        return output, peak + jnp.log2(total)

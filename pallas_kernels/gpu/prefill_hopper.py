@@ -5,8 +5,10 @@ multiply 64 rows each and take turns at the tensor cores, so that one's softmax 
 
 Source of the algorithm: Shah et al., FlashAttention-3 (2024).
 
-What interpret mode does not see is told in `decode`, and one more: wgmma is replaced by plain products there, so the
-asynchrony of wgmma is not modelled at all.
+What interpret mode does not see: wgmma (plain products stand in its place, so that nothing is left of its asynchrony
+and of P in registers), fragment layouts, swizzles, the alignment that TMA needs, `set_max_registers`, and races between
+CTAs, which it runs one after another. It does see missing waits, slots given back too early, missing fences before
+copies out, and wrong masks. A fault that leaves a warpgroup waiting may hang it instead of being reported.
 """
 
 from __future__ import annotations
@@ -14,16 +16,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu import matmul, prefill_tile
-from pallas_kernels.gpu.decode import LOG2E
-from pallas_kernels.gpu.prefill_tile import TILE_M, Tile, TileShape
-from pallas_kernels.gpu.ring import KEYS, VALUES, BlockShape, Source
+from pallas_kernels.gpu import matmul, online_softmax, prefill_tile
+from pallas_kernels.gpu.prefill_body import PrefillBody, PrefillOperands
+from pallas_kernels.gpu.prefill_tile import TILE_M, Tile
+from pallas_kernels.gpu.ring import KEYS, VALUES, Source
 
 COMPUTE_WARPGROUPS = 2
 COMPUTE_REGISTERS, MEMORY_REGISTERS = 232, 40
@@ -37,27 +38,10 @@ class PrefillTiles:
 
 
 def prefill(
-    output: Any,  # Ref [T, N * H], written in place
-    queries: jax.Array,  # [T, N * H]; T a multiple of 8, at least a tile
-    kv_pages: jax.Array,  # [P, 2, K, page, H]
-    page_table: jax.Array,  # i32[S, pages_per_seq]
-    first_page: jax.Array,  # i32[1]
-    tiles: jax.Array,  # i32[NT, TILE_FIELDS]
-    num_tiles: jax.Array,  # i32[1]
-    *,
-    scale: float,
-    sizes: PrefillTiles,
-    num_ctas: int,
-    interpret: Any = None,
+    output: Any, operands: PrefillOperands, *, scale: float, sizes: PrefillTiles, num_ctas: int, interpret: Any = None
 ) -> None:
-    _, _, num_kv_heads, page_size, head_dim = kv_pages.shape
-    num_heads = queries.shape[1] // head_dim
-    dtype = queries.dtype
-    blocks = BlockShape(block_kv=sizes.block_kv, page_size=page_size, pages_per_seq=page_table.shape[1])
-    body = _Body(
-        shape=TileShape(num_heads // num_kv_heads), num_kv_heads=num_kv_heads, head_dim=head_dim, blocks=blocks,
-        dtype=dtype, scale_log2=scale * LOG2E, sizes=sizes, num_ctas=num_ctas, interpret=interpret,
-    )  # fmt: skip
+    body = _Body.of(operands, scale=scale, sizes=sizes, num_ctas=num_ctas, interpret=interpret)
+    blocks, head_dim, dtype = body.blocks, body.head_dim, body.dtype
     ring = plgpu.SMEM((sizes.num_stages, sizes.block_kv, head_dim), dtype, transforms=matmul.swizzled(head_dim, dtype))
     stages = sizes.num_stages
     plgpu.kernel(
@@ -83,21 +67,10 @@ def prefill(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="paged_prefill",
-    )(queries, kv_pages, page_table, first_page, tiles, num_tiles, output)
+    )(*operands, output)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Body:
-    shape: TileShape
-    num_kv_heads: int
-    head_dim: int
-    blocks: BlockShape
-    dtype: Any
-    scale_log2: float
-    sizes: PrefillTiles
-    num_ctas: int
-    interpret: Any
-
+class _Body(PrefillBody):
     def __call__(self, q_ref, kv_ref, pages_ref, first_page_ref, tiles_ref, num_tiles_ref, out_ref, **scratch):
         warpgroup = lax.axis_index("warpgroup")
         cta = lax.axis_index("cta")
@@ -153,11 +126,7 @@ class _Compute:
         whole = tile.whole_blocks(first_token, body.sizes.block_kv)
         plgpu.barrier_wait(self.q_arrived)
         pl.when(self.warpgroup == 1)(self.take_turn)
-        carry = (
-            plgpu.layout_cast(jnp.zeros((TILE_M, body.head_dim), jnp.float32), layout),
-            plgpu.layout_cast(jnp.full((TILE_M,), prefill_tile.MASKED, jnp.float32), layout.reduce(1)),
-            plgpu.layout_cast(jnp.zeros((TILE_M,), jnp.float32), layout.reduce(1)),
-        )
+        carry = online_softmax.start(TILE_M, body.head_dim, layout, lowest=prefill_tile.MASKED)
 
         def step(i, carry, *, masked):
             return self.step(i, carry, tile, first_token, blocks_before, masked)
@@ -166,8 +135,7 @@ class _Compute:
         acc, _, total = lax.fori_loop(whole, num_blocks, lambda i, c: step(i, c, masked=True), carry)
         pl.when(self.warpgroup == 0)(self.take_turn)
         plgpu.barrier_arrive(self.met.at[2 * body.sizes.num_stages + lax.rem(round_, jnp.int32(2))])
-        safe = jnp.where(total > 0, total, 1.0)  # padding has no keys: its output is zero
-        self.store(tile, first_token, acc / lax.broadcast_in_dim(safe, acc.shape, [0]))
+        self.store(tile, first_token, online_softmax.finish(acc, total)[0])
 
     def step(self, i, carry, tile: Tile, first_token, blocks_before, masked: bool):
         body = self.body
@@ -182,11 +150,8 @@ class _Compute:
         if masked:
             mask = prefill_tile.causal_mask(body.shape, tile, first_token, i * block_kv, block_kv, plgpu.Layout.WGMMA)
             scores = jnp.where(mask, scores, -jnp.inf)
-        new_peak = jnp.maximum(peak, scores.max(axis=1) * body.scale_log2)
-        alpha = jnp.exp2(peak - new_peak)
-        p = jnp.exp2(scores * body.scale_log2 - lax.broadcast_in_dim(new_peak, scores.shape, [0]))
-        total = total * alpha + p.sum(axis=1)
-        acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+        p, alpha, new_peak, total = online_softmax.step(scores, peak, total, body.scale_log2)
+        acc = online_softmax.scaled(acc, alpha)
         p16 = p.astype(body.dtype)
         if body.interpret is None:  # keep the softmax on this side of the turn
             acc, total, new_peak, p16 = lax.optimization_barrier((acc, total, new_peak, p16))

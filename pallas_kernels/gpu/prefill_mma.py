@@ -3,48 +3,32 @@
 The tiles, their order and the masks are those of `prefill_hopper`; the ring of K and V tiles is that of `decode`. On
 Blackwell this leaves tcgen05 unused: correct first, measured next.
 
-What interpret mode does not see is told in `decode`.
+What interpret mode does not see: cp.async (its form is only compiled here; the tests run the TMA form), mma (a plain
+product stands in its place), fragment layouts, swizzles, the alignment that TMA needs, and races between CTAs, which it
+runs one after another. It does see missing waits, slots refilled too early and wrong masks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu import matmul, prefill_tile, vector
-from pallas_kernels.gpu.decode import LOG2E, RingTiles
-from pallas_kernels.gpu.prefill_tile import TILE_M, Tile, TileShape
-from pallas_kernels.gpu.ring import BlockShape, Ring, Source
+from pallas_kernels.gpu import matmul, online_softmax, prefill_tile, vector
+from pallas_kernels.gpu.decode import RingTiles
+from pallas_kernels.gpu.prefill_body import PrefillBody, PrefillOperands
+from pallas_kernels.gpu.prefill_tile import TILE_M, Tile
+from pallas_kernels.gpu.ring import Ring, Source
 
 
 def prefill(
-    output: Any,  # Ref [T, N * H], written in place
-    queries: jax.Array,  # [T, N * H]; T a multiple of 8, at least a tile
-    kv_pages: jax.Array,  # [P, 2, K, page, H]
-    page_table: jax.Array,  # i32[S, pages_per_seq]
-    first_page: jax.Array,  # i32[1]
-    tiles: jax.Array,  # i32[NT, TILE_FIELDS]
-    num_tiles: jax.Array,  # i32[1]
-    *,
-    scale: float,
-    sizes: RingTiles,
-    num_ctas: int,
-    interpret: Any = None,
+    output: Any, operands: PrefillOperands, *, scale: float, sizes: RingTiles, num_ctas: int, interpret: Any = None
 ) -> None:
-    _, _, num_kv_heads, page_size, head_dim = kv_pages.shape
-    num_heads = queries.shape[1] // head_dim
-    dtype = queries.dtype
-    blocks = BlockShape(block_kv=sizes.block_kv, page_size=page_size, pages_per_seq=page_table.shape[1])
-    body = _Body(
-        shape=TileShape(num_heads // num_kv_heads), num_kv_heads=num_kv_heads, head_dim=head_dim, blocks=blocks,
-        dtype=dtype, scale_log2=scale * LOG2E, sizes=sizes, num_ctas=num_ctas, interpret=interpret,
-    )  # fmt: skip
+    body = _Body.of(operands, scale=scale, sizes=sizes, num_ctas=num_ctas, interpret=interpret)
+    blocks, head_dim, dtype = body.blocks, body.head_dim, body.dtype
 
     def swizzled(copied_rows: int) -> tuple[Any, ...]:
         return matmul.swizzled(head_dim, dtype, copied_rows=None if sizes.use_tma else copied_rows)
@@ -69,21 +53,10 @@ def prefill(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="paged_prefill_mma",
-    )(queries, kv_pages, page_table, first_page, tiles, num_tiles, output)
+    )(*operands, output)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Body:
-    shape: TileShape
-    num_kv_heads: int
-    head_dim: int
-    blocks: BlockShape
-    dtype: Any
-    scale_log2: float
-    sizes: RingTiles
-    num_ctas: int
-    interpret: Any
-
+class _Body(PrefillBody):
     def __call__(
         self, q_ref, kv_ref, pages_ref, first_page_ref, tiles_ref, num_tiles_ref, out_ref,
         *, q_smem, k_or_out_smem, v_smem, p_smem, q_arrived=None, arrived=None,
@@ -137,10 +110,7 @@ class _Body:
             if masked:
                 mask = prefill_tile.causal_mask(self.shape, tile, tile.token, i * block_kv, block_kv, acc_layout)
                 scores = jnp.where(mask, scores, -jnp.inf)
-            new_peak = jnp.maximum(peak, scores.max(axis=1) * self.scale_log2)
-            alpha = jnp.exp2(peak - new_peak)
-            p = jnp.exp2(scores * self.scale_log2 - lax.broadcast_in_dim(new_peak, shape, [0]))
-            total = total * alpha + p.sum(axis=1)
+            p, alpha, new_peak, total = online_softmax.step(scores, peak, total, self.scale_log2)
             p_smem[...] = p.astype(self.dtype)
             p = plgpu.load(p_smem, layout=lhs, optimized=False)
             v = plgpu.load(ring.v_smem.at[slot], layout=rhs, optimized=False)
@@ -150,20 +120,15 @@ class _Body:
                 v = jnp.where(key < tile.kv_len - i * block_kv, v, jnp.zeros_like(v))
             if self.interpret is not None:
                 plgpu.commit_smem()  # for the interpreter, plain reads must be over before TMA writes again
-            acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+            acc = online_softmax.scaled(acc, alpha)
             return matmul.mma(acc, p, v, interpret=self.interpret), new_peak, total
 
-        carry = (
-            plgpu.layout_cast(jnp.zeros((TILE_M, self.head_dim), jnp.float32), acc_layout),
-            plgpu.layout_cast(jnp.full((TILE_M,), prefill_tile.MASKED, jnp.float32), acc_layout.reduce(1)),
-            plgpu.layout_cast(jnp.zeros((TILE_M,), jnp.float32), acc_layout.reduce(1)),
-        )
+        carry = online_softmax.start(TILE_M, self.head_dim, acc_layout, lowest=prefill_tile.MASKED)
         whole = tile.whole_blocks(tile.token, block_kv)
         carry = lax.fori_loop(0, whole, lambda i, c: step(i, c, masked=False), carry)
         acc, _, total = lax.fori_loop(whole, ring.num_blocks, lambda i, c: step(i, c, masked=True), carry)
         ring.drain()
-        safe = jnp.where(total > 0, total, 1.0)  # padding has no keys: its output is zero
-        return acc / lax.broadcast_in_dim(safe, acc.shape, [0])
+        return online_softmax.finish(acc, total)[0]
 
     def store(self, tile: Tile, out_smem, out_ref) -> None:
         @pl.loop(tile.begin, jnp.minimum(tile.end, tile.token + self.shape.tokens))

@@ -1,0 +1,55 @@
+"""What the two prefill kernels are given, and what is static about either."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import jax
+
+from pallas_kernels.gpu.decode import LOG2E
+from pallas_kernels.gpu.prefill_tile import TileShape
+from pallas_kernels.gpu.ring import BlockShape
+
+
+class PrefillOperands(NamedTuple):
+    """In the kernels' order; the output comes after them, a Ref [T, N * H] that is written in place."""
+
+    queries: jax.Array  # [T, N * H]; T a multiple of 8, at least a tile
+    kv_pages: jax.Array  # [P, 2, K, page, H]
+    page_table: jax.Array  # i32[S, pages_per_seq]
+    first_page: jax.Array  # i32[1]
+    tiles: jax.Array  # i32[NT, TILE_FIELDS]
+    num_tiles: jax.Array  # i32[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillBody:
+    """The static part of a kernel's body; each kernel adds its `__call__`."""
+
+    shape: TileShape
+    num_kv_heads: int
+    head_dim: int
+    blocks: BlockShape
+    dtype: Any
+    scale_log2: float
+    sizes: Any  # block_kv, num_stages and what else the kernel's tiles have
+    num_ctas: int
+    interpret: Any
+
+    @classmethod
+    def of(cls, operands: PrefillOperands, *, scale: float, sizes: Any, num_ctas: int, interpret: Any) -> Self:
+        _, _, num_kv_heads, page_size, head_dim = operands.kv_pages.shape
+        num_heads = operands.queries.shape[1] // head_dim
+        pages_per_seq = operands.page_table.shape[1]
+        return cls(
+            shape=TileShape(num_heads // num_kv_heads),
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            blocks=BlockShape(block_kv=sizes.block_kv, page_size=page_size, pages_per_seq=pages_per_seq),
+            dtype=operands.queries.dtype,
+            scale_log2=scale * LOG2E,
+            sizes=sizes,
+            num_ctas=num_ctas,
+            interpret=interpret,
+        )
