@@ -16,7 +16,7 @@ from server.lengths import check_counts, output_limit
 from server.sampling import check_top_logprobs
 from server.schemas import ChatRequest
 from server.state import ServerState
-from server.submission import check_min_tokens, new_id, read_generation, start_generation
+from server.submission import check_min_tokens, check_num_choices, new_id, read_generation, start_generation
 
 
 class ChatRoute:
@@ -31,6 +31,7 @@ class ChatRoute:
         param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         check_counts(asked, body.min_tokens, param=param)
+        check_num_choices(state, 1, body.n)
 
         prompt = await encode_chat(state, body)
         limit = output_limit(len(prompt), asked, state.client.info.max_model_len, param=param)

@@ -7,6 +7,7 @@ put before it unless `add_special_tokens` is false. (In chats nothing that a use
 from __future__ import annotations
 
 import time
+from typing import cast
 
 import msgspec
 from starlette.requests import Request
@@ -17,10 +18,10 @@ from server.chat_template import split_special
 from server.completion_writer import CompletionOptions, CompletionWriter, Prompt
 from server.errors import RequestError, invalid
 from server.lengths import check_counts, check_text_length, output_limit
-from server.sampling import check_top_logprobs
+from server.sampling import check_ids, check_top_logprobs
 from server.schemas import CompletionRequest
 from server.state import ServerState
-from server.submission import check_min_tokens, new_id, read_generation, start_generation
+from server.submission import check_min_tokens, check_num_choices, new_id, read_generation, start_generation
 from server.text_stream import decode_text
 
 DEFAULT_MAX_TOKENS = 16
@@ -40,9 +41,11 @@ class CompletionRoute:
         echo = bool(body.echo)
         check_counts(body.max_tokens, body.min_tokens, param="max_tokens", least=0 if echo else 1)
 
-        prompts = [await self._encode(body, prompt) for prompt in _prompts(body)]
+        given = _prompts(body)
+        check_num_choices(state, len(given), body.n)
+        prompts = [await self._encode(body, prompt) for prompt in given]
         # max_tokens 0 (with echo): one hidden step computes the prompt's log-probabilities
-        limits = [self._limit(body, prompt) for prompt in prompts]
+        limits = [self._limit(body, len(prompt.ids)) for prompt in prompts]
         for limit in limits:
             check_min_tokens(body, limit)
         wants_scores = [value for value in (body.logprobs if echo else None, body.prompt_logprobs) if value is not None]
@@ -69,17 +72,15 @@ class CompletionRoute:
         writer = CompletionWriter(generation, state.tokenizer, options)
         return GenerationAnswer(generation, writer, stream=bool(body.stream))
 
-    def _limit(self, body: CompletionRequest, prompt: Prompt) -> int:
+    def _limit(self, body: CompletionRequest, num_prompt: int) -> int:
         asked = None if body.max_tokens is None else max(1, body.max_tokens)
-        limit = output_limit(len(prompt.ids), asked, self._state.client.info.max_model_len, param="max_tokens")
+        limit = output_limit(num_prompt, asked, self._state.client.info.max_model_len, param="max_tokens")
         return min(limit, DEFAULT_MAX_TOKENS) if asked is None else limit
 
     async def _encode(self, body: CompletionRequest, prompt: str | list[int]) -> Prompt:
         if isinstance(prompt, list):
-            vocab_size = self._state.client.info.vocab_size
-            for id in prompt:
-                if not 0 <= id < vocab_size:
-                    raise invalid("prompt", f"a token id must be between 0 and {vocab_size - 1}, got {id}")
+            self._limit(body, len(prompt))  # one that is too long is not read first
+            check_ids("prompt", prompt, self._state.client.info.vocab_size)
             return Prompt(ids=prompt, text=decode_text(self._state.tokenizer, prompt) if body.echo else "")
         check_text_length(len(prompt), self._state.tokenizer, self._state.client.info.max_model_len)
         ids = await self._state.encode(split_special(self._state.tokenizer, prompt))
@@ -97,9 +98,7 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
         return [prompt]
     if not prompt:
         raise invalid("prompt", "must not be an empty list")
-    kinds = {type(item) for item in prompt}
+    kinds = set(map(type, prompt))
     if len(kinds) > 1:
         raise invalid("prompt", "must be a text, a list of texts, a list of token ids or a list of such lists")
-    if kinds == {int}:
-        return [[item for item in prompt if isinstance(item, int)]]
-    return [item for item in prompt if not isinstance(item, int)]
+    return cast("list[str | list[int]]", [prompt] if kinds == {int} else prompt)

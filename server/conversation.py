@@ -6,12 +6,13 @@ from typing import Any
 
 from server.chat_template import TemplateError, encode_parts
 from server.errors import RequestError, invalid, unsupported
-from server.lengths import check_text_length
-from server.schemas import ChatRequest, Message, TokenizeRequest
+from server.lengths import check_num_messages, check_text_length
+from server.schemas import ChatRequest, Message, TokenizeRequest, template_variables
 from server.state import ServerState
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 UNSUPPORTED_ROLES = ("tool", "function")
+CHARS_OF_A_MESSAGE = 40  # about what a template writes around one, to tell long work from short
 RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
 
 
@@ -22,6 +23,7 @@ async def encode_chat(state: ServerState, body: ChatRequest | TokenizeRequest) -
         raise RequestError(400, "This model has no chat template: use /v1/completions.")
     if not body.messages:
         raise invalid("messages", "must not be empty")
+    check_num_messages(len(body.messages), state.client.info.max_model_len)
     messages = [template_message(i, message) for i, message in enumerate(body.messages)]
     num_chars = sum(len(message["content"]) for message in messages)
     check_text_length(num_chars, state.tokenizer, state.client.info.max_model_len)
@@ -29,7 +31,7 @@ async def encode_chat(state: ServerState, body: ChatRequest | TokenizeRequest) -
     generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     if continues and generates:
         raise invalid("continue_final_message", "cannot be combined with `add_generation_prompt`")
-    extra = (body.chat_template_kwargs or {}) if isinstance(body, ChatRequest) else {}
+    extra = template_variables(body) if isinstance(body, ChatRequest) else {}
     reserved = RESERVED_VARIABLES.intersection(extra)
     if reserved:
         raise invalid("chat_template_kwargs", f"must not set {', '.join(sorted(reserved))}")
@@ -41,7 +43,7 @@ async def encode_chat(state: ServerState, body: ChatRequest | TokenizeRequest) -
         return encode_parts(state.tokenizer, parts)
 
     try:
-        return await state.run_aside(num_chars, render_and_encode)
+        return await state.run_aside(num_chars + CHARS_OF_A_MESSAGE * len(messages), render_and_encode)
     except TemplateError as error:
         raise RequestError(400, str(error), param="messages") from error
     except RecursionError as error:

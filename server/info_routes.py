@@ -16,10 +16,13 @@ from server.lengths import check_text_length
 from server.logprobs import token_text
 from server.metrics import CONTENT_TYPE
 from server.request_body import read_body
+from server.sampling import check_ids
 from server.schemas import DetokenizeRequest, TokenizeRequest
 from server.sse import encode_json
 from server.state import ServerState
 from server.text_stream import decode_text
+
+MAX_DETOKENIZED = 1_000_000  # tokens; each may stand for a hundred characters
 
 
 class InfoRoutes:
@@ -79,12 +82,13 @@ class InfoRoutes:
         state = self._state
         body = await read_body(request, self._detokenize, state.settings.max_body_bytes)
         state.check_model(body.model)
-        for id in body.tokens:
-            if not 0 <= id < state.client.info.vocab_size:
-                raise invalid(
-                    "tokens", f"a token id must be between 0 and {state.client.info.vocab_size - 1}, got {id}"
-                )
-        return _json({"prompt": decode_text(state.tokenizer, body.tokens, skip_special_tokens=False)})
+        if len(body.tokens) > MAX_DETOKENIZED:
+            raise invalid("tokens", f"at most {MAX_DETOKENIZED} are decoded at once, got {len(body.tokens)}")
+        check_ids("tokens", body.tokens, state.client.info.vocab_size)
+        text = await state.run_aside(
+            len(body.tokens), decode_text, state.tokenizer, body.tokens, skip_special_tokens=False
+        )
+        return _json({"prompt": text})
 
     def _model(self, name: str) -> dict[str, Any]:
         state = self._state

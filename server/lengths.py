@@ -17,6 +17,16 @@ def check_text_length(num_chars: int, tokenizer: Tokenizer, max_model_len: int) 
         )
 
 
+def check_num_messages(count: int, max_model_len: int) -> None:
+    """Refuses a conversation of which not even one token a message would fit, before a template goes through it."""
+    if count >= max_model_len:
+        raise too_long(
+            f"This model's maximum context length is {max_model_len} tokens. However, your conversation has {count} "
+            "messages, of at least a token each. Please shorten it.",
+            param="messages",
+        )
+
+
 def output_limit(num_prompt: int, asked: int | None, max_model_len: int, *, param: str) -> int:
     """The most tokens that may come; `asked` None fills the context. Raises RequestError 400 where nothing fits.
 

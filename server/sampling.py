@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from batcher.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
@@ -36,9 +37,9 @@ def check_sampling(body: SamplingFields, *, vocab_size: int) -> None:
         raise invalid("priority", f"must fit in 32 bits, got {body.priority}")
     _check_seed(body.seed)
     _check_stops(body.stop)
-    _check_ids("stop_token_ids", body.stop_token_ids or [], vocab_size)
     if len(body.stop_token_ids or []) > MAX_STOP_TOKEN_IDS:
-        raise invalid("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} are allowed")
+        raise invalid("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} are allowed, got {len(body.stop_token_ids)}")
+    check_ids("stop_token_ids", body.stop_token_ids or [], vocab_size)
     parse_logit_bias(body.logit_bias, vocab_size)
 
 
@@ -90,6 +91,8 @@ def check_top_logprobs(param: str, value: int) -> None:
 
 
 def parse_logit_bias(bias: dict[str, float] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    if len(bias or {}) > MAX_LOGIT_BIAS:
+        raise invalid("logit_bias", f"at most {MAX_LOGIT_BIAS} tokens are allowed, got {len(bias)}")
     pairs: dict[int, float] = {}
     for key, value in (bias or {}).items():
         if not key.isascii() or not key.isdigit() or len(key) > 9 or int(key) >= vocab_size:
@@ -97,13 +100,12 @@ def parse_logit_bias(bias: dict[str, float] | None, vocab_size: int) -> tuple[tu
         if not -100 <= value <= 100:
             raise invalid("logit_bias", f"a bias must be between -100 and 100, got {value} for token {key}")
         pairs[int(key)] = value
-    if len(pairs) > MAX_LOGIT_BIAS:
-        raise invalid("logit_bias", f"at most {MAX_LOGIT_BIAS} tokens are allowed, got {len(pairs)}")
     return tuple(pairs.items())
 
 
-def _check_ids(param: str, ids: list[int], vocab_size: int) -> None:
-    for id in ids:
+def check_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raises RequestError 400 where one of them is no token's."""
+    for id in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= id < vocab_size:
             raise invalid(param, f"a token id must be between 0 and {vocab_size - 1}, got {id}")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from server.errors import INVALID_BODY, RequestError, unsupported
+from server.errors import INVALID_BODY, RequestError, invalid, unsupported
 
 
 class StreamOptions(msgspec.Struct):
@@ -83,7 +83,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET  # `template_variables` reads it
     # known and refused
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -119,6 +119,10 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: list[int]
 
 
+MAX_TEMPLATE_KWARGS_BYTES = 64 * 1024  # the template walks through every string of it, several times
+
+_decode_template_kwargs = msgspec.json.Decoder(dict[str, Any] | None).decode
+
 Body = ChatRequest | CompletionRequest | TokenizeRequest | DetokenizeRequest
 
 _AT = re.compile(r" - at `(?P<key>key in )?\$(?P<path>.*)`$", re.DOTALL)
@@ -140,6 +144,21 @@ def decode_body[T: msgspec.Struct](decoder: msgspec.json.Decoder[T], body: bytes
         raise RequestError(400, "The JSON body is nested too deeply.", type=INVALID_BODY) from error
     except ValueError as error:  # malformed JSON, or text that is not UTF-8
         raise RequestError(400, f"The body is not valid JSON: {error}", type=INVALID_BODY) from error
+
+
+def template_variables(body: ChatRequest) -> dict[str, Any]:
+    """`chat_template_kwargs`. Raises RequestError 400 for anything but an object of a bearable size."""
+    param, raw = "chat_template_kwargs", body.chat_template_kwargs
+    if raw is msgspec.UNSET:
+        return {}
+    if len(raw) > MAX_TEMPLATE_KWARGS_BYTES:
+        raise invalid(param, f"is larger than {MAX_TEMPLATE_KWARGS_BYTES} bytes")
+    try:
+        return _decode_template_kwargs(raw) or {}
+    except RecursionError as error:
+        raise invalid(param, "is nested too deeply") from error
+    except ValueError as error:
+        raise RequestError(400, f"{param}: {error}", type=INVALID_BODY, param=param) from error
 
 
 def _dotted(path: str) -> str | None:

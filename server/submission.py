@@ -61,8 +61,6 @@ def start_generation(
 ) -> Generation:
     """Submits `n` sequences for each prompt, prompt by prompt; `limits` are the prompts' output limits."""
     n = body.n or 1
-    if len(prompts) * n > state.settings.max_choices:
-        raise invalid("n", f"at most {state.settings.max_choices} sequences per request are allowed")
     generation = Generation(state.client, request_id, stream=bool(body.stream))
     include_stop = bool(body.include_stop_str_in_output)
     requests = []
@@ -99,6 +97,14 @@ def start_generation(
     state.metrics.observe_request(n=n, max_tokens=max(limits))
     generation.submit(requests)
     return generation
+
+
+def check_num_choices(state: ServerState, num_prompts: int, n: int | None) -> None:
+    """To be asked before any prompt is encoded: a body has room for millions of prompts."""
+    most = state.settings.max_choices
+    if num_prompts * (n or 1) > most:
+        param = "n" if num_prompts == 1 else "prompt"
+        raise invalid(param, f"at most {most} sequences per request are allowed, prompts times n")
 
 
 def check_min_tokens(body: SamplingFields, limit: int) -> None:

@@ -1,0 +1,63 @@
+"""Bodies of the allowed size that would keep the event loop busy for minutes: refused before the work is done."""
+
+from __future__ import annotations
+
+import pytest
+
+from server.info_routes import MAX_DETOKENIZED
+from tests.server.test_app import COMPLETIONS, DONE, StubClient, call, state_of
+
+CHAT = "/v1/chat/completions"
+
+
+def refusal(path: str, body: dict) -> dict:
+    """The error, from a server that neither tokenizes nor renders."""
+    state = state_of(StubClient(DONE))
+    state.tokenizer.encode_plain = state.chat_template.render = _work
+    response = call(state, "POST", path, json=body)
+    assert response.status_code == 400, response.text
+    return response.json()["error"]
+
+
+def _work(*args: object, **options: object) -> None:
+    raise AssertionError("this is the work that was to be spared")
+
+
+@pytest.mark.parametrize("prompt", [["a"] * 200, [[1]] * 200])
+def test_more_prompts_than_sequences_are_allowed(prompt):
+    error = refusal(COMPLETIONS, {"prompt": prompt})
+    assert error["param"] == "prompt"
+    assert "at most 128" in error["message"]
+
+
+def test_ids_are_looked_at_once_their_number_is_known_to_fit():
+    for prompt in ([-1] * 1000, [[-1] * 1000]):
+        assert refusal(COMPLETIONS, {"prompt": prompt})["code"] == "context_length_exceeded"
+    body = {"prompt": [1], "stop_token_ids": [-1] * 257}
+    assert "at most 256 are allowed, got 257" in refusal(COMPLETIONS, body)["message"]
+    body = {"prompt": [1], "logit_bias": {f"no id {i}": 1 for i in range(301)}}
+    assert "at most 300 tokens are allowed, got 301" in refusal(COMPLETIONS, body)["message"]
+
+
+def test_a_conversation_of_more_messages_than_the_context_has_tokens():
+    error = refusal(CHAT, {"messages": [{"role": "user", "content": ""}] * 64})
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+
+
+def test_template_variables_of_any_size():
+    body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": ["b"] * 20_000}}
+    error = refusal(CHAT, body)
+    assert error["param"] == "chat_template_kwargs"
+    assert "65536 bytes" in error["message"]
+
+
+@pytest.mark.parametrize("value", [[1], "a", 5, True])
+def test_template_variables_are_an_object(value):
+    error = refusal(CHAT, {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": value})
+    assert (error["type"], error["param"]) == ("Bad Request", "chat_template_kwargs")
+
+
+def test_tokens_to_decode_are_limited():
+    error = refusal("/detokenize", {"tokens": [65] * (MAX_DETOKENIZED + 1)})
+    assert error["param"] == "tokens"
+    assert str(MAX_DETOKENIZED) in error["message"]
