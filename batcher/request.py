@@ -47,7 +47,7 @@ class Request:
 
 
 class FinishReason(StrEnum):
-    STOP = "stop"  # an end-of-sequence or stop id
+    STOP = "stop"  # an end-of-sequence or stop id, or a stop string that the caller found
     LENGTH = "length"  # max_tokens or the model's context
     ABORT = "abort"  # the client left, or the engine shuts down
     ERROR = "error"  # RequestOutput.error says what

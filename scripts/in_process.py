@@ -61,10 +61,10 @@ class InProcessEngineClient:
                 refusal = {"finish_reason": FinishReason.ERROR.value, "error": str(error), "status": 400}
                 self._loop.call_soon(self._deliver, Output(item.request_id, [], param=error.param, **refusal))
 
-    def abort(self, request_ids: Sequence[str]) -> None:
+    def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
         for request_id in request_ids:
             if self._sinks.pop(request_id, None) is not None:
-                self._engine.abort(request_id)
+                self._engine.abort(request_id, reason)
 
     def take_token_ids(self, request_id: str) -> list[int]:
         """What the request drew, the token that ended it included; to be asked once, when it has ended."""

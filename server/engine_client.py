@@ -43,7 +43,8 @@ class EngineClient(Protocol):
 
     def submit(self, requests: Sequence[tuple[wire.WireRequest, Sink]]) -> None: ...
 
-    def abort(self, request_ids: Sequence[str]) -> None: ...
+    def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
+        """The requests' sinks hear nothing more. Unknown and finished ids are ignored."""
 
     @property
     def death(self) -> str | None:
@@ -102,11 +103,10 @@ class ProcessEngineClient:
             self._sinks[request.request_id] = sink
         self._send(wire.Submit([request for request, _ in requests]))
 
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """The requests' sinks hear nothing more. Unknown and finished ids are ignored."""
+    def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
         known = [request_id for request_id in request_ids if self._sinks.pop(request_id, None) is not None]
         if known and self.death is None:
-            self._send(wire.Abort(known))
+            self._send(wire.Abort(known, reason))
 
     def abort_all(self) -> None:
         """Ends every open request with ABORT, which its sink is told."""

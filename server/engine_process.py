@@ -39,7 +39,7 @@ class ServedEngine(Protocol):
 
     def add_request(self, request: Request, on_output: Callable[[RequestOutput], None]) -> None: ...
 
-    def abort(self, request_id: str) -> None: ...
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None: ...
 
     def stats(self) -> EngineStats: ...
 
@@ -109,9 +109,9 @@ def _serve(context: zmq.Context, address: str, engine: ServedEngine, sender: _Se
             match decode(socket.recv()):
                 case wire.Submit(requests=requests):
                     _submit(engine, requests, sender)
-                case wire.Abort(request_ids=request_ids):
+                case wire.Abort(request_ids=request_ids, reason=reason):
                     for request_id in request_ids:
-                        engine.abort(request_id)
+                        engine.abort(request_id, reason)
                 case wire.Stop():
                     return
     finally:

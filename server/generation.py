@@ -98,7 +98,7 @@ class Choice:
             if stream.matched_stop is not None:
                 self.finish_reason, self.stop_reason = FinishReason.STOP.value, stream.matched_stop
                 if output.finish_reason is None:
-                    self._generation.abort_choice(self)
+                    self._generation.stop_choice(self)
                 return
         if output.finish_reason is not None:
             self._pieces.append(stream.finish())
@@ -148,8 +148,9 @@ class Generation:
         self._client.abort([choice.request_id for choice in self.choices if choice.finish_reason is None])
         self._num_open = 0
 
-    def abort_choice(self, choice: Choice) -> None:
-        self._client.abort([choice.request_id])
+    def stop_choice(self, choice: Choice) -> None:
+        """Its text is complete: the engine need not go on, and counts it as finished."""
+        self._client.abort([choice.request_id], FinishReason.STOP)
 
     def on_progress(self, choice: Choice) -> None:
         if choice.finish_reason is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from batcher.request import ErrorCode, Request, RequestOutput, SamplingParams, TokenLogprobs
+from batcher.request import ErrorCode, FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
 from batcher.stats import EngineStats
 
 
@@ -28,7 +28,10 @@ class Submit(msgspec.Struct, tag=True):
 
 
 class Abort(msgspec.Struct, tag=True):
+    """Ends requests. `reason` is what the engine counts: `stop` where a stop string was found in the text."""
+
     request_ids: list[str]
+    reason: FinishReason = FinishReason.ABORT
 
 
 class Stop(msgspec.Struct, tag=True):

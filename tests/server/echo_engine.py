@@ -63,11 +63,11 @@ class EchoEngine:
             self._live[request.request_id] = _Running(request, on_output, reply)
             self._lock.notify()
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         with self._lock:
             running = self._live.pop(request_id, None)
         if running is not None:
-            self._end(running, RequestOutput(request_id=request_id, finish_reason=FinishReason.ABORT))
+            self._end(running, RequestOutput(request_id=request_id, finish_reason=reason))
 
     def stats(self) -> EngineStats:
         return EngineStats(

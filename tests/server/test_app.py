@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from batcher.request import FinishReason
 from batcher.stats import EngineStats
 from server import wire
 from server.app import create_app, create_state
@@ -41,7 +42,7 @@ class StubClient:
             for output in self._outputs:
                 sink.on_output(output)
 
-    def abort(self, request_ids: Sequence[str]) -> None:
+    def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
         self.aborted += request_ids
 
 

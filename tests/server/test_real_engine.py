@@ -37,10 +37,12 @@ def foretold(prompt: str, *, seed: int, **sampling) -> tuple[str, int]:
     return "".join([stream.push(id) for id in ids]) + stream.finish(), len(ids)
 
 
-def metric(server: RunningServer, name: str) -> float:
+def metric(server: RunningServer, name: str, label: str = "") -> float:
+    """The first sample of that name in which the label stands."""
     with server.http() as http:
         lines = http.get("/metrics").text.splitlines()
-    return float(next(line for line in lines if line.startswith(f"pallas_serve:{name}{{")).split()[-1])
+    lines = [line for line in lines if line.startswith(f"pallas_serve:{name}{{") and label in line]
+    return float(lines[0].split()[-1])
 
 
 def test_greedy_and_sampled_texts_are_those_foretold(server):
@@ -95,9 +97,13 @@ def test_prompt_logprobs_are_complete_in_spite_of_the_cache(server):
             assert None not in logprobs["token_logprobs"][1:]
 
 
-def test_a_stop_string_frees_the_pages(server):
+def test_a_stop_string_frees_the_pages_and_counts_as_finished(server):
+    def ended(reason: str) -> float:
+        return metric(server, "request_success_total", f'finished_reason="{reason}"')
+
     text, _ = foretold("hello", seed=7, max_tokens=200)
     stop = text[20:23]
+    before = ended("stop"), ended("abort")
     with server.http() as http:
         body = {"prompt": "hello", "max_tokens": 200, "seed": 7, "stop": stop}
         choice = http.post(PATH, json=body).json()["choices"][0]
@@ -105,6 +111,8 @@ def test_a_stop_string_frees_the_pages(server):
     assert choice["finish_reason"] == "stop"
     wait_until(lambda: metric(server, "num_requests_running") == 0)
     wait_until(lambda: metric(server, "kv_cache_usage_perc") == 0)
+    wait_until(lambda: ended("stop") + ended("abort") == sum(before) + 1)
+    assert (ended("stop"), ended("abort")) == (before[0] + 1, before[1])
 
 
 def test_a_model_that_gives_nan_fails_its_request_alone(tmp_path):
