@@ -37,11 +37,13 @@ def kv_head_axis(backend: Backend) -> int:
     return 2
 
 
-def default_page_size(backend: Backend, max_model_len: int) -> int:
-    """Tokens per page where the user gives none."""
+def default_page_size(backend: Backend, max_model_len: int, chip: str | None = None) -> int:
+    """Tokens per page where the user gives none. `chip`: a TPU's generation as jax calls it (default: of this one)."""
     family = backend.split("-")[0]
     if family == "tpu":
-        return 128
+        from pallas_kernels.tpu import blocks
+
+        return blocks.default_page_size(chip or (blocks.this_chip() if backend == "tpu" else None))
     if family == "gpu":
         return 64
     return 16 if max_model_len <= 2048 else 64

@@ -184,20 +184,24 @@ def _per_pair(estimate: Estimate, rows: list[Row]) -> str:
 # ---- block sizes ----
 
 
-def candidates(g: Any) -> list[tuple[str, tuple[int, ...]]]:
-    decode = [(256, 8), (512, 4), (1024, 4), (2048, 4)]
+def candidates(g: Any) -> dict[str, list[tuple[int, ...]]]:
+    """By kind of kernel. The rule's sizes stand first: what is kept then is no worse than what a miss would take."""
+    from pallas_kernels.tpu import blocks
+
+    rule = blocks.choose(g, CONTEXT // PAGE)
     queries = 1024 // g.queries_per_plane  # of one tile
     mixed = [
         (queries * tiles, 1024, queries * g.queries_per_plane, tile_tokens, units)
         for tiles, units, tile_tokens in ((1, 2, 512), (1, 4, 256), (1, 4, 512), (2, 4, 512))
     ]
-    return [("decode", sizes) for sizes in decode] + [("mixed", sizes) for sizes in mixed]
+    others = {"decode": [(256, 8), (512, 4), (1024, 4), (2048, 4)], "mixed": mixed}
+    return {
+        kind: list(dict.fromkeys([tuple(vars(getattr(rule, kind)).values()), *sizes])) for kind, sizes in others.items()
+    }
 
 
 def sweep(target: str) -> None:
-    """Keeps, per geometry and variant, the sizes with which `TUNED_FOR` takes fewest cycles, then bundles, then VMEM.
-
-    Nothing may take more than a half of the VMEM: XLA keeps weights there, too."""
+    """Keeps, per geometry and kind, the sizes with which `TUNED_FOR` takes fewest cycles, then bundles, then VMEM."""
     from pallas_kernels import tuning
     from pallas_kernels.targets import tpu_target
     from pallas_kernels.tpu import blocks
@@ -210,25 +214,34 @@ def sweep(target: str) -> None:
         g = geometry(model)
         if blocks.key(g) in entries:  # the 3B's heads, padded, are the 8B's
             continue
-        kernels = compiled(target, model, candidates(g))
-        sizes = {}
-        for kind, fields in (
-            ("decode", DecodeBlocks.__dataclass_fields__),
-            ("mixed", MixedBlocks.__dataclass_fields__),
-        ):
-            best = min(
-                (k for k in kernels if isinstance(k, KERNELS[kind]) and k.compiled.vmem.used <= _half_vmem(k)),
-                key=lambda k: (_cost(k.estimate(TUNED_FOR[kind])), k.compiled.vmem.used),
+        tried = candidates(g)
+        kernels = compiled(target, model, [(kind, sizes) for kind in tried for sizes in tried[kind]])
+        entries[blocks.key(g)] = {
+            kind: dict(zip(fields, _kept(kernels, kind, tried[kind][0]).sizes, strict=True))
+            for kind, fields in (
+                ("decode", DecodeBlocks.__dataclass_fields__),
+                ("mixed", MixedBlocks.__dataclass_fields__),
             )
-            sizes[kind] = dict(zip(fields, best.sizes, strict=True))
-            print(f"{target} {model}: {kind} {sizes[kind]}: {best.estimate(TUNED_FOR[kind]).cycles:.0f} cycles")
-        entries[blocks.key(g)] = sizes
+        }
     source = f"{command()}; {versions()}; the compiler's account, not checked on a chip"
     path.write_text(json.dumps({"source": source, "entries": entries}, indent=2) + "\n")
 
 
-def _half_vmem(kernel: Kernel) -> int:
-    return kernel.compiled.vmem.capacity // 2
+def _kept(kernels: list[Kernel], kind: str, by_rule: tuple[int, ...]) -> Kernel:
+    """The best of a kind, and a line for each. Nothing may take more than half of the VMEM: XLA keeps weights there."""
+    tried = [k for k in kernels if isinstance(k, KERNELS[kind])]
+    fitting = [k for k in tried if k.compiled.vmem.used <= k.compiled.vmem.capacity // 2]
+    best = min(fitting, key=lambda k: (_cost(k.estimate(TUNED_FOR[kind])), k.compiled.vmem.used))
+    for k in tried:
+        cycles, bundles = _cost(k.estimate(TUNED_FOR[kind]))
+        marks = ["by rule"] * (k.sizes == by_rule) + ["kept"] * (k is best)
+        print(
+            f"{k.target.name} {k.model} {kind} {k.sizes}: {cycles} cycles, {bundles} bundles, "
+            f"{k.compiled.vmem.used / 2**20:.1f} MiB of VMEM",
+            *marks,
+            sep=", ",
+        )
+    return best
 
 
 def _cost(estimate: Estimate) -> tuple[int, int]:

@@ -66,7 +66,7 @@ def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
         share = chips if partition(variable.get_metadata("axes")) else 1
         weights += math.prod(value.shape) * value.dtype.itemsize // share
     backend = Backend(platform)
-    page_size = settings.page_size or default_page_size(backend, max_model_len)
+    page_size = settings.page_size or default_page_size(backend, max_model_len, chip.removeprefix("tpu"))
     heads = {"num_query_heads": stored.num_heads // chips, "num_kv_heads": stored.num_kv_heads // chips}
     spec = AttentionSpec(**heads, head_dim=stored.head_dim, page_size=page_size, dtype=dtype, kv_dtype=dtype)
     page_bytes = PagedAttention(spec, backend).page_bytes() * stored.num_layers

@@ -108,6 +108,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--memory-utilization", "--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE",
         help="share of the device's memory to use for everything",
     )  # fmt: skip
-    device.add_argument("--page-size", "--block-size", type=int, metavar="N", help="tokens of one K/V page")
+    device.add_argument(
+        "--page-size", "--block-size", type=int, metavar="N",
+        help="tokens of one K/V page (default: by backend, on TPUs by generation; said at start)",
+    )  # fmt: skip
     device.add_argument("--num-pages", "--num-gpu-blocks-override", type=int, metavar="N", help="K/V pages")
     device.add_argument("--compile-cache", metavar="DIR", help="compiled programs are kept here; none: nowhere")

@@ -115,7 +115,7 @@ def append_and_attend(
     g = layout.geometry(spec)
     if interpret is True:
         interpret = pltpu.InterpretParams()
-    chip = None if interpret else pltpu.get_tpu_info().chip_version.value
+    chip = None if interpret else blocks.this_chip()
     sizes = block_sizes or blocks.choose(g, schedule.pages_per_seq, chip)
     rows = layout.queries_to_rows(queries, g)
     new_kv = _as_words(layout.kv_to_planes(keys, values, g))  # uint32[T, planes, 128]

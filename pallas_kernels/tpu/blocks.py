@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from jax.experimental.pallas import tpu as pltpu
+
 from pallas_kernels import tuning
 from pallas_kernels.tpu import paging
 from pallas_kernels.tpu.decode import DecodeBlocks
@@ -11,12 +13,26 @@ from pallas_kernels.tpu.layout import LANES, Geometry
 from pallas_kernels.tpu.tiles import MixedBlocks
 
 DECODE_TURN_BYTES = 8 << 20  # K/V of one turn: enough to hide a copy's latency
+# Starting the copy of a page takes some 30 bundles, whatever it holds. These are the smallest pages with which a decode
+# of one KV head, where a page is least, takes fewer bundles than its bytes take cycles; the fastest memories (v5p, 7x)
+# only come near to that, with the largest. Smaller pages waste less behind a sequence's end and share more prefixes.
+PAGE_SIZES = {"v5e": 64, "v5p": 256, "v6e": 128, "7x": 256}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSizes:
     decode: DecodeBlocks
     mixed: MixedBlocks
+
+
+def this_chip() -> str:
+    """jax's name of the generation that is compiled for: the attached one, or that of the mesh."""
+    return pltpu.get_tpu_info().chip_version.value
+
+
+def default_page_size(chip: str | None) -> int:
+    """Tokens, for a generation as jax calls it; None and those unheard of have the middle one."""
+    return 128 if chip is None else PAGE_SIZES.get(chip, 128)
 
 
 def choose(g: Geometry, pages_per_seq: int, chip: str | None = None) -> BlockSizes:

@@ -65,24 +65,22 @@ def read_vmem(folder: Path) -> dict[str, Vmem]:
 
 def read_loops(path: Path) -> list[Loop]:
     loops: list[Loop] = []
-    open_loops: list[Loop] = []
-    index = -1
+    latest: dict[int, Loop] = {}  # by depth
+    index, depth = -1, 0
     for line in path.read_text(errors="replace").splitlines():
         match = _BUNDLE.match(line)
         if match is None:
             continue
         index += 1
-        label, depth, text = match[2], len(match[3]), match[4]
-        if depth == 0 and text.startswith("}"):  # an empty bundle is printed without its depth
-            depth = open_loops[-1].depth if open_loops else 0
-        while open_loops and open_loops[-1].depth > depth:
-            open_loops.pop()
+        label, text = match[2], match[4]
+        if match[3] or not text.startswith("}"):  # an empty bundle is printed without its depth
+            depth = len(match[3])
         if label == "LB":
-            if open_loops and open_loops[-1].depth == depth:
-                open_loops.pop()
-            open_loops.append(Loop(depth=depth, begin=index))
-            loops.append(open_loops[-1])
-        for loop in open_loops:
+            latest = {at: loop for at, loop in latest.items() if at < depth}
+            latest[depth] = Loop(depth=depth, begin=index)
+            loops.append(latest[depth])
+        # What only the exit needs is printed at the depth outside, in the middle of the loop, which then goes on.
+        for loop in (loop for at, loop in latest.items() if at <= depth):
             loop.bundles += 1
             loop.matmuls += len(re.findall(r"vmatmul\.", text))
             loop.copies += len(re.findall(r"= dma\.|\} dma\.|dma\.hbm_to_vmem|dma\.vmem_to_hbm", text))

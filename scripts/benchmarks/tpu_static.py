@@ -188,8 +188,12 @@ class OurMixed(Kernel):
         inner = [loop for loop in self.compiled.loops if loop.inside(entry)]
         self.run = max((loop.bundles for loop in inner if loop.copies), default=0)
         self.once = entry.bundles - sum(loop.bundles for loop in inner if loop.copies or loop is self.turn)
-        # The loop over planes that stores a query block; its first iteration is in `once`.
-        self.store = max((loop.bundles for loop in inner if loop.begin > self.turn.begin), default=0)
+        # Two loops over planes, once per query block: one scales the queries, one stores; one iteration is in `once`.
+        # Before the turn others stand, too (masks, made once per row): the longest is taken for the one that scales.
+        around = [loop for loop in inner if not loop.copies and loop is not self.turn]
+        scale = max((loop.bundles for loop in around if loop.begin < self.turn.begin), default=0)
+        store = max((loop.bundles for loop in around if loop.begin > self.turn.begin), default=0)
+        self.per_plane = scale + store
 
         heads_per_plane = 128 // self.head_dim
         self.num_planes = self.num_kv_heads // heads_per_plane
@@ -211,7 +215,7 @@ class OurMixed(Kernel):
                 first = row.kv_len - row.query_len + begin
                 for at in range(0, first + num_q, kv_block):
                     estimate = self._entry(estimate, num_q, first - at)
-                estimate = estimate.then(self.store * (self.num_planes - 1), 0.0)
+                estimate = estimate.then(self.per_plane * (self.num_planes - 1), 0.0)
         return estimate
 
     def _entry(self, estimate: Estimate, num_q: int, position: int) -> Estimate:

@@ -14,17 +14,19 @@ DUMP = """
      0   :  { %1 = vld [vmem:[#allocation1]] }
    0x1 LB: > { %2 = dma.hbm_to_vmem }
    0x2 LB: >> { %3 = vmatmul.bf16 ;; %4 = vst [#allocation9_spill] }
-   0x3   : >> { %5 = vmatmul.bf16 }
-   0x4   : > { %6 = vadd }
-   0x5   :  { %7 = vadd }
+   0x3   : > { %8 = sld }
+   0x4   : >> { %5 = vmatmul.bf16 }
+   0x5   : > { %6 = vadd }
+   0x6   :  { %7 = vadd }
 """
 
 
 def test_loops(tmp_path: Path) -> None:
+    """The inner loop goes on behind a bundle that is printed at the depth outside it."""
     path = tmp_path / "final_bundles.txt"
     path.write_text(DUMP)
     outer, inner = read_loops(path)
-    assert (outer.depth, outer.begin, outer.bundles, outer.matmuls, outer.copies) == (1, 1, 4, 2, 1)
+    assert (outer.depth, outer.begin, outer.bundles, outer.matmuls, outer.copies) == (1, 1, 5, 2, 1)
     assert (inner.depth, inner.begin, inner.bundles, inner.matmuls, inner.spills) == (2, 2, 2, 2, 1)
     assert inner.inside(outer)
     assert not outer.inside(inner)
@@ -60,6 +62,7 @@ def test_units_beyond_the_diagonal_are_not_walked() -> None:
     loops = compiled(
         Loop(depth=1, begin=0, bundles=1000, matmuls=8),
         Loop(depth=2, begin=10, bundles=20, copies=1),
+        Loop(depth=2, begin=40, bundles=30),
         Loop(depth=2, begin=100, bundles=500, matmuls=8),
         Loop(depth=2, begin=700, bundles=50),
     )
@@ -70,7 +73,7 @@ def test_units_beyond_the_diagonal_are_not_walked() -> None:
     assert estimate.pairs == 3 * 256 * 256
     assert estimate.inner_bundles == 6 * 500
     entries = 2 * (1000 - 500 - 20) + 20 * (2 + 4)
-    assert estimate.bundles == entries + 6 * 500 + 2 * 7 * 50
+    assert estimate.bundles == entries + 6 * 500 + 2 * 7 * (30 + 50)
 
 
 def test_the_shipped_kernel_takes_every_block_and_pads_head_dim_64() -> None:

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import tuning
-from pallas_kernels.api import AttentionSpec
+from pallas_kernels.api import AttentionSpec, Backend
+from pallas_kernels.layout import default_page_size
 from pallas_kernels.tpu import blocks, layout
 from pallas_kernels.tpu.tiles import MixedBlocks, Tiles
 
@@ -54,6 +55,14 @@ def test_every_tuned_entry_is_reached_by_a_lookup(device: str) -> None:
             assert vars(getattr(found, variant)) == fields
 
 
+@pytest.mark.parametrize("device", files())
+def test_the_llama_shapes_are_tuned(device: str) -> None:
+    """The 3B's three queries per head are padded to four: it takes the 8B's entry."""
+    shapes = {heads: blocks.key(geometry(*heads)) for heads in ((32, 8, 64), (24, 8, 128), (32, 8, 128), (8, 1, 128))}
+    assert set(shapes.values()) == set(tuning.entries(device))
+    assert shapes[24, 8, 128] == shapes[32, 8, 128]
+
+
 def test_a_miss_takes_the_rule() -> None:
     g = geometry(40, 8, 128)
     assert blocks.choose(g, LONG, "v6e") == blocks.choose(g, LONG) == blocks.choose(g, LONG, "unheard of")
@@ -72,6 +81,12 @@ def test_sizes_fit_together(chip: str | None) -> None:
                 assert size & (size - 1) == 0
             # A block's pages are named by one window of the page table.
             assert max(mixed.kv_block, sizes.decode.kv_block) <= 128 * g.page_size
+
+
+def test_pages_by_generation() -> None:
+    """More bandwidth, larger pages; on a CPU, which has no generation, and for a new one the middle size."""
+    assert [default_page_size(Backend.TPU, 8192, chip) for chip in CHIPS] == [64, 256, 128, 256]
+    assert default_page_size(Backend.TPU_INTERPRET, 8192) == default_page_size(Backend.TPU, 8192, "v9") == 128
 
 
 def test_blocks_are_no_longer_than_the_longest_sequence_needs() -> None:
