@@ -11,6 +11,9 @@ from batcher.request import MAX_DEVICE_STOP_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, R
 from batcher.sequence import OnOutput, Sequence
 from batcher.step import Capacity
 
+_LARGEST = float(np.finfo(np.float32).max)
+_SMALLEST = float(np.finfo(np.float32).smallest_normal)  # below it some chips read zero
+
 
 def make_sequence(
     request: Request,
@@ -55,7 +58,7 @@ def make_sequence(
             raise InvalidRequestError(name, f"{name} must be between 0 and {MAX_LOGPROBS}, not {count}")
     if s.top_k < 0:
         raise InvalidRequestError("top_k", f"top_k must not be negative, not {s.top_k}")
-    _check_finite(request)
+    _check_numbers(request)
     return Sequence(
         request,
         prompt,
@@ -84,7 +87,8 @@ def _token_ids(name: str, ids: Seq[int], vocab_size: int) -> np.ndarray:
     return array.astype(np.int32)
 
 
-def _check_finite(request: Request) -> None:
+def _check_numbers(request: Request) -> None:
+    """Floats travel to the device as float32: there they must be finite, and what divides must not be zero."""
     s = request.sampling
     numbers = {
         "temperature": s.temperature,
@@ -95,11 +99,17 @@ def _check_finite(request: Request) -> None:
         "repetition_penalty": s.repetition_penalty,
     }
     for name, number in numbers.items():
-        if not np.isfinite(number):
-            raise InvalidRequestError(name, f"{name} must be a finite number, not {number}")
-    if not all(np.isfinite(bias) for _, bias in s.logit_bias):
-        raise InvalidRequestError("logit_bias", "biases must be finite numbers")
+        if not abs(number) <= _LARGEST:  # NaN is not either
+            raise InvalidRequestError(name, f"{name} must be a finite number in float32, not {number}")
+    if not all(abs(bias) <= _LARGEST for _, bias in s.logit_bias):
+        raise InvalidRequestError("logit_bias", "biases must be finite numbers in float32")
     if s.temperature < 0:
         raise InvalidRequestError("temperature", f"temperature must not be negative, not {s.temperature}")
-    if s.repetition_penalty <= 0:
-        raise InvalidRequestError("repetition_penalty", f"must be positive, not {s.repetition_penalty}")
+    if s.min_p > 1:
+        raise InvalidRequestError("min_p", f"min_p must not be above 1, where no token is left, not {s.min_p}")
+    if s.repetition_penalty < _SMALLEST:
+        raise InvalidRequestError(
+            "repetition_penalty", f"must be positive, at least {_SMALLEST} in float32, not {s.repetition_penalty}"
+        )
+    if not -(2**127) <= request.cache_salt < 2**127:
+        raise InvalidRequestError("cache_salt", f"cache_salt must fit in 128 bits, not {request.cache_salt}")

@@ -65,12 +65,9 @@ class EngineCore:
             due = sequence.arrived_s + sequence.request.deadline_s
             heapq.heappush(self._deadlines, (due, sequence.arrival, sequence))
 
-    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> list[Delivery]:
-        """Ends a request wherever it stands; one that is unknown or has ended already is nobody's business."""
-        sequence = self.sequences.get(request_id)
-        if sequence is None:
-            return []
-        return [self._end(sequence, reason)]
+    def abort(self, sequence: Sequence, reason: FinishReason) -> list[Delivery]:
+        """Ends a request wherever it stands; one that has ended already is left alone."""
+        return [] if sequence.state is State.FINISHED else [self._end(sequence, reason)]
 
     def next_deadline(self) -> float | None:
         """The moment, by the clock, at which `expire` will next have something to do."""

@@ -86,7 +86,7 @@ class Engine:
         self._wake = threading.Condition(self._lock)  # for the engine's thread: something below has changed
         self._idle = threading.Condition(self._lock)  # for `drain`: nothing is live any more, or never will be
         self._arrived: list[Sequence] = []
-        self._aborted: list[tuple[str, FinishReason]] = []
+        self._aborted: list[tuple[Sequence, FinishReason]] = []  # not ids: those may be used again
         self._results: list[StepOutput | BaseException] = []  # of steps in flight, in order
         self._live: dict[str, Sequence] = {}  # by request id, from add_request to the last output
         self._closed = False
@@ -139,7 +139,7 @@ class Engine:
         has ended is left alone."""
         with self._lock:
             if request_id in self._live:
-                self._aborted.append((request_id, reason))
+                self._aborted.append((self._live[request_id], reason))
                 self._wake.notify()
 
     def stats(self) -> EngineStats:
@@ -283,8 +283,8 @@ class Engine:
             aborted, self._aborted = self._aborted, []
         for sequence in arrived:
             self._core.add(sequence)
-        for request_id, reason in aborted:
-            self._deliver(self._core.abort(request_id, reason))
+        for sequence, reason in aborted:
+            self._deliver(self._core.abort(sequence, reason))
         self._deliver(self._core.expire())
 
     def _deliver(self, deliveries: list[Delivery]) -> None:

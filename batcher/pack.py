@@ -19,6 +19,7 @@ from batcher.step import (
     Variant,
 )
 
+_INT32_MAX = np.iinfo(np.int32).max
 _UNKNOWN = np.iinfo(np.int64).min  # no i32 equals it: everything is sent the first time
 
 
@@ -132,7 +133,7 @@ def slot_state(seq: Sequence, page_size: int) -> tuple[np.ndarray, np.ndarray]:
     fields = {
         col.KV_LEN: seq.num_hit_pages * page_size,
         col.TEMPERATURE: bits[0],
-        col.TOP_K: s.top_k,
+        col.TOP_K: min(s.top_k, _INT32_MAX),
         col.TOP_P: bits[1],
         col.MIN_P: bits[2],
         col.PRESENCE_PENALTY: bits[3],
@@ -140,7 +141,7 @@ def slot_state(seq: Sequence, page_size: int) -> tuple[np.ndarray, np.ndarray]:
         col.REPETITION_PENALTY: bits[5],
         col.SEED_LOW: seed[0],
         col.SEED_HIGH: seed[1],
-        col.MIN_KV_LEN: seq.num_prompt + s.min_tokens if s.min_tokens else 0,
+        col.MIN_KV_LEN: seq.num_prompt + min(s.min_tokens, seq.limit) if s.min_tokens else 0,
         col.NUM_STOP_IDS: len(stop_ids),
         col.NUM_BIAS: len(s.logit_bias),
         col.WANTS_LOGPROBS: int(s.logprobs is not None),

@@ -13,7 +13,7 @@ from batcher.config import EngineConfig
 from batcher.engine import Engine
 from batcher.errors import EngineClosedError, EngineDeadError, InvalidRequestError, QueueFullError
 from batcher.request import ErrorCode, FinishReason, RequestOutput, SamplingParams
-from batcher.step import Variant
+from batcher.step import SlotLayout, Variant
 from tests.batcher.fake_runner import FakeRunner, fake_logprob
 from tests.batcher.harness import CAPACITY, EOS, Drive, make_capacity, make_request
 
@@ -156,6 +156,18 @@ def test_a_request_preempted_in_flight_loses_no_token() -> None:
     assert drive.engine.stats().num_preemptions == 3
 
 
+def test_an_abort_is_for_the_request_that_had_the_id_then() -> None:
+    drive = Drive()
+    drive.engine.add_request(make_request("b", [11], max_tokens=1), lambda _output: drive.engine.abort("a"))
+    first = drive.add(make_request("a", [10], max_tokens=1, ignore_eos=True))
+    while not first.outputs:  # the abort comes between the last token of "a" and its being heard
+        drive.step()
+    assert first.finish_reason is FinishReason.LENGTH
+    again = drive.add(make_request("a", [10], max_tokens=3, ignore_eos=True))
+    drive.finish()
+    assert again.finish_reason is FinishReason.LENGTH
+
+
 def test_an_id_can_be_used_again_when_its_request_has_ended() -> None:
     drive = Drive()
     drive.add(make_request("a", [10], max_tokens=1))
@@ -195,6 +207,13 @@ def test_an_id_can_be_used_again_when_its_request_has_ended() -> None:
         ("temperature", [5], {"temperature": float("inf")}),
         ("temperature", [5], {"temperature": -0.5}),
         ("repetition_penalty", [5], {"repetition_penalty": 0.0}),
+        # Finite and positive in float64 only: what divides by them, or is added to logits, would be NaN on the device.
+        ("repetition_penalty", [5], {"repetition_penalty": 1e-50}),
+        ("repetition_penalty", [5], {"repetition_penalty": 1e50}),
+        ("presence_penalty", [5], {"presence_penalty": float("nan")}),
+        ("logit_bias", [5], {"logit_bias": ((7, 1e39),)}),
+        ("min_p", [5], {"min_p": 1.5}),
+        ("cache_salt", [5], {"cache_salt": 1 << 127}),
     ],
 )
 def test_what_can_never_run_is_refused_by_name(param: str, prompt: list[int], changes: dict[str, object]) -> None:
@@ -205,6 +224,19 @@ def test_what_can_never_run_is_refused_by_name(param: str, prompt: list[int], ch
     assert drive.engine.num_live == 0
     drive.add(make_request("a", [5]))
     drive.finish()
+
+
+def test_counts_beyond_what_the_slot_holds_mean_what_they_say() -> None:
+    """They are cut to what can matter, not to their low 32 bits, and no step fails because of them."""
+    drive = Drive()
+    drive.add(make_request("k", [10], temperature=0.8, top_k=(1 << 32) + 1))
+    many = {"max_tokens": 1 << 70, "min_tokens": 1 << 64, "stop_token_ids": tuple(range(3, 13))}
+    heard = drive.add(make_request("min", [10], **many))
+    drive.finish()
+    row = drive.runner.state[:, SlotLayout.TOP_K]
+    assert row.max() == np.iinfo(np.int32).max
+    assert len(heard.tokens) == CAPACITY.max_model_len - 1
+    assert not set(heard.tokens) & {*EOS, *range(3, 13)}
 
 
 def test_a_prompt_that_is_too_long_is_told_by_how_much() -> None:
