@@ -8,7 +8,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import uvicorn
@@ -27,6 +27,7 @@ EXIT_OK = 0
 EXIT_ENGINE_FAILED = 1
 FLUSH_S = 5.0  # for responses to get their last bytes out before connections are cut
 TICK_S = 0.02
+BACKLOG = 2048  # connections that the system may hold for us
 
 
 def run(
@@ -44,10 +45,10 @@ def run(
     What the function reports arrives at `report` here, line by line. `on_ready` gets the server's URL.
 
     After a signal new requests are refused with 503, running ones may finish for `settings.grace_period_s`, then they
-    are aborted; a second signal ends the wait. Raises OSError where the address cannot be had, before anything is
-    loaded.
+    are aborted; a second signal ends the wait. Raises OSError where the address cannot be had (before anything is
+    loaded, unless another takes it meanwhile), ValueError for a tokenizer or a chat template that cannot be used.
     """
-    with _bind(settings.host, settings.port) as listener:
+    with _bind(settings) as listener:
         return uvloop.run(_run(settings, engine_target, engine_args, listener, report, on_ready))
 
 
@@ -63,20 +64,23 @@ async def _run(
     client = ProcessEngineClient(engine_target, engine_args, report=report)
     try:
         starting = asyncio.create_task(client.start())
-        # while the engine loads and compiles
-        tokenizer = await asyncio.to_thread(ByteLevelTokenizer.from_folder, settings.tokenizer_folder)
+        # while the engine loads and compiles: what is wrong here is said now, not after minutes
+        state = await asyncio.to_thread(_load_state, settings, client)
         await _first_of(asyncio.wait([starting]), signalled.stop.wait())
         if not starting.done():
             starting.cancel()  # told to end before it was ready
             return EXIT_OK
         await starting
-        state = create_state(settings, client, tokenizer)
         return await _serve(state, client, signalled, listener, on_ready)
     except EngineFailedError as error:
         report(f"The engine could not start: {error}")
         return EXIT_ENGINE_FAILED
     finally:
         await client.stop()
+
+
+def _load_state(settings: Settings, client: ProcessEngineClient) -> ServerState:
+    return create_state(settings, client, ByteLevelTokenizer.from_folder(settings.tokenizer_folder))
 
 
 async def _serve(
@@ -87,12 +91,17 @@ async def _serve(
     on_ready: Callable[[str], None] | None,
 ) -> int:
     server = _Server(_config(create_app(state)))
+    with _address_in_error(state.settings):
+        listener.listen(BACKLOG)  # now, for clients shall not wait for an engine; uvloop would hide a failure
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(TICK_S)
-    if on_ready is not None:
+    if on_ready is not None and not serving.done():
         on_ready(_url(listener))
-    await _first_of(signalled.stop.wait(), client.died.wait())
+    await _first_of(signalled.stop.wait(), client.died.wait(), asyncio.wait([serving]))
+    if serving.done():
+        await serving
+        raise RuntimeError("the HTTP server has ended by itself")
     died = client.died.is_set()
     if died:
         # every stream has had its error; for a moment /health tells load balancers why, then the server ends
@@ -150,21 +159,30 @@ def _config(app: ASGIApp) -> uvicorn.Config:
         log_config=None,
         log_level="warning",
         server_header=False,
+        backlog=BACKLOG,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=int(FLUSH_S),
     )
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
+def _bind(settings: Settings) -> socket.socket:
+    with _address_in_error(settings), contextlib.ExitStack() as undo:
+        addresses = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = addresses[0]
+        listener = undo.enter_context(socket.socket(family, kind, protocol))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+        undo.pop_all()
+        return listener
+
+
+@contextlib.contextmanager
+def _address_in_error(settings: Settings) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        message = f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another --port or --host"
+        raise OSError(error.errno, message) from error
 
 
 def _url(listener: socket.socket) -> str:

@@ -58,6 +58,10 @@ class Settings:
             raise ValueError(f"the served model needs a name: {self.model_names=}")
         if not 0 <= self.port < 65536:
             raise ValueError(f"no such port: {self.port=}")
+        if not all(self.api_keys):
+            raise ValueError("an API key is empty: everybody would have it")
+        if self.queue_timeout_s is not None and not self.queue_timeout_s > 0:
+            raise ValueError(f"a request must be allowed to wait for some time: {self.queue_timeout_s=}")
         for name in ("grace_period_s", "heartbeat_timeout_s", "death_linger_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is not negative: {getattr(self, name)}")

@@ -158,7 +158,15 @@ def test_a_request_with_too_many_sequences():
 
 @pytest.mark.parametrize(
     "fields",
-    [{"model_names": ()}, {"model_names": ("",)}, {"port": 70000}, {"grace_period_s": -1}, {"max_body_bytes": 0}],
+    [
+        {"model_names": ()},
+        {"model_names": ("",)},
+        {"port": 70000},
+        {"grace_period_s": -1},
+        {"max_body_bytes": 0},
+        {"api_keys": ("sk-one", "")},
+        {"queue_timeout_s": 0.0},
+    ],
 )
 def test_settings_that_cannot_be(fields):
     with pytest.raises(ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -189,6 +190,40 @@ def test_a_port_that_is_taken_is_an_error_before_anything_is_loaded(server, tmp_
     assert other.returncode != 0
     assert "report" not in out
     assert "Address already in use" in err
+
+
+def test_a_port_that_is_taken_while_the_engine_loads_is_an_error(tmp_path):
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))  # as a second server that loads does: nobody listens yet
+        port = other.getsockname()[1]
+        settings = Settings(tokenizer_folder=write_folder(tmp_path), model_names=("m",), port=port)
+        process = spawn(settings, ECHO, EchoConfig(start_s=1.0), stderr=subprocess.PIPE)
+        assert process.stdout.readline() == "report: the echo engine is loading\n"
+        other.listen()
+        try:
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode != 0
+    assert "ready" not in out
+    assert "Address already in use" in err
+
+
+def test_a_chat_template_that_is_no_template_is_said_while_the_engine_loads(tmp_path):
+    folder = write_folder(tmp_path, template="{% for %}")
+    process = spawn(
+        Settings(tokenizer_folder=folder, model_names=("m",), port=0),
+        ECHO,
+        EchoConfig(start_s=1000.0),
+        stderr=subprocess.PIPE,
+    )
+    try:
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode != 0
+    assert "The chat template is not valid" in err
 
 
 def test_a_signal_before_the_engine_is_ready(tmp_path):
