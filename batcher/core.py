@@ -201,7 +201,7 @@ class EngineCore:
 
     def _end_not_finite(self, seq: Sequence) -> Delivery:
         self._counts.corrupted_requests += 1
-        self.scheduler.pool.forget(seq.pages)
+        self.scheduler.pool.forget(seq.digests)  # not seq.pages: one that was preempted in flight has none any more
         position = seq.num_prompt + len(seq.output)
         message = f"the model's output for this request is not a finite number, at token {position}"
         return self._end(seq, FinishReason.ERROR, message, ErrorCode.NOT_FINITE)

@@ -116,12 +116,15 @@ class PagePool:
             self._digest[page] = digest
             self._tokens[page] = tokens.tobytes()
 
-    def forget(self, pages: Sequence[int]) -> None:
-        """No later request finds these used pages: what they hold is not trusted."""
-        for page in pages:
-            assert self._refs[page] > 0, f"only used pages are forgotten: {page=}"
-            if self._digest[page] is not None:
+    def forget(self, digests: Sequence[bytes]) -> None:
+        """No later request finds the pages of these digests, whoever holds them: what is in them is not trusted."""
+        for digest in digests:
+            page = self._index.get(digest)
+            if page is not None:
                 self._forget(page)
+                if self._refs[page] == 0:
+                    del self._cached[page]
+                    self._free.append(page)
 
     def clear_cache(self) -> None:
         """Forgets everything: cached pages become free, used ones stay used but cannot be found."""

@@ -369,6 +369,17 @@ def test_a_row_that_is_not_finite_ends_alone_and_leaves_nothing_in_the_cache() -
     assert drive.engine.stats().corrupted_requests == 2
 
 
+def test_nothing_is_left_in_the_cache_of_one_that_was_preempted_before_it_was_known_to_be_not_finite() -> None:
+    drive = Drive(runner=FakeRunner(CAPACITY, nan_token=66))
+    prompt = [66, 11, 12, 13, 14, 15]
+    drive.add(make_request("bad", prompt))
+    drive.step()
+    drive.scheduler.preempt(drive.scheduler.running[0])  # while its step is in flight
+    drive.finish()
+    assert drive.heard["bad"].last.error_code is ErrorCode.NOT_FINITE
+    assert drive.scheduler.pool.num_cached == 0
+
+
 class BrokenError(Exception):
     pass
 

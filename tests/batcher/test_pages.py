@@ -103,7 +103,7 @@ def test_of_two_equal_pages_one_is_known_and_the_other_returns_to_the_free_ones(
 def test_what_is_forgotten_is_not_found() -> None:
     pool = PagePool(4, 2)
     pages = compute(pool, [5, 6, 7, 8])
-    pool.forget(pages[1:])
+    pool.forget(digests_of([5, 6, 7, 8], 2)[1:])
     assert found(pool, [5, 6, 7, 8]) == pages[:1]
     pool.clear_cache()
     assert found(pool, [5, 6]) == []
@@ -142,6 +142,8 @@ def test_the_books_balance_whatever_happens(data: st.DataObject) -> None:
             pool.release(held.pop(data.draw(st.integers(0, len(held) - 1))))
         elif -(-len(tokens) // pool.page_size) <= pool.num_available:
             held.append(compute(pool, tokens))
+        elif data.draw(st.booleans()):
+            pool.forget(digests_of(tokens, pool.page_size))
         pool.check_integrity(held)
         holders = Counter(page for pages in held for page in pages)
         assert pool.num_used == len(holders)
