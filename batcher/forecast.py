@@ -7,7 +7,7 @@ finished requests used, a moving average; where it was too low, a preemption rai
 
 from __future__ import annotations
 
-from math import ceil
+from collections.abc import Sequence as Seq
 
 import numpy as np
 
@@ -34,10 +34,11 @@ class OutputForecast:
     def preempted(self) -> None:
         self.share = min(1.0, self.share * _AFTER_PREEMPTION + 0.01)
 
-    def remaining(self, sequence: Sequence) -> int:
-        """Tokens that it is expected to emit in steps yet to come."""
-        left = sequence.limit - sequence.num_emitted
-        return ceil(self.share * left) if sequence.stop_ids else left
+    def remaining(self, sequences: Seq[Sequence]) -> np.ndarray:
+        """i64[n], tokens that each is expected to emit in steps yet to come."""
+        left = np.array([s.limit - s.num_emitted for s in sequences])
+        may_stop = np.array([bool(s.stop_ids) for s in sequences])
+        return np.where(may_stop, np.ceil(self.share * left), left).astype(np.int64)
 
 
 def peak_pages(own_tokens: np.ndarray, remaining: np.ndarray, page_size: int) -> int:
@@ -53,9 +54,11 @@ def peak_pages(own_tokens: np.ndarray, remaining: np.ndarray, page_size: int) ->
     """
     order = np.argsort(-remaining, kind="stable")
     own, left = own_tokens[order], remaining[order]
-    at_the_end = -(-(own + left) // page_size)
-    if own.size > 1 and left[0] != left[-1]:
-        # Row i: when the i-th longest ends, it and the longer ones before it are there, the others are gone.
-        pages = np.tril(-(-(own[None, :] + left[:, None]) // page_size))
-        return int(pages.sum(axis=1).max())
-    return int(at_the_end.sum())
+    # When the i-th longest ends, it and the longer ones before it are there, the others are gone. Their tokens bound
+    # their pages; only the ends that may be the peak are counted page by page: of all n that would be n * n divisions.
+    there = np.arange(1, own.size + 1)
+    tokens = own.cumsum() + there * left
+    at_least, at_most = -(-tokens // page_size), (tokens + there * (page_size - 1)) // page_size
+    ends = np.flatnonzero(at_most >= at_least.max())
+    pages = -(-(own + left[ends, None]) // page_size)
+    return int(np.where(np.arange(own.size) <= ends[:, None], pages, 0).sum(axis=1).max())

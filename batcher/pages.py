@@ -73,10 +73,10 @@ class PagePool:
     def find(self, digests: Sequence[bytes], tokens: np.ndarray) -> list[int]:
         """The pages of the longest cached prefix, without taking them. `tokens` are what the digests are of."""
         pages = []
-        size = self.page_size
+        content, size = tokens[: len(digests) * self.page_size].tobytes(), self.page_size * tokens.itemsize
         for i, digest in enumerate(digests):
             page = self._index.get(digest)
-            if page is None or self._tokens[page] != tokens[i * size : (i + 1) * size].tobytes():
+            if page is None or self._tokens[page] != content[i * size : (i + 1) * size]:
                 break
             pages.append(page)
         return pages

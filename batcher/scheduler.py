@@ -240,7 +240,7 @@ class Scheduler:
         if not self._held and (not self.running or everybody_to_the_limit <= self.pool.num_pages):
             return True
         everyone = [*self.running, seq]
-        remaining = np.array([self.forecast.remaining(s) for s in everyone])
+        remaining = self.forecast.remaining(everyone)
         own_tokens = np.array([s.num_prompt + s.num_emitted - s.num_hit_pages * self.page_size for s in everyone])
         # Pages found in the prefix cache may have other holders: they are taken to stay in use to the end.
         num_own = sum(len(s.pages) - s.num_hit_pages for s in self.running)

@@ -52,13 +52,20 @@ def test_the_peak_is_that_of_a_simulation(rows: list[tuple[int, int]], page_size
     assert peak_pages(own, remaining, page_size) == max(in_use)
 
 
+def test_the_peak_of_many_is_that_of_a_simulation() -> None:
+    rng = np.random.default_rng(0)
+    own, remaining = rng.integers(1, 300, 200), rng.integers(0, 300, 200)
+    in_use = [(-(-(own + t) // 64))[remaining >= t].sum() for t in range(300)]
+    assert peak_pages(own, remaining, 64) == max(in_use)
+
+
 def test_what_cannot_stop_early_is_forecast_exactly() -> None:
-    assert OutputForecast().remaining(make_sequence(limit=100, output=30, stops=False)) == 70
+    assert OutputForecast().remaining([make_sequence(limit=100, output=30, stops=False)]) == [70]
 
 
 def test_the_forecast_follows_what_finished_requests_used_and_jumps_at_a_preemption() -> None:
     forecast = OutputForecast()
-    assert forecast.remaining(make_sequence(limit=100, output=20)) == 40
+    assert forecast.remaining([make_sequence(limit=100, output=20), make_sequence(limit=9)]).tolist() == [40, 5]
     forecast.finished(make_sequence(limit=100, output=10))
     assert forecast.share == pytest.approx(0.3)  # the mean of the start and the first
     for _ in range(200):
