@@ -36,9 +36,13 @@ def parse_line(text: str, number: int, defaults: Mapping[str, Any]) -> Line:
         item = json.loads(text.encode())
     except ValueError as error:
         return Line(custom_id=None, problem=f"line {number} is not JSON: {error}")
+    except RecursionError:
+        return Line(custom_id=None, problem=f"line {number} is nested too deeply")
     if not isinstance(item, dict):
         return Line(custom_id=None, problem=f"line {number} is not a JSON object")
     custom_id = item.get("custom_id")
+    if any("\ud800" <= char <= "\udfff" for char in str(custom_id)):
+        return Line(custom_id=None, problem=f"line {number}: custom_id holds half a character, which no file can hold")
     if "body" not in item and "url" not in item and ("prompt" in item or "messages" in item):
         url = COMPLETIONS if "prompt" in item else CHAT
         body = {key: value for key, value in item.items() if key != "custom_id"}

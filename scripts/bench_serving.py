@@ -24,6 +24,13 @@ from scripts.benchmarks.metrics import METRICS, summary, table
 from scripts.benchmarks.workload import BenchRequest, from_file, from_trace, random_prompts
 
 
+def json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"not a JSON object: {text}")
+    return value
+
+
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m scripts.bench_serving", description=__doc__.splitlines()[0])
     server = p.add_argument_group("server")
@@ -34,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument("--temperature", type=float, default=0.0)
     server.add_argument("--ignore-eos", action="store_true", help="ask for outputs of exactly the drawn lengths")
     server.add_argument("--no-usage", action="store_true", help="do not ask for usage: tokens are counted by chunks")
-    server.add_argument("--extra-body", type=json.loads, default={}, help="JSON object added to every request")
+    server.add_argument("--extra-body", type=json_object, default={}, help="JSON object added to every request")
     load = p.add_argument_group("load")
     load.add_argument("--num-prompts", type=int, default=64)
     load.add_argument("--max-concurrency", type=int, help="requests in flight; alone it is a closed loop")
@@ -117,7 +124,11 @@ def first_model(base_url: str, api_key: str | None) -> str:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     request = urllib.request.Request(base_url.rstrip("/") + "/v1/models", headers=headers)
     with urllib.request.urlopen(request, timeout=30) as response:
-        return json.load(response)["data"][0]["id"]
+        answer = json.load(response)
+    try:
+        return answer["data"][0]["id"]
+    except (KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"{base_url}/v1/models lists no model: give --model") from error
 
 
 async def measure(
@@ -138,11 +149,17 @@ def main(argv: list[str] | None = None) -> int:
         requests = build_requests(args, random)
         arrivals = build_arrivals(args, requests, random)
         slos = parse_slos(args.goodput)
+        if not requests:
+            raise ValueError("there is no request to send: see --num-prompts and --dataset-path")
+        if args.max_concurrency is not None and args.max_concurrency < 1:
+            raise ValueError(f"--max-concurrency must be at least 1, not {args.max_concurrency}")
         metrics = [name for name in args.percentile_metrics.split(",") if name]
         unknown = set(metrics) - set(METRICS)
         if unknown:
             raise ValueError(f"--percentile-metrics: {sorted(unknown)} are not among {METRICS}")
         percentiles = [float(p) for p in args.metric_percentiles.split(",")]
+        if not all(0 <= p <= 100 for p in percentiles):
+            raise ValueError(f"--metric-percentiles are from 0 to 100: {args.metric_percentiles}")
         target = Target(
             base_url=args.base_url,
             model=args.model or first_model(args.base_url, args.api_key),

@@ -25,8 +25,8 @@ from server.wire import EngineInfo, Output, WireRequest, output_to_wire, request
 class InProcessEngineClient:
     """`server.engine_client.EngineClient` over an engine that runs here, on threads of its own.
 
-    Sinks are called on the event loop's thread, as with the engine in its own process. The tokens of the requests in
-    `watched` are kept until they are taken.
+    Sinks are called on the event loop's thread, as with the engine in its own process. A request's tokens are kept
+    until they are taken, or until it is given up or fails.
     """
 
     def __init__(self, engine: Engine, info: EngineInfo, loop: asyncio.AbstractEventLoop) -> None:
@@ -65,6 +65,8 @@ class InProcessEngineClient:
         for request_id in request_ids:
             if self._sinks.pop(request_id, None) is not None:
                 self._engine.abort(request_id, reason)
+                if reason is FinishReason.ABORT:
+                    del self._token_ids[request_id]
 
     def take_token_ids(self, request_id: str) -> list[int]:
         """What the request drew, the token that ended it included; to be asked once, when it has ended."""

@@ -174,9 +174,12 @@ class LLM:
                     choice["token_ids"] = self._client.take_token_ids(request_id)
                 on_answer(index, status, answer)
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(self.max_in_flight):
-                group.create_task(work())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self.max_in_flight):
+                    group.create_task(work())
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None  # the caller's own: of `requests`, or of `on_answer`
         return all_answered
 
     def _results(self, path: str, bodies: list[dict[str, Any]]) -> list[Result]:

@@ -236,6 +236,9 @@ def test_the_command_writes_its_result(tmp_path, capsys):
         ["--model", "m", "--max-concurrency", "1", "--dataset", "trace"],
         ["--model", "m", "--request-rate", "trace"],
         ["--model", "m", "--max-concurrency", "1", "--endpoint", "chat", "--prompt-format", "ids"],
+        ["--model", "m", "--max-concurrency", "0"],
+        ["--model", "m", "--max-concurrency", "1", "--num-prompts", "0"],
+        ["--model", "m", "--max-concurrency", "1", "--metric-percentiles", "50,101"],
     ],
 )
 def test_a_bench_that_makes_no_sense_is_refused(command, capsys):

@@ -88,25 +88,28 @@ def test_a_bad_line_becomes_an_error_record_and_no_more(run, capsys):
         json.dumps({"custom_id": "url", "method": "POST", "url": "/v1/embeddings", "body": {}}),
         json.dumps({"custom_id": "body", "method": "POST", "url": COMPLETIONS, "body": "x"}),
         batch_line("streamed", prompt="a", stream=True),
+        "[" * 100_000,
+        batch_line("\ud800", prompt="a"),
         batch_line("good", prompt="a"),
         batch_line("good", prompt="b"),
         batch_line("negative", prompt="a", max_tokens=-1),
         batch_line("typed", prompt="a", temperature="hot"),
         batch_line("other", prompt="a", model="gpt-4"),
         batch_line("long", prompt="a" * 10_000),
+        batch_line("half", prompt="\ud800"),
     ]
     assert run(lines) == 0
     records = read_records(run.output)
     assert len(records) == len(lines)
     invalid = [record for record in records if record["response"] is None]
     assert [record["custom_id"] for record in invalid] == [
-        None, None, None, None, "get", "url", "body", "streamed", "good",
+        None, None, None, None, "get", "url", "body", "streamed", None, None, "good",
     ]  # fmt: skip
     assert all(record["error"]["message"].startswith("line ") for record in invalid)
     statuses = {record["custom_id"]: record["response"]["status_code"] for record in records if record["response"]}
-    assert statuses == {"good": 200, "negative": 400, "typed": 400, "other": 404, "long": 400}
-    assert records[10]["response"]["body"]["error"]["param"] == "max_tokens"
-    assert "13 of the records are errors" in capsys.readouterr().err
+    assert statuses == {"good": 200, "negative": 400, "typed": 400, "other": 404, "long": 400, "half": 400}
+    assert records[12]["response"]["body"]["error"]["param"] == "max_tokens"
+    assert "16 of the records are errors" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_is_taken_up_without_redoing_a_line(run, capsys):

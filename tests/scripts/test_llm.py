@@ -1,9 +1,11 @@
 """Offline generation in Python, over the real server application and engine with the fake runner beneath."""
 
+import threading
+
 import pytest
 
 from batcher.errors import EngineDeadError
-from scripts.llm import RefusedError
+from scripts.llm import COMPLETIONS, RefusedError
 
 GREEDY = {"temperature": 0, "max_tokens": 12}
 
@@ -72,6 +74,26 @@ def test_prompts_and_params_must_fit_together(make_llm):
             llm.generate(["a", "b"], [{}])
         with pytest.raises(ValueError, match="stream"):
             llm.generate(["a"], {"stream": True})
+
+
+def test_what_is_given_up_leaves_no_tokens_behind(make_llm):
+    go_on = threading.Event()
+
+    def hold(number: int) -> None:
+        if number == 5:  # the short request has ended, the long ones have not
+            go_on.wait(60)
+
+    def fail(*answer: object) -> None:
+        raise RuntimeError("nobody wants the answers")
+
+    with make_llm(on_result=hold) as llm:
+        bodies = [{"prompt": "a", "max_tokens": limit} for limit in (1, 200, 200, 200)]
+        try:
+            with pytest.raises(RuntimeError, match="nobody wants"):
+                llm.post_all([(COMPLETIONS, body) for body in bodies], fail)
+            assert llm._client._token_ids == {}
+        finally:
+            go_on.set()
 
 
 def test_a_dead_engine_is_said_and_not_waited_for(make_llm):
