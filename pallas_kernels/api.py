@@ -41,7 +41,7 @@ class AttentionSpec:
     head_dim: int
     page_size: int  # tokens
     dtype: Any  # of queries, new keys and values, and the output
-    kv_dtype: Any  # of the pages. A hook: today it equals dtype
+    kv_dtype: Any  # of the pages. A hook for 8-bit K/V (see `kv_scales`): today it equals dtype
 
     @property
     def scale(self) -> float:
@@ -130,12 +130,14 @@ class PagedAttention:
         kv_pages: jax.Array,  # one layer's pages (or all layers' in a row: see first_page); donate it
         schedule: Any,
         first_page: jax.Array | int = 0,  # where this layer's pages begin in kv_pages
+        kv_scales: jax.Array | None = None,  # f32[2, K]: what one unit of K and of V is worth in 8-bit pages, per head
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the attention output [T, N, H] and the pages with the new K/V in them.
 
-        Rows of the output past the last real token hold nothing of meaning (but nothing that is not finite).
+        Rows of the output past the last real token hold nothing of meaning (but nothing that is not finite). Scales
+        are refused as long as no backend stores K/V in 8 bits: `kv_dtype` and they come together.
         """
-        validate.operands(queries, keys, values, kv_pages, self.spec)
+        validate.operands(queries, keys, values, kv_pages, self.spec, kv_scales)
         append_and_attend: Callable[..., Any] = partial(
             _implementation(self.backend).append_and_attend, spec=self.local_spec, **_options(self.backend)
         )

@@ -45,8 +45,17 @@ def batch(batch: RaggedBatch, *, num_tokens: int, decode_only: bool) -> None:
         raise ValueError(f"a decode-only step has one token per row: {num_tokens=} {rows=}")
 
 
-def operands(queries: jax.Array, keys: jax.Array, values: jax.Array, kv_pages: jax.Array, spec: AttentionSpec) -> None:
+def operands(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    kv_pages: jax.Array,
+    spec: AttentionSpec,
+    kv_scales: jax.Array | None = None,
+) -> None:
     tokens = queries.shape[0]
+    if kv_scales is not None:
+        raise ValueError(f"scales are of 8-bit K/V, which no backend stores: {kv_scales.shape=} {spec.kv_dtype=}")
     if queries.shape != (tokens, spec.num_query_heads, spec.head_dim):
         raise ValueError(f"queries do not fit {spec=}: {queries.shape=}")
     for name, array in (("keys", keys), ("values", values)):

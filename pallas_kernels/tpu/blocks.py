@@ -52,11 +52,18 @@ def key(g: Geometry) -> str:
 
 
 def _shorten[Blocks: (DecodeBlocks, MixedBlocks)](blocks: Blocks, g: Geometry, pages_per_seq: int) -> Blocks:
-    """No block longer than the longest sequence needs."""
+    """No block longer than the longest sequence needs, and no more units in a turn than there are in a block."""
     kv_block = _kv_block(blocks.kv_block, g, pages_per_seq)
-    if isinstance(blocks, MixedBlocks):
-        return replace(blocks, kv_block=kv_block, tile_tokens=min(blocks.tile_tokens, kv_block))
-    return replace(blocks, kv_block=kv_block)
+    if isinstance(blocks, DecodeBlocks):
+        return replace(blocks, kv_block=kv_block)
+    tile_tokens = min(blocks.tile_tokens, kv_block)
+    units = g.num_k_planes * blocks.max_q_tiles(g) * (kv_block // tile_tokens)
+    return replace(
+        blocks,
+        kv_block=kv_block,
+        tile_tokens=tile_tokens,
+        units_per_turn=min(blocks.units_per_turn, units + units % 2),
+    )
 
 
 def _decode(g: Geometry, pages_per_seq: int) -> DecodeBlocks:
@@ -67,16 +74,16 @@ def _decode(g: Geometry, pages_per_seq: int) -> DecodeBlocks:
 
 
 def _mixed(g: Geometry, pages_per_seq: int) -> MixedBlocks:
-    # Powers of two of tokens, so that whole tiles fill a block of queries; two tiles where that makes units even.
-    tile_queries, tiles = 128, 1 + g.num_k_planes % 2
+    # Powers of two of tokens, so that whole tiles fill a block of queries; two tiles where they are little work.
+    tile_queries, tiles = 128, 2 if g.num_k_planes <= 4 else 1
     while tile_queries < 512 and tile_queries * g.queries_per_plane < 1024:
         tile_queries *= 2
     sizes = MixedBlocks(
         q_block=tiles * tile_queries,
-        kv_block=512,
+        kv_block=1024,
         tile_rows=tile_queries * g.queries_per_plane,
-        tile_tokens=512,
-        units_per_turn=2,
+        tile_tokens=256,
+        units_per_turn=8,
     )
     return _shorten(sizes, g, pages_per_seq)
 

@@ -13,6 +13,15 @@ other.
                   scores = q K^T, masked; softmax over this block alone; its sum and P V; fold into the running state
                   last block of a sequence: divide, store the row's output over its query
 
+An example: rows of 600, 100 and 1030 tokens, their new ones included; blocks of 512 tokens, two items a turn.
+
+    turn 0:   row 0, tokens 0-511     row 0, tokens 512-599, its last: output
+    turn 1:   row 1, tokens 0-99      row 2, tokens 0-511         row 1 needs one block only: output
+    turn 2:   row 2, tokens 512-1023  row 2, tokens 1024-1029     output; the running state went from turn to turn
+
+While turn 0 computes, turn 1's copies run: of row 1 its 99 cached tokens, 50 words. Its new token, number 99, is then
+put beside token 98 into the last of them in VMEM, and this word alone goes back to the row's page.
+
 Who waits for what:
 - `kv_sems[half]`    copies into that half of `kv_blocks`; waited for at the beginning of the turn that computes on it.
                      The other half is refilled only after the turn that read it has ended.

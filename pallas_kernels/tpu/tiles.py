@@ -3,6 +3,10 @@
 A unit is (plane, tile of queries, tile of tokens); they are taken in this order. Those of which no query sees a token
 are left out.
 
+An example: a prompt's first 512 queries against its first 512 tokens, tiles of 256 by 256. Of each plane's four units
+three remain: queries 0-255 see tokens 0-255 only (the diagonal, masked), queries 256-511 see tokens 0-255 whole and
+tokens 256-511 masked. Eight planes make 24 units, taken `units_per_turn` at a time.
+
 A unit's mask depends only on its distance, how far its first query is ahead of its first token: `position + q_tile *
 queries - kv_tile * tokens`. From `tokens - 1` on nothing is masked, and at `-queries` everything is. Tiles and blocks
 are powers of two, so all distances of one row have the same remainder by the smaller tile, its phase: few of them lie

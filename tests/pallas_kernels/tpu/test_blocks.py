@@ -9,6 +9,7 @@ from pallas_kernels import tuning
 from pallas_kernels.api import AttentionSpec, Backend
 from pallas_kernels.layout import default_page_size
 from pallas_kernels.tpu import blocks, layout
+from pallas_kernels.tpu.entries import entry_at
 from pallas_kernels.tpu.tiles import MixedBlocks, Tiles
 
 CHIPS = ("v5e", "v5p", "v6e", "7x")  # as jax names generations
@@ -95,6 +96,13 @@ def test_blocks_are_no_longer_than_the_longest_sequence_needs() -> None:
     assert blocks.choose(g, 1).decode.kv_block == 128
 
 
+def test_a_turn_has_no_more_units_than_a_block() -> None:
+    """One plane, one page: two tiles of queries against one of tokens."""
+    g = geometry(8, 1, 128)
+    assert blocks.choose(g, 1).mixed.units_per_turn == 2
+    assert blocks.choose(g, LONG).mixed.units_per_turn == 8
+
+
 def test_masks_by_hand() -> None:
     """Tiles of 128 queries and 256 tokens, phase 0: a mask each for distances 0 and 128; from 255 on none is needed."""
     g = geometry(64, 8, 128)
@@ -120,6 +128,26 @@ def test_units_in_order() -> None:
     by_plane = [(1, 0), (2, 0), (3, 0), (3, 1)]  # ends 28, 92 and 156 tokens into the block
     assert seen == [(p, q, kv) for p in range(2) for q, kv in by_plane]
     assert len(seen) == int(tiles.count)
+
+
+def test_entries_in_order() -> None:
+    """The example of `entries`: 600 tokens to 900 older ones, then a whole prompt of 200."""
+    g = geometry(32, 8, 128)
+    sizes = MixedBlocks(q_block=512, kv_block=1024, tile_rows=1024, tile_tokens=256, units_per_turn=2)
+    kv_lens, query_starts = jnp.array([1500, 200]), jnp.array([0, 600, 800])
+    cursor, walked = (jnp.int32(0),) * 3, []
+    while int(cursor[0]) < 2:
+        entry = entry_at(cursor, kv_lens, query_starts, g, sizes)
+        words = tuple(int(word) for word in entry.kv_words)
+        walked.append((int(entry.q_start), int(entry.num_q), words, bool(entry.is_last)))
+        cursor = entry.next
+    assert walked == [
+        (0, 512, (0, 512), False),
+        (0, 512, (512, 706), True),
+        (512, 88, (0, 512), False),
+        (512, 88, (512, 750), True),
+        (600, 200, (0, 100), True),
+    ]
 
 
 @pytest.mark.parametrize("tile_tokens", [128, 512])
