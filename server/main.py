@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from server.app import create_app, create_state
 from server.engine_client import EngineFailedError, ProcessEngineClient
+from server.http_protocol import HttpProtocol
 from server.settings import Settings
 from server.state import ServerState
 from server.tokenizer import ByteLevelTokenizer
@@ -152,7 +153,7 @@ class _Server(uvicorn.Server):
 def _config(app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="httptools",
+        http=HttpProtocol,
         ws="none",
         lifespan="off",
         access_log=False,

@@ -85,6 +85,16 @@ def test_what_is_not_http_is_refused(slow):
     assert answers(slow)
 
 
+def test_a_head_without_an_end_is_cut_off(slow):
+    host, port = slow.url.removeprefix("http://").split(":")
+    for piece in (b"a" * 1024, b"a: b\r\n" * 200):
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nX-Long: ")
+            with pytest.raises(ConnectionError):
+                connection.sendall(piece * 16 * 1024)
+    assert answers(slow)
+
+
 def test_a_full_queue_is_said_at_once_and_with_the_right_status(slow):
     connections = [send(slow, LONGER) for _ in range(250)]
     try:
