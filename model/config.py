@@ -75,8 +75,9 @@ class LlamaConfig:
         path = Path(path)
         if path.is_dir():
             path = path / "config.json"
+        raw = read_object(path)
         try:
-            return cls.from_hf(json.loads(path.read_text()))
+            return cls.from_hf(raw)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
@@ -92,28 +93,32 @@ class LlamaConfig:
         problems = _unsupported(raw)
         missing = [key for key in _REQUIRED if raw.get(key) is None]
         problems += [f"{key} is missing" for key in missing]
+        problems += _mistyped(raw)
         theta, scaling, rope_problems = _rope(raw)
         problems += rope_problems
+        try:
+            ends = end_ids(raw)
+        except ValueError as error:
+            problems.append(str(error))
         if problems:
             raise ValueError(f"{len(problems)} problem(s) in the model's config: " + "; ".join(problems))
-        heads = int(raw["num_attention_heads"])
-        eos = raw.get("eos_token_id")
+        heads = raw["num_attention_heads"]
         return cls(
-            vocab_size=int(raw["vocab_size"]),
-            hidden_size=int(raw["hidden_size"]),
-            intermediate_size=int(raw["intermediate_size"]),
-            num_layers=int(raw["num_hidden_layers"]),
+            vocab_size=raw["vocab_size"],
+            hidden_size=raw["hidden_size"],
+            intermediate_size=raw["intermediate_size"],
+            num_layers=raw["num_hidden_layers"],
             num_heads=heads,
-            num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-            head_dim=int(raw.get("head_dim") or raw["hidden_size"] // heads),
+            num_kv_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // max(heads, 1),
             rms_norm_eps=float(raw["rms_norm_eps"]),
             rope_theta=theta,
             rope_scaling=scaling,
-            max_position_embeddings=int(raw["max_position_embeddings"]),
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            max_position_embeddings=raw["max_position_embeddings"],
+            tie_word_embeddings=raw.get("tie_word_embeddings") or False,
             checkpoint_dtype=_dtype(raw),
             bos_token_id=raw.get("bos_token_id"),
-            eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+            eos_token_ids=ends or (),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -152,6 +157,53 @@ _REQUIRED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "rms_norm_eps", "max_position_embeddings",
 )  # fmt: skip
+_TYPES: dict[type[int] | type[float] | type[bool], tuple[str, ...]] = {
+    int: (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "max_position_embeddings", "bos_token_id",
+    ),
+    float: ("rms_norm_eps",),
+    bool: ("tie_word_embeddings",),
+}  # fmt: skip
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A file's JSON object. ValueError, naming the file, where it holds something else."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} does not hold a JSON object")
+    return raw
+
+
+def end_ids(raw: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """`eos_token_id` of a config or generation config, one id or several; None where it does not say."""
+    eos = raw.get("eos_token_id")
+    listed = eos if isinstance(eos, list) else [eos]
+    if eos is None:
+        return None
+    if not all(_is_a(int, id) for id in listed):
+        raise ValueError(f"eos_token_id={eos!r} is neither an integer nor a list of integers")
+    return tuple(listed)
+
+
+def _is_a(kind: type[int] | type[float] | type[bool], value: Any) -> bool:
+    """As JSON has it: true is no number, and an integer is one."""
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    return isinstance(value, (int, float) if kind is float else int)
+
+
+def _mistyped(raw: Mapping[str, Any]) -> list[str]:
+    names = {int: "an integer", float: "a number", bool: "true or false"}
+    return [
+        f"{key}={raw[key]!r} is not {names[kind]}"
+        for kind, keys in _TYPES.items()
+        for key in keys
+        if raw.get(key) is not None and not _is_a(kind, raw[key])
+    ]
 
 
 def _unsupported(raw: Mapping[str, Any]) -> list[str]:
@@ -180,30 +232,42 @@ def _unsupported(raw: Mapping[str, Any]) -> list[str]:
 
 def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None, list[str]]:
     """theta, scaling and problems, from `rope_theta` + `rope_scaling` or from the newer `rope_parameters`."""
-    rope: dict[str, Any] = dict(raw.get("rope_parameters") or {})
-    old: dict[str, Any] = dict(raw.get("rope_scaling") or {})
+    spellings = [raw.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
+    if not all(isinstance(spelling, dict) for spelling in spellings):
+        return 0.0, None, ["rope_parameters and rope_scaling must be objects"]
+    new, old = (_without_theta(spelling) for spelling in spellings)
     problems = []
-    if rope and old and rope != old:
-        problems.append(f"rope_parameters={rope} and rope_scaling={old} disagree")
-    rope = rope or old
+    if new and old and new != old:
+        problems.append(f"rope_parameters={new} and rope_scaling={old} disagree")
+    given = [spelling["rope_theta"] for spelling in [raw, *spellings] if spelling.get("rope_theta") is not None]
+    if any(not _is_a(float, theta) or theta != given[0] for theta in given):
+        return 0.0, None, [*problems, f"rope_theta must be one number, and is given as {given}"]
     # 10000 is what the reference implementation takes where neither spelling gives a base.
-    theta = rope.pop("rope_theta", None) or raw.get("rope_theta") or 10_000.0
-    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
-    rope.pop("type", None)
+    theta = float(given[0] if given else 10_000)
+    rope = new or old
+    kind = rope.pop("rope_type", "default")
     if rope.pop("partial_rotary_factor", None) not in (None, 1, 1.0):
         problems.append("partial_rotary_factor other than 1 is not supported")
     if kind == "default":
-        return float(theta), None, problems
+        return theta, None, problems
     if kind not in _SCALINGS:
         problems.append(f"rope_type={kind!r} is not supported (only {['default', *_SCALINGS]})")
-        return float(theta), None, problems
-    fields = _SCALINGS[kind].__dataclass_fields__
-    absent = [name for name in fields if rope.get(name) is None]
-    if absent:
+        return theta, None, problems
+    values = {name: rope.get(name) for name in _SCALINGS[kind].__dataclass_fields__}
+    if absent := [name for name, value in values.items() if value is None]:
         problems.append(f"rope_type={kind!r} lacks {absent}")
-        return float(theta), None, problems
-    values = {name: int(rope[name]) if name.startswith("original") else float(rope[name]) for name in fields}
-    return float(theta), _SCALINGS[kind](**values), problems
+    elif wrong := [name for name, value in values.items() if not (_is_a(float, value) and value > 0)]:
+        problems.append(f"rope_type={kind!r} needs positive numbers for {wrong}")
+    elif kind == "llama3" and not values["low_freq_factor"] < values["high_freq_factor"]:
+        problems.append(f"rope_type={kind!r} needs low_freq_factor below high_freq_factor")
+    return theta, None if problems else _SCALINGS[kind](**values), problems
+
+
+def _without_theta(spelling: dict[str, Any]) -> dict[str, Any]:
+    """The scaling alone, its kind by its newer name; empty where the base was all."""
+    rest = {key: value for key, value in spelling.items() if key not in ("rope_theta", "type")}
+    kind = spelling.get("rope_type") or spelling.get("type")
+    return rest | ({"rope_type": kind} if kind else {})
 
 
 def _dtype(raw: Mapping[str, Any]) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -14,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from model.config import LlamaConfig
+from model.config import LlamaConfig, read_object
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -92,6 +91,8 @@ class TensorFiles:
         self._folder = folder
         self._stack = ExitStack()
         self._slices: dict[str, Any] = {}
+        self._lacking: dict[str, set[str]] = {}  # file name -> tensors that the index promises in it
+        self._repeated: set[str] = set()
 
     def __enter__(self) -> Self:
         try:
@@ -110,8 +111,11 @@ class TensorFiles:
         """File name -> the keys that the index promises in it (None: whatever is there)."""
         index = self._folder / INDEX_FILE
         if index.exists():
+            weight_map = read_object(index).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise ValueError(f"{index} has no weight_map")
             promised: dict[str, list[str] | None] = defaultdict(list)
-            for key, name in json.loads(index.read_text())["weight_map"].items():
+            for key, name in weight_map.items():
                 promised[name].append(key)
             absent = [name for name in promised if not (self._folder / name).exists()]
             if absent:
@@ -130,12 +134,10 @@ class TensorFiles:
         except SafetensorError as error:
             raise ValueError(f"{path} is not a safetensors file: {error}") from error
         keys = set(file.keys())
-        if promised is not None and (absent := sorted(set(promised) - keys)):
-            raise ValueError(f"{path} lacks tensors that the index promises: {_grouped(absent)}")
-        for key in keys:
-            if key in self._slices:
-                raise ValueError(f"{key} is in more than one file of {self._folder}")
-            self._slices[key] = file.get_slice(key)
+        if absent := set(promised or ()) - keys:
+            self._lacking[name] = absent
+        self._repeated |= self._slices.keys() & keys
+        self._slices |= {key: file.get_slice(key) for key in keys}
 
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self._slices[key].get_shape())
@@ -144,15 +146,20 @@ class TensorFiles:
         return self._slices[key][index]
 
     def check(self, config: LlamaConfig) -> None:
-        """Raises ValueError naming every tensor that is missing, unexpected, mis-shaped or of an unreadable type."""
+        """Raises ValueError naming every tensor that is missing, repeated, unexpected, mis-shaped or of an unreadable
+        type."""
         expected = expected_shapes(config)
-        missing = expected.keys() - self._slices.keys()
+        missing = expected.keys() - self._slices.keys() - set().union(*self._lacking.values())
         extra = {key for key in self._slices.keys() - expected.keys() if not _IGNORED.fullmatch(key)}
         if config.tie_word_embeddings:
             # Some exporters write the tied head too. The reference implementation reads the embedding; so do we.
             extra.discard(HEAD.key)
         present = expected.keys() & self._slices.keys()
-        problems = [f"missing: {_grouped(missing)}"] if missing else []
+        problems = [
+            f"{name} lacks tensors that the index promises: {_grouped(keys)}" for name, keys in self._lacking.items()
+        ]
+        problems += [f"missing: {_grouped(missing)}"] if missing else []
+        problems += [f"in more than one file: {_grouped(self._repeated)}"] if self._repeated else []
         problems += [f"unexpected: {_grouped(extra)}"] if extra else []
         problems += _by_message(
             (f"has shape {self.shape(key)}, not {expected[key]}", key)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
@@ -21,7 +18,7 @@ from huggingface_hub.errors import (
 )
 
 from model import presets
-from model.config import LlamaConfig
+from model.config import LlamaConfig, end_ids, read_object
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parent / "demo"
@@ -40,23 +37,11 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationDefaults:
-    """What `generation_config.json` says about decoding; None where it does not."""
-
-    eos_token_ids: tuple[int, ...]  # every id that ends a turn, not the tokenizer's one only
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelSource:
     name: str  # as it was asked for
     kind: Kind
     config: LlamaConfig
-    generation: GenerationDefaults
+    eos_token_ids: tuple[int, ...]  # every id that ends a turn, not the tokenizer's one only
     folder: Path | None  # config, tokenizer and weights; None for a preset, which has none of them
 
 
@@ -77,8 +62,7 @@ def resolve(name: str, *, revision: str | None = None, weights: bool = True) -> 
     match kind:
         case Kind.PRESET:
             config = presets.preset(name.removeprefix(presets.PREFIX))
-            generation = GenerationDefaults(eos_token_ids=config.eos_token_ids)
-            return ModelSource(name=name, kind=kind, config=config, generation=generation, folder=None)
+            return ModelSource(name=name, kind=kind, config=config, eos_token_ids=config.eos_token_ids, folder=None)
         case Kind.DEMO:
             folder = DEMO_FOLDER
         case Kind.FOLDER:
@@ -89,9 +73,7 @@ def resolve(name: str, *, revision: str | None = None, weights: bool = True) -> 
             if weights:
                 folder = _download(name, revision, _SMALL_FILES + _WEIGHT_FILES)
     config = LlamaConfig.from_file(folder)
-    return ModelSource(
-        name=name, kind=kind, config=config, generation=generation_defaults(folder, config), folder=folder
-    )
+    return ModelSource(name=name, kind=kind, config=config, eos_token_ids=_end_ids(folder, config), folder=folder)
 
 
 def _kind(name: str) -> Kind:
@@ -135,11 +117,14 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
     return Path(folder)
 
 
-def generation_defaults(folder: Path, config: LlamaConfig) -> GenerationDefaults:
-    """Reads `generation_config.json`; where it is absent or silent on the end ids, `config` says them."""
+def _end_ids(folder: Path, config: LlamaConfig) -> tuple[int, ...]:
+    """Those of `generation_config.json`; where it is absent or silent, those of `config`."""
     path = folder / "generation_config.json"
-    raw: Mapping[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    eos = raw.get("eos_token_id")
-    listed = config.eos_token_ids if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-    fields = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    return GenerationDefaults(eos_token_ids=listed, **{name: raw.get(name) for name in fields})
+    if not path.exists():
+        return config.eos_token_ids
+    raw = read_object(path)
+    try:
+        listed = end_ids(raw)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return config.eos_token_ids if listed is None else listed

@@ -171,7 +171,7 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
     return Built(
         runner=runner,
         ladder=ladder,
-        eos_token_ids=source.generation.eos_token_ids,
+        eos_token_ids=source.eos_token_ids,
         settings=settings,
         info=info,
     )

@@ -112,7 +112,15 @@ def test_a_scaling_may_be_called_type():
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn' is not supported"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type='dynamic' is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "rope_type='llama3' lacks ['low_freq_factor'"),
-        ({"rope_parameters": {"rope_theta": 1.0}}, "disagree"),
+        ({"rope_parameters": {"rope_theta": 1.0}}, "rope_theta must be one number, and is given as [500000.0, 1.0]"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "disagree"),
+        ({"rope_scaling": ["linear"]}, "rope_parameters and rope_scaling must be objects"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "needs positive numbers for ['factor']"),
+        ({"rope_scaling": LLAMA_3_2_1B["rope_scaling"] | {"high_freq_factor": 1}}, "low_freq_factor below high"),
+        ({"vocab_size": "128256"}, "vocab_size='128256' is not an integer"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5' is not a number"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes' is not true or false"),
+        ({"eos_token_id": ["</s>"]}, "eos_token_id=['</s>'] is neither an integer nor a list of integers"),
         ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rms_norm_eps": None}, "rms_norm_eps is missing"),
         ({"num_key_value_heads": 5}, "num_heads=32 is not a multiple of num_kv_heads=5"),
@@ -135,9 +143,10 @@ def test_all_problems_are_named_at_once(tmp_path):
         assert name in str(error.value)
 
 
-def test_a_config_that_is_not_json_is_named(tmp_path):
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json: Expecting"):
+@pytest.mark.parametrize(("text", "complaint"), [("{", r": Expecting"), ("[1]", " does not hold a JSON object")])
+def test_a_config_that_is_not_a_json_object_is_named(text, complaint, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"config\.json{complaint}"):
         LlamaConfig.from_file(tmp_path)
 
 

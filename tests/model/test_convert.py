@@ -42,7 +42,7 @@ def test_a_converted_folder_is_a_model_with_the_same_weights(tmp_path):
         "tokenizer.json",
     ]
     found = resolve(str(tmp_path / "out"))
-    assert found.generation.eos_token_ids == (7, 8)
+    assert found.eos_token_ids == (7, 8)
     options = {"dtype": jnp.float32, "mesh": make_mesh(4)}
     same(load_orbax(tmp_path / "out" / "orbax", found.config, **options), load_hf(folder, found.config, **options))
 

@@ -14,7 +14,7 @@ from model import source
 from model.config import LlamaConfig
 from model.presets import PRESETS
 from model.sharding import abstract_model
-from model.source import GenerationDefaults, Kind, resolve
+from model.source import Kind, resolve
 from tests.model import checkpoints
 from tests.model.test_config import LLAMA_3_2_1B
 
@@ -32,7 +32,7 @@ PARAMETERS = {  # as published with the models
 def test_presets_have_the_published_number_of_parameters(name):
     found = resolve(f"preset:{name}")
     assert (found.kind, found.folder) == (Kind.PRESET, None)
-    assert found.generation.eos_token_ids == (128001, 128008, 128009)
+    assert found.eos_token_ids == (128001, 128008, 128009)
     model = abstract_model(found.config, dtype=jnp.bfloat16)
     assert sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(model))) == PARAMETERS[name]
 
@@ -47,18 +47,28 @@ def test_a_folder_is_read_with_its_generation_config(tmp_path):
     (folder / "generation_config.json").write_text(json.dumps(generation))
     found = resolve(str(folder))
     assert (found.kind, found.folder, found.config.num_kv_heads) == (Kind.FOLDER, folder, 2)
-    assert found.generation == GenerationDefaults(eos_token_ids=(5, 7), temperature=0.6, top_p=0.9)
+    assert found.eos_token_ids == (5, 7)
 
 
 def test_without_a_generation_config_the_model_config_says_the_end_ids(tmp_path):
-    assert resolve(str(checkpoints.write(tmp_path, "gqa2"))).generation == GenerationDefaults(eos_token_ids=(2,))
+    assert resolve(str(checkpoints.write(tmp_path, "gqa2"))).eos_token_ids == (2,)
 
 
 @pytest.mark.parametrize("eos", [3, [3]])
 def test_one_end_id_may_be_a_number(eos, tmp_path):
     folder = checkpoints.write(tmp_path, "gqa2")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
-    assert resolve(str(folder)).generation.eos_token_ids == (3,)
+    assert resolve(str(folder)).eos_token_ids == (3,)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"), [("{", "Expecting"), ("[]", "JSON object"), ('{"eos_token_id": "x"}', "eos_token_id='x'")]
+)
+def test_a_generation_config_that_cannot_be_read_is_named(text, complaint, tmp_path):
+    folder = checkpoints.write(tmp_path, "gqa2")
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"generation_config\.json.*{complaint}"):
+        resolve(str(folder))
 
 
 @pytest.mark.parametrize(

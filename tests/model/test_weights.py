@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from model.config import LlamaConfig
 from model.layers import INIT_STDDEV
@@ -114,10 +116,27 @@ def test_files_that_are_not_there_are_named(tmp_path):
         load_hf(tmp_path, config, dtype=jnp.float32)
 
 
-def test_a_file_that_breaks_the_indexs_promise_is_named(tmp_path):
+def test_all_files_that_break_the_indexs_promise_are_named(tmp_path):
+    folder = checkpoints.write(tmp_path, "gqa2", num_files=3)
+    losses = ("model.embed_tokens.weight", "lm_head.weight")
+    for lost in losses:
+        path = next(path for path in folder.glob("*.safetensors") if lost in load_file(path))
+        save_file({key: tensor for key, tensor in load_file(path).items() if key != lost}, path)
+    with pytest.raises(ValueError, match="does not hold") as error:
+        load_hf(folder, LlamaConfig.from_file(folder), dtype=jnp.float32)
+    assert "missing" not in str(error.value)
+    for lost in losses:
+        assert re.search(rf"\d-of-00003\.safetensors lacks tensors that the index promises: {lost}", str(error.value))
+
+
+def test_a_tensor_in_two_files_and_an_index_without_a_map_are_named(tmp_path):
     folder = checkpoints.write(tmp_path, "gqa2", num_files=2)
-    save_file({"x": np.zeros(1, np.float32)}, folder / "model-00001-of-00002.safetensors")
-    with pytest.raises(ValueError, match=r"model-00001-of-00002\.safetensors lacks tensors .* model\.embed"):
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"index\.json has no weight_map"):
+        load_hf(folder, LlamaConfig.from_file(folder), dtype=jnp.float32)
+    (folder / "model.safetensors.index.json").unlink()
+    save_file({"model.norm.weight": np.zeros(64, np.float32)}, folder / "z.safetensors")
+    with pytest.raises(ValueError, match=r"in more than one file: model\.norm\.weight"):
         load_hf(folder, LlamaConfig.from_file(folder), dtype=jnp.float32)
 
 
