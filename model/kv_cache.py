@@ -106,8 +106,8 @@ def plan_pages(
         ValueError: not even one request of max_model_len fits. The message has the GiB of each part and the flags.
     """
     pages_per_seq = -(-max_model_len // page_size)
-    budget = int(memory.total * memory_utilization) - needs.weights - needs.state
-    budget = min(budget, memory.free) - needs.temporaries
+    beside_weights = min(int(memory.total * memory_utilization) - needs.weights, memory.free)
+    budget = beside_weights - needs.state - needs.temporaries
     fitting = budget // page_bytes - 1  # page 0 is nobody's
     if fitting < pages_per_seq:
         raise ValueError(_does_not_fit(memory, needs, memory_utilization, pages_per_seq * page_bytes, max_model_len))
