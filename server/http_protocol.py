@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 with an end to a request's head: its parser keeps one until it is whole, however long that takes."""
+"""uvicorn's HTTP/1.1 with an end to a request's head, of which its parser keeps all until it is whole."""
 
 from __future__ import annotations
 

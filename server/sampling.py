@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
 SEED_BITS = 63
+REPETITION_PENALTIES = (1e-3, 1e3)  # the device divides float32 logits by it: far from 1 nothing finite is left
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
@@ -26,7 +26,7 @@ def check_sampling(body: SamplingFields, *, vocab_size: int) -> None:
     _check_range("min_p", body.min_p, 0, 1)
     _check_range("presence_penalty", body.presence_penalty, -2, 2)
     _check_range("frequency_penalty", body.frequency_penalty, -2, 2)
-    _check_range("repetition_penalty", body.repetition_penalty, 0, math.inf, low_open=True, high_open=True)
+    _check_range("repetition_penalty", body.repetition_penalty, *REPETITION_PENALTIES)
     if body.top_k is not None and body.top_k < -1:
         raise invalid("top_k", f"must be -1 or 0 (off) or positive, got {body.top_k}")
     if body.n is not None and body.n < 1:
@@ -132,15 +132,12 @@ def _check_stops(stop: str | list[str] | None) -> None:
             raise invalid("stop", f"a stop string has at most {MAX_STOP_CHARS} characters, got {len(text)}")
 
 
-def _check_range(
-    name: str, value: float | None, low: float, high: float, *, low_open: bool = False, high_open: bool = False
-) -> None:
+def _check_range(name: str, value: float | None, low: float, high: float, *, low_open: bool = False) -> None:
     if value is None:
         return
     above = value > low if low_open else value >= low
-    below = value < high if high_open else value <= high
-    if not (above and below):  # NaN is neither
-        interval = f"{'(' if low_open else '['}{low}, {high}{')' if high_open else ']'}"
+    if not (above and value <= high):  # NaN is neither
+        interval = f"{'(' if low_open else '['}{low}, {high}]"
         raise RequestError(400, f"{name}: must be in {interval}, got {value}", param=name)
 
 

@@ -57,6 +57,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     guided_choice: Any = None
     guided_grammar: Any = None
     truncate_prompt_tokens: int | None = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    logits_processors: Any = None
+    return_tokens_as_token_ids: Any = None
 
 
 class ContentPart(msgspec.Struct):
@@ -93,6 +97,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     modalities: list[str] | None = None
     audio: Any = None
     documents: list[Any] | None = None
+    echo: bool | None = None
     chat_template: str | None = None
 
 
@@ -101,6 +106,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
     echo: bool | None = False
     logprobs: int | None = None
     suffix: str | None = None
+    prompt_embeds: Any = None
     response_format: ResponseFormat | None = None
 
 
@@ -177,11 +183,18 @@ def refuse_unsupported(body: SamplingFields) -> None:
     for name in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
         if getattr(body, name) is not None:
             raise unsupported(name, "structured output is")
+    for name in ("bad_words", "allowed_token_ids", "logits_processors"):
+        if getattr(body, name):
+            raise unsupported(name, "barring tokens other than by `logit_bias` is")
+    if body.return_tokens_as_token_ids:
+        raise unsupported("return_tokens_as_token_ids", "naming tokens by their ids is")
     response_format = body.response_format if isinstance(body, ChatRequest | CompletionRequest) else None
     if response_format is not None and response_format.type != "text":
         raise unsupported("response_format", f"the type `{response_format.type}` is")
     if isinstance(body, CompletionRequest) and body.suffix:
         raise unsupported("suffix", "inserting text before a suffix is")
+    if isinstance(body, CompletionRequest) and body.prompt_embeds:
+        raise unsupported("prompt_embeds", "a prompt of embeddings is")
     if isinstance(body, ChatRequest):
         _refuse_unsupported_chat(body)
 
@@ -200,5 +213,7 @@ def _refuse_unsupported_chat(body: ChatRequest) -> None:
         raise unsupported("audio", "audio output is")
     if body.documents:
         raise unsupported("documents", "retrieval documents are")
+    if body.echo:
+        raise unsupported("echo", "repeating the last message is")
     if body.chat_template:
         raise unsupported("chat_template", "a template that comes with a request is")
