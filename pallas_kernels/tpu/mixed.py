@@ -31,6 +31,8 @@ instruction.
 The masks that a row's units need lie ready in `masks`, number 0 masks nothing. They are made anew only where a row's
 differ from those of the row before.
 
+Which buffer lives where is said in `mixed_memory`; the order of entries, with an example, in `entries`.
+
 Who waits for what: `kv_sems[half]`, `q_sems[half]` and `out_sems[half]` belong to the halves of their buffers, and
 `window_sems[half]` to the window of the entry that will fill that half of `kv_blocks`; a half of `out_blocks` is waited
 for when it is stored into again, and at the end. `append_sem` counts the new words written to pages; all of them have
@@ -41,7 +43,6 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -53,48 +54,13 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.tpu import append, paging
 from pallas_kernels.tpu.entries import Cursor, Entry, entry_at
 from pallas_kernels.tpu.layout import LANES, Geometry
+from pallas_kernels.tpu.mixed_memory import SCRATCH, SUM_ROWS, Refs, other_scratch, vmem_scratch
 from pallas_kernels.tpu.tiles import MixedBlocks
 
-SUM_ROWS = 16  # rows of ones below V^T: one bf16 register tile; the first is read
 SLICE_ROWS = 256  # query rows computed at a time: the columns of the largest matrix unit
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Refs:
-    """The kernel's operands and scratch, by name."""
-
-    kv_lens: Any  # i32[S] in SMEM
-    query_starts: Any  # i32[S + 1] in SMEM
-    new_pages: Any  # i32[page slots] in SMEM
-    queries: Any  # uint32[num_k_planes, T * row_words, 128] in HBM, aliased to out
-    new_words: Any  # uint32[planes, W, 128] in HBM: each row's new words, see `append`
-    out: Any
-    pages: paging.Pages
-    q_blocks: Any  # uint32[2, num_k_planes, q_block * row_words, 128]
-    q_scaled: Any  # [num_k_planes, q_block * queries_per_plane, 128]
-    kv_blocks: Any  # uint32[2, planes, block_words, 128]
-    scores_even: Any  # f32[tile_tokens, tile_rows]
-    scores_odd: Any
-    unit_tops_even: Any  # f32[1, tile_rows]: the scores' maximum over tokens
-    unit_tops_odd: Any
-    v_t_even: Any  # [128 + SUM_ROWS, tile_tokens]
-    v_t_odd: Any
-    masks: Any  # f32[num_masks, tile_tokens, tile_rows]: MASKED or -MASKED
-    tops: Any  # f32[num_k_planes + 1, tiles, 1, tile_rows]: the running maximum
-    values: Any  # f32[num_k_planes + 1, tiles, 128 + SUM_ROWS, tile_rows]: the running sums, relative to it
-    out_blocks: Any  # uint32[2, num_k_planes, q_block * row_words, 128]
-    edge: Any  # uint32[2, planes, 1, 128]
-    windows: Any  # i32[2, 1, 1, 128] in SMEM
-    out_words: Any  # i32[2] in SMEM: words on their way out of each half of out_blocks
-    mask_phase: Any  # i32[1] in SMEM: what `masks` were made for
-    window_sems: Any
-    kv_sems: Any
-    q_sems: Any
-    out_sems: Any
-    append_sem: Any
-
-
-def _entry(refs: _Refs, cursor: Cursor, g: Geometry, blocks: MixedBlocks) -> Entry:
+def _entry(refs: Refs, cursor: Cursor, g: Geometry, blocks: MixedBlocks) -> Entry:
     return entry_at(cursor, refs.kv_lens, refs.query_starts, g, blocks)
 
 
@@ -116,11 +82,16 @@ def _kernel(
     del pages_in
     begin_row, end_row = scalars[0], scalars[1]
     pages = paging.Pages(hbm=pages_hbm, first_page=scalars[2], geometry=g)
-    names = list(_Refs.__dataclass_fields__)
-    refs = _Refs(
-        kv_lens=kv_lens, query_starts=query_starts, new_pages=new_pages, queries=queries, new_words=new_words, out=out,
-        pages=pages, **dict(zip(names[names.index("q_blocks") :], scratch, strict=True)),
-    )  # fmt: skip
+    refs = Refs(
+        kv_lens=kv_lens,
+        query_starts=query_starts,
+        new_pages=new_pages,
+        queries=queries,
+        new_words=new_words,
+        out=out,
+        pages=pages,
+        **dict(zip(SCRATCH, scratch, strict=True)),
+    )
     windows = paging.Windows(
         table=page_table, smem=refs.windows, sems=refs.window_sems, per_seq=page_table.shape[0] // kv_lens.shape[0]
     )
@@ -184,7 +155,7 @@ def _kernel(
 
 
 def _start_fetching(
-    refs: _Refs,
+    refs: Refs,
     windows: paging.Windows,
     window: Any,
     cursor: Cursor,
@@ -214,7 +185,7 @@ def _start_fetching(
         pltpu.make_async_copy(source, target, refs.q_sems.at[q_half]).start()
 
 
-def _begin_q_block(refs: _Refs, entry: Entry, q_half: Any, g: Geometry, blocks: MixedBlocks) -> None:
+def _begin_q_block(refs: Refs, entry: Entry, q_half: Any, g: Geometry, blocks: MixedBlocks) -> None:
     """Scales the queries once for all KV blocks, so that exp2 of a score needs no product, and empties the state."""
 
     def plane(p: Any, carry: None) -> None:
@@ -239,7 +210,7 @@ def _begin_q_block(refs: _Refs, entry: Entry, q_half: Any, g: Geometry, blocks: 
         lax.fori_loop(1, refs.masks.shape[0], make_mask, None)
 
 
-def _attend(refs: _Refs, entry: Entry, kv: Any, live_words: Any, g: Geometry, blocks: MixedBlocks) -> None:
+def _attend(refs: Refs, entry: Entry, kv: Any, live_words: Any, g: Geometry, blocks: MixedBlocks) -> None:
     """Folds one KV block into the state of one query block."""
     tiles = entry.tiles
     _clear_dead_words(kv, live_words, blocks.tile_tokens // g.packing)
@@ -303,7 +274,7 @@ def _clear_dead_words(kv: Any, live_words: Any, tile_words: int) -> None:
         lax.fori_loop(0, kv.shape[0], plane, None)
 
 
-def _store_q_block(refs: _Refs, entry: Entry, half: Any, g: Geometry, blocks: MixedBlocks) -> None:
+def _store_q_block(refs: Refs, entry: Entry, half: Any, g: Geometry, blocks: MixedBlocks) -> None:
     row_words = g.queries_per_plane // g.packing
     tile_words = blocks.tile_rows // g.packing
     block, sem = refs.out_blocks.at[half], refs.out_sems.at[half]
@@ -339,23 +310,7 @@ def attend(
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs in the queries' place (other rows': their queries), and the pages."""
-    row_words = g.queries_per_plane // g.packing
-    block_rows = blocks.q_block * g.queries_per_plane
-    tiles = blocks.max_q_tiles(g)
-    block_words = blocks.kv_block // g.packing
-    vmem = [
-        pltpu.VMEM((2, g.num_k_planes, blocks.q_block * row_words, LANES), jnp.uint32),
-        pltpu.VMEM((g.num_k_planes, block_rows, LANES), g.dtype),
-        pltpu.VMEM((2, g.num_planes, block_words, LANES), jnp.uint32),
-        *[pltpu.VMEM((blocks.tile_tokens, blocks.tile_rows), jnp.float32)] * 2,
-        *[pltpu.VMEM((1, blocks.tile_rows), jnp.float32)] * 2,
-        *[pltpu.VMEM((LANES + SUM_ROWS, blocks.tile_tokens), g.dtype)] * 2,
-        pltpu.VMEM((blocks.num_masks(g), blocks.tile_tokens, blocks.tile_rows), jnp.float32),
-        pltpu.VMEM((g.num_k_planes + 1, tiles, 1, blocks.tile_rows), jnp.float32),
-        pltpu.VMEM((g.num_k_planes + 1, tiles, LANES + SUM_ROWS, blocks.tile_rows), jnp.float32),
-        pltpu.VMEM((2, g.num_k_planes, blocks.q_block * row_words, LANES), jnp.uint32),
-        pltpu.VMEM((2, g.num_planes, 1, LANES), jnp.uint32),
-    ]
+    vmem = vmem_scratch(g, blocks)
     scratch_bytes = sum(math.prod(s.shape) * jnp.dtype(s.dtype).itemsize for s in vmem)
     return pl.pallas_call(
         functools.partial(_kernel, g=g, blocks=blocks),
@@ -364,17 +319,7 @@ def attend(
             grid=(1,),
             in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 4,
             out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
-            scratch_shapes=[
-                *vmem,
-                pltpu.SMEM((2, 1, 1, paging.WINDOW), jnp.int32),
-                pltpu.SMEM((2,), jnp.int32),
-                pltpu.SMEM((1,), jnp.int32),
-                pltpu.SemaphoreType.DMA((2,)),
-                pltpu.SemaphoreType.DMA((2,)),
-                pltpu.SemaphoreType.DMA((2,)),
-                pltpu.SemaphoreType.DMA((2,)),
-                pltpu.SemaphoreType.DMA,
-            ],
+            scratch_shapes=[*vmem, *other_scratch()],
         ),
         out_shape=(
             jax.ShapeDtypeStruct(queries.shape, queries.dtype),

@@ -45,6 +45,14 @@ def test_decodes_and_chunks(head_dim: int, dma_mode: str) -> None:
     assert run(case, dma_mode).clean
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_what_pads_a_step_reaches_nobody(head_dim: int) -> None:
+    case = make_case(spec(head_dim=head_dim), CHUNKS, num_tokens=96, num_rows=8, pages_per_seq=20)
+    assert run(case, poison_padding=True).clean
+    case = make_case(spec(head_dim=head_dim), DECODES, num_tokens=8, num_rows=8, pages_per_seq=20)
+    assert run(case, decode_only=True, poison_padding=True).clean
+
+
 @pytest.mark.parametrize(
     ("num_query_heads", "num_kv_heads", "head_dim"),
     [(1, 1, 128), (3, 1, 128), (8, 1, 128), (8, 8, 128), (24, 8, 128), (4, 1, 64), (6, 3, 64), (32, 8, 64)],
