@@ -12,9 +12,7 @@ from server.engine_client import EngineClient
 from server.errors import model_not_found
 from server.metrics import ServerMetrics
 from server.settings import Settings
-from server.tokenizer import Tokenizer
-
-ASIDE_CHARS = 20_000  # longer texts are worked on in a thread: on the event loop they would hold up every stream
+from server.tokenizer import LONG_TEXT_CHARS, Tokenizer
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,7 +36,7 @@ class ServerState:
         return await self.run_aside(sum(len(part.text) for part in parts), encode_parts, self.tokenizer, parts)
 
     async def run_aside[**P, R](self, num_chars: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Work on a text of so many characters: in a thread where it is long."""
-        if num_chars < ASIDE_CHARS:
+        """Work on a text of so many characters: where it is long, in a thread, to hold up no stream."""
+        if num_chars < LONG_TEXT_CHARS:
             return function(*args, **kwargs)
         return await asyncio.to_thread(function, *args, **kwargs)

@@ -19,6 +19,8 @@ import tokenizers
 from server.byte_alphabet import unicode_to_byte
 from server.tiktoken_model import tokenizer_from_tiktoken
 
+LONG_TEXT_CHARS = 20_000  # from here on encoding takes so long (10 ms) that it is worth a thread of its own
+
 
 class Tokenizer(Protocol):
     """What the server asks of a tokenizer. `ByteLevelTokenizer` is the real one."""
@@ -31,7 +33,8 @@ class Tokenizer(Protocol):
     chat_template: str | None
 
     def encode_plain(self, texts: list[str]) -> list[list[int]]:
-        """Each text's ids; what looks like a special token is text like any other. Releases the GIL."""
+        """Each text's ids; what looks like a special token is text like any other. Releases the GIL where they are
+        long together (LONG_TEXT_CHARS)."""
 
     def with_affixes(self, ids: list[int]) -> list[int]:
         """The ids with what the tokenizer adds around a text of its own accord (Llama 3: begin-of-text)."""
@@ -73,7 +76,10 @@ class ByteLevelTokenizer:
         return cls(backend, config=special_map | config, chat_template=_chat_template(folder, config))
 
     def encode_plain(self, texts: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._backend.encode_batch(texts, add_special_tokens=False)]
+        # A batch is handed to the library's threads: on a busy machine that takes longer than to encode short texts.
+        if sum(map(len, texts)) < LONG_TEXT_CHARS:
+            return [self._backend.encode(text, add_special_tokens=False).ids for text in texts]
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def with_affixes(self, ids: list[int]) -> list[int]:
         before, after = self._affixes

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from server.chat_template import encode_parts, split_special
-from server.tokenizer import ByteLevelTokenizer, special_token_pattern
+from server.tokenizer import LONG_TEXT_CHARS, ByteLevelTokenizer, special_token_pattern
 from tests.server.conftest import LLAMA3
 from tests.server.tokenizers import BOS, EOT, SPECIAL_TOKENS, write_folder
 
@@ -47,6 +47,13 @@ def test_plain_text_never_gives_special_ids(tmp_path):
     tokenizer = ByteLevelTokenizer.from_folder(write_folder(tmp_path))
     for token in SPECIAL_TOKENS:
         assert tokenizer.encode_plain([token]) == [list(token.encode())]
+
+
+def test_a_text_has_the_same_ids_alone_and_in_long_company(tmp_path):
+    tokenizer = ByteLevelTokenizer.from_folder(write_folder(tmp_path))
+    text = "Grüße, <|eot_id|> 🙂\n"
+    (alone,) = tokenizer.encode_plain([text])
+    assert tokenizer.encode_plain([text, "a" * LONG_TEXT_CHARS, text])[::2] == [alone, alone] == [[*text.encode()]] * 2
 
 
 def test_raw_prompts_may_write_special_tokens(tmp_path):
