@@ -18,8 +18,7 @@ import numpy as np
 
 from batcher.request import MAX_DEVICE_STOP_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS
 
-HEADER_FIELDS = ("num_decodes", "num_rows", "num_tokens")
-HEADER_SIZE = 8
+HEADER_SIZE = 8  # num_decodes, num_rows, num_tokens; the rest is zero
 
 
 class Variant(StrEnum):

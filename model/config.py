@@ -65,10 +65,6 @@ class LlamaConfig:
         if problems:
             raise ValueError("not a Llama: " + "; ".join(problems))
 
-    @property
-    def queries_per_kv(self) -> int:
-        return self.num_heads // self.num_kv_heads
-
     @classmethod
     def from_file(cls, path: Path | str) -> LlamaConfig:
         """Reads `config.json`, given its path or its folder's."""

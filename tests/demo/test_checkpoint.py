@@ -49,7 +49,7 @@ def test_it_is_small() -> None:
 
 def test_config_is_a_llama_that_chips_can_run(config: LlamaConfig) -> None:
     assert config.head_dim == 64
-    assert config.queries_per_kv == 2
+    assert config.num_heads == 2 * config.num_kv_heads
     assert config.checkpoint_dtype == "bfloat16"
     assert config.max_position_embeddings == 1024
 
