@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.api import AttentionSpec, Backend, PagedAttention, RaggedBatch
+from pallas_kernels.layout import default_page_size
 from pallas_kernels.targets import tpu_target
 from scripts.benchmarks.bundles import bundle_dumps, read_loops, read_vmem
 
@@ -29,7 +30,7 @@ class Shape:
 
     heads: tuple[int, int, int]  # query heads, KV heads, head dim
     decode_only: bool
-    page_size: int = 128
+    page_size: int | None = None  # the generation's own
     num_rows: int = 64
     num_tokens: int = 1024  # of a mixed step
     max_context: int = 8192
@@ -72,7 +73,9 @@ def main(target: str, folder: Path) -> None:
     for name, shape in shapes(target).items():
         for old in folder.iterdir():
             old.unlink()
-        print(json.dumps({"shape": name, **compile_one(shape, mesh), "kernels": kernels(folder)}), flush=True)
+        page_size = shape.page_size or default_page_size(Backend.TPU, shape.max_context, tpu_target(target).chip)
+        result = compile_one(replace(shape, page_size=page_size), mesh)
+        print(json.dumps({"shape": name, **result, "kernels": kernels(folder)}), flush=True)
 
 
 def compile_one(shape: Shape, mesh: Mesh) -> dict[str, object]:
@@ -115,6 +118,7 @@ def compile_one(shape: Shape, mesh: Mesh) -> dict[str, object]:
     )
     memory = compiled.memory_analysis()
     return {
+        "page_size": shape.page_size,
         "compile_s": round(time.perf_counter() - begin, 2),
         "kv_bytes": kv.size * kv.dtype.itemsize,
         "alias_bytes": memory.alias_size_in_bytes,
