@@ -62,7 +62,7 @@ def unsupported(param: str, what: str) -> RequestError:
 
 
 def model_not_found(name: str) -> RequestError:
-    message = f"The model `{name}` does not exist."
+    message = f"The model `{name[:200]}` does not exist."
     return RequestError(404, message, type=NOT_FOUND, param="model", code="model_not_found")
 
 

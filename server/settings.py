@@ -47,7 +47,7 @@ class Settings:
     force_usage: bool = False  # streams carry usage whether or not they ask for it
     show_cached_tokens: bool = True  # usage.prompt_tokens_details
     queue_timeout_s: float | None = None  # a request that waits longer is refused; None: it may wait for ever
-    max_body_bytes: int = 32 * 2**20
+    max_body_bytes: int = 8 * 2**20  # ids of a million tokens; the JSON of more would hold up every stream for long
     max_choices: int = 128  # sequences of one HTTP request: prompts times n
     grace_period_s: float = 30.0  # after SIGTERM, for what is running
     heartbeat_timeout_s: float = 60.0  # an engine silent for longer is reported as unhealthy

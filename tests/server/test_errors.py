@@ -199,6 +199,10 @@ def test_an_unknown_model(echo):
     }
 
 
+def test_an_unknown_model_of_a_long_name(echo):
+    assert len(refusal(echo, model="a" * 1_000_000, status=404)["message"]) < 300
+
+
 @pytest.mark.parametrize(("path", "field"), [(CHAT, "messages"), (COMPLETIONS, "prompt")])
 @pytest.mark.parametrize(("length", "param"), LENGTHS)
 def test_a_prompt_that_is_too_long(echo, path, field, length, param):
@@ -270,7 +274,7 @@ def test_a_charset_is_no_other_content_type(echo):
 
 def test_a_body_that_is_too_large(echo):
     with echo.http() as http:
-        response = http.post(CHAT, content=b"x" * (2**25 + 1), headers={"content-type": "application/json"})
+        response = http.post(CHAT, content=b"x" * (2**23 + 1), headers={"content-type": "application/json"})
         assert response.status_code == 413
 
 
