@@ -24,6 +24,8 @@ from server import engine_process, wire
 
 logger = logging.getLogger("pallas_serve")
 
+LAST_WORDS_MS = 1000
+
 
 class EngineFailedError(RuntimeError):
     """The engine could not start, or has died."""
@@ -172,8 +174,11 @@ class ProcessEngineClient:
 
     def _on_exit(self) -> None:
         asyncio.get_running_loop().remove_reader(self.process.sentinel)
-        self._on_readable()
         self.process.join()
+        self._on_readable()
+        if self.process.exitcode == engine_process.EXIT_FAILED:  # then it has said why, and that may be on its way yet
+            while self.death is None and self._events.poll(LAST_WORDS_MS):
+                self._on_readable()
         if not self._stopping:
             self._die(f"the engine process has ended (exit code {self.process.exitcode})")
 
