@@ -60,6 +60,10 @@ _DEFAULTS = {
         half_steps=True,
     ),
 }
+# Of a GPU's memory, for JAX's pool; JAX alone would take 0.75. Outside of it lie CUDA's context, the loaded programs
+# with their graphs, and NCCL's buffers: 8 % are 1.8 GiB of the smallest chip (L4). --memory-utilization is a share of
+# the pool; what that leaves of it is where XLA's autotuner puts its operands. Chosen by reasoning, not on a chip.
+GPU_POOL_SHARE = 0.92
 # XLA's CPU product of one bfloat16 row is ten times slower than that of two.
 _MIN_ROWS_CPU_BF16 = 2
 
@@ -180,12 +184,13 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
 def bucket_config(settings: EngineSettings, platform: str, dtype: str) -> BucketConfig:
     """The limits and the shapes of the steps: what is asked for, and the platform's defaults for the rest."""
     defaults = _DEFAULTS[platform]
-    max_num_seqs = settings.max_num_seqs or defaults.max_num_seqs
+    max_num_seqs, asked_tokens = settings.max_num_seqs or defaults.max_num_seqs, settings.max_num_batched_tokens
+    if settings.max_num_seqs is None and asked_tokens is not None:
+        max_num_seqs = min(max_num_seqs, max(1, asked_tokens // 2))  # one flag does not fail by the other's default
     slow_single_rows = platform == "cpu" and dtype == "bfloat16"
     return replace(
         defaults,
-        max_num_batched_tokens=settings.max_num_batched_tokens
-        or max(defaults.max_num_batched_tokens, 2 * max_num_seqs),
+        max_num_batched_tokens=asked_tokens or max(defaults.max_num_batched_tokens, 2 * max_num_seqs),
         max_num_seqs=max_num_seqs,
         min_decode_rows=_MIN_ROWS_CPU_BF16 if slow_single_rows else defaults.min_decode_rows,
     )
@@ -226,10 +231,7 @@ def _start_jax(settings: EngineSettings) -> str:
     import jax
 
     device = find_device() if settings.device == "auto" else settings.device
-    # Of a GPU, for JAX's pool; JAX alone would take 0.75. Outside of it lie CUDA's context, the loaded programs with
-    # their graphs, and NCCL's buffers: 8 % are 1.8 GiB of the smallest chip (L4). --memory-utilization is a share of
-    # the pool; what that leaves of it is where XLA's autotuner puts its operands. Chosen by reasoning, not on a chip.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_POOL_SHARE))
     # Only what is asked for is started: a plug-in for a chip that is not here fails loudly and late.
     jax.config.update("jax_platforms", device if device == "cpu" else f"{device},cpu")
     if device == "cpu" and settings.tensor_parallel_size > 1:

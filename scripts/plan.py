@@ -50,7 +50,7 @@ def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
     from model.sharding import partition, stored_config
     from pallas_kernels.api import AttentionSpec, Backend, PagedAttention
     from pallas_kernels.layout import default_page_size
-    from scripts.engine import bucket_config, choose_dtype, choose_model_len
+    from scripts.engine import GPU_POOL_SHARE, bucket_config, choose_dtype, choose_model_len
 
     platform = "tpu" if chip in TPUS else "gpu"
     source = resolve(settings.model, weights=False)
@@ -80,9 +80,9 @@ def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
         itemsize=jax.numpy.dtype(dtype).itemsize,
         num_shards=chips,
     )
-    total = int(device_gib * GIB)
+    total = int(device_gib * GIB * (GPU_POOL_SHARE if platform == "gpu" else 1))
     num_pages = settings.num_pages or kv_cache.plan_pages(
-        memory=kv_cache.DeviceMemory(total=total, free=total, is_host=False),
+        memory=kv_cache.DeviceMemory(total=total, free=total - weights, is_host=False),
         needs=kv_cache.MemoryNeeds(weights=weights, state=state, temporaries=temporaries),
         memory_utilization=settings.memory_utilization,
         page_bytes=page_bytes,
@@ -96,7 +96,9 @@ def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
         f"temporaries of the largest step (at most), {buckets.max_num_batched_tokens} tokens": temporaries,
         f"state of {rows} request slots": state,
     }
-    lines = [f"{source.name} on {chips} x {chip} of {device_gib:g} GiB, {settings.memory_utilization:.0%} to be used:"]
+    pool = f", {GPU_POOL_SHARE:.0%} of it JAX's" if platform == "gpu" else ""
+    share = f"{settings.memory_utilization:.0%} of that to be used"
+    lines = [f"{source.name} on {chips} x {chip} of {device_gib:g} GiB{pool}, {share}:"]
     lines += [f"{size / GIB:9.2f} GiB  {name}" for name, size in parts.items()]
     lines.append(f"{sum(parts.values()) / GIB:9.2f} GiB  of each chip")
     lines.append(

@@ -37,4 +37,15 @@ def test_what_does_not_fit_is_said_in_gib_with_the_flags(capsys):
     assert plan.main(["--model", "preset:llama-3.1-70b", "--chip", "v6e"]) == 2
     error = capsys.readouterr().err
     assert "weights 131.4" in error
+    assert "0.00 GiB are free beside the weights" in error
     assert "--tensor-parallel-size" in error
+
+
+def test_of_a_gpu_only_jaxs_pool_is_planned_with(capsys):
+    report = report_of(capsys, "--model", "preset:llama-3.1-8b", "--chip", "h100", "--memory-utilization", "0.5")
+    assert gib(report, "of each chip") == pytest.approx(80 * 0.92 * 0.5, abs=0.02)
+
+
+def test_a_small_budget_alone_does_not_fail_by_the_default_number_of_sequences(capsys):
+    report = report_of(capsys, "--model", "preset:llama-3.1-8b", "--chip", "h100", "--max-num-batched-tokens", "128")
+    assert gib(report, "state of 64 request slots") > 0
