@@ -56,14 +56,10 @@ def _shorten[Blocks: (DecodeBlocks, MixedBlocks)](blocks: Blocks, g: Geometry, p
     kv_block = _kv_block(blocks.kv_block, g, pages_per_seq)
     if isinstance(blocks, DecodeBlocks):
         return replace(blocks, kv_block=kv_block)
-    tile_tokens = min(blocks.tile_tokens, kv_block)
-    units = g.num_k_planes * blocks.max_q_tiles(g) * (kv_block // tile_tokens)
-    return replace(
-        blocks,
-        kv_block=kv_block,
-        tile_tokens=tile_tokens,
-        units_per_turn=min(blocks.units_per_turn, units + units % 2),
-    )
+    q_block = max(blocks.tile_queries(g), min(blocks.q_block, kv_block))
+    shorter = replace(blocks, q_block=q_block, kv_block=kv_block, tile_tokens=min(blocks.tile_tokens, kv_block))
+    units = g.num_k_planes * shorter.max_q_tiles(g) * (kv_block // shorter.tile_tokens)
+    return replace(shorter, units_per_turn=min(blocks.units_per_turn, units + units % 2))
 
 
 def _decode(g: Geometry, pages_per_seq: int) -> DecodeBlocks:

@@ -97,8 +97,9 @@ def test_blocks_are_no_longer_than_the_longest_sequence_needs() -> None:
 
 
 def test_a_turn_has_no_more_units_than_a_block() -> None:
-    """One plane, one page: two tiles of queries against one of tokens."""
+    """One plane, one page: one tile of queries against one of tokens, and a turn's units are even."""
     g = geometry(8, 1, 128)
+    assert blocks.choose(g, 1).mixed.q_block == 128
     assert blocks.choose(g, 1).mixed.units_per_turn == 2
     assert blocks.choose(g, LONG).mixed.units_per_turn == 8
 
