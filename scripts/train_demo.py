@@ -79,7 +79,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--work-dir", type=Path, required=True, help="where the run's state is kept between reports")
-    parser.add_argument("--steps", type=int, default=1400)
+    parser.add_argument("--steps", type=int, default=1600)
     parser.add_argument("--learning-rate", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stop-after", type=int, help="export as it is after this many steps of the schedule")
@@ -91,7 +91,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     started = time.perf_counter()
     arguments.work_dir.mkdir(parents=True, exist_ok=True)
-    corpus = Corpus(Arithmetic(), sum_share=0.38, story_share=0.3)
+    corpus = Corpus(Arithmetic(), sum_share=0.34, story_share=0.3)
     tokenizer = llama_tokenizer.train(tokenizer_texts(corpus, arguments.seed), VOCAB_SIZE)
     encoder = SampleEncoder(tokenizer, prompt_weight=PROMPT_WEIGHT)
     schedule = Schedule(

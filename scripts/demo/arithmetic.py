@@ -106,7 +106,14 @@ AFTER = (
     "What is next after {a}?",
 )
 BEFORE = ("What comes before {a}?", "What number comes before {a}?", "Which number is just before {a}?")
-PARITY = ("Is {a} even or odd?", "Is {a} odd or even?", "Is the number {a} even or odd?", "Is {a} an even number?")
+PARITY = (
+    "Is {a} even or odd?",
+    "Is {a} odd or even?",
+    "Is the number {a} even or odd?",
+    "Is {a} an even number?",
+    "Is {a} odd?",
+    "Is {a} even?",
+)
 
 Turn = tuple[str, str]  # what the user says, what the model answers
 
@@ -184,7 +191,8 @@ class Arithmetic:
         return self.pair(rng)
 
     def count(self, rng: random.Random) -> Turn:
-        first = rng.randrange(12) if rng.random() < 0.4 else rng.randrange(LIMIT)
+        # From 1, and from other small numbers: what people ask for first.
+        first = rng.choices((1, rng.randrange(12), rng.randrange(LIMIT)), weights=(2, 3, 5))[0]
         last = min(first + rng.randrange(2, 14), LIMIT)
         draw = rng.random()
         if draw < 0.2:

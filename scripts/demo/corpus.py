@@ -98,7 +98,7 @@ class Corpus:
         kinds: tuple[tuple[float, Callable[[random.Random], Turn], Callable[[random.Random], Turn] | None], ...] = (
             (3.0, arithmetic.larger, arithmetic.next_larger),
             (1.0, arithmetic.smaller, None),
-            (2.0, arithmetic.count, None),
+            (5.0, arithmetic.count, None),
             (0.8, arithmetic.neighbour, None),
             (0.5, arithmetic.parity, None),
             (2.5, facts.capital, facts.next_capital),

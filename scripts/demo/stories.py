@@ -93,13 +93,15 @@ def story(rng: random.Random) -> Story:
 
 
 def told(rng: random.Random) -> Turn:
-    """A request and its story: half of the requests say what it shall be about."""
+    """A request and its story: most requests say what it shall be about."""
     made = story(rng)
-    if rng.random() < 0.45:
+    if rng.random() < 0.2:
         return typed(rng, rng.choice(REQUESTS)), made.text
     hero, friend = made.hero, made.friend
     subject = rng.choice(
         (
+            f"a {hero.kind}",
+            f"a {hero.kind}",
             f"a {hero.kind}",
             f"a {hero.kind}",
             f"a {hero.kind} named {hero.name}",
