@@ -35,7 +35,10 @@ class MixedBlocks:
     units_per_turn: int  # even: units in one turn of the loop
 
     def tile_queries(self, g: Geometry) -> int:
-        return self.tile_rows // g.queries_per_plane
+        queries, rest = divmod(self.tile_rows, g.queries_per_plane)
+        if rest or queries & (queries - 1):
+            raise ValueError(f"a tile holds a power of two of queries: {self.tile_rows=} {g.queries_per_plane=}")
+        return queries
 
     def max_q_tiles(self, g: Geometry) -> int:
         return self.q_block // self.tile_queries(g)

@@ -104,6 +104,13 @@ def test_a_turn_has_no_more_units_than_a_block() -> None:
     assert blocks.choose(g, LONG).mixed.units_per_turn == 8
 
 
+@pytest.mark.parametrize("tile_rows", [128, 1024, 6 * 3])
+def test_a_tile_that_cuts_a_token_s_queries_apart_is_refused(tile_rows: int) -> None:
+    sizes = MixedBlocks(q_block=64, kv_block=256, tile_rows=tile_rows, tile_tokens=128, units_per_turn=2)
+    with pytest.raises(ValueError, match="a tile holds a power of two of queries"):
+        sizes.tile_queries(geometry(6, 2, 64))
+
+
 def test_masks_by_hand() -> None:
     """Tiles of 128 queries and 256 tokens, phase 0: a mask each for distances 0 and 128; from 255 on none is needed."""
     g = geometry(64, 8, 128)

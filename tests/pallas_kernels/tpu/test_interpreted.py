@@ -89,8 +89,12 @@ def test_pages_of_a_later_layer() -> None:
     assert run(case, first_page=7).clean
 
 
-def test_chosen_block_sizes() -> None:
-    case = make_case(spec(), rows((1, 200), (40, 200)), num_tokens=48, num_rows=4, pages_per_seq=13)
+@pytest.mark.parametrize(
+    ("num_query_heads", "head_dim"), [(4, 128), (6, 64)], ids=["powers of two", "six queries a plane"]
+)
+def test_chosen_block_sizes(num_query_heads: int, head_dim: int) -> None:
+    heads = spec(num_query_heads=num_query_heads, head_dim=head_dim)
+    case = make_case(heads, rows((1, 200), (40, 200)), num_tokens=48, num_rows=4, pages_per_seq=13)
     assert run(case, block_sizes=None).clean
 
 
@@ -134,9 +138,10 @@ def batches(draw: st.DrawFn) -> list[Row]:
 @pytest.mark.parametrize("dma_mode", DMA_MODES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
-@given(lengths=batches(), seed=st.integers(0, 2**31))
-def test_random_batches(lengths: list[Row], seed: int, head_dim: int, dma_mode: str) -> None:
-    case = make_case(
-        spec(head_dim=head_dim), lengths, num_tokens=96, num_rows=6, pages_per_seq=19, num_pages=116, seed=seed
-    )
+@given(lengths=batches(), num_kv_heads=st.integers(1, 8), group=st.sampled_from([1, 2, 4]), seed=st.integers(0, 2**31))
+def test_random_batches(
+    lengths: list[Row], num_kv_heads: int, group: int, seed: int, head_dim: int, dma_mode: str
+) -> None:
+    heads = spec(num_query_heads=num_kv_heads * group, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    case = make_case(heads, lengths, num_tokens=96, num_rows=6, pages_per_seq=19, num_pages=116, seed=seed)
     assert run(case, dma_mode).clean
