@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from batcher.step import PATCH_BLOCK, Bucket, Capacity, PackedLayout, StepInput, Variant
+from batcher.step import PATCH_BLOCK, Bucket, Capacity, PackedLayout, SlotLayout, StepInput, Variant
 from model import kv_cache, weights
 from model.config import LlamaConfig
 from model.runner import ModelRunner, RunnerConfig
@@ -186,7 +186,8 @@ def test_memory_for_weights_that_are_still_to_come_is_kept_free(monkeypatch):
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(loaded)))
     limits = RunnerConfig(max_num_seqs=SLOTS, max_num_batched_tokens=24, max_model_len=64)
     temporaries = kv_cache.temporaries_bound(TINY, num_tokens=24, num_rows=SLOTS, itemsize=4, num_shards=1)
-    free = size + temporaries + 41 * TINY.num_layers * paged_attention().page_bytes()
+    slots = SLOTS * 4 * (SlotLayout.width(64 // paged_attention().spec.page_size) + TINY.vocab_size)
+    free = size + temporaries + slots + 41 * TINY.num_layers * paged_attention().page_bytes()
     found = []
     for model, taken in ((loaded, size), (abstract_model(TINY, dtype=jnp.float32), 0)):
         memory = kv_cache.DeviceMemory(total=1 << 40, free=free - taken, is_host=False)

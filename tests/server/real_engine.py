@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig
 from batcher.engine import Engine
+from batcher.request import FinishReason
 from batcher.step import Capacity
 from server.wire import EngineInfo
 from tests.batcher.fake_runner import FakeRunner
@@ -29,15 +31,32 @@ class RealConfig:
     nan_token: int | None = None
     broken_at: int | None = None  # the step whose result raises
     healthy: bool = True
+    held_at: int | None = None  # the step whose result waits until a request is aborted
+
+
+class _Engine(Engine):
+    """Says when the first request is aborted."""
+
+    def __init__(self, aborted: threading.Event, *args) -> None:
+        super().__init__(*args)
+        self._first_abort = aborted
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        super().abort(request_id, reason)
+        self._first_abort.set()
 
 
 def build(config: RealConfig, report: Callable[[str], None]) -> tuple[Engine, EngineInfo]:
+    aborted = threading.Event()
+
     def on_result(number: int) -> None:
         if number == config.broken_at:
             raise RuntimeError("the device has stumbled")
+        if number == config.held_at:
+            assert aborted.wait(30)
 
     runner = FakeRunner(CAPACITY, nan_token=config.nan_token, on_result=on_result, healthy=config.healthy)
     ladder = BucketLadder(BucketConfig(max_num_batched_tokens=64, max_num_seqs=8))
-    engine = Engine(runner, EngineConfig(eos_token_ids=(EOT,), max_waiting=config.max_waiting), ladder)
+    engine = _Engine(aborted, runner, EngineConfig(eos_token_ids=(EOT,), max_waiting=config.max_waiting), ladder)
     engine.warm_up(report)
     return engine, EngineInfo(max_model_len=CAPACITY.max_model_len, vocab_size=VOCAB_SIZE)
