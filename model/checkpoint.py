@@ -46,7 +46,7 @@ def load_orbax(
     *,
     dtype: Any,
     mesh: Mesh | None = None,
-    kernel_first: bool = False,
+    for_cpu: bool = False,
 ) -> Llama:
     """The model that `save_orbax` wrote, cast to `dtype`, restored straight to where `mesh` wants it.
 
@@ -55,7 +55,7 @@ def load_orbax(
     """
     folder = Path(folder).absolute()
     _check(folder, config, num_shards_of(mesh))
-    model = abstract_model(config, dtype=dtype, mesh=mesh, kernel_first=kernel_first)
+    model = abstract_model(config, dtype=dtype, mesh=mesh, for_cpu=for_cpu)
     wanted = _named(model)
     with _checkpointer() as checkpointer:
         restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)

@@ -22,15 +22,30 @@ are of kernels, of cuBLASLt and of Mosaic's attention.
   them in, runs on real chips became slower (openxla/xla#35360: 8 GPUs, 0.71x) or hung (marin-community/marin#8277). The
   161 launches of a 70B step are dispatched ahead of a step that reads 17 GB of weights on each chip, 3.7 ms at
   4.8 TB/s: one graph in their place promises little. To be measured when 8 GPUs are at hand.
+
+On CPUs sums may be added in another order (never another order from run to run), which is what lets the loops of
+`cpu_products` and of the reference's attention be vectorised: all that "fast math" may not do beside that is spelled
+out, and NaN and infinity stay what they are. 512 bits are the registers of a server's CPU; one that has none uses its
+own. Measured on a step of 107 M parameters in float32, 4 rows: 26 ms with them, 34 without.
 """
 
 from __future__ import annotations
 
+_CPU_OPTIONS: dict[str, str | bool | int] = {
+    "xla_cpu_enable_fast_math": True,
+    "xla_cpu_fast_math_honor_nans": True,
+    "xla_cpu_fast_math_honor_infs": True,
+    "xla_cpu_fast_math_honor_division": True,
+    "xla_cpu_fast_math_honor_functions": True,
+    "xla_cpu_prefer_vector_width": 512,
+}
 _GRAPH_COMMANDS = ("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION")
 
 
-def compiler_options(platform: str) -> dict[str, str | bool]:
+def compiler_options(platform: str) -> dict[str, str | bool | int]:
     """For `jax.stages.Lowered.compile`. `platform`: of the devices that the program is for."""
+    if platform == "cpu":
+        return _CPU_OPTIONS
     if platform not in ("gpu", "cuda"):
         return {}
     return {"xla_gpu_enable_command_buffer": ",".join(_GRAPH_COMMANDS), "xla_gpu_enable_triton_gemm": True}

@@ -16,34 +16,28 @@ import jax.numpy as jnp
 from flax import nnx
 
 from model.config import LlamaConfig
+from model.cpu_products import multiply_few
 from model.rope import rotate
 
 INIT_STDDEV = 0.02
-FEW_ROWS = 32
 
 # q [T, N, H], k [T, K, H], v [T, K, H], one layer's K/V -> output [T, N, H], the layer's K/V
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 
 
-def project(inputs: jax.Array, kernel: jax.Array, *, kernel_first: bool, out_dtype: Any = None) -> jax.Array:
+def project(inputs: jax.Array, kernel: jax.Array, *, for_cpu: bool, out_dtype: Any = None) -> jax.Array:
     """inputs [T, in] times the transpose of kernel [out, in]: [T, out]. Float32 means float32 on every chip, not its
-    fast mode.
-
-    `kernel_first` is the form for XLA's CPU backend: the kernel as the left operand, and the product transposed. From
-    2 to 32 rows it streams the weights at up to twice the speed (measured in float32 and bfloat16 on a Xeon: 4 rows
-    of float32 at 19 GB/s against 13); for more rows the transposition costs what it gains.
-    """
-    kernel_first = kernel_first and inputs.shape[0] <= FEW_ROWS
-    left, right = (kernel, inputs) if kernel_first else (inputs, kernel)
-    product = jax.lax.dot_general(
-        left,
-        right,
+    fast mode. `for_cpu`: in the forms of `cpu_products`, where those gain."""
+    out_dtype = out_dtype or inputs.dtype
+    if for_cpu and (product := multiply_few(inputs, kernel, out_dtype)) is not None:
+        return product
+    return jax.lax.dot_general(
+        inputs,
+        kernel,
         (((1,), (1,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST if inputs.dtype == jnp.float32 else None,
-        preferred_element_type=out_dtype or inputs.dtype,
+        preferred_element_type=out_dtype,
     )
-    # Without the barrier XLA would swap the operands back to save the transposition.
-    return jax.lax.optimization_barrier(product).T if kernel_first else product
 
 
 def normal_param(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: Any, axes: tuple[str, ...]) -> nnx.Param[jax.Array]:
@@ -71,10 +65,10 @@ class Attention(nnx.Module):
     head instead made the TPU compiler re-lay the activations; three products leave small GPU kernels half empty.
     """
 
-    def __init__(self, config: LlamaConfig, *, dtype: Any, rngs: nnx.Rngs, num_shards: int, kernel_first: bool):
+    def __init__(self, config: LlamaConfig, *, dtype: Any, rngs: nnx.Rngs, num_shards: int, for_cpu: bool):
         self.head_dim = config.head_dim
         self.num_shards = num_shards
-        self.kernel_first = kernel_first
+        self.for_cpu = for_cpu
         self.query_width = config.num_heads * config.head_dim // num_shards  # rows of one group
         self.kv_width = config.num_kv_heads * config.head_dim // num_shards
         width = num_shards * (self.query_width + 2 * self.kv_width)
@@ -84,11 +78,11 @@ class Attention(nnx.Module):
         )
 
     def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, kv: Any, attend: Attend) -> tuple[jax.Array, Any]:
-        groups = project(x, self.qkv[...], kernel_first=self.kernel_first).reshape(x.shape[0], self.num_shards, -1)
+        groups = project(x, self.qkv[...], for_cpu=self.for_cpu).reshape(x.shape[0], self.num_shards, -1)
         cuts = (self.query_width, self.query_width + self.kv_width)
         queries, keys, values = (self._heads(part) for part in jnp.split(groups, cuts, axis=-1))
         attended, kv = attend(rotate(queries, cos, sin), rotate(keys, cos, sin), values, kv)
-        return project(attended.reshape(x.shape[0], -1), self.out[...], kernel_first=self.kernel_first), kv
+        return project(attended.reshape(x.shape[0], -1), self.out[...], for_cpu=self.for_cpu), kv
 
     def _heads(self, columns: jax.Array) -> jax.Array:
         return columns.reshape(columns.shape[0], -1, self.head_dim)  # [T, N or K, H]
@@ -97,24 +91,24 @@ class Attention(nnx.Module):
 class Mlp(nnx.Module):
     """SwiGLU (arXiv 2002.05202). The rows of `gate_up` are [gate | up] of the first chip's part of F, and so on."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: Any, rngs: nnx.Rngs, num_shards: int, kernel_first: bool):
+    def __init__(self, config: LlamaConfig, *, dtype: Any, rngs: nnx.Rngs, num_shards: int, for_cpu: bool):
         embed, mlp = config.hidden_size, config.intermediate_size
         self.num_shards = num_shards
-        self.kernel_first = kernel_first
+        self.for_cpu = for_cpu
         self.gate_up = normal_param(rngs, (2 * mlp, embed), dtype, ("mlp", "embed"))
         self.down = normal_param(rngs, (embed, mlp), dtype, ("embed", "mlp"))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         tokens = x.shape[0]
-        groups = project(x, self.gate_up[...], kernel_first=self.kernel_first).reshape(tokens, self.num_shards, -1)
+        groups = project(x, self.gate_up[...], for_cpu=self.for_cpu).reshape(tokens, self.num_shards, -1)
         gate, up = jnp.split(groups, 2, axis=-1)
         gated = (jax.nn.silu(gate) * up).reshape(tokens, -1)
-        return project(gated, self.down[...], kernel_first=self.kernel_first)
+        return project(gated, self.down[...], for_cpu=self.for_cpu)
 
 
 class DecoderLayer(nnx.Module):
-    def __init__(self, config: LlamaConfig, *, dtype: Any, rngs: nnx.Rngs, num_shards: int, kernel_first: bool):
-        form = {"dtype": dtype, "rngs": rngs, "num_shards": num_shards, "kernel_first": kernel_first}
+    def __init__(self, config: LlamaConfig, *, dtype: Any, rngs: nnx.Rngs, num_shards: int, for_cpu: bool):
+        form = {"dtype": dtype, "rngs": rngs, "num_shards": num_shards, "for_cpu": for_cpu}
         self.attention_norm = RMSNorm(config, dtype=dtype)
         self.attention = Attention(config, **form)
         self.mlp_norm = RMSNorm(config, dtype=dtype)

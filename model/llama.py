@@ -28,8 +28,7 @@ class Llama(nnx.Module):
         rngs: for random weights; under `nnx.eval_shape` none are made.
         num_shards: chips over which the heads are split. It orders the rows of the fused projections
             (`model.layers`), so weights stored for one number do not serve another.
-        kernel_first: multiply [out, in] x [in, T] and transpose the small product, instead of [T, in] x [in, out].
-            The same numbers; a form for XLA's CPU backend (`model.layers.project`).
+        for_cpu: multiply a few rows in forms that XLA's CPU backend runs well (`model.cpu_products`), on one device.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class Llama(nnx.Module):
         dtype: Any,
         rngs: nnx.Rngs,
         num_shards: int = 1,
-        kernel_first: bool = False,
+        for_cpu: bool = False,
     ):
         for name in ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size"):
             if getattr(config, name) % num_shards:
@@ -47,10 +46,10 @@ class Llama(nnx.Module):
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.num_shards = num_shards
-        self.kernel_first = kernel_first
+        self.for_cpu = for_cpu
         vocab, embed = config.vocab_size, config.hidden_size
         self.embedding = normal_param(rngs, (vocab, embed), dtype, ("vocab", "embed"))
-        form = {"dtype": dtype, "rngs": rngs, "num_shards": num_shards, "kernel_first": kernel_first}
+        form = {"dtype": dtype, "rngs": rngs, "num_shards": num_shards, "for_cpu": for_cpu}
         self.layers = nnx.List([DecoderLayer(config, **form) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config, dtype=dtype)
         tied = config.tie_word_embeddings
@@ -80,4 +79,4 @@ class Llama(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """f32[S, V] of hidden [S, D] as `__call__` returned it."""
         head = self.embedding if self.head is None else self.head
-        return project(hidden, head[...], kernel_first=self.kernel_first, out_dtype=jnp.float32)
+        return project(hidden, head[...], for_cpu=self.for_cpu, out_dtype=jnp.float32)

@@ -220,7 +220,8 @@ class ModelRunner:
 
         tokens = np.zeros(bucket.num_tokens, np.int32)
         program = jax.jit(forward, out_shardings=self._everywhere)
-        compiled = program.lower(self._weights_like, self._sent(tokens.shape)).compile()
+        lowered = program.lower(self._weights_like, self._sent(tokens.shape))
+        compiled = lowered.compile(compiler_options=compiler_options(self._a_device().platform))
         return lambda: compiled(self._weights, tokens)
 
     def recover(self) -> None:

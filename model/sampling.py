@@ -94,7 +94,8 @@ def greedy(logits: jax.Array) -> jax.Array:  # f32[S, V] -> i32[S]
 def _first_max(values: jax.Array) -> jax.Array:  # f32[S, n] -> i32[S]
     """Where the first of the greatest is. Two plain reductions: XLA's argmax takes a CPU twice as long as both."""
     size = values.shape[-1]
-    is_best = values == jnp.max(values, axis=-1, keepdims=True)
+    # Without the barrier XLA would write the greatest out once for every value.
+    is_best = values == lax.optimization_barrier(jnp.max(values, axis=-1, keepdims=True))
     first = jnp.min(jnp.where(is_best, jnp.arange(size, dtype=jnp.int32), size), axis=-1)
     return jnp.minimum(first, size - 1)  # a row with a NaN has no greatest
 

@@ -77,16 +77,14 @@ def stored_config(config: LlamaConfig, num_shards: int) -> LlamaConfig:
     return replace(config, num_kv_heads=kv_heads)
 
 
-def abstract_model(config: LlamaConfig, *, dtype: Any, mesh: Mesh | None = None, kernel_first: bool = False) -> Llama:
+def abstract_model(config: LlamaConfig, *, dtype: Any, mesh: Mesh | None = None, for_cpu: bool = False) -> Llama:
     """The model in its stored form on `mesh`, every parameter a ShapeDtypeStruct with its sharding.
 
     Weights are loaded into it, and its programs can be compiled before they are there.
     """
     num_shards = num_shards_of(mesh)
     stored = stored_config(config, num_shards)
-    model = nnx.eval_shape(
-        lambda: Llama(stored, dtype=dtype, rngs=nnx.Rngs(0), num_shards=num_shards, kernel_first=kernel_first)
-    )
+    model = nnx.eval_shape(lambda: Llama(stored, dtype=dtype, rngs=nnx.Rngs(0), num_shards=num_shards, for_cpu=for_cpu))
     graphdef, state = nnx.split(model)
     placed = [(path, variable.replace(_placed(variable, mesh))) for path, variable in nnx.to_flat_state(state)]
     return nnx.merge(graphdef, nnx.from_flat_state(placed))

@@ -33,7 +33,7 @@ def load_hf(
     *,
     dtype: Any,
     mesh: Mesh | None = None,
-    kernel_first: bool = False,
+    for_cpu: bool = False,
 ) -> Llama:
     """The checkpoint in `folder`, cast to `dtype`, in its stored form on `mesh`.
 
@@ -43,7 +43,7 @@ def load_hf(
     Raises:
         ValueError: tensors missing, unexpected, mis-shaped or of a type that cannot be cast: all in one message.
     """
-    model = abstract_model(config, dtype=dtype, mesh=mesh, kernel_first=kernel_first)
+    model = abstract_model(config, dtype=dtype, mesh=mesh, for_cpu=for_cpu)
     with TensorFiles(Path(folder)) as files:
         files.check(config)
         return _fill(model, partial(_read_parameter, files=files, config=config, mesh=mesh))
@@ -54,11 +54,11 @@ def random_weights(
     *,
     dtype: Any,
     mesh: Mesh | None = None,
-    kernel_first: bool = False,
+    for_cpu: bool = False,
     seed: int = 0,
 ) -> Llama:
     """Weights of the right shapes and sizes and no meaning, made on the chips at the speed of their memory."""
-    model = abstract_model(config, dtype=dtype, mesh=mesh, kernel_first=kernel_first)
+    model = abstract_model(config, dtype=dtype, mesh=mesh, for_cpu=for_cpu)
     seeds = np.random.default_rng(seed).integers(1 << 32, size=len(jax.tree.leaves(nnx.state(model))))
     remaining = iter(seeds.astype(np.uint32))
 

@@ -4,9 +4,9 @@ Softmax and both products run in float32 whatever the pages hold. The form is ch
 costs no more than dense attention over contiguous K/V:
 
 - The K/V of all decodes are cut into blocks, and the loop takes so many blocks at a time, of whichever rows they are:
-  a step costs what its live tokens cost, neither what the context limit would nor what its longest row does. One
-  gather fetches them (a page of one head is contiguous, so a gather row is one page of one head), and an online
-  softmax per row takes them in; blocks of one row meet in products with a 0/1 matrix.
+  a step costs what its live tokens cost, neither what the context limit would nor what its longest row does. Scores
+  and sums are loops of multiplying and adding that read the pages where they lie (products would want them gathered
+  first), and an online softmax per row takes them in; blocks of one row meet in products with a 0/1 matrix.
 - Prompt chunks are cut into tiles of queries of one row; a tile loops over the K/V blocks at or before its last
   position. Tiles are written in token order, so that what a tile writes past its row's end is overwritten by the next.
 
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 DECODE_BLOCK_TOKENS = 64
 DECODE_BLOCKS_AT_ONCE = 16  # and no more than 4 a row: one lonely short row should not pay for sixteen
-TILE_QUERIES = 64
-TILE_BLOCK_TOKENS = 256
+TILE_QUERIES = 128
+TILE_BLOCK_TOKENS = 128
 
 NOWHERE = 1 << 30  # a page that no cache has: scatters drop it
 MASKED = -1e30  # below every score, but finite: a row without a live token must not give a NaN
@@ -189,19 +190,63 @@ def _attend_decodes(
         row = jnp.minimum(row, rows - 1)
         block = jnp.minimum(number - (ends - num_blocks)[row], table.shape[1] - 1)
         is_live = block[:, None] * block_tokens + jnp.arange(block_tokens) < lens[row][:, None]
-        keys, values = _gather_block(kv_pages, table[row, block], is_live)
-        scores = jnp.einsum("bkgh,bkth->bkgt", queries_of_rows[row], keys)
+        pages, is_live, block_queries = lax.optimization_barrier((table[row, block], is_live, queries_of_rows[row]))
+        scores = _score_pages(block_queries, kv_pages, pages)
         scores = jnp.where(is_live[:, None, None, :], scores, MASKED)
         peaks = jnp.where(is_of_row[:, :, None, None], scores.max(-1)[:, None], MASKED)
         new_maximum = jnp.maximum(maximum, peaks.max(0))
-        weights = jnp.exp(scores - new_maximum[row][..., None])
+        weights = jnp.exp(scores - lax.optimization_barrier(new_maximum[row])[..., None])
         shrink = jnp.exp(maximum - new_maximum)
         to_rows = is_of_row.astype(jnp.float32).T  # [rows, blocks]
-        acc = acc * shrink[..., None] + jnp.tensordot(to_rows, weights @ values, 1)
+        sums = _weigh_pages(lax.optimization_barrier(weights), kv_pages, pages, is_live)
+        acc = acc * shrink[..., None] + jnp.tensordot(jnp.repeat(to_rows, pages_per_block, axis=1), sums, 1)
         return acc, new_maximum, total * shrink + jnp.tensordot(to_rows, weights.sum(-1), 1)
 
     out = _finish(lax.fori_loop(0, -(-ends[-1] // at_once), attend_blocks, _start(queries_of_rows)))
     return jnp.pad(out, [(0, queries.shape[0] - rows)] + [(0, 0)] * 3)
+
+
+def _score_pages(
+    queries: jax.Array,  # f32[B, K, G, H], of each block's row
+    kv_pages: jax.Array,
+    pages: jax.Array,  # i32[B, n]
+) -> jax.Array:
+    """f32[B, K, G, n * page]: each query with the keys of its block's pages."""
+    keys, _ = _pages_of_heads(kv_pages, pages)
+    keys = keys.transpose(0, 2, 1, 3, 4)  # [B, K, n, page, H]
+    scores = _sums([keys * query[:, :, None, None] for query in jnp.unstack(queries, axis=2)], axis=4)
+    return jnp.stack([part.reshape(*part.shape[:2], -1) for part in scores], axis=2)
+
+
+def _weigh_pages(
+    weights: jax.Array,  # f32[B, K, G, n * page]
+    kv_pages: jax.Array,
+    pages: jax.Array,  # i32[B, n]
+    is_live: jax.Array,  # bool[B, n * page]
+) -> jax.Array:
+    """f32[B * n, K, G, H]: the weighted sum of each page's live values."""
+    blocks, per_block = pages.shape
+    _, values = _pages_of_heads(kv_pages, pages)  # [B, n, K, page, H]
+    values = jnp.where(is_live.reshape(blocks, per_block, 1, -1, 1), values, 0)
+    weights = weights.reshape(*weights.shape[:3], per_block, -1).transpose(2, 0, 3, 1, 4)  # [G, B, n, K, page]
+    sums = jnp.stack(_sums([values * part[..., None] for part in weights], axis=3), axis=3)
+    return sums.reshape(-1, *sums.shape[2:])
+
+
+def _pages_of_heads(kv_pages: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """K and V of `pages` [B, n] as f32[B, n, K, page, H] each: to be read once, inside a fusion, never written."""
+    _, num_pages, heads, page_size, head_dim = kv_pages.shape
+    flat = kv_pages.reshape(2 * num_pages * heads, page_size, head_dim)
+    key_rows = pages[:, :, None] * heads + jnp.arange(heads)
+    keys, values = (flat.at[rows].get(mode="promise_in_bounds") for rows in (key_rows, key_rows + num_pages * heads))
+    return keys.astype(jnp.float32), values.astype(jnp.float32)
+
+
+def _sums(terms: list[jax.Array], axis: int) -> tuple[jax.Array, ...]:
+    """The sum of each over `axis`, all in one loop, so that what the terms share is read once."""
+    zeros = (np.float32(0),) * len(terms)
+    sums = lax.reduce(tuple(terms), zeros, lambda a, b: tuple(map(jnp.add, a, b)), (axis,))
+    return lax.optimization_barrier(sums)
 
 
 def _attend_tiles(

@@ -116,7 +116,8 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
     max_model_len = choose_model_len(settings.max_model_len, config.max_position_embeddings)
     buckets = bucket_config(settings, platform, dtype)
     max_num_seqs, max_num_batched_tokens = buckets.max_num_seqs, buckets.max_num_batched_tokens
-    options = {"dtype": dtype, "mesh": _mesh(settings.tensor_parallel_size), "kernel_first": platform == "cpu"}
+    mesh = _mesh(settings.tensor_parallel_size)
+    options = {"dtype": dtype, "mesh": mesh, "for_cpu": platform == "cpu" and mesh is None}
     planned = abstract_model(config, **options)
     stored = planned.config
     page_size = settings.page_size or default_page_size(backend, max_model_len)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ import pytest
 from flax import nnx
 
 from model.config import Llama3Scaling, LlamaConfig
-from model.layers import FEW_ROWS, project
+from model.cpu_products import MAX_ROWS_FROM_LEFT
 from model.llama import Llama
 from model.weights import load_hf
 from scripts.make_goldens import NEW_TOKENS, PROMPT_LENGTH, VARIANTS
@@ -101,20 +100,14 @@ def test_perturbing_a_config_field_moves_the_logits(field):
     assert before.shape != after.shape or float(jnp.abs(before - after).max()) > 1e-2
 
 
+@pytest.mark.parametrize("num_tokens", [1, 8, MAX_ROWS_FROM_LEFT])
 @pytest.mark.parametrize("variant", ["gqa2", "tied", "bf16"])
-def test_the_cpus_form_of_the_products_computes_the_same(variant, tmp_path):
+def test_the_cpus_forms_of_the_products_compute_the_same(variant, num_tokens, tmp_path):
     folder = checkpoints.write(tmp_path, variant)
     config = LlamaConfig.from_file(folder)
-    usual, kernel_first = (load_hf(folder, config, dtype=jnp.float32, kernel_first=k) for k in (False, True))
-    sequence = checkpoints.golden_sequence(variant)[:FEW_ROWS]
-    np.testing.assert_allclose(jitted_logits(kernel_first, sequence), jitted_logits(usual, sequence), atol=2e-5)
-
-
-@pytest.mark.parametrize(("num_tokens", "kernel_first"), [(1, True), (FEW_ROWS, True), (FEW_ROWS + 1, False)])
-def test_few_rows_are_multiplied_from_the_left(num_tokens, kernel_first):
-    kernel, inputs = jnp.ones((48, 16)), jnp.ones((num_tokens, 16))
-    compiled = jax.jit(partial(project, kernel_first=True)).lower(inputs, kernel).compile().as_text()
-    assert (f"f32[48,{num_tokens}]" in compiled) == kernel_first
+    usual, for_cpu = (load_hf(folder, config, dtype=jnp.float32, for_cpu=f) for f in (False, True))
+    sequence = checkpoints.golden_sequence(variant)[:num_tokens]
+    np.testing.assert_allclose(jitted_logits(for_cpu, sequence), jitted_logits(usual, sequence), atol=2e-5)
 
 
 def test_a_token_sees_no_later_one_and_every_earlier_one():
