@@ -45,6 +45,7 @@ def max_rows_streamed(dtype: Any) -> int:
     return 8 if jnp.dtype(dtype).itemsize >= 4 else 2
 
 
+@jax.jit  # traced once for all layers
 def _streamed(inputs: jax.Array, kernel: jax.Array) -> jax.Array:
     """f32[T, out], by multiplying and adding up: one loop reads `STREAMS` parts of the kernel side by side, which keeps
     more of the memory busy than one part would, and multiplies what it has read with every row of the inputs."""
