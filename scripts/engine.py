@@ -43,6 +43,7 @@ _DEFAULTS = {
         min_decode_rows=1,
         min_mixed_tokens=16,
         half_steps=False,
+        few_rows=16,
     ),
     # On chips a few rows cost what one does; every program saved is seconds of start-up.
     "gpu": BucketConfig(
@@ -64,8 +65,6 @@ _DEFAULTS = {
 # with their graphs, and NCCL's buffers: 8 % are 1.8 GiB of the smallest chip (L4). --memory-utilization is a share of
 # the pool; what that leaves of it is where XLA's autotuner puts its operands. Chosen by reasoning, not on a chip.
 GPU_POOL_SHARE = 0.92
-# XLA's CPU product of one bfloat16 row is ten times slower than that of two.
-_MIN_ROWS_CPU_BF16 = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +113,7 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
     backend = choose_backend(settings.attention_backend, platform)
     dtype, reason = choose_dtype(settings.dtype, config.checkpoint_dtype, platform)
     max_model_len = choose_model_len(settings.max_model_len, config.max_position_embeddings)
-    buckets = bucket_config(settings, platform, dtype)
+    buckets = bucket_config(settings, platform)
     max_num_seqs, max_num_batched_tokens = buckets.max_num_seqs, buckets.max_num_batched_tokens
     mesh = _mesh(settings.tensor_parallel_size)
     options = {"dtype": dtype, "mesh": mesh, "for_cpu": platform == "cpu" and mesh is None}
@@ -182,18 +181,16 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
     )
 
 
-def bucket_config(settings: EngineSettings, platform: str, dtype: str) -> BucketConfig:
+def bucket_config(settings: EngineSettings, platform: str) -> BucketConfig:
     """The limits and the shapes of the steps: what is asked for, and the platform's defaults for the rest."""
     defaults = _DEFAULTS[platform]
     max_num_seqs, asked_tokens = settings.max_num_seqs or defaults.max_num_seqs, settings.max_num_batched_tokens
     if settings.max_num_seqs is None and asked_tokens is not None:
         max_num_seqs = min(max_num_seqs, max(1, asked_tokens // 2))  # one flag does not fail by the other's default
-    slow_single_rows = platform == "cpu" and dtype == "bfloat16"
     return replace(
         defaults,
         max_num_batched_tokens=asked_tokens or max(defaults.max_num_batched_tokens, 2 * max_num_seqs),
         max_num_seqs=max_num_seqs,
-        min_decode_rows=_MIN_ROWS_CPU_BF16 if slow_single_rows else defaults.min_decode_rows,
     )
 
 

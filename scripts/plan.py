@@ -58,7 +58,7 @@ def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
     stored = stored_config(source.config, chips)
     dtype, _ = choose_dtype(settings.dtype, source.config.checkpoint_dtype, platform)
     max_model_len = choose_model_len(settings.max_model_len, source.config.max_position_embeddings)
-    buckets = bucket_config(settings, platform, dtype)
+    buckets = bucket_config(settings, platform)
     model = nnx.eval_shape(lambda: Llama(stored, dtype=dtype, rngs=nnx.Rngs(0), num_shards=chips))
     weights = 0
     for _, variable in nnx.to_flat_state(nnx.state(model)):
