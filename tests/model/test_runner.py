@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 
@@ -30,8 +31,19 @@ def runner():
     made.warm_up(BUCKETS, lines.append)
     # Every bucket, and the two updates beside the step.
     assert re.match(rf"compiled {len(BUCKETS) + 2} programs in [\d.]+ s", lines[0])
-    assert re.match(r"ran the smallest program in [\d.]+ s", lines[1])
     return made
+
+
+@pytest.mark.parametrize(("enough_s", "count"), [(math.inf, 3), (0.0, 1)])
+def test_programs_are_run_before_they_are_needed_as_long_as_a_cpu_has_time(monkeypatch, enough_s, count):
+    monkeypatch.setattr("model.runner.CPU_FIRST_RUNS_S", enough_s)
+    made, lines = tiny_runner(), []
+    ran = []
+    execute = made.execute
+    monkeypatch.setattr(made, "execute", lambda step: (ran.append(step.bucket), execute(step))[1])
+    made.warm_up(BUCKETS, lines.append)
+    assert ran == sorted(BUCKETS)[:count]
+    assert re.match(rf"ran {count} of 3 programs once in [\d.]+ s", lines[1])
 
 
 def test_capacity(runner):
