@@ -6,7 +6,8 @@ costs no more than dense attention over contiguous K/V:
 - The K/V of all decodes are cut into blocks, and the loop takes so many blocks at a time, of whichever rows they are:
   a step costs what its live tokens cost, neither what the context limit would nor what its longest row does. Scores
   and sums are loops of multiplying and adding that read the pages where they lie (products would want them gathered
-  first), and an online softmax per row takes them in; blocks of one row meet in products with a 0/1 matrix.
+  first), and an online softmax per row takes them in; blocks of one row meet in products with a 0/1 matrix. Barriers
+  keep what is small out of those loops, which would compute it anew for every element.
 - Prompt chunks are cut into tiles of queries of one row; a tile loops over the K/V blocks at or before its last
   position. Tiles are written in token order, so that what a tile writes past its row's end is overwritten by the next.
 
