@@ -134,20 +134,18 @@ def _append(
     return kv_pages
 
 
-def _gather_block(
+def _read_pages(
     kv_pages: jax.Array,  # [2, P, K, page, H]
-    pages: jax.Array,  # i32[rows, n]
-    is_live: jax.Array,  # bool[rows, n * page]
+    pages: jax.Array,  # i32[B, n]
+    is_live: jax.Array,  # bool[B, n * page]
 ) -> tuple[jax.Array, jax.Array]:
-    """K and V of a block of pages of each row, f32[rows, K, n * page, H] each; values that are not live are zero."""
+    """K and V of each block of pages, f32[B, K, n, page, H] each; values that are not live are zero."""
     _, num_pages, heads, page_size, head_dim = kv_pages.shape
     flat = kv_pages.reshape(2 * num_pages * heads, page_size, head_dim)
-    key_rows = pages[:, None, :] * heads + jnp.arange(heads)[None, :, None]  # [rows, K, n]
-    shape = (pages.shape[0], heads, pages.shape[1] * page_size, head_dim)
-    key_block = flat.at[key_rows].get(mode="promise_in_bounds").reshape(shape)
-    value_block = flat.at[key_rows + num_pages * heads].get(mode="promise_in_bounds").reshape(shape)
-    value_block = jnp.where(is_live[:, None, :, None], value_block, 0)
-    return key_block.astype(jnp.float32), value_block.astype(jnp.float32)
+    key_rows = pages[:, None, :] * heads + jnp.arange(heads)[None, :, None]  # [B, K, n]
+    keys, values = (flat.at[rows].get(mode="promise_in_bounds") for rows in (key_rows, key_rows + num_pages * heads))
+    values = jnp.where(is_live.reshape(pages.shape[0], 1, -1, page_size, 1), values, 0)
+    return keys.astype(jnp.float32), values.astype(jnp.float32)
 
 
 def _online_softmax(
@@ -192,14 +190,15 @@ def _attend_decodes(
         block = jnp.minimum(number - (ends - num_blocks)[row], table.shape[1] - 1)
         is_live = block[:, None] * block_tokens + jnp.arange(block_tokens) < lens[row][:, None]
         pages, is_live, block_queries = lax.optimization_barrier((table[row, block], is_live, queries_of_rows[row]))
-        scores = _score_pages(block_queries, kv_pages, pages)
+        keys, values = _read_pages(kv_pages, pages, is_live)
+        scores = _score_keys(block_queries, keys)
         scores = jnp.where(is_live[:, None, None, :], scores, MASKED)
         peaks = jnp.where(is_of_row[:, :, None, None], scores.max(-1)[:, None], MASKED)
         new_maximum = jnp.maximum(maximum, peaks.max(0))
         weights = jnp.exp(scores - lax.optimization_barrier(new_maximum[row])[..., None])
         shrink = jnp.exp(maximum - new_maximum)
         to_rows = is_of_row.astype(jnp.float32).T  # [rows, blocks]
-        sums = _weigh_pages(lax.optimization_barrier(weights), kv_pages, pages, is_live)
+        sums = _weigh_values(lax.optimization_barrier(weights), values)
         acc = acc * shrink[..., None] + jnp.tensordot(jnp.repeat(to_rows, pages_per_block, axis=1), sums, 1)
         return acc, new_maximum, total * shrink + jnp.tensordot(to_rows, weights.sum(-1), 1)
 
@@ -207,40 +206,18 @@ def _attend_decodes(
     return jnp.pad(out, [(0, queries.shape[0] - rows)] + [(0, 0)] * 3)
 
 
-def _score_pages(
-    queries: jax.Array,  # f32[B, K, G, H], of each block's row
-    kv_pages: jax.Array,
-    pages: jax.Array,  # i32[B, n]
-) -> jax.Array:
-    """f32[B, K, G, n * page]: each query with the keys of its block's pages."""
-    keys, _ = _pages_of_heads(kv_pages, pages)
-    keys = keys.transpose(0, 2, 1, 3, 4)  # [B, K, n, page, H]
+def _score_keys(queries: jax.Array, keys: jax.Array) -> jax.Array:
+    """f32[B, K, G, n * page] of queries [B, K, G, H] and keys [B, K, n, page, H]."""
     scores = _sums([keys * query[:, :, None, None] for query in jnp.unstack(queries, axis=2)], axis=4)
     return jnp.stack([part.reshape(*part.shape[:2], -1) for part in scores], axis=2)
 
 
-def _weigh_pages(
-    weights: jax.Array,  # f32[B, K, G, n * page]
-    kv_pages: jax.Array,
-    pages: jax.Array,  # i32[B, n]
-    is_live: jax.Array,  # bool[B, n * page]
-) -> jax.Array:
-    """f32[B * n, K, G, H]: the weighted sum of each page's live values."""
-    blocks, per_block = pages.shape
-    _, values = _pages_of_heads(kv_pages, pages)  # [B, n, K, page, H]
-    values = jnp.where(is_live.reshape(blocks, per_block, 1, -1, 1), values, 0)
-    weights = weights.reshape(*weights.shape[:3], per_block, -1).transpose(2, 0, 3, 1, 4)  # [G, B, n, K, page]
+def _weigh_values(weights: jax.Array, values: jax.Array) -> jax.Array:
+    """f32[B * n, K, G, H], each page's sum, of weights [B, K, G, n * page] and values [B, K, n, page, H]."""
+    values = values.transpose(0, 2, 1, 3, 4)
+    weights = weights.reshape(*weights.shape[:3], values.shape[1], -1).transpose(2, 0, 3, 1, 4)  # [G, B, n, K, page]
     sums = jnp.stack(_sums([values * part[..., None] for part in weights], axis=3), axis=3)
     return sums.reshape(-1, *sums.shape[2:])
-
-
-def _pages_of_heads(kv_pages: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """K and V of `pages` [B, n] as f32[B, n, K, page, H] each: to be read once, inside a fusion, never written."""
-    _, num_pages, heads, page_size, head_dim = kv_pages.shape
-    flat = kv_pages.reshape(2 * num_pages * heads, page_size, head_dim)
-    key_rows = pages[:, :, None] * heads + jnp.arange(heads)
-    keys, values = (flat.at[rows].get(mode="promise_in_bounds") for rows in (key_rows, key_rows + num_pages * heads))
-    return keys.astype(jnp.float32), values.astype(jnp.float32)
 
 
 def _sums(terms: list[jax.Array], axis: int) -> tuple[jax.Array, ...]:
@@ -275,10 +252,11 @@ def _attend_tiles(
         def attend_block(block, carry):
             pages = lax.dynamic_slice(table, (row, block * pages_per_block), (1, pages_per_block))
             kv_positions = block * block_tokens + jnp.arange(block_tokens)
-            key_block, value_block = _gather_block(kv_pages, pages, (kv_positions < live_tokens)[None])
-            scores = jnp.einsum("skqh,skth->skqt", tile, key_block)
+            keys, values = _read_pages(kv_pages, pages, (kv_positions < live_tokens)[None])
+            keys, values = (x.reshape(1, heads, block_tokens, head_dim) for x in (keys, values))
+            scores = jnp.einsum("skqh,skth->skqt", tile, keys)
             is_causal = kv_positions[None, :] <= jnp.repeat(positions, per_head)[:, None]
-            return _online_softmax(carry, scores, is_causal & (kv_positions < live_tokens), value_block)
+            return _online_softmax(carry, scores, is_causal & (kv_positions < live_tokens), values)
 
         result = _finish(lax.fori_loop(0, -(-live_tokens // block_tokens), attend_block, _start(tile)))
         result = result.reshape(heads, TILE_QUERIES, per_head, head_dim).transpose(1, 0, 2, 3)
