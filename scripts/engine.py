@@ -116,6 +116,7 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
     buckets = bucket_config(settings, platform)
     max_num_seqs, max_num_batched_tokens = buckets.max_num_seqs, buckets.max_num_batched_tokens
     mesh = _mesh(settings.tensor_parallel_size)
+    # The CPU's forms cut a kernel's rows in their own way, not in the mesh's.
     options = {"dtype": dtype, "mesh": mesh, "for_cpu": platform == "cpu" and mesh is None}
     planned = abstract_model(config, **options)
     stored = planned.config
