@@ -201,10 +201,12 @@ class EngineCore:
 
     def _end_not_finite(self, seq: Sequence) -> Delivery:
         self._counts.corrupted_requests += 1
-        self.scheduler.pool.forget(seq.digests)  # not seq.pages: one that was preempted in flight has none any more
         position = seq.num_prompt + len(seq.output)
         message = f"the model's output for this request is not a finite number, at token {position}"
-        return self._end(seq, FinishReason.ERROR, message, ErrorCode.NOT_FINITE)
+        delivery = self._end(seq, FinishReason.ERROR, message, ErrorCode.NOT_FINITE)
+        # The end has offered the request's last full pages to the prefix cache, so only now are all of them known.
+        self.scheduler.pool.forget(seq.digests)  # not seq.pages: one that was preempted in flight has none any more
+        return delivery
 
     def _end(
         self, seq: Sequence, reason: FinishReason, error: str | None = None, code: ErrorCode | None = None
