@@ -264,7 +264,7 @@ class EngineCore:
         counts.finished[reason.value] = counts.finished.get(reason.value, 0) + 1
         if reason is FinishReason.ERROR or not seq.output:
             return
-        self.scheduler.forecast.finished(seq)
+        self.scheduler.forecast.finished(seq, stopped=reason is FinishReason.STOP)
         counts.e2e_latency.observe(seq.last_token_s - seq.arrived_s)
         counts.decode_time.observe(seq.last_token_s - seq.first_token_s)
         counts.request_prompt_tokens.observe(seq.num_prompt)

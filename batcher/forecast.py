@@ -1,64 +1,118 @@
-"""How much memory the running requests will still need: the look-ahead of admission.
+"""How many pages the running requests will hold in the steps to come: the look-ahead of admission.
 
-A request with `ignore_eos` and no stop ids goes to its limit for certain. Any other may, but few do: a chat without
-`max_tokens` could fill the context and stops after a paragraph. For those the forecast is the share of their limit that
-finished requests used, a moving average; where it was too low, a preemption raises it at once.
+A request with `ignore_eos` and no stop ids goes to its limit for certain. Any other stops earlier, with a probability
+that `OutputLengths` has learned. An outlook adds up the expected pages of all requests and their variance over
+intervals of future steps, and leaves room for ordinary bad luck.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 import numpy as np
 
+from batcher.output_lengths import OutputLengths
 from batcher.sequence import Sequence
 
-_START = 0.5  # before anything has finished
-_MEMORY = 32  # finished requests that the average reaches back
-_AFTER_PREEMPTION = 1.25
+_DEVIATIONS = 2.0  # standard deviations that are kept free above the expected pages of the next step
+_HORIZON = 64  # steps; fewer deviations for later ones, since admission can hold back meanwhile if luck turns out bad
+
+
+class Forecast(Protocol):
+    """What admission asks about the future."""
+
+    def finished(self, sequence: Sequence, *, stopped: bool) -> None:
+        """A request with output has ended: by itself (`stopped`), or cut off by its limit or its client."""
+
+    def outlook(self, running: Seq[Sequence], page_size: int) -> Outlook:
+        """The outlook for the requests that run now."""
+
+
+class Outlook(Protocol):
+    """The pages of a growing set of requests in the steps to come."""
+
+    def fits(self, sequence: Sequence, num_pages: int) -> bool:
+        """Whether `num_pages` are expected to last if `sequence` joins."""
+
+    def add(self, sequence: Sequence) -> None:
+        """`sequence` has joined."""
 
 
 class OutputForecast:
-    """The share of its limit that a request is expected to generate."""
-
-    def __init__(self) -> None:
-        self.share = _START
-        self._num_seen = 1  # the start counts as one, so that the first requests teach quickly
-
-    def finished(self, sequence: Sequence) -> None:
-        if sequence.stop_ids:
-            used = len(sequence.output) / sequence.limit
-            self._num_seen = min(self._num_seen + 1, _MEMORY)
-            self.share += (used - self.share) / self._num_seen
-
-    def preempted(self) -> None:
-        self.share = min(1.0, self.share * _AFTER_PREEMPTION + 0.01)
-
-    def remaining(self, sequences: Seq[Sequence]) -> np.ndarray:
-        """i64[n], tokens that each is expected to emit in steps yet to come."""
-        left = np.array([s.limit - s.num_emitted for s in sequences])
-        may_stop = np.array([bool(s.stop_ids) for s in sequences])
-        return np.where(may_stop, np.ceil(self.share * left), left).astype(np.int64)
-
-
-def peak_pages(own_tokens: np.ndarray, remaining: np.ndarray, page_size: int) -> int:
-    """The most pages that requests hold at any time from now on if nobody else is admitted.
+    """The forecast from the lengths of earlier outputs.
 
     Args:
-        own_tokens: i64[n], tokens of each request that lie in pages of its own.
-        remaining: i64[n], tokens it will still store.
-        page_size: tokens.
-
-    Every request gains one token a step until it ends and gives its pages back, so the peak lies just before one of
-    them ends.
+        longest: tokens, the most that a request can emit.
     """
-    order = np.argsort(-remaining, kind="stable")
-    own, left = own_tokens[order], remaining[order]
-    # When the i-th longest ends, it and the longer ones before it are there, the others are gone. Their tokens bound
-    # their pages; only the ends that may be the peak are counted page by page: of all n that would be n * n divisions.
-    there = np.arange(1, own.size + 1)
-    tokens = own.cumsum() + there * left
-    at_least, at_most = -(-tokens // page_size), (tokens + there * (page_size - 1)) // page_size
-    ends = np.flatnonzero(at_most >= at_least.max())
-    pages = -(-(own + left[ends, None]) // page_size)
-    return int(np.where(np.arange(own.size) <= ends[:, None], pages, 0).sum(axis=1).max())
+
+    def __init__(self, longest: int) -> None:
+        self._lengths = OutputLengths(longest)
+        self._starts = _ladder(longest)
+
+    def finished(self, sequence: Sequence, *, stopped: bool) -> None:
+        if sequence.stop_ids:
+            self._lengths.observe(len(sequence.output), stopped=stopped)
+
+    def outlook(self, running: Seq[Sequence], page_size: int) -> PageOutlook:
+        emitted = np.array([seq.num_emitted for seq in running if seq.stop_ids], np.int64)
+        outlook = PageOutlook(self._lengths, self._lengths.survival(emitted), self._starts, page_size)
+        outlook.extend(running)
+        return outlook
+
+
+class PageOutlook:
+    """Expected pages and their variance, over intervals of future steps.
+
+    Every request gains one token a step until it ends and gives its pages back. Within an interval it counts as alive
+    with the probability at the interval's start and with its pages at the interval's end.
+
+    Args:
+        survival: f64[B], of `lengths`.
+        starts: i64[t], the first step of each interval, from now; ascending.
+        page_size: tokens.
+    """
+
+    def __init__(self, lengths: OutputLengths, survival: np.ndarray, starts: np.ndarray, page_size: int) -> None:
+        self._lengths = lengths
+        self._survival = survival
+        self._starts = starts
+        self._lasts = np.append(starts[1:] - 1, starts[-1])
+        self._page_size = page_size
+        self._deviations = _DEVIATIONS / np.sqrt(1 + starts / _HORIZON)
+        self._sums = np.zeros((3, starts.size))
+
+    def fits(self, sequence: Sequence, num_pages: int) -> bool:
+        mean, variance, most = self._sums + self._moments([sequence])
+        # A normal distribution has no upper end, but a few requests have: their pages if all of them go on.
+        return bool((np.minimum(mean + self._deviations * np.sqrt(variance), most) <= num_pages).all())
+
+    def add(self, sequence: Sequence) -> None:
+        self.extend([sequence])
+
+    def extend(self, sequences: Seq[Sequence]) -> None:
+        if sequences:
+            self._sums += self._moments(sequences)
+
+    def _moments(self, sequences: Seq[Sequence]) -> np.ndarray:
+        """f64[3, t]: pages of `sequences`, their mean, their variance and the most there can be."""
+        emitted = np.array([seq.num_emitted for seq in sequences])[:, None]
+        left = np.array([seq.limit for seq in sequences])[:, None] - emitted
+        may_stop = np.array([bool(seq.stop_ids) for seq in sequences])[:, None]
+        shared = np.array([seq.num_hit_pages * self._page_size for seq in sequences])[:, None]
+        own_tokens = np.array([seq.num_prompt for seq in sequences])[:, None] + emitted - shared
+        goes_on = self._survival[self._lengths.bins(emitted + self._starts)]
+        goes_on /= self._survival[self._lengths.bins(emitted)]
+        within = self._starts <= left
+        alive = np.where(may_stop, goes_on, 1.0) * within
+        pages = -(-(own_tokens + np.minimum(self._lasts, left)) // self._page_size)
+        variance = alive * (1 - alive) * pages * pages
+        return np.stack([(alive * pages).sum(axis=0), variance.sum(axis=0), (within * pages).sum(axis=0)])
+
+
+def _ladder(longest: int) -> np.ndarray:
+    """i64[t], steps from now up to `longest`: each of the first ones, then about three per octave."""
+    steps = [0, 1, 2, 3, 4, 5, 6, 8]
+    while steps[-1] < longest:
+        steps.append(steps[-1] * 5 // 4)
+    return np.array(steps)

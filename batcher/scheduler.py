@@ -2,14 +2,16 @@
 
 The order of service is the key (priority, arrival rank), lower first; a preempted request keeps its rank.
 
-1. Every decoding request gets its one token. Where one needs a page and there is none, the request with the highest
-   key is preempted: it gives up slot and pages and waits to be recomputed.
+1. Every decoding request gets its one token. One that needs a page when there is none stalls: it keeps what it has and
+   waits for another request to end, at most `_MAX_STALLS` steps long, and never for a request of a lower priority.
+   After that the request with the highest key is preempted: it gives up slot and pages and waits to be recomputed.
 2. The rest of the budget goes to prompt chunks in the order of the key, of requests that run already or are admitted
    now. The chunk that computes the last known token of a request emits its next token.
 3. Admission is strictly in the order of the key (one exception: 4), and gives a request all the pages of its known
-   tokens. It looks ahead: after it, the forecast peak of the pages of all running requests (`forecast.py`) must fit the
-   pool. Where nothing else runs the forecast is not asked: the pool holds at least one request of full length, so the
-   first in line always gets on, and what is first in line is never preempted. Hence no deadlock and no starvation.
+   tokens. It looks ahead: after it, the pages that all running requests are expected to hold, now and later
+   (`forecast.py`), must fit the pool. Where nothing else runs the forecast is not asked: the pool holds at least one
+   request of full length, so the first in line always gets on, and what is first in line is never preempted. Hence no
+   deadlock and no starvation.
 4. A request whose next missing prefix page is being computed in this very step waits for the next one, in which it will
    find it: of n samples of one prompt only the first computes it. That may let others pass it, at most once per page.
 5. The last chunk is shortened to the next smaller bucket where the padding it would cause costs more than what its
@@ -27,13 +29,14 @@ from operator import attrgetter
 import numpy as np
 
 from batcher.buckets import BucketLadder
-from batcher.forecast import OutputForecast, peak_pages
+from batcher.forecast import Forecast, Outlook, OutputForecast
 from batcher.pages import PagePool, next_digest
 from batcher.plan import Chunk, StepPlan
 from batcher.sequence import Sequence, State
 from batcher.step import Bucket, Capacity, Variant
 
 _MAX_PASSED = 8  # requests that may be passed in one step, so that a long queue is not searched in each
+_MAX_STALLS = 16  # steps; shorter than most recomputations, and short enough to be a hitch and no pause
 
 _key: Callable[[Sequence], tuple[int, int]] = attrgetter("key")
 
@@ -64,7 +67,7 @@ class Scheduler:
         self.prefix_caching = prefix_caching
         self.step_cost_tokens = step_cost_tokens
         self.max_tokens = ladder.config.max_num_batched_tokens
-        self.forecast = OutputForecast()
+        self.forecast: Forecast = OutputForecast(capacity.max_model_len)
         self.running: list[Sequence] = []  # sorted by key
         self.waiting: list[Sequence] = []  # sorted by key
         self.num_preemptions = 0
@@ -73,6 +76,7 @@ class Scheduler:
         self.last_step = -1  # the last step planned
         self.last_done = -1  # the last step that has returned
         self._free_slots = list(range(ladder.config.max_num_seqs - 1, -1, -1))
+        self._outlook: Outlook | None = None  # of `running`, from the first admission of a step that asks for it
         self._num_arrivals = 0
         self._pages_at_limits = 0  # of the running requests if all of them come to their limits
         # (step, slot, pages) of requests that left while a step in flight still has a row of them; steps ascending
@@ -134,6 +138,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None where nothing can run before a step in flight returns (or at all)."""
+        self._outlook = None
         singles, grown = self._decodes()
         chunks, admitted = self._prompts(self.max_tokens - len(singles), len(singles))
         if not singles and not chunks:
@@ -144,6 +149,7 @@ class Scheduler:
         """The requests that decode in this step, each with a page to write to, and those that got a new page."""
         rows: list[Sequence] = []
         grown: list[Sequence] = []
+        stalled: list[Sequence] = []
         running, page_size = self.running, self.page_size
         promised = 0  # pages of requests that stand still until a step in flight gives pages back
         i = 0
@@ -153,13 +159,31 @@ class Scheduler:
             if not seq.decoding or seq.num_emitted == seq.limit:
                 continue
             if seq.num_computed == len(seq.pages) * page_size:
+                if not self.pool.num_available and self._may_stall(seq):
+                    seq.num_stalls += 1
+                    stalled.append(seq)
+                    continue
                 if not self._make_room(seq, promised):
                     promised += seq.state is State.RUNNING
                     continue
-                seq.pages += self.pool.allocate(1)
+                self._grow(seq)
                 grown.append(seq)
             rows.append(seq)
+        if stalled and not rows and self.last_done == self.last_step and all(seq.decoding for seq in running):
+            # No other request is left that could end: the first of them gets on at the expense of the last.
+            self._make_room(stalled[0], 0)
+            rows = [seq for seq in stalled if seq.state is State.RUNNING][: self.pool.num_available]
+            for seq in rows:
+                self._grow(seq)
+            grown = list(rows)
         return rows, grown
+
+    def _may_stall(self, seq: Sequence) -> bool:
+        return seq.num_stalls < _MAX_STALLS and self.running[-1].request.priority <= seq.request.priority
+
+    def _grow(self, seq: Sequence) -> None:
+        seq.pages += self.pool.allocate(1)
+        seq.num_stalls = 0
 
     def _make_room(self, sequence: Sequence, promised: int) -> bool:
         """Whether there is a page for it now. Preempts from the end of the line, it included, until there is one
@@ -169,7 +193,6 @@ class Scheduler:
             if coming > promised:
                 return False
             victim = self.running[-1]
-            self.forecast.preempted()
             self.preempt(victim)
             if victim is sequence:
                 return False
@@ -239,15 +262,11 @@ class Scheduler:
         everybody_to_the_limit = self._pages_at_limits + self._full_pages(seq)
         if not self._held and (not self.running or everybody_to_the_limit <= self.pool.num_pages):
             return True
-        everyone = [*self.running, seq]
-        remaining = self.forecast.remaining(everyone)
-        own_tokens = np.array([s.num_prompt + s.num_emitted - s.num_hit_pages * self.page_size for s in everyone])
         # Pages found in the prefix cache may have other holders: they are taken to stay in use to the end.
         num_own = sum(len(s.pages) - s.num_hit_pages for s in self.running)
-        most = self.pool.num_pages - (self.pool.num_used + num_revived - num_own)
-        if int((-(-(own_tokens + remaining) // self.page_size)).sum()) <= most:
-            return True
-        return peak_pages(own_tokens, remaining, self.page_size) <= most
+        if self._outlook is None:
+            self._outlook = self.forecast.outlook(self.running, self.page_size)
+        return self._outlook.fits(seq, self.pool.num_pages - (self.pool.num_used + num_revived - num_own))
 
     def _enter(self, seq: Sequence, known: np.ndarray, hits: list[int], num_new: int) -> None:
         self.pool.acquire(hits)
@@ -267,6 +286,8 @@ class Scheduler:
         del self.waiting[bisect_left(self.waiting, seq.key, key=_key)]
         insort(self.running, seq, key=_key)
         self._pages_at_limits += self._full_pages(seq)
+        if self._outlook is not None:
+            self._outlook.add(seq)
 
     def _leave(self, seq: Sequence) -> None:
         """Out of `running`; slot and pages go back at once, or with the last step that has a row of it."""
@@ -277,7 +298,7 @@ class Scheduler:
         else:
             self._give_back(seq.slot, seq.pages)
         seq.slot, seq.pages = -1, []
-        seq.num_computed = seq.num_committed = seq.num_hit_pages = 0
+        seq.num_computed = seq.num_committed = seq.num_hit_pages = seq.num_stalls = 0
         seq.decoding = False
 
     def _give_back(self, slot: int, pages: list[int]) -> None:

@@ -47,6 +47,7 @@ class Sequence:
         "num_hit_pages",
         "num_preemptions",
         "num_prompt",
+        "num_stalls",
         "on_output",
         "output",
         "pages",
@@ -107,6 +108,7 @@ class Sequence:
         self.commit_at = 0  # computed tokens from which on there is another full page
         self.num_hit_pages = 0  # leading pages that came from the prefix cache at the last admission
         self.num_cached = 0  # prompt tokens found in the prefix cache at the first admission
+        self.num_stalls = 0  # steps in a row that it has waited for a page while decoding
         self.last_step = -1  # the last dispatched step that has a row of it
         self.num_preemptions = 0
         self.started_s = -1.0

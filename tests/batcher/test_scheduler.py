@@ -7,9 +7,10 @@ import pytest
 
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.plan import StepPlan
-from batcher.scheduler import Scheduler
+from batcher.scheduler import _MAX_STALLS, Scheduler
 from batcher.sequence import Sequence, State
 from batcher.step import Capacity
+from scripts.benchmarks.policies import AdmitIfFree
 from tests.batcher.harness import Drive, make_capacity, make_request
 
 
@@ -121,11 +122,11 @@ def test_lower_priority_numbers_run_sooner_and_equals_in_order_of_arrival() -> N
 def test_the_latest_of_the_lowest_priority_is_preempted_and_keeps_its_rank() -> None:
     capacity = make_capacity(num_slots=3, page_size=4, max_model_len=24, num_pages=6)
     bench = Bench(capacity, prefix_caching=False)
-    bench.scheduler.forecast.share = 0.0
+    bench.scheduler.forecast = AdmitIfFree()
     humble = bench.add("humble", 7, max_tokens=12, priority=1)
     early, late = bench.add("early", 7, first=20, max_tokens=12), bench.add("late", 7, first=40, max_tokens=12)
     for seq in (early, late, humble):
-        seq.stop_ids = frozenset({99})  # so that the forecast, which was taught wrongly above, is believed
+        seq.stop_ids = frozenset({99})
     bench.run()
     assert [seq.state for seq in (early, late, humble)] == [State.RUNNING] * 3
     bench.run()  # the eighth token of each is computed: their second pages are full
@@ -144,17 +145,62 @@ def test_the_latest_of_the_lowest_priority_is_preempted_and_keeps_its_rank() -> 
 def test_pages_that_come_back_with_a_step_in_flight_are_waited_for() -> None:
     capacity = make_capacity(num_slots=3, page_size=4, max_model_len=24, num_pages=6)
     bench = Bench(capacity, prefix_caching=False)
-    bench.scheduler.forecast.share = 0.0
-    sequences = [bench.add(str(i), 7, first=20 * i, max_tokens=12) for i in range(3)]
+    bench.scheduler.forecast = AdmitIfFree()
+    sequences = [bench.add(str(i), 5, first=20 * i, max_tokens=12) for i in range(3)]
     for seq in sequences:
         seq.stop_ids = frozenset({99})
-    bench.run()
+    for _ in range(3):
+        bench.run()
     in_flight = bench.scheduler.schedule()  # fills the second page of each
-    assert bench.scheduler.schedule() is None  # two stand still: the two pages of the third come with that step
-    assert [seq.state for seq in sequences] == [State.RUNNING, State.RUNNING, State.WAITING]
+    assert bench.scheduler.schedule() is None  # all of them stall while a step in flight may still end one of them
+    assert [seq.state for seq in sequences] == [State.RUNNING] * 3
     bench.done(in_flight)
     assert rows(bench.run()) == [("0", 1, 1), ("1", 1, 1)]
+    assert sequences[2].state is State.WAITING
     assert bench.scheduler.num_preemptions == 1
+
+
+def stalling_bench(*, second_max_tokens: int, third_priority: int = 0) -> tuple[Bench, list[Sequence]]:
+    """Three decoding requests and no free page; the first needs one now, the others later."""
+    capacity = make_capacity(num_slots=3, page_size=32, max_model_len=96, num_pages=3)
+    bench = Bench(capacity, prefix_caching=False)
+    bench.scheduler.forecast = AdmitIfFree()
+    first = bench.add("first", 31, max_tokens=40)
+    second = bench.add("second", 2, first=40, max_tokens=second_max_tokens)
+    third = bench.add("third", 2, first=50, max_tokens=60, priority=third_priority)
+    bench.run()
+    bench.run()
+    assert all(seq.decoding for seq in (first, second, third))
+    assert first.num_computed == 32
+    return bench, [first, second, third]
+
+
+def test_a_decode_without_a_page_stalls_until_another_request_ends() -> None:
+    bench, (first, _, third) = stalling_bench(second_max_tokens=10)
+    num_emitted = first.num_emitted
+    stalls = 0
+    while (names := [name for name, _, _ in rows(bench.run())]) == ["second", "third"]:
+        stalls += 1
+        assert first.num_stalls == stalls
+        assert first.num_emitted == num_emitted
+    assert 1 <= stalls < _MAX_STALLS
+    assert names == ["first", "third"]
+    assert (first.num_stalls, third.state, bench.scheduler.num_preemptions) == (0, State.RUNNING, 0)
+
+
+def test_a_stall_ends_with_a_preemption_after_its_longest_time() -> None:
+    bench, (first, second, third) = stalling_bench(second_max_tokens=60)
+    for _ in range(_MAX_STALLS):
+        assert [name for name, _, _ in rows(bench.run())] == ["second", "third"]
+    assert [name for name, _, _ in rows(bench.run())] == ["first", "second"]
+    assert (third.state, bench.scheduler.num_preemptions) == (State.WAITING, 1)
+    assert (first.num_stalls, second.num_stalls) == (0, 0)
+
+
+def test_no_request_stalls_for_one_of_a_lower_priority() -> None:
+    bench, (_, _, third) = stalling_bench(second_max_tokens=60, third_priority=1)
+    assert [name for name, _, _ in rows(bench.run())] == ["first", "second"]
+    assert third.state is State.WAITING
 
 
 def test_a_preempted_request_is_computed_again_from_everything_that_is_known() -> None:

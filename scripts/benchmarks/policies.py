@@ -1,0 +1,62 @@
+"""Admission policies to compare the scheduler's own forecast with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from batcher.sequence import Sequence
+
+
+class AdmitIfFree:
+    """No forecast: a request is admitted when the pages of its known tokens are free."""
+
+    def finished(self, sequence: Sequence, *, stopped: bool) -> None:
+        pass
+
+    def outlook(self, running: Seq[Sequence], page_size: int) -> AdmitIfFree:
+        return self
+
+    def fits(self, sequence: Sequence, num_pages: int) -> bool:
+        return True
+
+    def add(self, sequence: Sequence) -> None:
+        pass
+
+
+class Clairvoyant:
+    """Knows the length of every output: as many requests as never run out of pages.
+
+    Args:
+        output_lens: tokens, by request id.
+    """
+
+    def __init__(self, output_lens: Mapping[str, int]) -> None:
+        self._output_lens = output_lens
+
+    def finished(self, sequence: Sequence, *, stopped: bool) -> None:
+        pass
+
+    def outlook(self, running: Seq[Sequence], page_size: int) -> _ExactOutlook:
+        return _ExactOutlook(self._output_lens, list(running), page_size)
+
+
+class _ExactOutlook:
+    def __init__(self, output_lens: Mapping[str, int], sequences: list[Sequence], page_size: int) -> None:
+        self._output_lens = output_lens
+        self._sequences = sequences
+        self._page_size = page_size
+
+    def fits(self, sequence: Sequence, num_pages: int) -> bool:
+        everyone = [*self._sequences, sequence]
+        left = np.array([min(self._output_lens[s.request_id], s.limit) - s.num_emitted for s in everyone])
+        own = np.array([s.num_prompt + s.num_emitted - s.num_hit_pages * self._page_size for s in everyone])
+        # Usage grows between two ends, so its peak lies at one of them.
+        ends = np.unique(left)[:, None]
+        pages = np.where(left >= ends, -(-(own + ends) // self._page_size), 0).sum(axis=1)
+        return int(pages.max()) <= num_pages
+
+    def add(self, sequence: Sequence) -> None:
+        self._sequences.append(sequence)

@@ -1,0 +1,188 @@
+"""The scheduler under a workload, in simulated time: the real engine core over a device that is only a cost."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from batcher.admission import make_sequence
+from batcher.buckets import BucketConfig, BucketLadder
+from batcher.config import EngineConfig
+from batcher.core import EngineCore
+from batcher.forecast import Forecast
+from batcher.request import Request, RequestOutput, SamplingParams
+from batcher.sequence import Sequence
+from batcher.step import Bucket, Capacity, StepInput, StepOutput
+
+EOS = 1
+TOKEN = 5  # what every step draws until its request ends
+VOCAB_SIZE = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedRequest:
+    """One request of a workload. It stops by itself after `num_output` tokens, or at `max_tokens` before that."""
+
+    arrival_s: float
+    num_prompt: int
+    num_output: int
+    max_tokens: int | None = None  # None: as many as the context leaves
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What serves: the shapes of its steps, its pages, and what a step costs."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 8192  # tokens
+    num_pages: int = 1024
+    page_size: int = 64  # tokens
+    step_s: float = 0.008
+    token_s: float = 0.00002  # per padded token
+
+
+@dataclass(kw_only=True)
+class Result:
+    """Totals over one run. Inter-token latencies (ITL) are in seconds."""
+
+    num_steps: int = 0
+    seconds: float = 0.0
+    num_preemptions: int = 0
+    recomputed_tokens: int = 0  # known tokens of preempted requests that were computed once more
+    output_tokens: int = 0
+    itl: list[float] = field(default_factory=list)
+    ttft: list[float] = field(default_factory=list)
+
+    @property
+    def worst_itl(self) -> float:
+        return max(self.itl, default=0.0)
+
+
+class _Device:
+    """A runner that computes nothing: `simulate` writes the results of its steps."""
+
+    num_compiles = 0
+
+    def __init__(self, capacity: Capacity) -> None:
+        self._capacity = capacity
+        self.last_bucket: Bucket | None = None
+
+    def capacity(self) -> Capacity:
+        return self._capacity
+
+    def warm_up(self, buckets: Iterable[Bucket], report: Callable[[str], None]) -> None:
+        pass
+
+    def execute(self, step: StepInput) -> _Device:
+        self.last_bucket = step.bucket
+        return self
+
+    def result(self) -> StepOutput:
+        raise NotImplementedError("a simulated step has no result of its own")
+
+    def recover(self) -> None:
+        raise NotImplementedError("a simulated step does not fail")
+
+
+def simulate(
+    requests: Seq[SimulatedRequest],
+    machine: Machine,
+    *,
+    forecast: Forecast | None = None,
+    prefix_caching: bool = True,
+    max_steps: int = 1_000_000,
+) -> Result:
+    """Runs a workload to its end.
+
+    Args:
+        requests: in the order of their arrival.
+        forecast: what admission asks; None: the scheduler's own.
+
+    Raises:
+        RuntimeError: the workload takes more than `max_steps` steps.
+    """
+    capacity = Capacity(
+        num_slots=machine.max_num_seqs,
+        num_pages=machine.num_pages,
+        page_size=machine.page_size,
+        max_model_len=machine.max_model_len,
+        max_num_batched_tokens=machine.max_num_batched_tokens,
+        vocab_size=VOCAB_SIZE,
+    )
+    limits = BucketConfig(
+        max_num_batched_tokens=machine.max_num_batched_tokens, max_num_seqs=machine.max_num_seqs, min_mixed_tokens=64
+    )
+    now = 0.0
+    device = _Device(capacity)
+    config = EngineConfig(eos_token_ids=(EOS,), prefix_caching=prefix_caching, seed=0)
+    core = EngineCore(device, config, BucketLadder(limits), lambda: now)
+    if forecast is not None:
+        core.scheduler.forecast = forecast
+    wanted = {str(i): request.num_output for i, request in enumerate(requests)}
+    coming = deque(enumerate(requests))
+    ends: deque[float] = deque()  # of the steps in flight
+    result = Result()
+    last_heard: dict[str, float] = {}
+    while coming or core.sequences:
+        if not core.in_flight and not core.sequences:
+            now = max(now, coming[0][1].arrival_s)
+        while coming and coming[0][1].arrival_s <= now:
+            number, request = coming.popleft()
+            core.add(_sequence(number, request, capacity))
+        while core.can_dispatch() and (step := core.dispatch()) is not None:
+            assert device.last_bucket is not None
+            cost = machine.step_s + machine.token_s * device.last_bucket.num_tokens
+            ends.append(max(now, ends[-1] if ends else 0.0) + cost)
+            result.num_steps += 1
+            result.recomputed_tokens += sum(
+                chunk.count for chunk in step.plan.chunks if step.plan.rows[chunk.row].num_preemptions
+            )
+        if result.num_steps > max_steps:
+            raise RuntimeError(f"the workload takes more than {max_steps} steps")
+        now = ends.popleft()
+        for sequence, output in core.complete(_drawn(core, wanted)):
+            _hear(result, last_heard, sequence.request_id, sequence.arrived_s, output, now)
+    result.seconds = now
+    result.num_preemptions = core.scheduler.num_preemptions
+    core.scheduler.check_integrity()
+    return result
+
+
+def _sequence(number: int, request: SimulatedRequest, capacity: Capacity) -> Sequence:
+    prompt = np.full(request.num_prompt, TOKEN)
+    prompt[0] = 10 + number  # no two requests share a prefix
+    room = capacity.max_model_len - request.num_prompt
+    sampling = SamplingParams(max_tokens=min(request.max_tokens or room, room), temperature=0.0, seed=0)
+    return make_sequence(
+        Request(request_id=str(number), prompt=tuple(prompt.tolist()), sampling=sampling),
+        lambda _output: None,
+        capacity=capacity,
+        eos_token_ids=(EOS,),
+        seed=0,
+        arrived_s=request.arrival_s,
+    )
+
+
+def _drawn(core: EngineCore, wanted: dict[str, int]) -> StepOutput:
+    """The tokens of the oldest step in flight."""
+    plan = core.in_flight[0].plan
+    tokens = [EOS if len(seq.output) + 1 >= wanted[seq.request_id] else TOKEN for seq in plan.rows]
+    return StepOutput(tokens=np.array(tokens, np.int32), finite=np.ones(len(tokens), bool))
+
+
+def _hear(
+    result: Result, last_heard: dict[str, float], request_id: str, arrived_s: float, output: RequestOutput, now: float
+) -> None:
+    result.output_tokens += len(output.token_ids)
+    before = last_heard.pop(request_id, None)
+    if before is None:
+        result.ttft.append(now - arrived_s)
+    else:
+        result.itl.append(now - before)
+    if output.finish_reason is None:
+        last_heard[request_id] = now

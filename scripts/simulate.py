@@ -1,0 +1,146 @@
+"""Compares admission policies in simulated time: the real scheduler over a device that is only a cost.
+
+    python -m scripts.simulate [--trace FILE] [--num-requests 600] [--pools 16384 65536] [--contexts 8192 131072]
+
+All requests of a workload arrive at once. A step takes 8 ms, and 0.02 ms more per padded token. Three policies serve
+each: the scheduler's own forecast, admission as soon as the pages of the known tokens are free, and a clairvoyant one
+that knows every output's length and never runs out of pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from batcher.forecast import Forecast
+from scripts.benchmarks.lengths import Lengths, Trace
+from scripts.benchmarks.policies import AdmitIfFree, Clairvoyant
+from scripts.benchmarks.simulation import Machine, Result, SimulatedRequest, simulate
+
+PAGE_SIZE = 64  # tokens
+LIMITS = ("none", "2048", "exact", "mixed")
+# (prompt, output): the conversation is the twin of Azure's trace; the code's prompts are longer, its outputs short.
+_SYNTHETIC = {
+    "conversation": ("lognormal:1020:0.8:4:4142", "lognormal:150:0.9:1:1000"),
+    "code": ("lognormal:1500:0.9:4:7437", "lognormal:13:1.1:1:1899"),
+}
+Row = dict[str, Result]
+
+
+def lengths(kind: str, count: int, trace: Path | None) -> tuple[np.ndarray, np.ndarray]:
+    """i64[count], i64[count]: tokens of prompts and outputs. `trace` stands in for the synthetic conversation."""
+    if kind == "conversation" and trace is not None:
+        window = Trace.read(trace).window(0, count)
+        return window.input_lens, window.output_lens
+    random = np.random.default_rng(0)
+    prompts, outputs = (Lengths.parse(text).draw(count, random) for text in _SYNTHETIC[kind])
+    return prompts, outputs
+
+
+def backlog(prompts: np.ndarray, outputs: np.ndarray, *, limit: str, max_model_len: int) -> list[SimulatedRequest]:
+    """Requests that all arrive at once.
+
+    Args:
+        limit: the `max_tokens` that they bring: "none", a number, "exact" (the output's own length), or "mixed" (16 for
+            every second request, none for the others).
+    """
+    requests = []
+    for i, (prompt, output) in enumerate(zip(prompts.tolist(), outputs.tolist(), strict=True)):
+        num_prompt = min(prompt, max_model_len - 2)
+        num_output = min(output, max_model_len - num_prompt)
+        match limit:
+            case "none":
+                max_tokens = None
+            case "exact":
+                max_tokens = num_output
+            case "mixed":
+                max_tokens = 16 if i % 2 else None
+            case _:
+                max_tokens = int(limit)
+        requests.append(
+            SimulatedRequest(arrival_s=0.0, num_prompt=num_prompt, num_output=num_output, max_tokens=max_tokens)
+        )
+    return requests
+
+
+def short_then_long(outputs: np.ndarray) -> np.ndarray:
+    """A change of regime: a tenth of each length in the first half, four times it in the second."""
+    half = len(outputs) // 2
+    return np.concatenate([np.maximum(outputs[:half] // 10, 1), outputs[half:] * 4])
+
+
+def chats_after_short_answers() -> list[SimulatedRequest]:
+    """Twenty requests that are cut off at 16 tokens, then 64 chats of 1,000 + 300 tokens without a limit."""
+    short = SimulatedRequest(arrival_s=0.0, num_prompt=100, num_output=1000, max_tokens=16)
+    chat = SimulatedRequest(arrival_s=10.0, num_prompt=1000, num_output=300)
+    return [short] * 20 + [chat] * 64
+
+
+def compare(requests: list[SimulatedRequest], machine: Machine) -> Row:
+    """Policy -> result."""
+    output_lens = {str(i): request.num_output for i, request in enumerate(requests)}
+    policies: dict[str, Forecast | None] = {
+        "forecast": None,
+        "admit if free": AdmitIfFree(),
+        "clairvoyant": Clairvoyant(output_lens),
+    }
+    return {name: simulate(requests, machine, forecast=policy) for name, policy in policies.items()}
+
+
+def cases(args: argparse.Namespace) -> Iterator[tuple[str, list[SimulatedRequest], Machine]]:
+    """(what it is, its requests, what serves them)"""
+    for context in args.contexts:
+        machines = [
+            Machine(max_model_len=context, num_pages=pool // PAGE_SIZE, page_size=PAGE_SIZE)
+            for pool in args.pools
+            if pool >= context
+        ]
+        for machine in machines:
+            place = f"context {context:,}, pool {machine.num_pages * PAGE_SIZE:,}"
+            for kind in ("conversation", "code"):
+                prompts, outputs = lengths(kind, args.num_requests, args.trace)
+                for limit in args.limits:
+                    requests = backlog(prompts, outputs, limit=limit, max_model_len=context)
+                    yield f"{kind}, limits {limit}, {place}", requests, machine
+            prompts, outputs = lengths("conversation", args.num_requests, args.trace)
+            changed = backlog(prompts, short_then_long(outputs), limit="none", max_model_len=context)
+            yield f"short then long, {place}", changed, machine
+    chats = Machine(max_model_len=131072, num_pages=524288 // PAGE_SIZE, page_size=PAGE_SIZE)
+    yield "64 chats after 20 short answers, context 131,072, pool 524,288", chats_after_short_answers(), chats
+
+
+def table_row(name: str, row: Row) -> str:
+    """steps, preemptions, recomputed tokens and worst inter-token latency of each policy, as a line of Markdown."""
+    steps = [f"{result.num_steps:,}" for result in row.values()]
+    costs = [f"{r.num_preemptions} / {r.recomputed_tokens:,} / {r.worst_itl:.2f}" for r in row.values()]
+    return f"| {' | '.join([name, *steps, *costs])} |"
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(prog="python -m scripts.simulate", description=__doc__.splitlines()[0])
+    p.add_argument("--trace", type=Path, metavar="FILE", help="Azure's conversation trace, for the synthetic one")
+    p.add_argument("--num-requests", type=int, default=600, metavar="N")
+    p.add_argument("--contexts", type=int, nargs="+", default=[8192, 131072], metavar="TOKENS")
+    p.add_argument("--pools", type=int, nargs="+", default=[16384, 65536, 131072, 524288], metavar="TOKENS")
+    p.add_argument("--limits", nargs="+", choices=LIMITS, default=LIMITS)
+    args = p.parse_args(argv)
+    try:
+        print(
+            "| workload | steps: forecast | admit if free | clairvoyant "
+            "| preemptions / recomputed tokens / worst ITL, s: forecast | admit if free | clairvoyant |"
+        )
+        print("|---|---|---|---|---|---|---|")
+        for name, requests, machine in cases(args):
+            print(table_row(name, compare(requests, machine)), flush=True)
+    except (ValueError, OSError) as error:
+        print(f"simulate: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""Admission policies in simulated time: what the forecast must not cost."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts import simulate
+from scripts.benchmarks.simulation import Machine
+
+SMALL = Machine(max_model_len=4096, num_pages=512, page_size=16)  # 8,192 tokens
+
+
+@pytest.fixture(scope="module")
+def mixed_limits() -> simulate.Row:
+    """200 chats, of which every second is cut off at 16 tokens, in a pool that holds about a dozen at a time."""
+    prompts, outputs = simulate.lengths("conversation", 200, None)
+    requests = simulate.backlog(prompts // 4, outputs * 2, limit="mixed", max_model_len=4096)
+    return simulate.compare(requests, SMALL)
+
+
+def test_pages_do_not_lie_idle_where_limits_are_mixed(mixed_limits: simulate.Row) -> None:
+    steps = {name: result.num_steps for name, result in mixed_limits.items()}
+    assert steps["forecast"] <= 1.05 * steps["admit if free"]
+    assert steps["forecast"] <= 1.05 * steps["clairvoyant"]
+
+
+def test_the_forecast_saves_preemptions(mixed_limits: simulate.Row) -> None:
+    assert mixed_limits["admit if free"].num_preemptions >= 5
+    assert mixed_limits["forecast"].num_preemptions <= mixed_limits["admit if free"].num_preemptions // 3
+    assert mixed_limits["clairvoyant"].num_preemptions == 0
+
+
+def test_all_policies_give_every_token(mixed_limits: simulate.Row) -> None:
+    assert len({result.output_tokens for result in mixed_limits.values()}) == 1
+
+
+def test_short_limited_answers_do_not_hold_up_long_chats() -> None:
+    machine = Machine(max_model_len=131072, num_pages=8192, page_size=64)
+    row = simulate.compare(simulate.chats_after_short_answers(), machine)
+    assert row["forecast"].num_steps <= 1.03 * row["admit if free"].num_steps
+    assert row["forecast"].num_preemptions == 0
+
+
+def test_a_change_of_regime_is_survived_with_fewer_preemptions() -> None:
+    prompts, outputs = simulate.lengths("conversation", 120, None)
+    changed = simulate.backlog(
+        prompts // 4, simulate.short_then_long(outputs) // 2 + 1, limit="none", max_model_len=4096
+    )
+    row = simulate.compare(changed, SMALL)
+    assert row["forecast"].num_steps <= row["admit if free"].num_steps
+    assert 2 * row["forecast"].num_preemptions <= row["admit if free"].num_preemptions
+
+
+def test_the_table_has_a_row_for_every_case(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--num-requests", "3", "--contexts", "8192", "--pools", "16384", "--limits", "none", "mixed"]
+    assert simulate.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + 2 * 2 + 1 + 1
+    assert all(line.count("|") == 8 for line in lines)
