@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from batcher.sequence import Sequence, State
 from batcher.static import StaticScheduler
 from batcher.stats import EngineStats
 from batcher.step import Runner, StepHandle, StepOutput, Variant
+
+_log = logging.getLogger(__name__)
 
 Delivery = tuple[Sequence, RequestOutput]
 
@@ -159,6 +162,17 @@ class EngineCore:
         counts.prefix_cache_hits = scheduler.prefix_hits
         counts.num_compiles_after_warm_up = self._runner.num_compiles - self._num_compiles_at_start
         return counts.copy()
+
+    def check_integrity(self) -> None:
+        """For an idle engine: nothing may be held. What is wrong is logged and counted; serving goes on."""
+        scheduler = self.scheduler
+        try:
+            scheduler.check_integrity()
+            assert scheduler.pool.num_used == 0, f"{scheduler.pool.num_used} pages are in use"
+            assert not self.in_flight and not self.sequences, "requests or steps are left"
+        except AssertionError as error:
+            self._counts.integrity_failures += 1
+            _log.error("the idle engine is inconsistent: %s", error)
 
     # --- within a step ---
 

@@ -50,6 +50,8 @@ from batcher.step import Runner, StepOutput
 
 _log = logging.getLogger(__name__)
 
+IDLE_CHECK_S = 1.0  # without requests; then the engine checks its own integrity, once
+
 
 class Engine:
     """See the module's docstring. `clock` gives seconds, of any origin, never backwards."""
@@ -93,6 +95,7 @@ class Engine:
         self._stopping = False
         self._death: BaseException | None = None
 
+        self._is_unchecked = False  # steps have run since the last check of integrity
         self._to_read: SimpleQueue[InFlight | None] = SimpleQueue()
         self._threads: tuple[threading.Thread, ...] = ()
 
@@ -238,6 +241,7 @@ class Engine:
                     break
                 while self._core.can_dispatch() and (step := self._core.dispatch()) is not None:
                     self._to_read.put(step)
+                    self._is_unchecked = True
                 self._check_not_stuck()
             self._stop()
             while self._core.in_flight:
@@ -259,10 +263,20 @@ class Engine:
         """Sleeps until there is something to do; takes the results that have arrived."""
         deadline = self._core.next_deadline()
         timeout = None if deadline is None else max(0.0, deadline - self._clock())
+        if self._is_unchecked and not self._core.sequences and not self._core.in_flight:
+            self._check_when_idle()
         with self._lock:
             self._wake.wait_for(self._has_work, timeout)
             results, self._results = self._results, []
         return results
+
+    def _check_when_idle(self) -> None:
+        """Checks the core's integrity if nothing arrives for `IDLE_CHECK_S`. The lock is free meanwhile."""
+        with self._lock:
+            if self._wake.wait_for(self._has_work, IDLE_CHECK_S):
+                return
+        self._is_unchecked = False
+        self._core.check_integrity()
 
     def _has_work(self) -> bool:
         if self._stopping and not self._core.in_flight:

@@ -70,6 +70,7 @@ class EngineStats:
     step_rows: int = 0  # likewise
     step_rows_padded: int = 0
     num_compiles_after_warm_up: int = 0
+    integrity_failures: int = 0  # idle periods in which slots, pages or queues were found inconsistent
     finished: dict[str, int] = field(default_factory=dict)  # finish reason -> requests
     # histograms
     queue_time: Histogram = field(default_factory=partial(Histogram, LATENCY_BOUNDS))

@@ -37,6 +37,7 @@ COUNTERS = {
     "step_tokens_padded": "Tokens that the steps' shapes held.",
     "step_rows": "Real rows in the steps.",
     "step_rows_padded": "Rows that the steps' shapes held.",
+    "integrity_failures": "Idle periods in which the engine's books were inconsistent; always 0 in health.",
     "num_compiles_after_warm_up": "Programs compiled while serving; always 0 in health.",
 }
 HISTOGRAMS = {

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from batcher import engine as engine_module
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig
 from batcher.engine import Engine
@@ -261,3 +262,31 @@ def test_a_started_engine_is_not_stepped_by_hand_nor_started_twice() -> None:
             engine.step()
         with pytest.raises(RuntimeError, match="already"):
             engine.start()
+
+
+@pytest.mark.parametrize("damage", [False, True])
+def test_an_idle_engine_checks_its_own_integrity_once_per_idle_period(
+    damage: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_module, "IDLE_CHECK_S", 0.01)
+    with running(FakeRunner(CAPACITY)) as engine:
+        checked = threading.Semaphore(0)
+        check = engine._core.check_integrity
+
+        def check_and_tell() -> None:
+            if damage:
+                engine._core.scheduler.pool._free.append(1)  # page 1 is free twice
+            check()
+            if damage:
+                engine._core.scheduler.pool._free.pop()
+            checked.release()
+
+        monkeypatch.setattr(engine._core, "check_integrity", check_and_tell)
+        for name in ("a", "b"):
+            listener = Listener()
+            engine.add_request(make_request(name, [10, 11, 12]), listener)
+            listener.end(name)
+            assert checked.acquire(timeout=PATIENCE_S)
+        assert not checked.acquire(blocking=False)
+        assert engine.stats().integrity_failures == (2 if damage else 0)
+    assert ("the idle engine is inconsistent" in caplog.text) == damage
