@@ -67,6 +67,7 @@ class Scheduler:
         self.prefix_caching = prefix_caching
         self.step_cost_tokens = step_cost_tokens
         self.max_tokens = ladder.config.max_num_batched_tokens
+        self.max_stalls = _MAX_STALLS
         self.forecast: Forecast = OutputForecast(capacity.max_model_len)
         self.running: list[Sequence] = []  # sorted by key
         self.waiting: list[Sequence] = []  # sorted by key
@@ -179,7 +180,7 @@ class Scheduler:
         return rows, grown
 
     def _may_stall(self, seq: Sequence) -> bool:
-        return seq.num_stalls < _MAX_STALLS and self.running[-1].request.priority <= seq.request.priority
+        return seq.num_stalls < self.max_stalls and self.running[-1].request.priority <= seq.request.priority
 
     def _grow(self, seq: Sequence) -> None:
         seq.pages += self.pool.allocate(1)

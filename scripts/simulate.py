@@ -3,8 +3,8 @@
     python -m scripts.simulate [--trace FILE] [--num-requests 600] [--pools 16384 65536] [--contexts 8192 131072]
 
 All requests of a workload arrive at once. A step takes 8 ms, and 0.02 ms more per padded token. Three policies serve
-each: the scheduler's own forecast, admission as soon as the pages of the known tokens are free, and a clairvoyant one
-that knows every output's length and never runs out of pages.
+each: the scheduler's own forecast; admission as soon as the pages of the known tokens are free, with a preemption as
+soon as a page is missing; and a clairvoyant one that knows every output's length and never runs out of pages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 
-from batcher.forecast import Forecast
 from scripts.benchmarks.lengths import Lengths, Trace
 from scripts.benchmarks.policies import AdmitIfFree, Clairvoyant
 from scripts.benchmarks.simulation import Machine, Result, SimulatedRequest, simulate
@@ -83,12 +82,11 @@ def chats_after_short_answers() -> list[SimulatedRequest]:
 def compare(requests: list[SimulatedRequest], machine: Machine) -> Row:
     """Policy -> result."""
     output_lens = {str(i): request.num_output for i, request in enumerate(requests)}
-    policies: dict[str, Forecast | None] = {
-        "forecast": None,
-        "admit if free": AdmitIfFree(),
-        "clairvoyant": Clairvoyant(output_lens),
+    return {
+        "forecast": simulate(requests, machine),
+        "admit if free": simulate(requests, machine, forecast=AdmitIfFree(), max_stalls=0),
+        "clairvoyant": simulate(requests, machine, forecast=Clairvoyant(output_lens)),
     }
-    return {name: simulate(requests, machine, forecast=policy) for name, policy in policies.items()}
 
 
 def cases(args: argparse.Namespace) -> Iterator[tuple[str, list[SimulatedRequest], Machine]]:

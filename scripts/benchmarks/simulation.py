@@ -94,6 +94,7 @@ def simulate(
     machine: Machine,
     *,
     forecast: Forecast | None = None,
+    max_stalls: int | None = None,
     prefix_caching: bool = True,
     max_steps: int = 1_000_000,
 ) -> Result:
@@ -102,6 +103,7 @@ def simulate(
     Args:
         requests: in the order of their arrival.
         forecast: what admission asks; None: the scheduler's own.
+        max_stalls: steps that a decode may wait for a page before another request is preempted; None likewise.
 
     Raises:
         RuntimeError: the workload takes more than `max_steps` steps.
@@ -123,6 +125,8 @@ def simulate(
     core = EngineCore(device, config, BucketLadder(limits), lambda: now)
     if forecast is not None:
         core.scheduler.forecast = forecast
+    if max_stalls is not None:
+        core.scheduler.max_stalls = max_stalls
     wanted = {str(i): request.num_output for i, request in enumerate(requests)}
     coming = deque(enumerate(requests))
     ends: deque[float] = deque()  # of the steps in flight
