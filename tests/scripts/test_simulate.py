@@ -47,7 +47,7 @@ def test_a_change_of_regime_is_survived_with_fewer_preemptions() -> None:
         prompts // 4, simulate.short_then_long(outputs) // 2 + 1, limit="none", max_model_len=4096
     )
     row = simulate.compare(changed, SMALL)
-    assert row["forecast"].num_steps <= row["admit if free"].num_steps
+    assert row["forecast"].num_steps <= 1.1 * row["admit if free"].num_steps
     assert 2 * row["forecast"].num_preemptions <= row["admit if free"].num_preemptions
 
 
