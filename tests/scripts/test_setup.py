@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -158,3 +159,20 @@ def test_every_pin_is_exact_and_has_no_address():
     pins = [line for line in (ROOT / "scripts/constraints.txt").read_text().splitlines() if not line.startswith("#")]
     assert len(pins) > 50
     assert all(pin.count("==") == 1 and "/" not in pin and "@" not in pin for pin in pins)
+
+
+def test_no_wheel_is_built(tmp_path):
+    """It would put packages named `model`, `server` and `scripts` into a site-packages folder."""
+    wheel = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--disable-pip-version-check", "--wheel-dir", tmp_path]
+    built = subprocess.run(
+        [*wheel, "--build-constraint", ROOT / "scripts/constraints.txt", ROOT],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = built.stdout + built.stderr
+    if "No matching distribution" in said:
+        pytest.skip("the build backend cannot be fetched: no network")
+    assert built.returncode != 0
+    assert "the checkout with `pip install --editable .`" in said
+    assert not list(tmp_path.iterdir())

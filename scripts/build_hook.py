@@ -1,0 +1,16 @@
+"""Refuses to build a wheel: it would install packages named `model`, `server` and `scripts` for everybody."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+class CustomBuildHook(BuildHookInterface):
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if version != "editable":
+            raise RuntimeError(
+                "pallas-serve is not built as a wheel: clone the repository and run scripts/serve in it, or install "
+                "the checkout with `pip install --editable .`"
+            )
