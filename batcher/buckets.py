@@ -24,7 +24,7 @@ class BucketConfig:
             raise ValueError(f"at least one row: {self.max_num_seqs=}")
         if self.max_num_batched_tokens <= self.max_num_seqs:
             raise ValueError(
-                "a step must take one token of every running request and at least one prompt token beside them: "
+                "a step must take one token of every running request and at least one prompt token besides: "
                 f"{self.max_num_batched_tokens=} must exceed {self.max_num_seqs=}"
             )
         if min(self.min_decode_rows, self.min_mixed_tokens, self.few_rows) < 1:
@@ -39,8 +39,9 @@ class BucketLadder:
     Decode-only buckets (T == S): powers of two up to `max_num_seqs`. Mixed buckets: a ladder of T, each with S of
     `few_rows` and of the most rows of the row ladder that are fewer than T (T == S would mean decode-only).
 
-    Every program costs seconds of start-up. So GREEDY exists for decodes only: beside a prompt's products, what SAMPLE
-    does more where nobody asks is nothing. And SCORE exists only at both limits: it is rare and its programs are heavy.
+    Every program costs seconds of start-up. Mixed steps have no GREEDY program: when no row samples, SAMPLE's extra
+    work is skipped at run time and costs nothing next to the prompt's matrix products. SCORE exists only at both
+    limits: it is rare, and its programs are heavy.
     """
 
     def __init__(self, config: BucketConfig) -> None:
@@ -85,9 +86,9 @@ class BucketLadder:
     def better_left(self, num_tokens: int, *, next_decodes: int | None, step_cost_tokens: int) -> int:
         """How many tokens of a mixed step are better left to the next one than padded up to the next rung; mostly 0.
 
-        They are those above the rung below. In a step that has prompt tokens anyway (`next_decodes` None) they cost
-        what they are; beside `next_decodes` decodes they turn a decode-only step into a mixed one. In either case
-        `step_cost_tokens` more speak against it: the delay, and the larger number of steps.
+        They are the tokens above the rung below. If the next step has prompt tokens anyway (`next_decodes` None), they
+        cost their own number there. If it would only have had `next_decodes` decodes, they turn it into a mixed step.
+        In both cases `step_cost_tokens` are added, for the delay and for the larger number of steps.
         """
         rung = bisect_left(self._tokens, num_tokens)
         if rung == 0:

@@ -114,7 +114,7 @@ class EngineCore:
         """Takes in the result of the oldest step in flight."""
         plan = self.in_flight.popleft().plan
         self.scheduler.step_returned(plan.number)
-        if self._lost:  # a step before it failed, so nobody can vouch for this one
+        if self._lost:  # an earlier step failed, so this one's result cannot be trusted
             return self._lose(plan)
         if plan.bucket.variant is Variant.SCORE:
             self._take_prompt_logprobs(plan, output)
@@ -156,7 +156,7 @@ class EngineCore:
         counts.num_requests_running = len(scheduler.running)
         counts.num_requests_waiting = len(scheduler.waiting)
         counts.num_pages_used = scheduler.pool.num_used
-        counts.num_pages_cached = scheduler.pool.num_cached
+        counts.num_pages_reusable = scheduler.pool.num_reusable
         counts.num_preemptions = scheduler.num_preemptions
         counts.prefix_cache_queries = scheduler.prefix_queries
         counts.prefix_cache_hits = scheduler.prefix_hits
@@ -178,7 +178,7 @@ class EngineCore:
 
     def _take_token(self, seq: Sequence, token: int, now: float, step: StepOutput, row: int) -> RequestOutput:
         """One more token: of everything here, only what every token needs is done for every token."""
-        output = RequestOutput(request_id=seq.request_id, token_ids=(token,), num_cached_tokens=seq.num_cached)
+        output = RequestOutput(request_id=seq.request_id, token_ids=(token,), num_cached_tokens=seq.num_hit_tokens)
         seq.output.append(token)
         seq.last_token_s = now
         self._counts.generation_tokens += 1
@@ -228,7 +228,7 @@ class EngineCore:
         self._forget(seq, reason)
         return seq, RequestOutput(
             request_id=seq.request_id,
-            num_cached_tokens=seq.num_cached,
+            num_cached_tokens=seq.num_hit_tokens,
             finish_reason=reason,
             error=error,
             error_code=code,

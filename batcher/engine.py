@@ -10,7 +10,7 @@
     engine.shutdown(drain_s=10)              # lets requests finish for so long, then aborts the rest
 
 Every request that `add_request` took gets exactly one output with a `finish_reason`, its last, whatever happens; an
-abort too. `on_output` must be quick and must not raise; one that raises loses its request and nobody else's.
+abort too. `on_output` must be quick and must not raise; one that raises loses its own request and no other.
 
 Without threads, for offline use and tests that must be deterministic: do not call `start()`, but
 

@@ -74,7 +74,7 @@ class Packer:
         for chunk in plan.chunks:
             seq = plan.rows[chunk.row]
             stop = chunk.start + chunk.count
-            tokens[chunk.offset : chunk.offset + chunk.count] = seq.known[chunk.start : stop]
+            tokens[chunk.offset : chunk.offset + chunk.count] = seq.to_compute[chunk.start : stop]
             if scoring and seq.wants_prompt_logprobs:
                 wanted = seq.prompt[chunk.start + 1 : stop + 1]
                 targets[chunk.offset : chunk.offset + len(wanted)] = wanted

@@ -1,8 +1,8 @@
 """The pool of KV pages and the prefix cache over it.
 
-Every page is in one of three states: *free* (nothing of worth in it), *used* (at least one sequence refers to it) or
-*cached* (nobody refers to it, but it holds the K/V of a known prefix and can be revived by a hit). Free + used +
-cached = total, always. Page 0 is nobody's: it pads page tables.
+Every page is in one of three states: *free* (it holds nothing that is needed), *used* (at least one sequence refers to
+it) or *reusable* (no sequence refers to it, but it holds the K/V of a stored prefix, and a hit revives it). The three
+always add up to the total. Page 0 is the null page: no request owns it, and page tables are padded with it.
 
 The prefix cache knows full pages only, by a digest chained over (parent digest, the page's tokens), the chain's root
 being the request's salt. Eviction takes the least recently released page; a sequence's pages are released last page
@@ -33,7 +33,7 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self._free = list(range(num_pages, 0, -1))  # a stack; page 1 is handed out first
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
+        self._reusable: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._refs = [0] * (num_pages + 1)
         self._digest: list[bytes | None] = [None] * (num_pages + 1)  # of pages that the index knows
         self._tokens: list[bytes | None] = [None] * (num_pages + 1)
@@ -44,13 +44,13 @@ class PagePool:
         return len(self._free)
 
     @property
-    def num_cached(self) -> int:
-        return len(self._cached)
+    def num_reusable(self) -> int:
+        return len(self._reusable)
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` can give: free ones, then cached ones by eviction."""
-        return len(self._free) + len(self._cached)
+        """Pages that `allocate` can give: free ones, then reusable ones by eviction."""
+        return len(self._free) + len(self._reusable)
 
     @property
     def num_used(self) -> int:
@@ -64,14 +64,14 @@ class PagePool:
             if self._free:
                 page = self._free.pop()
             else:
-                page, _ = self._cached.popitem(last=False)
+                page, _ = self._reusable.popitem(last=False)
                 self._forget(page)
             self._refs[page] = 1
             pages.append(page)
         return pages
 
     def find(self, digests: Sequence[bytes], tokens: np.ndarray) -> list[int]:
-        """The pages of the longest cached prefix, without taking them. `tokens` are what the digests are of."""
+        """The pages of the longest stored prefix, without taking them. The digests are those of `tokens`."""
         pages = []
         content, size = tokens[: len(digests) * self.page_size].tobytes(), self.page_size * tokens.itemsize
         for i, digest in enumerate(digests):
@@ -81,8 +81,8 @@ class PagePool:
             pages.append(page)
         return pages
 
-    def num_cached_among(self, pages: Sequence[int]) -> int:
-        """How many of `pages` nobody refers to: taking them makes that many fewer available."""
+    def num_reusable_among(self, pages: Sequence[int]) -> int:
+        """How many of `pages` no sequence refers to: acquiring them makes that many fewer available."""
         return sum(self._refs[page] == 0 for page in pages)
 
     def num_held_once(self, pages: Sequence[int]) -> int:
@@ -93,7 +93,7 @@ class PagePool:
         """One more reference to each page that `find` gave."""
         for page in pages:
             if self._refs[page] == 0:
-                del self._cached[page]
+                del self._reusable[page]
             self._refs[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
@@ -105,7 +105,7 @@ class PagePool:
                 if self._digest[page] is None:
                     self._free.append(page)
                 else:
-                    self._cached[page] = None
+                    self._reusable[page] = None
 
     def commit(self, page: int, digest: bytes, tokens: np.ndarray) -> None:
         """Makes a used, full page findable. Where an equal one is known already, that one stays the known one."""
@@ -117,19 +117,19 @@ class PagePool:
             self._tokens[page] = tokens.tobytes()
 
     def forget(self, digests: Sequence[bytes]) -> None:
-        """No later request finds the pages of these digests, whoever holds them: what is in them is not trusted."""
+        """No later request finds the pages of these digests: their content is not trusted. Their holders keep them."""
         for digest in digests:
             page = self._index.get(digest)
             if page is not None:
                 self._forget(page)
                 if self._refs[page] == 0:
-                    del self._cached[page]
+                    del self._reusable[page]
                     self._free.append(page)
 
     def clear_cache(self) -> None:
-        """Forgets everything: cached pages become free, used ones stay used but cannot be found."""
-        self._free.extend(self._cached)
-        self._cached.clear()
+        """Forgets everything: reusable pages become free, used ones stay used but cannot be found."""
+        self._free.extend(self._reusable)
+        self._reusable.clear()
         self._index.clear()
         self._digest = [None] * (self.num_pages + 1)
         self._tokens = [None] * (self.num_pages + 1)
@@ -142,18 +142,18 @@ class PagePool:
         self._tokens[page] = None
 
     def check_integrity(self, holders: Sequence[Sequence[int]] | None = None) -> None:
-        """AssertionError where the books do not balance. `holders`: the page lists of all who hold references."""
-        free, cached = set(self._free), set(self._cached)
+        """AssertionError where the states of the pages are inconsistent. `holders`: all page lists with references."""
+        free, reusable = set(self._free), set(self._reusable)
         used = {page for page in range(1, self.num_pages + 1) if self._refs[page] > 0}
         assert len(free) == len(self._free), "a page is free twice"
-        assert not free & cached and not free & used and not cached & used, "a page is in two states"
-        assert free | cached | used == set(range(1, self.num_pages + 1)), "a page is lost, or page 0 is owned"
-        assert self._refs[0] == 0 and min(self._refs) >= 0, "page 0 is owned, or a count is negative"
+        assert not free & reusable and not free & used and not reusable & used, "a page is in two states"
+        assert free | reusable | used == set(range(1, self.num_pages + 1)), "a page is lost, or the null page is owned"
+        assert self._refs[0] == 0 and min(self._refs) >= 0, "the null page is owned, or a count is negative"
         assert len(used) == self.num_used
         for digest, page in self._index.items():
             assert self._digest[page] == digest and self._tokens[page] is not None and page not in free
         assert sum(d is not None for d in self._digest) == len(self._index)
-        assert all(self._digest[page] is not None for page in cached), "a cached page cannot be found"
+        assert all(self._digest[page] is not None for page in reusable), "a reusable page cannot be found"
         if holders is not None:
             counts = np.bincount([p for pages in holders for p in pages], minlength=self.num_pages + 1)
             assert counts.tolist() == self._refs, "references and holders differ"

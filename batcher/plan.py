@@ -1,4 +1,4 @@
-"""What one step shall do, in the host's terms: the scheduler's product, the packer's food."""
+"""What one step does, in the host's terms. The scheduler makes it, the packer packs it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from batcher.step import Bucket
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Known tokens of one row: `known[start:start + count]`."""
+    """Tokens to compute of one row: `to_compute[start:start + count]`."""
 
     row: int
     offset: int  # of its first token in the step

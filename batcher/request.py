@@ -28,7 +28,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # over prompt and output tokens
     logit_bias: tuple[tuple[int, float], ...] = ()  # at most MAX_LOGIT_BIAS (token id, bias)
     seed: int | None = None  # None: the engine draws one
-    stop_token_ids: tuple[int, ...] = ()  # beside the model's own end-of-sequence ids
+    stop_token_ids: tuple[int, ...] = ()  # besides the model's own end-of-sequence ids
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; n: the sampled token's and the n most likely ones', n <= MAX_LOGPROBS
     prompt_logprobs: int | None = None  # likewise for each prompt token but the first; bypasses the prefix cache

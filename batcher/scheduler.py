@@ -1,4 +1,4 @@
-"""What the next step computes: iteration-level scheduling under one token budget. A pure function of its state.
+"""What the next step computes: iteration-level scheduling under a token budget. A pure function of its state.
 
 The order of service is the key (priority, arrival rank), lower first; a preempted request keeps its rank.
 
@@ -6,9 +6,9 @@ The order of service is the key (priority, arrival rank), lower first; a preempt
    waits for another request to end, at most `_MAX_STALLS` steps long, and never for a request of a lower priority.
    After that the request with the highest key is preempted: it gives up slot and pages and waits to be recomputed.
 2. The rest of the budget goes to prompt chunks in the order of the key, of requests that run already or are admitted
-   now. The chunk that computes the last known token of a request emits its next token.
-3. Admission is strictly in the order of the key (one exception: 4), and gives a request all the pages of its known
-   tokens. It looks ahead: after it, the pages that all running requests are expected to hold, now and later
+   now. The chunk that computes the last of a request's tokens to compute emits its next token.
+3. Admission is strictly in the order of the key (one exception: 4), and gives a request all the pages of its tokens
+   to compute. It looks ahead: after it, the pages that all running requests are expected to hold, now and later
    (`forecast.py`), must fit the pool. Where nothing else runs the forecast is not asked: the pool holds at least one
    request of full length, so the first in line always gets on, and what is first in line is never preempted. Hence no
    deadlock and no starvation.
@@ -43,7 +43,7 @@ _key: Callable[[Sequence], tuple[int, int]] = attrgetter("key")
 
 class Verdict(Enum):
     ADMITTED = "it runs now"
-    NO_ROOM = "it waits, and so does everybody after it"
+    NO_ROOM = "it waits, and so do all requests after it"
     NEXT_STEP = "it waits for a page of this step; others may pass"
 
 
@@ -66,7 +66,7 @@ class Scheduler:
         self.ladder = ladder
         self.prefix_caching = prefix_caching
         self.step_cost_tokens = step_cost_tokens
-        self.max_tokens = ladder.config.max_num_batched_tokens
+        self.token_budget = ladder.config.max_num_batched_tokens
         self.max_stalls = _MAX_STALLS
         self.forecast: Forecast = OutputForecast(capacity.max_model_len)
         self.running: list[Sequence] = []  # sorted by key
@@ -128,7 +128,7 @@ class Scheduler:
         sequence.commit_at = (count + 1) * self.page_size
 
     def preempt(self, sequence: Sequence) -> None:
-        """Back to the queue, at its old rank; everything it had computed is computed again (or found cached)."""
+        """Back to the queue, at its old rank. All it had computed is computed again, or found in the prefix cache."""
         self._leave(sequence)
         sequence.state = State.WAITING
         sequence.num_preemptions += 1
@@ -141,7 +141,7 @@ class Scheduler:
         """The next step, or None where nothing can run before a step in flight returns (or at all)."""
         self._outlook = None
         singles, grown = self._decodes()
-        chunks, admitted = self._prompts(self.max_tokens - len(singles), len(singles))
+        chunks, admitted = self._prompts(self.token_budget - len(singles), len(singles))
         if not singles and not chunks:
             return None
         return self._plan(singles, chunks, admitted, grown)
@@ -220,7 +220,7 @@ class Scheduler:
                 break
             else:
                 started.pop(0)
-            count = min(len(seq.known) - seq.num_computed, budget)
+            count = min(len(seq.to_compute) - seq.num_computed, budget)
             budget -= count
             chunks.append((seq, count))
             if self.prefix_caching:
@@ -247,7 +247,7 @@ class Scheduler:
                     return Verdict.NEXT_STEP
         num_new = -(-seq.num_known // self.page_size) - len(hits)
         seq.num_hit_pages = len(hits)
-        if not self._has_room(seq, num_new, self.pool.num_cached_among(hits)):
+        if not self._has_room(seq, num_new, self.pool.num_reusable_among(hits)):
             return Verdict.NO_ROOM
         self._enter(seq, known, hits, num_new)
         return Verdict.ADMITTED
@@ -257,7 +257,7 @@ class Scheduler:
         return -(-(seq.num_prompt + seq.limit - 1) // self.page_size)
 
     def _has_room(self, seq: Sequence, num_new: int, num_revived: int) -> bool:
-        """Whether the pool is expected to last if `seq` gets `num_new` pages and revives `num_revived` cached ones."""
+        """Whether the pool is expected to last if `seq` gets `num_new` pages and revives `num_revived` others."""
         if num_new + num_revived > self.pool.num_available:
             return False
         everybody_to_the_limit = self._pages_at_limits + self._full_pages(seq)
@@ -273,16 +273,16 @@ class Scheduler:
         self.pool.acquire(hits)
         seq.pages = hits + self.pool.allocate(num_new)
         seq.slot = self._free_slots.pop()
-        seq.known = known
+        seq.to_compute = known
         seq.num_computed = len(hits) * self.page_size
         seq.num_committed = len(hits)
         seq.commit_at = (len(hits) + 1) * self.page_size
         seq.decoding = False
         if not seq.num_preemptions:
-            seq.num_cached = seq.num_computed
+            seq.num_hit_tokens = seq.num_computed
             if self.prefix_caching and not seq.wants_prompt_logprobs:
                 self.prefix_queries += seq.num_prompt
-                self.prefix_hits += seq.num_cached
+                self.prefix_hits += seq.num_hit_tokens
         seq.state = State.RUNNING
         del self.waiting[bisect_left(self.waiting, seq.key, key=_key)]
         insort(self.running, seq, key=_key)
@@ -309,7 +309,7 @@ class Scheduler:
     def _trim(self, chunks: list[tuple[Sequence, int]], num_decodes: int) -> None:
         """Shortens the last chunk where that saves padding."""
         seq, count = chunks[-1]
-        more_to_come = bool(self.waiting) or len(seq.known) > seq.num_computed + count
+        more_to_come = bool(self.waiting) or len(seq.to_compute) > seq.num_computed + count
         rest = self.ladder.better_left(
             num_decodes + sum(c for _, c in chunks),
             next_decodes=None if more_to_come else len(self.running) - 1,
@@ -347,7 +347,7 @@ class Scheduler:
             seq.num_computed += count
             seq.last_step = number
             scoring = scoring or seq.wants_prompt_logprobs
-            seq.decoding = seq.num_computed == len(seq.known)
+            seq.decoding = seq.num_computed == len(seq.to_compute)
             emits.append(int(seq.decoding))
             if seq.decoding:
                 seq.num_emitted += 1

@@ -21,10 +21,10 @@ class State(Enum):
 class Sequence:
     """The engine's record of one request.
 
-    Positions: `known` tokens are computed in chunks first (`num_computed` counts the K/V that dispatched steps have
-    written or will write); the step that computes the last of them emits the next token, and from then on every step
-    feeds the slot's last token back (`decoding`). A token is *pending* between the dispatch of the step that emits it
-    and the reading of that step.
+    Positions: the tokens `to_compute` are computed in chunks first (`num_computed` counts the K/V that dispatched steps
+    have written or will write). The step that computes the last of them emits the next token, and from then on every
+    step feeds the slot's last token back (`decoding`). A token is *pending* from the dispatch of the step that emits it
+    to the reading of that step.
     """
 
     __slots__ = (
@@ -35,16 +35,15 @@ class Sequence:
         "digests",
         "first_token_s",
         "key",
-        "known",
         "last_step",
         "last_token_s",
         "limit",
         "needs_sampling",
-        "num_cached",
         "num_committed",
         "num_computed",
         "num_emitted",
         "num_hit_pages",
+        "num_hit_tokens",
         "num_preemptions",
         "num_prompt",
         "num_stalls",
@@ -61,6 +60,7 @@ class Sequence:
         "started_s",
         "state",
         "stop_ids",
+        "to_compute",
     )
 
     def __init__(
@@ -98,7 +98,7 @@ class Sequence:
         self.key = (request.priority, -1)
         self.output: list[int] = []  # tokens read back
         self.num_emitted = 0  # output tokens of dispatched steps, pending ones included
-        self.known = prompt  # what must be computed before it decodes: the prompt, and output after a preemption
+        self.to_compute = prompt  # computed before it decodes: the prompt, and after a preemption the output as well
         self.num_computed = 0
         self.decoding = False
         self.slot = -1
@@ -107,7 +107,7 @@ class Sequence:
         self.num_committed = 0  # leading pages offered to the prefix cache
         self.commit_at = 0  # computed tokens from which on there is another full page
         self.num_hit_pages = 0  # leading pages that came from the prefix cache at the last admission
-        self.num_cached = 0  # prompt tokens found in the prefix cache at the first admission
+        self.num_hit_tokens = 0  # prompt tokens found in the prefix cache at the first admission
         self.num_stalls = 0  # steps in a row that it has waited for a page while decoding
         self.last_step = -1  # the last dispatched step that has a row of it
         self.num_preemptions = 0

@@ -11,11 +11,11 @@ from batcher.step import Bucket, Variant
 class StaticScheduler(Scheduler):
     """Takes as many waiting requests as fit, computes all their prompts, then decodes until the longest has ended.
 
-    Nobody joins meanwhile, and nobody leaves: as in a padded batch, the row of a request that has ended goes on
-    decoding, its K/V growing, and what it draws is thrown away. Only where the context is full does such a row stand
-    still; it stays in the shape even then. Pages for the whole rectangle, every row as long as the longest output, are
-    reckoned with up front, so nothing is ever preempted. Prompts are chunked and cached as in continuous scheduling
-    and not padded to the longest: that is in this baseline's favour.
+    No request joins or leaves meanwhile. As in a padded batch, the row of a request that has ended goes on decoding,
+    its K/V grows, and its tokens are thrown away. Such a row stands still only where the context is full, and stays in
+    the padded shape even then. Pages are reserved for the whole rectangle, every row as long as the longest output, so
+    no request is ever preempted. Prompts are chunked and found in the prefix cache as in continuous scheduling, and are
+    not padded to the longest: that is in this baseline's favour.
     """
 
     _states_of_running = (State.RUNNING, State.FINISHED)
@@ -40,10 +40,10 @@ class StaticScheduler(Scheduler):
                 admitted.append(self.running[-1])
             self._batch_rows = len(admitted)
         chunks: list[tuple[Sequence, int]] = []
-        budget = self.max_tokens
+        budget = self.token_budget
         for seq in self.running:
             if seq.state is State.RUNNING and not seq.decoding and budget:
-                chunks.append((seq, min(len(seq.known) - seq.num_computed, budget)))
+                chunks.append((seq, min(len(seq.to_compute) - seq.num_computed, budget)))
                 budget -= chunks[-1][1]
         if chunks:
             return self._plan([], chunks, admitted, grown=[])
@@ -72,7 +72,7 @@ class StaticScheduler(Scheduler):
                 self._leave(seq)
 
     def _has_room(self, seq: Sequence, num_new: int, num_revived: int) -> bool:
-        """Whether the pool, of which nobody else holds anything, lasts for the batch with `seq` to its end."""
+        """Whether the pool, all of which belongs to the batch, lasts for the batch with `seq` to its end."""
         batch = [*self.running, seq]
         longest = max(s.limit for s in batch)
         tokens = [min(s.num_prompt + longest, self.max_model_len) - 1 for s in batch]  # the last drawn is not stored

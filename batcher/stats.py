@@ -54,7 +54,7 @@ class EngineStats:
     num_requests_waiting: int = 0
     num_pages: int = 0
     num_pages_used: int = 0
-    num_pages_cached: int = 0  # held for the prefix cache alone
+    num_pages_reusable: int = 0  # held by the prefix cache alone
     # counters
     num_preemptions: int = 0
     prompt_tokens: int = 0  # of requests as they are first admitted

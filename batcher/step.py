@@ -47,7 +47,7 @@ class Capacity:
     """What a runner can hold, known before the first request."""
 
     num_slots: int
-    num_pages: int  # pages that can be owned; page 0 is not among them (ids 1 .. num_pages)
+    num_pages: int  # pages that requests can own, ids 1 to num_pages; the null page (0) is not among them
     page_size: int  # tokens
     max_model_len: int  # tokens of prompt and output of one request
     max_num_batched_tokens: int

@@ -111,7 +111,7 @@ class Drive:
             self.step()
         pool = self.scheduler.pool
         assert pool.num_used == 0
-        assert pool.num_free + pool.num_cached == pool.num_pages
+        assert pool.num_free + pool.num_reusable == pool.num_pages
         stats = self.engine.stats()
         assert stats.num_compiles_after_warm_up == 0
         assert stats.num_requests_running == stats.num_requests_waiting == stats.num_pages_used == 0

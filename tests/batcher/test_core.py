@@ -45,6 +45,6 @@ def test_a_page_that_a_step_without_finite_logits_filled_is_not_kept() -> None:
     assert output.error_code is ErrorCode.NOT_FINITE
     core.complete(core.in_flight[0].handle.result())
     pool = core.scheduler.pool
-    assert (pool.num_used, pool.num_cached) == (0, 0)
+    assert (pool.num_used, pool.num_reusable) == (0, 0)
     assert pool.find(sequence.digests, sequence.tokens()) == []
     core.scheduler.check_integrity()

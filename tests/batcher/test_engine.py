@@ -377,7 +377,7 @@ def test_nothing_is_left_in_the_cache_of_one_that_was_preempted_before_it_was_kn
     drive.scheduler.preempt(drive.scheduler.running[0])  # while its step is in flight
     drive.finish()
     assert drive.heard["bad"].last.error_code is ErrorCode.NOT_FINITE
-    assert drive.scheduler.pool.num_cached == 0
+    assert drive.scheduler.pool.num_reusable == 0
 
 
 class BrokenError(Exception):

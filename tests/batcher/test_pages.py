@@ -46,7 +46,7 @@ def test_only_full_pages_are_found_again_and_only_behind_their_own_prefix() -> N
     pages = compute(pool, [5, 6, 7, 8, 9])
     assert pages == [1, 2, 3]
     pool.release(pages)
-    assert (pool.num_free, pool.num_cached, pool.num_used) == (8, 2, 0)
+    assert (pool.num_free, pool.num_reusable, pool.num_used) == (8, 2, 0)
     assert found(pool, [5, 6, 7, 8, 9, 9]) == [1, 2]
     assert found(pool, [5, 6, 1, 2]) == [1]
     assert found(pool, [7, 8]) == []
@@ -77,7 +77,7 @@ def test_eviction_takes_the_least_recently_released_and_a_prefix_outlives_what_f
     old, new = compute(pool, [10, 11]), compute(pool, [20, 21])
     pool.release(old)
     pool.release(new)
-    assert pool.num_cached == 4
+    assert pool.num_reusable == 4
     assert pool.allocate(1) == [old[1]]
     assert found(pool, [10, 11]) == [old[0]]
     assert found(pool, [20, 21]) == new
@@ -97,7 +97,7 @@ def test_of_two_equal_pages_one_is_known_and_the_other_returns_to_the_free_ones(
     assert found(pool, [5, 6]) == first
     pool.release(second)
     pool.release(first)
-    assert (pool.num_free, pool.num_cached) == (3, 1)
+    assert (pool.num_free, pool.num_reusable) == (3, 1)
 
 
 def test_what_is_forgotten_is_not_found() -> None:
@@ -108,7 +108,7 @@ def test_what_is_forgotten_is_not_found() -> None:
     pool.clear_cache()
     assert found(pool, [5, 6]) == []
     pool.release(pages)
-    assert (pool.num_free, pool.num_cached) == (4, 0)
+    assert (pool.num_free, pool.num_reusable) == (4, 0)
     pool.check_integrity([])
 
 
@@ -147,4 +147,4 @@ def test_the_books_balance_whatever_happens(data: st.DataObject) -> None:
         pool.check_integrity(held)
         holders = Counter(page for pages in held for page in pages)
         assert pool.num_used == len(holders)
-        assert pool.num_free + pool.num_cached + pool.num_used == pool.num_pages
+        assert pool.num_free + pool.num_reusable + pool.num_used == pool.num_pages

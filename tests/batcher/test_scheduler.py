@@ -213,7 +213,7 @@ def test_a_preempted_request_is_computed_again_from_everything_that_is_known() -
     assert bench.scheduler.pool.num_used == 0
     plan = bench.run()
     assert rows(plan) == [("a", 9, 1)]
-    assert seq.known.tolist() == [3, 4, 5, 6, 7, 5, 5, 5, 5]
+    assert seq.to_compute.tolist() == [3, 4, 5, 6, 7, 5, 5, 5, 5]
     assert rows(bench.run()) == [("a", 1, 1)]
 
 
@@ -249,7 +249,7 @@ def test_the_last_prompt_token_is_always_computed() -> None:
     bench.run()
     again = bench.add("b", 8, max_tokens=1)
     assert rows(bench.run()) == [("b", 4, 1)]
-    assert again.num_cached == 4
+    assert again.num_hit_tokens == 4
     assert (bench.scheduler.prefix_queries, bench.scheduler.prefix_hits) == (16, 4)
 
 
@@ -261,9 +261,9 @@ def test_output_is_found_by_the_next_turn() -> None:
     assert first.output == [5] * 7
     prompt = np.array([*range(3, 9), *[5] * 7, 8], np.int32)
     second = bench.add("b", 14)
-    second.prompt = second.known = prompt
+    second.prompt = second.to_compute = prompt
     bench.run()
-    assert second.num_cached == 12  # the 13th token was never computed
+    assert second.num_hit_tokens == 12  # the 13th token was never computed
 
 
 def test_of_samples_of_one_prompt_only_the_first_computes_it() -> None:
@@ -339,7 +339,7 @@ def test_the_last_chunk_is_trimmed_where_padding_costs_more(num_prompt: int, alo
     if not alone:
         bench.add("b", 3, first=70)
         bench.add("c", 3, first=80)
-        bench.scheduler.max_tokens = num_prompt  # so that the others have to wait
+        bench.scheduler.token_budget = num_prompt  # so that the others have to wait
     plan = bench.scheduler.schedule()
     assert rows(plan)[0][1] == expected
 
