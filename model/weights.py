@@ -19,10 +19,11 @@ from flax import nnx
 from jax.sharding import Mesh, Sharding
 
 from model.config import LlamaConfig
-from model.hf_format import Source, TensorFiles, sources
+from model.hf_format import Source, sources
 from model.layers import INIT_STDDEV
 from model.llama import Llama
 from model.sharding import abstract_model, num_shards_of, sharding_of
+from model.tensor_files import TensorFiles
 
 MAX_PARAMETERS_IN_FLIGHT = 4  # read ahead while earlier ones are joined; bounds the host's memory
 
@@ -38,15 +39,18 @@ def load_hf(
     """The checkpoint in `folder`, cast to `dtype`, in its stored form on `mesh`.
 
     Args:
-        config: the checkpoint's own, before any replication of KV heads.
+        config: the checkpoint's own, before any replication of KV heads. Where it ties the head to the embedding and
+            the files hold another head, the model gets that head.
 
     Raises:
-        ValueError: tensors missing, unexpected, mis-shaped or of a type that cannot be cast: all in one message.
+        ValueError: files that are not whole, or tensors missing, unexpected, mis-shaped or of a type that cannot be
+            cast: all of these in one message.
     """
-    model = abstract_model(config, dtype=dtype, mesh=mesh, for_cpu=for_cpu)
     with TensorFiles(Path(folder)) as files:
         files.check(config)
-        return _fill(model, partial(_read_parameter, files=files, config=config, mesh=mesh))
+        config = files.with_own_head(config)
+        model = abstract_model(config, dtype=dtype, mesh=mesh, for_cpu=for_cpu)
+        return fill(model, partial(_read_parameter, files=files, config=config, mesh=mesh))
 
 
 def random_weights(
@@ -65,15 +69,15 @@ def random_weights(
     def make(path: str, like: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> jax.Array:
         return _random(next(remaining), shape=like.shape, dtype=like.dtype, sharding=like.sharding)
 
-    return _fill(model, make, threads=1)
+    return fill(model, make, threads=1)
 
 
-def _fill(
+def fill(
     model: Llama,
     make: Callable[[str, jax.ShapeDtypeStruct, tuple[str, ...]], jax.Array],
     threads: int = MAX_PARAMETERS_IN_FLIGHT,
 ) -> Llama:
-    """Replaces every abstract parameter by `make(path, abstract value, logical axes)`."""
+    """Replaces every abstract parameter by `make(path, abstract value, logical axes)`, several at a time."""
     graphdef, state = nnx.split(model)
     flat = list(nnx.to_flat_state(state))
 

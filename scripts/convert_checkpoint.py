@@ -4,23 +4,32 @@
     scripts/serve --model FOLDER --tensor-parallel-size 8
 
 FOLDER becomes a model of its own: the config and tokenizer files, and `orbax/` with fused weights cut for that many
-chips. The chips are not needed: the conversion runs on the CPU.
+chips. No value changes unless `--dtype` asks for it: float32 stays float32 and bfloat16 stays bfloat16. What the engine
+does not compute in becomes float32, which holds float16 and bfloat16 exactly. The chips are not needed: the conversion
+runs on the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from model.config import read_object
 from model.source import ModelSource, resolve
 
-ORBAX = "orbax"
+if TYPE_CHECKING:
+    from model.config import LlamaConfig
+    from model.stored_weights import StoredWeights
+
 DTYPES = ("bfloat16", "float32")
 _BESIDE = ("*.json", "*.jinja", "tokenizer.model")
-_NOT_BESIDE = ("model.safetensors.index.json",)  # it would name files that stay behind
+# The index would name files that stay behind; the configuration is written anew.
+_NOT_BESIDE = ("model.safetensors.index.json", "config.json")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -28,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("model", help="a folder or a hub name")
     parser.add_argument("folder", type=Path, help="where to write; new or empty")
     parser.add_argument("--revision", help="of a hub model")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--dtype", choices=DTYPES, help="what to store (default: what keeps every value exactly)")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="chips that will serve it")
     args = parser.parse_args(arguments)
     try:
@@ -40,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"convert_checkpoint: {error}")
 
 
-def convert(source: ModelSource, origin: Path, folder: Path, *, dtype: str, num_shards: int) -> None:
+def convert(source: ModelSource, origin: Path, folder: Path, *, dtype: str | None, num_shards: int) -> None:
     """`origin` is the folder of `source`, which has weights."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not an empty folder")
@@ -51,19 +60,43 @@ def convert(source: ModelSource, origin: Path, folder: Path, *, dtype: str, num_
         jax.config.update("jax_num_cpu_devices", num_shards)
     from model.checkpoint import save_orbax
     from model.sharding import make_mesh
-    from model.weights import load_hf
+    from model.stored_weights import CONVERTED, find_weights
 
     started = time.perf_counter()
+    stored = find_weights(origin, source.config, "safetensors")
+    kept, reason = choose_dtype(dtype, stored)
     mesh = make_mesh(num_shards) if num_shards > 1 else None
-    model = load_hf(origin, source.config, dtype=dtype, mesh=mesh)
+    model = stored.load(dtype=kept, mesh=mesh)
     loaded = time.perf_counter()
-    save_orbax(model, folder / ORBAX, source.config)
+    save_orbax(model, folder / CONVERTED, stored.config)
     for pattern in _BESIDE:
         for path in sorted(origin.glob(pattern)):
             if path.name not in _NOT_BESIDE:
                 shutil.copyfile(path, folder / path.name)
+    write_config(origin, folder, stored.config, kept)
     written = time.perf_counter()
-    print(f"{folder}: read in {loaded - started:.1f} s, written in {written - loaded:.1f} s")
+    print(f"{folder}: read in {loaded - started:.1f} s, written in {written - loaded:.1f} s as {kept} ({reason})")
+    if stored.remark:
+        print(stored.remark)
+
+
+def choose_dtype(asked: str | None, stored: StoredWeights) -> tuple[str, str]:
+    """What to store, and why, in words."""
+    held = " and ".join(stored.dtypes)
+    if asked is not None:
+        is_rounded = asked == "bfloat16" and stored.exact_dtype == "float32"
+        return asked, f"as asked for; rounded from {held}" if is_rounded else "as asked for"
+    if stored.dtypes == (stored.exact_dtype,):
+        return stored.exact_dtype, "the checkpoint's own"
+    return "float32", f"which holds {held} exactly, as bfloat16 does not; --dtype bfloat16 rounds and takes half"
+
+
+def write_config(origin: Path, folder: Path, config: LlamaConfig, dtype: str) -> None:
+    """The checkpoint's `config.json`, true of what has been stored: its type, and whether the head is tied."""
+    raw = read_object(origin / "config.json")
+    raw = {key: value for key, value in raw.items() if key not in ("dtype", "torch_dtype")}
+    raw |= {"torch_dtype": dtype, "tie_word_embeddings": config.tie_word_embeddings}
+    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
 
 
 if __name__ == "__main__":

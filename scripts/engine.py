@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from model.config import LlamaConfig
     from model.llama import Llama
     from model.runner import ModelRunner
+    from model.stored_weights import StoredWeights
 
 Report = Callable[[str], None]
 GIB = 1 << 30
@@ -109,9 +110,12 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
     from pallas_kernels.layout import default_page_size
 
     source = resolve(settings.model, weights=settings.load_format != "dummy")
-    config = source.config
+    stored = _find_weights(settings, source)
+    config = source.config if stored is None else stored.config
     backend = choose_backend(settings.attention_backend, platform)
-    dtype, reason = choose_dtype(settings.dtype, config.checkpoint_dtype, platform)
+    dtype, reason = choose_dtype(
+        settings.dtype, config.checkpoint_dtype, platform, () if stored is None else stored.dtypes
+    )
     max_model_len = choose_model_len(settings.max_model_len, config.max_position_embeddings)
     buckets = bucket_config(settings, platform)
     max_num_seqs, max_num_batched_tokens = buckets.max_num_seqs, buckets.max_num_batched_tokens
@@ -119,13 +123,13 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
     # The CPU's forms cut a kernel's rows in their own way, not in the mesh's.
     options = {"dtype": dtype, "mesh": mesh, "for_cpu": platform == "cpu" and mesh is None}
     planned = abstract_model(config, **options)
-    stored = planned.config
+    placed = planned.config  # its KV heads repeated where chips outnumber them
     page_size = settings.page_size or default_page_size(backend, max_model_len)
     attention = PagedAttention(
         AttentionSpec(
-            num_query_heads=stored.num_heads,
-            num_kv_heads=stored.num_kv_heads,
-            head_dim=stored.head_dim,
+            num_query_heads=placed.num_heads,
+            num_kv_heads=placed.num_kv_heads,
+            head_dim=placed.head_dim,
             page_size=page_size,
             dtype=dtype,
             kv_dtype=dtype,
@@ -148,11 +152,14 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
         runner.start_compiling(ladder.buckets())
     try:
         with _phase("load", report) as say:
-            model = _load(settings, source, **options)
-            say(f"{_size_of(model) / GIB:.2f} GiB of weights from {_origin(settings, source)}, as {dtype} ({reason})")
+            model = _random(settings, config, **options) if stored is None else stored.load(**options)
+            origin = "nowhere (random)" if stored is None else source.folder
+            say(f"{_size_of(model) / GIB:.2f} GiB of weights from {origin}, as {dtype} ({reason})")
+            if stored is not None and stored.remark:
+                say(stored.remark)
         with _phase("allocate", report) as say:
             runner.place(model)
-            kv_bytes = capacity.num_pages * attention.page_bytes() * stored.num_layers
+            kv_bytes = capacity.num_pages * attention.page_bytes() * placed.num_layers
             say(
                 f"{capacity.num_pages} K/V pages of {page_size} tokens, {kv_bytes / GIB:.2f} GiB: "
                 f"{capacity.num_pages // capacity.pages_per_seq} requests of {max_model_len} tokens at once; attention "
@@ -195,17 +202,31 @@ def bucket_config(settings: EngineSettings, platform: str) -> BucketConfig:
     )
 
 
-def choose_dtype(asked: str, checkpoint_dtype: str | None, platform: str) -> tuple[str, str]:
-    """What to compute in, and why, in words."""
+def choose_dtype(
+    asked: str, checkpoint_dtype: str | None, platform: str, stored: Sequence[str] = ()
+) -> tuple[str, str]:
+    """What to compute in, and why, in words.
+
+    Args:
+        checkpoint_dtype: of a converted checkpoint, what it was converted to; of another, what `config.json` says, or
+            where it does not, what all tensors are; None where neither says.
+        stored: the types of the tensors themselves, where they are known.
+    """
     if asked != "auto":
         return asked, "as asked for"
+    own = "the checkpoint's own"
+    if stored and tuple(stored) != (checkpoint_dtype,):
+        own = f"as config.json says; the tensors are {' and '.join(stored)}"
     if platform == "cpu":
         if checkpoint_dtype == "float32":
-            return "float32", "the checkpoint's own"
+            return "float32", own
         return "float32", "the CPU's default; --dtype bfloat16 takes half, and is faster on CPUs with bfloat16 units"
     if checkpoint_dtype in ("bfloat16", "float32"):
-        return checkpoint_dtype, "the checkpoint's own"
-    return "bfloat16", f"the checkpoint says {checkpoint_dtype}"
+        return checkpoint_dtype, own
+    held = " and ".join(stored) or checkpoint_dtype
+    if held is None:
+        return "bfloat16", "the checkpoint does not say"
+    return "bfloat16", f"its {held} is rounded to it; --dtype float32 keeps every value"
 
 
 def choose_model_len(asked: int | None, trained: int) -> int:
@@ -271,23 +292,21 @@ def _mesh(num_shards: int) -> jax.sharding.Mesh | None:
     return make_mesh(num_shards) if num_shards > 1 else None
 
 
-def _origin(settings: EngineSettings, source: ModelSource) -> str:
-    return "nowhere (random)" if settings.load_format == "dummy" else str(source.folder)
+def _find_weights(settings: EngineSettings, source: ModelSource) -> StoredWeights | None:
+    """None where random weights are asked for."""
+    if settings.load_format == "dummy":
+        return None
+    if source.folder is None:
+        raise ValueError(f"--model {settings.model} has no weights: add --load-format dummy for random ones")
+    from model.stored_weights import find_weights
+
+    return find_weights(source.folder, source.config, settings.load_format)
 
 
-def _load(settings: EngineSettings, source: ModelSource, **options: Any) -> Llama:
-    from model import weights
+def _random(settings: EngineSettings, config: LlamaConfig, **options: Any) -> Llama:
+    from model.weights import random_weights
 
-    config: LlamaConfig = source.config
-    if settings.load_format == "dummy" or source.folder is None:
-        if settings.load_format != "dummy":
-            raise ValueError(f"--model {settings.model} has no weights: add --load-format dummy for random ones")
-        return weights.random_weights(config, **options, seed=settings.seed or 0)
-    if settings.load_format == "orbax" or (settings.load_format == "auto" and (source.folder / "orbax").is_dir()):
-        from model.checkpoint import load_orbax
-
-        return load_orbax(source.folder / "orbax", config, **options)
-    return weights.load_hf(source.folder, config, **options)
+    return random_weights(config, **options, seed=settings.seed or 0)
 
 
 def _size_of(model: Llama) -> int:

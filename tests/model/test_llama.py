@@ -58,6 +58,13 @@ def test_logits_and_greedy_text_equal_transformers(variant, tmp_path):
     assert greedy.tolist() == sequence[PROMPT_LENGTH:].tolist()
 
 
+def test_logits_of_a_tied_config_with_another_head_in_its_files_equal_transformers(tmp_path):
+    folder = checkpoints.write(tmp_path, "gqa2")  # has a head of its own, whatever the config says of it
+    config = replace(LlamaConfig.from_file(folder), tie_word_embeddings=True)
+    logits = np.asarray(jitted_logits(load_hf(folder, config, dtype=jnp.float32), checkpoints.golden_sequence("gqa2")))
+    assert np.abs(logits[:PROMPT_LENGTH] - checkpoints.goldens()["gqa2.logits"]).max() < 2e-4
+
+
 @pytest.mark.parametrize("variant", ["bf16", "llama3_rope_tied_bf16"])
 def test_bfloat16_stays_near_float32(variant, tmp_path):
     folder = checkpoints.write(tmp_path, variant)

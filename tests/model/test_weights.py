@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from model import tensor_files
 from model.config import LlamaConfig
 from model.layers import INIT_STDDEV
 from model.sharding import make_mesh
@@ -90,7 +92,7 @@ def test_known_harmless_tensors_are_ignored(tmp_path):
     given = checkpoints.tensors("tied")
     given["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(8, np.float32)
     given["model.rotary_emb.inv_freq"] = np.zeros(8, np.float32)
-    given["lm_head.weight"] = np.full((192, 64), np.nan, np.float32)  # tied: the embedding is the head
+    given["lm_head.weight"] = given["model.embed_tokens.weight"].copy()  # tied: the embedding is the head
     checkpoints.write_tensors(tmp_path, given)
     weights = flat(load_hf(tmp_path, config, dtype=jnp.float32))
     assert "head" not in weights
@@ -140,12 +142,79 @@ def test_a_tensor_in_two_files_and_an_index_without_a_map_are_named(tmp_path):
         load_hf(folder, LlamaConfig.from_file(folder), dtype=jnp.float32)
 
 
-def test_a_file_cut_short_is_named(tmp_path):
+@pytest.mark.parametrize("is_last", [True, False])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_a_tied_config_takes_the_head_that_the_files_hold_where_it_differs(dtype, is_last, tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_files, "_ROWS_COMPARED", 50)
+    config = config_of("tied", tmp_path)
+    given = checkpoints.tensors("tied")
+    head = given["model.embed_tokens.weight"].astype(dtype)
+    given["model.embed_tokens.weight"] = head.astype(np.float32)  # the same values in another type are no other head
+    given["lm_head.weight"] = head.copy()
+    checkpoints.write_tensors(tmp_path, given)
+    assert "head" not in flat(load_hf(tmp_path, config, dtype=jnp.float32))
+    given["lm_head.weight"][-1 if is_last else 0, 3] = 7
+    checkpoints.write_tensors(tmp_path, given)
+    model = load_hf(tmp_path, config, dtype=jnp.float32)
+    assert not model.config.tie_word_embeddings
+    np.testing.assert_array_equal(flat(model)["head"], given["lm_head.weight"].astype(np.float32))
+
+
+def test_a_head_of_another_shape_is_refused_though_it_is_tied(tmp_path):
+    config = config_of("tied", tmp_path)
+    given = checkpoints.tensors("tied")
+    given["lm_head.weight"] = given["model.embed_tokens.weight"][:100].copy()
+    checkpoints.write_tensors(tmp_path, given)
+    with pytest.raises(ValueError, match=r"lm_head\.weight has shape \(100, 64\), not \(192, 64\)"):
+        load_hf(tmp_path, config, dtype=jnp.float32)
+
+
+def test_a_single_file_is_read_whatever_an_index_next_to_it_says(tmp_path):
+    folder = checkpoints.write(tmp_path, "gqa2", num_files=2)
+    other = checkpoints.tensors("gqa2")
+    other["model.norm.weight"] = other["model.norm.weight"] * 2
+    checkpoints.write_tensors(folder, other)
+    weights = flat(load_hf(folder, LlamaConfig.from_file(folder), dtype=jnp.float32))
+    np.testing.assert_array_equal(weights["norm.scale"], other["model.norm.weight"])
+
+
+@pytest.mark.parametrize(
+    "name", [5, None, ["model.safetensors"], "", "..", "../x.safetensors", "/etc/passwd", "a/b.safetensors"]
+)
+def test_an_index_that_names_no_file_next_to_it_is_refused(name, tmp_path):
+    folder = checkpoints.write(tmp_path / "model", "gqa2", num_files=2)
+    save_file(checkpoints.tensors("gqa2"), tmp_path / "x.safetensors")
+    index = folder / "model.safetensors.index.json"
+    raw = json.loads(index.read_text())
+    raw["weight_map"]["model.norm.weight"] = name
+    index.write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=r"must name files next to it, and for 'model\.norm\.weight' it has"):
+        load_hf(folder, LlamaConfig.from_file(folder), dtype=jnp.float32)
+
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 619264\n"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda raw: raw[:-100], r"has 619164 bytes, and its header describes 619264: download it again"),
+        (lambda raw: raw + b"x", r"has 619265 bytes, and its header describes 619264"),
+        (lambda raw: raw[:1000], r"has 1000 bytes, and its header alone takes 3072: download it again"),
+        (lambda raw: b"", "is empty: download it again"),
+        (lambda raw: LFS_POINTER, "is a Git LFS pointer and not the weights: run `git lfs pull`"),
+        (lambda raw: b"<!DOCTYPE html><title>404", r"is not a safetensors file: it begins with b'<!DOCTYPE"),
+        (lambda raw: b"abc", r"is not a safetensors file: it begins with b'abc'"),
+        (lambda raw: raw[:8] + b"?" + raw[9:], "is not a safetensors file: .*invalid JSON"),
+    ],
+)
+def test_a_file_that_is_not_whole_is_told_what_it_is(spoil, words, tmp_path):
     folder = checkpoints.write(tmp_path, "gqa2")
     path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="is not a safetensors file"):
+    path.write_bytes(spoil(path.read_bytes()))
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(path))} {words}") as error:
         load_hf(folder, LlamaConfig.from_file(folder), dtype=jnp.float32)
+    assert len(str(error.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("num_shards", [None, 4])

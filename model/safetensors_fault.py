@@ -1,0 +1,42 @@
+"""What is wrong with a file that the safetensors library refuses, in words that say what to do about it."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+_LENGTH = struct.Struct("<Q")  # of the header, which it precedes
+_MAX_HEADER = 100_000_000  # what the library reads at most
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def fault_in(path: Path, refusal: Exception) -> str:
+    """The rest of a sentence that begins with the file's name. `refusal` is the library's own error."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(256)
+        if size == 0:
+            return "is empty: download it again"
+        if start.startswith(_LFS_POINTER):
+            return "is a Git LFS pointer and not the weights: run `git lfs pull` in its folder"
+        (header_size,) = _LENGTH.unpack(start[: _LENGTH.size].ljust(_LENGTH.size, b"\0"))
+        if size < _LENGTH.size or header_size > _MAX_HEADER:
+            return f"is not a safetensors file: it begins with {start[:16]!r}"
+        if _LENGTH.size + header_size > size:
+            return f"has {size} bytes, and its header alone takes {_LENGTH.size + header_size}: download it again"
+        file.seek(_LENGTH.size)
+        described = _described_size(file.read(header_size))
+    if described is not None and described != size:
+        return f"has {size} bytes, and its header describes {described}: download it again"
+    return f"is not a safetensors file: {refusal}"
+
+
+def _described_size(header: bytes) -> int | None:
+    """Bytes of the whole file, by the offsets in its header; None where the header makes no sense."""
+    try:
+        entries = json.loads(header)
+        ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
+        return _LENGTH.size + len(header) + max(ends, default=0)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        return None

@@ -1,0 +1,99 @@
+"""What the engine's start finds in a checkpoint, and what it says of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model.config import LlamaConfig
+from model.source import resolve
+from model.stored_weights import find_weights
+from scripts.convert_checkpoint import convert
+from scripts.engine import build_runner, choose_dtype
+from scripts.settings import EngineSettings
+from tests.model import checkpoints
+from tests.model.test_weights import flat
+
+
+def converted(source: Path, folder: Path, dtype: str | None = None) -> Path:
+    convert(resolve(str(source)), source, folder, dtype=dtype, num_shards=1)
+    return folder
+
+
+def start(folder: Path) -> str:
+    """The line of an engine's start that tells of the weights."""
+    said: list[str] = []
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 32, "num_pages": 8}
+    build_runner(EngineSettings(model=str(folder), device="cpu", compile_cache="none", **limits), said.append)
+    (line,) = (line for line in said if line.startswith("  load"))
+    return line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("float32", "bfloat16", "tpu", ("bfloat16",)), ("float32", "as asked for")),
+        (("auto", "bfloat16", "tpu", ("bfloat16",)), ("bfloat16", "the checkpoint's own")),
+        (("auto", "float32", "tpu", ("float32",)), ("float32", "the checkpoint's own")),
+        (("auto", "bfloat16", "gpu"), ("bfloat16", "the checkpoint's own")),
+        (("auto", "bfloat16", "gpu", ("float32",)), ("bfloat16", "as config.json says; the tensors are float32")),
+        (("auto", "float32", "cpu", ("bfloat16",)), ("float32", "as config.json says; the tensors are bfloat16")),
+        (
+            ("auto", "float16", "gpu", ("float16",)),
+            ("bfloat16", "its float16 is rounded to it; --dtype float32 keeps every value"),
+        ),
+        (
+            ("auto", None, "gpu", ("bfloat16", "float32")),
+            ("bfloat16", "its bfloat16 and float32 is rounded to it; --dtype float32 keeps every value"),
+        ),
+        (("auto", None, "gpu"), ("bfloat16", "the checkpoint does not say")),
+    ],
+)
+def test_the_type_to_compute_in_is_chosen_with_a_true_reason(arguments, expected):
+    assert choose_dtype(*arguments) == expected
+
+
+def test_a_checkpoint_whose_config_is_silent_has_the_type_of_its_tensors(tmp_path):
+    folder = checkpoints.write(tmp_path, "bf16")
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["torch_dtype"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    found = find_weights(folder, LlamaConfig.from_file(folder))
+    assert (found.config.checkpoint_dtype, found.dtypes, found.exact_dtype) == ("bfloat16", ("bfloat16",), "bfloat16")
+
+
+def test_the_type_that_was_stored_is_announced_not_what_the_config_says(tmp_path):
+    source = checkpoints.write(tmp_path / "hf", "gqa2")
+    converted(source, tmp_path / "out", dtype="bfloat16")
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert raw["torch_dtype"] == "bfloat16"
+    (tmp_path / "out" / "config.json").write_text(json.dumps(raw | {"torch_dtype": "float32"}))
+    found = find_weights(tmp_path / "out", LlamaConfig.from_file(tmp_path / "out"))
+    assert found.config.checkpoint_dtype == "bfloat16"
+    assert "the CPU's default" in start(tmp_path / "out")
+
+
+def test_a_converted_float32_checkpoint_is_announced_as_float32(tmp_path):
+    source = checkpoints.write(tmp_path / "hf", "gqa2")
+    converted(source, tmp_path / "out")
+    assert start(tmp_path / "out").endswith("as float32 (the checkpoint's own)")
+
+
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_a_head_of_its_own_under_a_tied_config_is_planned_for_used_and_announced(is_converted, tmp_path):
+    folder = checkpoints.write(tmp_path / "hf", "gqa2")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": True}))
+    if is_converted:
+        converted(folder, tmp_path / "out")
+        folder = tmp_path / "out"
+    found = find_weights(folder, LlamaConfig.from_file(folder))
+    assert not found.config.tie_word_embeddings
+    head = flat(found.load(dtype=jnp.float32))["head"]
+    np.testing.assert_array_equal(head, checkpoints.tensors("gqa2")["lm_head.weight"])
+    line = start(folder)  # its runner was planned for that head: it takes the weights
+    assert ("lm_head.weight differs from the embedding and is used" in line) is not is_converted
