@@ -59,8 +59,8 @@ def _host_memory() -> tuple[int, int]:
 def cgroup_limits(groups: str, root: Path) -> list[tuple[int, int]]:
     """(limit, used) bytes of every memory control group, version 2 or 1, that `groups` lists and that has a limit.
 
-    "Used" is the working set: without the page cache that the kernel gives back first (`inactive_file`). Files that
-    were read once, such as the weights of an earlier start, count as free.
+    Used is what the kernel cannot give back: the usage without the page cache, on both of its lists. A file moves from
+    the inactive list to the active one when it is read a second time, as weights are by a second start.
 
     Args:
         groups: `/proc/self/cgroup`. Inside a container its paths may be the host's, which are not mounted under `root`;
@@ -70,24 +70,25 @@ def cgroup_limits(groups: str, root: Path) -> list[tuple[int, int]]:
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            mounted, names, reclaimable = root, ("memory.max", "memory.current"), "inactive_file"
+            mounted, names, prefix = root, ("memory.max", "memory.current"), ""
         elif "memory" in controllers.split(","):
             mounted, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            reclaimable = "total_inactive_file"  # with the groups below, as the usage
+            prefix = "total_"  # with the groups below, as the usage
         else:
             continue
         for folder in {mounted / path.lstrip("/"), mounted}:
             limit, used = (folder / name for name in names)
             if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
-                working_set = int(used.read_text()) - _statistic(folder / "memory.stat", reclaimable)
-                found.append((int(limit.read_text()), max(working_set, 0)))
+                kept = int(used.read_text()) - _page_cache(folder / "memory.stat", prefix)
+                found.append((int(limit.read_text()), max(kept, 0)))
     return found
 
 
-def _statistic(path: Path, name: str) -> int:
-    """One entry of a `memory.stat`; 0 where the kernel does not count it."""
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return next((int(value) for key, value in map(str.split, lines) if key == name), 0)
+def _page_cache(statistics: Path, prefix: str) -> int:
+    """Bytes of files that are kept in spare memory; 0 where the kernel does not count them."""
+    lines = statistics.read_text().splitlines() if statistics.is_file() else []
+    counted = {name: int(value) for name, value in map(str.split, lines)}
+    return sum(counted.get(f"{prefix}{part}_file", 0) for part in ("active", "inactive"))
 
 
 def temporaries_bound(config: LlamaConfig, *, num_tokens: int, num_rows: int, itemsize: int, num_shards: int) -> int:
