@@ -1,4 +1,4 @@
-"""Batch files: OpenAI's JSON lines of requests, plain prompts, the records of their answers, and a journal of them.
+"""Batch files: OpenAI's JSON lines of requests, plain prompts, and the records of their answers.
 
 A line is `{"custom_id", "method": "POST", "url", "body"}` as OpenAI's batch API takes it, or `{"prompt": ...}` or
 `{"messages": [...]}` with any fields of such a request beside it. Blank lines are skipped. A record is
@@ -7,15 +7,12 @@ A line is `{"custom_id", "method": "POST", "url", "body"}` as OpenAI's batch API
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -86,68 +83,3 @@ def _record_id() -> str:
 def digest(text: str, salt: str) -> str:
     """Knows a line again: the same text asked of the same model with the same defaults (`salt`)."""
     return hashlib.blake2b(f"{salt}\n{text}".encode(errors="surrogateescape"), digest_size=16).hexdigest()
-
-
-class Journal:
-    """The finished records of a run, in the order in which they finished, beside the output to be: `OUTPUT.partial`.
-
-    A record counts as finished when its line is whole in the file, so that a run that was killed at any moment is taken
-    up by the next one. One process at a time holds the journal: another gets a BlockingIOError.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a+b")
-        self._path = path
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            raise
-        self._places: dict[tuple[int, str], tuple[int, int]] = {}  # (line number, digest) -> offset, size
-        self._end = 0
-        self._read_back()
-
-    def _read_back(self) -> None:
-        self._file.seek(0)
-        for raw in self._file:
-            try:
-                entry = json.loads(raw) if raw.endswith(b"\n") else None
-            except ValueError:
-                entry = None
-            if entry is None:  # torn by whatever ended the last run
-                break
-            self._places[entry["line"], entry["digest"]] = (self._end, len(raw))
-            self._end += len(raw)
-        self._file.truncate(self._end)
-
-    def __contains__(self, key: tuple[int, str]) -> bool:
-        return key in self._places
-
-    def add(self, number: int, line_digest: str, record: dict[str, Any]) -> None:
-        raw = json.dumps({"line": number, "digest": line_digest, "record": record}, ensure_ascii=False).encode() + b"\n"
-        self._file.write(raw)
-        self._file.flush()
-        self._places[number, line_digest] = (self._end, len(raw))
-        self._end += len(raw)
-
-    def write_ordered(self, keys: Iterator[tuple[int, str]], output: Path) -> int:
-        """Writes the records of `keys`, in that order, to `output`, whole or not at all, and removes the journal.
-        Returns how many of them are errors."""
-        num_errors = 0
-        temporary = output.with_name(output.name + ".ordered")
-        with temporary.open("wb") as file:
-            for key in keys:
-                offset, size = self._places[key]
-                record = json.loads(os.pread(self._file.fileno(), size, offset))["record"]
-                response = record["response"]
-                num_errors += response is None or response["status_code"] != 200
-                file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-        temporary.replace(output)
-        self._path.unlink()
-        return num_errors
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._file.close()

@@ -3,22 +3,26 @@
     python -m scripts.generate --model demo --input prompts.jsonl --output out.jsonl
 
 Lines are OpenAI batch requests or plain prompts (scripts/batch_file.py). The output has one record per line, in the
-input's order. Until it is complete, finished records gather in OUTPUT.partial; the same command goes on from there.
+input's order. Until it is complete, finished records gather in OUTPUT.partial; the same command goes on from there. An
+output that is there already is replaced when the new one is complete, and not before.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from batcher.errors import EngineDeadError
-from scripts.batch_file import Journal, Line, answer_record, digest, parse_line, problem_record
+from scripts.batch_file import Line, answer_record, digest, parse_line, problem_record
+from scripts.batch_input import BatchInput
+from scripts.journal import Journal, Key, ordered_path, partial_path
 from scripts.llm import LLM
 from scripts.settings import EngineSettings, add_engine_flags
 
@@ -27,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m scripts.generate", description=__doc__.splitlines()[0], allow_abbrev=False
     )
-    p.add_argument("--input", type=Path, required=True, metavar="FILE", help="JSON lines")
+    p.add_argument("--input", type=Path, required=True, metavar="FILE", help="JSON lines; - is the standard input")
     p.add_argument("--output", type=Path, required=True, metavar="FILE")
     p.add_argument("--overwrite", action="store_true", help="redo an output that is there, and forget a partial one")
     p.add_argument(
@@ -40,21 +44,21 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines that are not blank, with their numbers."""
-    # A line that is not UTF-8 is that line's error: the others are read all the same.
-    with path.open(encoding="utf-8", errors="surrogateescape", newline="\n") as file:
-        for number, text in enumerate(file, 1):
-            if text.strip():
-                yield number, text.strip()
-
-
-def generate(path: Path, output: Path, journal: Journal, params: dict[str, Any], salt: str, load: Any) -> int:
+def generate(
+    batch: BatchInput,
+    keys: Sequence[Key],
+    output: Path,
+    journal: Journal,
+    params: dict[str, Any],
+    salt: str,
+    load: Callable[[], LLM],
+) -> int:
     """Answers what the journal lacks and writes the output; returns the number of errors in it.
 
-    `load()` gives the LLM; it is not called where nothing is left to ask.
+    Args:
+        keys: of the lines of `batch`.
+        load: gives the LLM; it is not called where nothing is left to ask.
     """
-    keys = [(number, digest(text, salt)) for number, text in numbered_lines(path)]
     bar = tqdm(total=len(keys), initial=sum(key in journal for key in keys), unit="line", smoothing=0.05)
     asked: dict[int, tuple[int, str, Line]] = {}
     num_tokens = 0
@@ -62,7 +66,11 @@ def generate(path: Path, output: Path, journal: Journal, params: dict[str, Any],
     def requests() -> Iterator[tuple[str, Any]]:
         """The lines still to be asked. Those that are no requests are answered on the way."""
         seen: set[str] = set()
-        for (number, text), key in zip(numbered_lines(path), keys, strict=True):
+        lines = batch.numbered_lines()
+        for key in keys:  # lines that are added meanwhile do not count
+            number, text = next(lines, (0, ""))
+            if key != (number, digest(text, salt)):
+                raise ValueError(f"line {key[0]} of the input has changed since the run began")
             line = parse_line(text, number, params)
             if line.custom_id is not None and line.custom_id in seen and line.problem is None:
                 problem = f"line {number}: custom_id {line.custom_id!r} is taken by a line before"
@@ -95,25 +103,31 @@ def generate(path: Path, output: Path, journal: Journal, params: dict[str, Any],
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    partial = args.output.with_name(args.output.name + ".partial")
+    output = Path(os.path.realpath(args.output))  # through a link, the file that it names is written
+    partial = partial_path(output)
     try:
         settings = EngineSettings.from_namespace(args)
         if not isinstance(args.params, dict):
             raise ValueError(f"--params must be a JSON object, not {args.params!r}")
-        if args.overwrite:
-            args.output.unlink(missing_ok=True)
-            partial.unlink(missing_ok=True)
-        if args.output.exists() and not partial.exists():
-            print(f"{args.output} is there already: nothing to do (--overwrite does it again)", file=sys.stderr)
-            return 0
+        check_output(output)
 
         def load() -> LLM:
             keywords = {name: getattr(settings, name) for name in EngineSettings.field_names()}
             return LLM(tokenizer=args.tokenizer, served_model_name=args.served_model_name, report=_say, **keywords)
 
         salt = json.dumps([settings.model, args.params], sort_keys=True)
-        with Journal(partial) as journal:
-            num_errors = generate(args.input, args.output, journal, args.params, salt, load)
+        with BatchInput(args.input) as batch:
+            batch.check_is_none_of((output, partial, ordered_path(output)))
+            keys = [(number, digest(text, salt)) for number, text in batch.numbered_lines()]
+            if not keys:
+                raise ValueError(f"--input {args.input} has no lines")
+            with Journal(partial) as journal:
+                if output.exists() and journal.is_empty and not args.overwrite:
+                    print(f"{output} is there already: nothing to do (--overwrite does it again)", file=sys.stderr)
+                    return 0
+                if args.overwrite:
+                    journal.forget()
+                num_errors = generate(batch, keys, output, journal, args.params, salt, load)
     except BlockingIOError:
         print(f"generate: another run is writing {partial}", file=sys.stderr)
         return 2
@@ -121,7 +135,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"generate: {error}; what is finished is in {partial}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"generate: interrupted; the same command goes on from {partial}", file=sys.stderr)
+        command = "the same command without --overwrite" if args.overwrite else "the same command"
+        kept = f"; {command} goes on from {partial}" if partial.exists() else ""
+        print(f"generate: interrupted{kept}", file=sys.stderr)
         return 130
     except (ValueError, OSError) as error:
         print(f"generate: {error}", file=sys.stderr)
@@ -129,6 +145,16 @@ def main(argv: list[str] | None = None) -> int:
     if num_errors:
         print(f"{num_errors} of the records are errors", file=sys.stderr)
     return 0
+
+
+def check_output(output: Path) -> None:
+    """Raises ValueError where no file can be written at `output`."""
+    if output.is_dir():
+        raise ValueError(f"--output {output} is a folder: name a file in it")
+    if output.exists() and not output.is_file():
+        raise ValueError(f"--output {output} is a device or a pipe: the records need a file")
+    if not output.parent.is_dir():
+        raise ValueError(f"--output {output}: there is no folder {output.parent}")
 
 
 def _say(line: str) -> None:

@@ -6,20 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from batcher.buckets import BucketConfig, BucketLadder
-from batcher.config import EngineConfig
-from batcher.engine import Engine
-from batcher.step import Capacity
 from model.presets import preset
 from scripts import llm as llm_module
 from scripts.llm import LLM
 from scripts.stand_in_tokenizer import write_stand_in_tokenizer
-from server.wire import EngineInfo
-from tests.batcher.fake_runner import FakeRunner
-
-CAPACITY = Capacity(
-    num_slots=4, num_pages=64, page_size=16, max_model_len=256, max_num_batched_tokens=32, vocab_size=1024
-)
+from tests.scripts.generating import CAPACITY, build_fake
 
 
 @pytest.fixture(scope="session")
@@ -38,12 +29,7 @@ def make_llm(monkeypatch, model_folder):
 
     def make(**runner_options: object) -> LLM:
         def build(settings, report):
-            runner = FakeRunner(CAPACITY, **runner_options)
-            ladder = BucketLadder(BucketConfig(max_num_batched_tokens=32, max_num_seqs=4))
-            config = EngineConfig(eos_token_ids=(777,), max_waiting=settings.max_queue, seed=0)
-            engine = Engine(runner, config, ladder)
-            engine.warm_up(report)
-            return engine, EngineInfo(max_model_len=CAPACITY.max_model_len, vocab_size=CAPACITY.vocab_size)
+            return build_fake(settings.max_queue, report, **runner_options)
 
         monkeypatch.setattr(llm_module, "build", build)
         return LLM(str(model_folder), load_format="dummy", served_model_name="m")

@@ -2,12 +2,16 @@
 
 import _thread
 import json
+import os
 import signal
+import threading
+from pathlib import Path
 
 import pytest
 
 from scripts import generate as command
-from scripts.batch_file import CHAT, COMPLETIONS, Journal, answer_record, digest, parse_line
+from scripts.batch_file import CHAT, COMPLETIONS, digest
+from scripts.journal import Journal
 
 
 def batch_line(custom_id: str, url: str = COMPLETIONS, **body: object) -> str:
@@ -23,9 +27,13 @@ def read_records(path) -> list[dict]:
 def run(make_llm, monkeypatch, tmp_path):
     """Runs the command on the given lines, in a folder of its own; `run.asked` counts the requests that were sent."""
 
-    def go(lines: list[str | bytes], *flags: str, interrupt_after: int | None = None, **runner_options: object) -> int:
-        raw = [line if isinstance(line, bytes) else line.encode() for line in lines]
-        (tmp_path / "in.jsonl").write_bytes(b"\n".join(raw) + b"\n")
+    def go(
+        lines: list[str | bytes] | Path, *flags: str, interrupt_after: int | None = None, **runner_options: object
+    ) -> int:
+        """`lines` are written to a file first, or are the input's path."""
+        source = tmp_path / "in.jsonl" if isinstance(lines, list) else lines
+        if isinstance(lines, list):
+            source.write_bytes(b"".join((line if isinstance(line, bytes) else line.encode()) + b"\n" for line in lines))
 
         def make(**keywords: object) -> object:
             llm = make_llm(**runner_options)
@@ -46,7 +54,7 @@ def run(make_llm, monkeypatch, tmp_path):
 
         monkeypatch.setattr(command, "LLM", make)
         go.asked = 0
-        return command.main(["--input", str(tmp_path / "in.jsonl"), "--output", str(go.output), *flags])
+        return command.main(["--input", str(source), "--output", str(go.output), *flags])
 
     go.output = tmp_path / "out.jsonl"
     go.partial = tmp_path / "out.jsonl.partial"
@@ -150,6 +158,175 @@ def test_a_finished_output_is_left_alone(run, capsys):
     assert run.asked == 1
 
 
+def test_an_old_output_is_replaced_when_the_new_one_is_complete_and_not_before(run, capsys):
+    run.output.write_text("old\n")
+    lines = [batch_line(f"id-{i}", prompt=f"prompt {i}") for i in range(20)]
+    assert run(lines, "--overwrite", interrupt_after=7) == 130
+    assert run.output.read_text() == "old\n"
+    assert "the same command without --overwrite goes on from" in capsys.readouterr().err
+    assert run(lines) == 0
+    assert run.asked == 13
+    assert len(read_records(run.output)) == 20
+
+
+def test_overwriting_forgets_a_partial_output(run):
+    lines = [batch_line(f"id-{i}", prompt=f"prompt {i}") for i in range(20)]
+    assert run(lines, interrupt_after=7) == 130
+    kept = {json.loads(line)["record"]["id"] for line in run.partial.read_text().splitlines()}
+    assert run(lines, "--overwrite") == 0
+    assert run.asked == 20
+    assert kept.isdisjoint(record["id"] for record in read_records(run.output))
+
+
+def test_what_goes_wrong_at_the_start_costs_neither_old_output_nor_partial_one(run, tmp_path, monkeypatch, capsys):
+    lines = [batch_line(f"id-{i}", prompt=f"prompt {i}") for i in range(20)]
+    assert run(lines, interrupt_after=7) == 130
+    run.output.write_text("old\n")
+    before = run.partial.read_bytes()
+    empty = tmp_path / "empty"
+    empty.write_text("\n  \n")
+    for source, words in [
+        (tmp_path / "mistyped", "No such file"),
+        (tmp_path, "is a folder: name a file of JSON lines"),
+        (empty, "has no lines"),
+        (run.output, "which this run would write: name another"),
+        (run.partial, "which this run would write"),
+    ]:
+        assert run(source, "--overwrite") == 2
+        assert words in capsys.readouterr().err
+    assert run(lines, "--overwrite", "--params", "[1]") == 2
+
+    def broken(**keywords: object) -> None:
+        raise ValueError("no such model")
+
+    monkeypatch.setattr(command, "LLM", broken)
+    flags = ["--input", str(tmp_path / "in.jsonl"), "--output", str(run.output), "--overwrite"]
+    assert command.main(flags) == 2
+    assert "no such model" in capsys.readouterr().err
+    assert run.output.read_text() == "old\n"
+    assert run.partial.read_bytes() == before
+
+
+@pytest.mark.parametrize("link", ["symlink_to", "hardlink_to"])
+@pytest.mark.parametrize("is_output", [True, False])
+def test_an_input_that_would_be_written_is_refused_through_links_too(link, is_output, run, tmp_path, capsys):
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "a"}\n')
+    getattr(run.output if is_output else run.partial, link)(source)
+    assert run(source, "--overwrite") == 2
+    assert "which this run would write" in capsys.readouterr().err
+    assert source.read_text() == '{"prompt": "a"}\n'
+
+
+def test_an_output_behind_a_link_is_written_where_it_lies(run, tmp_path):
+    (tmp_path / "far").mkdir()
+    run.output.symlink_to(tmp_path / "far" / "records.jsonl")
+    assert run(['{"prompt": "a"}']) == 0
+    assert run.output.is_symlink()
+    assert len(read_records(tmp_path / "far" / "records.jsonl")) == 1
+    assert run(['{"prompt": "a"}', '{"prompt": "b"}'], "--overwrite") == 0
+    assert run.output.is_symlink()
+    assert len(read_records(tmp_path / "far" / "records.jsonl")) == 2
+
+
+def test_an_output_that_cannot_be_a_file_is_refused(run, tmp_path, capsys):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    os.mkfifo(tmp_path / "fifo")
+    for output, words in [
+        (tmp_path, "is a folder: name a file in it"),
+        ("/", "is a folder"),
+        (tmp_path / "fifo", "is a device or a pipe"),
+        (tmp_path / "none" / "out", f"there is no folder {tmp_path / 'none'}"),
+    ]:
+        for flags in ([], ["--overwrite"]):
+            assert command.main(["--input", str(tmp_path / "in.jsonl"), "--output", str(output), *flags]) == 2
+            assert words in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fifo", "in.jsonl"]
+
+
+def test_a_partial_file_of_another_kind_is_left_alone(run, capsys):
+    for content in ("notes\n", '{"line": 1}\n', '[1]\n{"li'):
+        run.partial.write_text(content)
+        for flags in ([], ["--overwrite"]):
+            assert run(['{"prompt": "a"}'], *flags) == 2
+            assert "is in the way" in capsys.readouterr().err
+            assert run.partial.read_text() == content
+
+
+@pytest.mark.parametrize("how", ["fifo", "/dev/stdin", "-"])
+def test_a_pipe_is_an_input_too(how, run, tmp_path):
+    lines = "".join(
+        batch_line(f"id-{i}", prompt=f"prompt {i}") + " " * 2000 + "\n" for i in range(50)
+    )  # more than a pipe holds
+    if how == "fifo":
+        source = tmp_path / "fifo"
+        os.mkfifo(source)
+    else:
+        source = Path(how)
+        reading, writing = os.pipe()
+    stdin = os.dup(0)
+
+    def feed() -> None:
+        with open(source if how == "fifo" else writing, "w") as pipe:
+            pipe.write(lines)
+
+    feeder = threading.Thread(target=feed)
+    try:
+        if how != "fifo":
+            os.dup2(reading, 0)
+            os.close(reading)
+        feeder.start()
+        assert run(source) == 0
+    finally:
+        os.dup2(stdin, 0)
+        os.close(stdin)
+        feeder.join()
+    assert [record["custom_id"] for record in read_records(run.output)] == [f"id-{i}" for i in range(50)]
+
+
+def test_the_standard_input_is_read_from_where_the_shell_left_it(run, tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_text("a heading\n" + '{"prompt": "a", "custom_id": "one"}\n')
+    stdin = os.dup(0)
+    try:
+        with source.open("rb", buffering=0) as file:
+            file.seek(len("a heading\n"))
+            os.dup2(file.fileno(), 0)
+            assert run(Path("-")) == 0
+    finally:
+        os.dup2(stdin, 0)
+        os.close(stdin)
+    assert [record["custom_id"] for record in read_records(run.output)] == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda text: text + '{"prompt": "more"}\n', 0),
+        (lambda text: text.replace("first", "other"), 2),
+        (lambda text: "", 2),
+    ],
+)
+def test_lines_added_meanwhile_do_not_count_and_changed_ones_are_an_error(change, code, run, tmp_path, monkeypatch):
+    read = command.BatchInput.numbered_lines
+    source = tmp_path / "in.jsonl"
+    num_readings = 0
+
+    def meanwhile(batch):
+        nonlocal num_readings
+        num_readings += 1
+        if num_readings == 2:
+            source.write_text(change(source.read_text()))
+        return read(batch)
+
+    monkeypatch.setattr(command.BatchInput, "numbered_lines", meanwhile)
+    assert run(['{"prompt": "first"}', '{"prompt": "second"}']) == code
+    assert num_readings == 2
+    assert run.output.exists() is (code == 0)
+    if code == 0:
+        assert len(read_records(run.output)) == 2
+
+
 def test_params_are_defaults_and_nothing_more(run):
     lines = ['{"prompt": "abc"}', '{"prompt": "abc", "max_tokens": 2}']
     assert run(lines, "--params", '{"max_tokens": 9, "temperature": 0}') == 0
@@ -185,22 +362,6 @@ def test_flags_that_make_no_sense_are_refused(run, capsys):
     with pytest.raises(SystemExit):
         command.main(["--input", "a", "--output", "b", "--beams", "3"])
     assert command.main(["--input", "no-such-file", "--output", str(run.output)]) == 2
-
-
-def test_the_journal_forgets_a_torn_record(tmp_path):
-    path = tmp_path / "j"
-    record = answer_record(parse_line('{"prompt": "a"}', 1, {}), 200, {"id": "x"})
-    with Journal(path) as journal:
-        journal.add(1, "aa", record)
-        journal.add(2, "bb", record)
-    path.write_bytes(path.read_bytes()[:-5])
-    with Journal(path) as journal:
-        assert (1, "aa") in journal
-        assert (2, "bb") not in journal
-        journal.add(2, "cc", record)
-        assert journal.write_ordered(iter([(2, "cc"), (1, "aa")]), tmp_path / "o") == 0
-    assert len(read_records(tmp_path / "o")) == 2
-    assert not path.exists()
 
 
 def test_a_digest_knows_text_model_and_defaults_apart():

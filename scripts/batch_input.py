@@ -1,0 +1,76 @@
+"""The file of lines that a batch run answers, which may also be a pipe."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO, Self
+
+STDIN = Path("-")
+
+
+class BatchInput:
+    """The lines of a batch file, which are read several times.
+
+    A pipe can be read once: its content is kept in a temporary file. Opening such an input waits until its writer ends.
+
+    Args:
+        path: "-" is the standard input.
+
+    Raises:
+        ValueError: a folder.
+        OSError: a file that cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if path != STDIN and path.is_dir():
+            raise ValueError(f"--input {path} is a folder: name a file of JSON lines")
+        self._path = path
+        self._file: BinaryIO = open(0, "rb", closefd=False) if path == STDIN else path.open("rb")  # noqa: SIM115
+        status = os.fstat(self._file.fileno())
+        self._status = status
+        if not stat.S_ISREG(status.st_mode):
+            try:
+                self._file = _copied(self._file)
+            except BaseException:
+                self._file.close()
+                raise
+        self._start = self._file.tell()  # the shell may have read a part of the standard input
+
+    def check_is_none_of(self, paths: Iterable[Path]) -> None:
+        """Raises ValueError where one of `paths`, which are written, is this file, by whatever links."""
+        for path in paths:
+            if path.exists() and os.path.samestat(self._status, path.stat()):
+                raise ValueError(f"--input {self._path} is the file {path}, which this run would write: name another")
+
+    def numbered_lines(self) -> Iterator[tuple[int, str]]:
+        """The lines that are not blank, with their numbers from 1."""
+        self._file.seek(self._start)
+        for number, raw in enumerate(self._file, 1):
+            # A line that is not UTF-8 is that line's error: the others are read all the same.
+            text = raw.decode(errors="surrogateescape").strip()
+            if text:
+                yield number, text
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()
+
+
+def _copied(pipe: BinaryIO) -> BinaryIO:
+    os.set_blocking(pipe.fileno(), True)  # a terminal that is shared may have been left otherwise
+    copy = tempfile.TemporaryFile("w+b", prefix="pallas-serve-")  # noqa: SIM115
+    try:
+        with pipe:
+            shutil.copyfileobj(pipe, copy)
+        copy.seek(0)
+    except BaseException:
+        copy.close()
+        raise
+    return copy

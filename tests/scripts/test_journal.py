@@ -1,0 +1,152 @@
+"""The journal of a batch run: torn records, and processes that want it at once and are killed."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import journal as journal_module
+from scripts.batch_file import answer_record, parse_line
+from scripts.journal import Journal
+
+ROOT = Path(__file__).parents[2]
+
+
+def read_records(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_journal_forgets_a_torn_record(tmp_path):
+    path = tmp_path / "j"
+    record = answer_record(parse_line('{"prompt": "a"}', 1, {}), 200, {"id": "x"})
+    with Journal(path) as journal:
+        journal.add(1, "aa", record)
+        journal.add(2, "bb", record)
+    path.write_bytes(path.read_bytes()[:-5])
+    with Journal(path) as journal:
+        assert (1, "aa") in journal
+        assert (2, "bb") not in journal
+        journal.add(2, "cc", record)
+        assert journal.write_ordered(iter([(2, "cc"), (1, "aa")]), tmp_path / "o") == 0
+    assert len(read_records(tmp_path / "o")) == 2
+    assert not path.exists()
+
+
+def test_a_journal_without_records_leaves_no_file(tmp_path):
+    with Journal(tmp_path / "j") as journal:
+        assert journal.is_empty
+    assert not (tmp_path / "j").exists()
+
+
+def test_forgotten_records_are_lost_when_the_first_new_one_is_added_and_not_before(tmp_path):
+    with Journal(tmp_path / "j") as journal:
+        journal.add(1, "aa", {})
+        journal.add(2, "bb", {})
+    with Journal(tmp_path / "j") as journal:
+        journal.forget()
+        assert (1, "aa") not in journal
+    with Journal(tmp_path / "j") as journal:
+        assert (1, "aa") in journal
+        journal.forget()
+        journal.add(3, "cc", {})
+    with Journal(tmp_path / "j") as journal:
+        assert (1, "aa") not in journal
+        assert (3, "cc") in journal
+
+
+@pytest.mark.parametrize("is_there_again", [False, True])
+def test_a_journal_that_its_run_removes_before_it_is_locked_is_opened_anew(is_there_again, tmp_path, monkeypatch):
+    """Two processes: the second has opened the file when the first completes and removes it."""
+    lock = fcntl.flock
+    num_calls = 0
+
+    def flock(file, how):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            (tmp_path / "j").unlink()
+            if is_there_again:
+                (tmp_path / "j").touch()
+        lock(file, how)
+
+    monkeypatch.setattr(journal_module.fcntl, "flock", flock)
+    with Journal(tmp_path / "j") as journal:
+        assert num_calls == 2
+        journal.add(1, "aa", {})
+        with pytest.raises(BlockingIOError):  # it is the file at the path that is locked
+            Journal(tmp_path / "j")
+    assert len(read_records(tmp_path / "j")) == 1
+
+
+class Run:
+    """scripts.generate in processes of their own, over the fake runner."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.output, self.partial = folder / "out.jsonl", folder / "out.jsonl.partial"
+        source = folder / "in.jsonl"
+        lines = [{"prompt": f"prompt {i}", "max_tokens": 5, "temperature": 0} for i in range(40)]
+        source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        self._flags = ["--model", str(model), "--input", str(source), "--output", str(self.output)]
+
+    def begin(self, count: int, name: str, *flags: str) -> subprocess.Popen[str]:
+        """A process that sends itself the signal `name` when it has written `count` records."""
+        command = [sys.executable, "-m", "tests.scripts.generating", str(count), name, *self._flags, *flags]
+        return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+    def until_its_end(self, count: int, name: str, *flags: str) -> tuple[int, str]:
+        process = self.begin(count, name, *flags)
+        _, errors = process.communicate(timeout=120)
+        return process.returncode, errors
+
+
+@pytest.fixture
+def run(tmp_path, model_folder):
+    return Run(tmp_path, model_folder)
+
+
+NEVER = 0
+
+
+def test_a_killed_run_is_taken_up_by_the_next_and_an_old_output_lies_there_until_then(run):
+    run.output.write_text("old\n")
+    code, _ = run.until_its_end(7, "SIGKILL", "--overwrite")
+    assert code == -signal.SIGKILL
+    assert run.output.read_text() == "old\n"
+    kept = {entry["record"]["id"] for entry in read_records(run.partial)}
+    assert len(kept) == 7
+    code, errors = run.until_its_end(NEVER, "SIGKILL")
+    assert code == 0, errors
+    records = read_records(run.output)
+    assert [record["custom_id"] for record in records] == [f"line-{i}" for i in range(1, 41)]
+    assert kept < {record["id"] for record in records}
+    assert not run.partial.exists()
+
+
+def test_a_second_run_is_refused_and_takes_nothing_from_the_first(run):
+    run.output.write_text("old\n")
+    first = run.begin(7, "SIGSTOP", "--overwrite")
+    try:
+        os.waitid(os.P_PID, first.pid, os.WSTOPPED | os.WNOWAIT)
+        before = run.partial.read_bytes()
+        assert len(before.splitlines()) == 7
+        for flags in ([], ["--overwrite"]):
+            code, errors = run.until_its_end(NEVER, "SIGKILL", *flags)
+            assert code == 2
+            assert f"another run is writing {run.partial}" in errors
+        assert run.partial.read_bytes() == before
+        assert run.output.read_text() == "old\n"
+        first.send_signal(signal.SIGCONT)
+        _, errors = first.communicate(timeout=120)
+        assert first.returncode == 0, errors
+    finally:
+        first.kill()
+        first.communicate()
+    assert len(read_records(run.output)) == 40
+    assert not run.partial.exists()
