@@ -54,15 +54,13 @@ class CompileCounter:
             self._cached_here.count = self.from_cache_in_this_thread + 1
 
 
-# JAX keeps its listeners for good; these let go of a counter that nobody holds any more.
+# JAX keeps its listeners for good, and must: it calls them from every thread that compiles, while it walks the list of
+# them. So they stay when their counter is gone, and do nothing.
 
 
 def _forward_duration(counter: weakref.ref[CompileCounter]):
     def listen(event: str, duration_s: float, **_: object) -> None:
-        target = counter()
-        if target is None:
-            jax.monitoring.unregister_event_duration_listener(listen)
-        else:
+        if (target := counter()) is not None:
             target.count(event)
 
     return listen
@@ -70,10 +68,7 @@ def _forward_duration(counter: weakref.ref[CompileCounter]):
 
 def _forward_event(counter: weakref.ref[CompileCounter]):
     def listen(event: str, **_: object) -> None:
-        target = counter()
-        if target is None:
-            jax.monitoring.unregister_event_listener(listen)
-        else:
+        if (target := counter()) is not None:
             target.count(event)
 
     return listen

@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -42,10 +45,25 @@ def test_every_program_is_counted_once():
     assert (counter.total, counter.from_cache_in_this_thread) == (1, 0)
 
 
-def test_a_counter_that_nobody_holds_is_forgotten():
-    counter = CompileCounter()
+def test_a_counter_that_is_gone_takes_no_event_from_another():
+    gone, counter = CompileCounter(), CompileCounter()
+    held = weakref.ref(gone)
+    del gone
+    gc.collect()
+    assert held() is None
     jax.jit(lambda x: x - 8)(np.ones(11, np.float32))
     assert counter.total == 1
-    del counter
+
+
+def test_several_threads_compile_after_a_counter_is_gone():
+    for _ in range(8):
+        CompileCounter()
     gc.collect()
-    jax.jit(lambda x: x - 9)(np.ones(11, np.float32))  # its listeners let go
+    together = threading.Barrier(4)
+
+    def compile_one(number: int) -> float:
+        together.wait()
+        return float(jax.jit(lambda x: x - number)(np.ones(13, np.float32))[0])
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(compile_one, range(4))) == [1, 0, -1, -2]
