@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from inputs.json_file import read_object
+from inputs.limits import MAX_VOCAB_SIZE
+from inputs.schema import TEXT, TRUTH, check, described_as, integer, number, number_above
+from inputs.words import shown
+
 ARCHITECTURE = "LlamaForCausalLM"
 CHECKPOINT_DTYPES = ("bfloat16", "float16", "float32")
+
+_Size = integer(1, 1 << 24)
+_Count = integer(1, 1 << 16)
+_Tokens = integer(1, 1 << 30)  # positions are int32 on the device
+_End = described_as(int | list[int], "an integer or a list of integers")
+# Within these bounds no frequency overflows float32 and none is NaN.
+_Factor = number(1e-6, 1e9)
+_Theta = number(1e-6, 1e30)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +76,7 @@ class LlamaConfig:
             problems.append(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
             problems.append(f"head_dim={self.head_dim} is odd, but rotary embeddings turn pairs")
+        problems += end_id_problems(self.eos_token_ids, self.vocab_size)
         if problems:
             raise ValueError("not a Llama: " + "; ".join(problems))
 
@@ -87,34 +102,28 @@ class LlamaConfig:
             ValueError: one message naming everything that is missing or that this engine does not compute.
         """
         problems = _unsupported(raw)
-        missing = [key for key in _REQUIRED if raw.get(key) is None]
-        problems += [f"{key} is missing" for key in missing]
-        problems += _mistyped(raw)
+        file, found = check(raw, _ConfigFile)
         theta, scaling, rope_problems = _rope(raw)
-        problems += rope_problems
-        try:
-            ends = end_ids(raw)
-        except ValueError as error:
-            problems.append(str(error))
-        if problems:
+        problems += found + rope_problems
+        if file is None or problems:
             raise ValueError(f"{len(problems)} problem(s) in the model's config: " + "; ".join(problems))
-        heads = raw["num_attention_heads"]
+        heads = file.num_attention_heads
         return cls(
-            vocab_size=raw["vocab_size"],
-            hidden_size=raw["hidden_size"],
-            intermediate_size=raw["intermediate_size"],
-            num_layers=raw["num_hidden_layers"],
+            vocab_size=file.vocab_size,
+            hidden_size=file.hidden_size,
+            intermediate_size=file.intermediate_size,
+            num_layers=file.num_hidden_layers,
             num_heads=heads,
-            num_kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // max(heads, 1),
-            rms_norm_eps=float(raw["rms_norm_eps"]),
+            num_kv_heads=file.num_key_value_heads or heads,
+            head_dim=file.head_dim or file.hidden_size // heads,
+            rms_norm_eps=file.rms_norm_eps,
             rope_theta=theta,
             rope_scaling=scaling,
-            max_position_embeddings=raw["max_position_embeddings"],
-            tie_word_embeddings=raw.get("tie_word_embeddings") or False,
-            checkpoint_dtype=_dtype(raw),
-            bos_token_id=raw.get("bos_token_id"),
-            eos_token_ids=ends or (),
+            max_position_embeddings=file.max_position_embeddings,
+            tie_word_embeddings=file.tie_word_embeddings or False,
+            checkpoint_dtype=raw.get("dtype") or raw.get("torch_dtype"),
+            bos_token_id=file.bos_token_id,
+            eos_token_ids=end_ids(file) or (),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -149,65 +158,74 @@ _POSITIVE = (
     "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
     "rms_norm_eps", "rope_theta", "max_position_embeddings",
 )  # fmt: skip
-_REQUIRED = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "rms_norm_eps", "max_position_embeddings",
-)  # fmt: skip
-_TYPES: dict[type[int] | type[float] | type[bool], tuple[str, ...]] = {
-    int: (
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "max_position_embeddings", "bos_token_id",
-    ),
-    float: ("rms_norm_eps",),
-    bool: ("tie_word_embeddings",),
-}  # fmt: skip
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """A file's JSON object. ValueError, naming the file, where it holds something else."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path} does not hold a JSON object")
-    return raw
+class _ConfigFile(msgspec.Struct, kw_only=True):
+    """The fields of `config.json` that are read as they are. Those of rotary embeddings are in `_RopeFields`."""
+
+    vocab_size: integer(1, MAX_VOCAB_SIZE)
+    hidden_size: _Size
+    intermediate_size: _Size
+    num_hidden_layers: _Count
+    num_attention_heads: _Count
+    num_key_value_heads: _Count | None = None
+    head_dim: _Count | None = None
+    rms_norm_eps: number_above(0, 1)
+    max_position_embeddings: _Tokens
+    tie_word_embeddings: TRUTH | None = None
+    bos_token_id: described_as(int, "an integer") | None = None
+    eos_token_id: _End | None = None
 
 
-def end_ids(raw: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """`eos_token_id` of a config or generation config, one id or several; None where it does not say."""
-    eos = raw.get("eos_token_id")
-    listed = eos if isinstance(eos, list) else [eos]
-    if eos is None:
-        return None
-    if not all(_is_a(int, id) for id in listed):
-        raise ValueError(f"eos_token_id={eos!r} is neither an integer nor a list of integers")
-    return tuple(listed)
+class _RopeFields(msgspec.Struct):
+    """`rope_parameters` or `rope_scaling`."""
+
+    rope_type: TEXT | None = None
+    type: TEXT | None = None  # the older name of `rope_type`
+    rope_theta: _Theta | None = None
+    factor: _Factor | None = None
+    low_freq_factor: _Factor | None = None
+    high_freq_factor: _Factor | None = None
+    original_max_position_embeddings: _Tokens | number(1, 1 << 30) | None = None
+    partial_rotary_factor: described_as(float, "1 (another share is not supported)", ge=1, le=1) | None = None
+
+    def scaling(self) -> dict[str, Any]:
+        """What it says of the scaling, with its kind as `rope_type`; empty where it only gives the base."""
+        named = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+        kind = named.pop("type", None)
+        kind = named.pop("rope_type", None) or kind
+        named.pop("rope_theta", None)
+        return named | ({"rope_type": kind} if kind else {})
 
 
-def _is_a(kind: type[int] | type[float] | type[bool], value: Any) -> bool:
-    """As JSON has it: true is no number, and an integer is one."""
-    if kind is bool or isinstance(value, bool):
-        return kind is bool and isinstance(value, bool)
-    return isinstance(value, (int, float) if kind is float else int)
+class _Base(msgspec.Struct):
+    rope_theta: _Theta | None = None
 
 
-def _mistyped(raw: Mapping[str, Any]) -> list[str]:
-    names = {int: "an integer", float: "a number", bool: "true or false"}
-    return [
-        f"{key}={raw[key]!r} is not {names[kind]}"
-        for kind, keys in _TYPES.items()
-        for key in keys
-        if raw.get(key) is not None and not _is_a(kind, raw[key])
-    ]
+class GenerationFile(msgspec.Struct):
+    """Of `generation_config.json`, what the model must know."""
+
+    eos_token_id: _End | None = None
+
+
+def end_ids(file: _ConfigFile | GenerationFile) -> tuple[int, ...] | None:
+    """`eos_token_id`, one id or several; None where the file does not say."""
+    eos = file.eos_token_id
+    return (eos,) if isinstance(eos, int) else None if eos is None else tuple(eos)
+
+
+def end_id_problems(ids: Sequence[int], vocab_size: int) -> list[str]:
+    """The ids that the model can never draw: a text would go on past the end that they are to mark."""
+    outside = [id for id in ids if not 0 <= id < vocab_size]
+    return [f"eos_token_id={shown(outside)} is not in the vocabulary of {vocab_size} ids"] if outside else []
 
 
 def _unsupported(raw: Mapping[str, Any]) -> list[str]:
     """What would be computed wrongly, each with what would be right."""
     problems = []
     architectures = raw.get("architectures") or [ARCHITECTURE if raw.get("model_type") == "llama" else None]
-    if list(architectures) != [ARCHITECTURE]:
-        problems.append(f"architectures={architectures} is not supported (only {ARCHITECTURE} is)")
+    if architectures != [ARCHITECTURE]:
+        problems.append(f"architectures={shown(architectures)} is not supported (only {ARCHITECTURE} is)")
     expected = {
         "model_type": ("llama",),
         "hidden_act": ("silu", "swish"),
@@ -222,49 +240,43 @@ def _unsupported(raw: Mapping[str, Any]) -> list[str]:
     for key, values in expected.items():
         value = raw.get(key)
         if value is not None and value not in values:
-            problems.append(f"{key}={value!r} is not supported (only {list(values) or 'none'})")
+            problems.append(f"{key}={shown(value)} is not supported (only {list(values) or 'none'})")
     return problems
 
 
 def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None, list[str]]:
     """theta, scaling and problems, from `rope_theta` + `rope_scaling` or from the newer `rope_parameters`."""
-    spellings = [raw.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
-    if not all(isinstance(spelling, dict) for spelling in spellings):
+    spellings = {key: raw.get(key) or {} for key in ("rope_parameters", "rope_scaling")}
+    if not all(isinstance(spelling, dict) for spelling in spellings.values()):
         return 0.0, None, ["rope_parameters and rope_scaling must be objects"]
-    new, old = (_without_theta(spelling) for spelling in spellings)
-    problems = []
+    base, problems = check(raw, _Base)
+    read = {}
+    for key, spelling in spellings.items():
+        read[key], found = check(spelling, _RopeFields)
+        problems += [f"{key}.{problem}" for problem in found]
+    if base is None or problems:
+        return 0.0, None, problems
+    new, old = (fields.scaling() for fields in read.values())
     if new and old and new != old:
         problems.append(f"rope_parameters={new} and rope_scaling={old} disagree")
-    given = [spelling["rope_theta"] for spelling in [raw, *spellings] if spelling.get("rope_theta") is not None]
-    if any(not _is_a(float, theta) or theta != given[0] for theta in given):
-        return 0.0, None, [*problems, f"rope_theta must be one number, and is given as {given}"]
+    given = [fields.rope_theta for fields in (base, *read.values()) if fields.rope_theta is not None]
+    if any(theta != given[0] for theta in given):
+        problems.append(f"rope_theta must be one number, and is given as {given}")
     # 10000 is what the reference implementation takes where neither spelling gives a base.
-    theta = float(given[0] if given else 10_000)
-    rope = new or old
-    kind = rope.pop("rope_type", "default")
-    if rope.pop("partial_rotary_factor", None) not in (None, 1, 1.0):
-        problems.append("partial_rotary_factor other than 1 is not supported")
+    theta = given[0] if given else 10_000.0
+    scaling, found = _scaling(new or old)
+    return theta, scaling, problems + found
+
+
+def _scaling(rope: dict[str, Any]) -> tuple[RopeScaling | None, list[str]]:
+    kind = rope.get("rope_type", "default")
     if kind == "default":
-        return theta, None, problems
+        return None, []
     if kind not in _SCALINGS:
-        problems.append(f"rope_type={kind!r} is not supported (only {['default', *_SCALINGS]})")
-        return theta, None, problems
+        return None, [f"rope_type={shown(kind)} is not supported (only {['default', *_SCALINGS]})"]
     values = {name: rope.get(name) for name in _SCALINGS[kind].__dataclass_fields__}
     if absent := [name for name, value in values.items() if value is None]:
-        problems.append(f"rope_type={kind!r} lacks {absent}")
-    elif wrong := [name for name, value in values.items() if not (_is_a(float, value) and value > 0)]:
-        problems.append(f"rope_type={kind!r} needs positive numbers for {wrong}")
-    elif kind == "llama3" and not values["low_freq_factor"] < values["high_freq_factor"]:
-        problems.append(f"rope_type={kind!r} needs low_freq_factor below high_freq_factor")
-    return theta, None if problems else _SCALINGS[kind](**values), problems
-
-
-def _without_theta(spelling: dict[str, Any]) -> dict[str, Any]:
-    """The scaling alone, its kind by its newer name; empty where the base was all."""
-    rest = {key: value for key, value in spelling.items() if key not in ("rope_theta", "type")}
-    kind = spelling.get("rope_type") or spelling.get("type")
-    return rest | ({"rope_type": kind} if kind else {})
-
-
-def _dtype(raw: Mapping[str, Any]) -> str | None:
-    return raw.get("dtype") or raw.get("torch_dtype")
+        return None, [f"rope_type={kind!r} lacks {absent}"]
+    if kind == "llama3" and not values["low_freq_factor"] < values["high_freq_factor"]:
+        return None, [f"rope_type={kind!r} needs low_freq_factor below high_freq_factor"]
+    return _SCALINGS[kind](**values), []

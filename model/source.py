@@ -17,8 +17,11 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from inputs.json_file import read_object
+from inputs.paths import check_local
+from inputs.schema import decode
 from model import presets
-from model.config import LlamaConfig, end_ids, read_object
+from model.config import GenerationFile, LlamaConfig, end_id_problems, end_ids
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parent / "demo"
@@ -56,6 +59,7 @@ def resolve(name: str, *, revision: str | None = None, weights: bool = True) -> 
     Raises:
         ValueError: nothing of that name, an unsupported model, or a hub that cannot be reached. It says which.
     """
+    check_local(name)
     kind = _kind(name)
     if revision is not None and kind is not Kind.HUB:
         raise ValueError(f"a revision is for hub models only: {revision=} {name=}")
@@ -124,7 +128,9 @@ def _end_ids(folder: Path, config: LlamaConfig) -> tuple[int, ...]:
         return config.eos_token_ids
     raw = read_object(path)
     try:
-        listed = end_ids(raw)
+        listed = end_ids(decode(raw, GenerationFile))
+        if problems := end_id_problems(listed or (), config.vocab_size):
+            raise ValueError("; ".join(problems))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return config.eos_token_ids if listed is None else listed

@@ -1,0 +1,1 @@
+"""What comes from outside: files and paths, read strictly, and the words in which they are refused."""

@@ -1,0 +1,35 @@
+"""Values and errors in one line that can be read: bounded, and without control characters."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
+
+MAX_LINE_CHARS = 4000
+
+_REPR = reprlib.Repr(maxlevel=4, maxdict=12, maxlist=12, maxset=12, maxtuple=12, maxstring=100, maxother=100)
+
+
+def shown(value: Any) -> str:
+    """`repr`, cut where the value is long or deep."""
+    return _REPR.repr(value)
+
+
+def one_line(text: str) -> str:
+    """The text in one line: its lines joined, what does not print escaped, the end cut off where it is very long."""
+    line = " ".join(stripped for part in text.splitlines() if (stripped := part.strip()))
+    line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in line[: MAX_LINE_CHARS + 1])
+    return line if len(line) <= MAX_LINE_CHARS else line[:MAX_LINE_CHARS] + "..."
+
+
+def is_worded(error: BaseException) -> bool:
+    """Whether the error's message is for the user. Every other error is a fault of this program."""
+    return isinstance(error, ValueError | OSError)
+
+
+def described(error: BaseException) -> str:
+    """The error in one line. Where its message is not for the user, its type and how to find its place."""
+    name, message = type(error).__name__, one_line(str(error))
+    if is_worded(error):
+        return message or name
+    return f"internal error: {name}: {message}; run with --debug for the traceback"
