@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from inputs.limits import MAX_JSON_BYTES
+from inputs.schema import decode
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -26,6 +29,15 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ValueError(f"{path} does not hold a JSON object")
     return raw
+
+
+def read_fields[S: msgspec.Struct](path: Path, schema: type[S]) -> S:
+    """The fields of a file's JSON object that `schema` has. ValueError naming the file and every wrong field."""
+    raw = read_object(path)
+    try:
+        return decode(raw, schema)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def read_text(path: Path, max_bytes: int) -> str:

@@ -17,9 +17,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from inputs.json_file import read_object
+from inputs.json_file import read_fields
 from inputs.paths import check_local
-from inputs.schema import decode
 from model import presets
 from model.config import GenerationFile, LlamaConfig, end_id_problems, end_ids
 
@@ -126,11 +125,9 @@ def _end_ids(folder: Path, config: LlamaConfig) -> tuple[int, ...]:
     path = folder / "generation_config.json"
     if not path.exists():
         return config.eos_token_ids
-    raw = read_object(path)
-    try:
-        listed = end_ids(decode(raw, GenerationFile))
-        if problems := end_id_problems(listed or (), config.vocab_size):
-            raise ValueError("; ".join(problems))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    return config.eos_token_ids if listed is None else listed
+    listed = end_ids(read_fields(path, GenerationFile))
+    if listed is None:
+        return config.eos_token_ids
+    if problems := end_id_problems(listed, config.vocab_size):
+        raise ValueError(f"{path}: {'; '.join(problems)}")
+    return listed

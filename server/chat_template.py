@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jinja2
-
+from inputs.limits import MAX_TEMPLATE_BYTES
 from server.disguise import Change, Mask, Substitution, free_characters, map_strings
 from server.template_environment import template_environment
 from server.tokenizer import Tokenizer, special_token_pattern
@@ -45,10 +44,14 @@ class ChatTemplate:
     """A compiled template. Raises TemplateError where the source is not valid Jinja."""
 
     def __init__(self, source: str, *, special_tokens: Iterable[str], variables: Mapping[str, str]) -> None:
+        if len(source) > MAX_TEMPLATE_BYTES:
+            raise TemplateError(
+                f"The chat template has {len(source)} characters; at most {MAX_TEMPLATE_BYTES} are read."
+            )
         try:
             self._template = template_environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise TemplateError(f"The chat template is not valid: {error}") from error
+        except Exception as error:  # Jinja's own errors, and Python's where it cannot compile what Jinja wrote
+            raise TemplateError(f"The chat template is not valid: {error or type(error).__name__}") from error
         self._variables = dict(variables)
         special_tokens = list(special_tokens)
         self._pattern = special_token_pattern(special_tokens)

@@ -7,6 +7,7 @@ from typing import Any
 
 from batcher.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from server.errors import RequestError, invalid
+from server.ranges import LEAST_TOP_K, MIN_PS, REPETITION_PENALTIES, TEMPERATURES, TOP_PS
 from server.schemas import SamplingFields
 from server.settings import GenerationDefaults
 
@@ -15,19 +16,18 @@ MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
 SEED_BITS = 63
-REPETITION_PENALTIES = (1e-3, 1e3)  # the device divides float32 logits by it: far from 1 nothing finite is left
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
 def check_sampling(body: SamplingFields, *, vocab_size: int) -> None:
     """Raises RequestError 400 for the first value that is out of range. Lengths come once the prompt is known."""
-    _check_range("temperature", body.temperature, 0, 2)
-    _check_range("top_p", body.top_p, 0, 1, low_open=True)
-    _check_range("min_p", body.min_p, 0, 1)
+    _check_range("temperature", body.temperature, *TEMPERATURES)
+    _check_range("top_p", body.top_p, *TOP_PS, low_open=True)
+    _check_range("min_p", body.min_p, *MIN_PS)
     _check_range("presence_penalty", body.presence_penalty, -2, 2)
     _check_range("frequency_penalty", body.frequency_penalty, -2, 2)
     _check_range("repetition_penalty", body.repetition_penalty, *REPETITION_PENALTIES)
-    if body.top_k is not None and body.top_k < -1:
+    if body.top_k is not None and body.top_k < LEAST_TOP_K:
         raise invalid("top_k", f"must be -1 or 0 (off) or positive, got {body.top_k}")
     if body.n is not None and body.n < 1:
         raise invalid("n", f"must be at least 1, got {body.n}")

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+import msgspec
+
+from inputs.json_file import read_fields
+from inputs.limits import MAX_VOCAB_SIZE
+from inputs.schema import TRUTH, integer, number, number_above
+from server.ranges import LEAST_TOP_K, MIN_PS, REPETITION_PENALTIES, TEMPERATURES, TOP_PS
 
 DEFAULT_METRICS_PREFIX = "pallas_serve:"
+
+
+class _GenerationFile(msgspec.Struct):
+    """Of `generation_config.json`, how to draw. A default out of a request's own range would fail every request."""
+
+    do_sample: TRUTH | None = None
+    temperature: number(*TEMPERATURES) | None = None
+    top_p: number_above(*TOP_PS) | None = None
+    top_k: integer(LEAST_TOP_K, 2**31 - 1) | None = None
+    min_p: number(*MIN_PS) | None = None
+    repetition_penalty: number(*REPETITION_PENALTIES) | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,18 +38,23 @@ class GenerationDefaults:
 
     @classmethod
     def from_folder(cls, folder: Path) -> GenerationDefaults:
-        """Of the file's fields those above; `do_sample: false` means greedy. No file: the defaults above."""
+        """Of the file's fields those above; `do_sample: false` means greedy. No file: the defaults above.
+
+        ValueError, naming the file and every field, for values that no request could have.
+        """
         path = folder / "generation_config.json"
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        values = {name: config[name] for name in cls.__dataclass_fields__ if config.get(name) is not None}
-        if config.get("do_sample") is False:
-            values["temperature"] = 0.0
-        return cls(**values)
+        if not path.is_file():
+            return cls()
+        file = msgspec.structs.asdict(read_fields(path, _GenerationFile))
+        greedy = file.pop("do_sample") is False
+        values = {name: value for name, value in file.items() if value is not None}
+        return cls(**values | ({"temperature": 0.0} if greedy else {}))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     tokenizer_folder: Path
+    vocab_size: int = MAX_VOCAB_SIZE  # the model's: a tokenizer with ids beyond it is refused
     model_names: tuple[str, ...]  # the first is the one that answers carry; all are accepted
     model_root: str = ""  # where the weights came from, as /v1/models shows it
     host: str = "127.0.0.1"
@@ -45,6 +66,7 @@ class Settings:
     metrics_prefix: str = DEFAULT_METRICS_PREFIX
     version: str = "0.0.0"
     force_usage: bool = False  # streams carry usage whether or not they ask for it
+    debug: bool = False  # the engine's process prints the traceback of what it fails with
     show_cached_tokens: bool = True  # usage.prompt_tokens_details
     queue_timeout_s: float | None = None  # a request that waits longer is refused; None: it may wait for ever
     max_body_bytes: int = 8 * 2**20  # ids of a million tokens; the JSON of more would hold up every stream for long

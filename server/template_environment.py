@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
+import jinja2.compiler
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
@@ -16,12 +17,22 @@ import jinja2.sandbox
 def template_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     """The environment that Hugging Face templates are written for."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
+    environment.code_generator_class = _CodeGenerator
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda fmt: datetime.now().strftime(fmt)
     return environment
+
+
+class _CodeGenerator(jinja2.compiler.CodeGenerator):
+    """Computes no expression while it compiles: `{{ 10 ** (10 ** 10) }}` would hold up the start for good."""
+
+    def _output_child_to_const(self, node: jinja2.nodes.Expr, frame: Any, finalize: Any) -> str:
+        if not isinstance(node, jinja2.nodes.TemplateData):
+            raise jinja2.nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
 
 
 class _GenerationTag(jinja2.ext.Extension):

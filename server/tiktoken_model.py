@@ -28,6 +28,7 @@ NAMED_SPECIAL_TOKENS = (
     "<|eot_id|>",
     "<|python_tag|>",
 )
+MAX_TOKEN_BYTES = 1024  # Llama 3's longest has 128; every cut of a token in two is tried
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -67,6 +68,11 @@ def special_tokens() -> list[str]:
 def _read_ranks(path: Path) -> dict[bytes, int]:
     try:
         lines = [line.split() for line in path.read_bytes().splitlines() if line]
-        return {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
     except ValueError as error:
         raise ValueError(f"{path} is not a tiktoken file of base64 tokens and ranks: {error}") from error
+    if sorted(ranks.values()) != list(range(len(lines))):
+        raise ValueError(f"{path} is not a tiktoken file: its {len(lines)} ranks are not 0, 1, 2 and so on")
+    if max(map(len, ranks), default=0) > MAX_TOKEN_BYTES:
+        raise ValueError(f"{path} is not a tiktoken file: a token has more than {MAX_TOKEN_BYTES} bytes")
+    return ranks

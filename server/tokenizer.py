@@ -7,18 +7,24 @@ one look-up per token, without ever decoding the same text twice.
 
 from __future__ import annotations
 
-import json
+import logging
 import re
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import tokenizers
 
+from inputs.json_file import check_size
+from inputs.limits import MAX_TOKENIZER_BYTES, MAX_VOCAB_SIZE
+from inputs.words import shown
 from server.byte_alphabet import unicode_to_byte
 from server.tiktoken_model import tokenizer_from_tiktoken
+from server.tokenizer_files import chat_template, special_tokens
 
+logger = logging.getLogger("pallas_serve")
+
+MAX_SPARE_TOKENS = 1024  # special tokens after the model's vocabulary: what fine-tuning has added and never trained
 LONG_TEXT_CHARS = 20_000  # from here on encoding takes so long (10 ms) that it is worth a thread of its own
 
 
@@ -41,9 +47,22 @@ class Tokenizer(Protocol):
 
 
 class ByteLevelTokenizer:
-    """A byte-level BPE tokenizer (Llama 3's kind) from a checkpoint folder. Anything else is a ValueError."""
+    """A byte-level BPE tokenizer (Llama 3's kind) from a checkpoint folder. Anything else is a ValueError.
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, config: dict[str, Any], chat_template: str | None) -> None:
+    Args:
+        config: what templates know by a name: bos_token, eos_token and so on.
+        vocab_size: the model's. No text may become an id at or above it. A special token may have one, which only a
+            client that writes the token itself can ask for; then the request is refused.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        config: Mapping[str, str],
+        chat_template: str | None,
+        vocab_size: int = MAX_VOCAB_SIZE,
+    ) -> None:
         if not isinstance(backend.decoder, tokenizers.decoders.ByteLevel):
             raise ValueError(f"the tokenizer is not a byte-level BPE one: {type(backend.decoder).__name__=}")
         backend.encode_special_tokens = True
@@ -54,26 +73,48 @@ class ByteLevelTokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_tokens = {token.content: id for id, token in added.items() if token.special}
         self.special_ids = frozenset(self.special_tokens.values())
-        self.token_bytes = _token_bytes(backend, {token.content: id for id, token in added.items()})
-        self.max_token_chars = max(len(raw) for raw in self.token_bytes)
-        self.template_variables = _template_variables(config)
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self._check_ids(vocab, vocab_size)
+        self.token_bytes = _token_bytes(vocab, {token.content for token in added.values()}, vocab_size)
+        self.max_token_chars = max(map(len, self.token_bytes), default=0)
+        if not self.max_token_chars:
+            raise ValueError("the tokenizer has no tokens")
+        self._affixes = _affixes(backend, vocab_size)
+        self.template_variables = dict(config)
+
+    def _check_ids(self, vocab: Mapping[str, int], vocab_size: int) -> None:
+        beyond = {token: id for token, id in vocab.items() if id >= vocab_size}
+        wrong = {
+            token: id
+            for token, id in beyond.items()
+            if id not in self.special_ids or id >= vocab_size + MAX_SPARE_TOKENS
+        }
+        if wrong:
+            raise ValueError(f"{len(wrong)} tokens have ids that a model of {vocab_size} does not know: {shown(wrong)}")
+        if beyond:
+            logger.warning("prompts with %s are refused: the model knows %d ids only", shown(beyond), vocab_size)
 
     @classmethod
-    def from_folder(cls, folder: Path) -> ByteLevelTokenizer:
+    def from_folder(cls, folder: Path, *, vocab_size: int = MAX_VOCAB_SIZE) -> ByteLevelTokenizer:
         """Reads `tokenizer.json` (or a tiktoken-style `tokenizer.model`), `tokenizer_config.json` and the template.
 
-        Raises ValueError where there is none, or none of this kind.
+        Raises ValueError where there is none, or none of this kind, or none for a model of `vocab_size` ids.
         """
-        config = _read_json(folder / "tokenizer_config.json")
-        special_map = _read_json(folder / "special_tokens_map.json")
         if (folder / "tokenizer.json").is_file():
-            backend = _read_backend(folder / "tokenizer.json")
+            path, read, variables = folder / "tokenizer.json", _read_backend, {}
         elif (folder / "tokenizer.model").is_file():
-            backend = tokenizer_from_tiktoken(folder / "tokenizer.model")
-            special_map = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"} | special_map
+            path, read = folder / "tokenizer.model", tokenizer_from_tiktoken
+            variables = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
         else:
             raise ValueError(f"{folder} holds neither tokenizer.json nor tokenizer.model")
-        return cls(backend, config=special_map | config, chat_template=_chat_template(folder, config))
+        variables |= special_tokens(folder)
+        template = chat_template(folder)
+        check_size(path, MAX_TOKENIZER_BYTES)
+        backend = read(path)
+        try:
+            return cls(backend, config=variables, chat_template=template, vocab_size=vocab_size)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
     def encode_plain(self, texts: list[str]) -> list[list[int]]:
         # A batch is handed to the library's threads: on a busy machine that takes longer than to encode short texts.
@@ -84,13 +125,6 @@ class ByteLevelTokenizer:
     def with_affixes(self, ids: list[int]) -> list[int]:
         before, after = self._affixes
         return [*before, *ids, *after]
-
-    @cached_property
-    def _affixes(self) -> tuple[list[int], list[int]]:
-        bare = self._backend.encode("a", add_special_tokens=False).ids
-        full = self._backend.encode("a", add_special_tokens=True).ids
-        start = next(i for i in range(len(full)) if full[i : i + len(bare)] == bare)
-        return full[:start], full[start + len(bare) :]
 
 
 def special_token_pattern(special_tokens: Iterable[str]) -> re.Pattern[str]:
@@ -106,35 +140,29 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
         raise ValueError(f"{path} is not a tokenizer that can be read: {error}") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
-def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """The file wins over the field, as in transformers. Of several named templates, the one called default."""
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
-
-
-def _template_variables(config: dict[str, Any]) -> dict[str, str]:
-    variables = {}
-    for name in ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"):
-        value = config.get(name)
-        value = value.get("content") if isinstance(value, dict) else value
-        if isinstance(value, str):
-            variables[name] = value
-    return variables
-
-
-def _token_bytes(backend: tokenizers.Tokenizer, added: dict[str, int]) -> list[bytes]:
+def _token_bytes(vocab: Mapping[str, int], added: set[str], vocab_size: int) -> list[bytes]:
+    """By id. A token with letters outside the alphabet of bytes stands for itself, as in the library's decoder."""
     to_byte = unicode_to_byte()
-    vocab = backend.get_vocab(with_added_tokens=True)
-    table = [b""] * (max(vocab.values()) + 1)
-    for token, id in vocab.items():
-        raw = token.encode() if token in added else token.translate(to_byte).encode("latin-1")
-        table[id] = raw
+    alphabet = frozenset(map(chr, to_byte))
+    known = {token: id for token, id in vocab.items() if id < vocab_size}
+    table = [b""] * (max(known.values(), default=-1) + 1)
+    for token, id in known.items():
+        is_bytes = token not in added and alphabet.issuperset(token)
+        table[id] = token.translate(to_byte).encode("latin-1") if is_bytes else token.encode()
     return table
+
+
+def _affixes(backend: tokenizers.Tokenizer, vocab_size: int) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and after a text of its own accord."""
+    try:
+        bare = backend.encode("a", add_special_tokens=False).ids
+        full = backend.encode("a", add_special_tokens=True).ids
+    except Exception as error:  # the library raises nothing more precise
+        raise ValueError(f"the tokenizer cannot encode a text: {error}") from error
+    start = next((i for i in range(len(full) + 1) if full[i : i + len(bare)] == bare), None)
+    if start is None:
+        raise ValueError("the tokenizer's post-processor does not keep the text that it is given")
+    before, after = full[:start], full[start + len(bare) :]
+    if unknown := [id for id in before + after if id >= vocab_size]:
+        raise ValueError(f"the tokenizer adds ids to every text that a model of {vocab_size} does not know: {unknown}")
+    return before, after

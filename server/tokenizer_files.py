@@ -1,0 +1,75 @@
+"""The small files next to a tokenizer: the tokens that templates know by a name, and the chat template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from inputs.json_file import read_fields, read_text
+from inputs.limits import MAX_TEMPLATE_BYTES
+from inputs.schema import TEXT, described_as
+
+
+class _SpecialToken(msgspec.Struct):
+    content: TEXT
+
+
+_Token = described_as(str | _SpecialToken, "a text, or an object with a text as its content")
+
+
+class _SpecialTokensFile(msgspec.Struct):
+    """`special_tokens_map.json`: the tokens that templates know by a name."""
+
+    bos_token: _Token | None = None
+    eos_token: _Token | None = None
+    pad_token: _Token | None = None
+    unk_token: _Token | None = None
+    sep_token: _Token | None = None
+    cls_token: _Token | None = None
+    mask_token: _Token | None = None
+
+    def by_name(self) -> dict[str, str]:
+        named = {name: getattr(self, name) for name in _SpecialTokensFile.__struct_fields__}
+        return {name: token if isinstance(token, str) else token.content for name, token in named.items() if token}
+
+
+class _NamedTemplate(msgspec.Struct):
+    name: TEXT
+    template: TEXT
+
+
+class _TokenizerConfigFile(_SpecialTokensFile):
+    """`tokenizer_config.json`. Of several templates, the one called "default" is that of plain conversations."""
+
+    chat_template: (
+        described_as(
+            str | list[_NamedTemplate] | dict[str, str],
+            "a text, a list of objects with a text each as name and template, or an object of texts by name",
+        )
+        | None
+    ) = None
+
+    def template(self) -> str | None:
+        template = self.chat_template
+        if isinstance(template, list):
+            template = {entry.name: entry.template for entry in template}
+        return template.get("default") if isinstance(template, dict) else template
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """bos_token, eos_token and so on, of `special_tokens_map.json` and, before it, of `tokenizer_config.json`."""
+    path = folder / "special_tokens_map.json"
+    tokens = read_fields(path, _SpecialTokensFile).by_name() if path.is_file() else {}
+    return tokens | _tokenizer_config(folder).by_name()
+
+
+def chat_template(folder: Path) -> str | None:
+    """That of `chat_template.jinja`, or else of `tokenizer_config.json`."""
+    path = folder / "chat_template.jinja"
+    return read_text(path, MAX_TEMPLATE_BYTES) if path.is_file() else _tokenizer_config(folder).template()
+
+
+def _tokenizer_config(folder: Path) -> _TokenizerConfigFile:
+    path = folder / "tokenizer_config.json"
+    return read_fields(path, _TokenizerConfigFile) if path.is_file() else _TokenizerConfigFile()
