@@ -10,16 +10,19 @@ from pathlib import Path
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
-def check_local(path: str | Path) -> None:
-    """ValueError for a URL such as gs://bucket/folder, which would become a local folder named "gs:"."""
+def check_local(path: str | Path, name: str) -> None:
+    """ValueError, naming the flag or field `name`, for a URL such as gs://bucket/folder: as a path it would be a local
+    folder called "gs:"."""
     if _URL.match(str(path)):
-        raise ValueError(f"{str(path)!r} is a URL, and only local paths are read and written: copy or mount it first")
+        raise ValueError(f"{name} {_refusal(path)}")
 
 
 def local_path(text: str) -> Path:
     """The `type` of every command line argument that is a path."""
-    try:
-        check_local(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    if _URL.match(text):
+        raise argparse.ArgumentTypeError(_refusal(text))  # argparse names the flag
     return Path(text)
+
+
+def _refusal(path: str | Path) -> str:
+    return f"{str(path)!r} is a URL, and only local paths are read and written: copy it here or mount it"

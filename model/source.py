@@ -58,7 +58,7 @@ def resolve(name: str, *, revision: str | None = None, weights: bool = True) -> 
     Raises:
         ValueError: nothing of that name, an unsupported model, or a hub that cannot be reached. It says which.
     """
-    check_local(name)
+    check_local(name, "model")
     kind = _kind(name)
     if revision is not None and kind is not Kind.HUB:
         raise ValueError(f"a revision is for hub models only: {revision=} {name=}")

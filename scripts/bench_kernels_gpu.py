@@ -18,6 +18,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from inputs.paths import local_path
+
 MODELS = {  # query heads, KV heads, head dim, as one chip sees them
     "1b": (32, 8, 64),
     "3b": (24, 8, 128),
@@ -34,9 +36,9 @@ def main(target: str, static: bool, rest: list[str]) -> None:
     )
     parser.add_argument("--model", choices=MODELS, default="8b")
     parser.add_argument("--device", action="store_true", help="measure on the attached chip")
-    parser.add_argument("--cuda-root", type=Path, help="a folder with bin/nvdisasm and bin/ptxas")
-    parser.add_argument("--json", type=Path, help="write the figures here, too")
-    parser.add_argument("--markdown", type=Path, help="write the report here, too")
+    parser.add_argument("--cuda-root", type=local_path, help="a folder with bin/nvdisasm and bin/ptxas")
+    parser.add_argument("--json", type=local_path, help="write the figures here, too")
+    parser.add_argument("--markdown", type=local_path, help="write the report here, too")
     args = parser.parse_args(rest)
     if static == args.device:
         parser.error("say --static or --device")

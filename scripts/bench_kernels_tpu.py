@@ -14,9 +14,9 @@ import importlib.metadata
 import json
 import shlex
 import sys
-from pathlib import Path
 from typing import Any
 
+from inputs.paths import local_path
 from scripts.benchmarks.tpu_static import (
     BATCHES,
     KERNELS,
@@ -49,7 +49,7 @@ def main(target: str, static: bool, rest: list[str]) -> None:
     parser.add_argument("--mixed", action="append", help="Q_BLOCK,KV_BLOCK,TILE_ROWS,TILE_TOKENS,UNITS to try")
     parser.add_argument("--no-shipped", action="store_true", help="leave out the kernel that jax ships")
     parser.add_argument("--sweep", action="store_true", help="try the block sizes of a grid, keep the best in tuned/")
-    parser.add_argument("--markdown", type=Path, help="also append the tables here")
+    parser.add_argument("--markdown", type=local_path, help="also append the tables here")
     args = parser.parse_args(rest)
     if not static:
         raise ValueError("there is no TPU here to measure on: use --static")

@@ -16,16 +16,17 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from batcher.engine import Engine
 from batcher.request import Request, RequestOutput, SamplingParams
+from inputs.paths import local_path
 from scripts.benchmarks.lengths import Lengths
 from scripts.benchmarks.workload import random_prompts
 from scripts.engine import Built, build_runner
+from scripts.errors import FailedError, add_debug_flag, failed
 from scripts.settings import SCHEDULING, EngineSettings, add_engine_flags
 
 
@@ -62,8 +63,9 @@ def parser() -> argparse.ArgumentParser:
     work.add_argument("--temperature", type=float, default=0.0)
     work.add_argument("--compare", choices=SCHEDULING, help="run this way of scheduling too, on the same requests")
     work.add_argument("--repeats", type=int, default=1, help="of each, alternating; the best of each is compared")
-    work.add_argument("--output-json", type=Path)
+    work.add_argument("--output-json", type=local_path)
     add_engine_flags(p)
+    add_debug_flag(p)
     return p
 
 
@@ -90,7 +92,7 @@ def measure(engine: Engine, requests: Sequence[Request], scheduling: str) -> tup
     """Everything is asked for at once; the clock runs until the last token. Returns the tokens of each request too.
 
     Raises:
-        RuntimeError: a request ended with an error.
+        FailedError: a request ended with an error.
     """
     remaining = len(requests)
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
@@ -116,7 +118,7 @@ def measure(engine: Engine, requests: Sequence[Request], scheduling: str) -> tup
     stats = engine.stats()
     engine.shutdown()
     if errors:
-        raise RuntimeError(f"{len(errors)} requests failed; the first: {errors[0]}")
+        raise FailedError(f"{len(errors)} requests failed; the first: {errors[0]}")
     run = Run(
         scheduling=scheduling,
         seconds=seconds,
@@ -138,7 +140,7 @@ def describe(run: Run) -> str:
     )
 
 
-def bench(built: Built, requests: Sequence[Request], ways: Sequence[str], repeats: int) -> dict[str, Run]:
+def best_of_each(built: Built, requests: Sequence[Request], ways: Sequence[str], repeats: int) -> dict[str, Run]:
     """The best run of each way of scheduling."""
     best: dict[str, Run] = {}
     texts: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -155,19 +157,12 @@ def bench(built: Built, requests: Sequence[Request], ways: Sequence[str], repeat
     return best
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    try:
-        args.max_queue = max(args.max_queue, args.num_prompts)
-        settings = EngineSettings.from_namespace(args)
-        built = build_runner(settings, print)
-        seed = settings.seed or 0
-        requests = make_requests(
-            args, vocab_size=built.info.vocab_size, max_model_len=built.info.max_model_len, seed=seed
-        )
-    except (ValueError, OSError) as error:
-        print(f"bench_offline: {error}", file=sys.stderr)
-        return 2
+def bench(args: argparse.Namespace) -> int:
+    args.max_queue = max(args.max_queue, args.num_prompts)
+    settings = EngineSettings.from_namespace(args)
+    built = build_runner(settings, print)
+    seed = settings.seed or 0
+    requests = make_requests(args, vocab_size=built.info.vocab_size, max_model_len=built.info.max_model_len, seed=seed)
     built.engine().warm_up(lambda line: print(f"  {line}"))
     ways = [settings.scheduling, *([args.compare] if args.compare not in (None, settings.scheduling) else [])]
     lens = np.array([request.sampling.max_tokens for request in requests])
@@ -175,7 +170,7 @@ def main(argv: list[str] | None = None) -> int:
         f"{len(requests)} requests, outputs of {lens.mean():.0f} tokens on average "
         f"(median {np.median(lens):.0f}, {lens.min()} to {lens.max()})"
     )
-    best = bench(built, requests, ways, args.repeats)
+    best = best_of_each(built, requests, ways, args.repeats)
     result: dict[str, Any] = {"runs": [{**asdict(r), "tokens_per_s": r.output_tokens_per_s} for r in best.values()]}
     if len(ways) == 2:
         ratio = best[ways[0]].output_tokens_per_s / best[ways[1]].output_tokens_per_s
@@ -184,6 +179,14 @@ def main(argv: list[str] | None = None) -> int:
     if args.output_json:
         args.output_json.write_text(json.dumps(result, indent=2) + "\n")
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        return bench(args)
+    except (Exception, KeyboardInterrupt) as error:
+        return failed("bench_offline", error, debug=args.debug)
 
 
 if __name__ == "__main__":

@@ -30,9 +30,11 @@ from typing import Any
 import psutil
 import uvloop
 
+from inputs.paths import local_path
 from scripts.benchmarks.client import Target, run
 from scripts.benchmarks.metrics import summary
 from scripts.benchmarks.workload import BenchRequest, from_file
+from scripts.errors import FailedError, add_debug_flag, failed
 
 
 @dataclass(frozen=True)
@@ -62,19 +64,22 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--server", type=Peer.parse, action="append", required=True, metavar="NAME=COMMAND")
     p.add_argument("--model", required=True, help="what {model} stands for, and what requests call the model")
-    p.add_argument("--dataset-path", type=Path, required=True, help="prompts and lengths, JSON lines or one JSON list")
+    p.add_argument(
+        "--dataset-path", type=local_path, required=True, help="prompts and lengths, JSON lines or one JSON list"
+    )
     p.add_argument("--concurrency", type=parse_load, nargs="+", default=[(4, 12), (16, 32)], metavar="C:N")
     p.add_argument("--repeats", type=int, default=1, help="rounds over all servers")
     p.add_argument("--port", type=int, default=8470)
     p.add_argument("--num-warmups", type=int, default=4)
     p.add_argument("--start-timeout", type=float, default=600.0, metavar="S")
-    p.add_argument("--output-json", type=Path)
+    p.add_argument("--output-json", type=local_path)
+    add_debug_flag(p)
     return p
 
 
 @contextmanager
 def serving(peer: Peer, model: str, port: int, timeout_s: float) -> Iterator[psutil.Process]:
-    """The server, ready; its whole process group ends with the context. RuntimeError where it does not come up."""
+    """The server, ready; its whole process group ends with the context. FailedError where it does not come up."""
     log = Path(tempfile.gettempdir()) / f"bench_peers-{peer.name}.log"
     command = peer.command.format(model=shlex.quote(model), port=port)
     with log.open("w") as out:
@@ -85,7 +90,7 @@ def serving(peer: Peer, model: str, port: int, timeout_s: float) -> Iterator[psu
         deadline = time.monotonic() + timeout_s
         while not _is_up(port):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{peer.name} did not come up: see {log}")
+                raise FailedError(f"{peer.name} did not come up: see {log}")
             time.sleep(0.5)
         yield psutil.Process(process.pid)
     finally:
@@ -179,13 +184,11 @@ def table(results: list[dict[str, Any]], names: list[str]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+def bench(args: argparse.Namespace) -> int:
     requests = from_file(args.dataset_path, None)
     needed = max(count for _, count in args.concurrency) + args.num_warmups
     if len(requests) < needed:
-        print(f"bench_peers: {args.dataset_path} has {len(requests)} requests, {needed} are needed", file=sys.stderr)
-        return 2
+        raise ValueError(f"{args.dataset_path} has {len(requests)} requests, {needed} are needed")
     results: list[dict[str, Any]] = []
     for _ in range(args.repeats):
         for peer in args.server:
@@ -199,6 +202,14 @@ def main(argv: list[str] | None = None) -> int:
     if args.output_json:
         args.output_json.write_text(json.dumps(results, indent=2) + "\n")
     return 1 if any(result["failed"] for result in results) else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        return bench(args)
+    except (Exception, KeyboardInterrupt) as error:
+        return failed("bench_peers", error, debug=args.debug)
 
 
 if __name__ == "__main__":

@@ -11,17 +11,18 @@ import json
 import math
 import sys
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import uvloop
 
+from inputs.paths import local_path
 from scripts.benchmarks.arrivals import arrival_times
 from scripts.benchmarks.client import Outcome, Target, run
 from scripts.benchmarks.lengths import Lengths, Trace
 from scripts.benchmarks.metrics import METRICS, summary, table
 from scripts.benchmarks.workload import BenchRequest, from_file, from_trace, random_prompts
+from scripts.errors import FailedError, add_debug_flag, failed
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -50,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     load.add_argument("--num-warmups", type=int, default=0, help="requests sent before the clock starts")
     work = p.add_argument_group("requests")
     work.add_argument("--dataset", choices=("random", "trace", "jsonl"), default="random")
-    work.add_argument("--dataset-path", type=Path)
+    work.add_argument("--dataset-path", type=local_path)
     work.add_argument("--input-len", type=Lengths.parse, default=Lengths.parse("128"), metavar="LENGTHS")
     work.add_argument(
         "--output-len",
@@ -69,8 +70,9 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("--percentile-metrics", default=",".join(METRICS))
     report.add_argument("--metric-percentiles", default="50,90,99")
     report.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="such as ttft:200 tpot:50")
-    report.add_argument("--output-json", type=Path)
+    report.add_argument("--output-json", type=local_path)
     report.add_argument("--label", default="", help="kept in the JSON result")
+    add_debug_flag(p)
     return p
 
 
@@ -136,44 +138,39 @@ async def measure(
 ) -> tuple[list[Outcome], float]:
     if num_warmups:
         warm, _ = await run(target, requests[:num_warmups], arrivals=None, max_concurrency=max_concurrency or 4)
-        failed = [outcome.error for outcome in warm if outcome.error]
-        if failed:
-            raise RuntimeError(f"the warm-up failed: {failed[0]}")
+        errors = [outcome.error for outcome in warm if outcome.error]
+        if errors:
+            raise FailedError(f"the warm-up failed: {errors[0]}")
     return await run(target, requests, arrivals=arrivals, max_concurrency=max_concurrency)
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+def bench(args: argparse.Namespace) -> int:
     random = np.random.default_rng(args.seed)
-    try:
-        requests = build_requests(args, random)
-        arrivals = build_arrivals(args, requests, random)
-        slos = parse_slos(args.goodput)
-        if not requests:
-            raise ValueError("there is no request to send: see --num-prompts and --dataset-path")
-        if args.max_concurrency is not None and args.max_concurrency < 1:
-            raise ValueError(f"--max-concurrency must be at least 1, not {args.max_concurrency}")
-        metrics = [name for name in args.percentile_metrics.split(",") if name]
-        unknown = set(metrics) - set(METRICS)
-        if unknown:
-            raise ValueError(f"--percentile-metrics: {sorted(unknown)} are not among {METRICS}")
-        percentiles = [float(p) for p in args.metric_percentiles.split(",")]
-        if not all(0 <= p <= 100 for p in percentiles):
-            raise ValueError(f"--metric-percentiles are from 0 to 100: {args.metric_percentiles}")
-        target = Target(
-            base_url=args.base_url,
-            model=args.model or first_model(args.base_url, args.api_key),
-            chat=args.endpoint == "chat",
-            temperature=args.temperature,
-            ignore_eos=args.ignore_eos,
-            include_usage=not args.no_usage,
-            extra_body=args.extra_body,
-            api_key=args.api_key,
-        )
-        target.body(requests[0])
-    except (ValueError, OSError) as error:
-        print(f"bench_serving: {error}", file=sys.stderr)
-        return 2
+    requests = build_requests(args, random)
+    arrivals = build_arrivals(args, requests, random)
+    slos = parse_slos(args.goodput)
+    if not requests:
+        raise ValueError("there is no request to send: see --num-prompts and --dataset-path")
+    if args.max_concurrency is not None and args.max_concurrency < 1:
+        raise ValueError(f"--max-concurrency must be at least 1, not {args.max_concurrency}")
+    metrics = [name for name in args.percentile_metrics.split(",") if name]
+    unknown = set(metrics) - set(METRICS)
+    if unknown:
+        raise ValueError(f"--percentile-metrics: {sorted(unknown)} are not among {METRICS}")
+    percentiles = [float(p) for p in args.metric_percentiles.split(",")]
+    if not all(0 <= p <= 100 for p in percentiles):
+        raise ValueError(f"--metric-percentiles are from 0 to 100: {args.metric_percentiles}")
+    target = Target(
+        base_url=args.base_url,
+        model=args.model or first_model(args.base_url, args.api_key),
+        chat=args.endpoint == "chat",
+        temperature=args.temperature,
+        ignore_eos=args.ignore_eos,
+        include_usage=not args.no_usage,
+        extra_body=args.extra_body,
+        api_key=args.api_key,
+    )
+    target.body(requests[0])
     outcomes, duration_s = uvloop.run(
         measure(target, requests, arrivals, max_concurrency=args.max_concurrency, num_warmups=args.num_warmups)
     )
@@ -185,6 +182,14 @@ def main(argv: list[str] | None = None) -> int:
         settings = {key: str(value) for key, value in vars(args).items() if key != "api_key" and value is not None}
         args.output_json.write_text(json.dumps({"label": args.label, "settings": settings, **result}, indent=2) + "\n")
     return 1 if result["failed"] else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        return bench(args)
+    except (Exception, KeyboardInterrupt) as error:
+        return failed("bench_serving", error, debug=args.debug)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from batcher.step import PATCH_BLOCK, Bucket, Capacity, PackedLayout, SlotLayout, StepInput, Variant
+from inputs.paths import local_path
+from scripts.errors import add_debug_flag, failed
 from scripts.settings import EngineSettings, add_engine_flags
 
 if TYPE_CHECKING:
@@ -59,12 +60,12 @@ def parser() -> argparse.ArgumentParser:
     step.add_argument("--top-p", type=float, default=1.0, help="with --variant sample")
     step.add_argument("--top-k", type=int, default=0, help="with --variant sample")
     step.add_argument("--steps", type=int, default=20)
-    step.add_argument("--json", type=Path, help="write the figures here, too")
+    step.add_argument("--json", type=local_path, help="write the figures here, too")
+    add_debug_flag(p)
     return p
 
 
-def main(argv: list[str]) -> None:
-    args = parser().parse_args(argv)
+def bench(args: argparse.Namespace, argv: list[str]) -> int:
     from scripts.engine import build_runner
 
     needed = args.context + max([*args.prefill, args.steps + 8])
@@ -97,6 +98,7 @@ def main(argv: list[str]) -> None:
     if args.json:
         figures = [asdict(t) | {"tokens_per_s": t.tokens_per_s, "ratio": t.ratio} for t in timings]
         args.json.write_text(json.dumps({"command": argv, "steps": figures}, indent=1))
+    return 0
 
 
 def time_bucket(runner: ModelRunner, bucket: Bucket, *, context: int, steps: int, sampling: dict[str, float]) -> Timing:
@@ -175,5 +177,13 @@ def _ints(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
 
 
+def main(argv: list[str]) -> int:
+    args = parser().parse_args(argv)
+    try:
+        return bench(args, argv)
+    except (Exception, KeyboardInterrupt) as error:
+        return failed("bench_step", error, debug=args.debug)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

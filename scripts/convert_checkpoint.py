@@ -19,8 +19,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from inputs.paths import local_path
 from model.config import read_object
 from model.source import ModelSource, resolve
+from scripts.errors import add_debug_flag, failed
 
 if TYPE_CHECKING:
     from model.config import LlamaConfig
@@ -32,21 +34,23 @@ _BESIDE = ("*.json", "*.jinja", "tokenizer.model")
 _NOT_BESIDE = ("model.safetensors.index.json", "config.json")
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a folder or a hub name")
-    parser.add_argument("folder", type=Path, help="where to write; new or empty")
+    parser.add_argument("folder", type=local_path, help="where to write; new or empty")
     parser.add_argument("--revision", help="of a hub model")
     parser.add_argument("--dtype", choices=DTYPES, help="what to store (default: what keeps every value exactly)")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="chips that will serve it")
+    add_debug_flag(parser)
     args = parser.parse_args(arguments)
     try:
         source = resolve(args.model, revision=args.revision)
         if source.folder is None:
             raise ValueError(f"{args.model} has no weights to convert")
         convert(source, source.folder, args.folder, dtype=args.dtype, num_shards=args.tensor_parallel_size)
-    except ValueError as error:
-        sys.exit(f"convert_checkpoint: {error}")
+    except (Exception, KeyboardInterrupt) as error:
+        return failed("convert_checkpoint", error, debug=args.debug)
+    return 0
 
 
 def convert(source: ModelSource, origin: Path, folder: Path, *, dtype: str | None, num_shards: int) -> None:
@@ -100,4 +104,4 @@ def write_config(origin: Path, folder: Path, config: LlamaConfig, dtype: str) ->
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -20,8 +20,10 @@ from typing import Any
 from tqdm import tqdm
 
 from batcher.errors import EngineDeadError
+from inputs.paths import local_path
 from scripts.batch_file import Line, answer_record, digest, parse_line, problem_record
 from scripts.batch_input import BatchInput
+from scripts.errors import add_debug_flag, failed
 from scripts.journal import Journal, Key, ordered_path, partial_path
 from scripts.llm import LLM
 from scripts.settings import EngineSettings, add_engine_flags
@@ -31,16 +33,17 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m scripts.generate", description=__doc__.splitlines()[0], allow_abbrev=False
     )
-    p.add_argument("--input", type=Path, required=True, metavar="FILE", help="JSON lines; - is the standard input")
-    p.add_argument("--output", type=Path, required=True, metavar="FILE")
+    p.add_argument("--input", type=local_path, required=True, metavar="FILE", help="JSON lines; - is the standard input")
+    p.add_argument("--output", type=local_path, required=True, metavar="FILE")
     p.add_argument("--overwrite", action="store_true", help="redo an output that is there, and forget a partial one")
     p.add_argument(
         "--params", type=json.loads, default={}, metavar="JSON",
         help='fields for lines that do not set them, such as \'{"max_tokens": 128, "temperature": 0}\'',
     )  # fmt: skip
-    p.add_argument("--tokenizer", type=Path, metavar="DIR", help="default: the model's own")
+    p.add_argument("--tokenizer", type=local_path, metavar="DIR", help="default: the model's own")
     p.add_argument("--served-model-name", metavar="NAME", help="what the lines call the model (default: --model)")
     add_engine_flags(p)
+    add_debug_flag(p)
     return p
 
 
@@ -139,9 +142,8 @@ def main(argv: list[str] | None = None) -> int:
         kept = f"; {command} goes on from {partial}" if partial.exists() else ""
         print(f"generate: interrupted{kept}", file=sys.stderr)
         return 130
-    except (ValueError, OSError) as error:
-        print(f"generate: {error}", file=sys.stderr)
-        return 2
+    except Exception as error:
+        return failed("generate", error, debug=args.debug)
     if num_errors:
         print(f"{num_errors} of the records are errors", file=sys.stderr)
     return 0

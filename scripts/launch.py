@@ -12,7 +12,11 @@ import time
 import tomllib
 from pathlib import Path
 
+from inputs.json_file import read_text
+from inputs.limits import MAX_TEMPLATE_BYTES
+from inputs.paths import local_path
 from model.source import DEMO, Kind, ModelSource, resolve
+from scripts.errors import add_debug_flag, failed
 from scripts.settings import EngineSettings, add_engine_flags
 from scripts.stand_in_tokenizer import tokenizer_folder
 from server.main import run
@@ -34,12 +38,15 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument("--port", type=int, default=8000, help="0: any free one")
     server.add_argument("--api-key", nargs="+", default=[], metavar="KEY", help="asked for on every route but /health")
     server.add_argument("--served-model-name", nargs="+", metavar="NAME", help="default: --model")
-    server.add_argument("--tokenizer", type=Path, metavar="DIR", help="default: the model's own")
-    server.add_argument("--chat-template", type=Path, metavar="FILE", help="a Jinja file in place of the model's own")
+    server.add_argument("--tokenizer", type=local_path, metavar="DIR", help="default: the model's own")
+    server.add_argument(
+        "--chat-template", type=local_path, metavar="FILE", help="a Jinja file in place of the model's own"
+    )
     server.add_argument("--allowed-origins", nargs="+", default=["*"], metavar="ORIGIN", help="CORS (default: all)")
     server.add_argument("--queue-timeout", type=float, metavar="S", help="refuse requests that waited so long")
     server.add_argument("--metrics-prefix", default=DEFAULT_METRICS_PREFIX, help="vllm: keeps existing dashboards")
     server.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    add_debug_flag(p)
     return p
 
 
@@ -48,17 +55,19 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
     names = args.served_model_name or (DEMO if source.name == DEMO else args.model,)
     return Settings(
         tokenizer_folder=tokenizer,
+        vocab_size=source.config.vocab_size,
         model_names=tuple(names),
         model_root=str(source.folder or source.name),
         host=args.host,
         port=args.port,
         api_keys=tuple(args.api_key),
         allowed_origins=tuple(args.allowed_origins),
-        chat_template=args.chat_template.read_text(encoding="utf-8") if args.chat_template else None,
+        chat_template=read_text(args.chat_template, MAX_TEMPLATE_BYTES) if args.chat_template else None,
         generation_defaults=GenerationDefaults.from_folder(source.folder) if source.folder else GenerationDefaults(),
         metrics_prefix=args.metrics_prefix,
         version=version(),
         queue_timeout_s=args.queue_timeout,
+        debug=args.debug,
     )
 
 
@@ -91,9 +100,8 @@ def main(argv: list[str] | None = None) -> int:
                 say(f"ready after {time.perf_counter() - started:.1f} s: {url}/v1\ntry:\n  {curl_line(url, settings)}")
 
             return run(settings, ENGINE, engine, report=say, on_ready=on_ready)
-    except (ValueError, OSError) as error:
-        print(f"scripts/serve: {error}", file=sys.stderr)
-        return 2
+    except (Exception, KeyboardInterrupt) as error:
+        return failed("scripts/serve", error, debug=args.debug)
 
 
 def say(line: str) -> None:

@@ -98,7 +98,7 @@ class LLM:
         source = resolve(model, weights=self.settings.load_format != "dummy")
         with tempfile.TemporaryDirectory(prefix="pallas-serve-") as spare:
             folder = tokenizer_folder(None if tokenizer is None else Path(tokenizer), source, Path(spare))
-            tokens = ByteLevelTokenizer.from_folder(folder)
+            tokens = ByteLevelTokenizer.from_folder(folder, vocab_size=source.config.vocab_size)
         self.engine, info = build(self.settings, report)
         self.model_name = served_model_name or model
         self.max_in_flight = 2 * self.engine.ladder.config.max_num_seqs  # so that whoever ends is replaced at once

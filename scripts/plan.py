@@ -11,6 +11,7 @@ import math
 import sys
 
 from model.source import resolve
+from scripts.errors import add_debug_flag, failed
 from scripts.settings import EngineSettings, add_engine_flags
 
 GIB = 1 << 30
@@ -34,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--chip", choices=sorted(CHIPS), default="h100")
     p.add_argument("--device-memory", type=float, metavar="GIB", help="in place of the chip's own")
     add_engine_flags(p)
+    add_debug_flag(p)
     return p
 
 
@@ -112,9 +114,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         print(plan(EngineSettings.from_namespace(args), args.chip, args.device_memory or CHIPS[args.chip]))
-    except (ValueError, OSError) as error:
-        print(f"plan: {error}", file=sys.stderr)
-        return 2
+    except (Exception, KeyboardInterrupt) as error:
+        return failed("plan", error, debug=args.debug)
     return 0
 
 

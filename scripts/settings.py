@@ -7,6 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from inputs.paths import check_local
 from model.source import DEMO
 
 DEVICES = ("auto", "cpu", "tpu", "cuda")
@@ -47,6 +48,8 @@ class EngineSettings:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{flag(name)} {getattr(self, name)!r}: it can be one of {', '.join(allowed)}")
+        for name in ("model", "compile_cache"):
+            check_local(getattr(self, name) or "", flag(name))
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages"):
             value = getattr(self, name)
             if value is not None and value < 1:

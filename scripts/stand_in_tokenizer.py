@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from inputs.paths import check_local
 from model.source import ModelSource
 from server.byte_alphabet import byte_to_unicode
 from server.tiktoken_model import special_tokens
@@ -25,6 +26,8 @@ CHAT_TEMPLATE = (
 
 def tokenizer_folder(asked: Path | None, source: ModelSource, spare: Path) -> Path:
     """The tokenizer asked for, the model's own, or a stand-in in the folder `spare` for a preset, which has none."""
+    if asked is not None:
+        check_local(asked, "--tokenizer")
     if asked is not None or source.folder is not None:
         return asked or source.folder
     write_stand_in_tokenizer(spare, source.config.vocab_size)

@@ -11,11 +11,11 @@ import json
 import random
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax
 from tokenizers import Tokenizer
 
+from inputs.paths import local_path
 from model.config import LlamaConfig
 from scripts.demo import evaluate, export
 from scripts.demo import tokenizer as llama_tokenizer
@@ -77,8 +77,10 @@ def tokenizer_texts(corpus: Corpus, seed: int) -> Iterator[str]:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder of the checkpoint")
-    parser.add_argument("--work-dir", type=Path, required=True, help="where the run's state is kept between reports")
+    parser.add_argument("--output", type=local_path, required=True, help="folder of the checkpoint")
+    parser.add_argument(
+        "--work-dir", type=local_path, required=True, help="where the run's state is kept between reports"
+    )
     parser.add_argument("--steps", type=int, default=1600)
     parser.add_argument("--learning-rate", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=0)

@@ -60,7 +60,9 @@ class EngineClient(Protocol):
 class ProcessEngineClient:
     """Spawns the engine process and speaks with it. `start` before use, `stop` always."""
 
-    def __init__(self, target: str, engine_args: object, *, report: Callable[[str], None]) -> None:
+    def __init__(
+        self, target: str, engine_args: object, *, report: Callable[[str], None], debug: bool = False
+    ) -> None:
         self.info = wire.EngineInfo(max_model_len=0, vocab_size=0)
         self.stats = EngineStats()
         self.death: str | None = None
@@ -79,7 +81,7 @@ class ProcessEngineClient:
         self._commands = self._bind(zmq.PUSH, zmq.SNDHWM, addresses[0])
         self._events = self._bind(zmq.PULL, zmq.RCVHWM, addresses[1])
         self.process = multiprocessing.get_context("spawn").Process(
-            target=engine_process.main, args=(tuple(addresses), target, engine_args), name="engine"
+            target=engine_process.main, args=(tuple(addresses), target, engine_args, debug), name="engine"
         )
         self.process.start()
 
@@ -187,11 +189,12 @@ class ProcessEngineClient:
         if self.death is not None:
             return
         self.death = reason
-        logger.error("engine failure: %s", reason)
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(EngineFailedError(reason))  # whoever waits for the start says so
+        else:
+            logger.error("engine failure: %s", reason)
         sinks, self._sinks = self._sinks, {}
         for request_id, sink in sinks.items():
             fields = {"finish_reason": FinishReason.ERROR.value, "error": f"The engine has failed: {reason}"}
             sink.on_output(wire.Output(request_id, [], status=500, **fields))
         self.died.set()
-        if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(EngineFailedError(reason))

@@ -25,6 +25,7 @@ import zmq
 from batcher.errors import EngineClosedError, EngineDeadError, InvalidRequestError, QueueFullError
 from batcher.request import FinishReason, Request, RequestOutput
 from batcher.stats import EngineStats
+from inputs.words import described
 from server import wire
 
 STATS_INTERVAL_S = 1.0
@@ -60,8 +61,11 @@ def load_factory(target: str) -> EngineFactory:
     return getattr(importlib.import_module(module), name)
 
 
-def main(addresses: tuple[str, str], target: str, engine_args: object) -> None:
-    """The entry point of the spawned process; `addresses` are those of the commands and of the events."""
+def main(addresses: tuple[str, str], target: str, engine_args: object, debug: bool) -> None:
+    """The entry point of the spawned process; `addresses` are those of the commands and of the events.
+
+    What goes wrong at the start is sent up in one line. `debug` prints its traceback here, too.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when this process ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, name="parent-watch", daemon=True).start()
@@ -71,10 +75,9 @@ def main(addresses: tuple[str, str], target: str, engine_args: object) -> None:
         engine, info = load_factory(target)(engine_args, lambda line: sender.put(wire.Report(line)))
         engine.start()
     except Exception as error:
-        in_words = isinstance(error, ValueError | OSError)  # what the user can mend needs no traceback
-        if not in_words:
+        if debug:
             traceback.print_exc()
-        sender.put(wire.Failed(str(error) if in_words else f"{type(error).__name__}: {error}"))
+        sender.put(wire.Failed(described(error)))
         sender.close()
         context.term()
         sys.exit(EXIT_FAILED)

@@ -39,7 +39,7 @@ def run(
     report: Callable[[str], None] = print,
     on_ready: Callable[[str], None] | None = None,
 ) -> int:
-    """Serves until SIGTERM or SIGINT; returns the process's exit code, non-zero where the engine failed.
+    """Serves until SIGTERM or SIGINT; returns the process's exit code, non-zero where the engine has died.
 
     `engine_target` ("package.module:function") is called in the engine's process as `function(engine_args, report)` and
     returns `(engine, EngineInfo)`: a `batcher.engine.Engine`, warmed up and not yet started. `engine_args` must pickle.
@@ -47,7 +47,8 @@ def run(
 
     After a signal new requests are refused with 503, running ones may finish for `settings.grace_period_s`, then they
     are aborted; a second signal ends the wait. Raises OSError where the address cannot be had (before anything is
-    loaded, unless another takes it meanwhile), ValueError for a tokenizer or a chat template that cannot be used.
+    loaded, unless another takes it meanwhile), ValueError for a tokenizer or a chat template that cannot be used,
+    EngineFailedError where the engine cannot start.
     """
     with _bind(settings) as listener:
         return uvloop.run(_run(settings, engine_target, engine_args, listener, report, on_ready))
@@ -62,9 +63,10 @@ async def _run(
     on_ready: Callable[[str], None] | None,
 ) -> int:
     signalled = _Signals()
-    client = ProcessEngineClient(engine_target, engine_args, report=report)
+    client = ProcessEngineClient(engine_target, engine_args, report=report, debug=settings.debug)
     try:
         starting = asyncio.create_task(client.start())
+        starting.add_done_callback(_see)  # where the tokenizer cannot be used either, that is the error that is told
         # while the engine loads and compiles: what is wrong here is said now, not after minutes
         state = await asyncio.to_thread(_load_state, settings, client)
         await _first_of(asyncio.wait([starting]), signalled.stop.wait())
@@ -74,14 +76,20 @@ async def _run(
         await starting
         return await _serve(state, client, signalled, listener, on_ready)
     except EngineFailedError as error:
-        report(f"The engine could not start: {error}")
-        return EXIT_ENGINE_FAILED
+        raise EngineFailedError(f"The engine could not start: {error}") from error
     finally:
         await client.stop()
 
 
+def _see(task: asyncio.Task[Any]) -> None:
+    """A task's error counts as seen: asyncio logs what nobody has seen, with a traceback."""
+    if not task.cancelled():
+        task.exception()
+
+
 def _load_state(settings: Settings, client: ProcessEngineClient) -> ServerState:
-    return create_state(settings, client, ByteLevelTokenizer.from_folder(settings.tokenizer_folder))
+    tokenizer = ByteLevelTokenizer.from_folder(settings.tokenizer_folder, vocab_size=settings.vocab_size)
+    return create_state(settings, client, tokenizer)
 
 
 async def _serve(

@@ -36,7 +36,7 @@ def test_every_shape_is_timed(folder, capsys):
     output = folder / "figures.json"
     flags = ["--model", str(folder), "--load-format", "dummy", "--device", "cpu", "--compile-cache", "none"]
     shapes = ["--rows", "1,3", "--prefill", "16", "--context", "20", "--steps", "3", "--num-pages", "40"]
-    bench_step.main([*flags, *shapes, "--json", str(output)])
+    assert bench_step.main([*flags, *shapes, "--json", str(output)]) == 0
     written = json.loads(output.read_text())
     assert [(s["num_tokens"], s["num_rows"], s["context"]) for s in written["steps"]] == [
         (1, 1, 20),

@@ -8,18 +8,23 @@ from __future__ import annotations
 import pickle
 import sys
 
+from server.engine_client import EngineFailedError
 from server.main import run
 
 
 def main() -> int:
     settings, target, engine_args = pickle.loads(bytes.fromhex(sys.argv[1]))
-    return run(
-        settings,
-        target,
-        engine_args,
-        report=lambda line: print(f"report: {line}", flush=True),
-        on_ready=lambda url: print(f"ready: {url}", flush=True),
-    )
+    try:
+        return run(
+            settings,
+            target,
+            engine_args,
+            report=lambda line: print(f"report: {line}", flush=True),
+            on_ready=lambda url: print(f"ready: {url}", flush=True),
+        )
+    except EngineFailedError as error:
+        print(f"failed: {error}", flush=True)
+        return 1
 
 
 if __name__ == "__main__":

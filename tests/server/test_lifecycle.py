@@ -176,7 +176,7 @@ def start(tmp_path, config) -> None:
 
 def test_an_engine_that_cannot_be_imported(tmp_path):
     with (
-        pytest.raises(RuntimeError, match="could not start: ModuleNotFoundError"),
+        pytest.raises(RuntimeError, match="could not start: internal error: ModuleNotFoundError: No module named 'no'"),
         running_server(tmp_path, "no.such.module:build", None),
     ):
         pass

@@ -1,0 +1,38 @@
+"""How a command ends that cannot go on: one line on stderr and an exit code, with --debug the traceback before it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+
+from batcher.errors import EngineDeadError
+from inputs.words import described, is_worded, one_line
+from server.engine_client import EngineFailedError
+
+EXIT_FAILED = 1
+EXIT_REFUSED = 2  # argparse's own, too: a flag, a path or a checkpoint that cannot be used
+EXIT_INTERRUPTED = 130  # a shell's, for SIGINT
+
+
+class FailedError(RuntimeError):
+    """What a command set out to do has failed; the message is for the user."""
+
+
+def add_debug_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--debug", action="store_true", help="print the traceback of what goes wrong")
+
+
+def failed(command: str, error: BaseException, *, debug: bool) -> int:
+    """Says what went wrong, and returns the exit code of `command`."""
+    if debug:
+        traceback.print_exception(error)
+    match error:
+        case KeyboardInterrupt():
+            code, line = EXIT_INTERRUPTED, "interrupted"
+        case FailedError() | EngineFailedError() | EngineDeadError():
+            code, line = EXIT_FAILED, one_line(str(error))
+        case _:
+            code, line = EXIT_REFUSED if is_worded(error) else EXIT_FAILED, described(error)
+    print(f"{command}: {line}", file=sys.stderr)
+    return code
