@@ -24,8 +24,10 @@ def read_object(path: Path) -> dict[str, Any]:
         raw = json.loads(text)
     except RecursionError as error:
         raise ValueError(f"{path} is nested too deeply") from error
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise ValueError(f"{path}: {error}") from error
+    except ValueError as error:  # Python's limit
+        raise ValueError(f"{path} holds an integer of thousands of digits") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{path} does not hold a JSON object")
     return raw

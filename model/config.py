@@ -11,7 +11,7 @@ import msgspec
 
 from inputs.json_file import read_object
 from inputs.limits import MAX_VOCAB_SIZE
-from inputs.schema import TEXT, TRUTH, check, described_as, integer, number, number_above
+from inputs.schema import TEXT, TRUTH, check, described_as, integer, number
 from inputs.words import shown
 
 ARCHITECTURE = "LlamaForCausalLM"
@@ -170,7 +170,7 @@ class _ConfigFile(msgspec.Struct, kw_only=True):
     num_attention_heads: _Count
     num_key_value_heads: _Count | None = None
     head_dim: _Count | None = None
-    rms_norm_eps: number_above(0, 1)
+    rms_norm_eps: described_as(float, "a number above 0 and below 1", gt=0, lt=1)
     max_position_embeddings: _Tokens
     tie_word_embeddings: TRUTH | None = None
     bos_token_id: described_as(int, "an integer") | None = None
@@ -240,7 +240,8 @@ def _unsupported(raw: Mapping[str, Any]) -> list[str]:
     for key, values in expected.items():
         value = raw.get(key)
         if value is not None and value not in values:
-            problems.append(f"{key}={shown(value)} is not supported (only {list(values) or 'none'})")
+            only = f" (only {' or '.join(map(repr, values))})" if values else ""
+            problems.append(f"{key}={shown(value)} is not supported{only}")
     return problems
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -25,6 +26,7 @@ from server.tokenizer_files import chat_template, special_tokens
 logger = logging.getLogger("pallas_serve")
 
 MAX_SPARE_TOKENS = 1024  # special tokens after the model's vocabulary: what fine-tuning has added and never trained
+_PROBE = "".join(map(chr, range(0x800))) + "語🙂"  # nearly every byte that UTF-8 has
 LONG_TEXT_CHARS = 20_000  # from here on encoding takes so long (10 ms) that it is worth a thread of its own
 
 
@@ -65,6 +67,8 @@ class ByteLevelTokenizer:
     ) -> None:
         if not isinstance(backend.decoder, tokenizers.decoders.ByteLevel):
             raise ValueError(f"the tokenizer is not a byte-level BPE one: {type(backend.decoder).__name__=}")
+        if getattr(backend.model, "dropout", None):
+            raise ValueError(f"the tokenizer draws at random how a text is cut: {backend.model.dropout=}")
         backend.encode_special_tokens = True
         backend.no_truncation()
         backend.no_padding()
@@ -83,6 +87,10 @@ class ByteLevelTokenizer:
         self.template_variables = dict(config)
 
     def _check_ids(self, vocab: Mapping[str, int], vocab_size: int) -> None:
+        by_id: dict[int, str] = {}
+        for token, id in vocab.items():
+            if by_id.setdefault(id, token) != token:
+                raise ValueError(f"the tokens {shown(by_id[id])} and {shown(token)} have the same id, {id}")
         beyond = {token: id for token, id in vocab.items() if id >= vocab_size}
         wrong = {
             token: id
@@ -134,10 +142,20 @@ def special_token_pattern(special_tokens: Iterable[str]) -> re.Pattern[str]:
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
-    try:
+    with _in_words(f"{path} is not a tokenizer that can be read"):
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more precise
-        raise ValueError(f"{path} is not a tokenizer that can be read: {error}") from error
+
+
+@contextmanager
+def _in_words(what: str) -> Iterator[None]:
+    """ValueError in place of what the tokenizers' library raises: bare Exceptions, and panics, which are not even
+    those."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{what}: {error}") from error
 
 
 def _token_bytes(vocab: Mapping[str, int], added: set[str], vocab_size: int) -> list[bytes]:
@@ -154,11 +172,10 @@ def _token_bytes(vocab: Mapping[str, int], added: set[str], vocab_size: int) -> 
 
 def _affixes(backend: tokenizers.Tokenizer, vocab_size: int) -> tuple[list[int], list[int]]:
     """What the tokenizer puts before and after a text of its own accord."""
-    try:
+    with _in_words("the tokenizer cannot encode a text"):
+        backend.encode(_PROBE, add_special_tokens=False)
         bare = backend.encode("a", add_special_tokens=False).ids
         full = backend.encode("a", add_special_tokens=True).ids
-    except Exception as error:  # the library raises nothing more precise
-        raise ValueError(f"the tokenizer cannot encode a text: {error}") from error
     start = next((i for i in range(len(full) + 1) if full[i : i + len(bare)] == bare), None)
     if start is None:
         raise ValueError("the tokenizer's post-processor does not keep the text that it is given")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 
 import pytest
@@ -126,11 +127,37 @@ def test_a_scaling_may_be_called_type():
         ({"num_key_value_heads": 5}, "num_heads=32 is not a multiple of num_kv_heads=5"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0 is not an integer from 1"),
         ({"head_dim": 63}, "head_dim=63 is odd"),
+        ({"architectures": 5}, "architectures=5 is not supported"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps=inf is not a number above 0 and below 1"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps=nan is not a number above 0 and below 1"),
+        ({"rms_norm_eps": 1}, "rms_norm_eps=1 is not a number above 0 and below 1"),
+        ({"rope_theta": math.inf}, "rope_theta=inf is not a number from"),
+        ({"rope_theta": 10**400}, "rope_theta=1000"),
+        ({"rope_scaling": {"rope_type": []}}, "rope_scaling.rope_type=[] is not a text"),
+        ({"rope_parameters": {"type": {}}}, "rope_parameters.type={} is not a text"),
+        ({"rope_scaling": {"type": "linear", "factor": math.inf}}, "rope_scaling.factor=inf is not a number from"),
+        ({"eos_token_id": -5}, "eos_token_id=[-5] is not in the vocabulary of 128256 ids"),
+        ({"eos_token_id": [128001, 128256]}, "eos_token_id=[128256] is not in the vocabulary of 128256 ids"),
+        ({"vocab_size": 10**18}, "vocab_size=1000000000000000000 is not an integer from 1 to 16777216"),
+        ({"max_position_embeddings": 10**15}, "max_position_embeddings=1000000000000000 is not an integer from 1"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0 is not an integer from 1"),
+        ({"hidden_size": True}, "hidden_size=True is not an integer"),
+        ({"model_type": ["llama"] * 10_000}, "model_type=['llama', "),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused(change, complaint):
     with pytest.raises(ValueError, match=re.escape(complaint)):
         LlamaConfig.from_hf(LLAMA_3_2_1B | change)
+
+
+def test_what_transformers_takes_for_nothing_is_nothing():
+    """`rope_scaling: false`, and numbers out of every range in fields that nobody reads."""
+    raw = LLAMA_3_2_1B | {"rope_scaling": False, "initializer_range": math.inf, "pad_token_id": -1}
+    assert LlamaConfig.from_hf(raw).rope_scaling is None
+
+
+def test_a_context_of_ten_million_tokens_is_read():
+    assert LlamaConfig.from_hf(LLAMA_3_2_1B | {"max_position_embeddings": 10_485_760})
 
 
 def test_all_problems_are_named_at_once(tmp_path):
@@ -143,9 +170,22 @@ def test_all_problems_are_named_at_once(tmp_path):
         assert name in str(error.value)
 
 
-@pytest.mark.parametrize(("text", "complaint"), [("{", r": Expecting"), ("[1]", " does not hold a JSON object")])
-def test_a_config_that_is_not_a_json_object_is_named(text, complaint, tmp_path):
-    (tmp_path / "config.json").write_text(text)
+@pytest.mark.parametrize(
+    ("raw", "complaint"),
+    [
+        (b"{", r": Expecting"),
+        (b"[1]", " does not hold a JSON object"),
+        (b"[" * 100_000, " is nested too deeply"),
+        (b'{"vocab_size": ' + b"1" * 5000 + b"}", " holds an integer of thousands of digits"),
+        (b'{"model_type": "\xff"}', " is not UTF-8 text"),
+        (b" " * (16 << 20) + b"{}", " has 16777218 bytes; at most 16777216 are read"),
+        (b'{"rms_norm_eps": 1e400}', ": .*rms_norm_eps=inf is not a number"),
+        (b'{"rope_theta": Infinity}', ": .*rope_theta=inf is not a number"),
+    ],
+    ids=range(8),
+)
+def test_a_config_that_cannot_be_read_is_named(raw, complaint, tmp_path):
+    (tmp_path / "config.json").write_bytes(raw)
     with pytest.raises(ValueError, match=rf"config\.json{complaint}"):
         LlamaConfig.from_file(tmp_path)
 

@@ -62,7 +62,14 @@ def test_one_end_id_may_be_a_number(eos, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"), [("{", "Expecting"), ("[]", "JSON object"), ('{"eos_token_id": "x"}', "eos_token_id='x'")]
+    ("text", "complaint"),
+    [
+        ("{", "Expecting"),
+        ("[]", "JSON object"),
+        ('{"eos_token_id": "x"}', "eos_token_id='x'"),
+        ('{"eos_token_id": [2, -1]}', r"eos_token_id=\[-1\] is not in the vocabulary"),
+        ('{"eos_token_id": 10000000}', r"eos_token_id=\[10000000\] is not in the vocabulary"),
+    ],
 )
 def test_a_generation_config_that_cannot_be_read_is_named(text, complaint, tmp_path):
     folder = checkpoints.write(tmp_path, "gqa2")
@@ -77,6 +84,8 @@ def test_a_generation_config_that_cannot_be_read_is_named(text, complaint, tmp_p
         ("preset:llama-9", "unknown preset 'llama-9'; there are llama-3-8b"),
         ("no such thing", "no model 'no such thing': it can be 'demo', a folder"),
         ("/no/such/folder", "no model '/no/such/folder'"),
+        ("gs://bucket/model", "model 'gs://bucket/model' is a URL"),
+        ("https://huggingface.co/org/model", "is a URL"),
     ],
 )
 def test_what_is_nothing_is_refused_with_what_it_could_be(name, complaint):

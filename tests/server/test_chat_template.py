@@ -236,9 +236,32 @@ def test_a_template_that_fails_says_so(source, message):
         template(source).render(conversation("a"))
 
 
-def test_a_template_that_is_not_jinja_is_refused_at_once():
-    with pytest.raises(TemplateError, match="not valid"):
-        template("{% for %}")
+DEEP = 10_000
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for %}",
+        "{{ " + "(" * DEEP + "1" + ")" * DEEP + " }}",
+        "{{ " + "1 + " * DEEP + "1 }}",
+        "{{ m" + ".b" * DEEP + " }}",
+        "{% for m in messages %}" * 30 + "{% endfor %}" * 30,
+        "{% if m %}" + "{% elif m %}" * DEEP + "{% endif %}",
+        "{{ " + "'a' ~ " * 200_000 + "'b' }}",
+    ],
+    ids=["not Jinja", "brackets", "sum", "attributes", "blocks", "branches", "a megabyte"],
+)
+def test_a_template_that_cannot_be_compiled_is_refused_at_once(source):
+    with pytest.raises(TemplateError, match=r"The chat template (is not valid|has 1\d{6} characters)"):
+        template(source)
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ 10 ** (10 ** 10) }}", "{% set x = 'a' * 10**12 %}", "{{ 'a' | center(10**12) }}"]
+)
+def test_no_expression_is_computed_before_a_conversation_comes(source):
+    template(source)
 
 
 @pytest.mark.parametrize("messages", [conversation("a", ""), [{"role": "assistant", "content": None}]])

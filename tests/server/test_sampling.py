@@ -110,3 +110,32 @@ def test_defaults_of_a_folder(tmp_path, config, defaults):
     if config is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(config))
     assert GenerationDefaults.from_folder(tmp_path) == defaults
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", "hot"),
+        ("temperature", float("nan")),
+        ("temperature", -5),
+        ("temperature", True),
+        ("top_p", 7),
+        ("top_p", 0),
+        ("top_k", "x"),
+        ("top_k", -2),
+        ("top_k", 2**70),
+        ("min_p", 2),
+        ("repetition_penalty", 0),
+        ("do_sample", "yes"),
+    ],
+)
+def test_defaults_that_no_request_could_have_are_refused_with_the_file(field, value, tmp_path):
+    (tmp_path / "generation_config.json").write_text(json.dumps({field: value}))
+    with pytest.raises(ValueError, match=rf"generation_config\.json: {field}={value!r} is not "):
+        GenerationDefaults.from_folder(tmp_path)
+
+
+def test_all_wrong_defaults_are_named_at_once(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"temperature": NaN, "top_p": 7, "top_k": []}')
+    with pytest.raises(ValueError, match=r"temperature=nan .*; top_p=7 .*; top_k=\[\] "):
+        GenerationDefaults.from_folder(tmp_path)

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import base64
 import json
+import re
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
@@ -8,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from server.chat_template import encode_parts, split_special
 from server.tokenizer import LONG_TEXT_CHARS, ByteLevelTokenizer, special_token_pattern
 from tests.server.conftest import LLAMA3
-from tests.server.tokenizers import BOS, EOT, SPECIAL_TOKENS, write_folder
+from tests.server.tokenizers import BOS, EOT, SPECIAL_TOKENS, VOCAB_SIZE, write_folder
 
 
 def test_a_folder_gives_bytes_special_tokens_and_template_variables(tmp_path):
@@ -41,6 +44,115 @@ def test_special_tokens_map_and_token_objects_are_read(tmp_path):
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<|begin_of_text|>"}))
     variables = ByteLevelTokenizer.from_folder(tmp_path).template_variables
     assert variables == {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize(
+    "text", ["[]", "5", "null", '"text"', "[" * 100_000, "{", '{"bos_token": 5}', '{"bos_token": {}}']
+)
+def test_a_small_file_that_cannot_be_read_is_named(name, text, tmp_path):
+    write_folder(tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path / name))):
+        ByteLevelTokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [5, ["a"], [{"template": "x"}], [{"name": "default"}], [{"name": "default", "template": 5}], {"default": 5}],
+)
+def test_a_chat_template_that_is_none_is_named(template, tmp_path):
+    write_folder(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: chat_template=.* is not a text, a list of objects"):
+        ByteLevelTokenizer.from_folder(tmp_path)
+
+
+def test_half_of_a_surrogate_pair_is_no_template(tmp_path):
+    write_folder(tmp_path, template="\ud800")
+    with pytest.raises(ValueError, match=r"chat_template=.* holds half of a surrogate pair"):
+        ByteLevelTokenizer.from_folder(tmp_path)
+
+
+def with_ids(folder: Path, tokens: dict[str, int], *, special: bool | None) -> Path:
+    """A tokenizer with further tokens, among the ordinary ones (`special` None) or as added ones."""
+    write_folder(folder)
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    if special is None:
+        raw["model"]["vocab"] |= tokens
+    else:
+        plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": special}
+        raw["added_tokens"] += [{"id": id, "content": token, **plain} for token, id in tokens.items()]
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("id", "options"), [(300, {"vocab_size": 300}), (4 * 10**9, {"vocab_size": 300}), (4 * 10**9, {})]
+)
+def test_an_id_that_the_model_does_not_know_is_refused(id, options, tmp_path):
+    """One of four billion is refused where no model is known, too: its table would take 32 GB."""
+    with_ids(tmp_path, {"zz": id}, special=None)
+    with pytest.raises(ValueError, match=rf"tokenizer\.json: 1 tokens have ids that a model of \d+ .*'zz': {id}"):
+        ByteLevelTokenizer.from_folder(tmp_path, **options)
+
+
+def test_a_token_of_plain_text_after_the_vocabulary_is_refused(tmp_path):
+    with_ids(tmp_path, {"zz": VOCAB_SIZE}, special=False)
+    with pytest.raises(ValueError, match=r"a model of 262 does not know: .*'zz': 262"):
+        ByteLevelTokenizer.from_folder(tmp_path, vocab_size=VOCAB_SIZE)
+
+
+def test_two_tokens_with_one_id_are_refused(tmp_path):
+    """The library gives an added token the next id, whether or not an ordinary one has it: text would be control."""
+    with_ids(tmp_path, {"zz": VOCAB_SIZE}, special=None)
+    with pytest.raises(ValueError, match=r"tokenizer\.json: .*'zz'.* have the same id"):
+        ByteLevelTokenizer.from_folder(tmp_path)
+
+
+def test_a_padding_token_after_the_vocabulary_is_kept_and_no_text_becomes_it(tmp_path, caplog):
+    """As fine-tuning leaves it behind. transformers serves such models, too."""
+    with_ids(tmp_path, {"[PAD]": VOCAB_SIZE}, special=True)
+    tokenizer = ByteLevelTokenizer.from_folder(tmp_path, vocab_size=VOCAB_SIZE)
+    assert len(tokenizer.token_bytes) == VOCAB_SIZE
+    assert tokenizer.encode_plain(["[PAD]"]) == [list(b"[PAD]")]
+    assert encode_parts(tokenizer, split_special(tokenizer, "[PAD]")) == [VOCAB_SIZE]
+    assert "'[PAD]': 262" in caplog.text
+
+
+def test_an_id_that_the_tokenizer_itself_adds_must_be_known(tmp_path):
+    write_folder(tmp_path)
+    raw = json.loads((tmp_path / "tokenizer.json").read_text())
+    raw["post_processor"]["special_tokens"]["<|begin_of_text|>"]["ids"] = [VOCAB_SIZE]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="adds ids to every text"):
+        ByteLevelTokenizer.from_folder(tmp_path, vocab_size=VOCAB_SIZE)
+
+
+def test_a_token_outside_the_alphabet_of_bytes_stands_for_itself(tmp_path):
+    """As the library decodes it."""
+    folder = with_ids(tmp_path, {"語é": 300}, special=None)
+    assert ByteLevelTokenizer.from_folder(folder).token_bytes[300] == "語é".encode()
+    assert Tokenizer.from_file(str(folder / "tokenizer.json")).decode([300]) == "語é"
+
+
+def test_a_tokenizer_that_draws_at_random_is_refused(tmp_path):
+    write_folder(tmp_path)
+    raw = json.loads((tmp_path / "tokenizer.json").read_text())
+    raw["model"]["dropout"] = 0.5
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="draws at random"):
+        ByteLevelTokenizer.from_folder(tmp_path)
+
+
+def test_a_panic_of_the_library_is_an_error_in_words(tmp_path):
+    """A post-processor that names a token which it does not define."""
+    write_folder(tmp_path)
+    raw = json.loads((tmp_path / "tokenizer.json").read_text())
+    raw["post_processor"]["special_tokens"] = {}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        ByteLevelTokenizer.from_folder(tmp_path)
 
 
 def test_plain_text_never_gives_special_ids(tmp_path):
@@ -79,8 +191,20 @@ def test_another_kind_of_tokenizer_is_refused():
         ByteLevelTokenizer(backend, config={}, chat_template=None)
 
 
-def test_a_broken_tiktoken_file_is_refused(tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0e\x0a\x05<unk>")
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x0a\x0e\x0a\x05<unk>",
+        b"YQ== -1",
+        b"YQ== 0\nYg== 4000000000",
+        b"YQ== 0\nYg== 0",
+        b"YQ== 0\nYQ== 1",
+        base64.b64encode(b"a" * 100_000) + b" 0",
+    ],
+    ids=range(6),
+)
+def test_a_broken_tiktoken_file_is_refused(raw, tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(raw)
     with pytest.raises(ValueError, match="tiktoken"):
         ByteLevelTokenizer.from_folder(tmp_path)
 

@@ -1,0 +1,181 @@
+"""How commands end that cannot go on: one line, an exit code, and the traceback for those who ask for it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from batcher.errors import EngineDeadError
+from inputs.words import MAX_LINE_CHARS
+from model.source import DEMO_FOLDER
+from scripts import bench_offline, bench_serving, convert_checkpoint, generate, launch, plan
+from scripts.engine import compile_cache_folder
+from scripts.errors import failed
+from scripts.llm import LLM
+from scripts.settings import EngineSettings
+from server.engine_client import EngineFailedError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ValueError("--port is taken"), 2, "x: --port is taken"),
+        (FileNotFoundError(2, "No such file", "f"), 2, "x: [Errno 2] No such file: 'f'"),
+        (TypeError("no\n  len()"), 1, "x: internal error: TypeError: no len(); run with --debug for the traceback"),
+        (RecursionError(), 1, "x: internal error: RecursionError: ; run with --debug for the traceback"),
+        (EngineFailedError("no room"), 1, "x: no room"),
+        (EngineDeadError("gone"), 1, "x: gone"),
+        (KeyboardInterrupt(), 130, "x: interrupted"),
+        (ValueError("a\x1b[2Jb\ud800"), 2, "x: a\\x1b[2Jb\\ud800"),
+        (ValueError(), 2, "x: ValueError"),
+    ],
+)
+def test_an_error_is_one_line_and_a_code(error, code, line, capsys):
+    assert failed("x", error, debug=False) == code
+    assert capsys.readouterr().err == line + "\n"
+
+
+def test_a_line_has_an_end(capsys):
+    failed("x", ValueError("y" * 10**6), debug=False)
+    assert len(capsys.readouterr().err) < MAX_LINE_CHARS + 10
+
+
+def test_debug_prints_the_traceback_and_the_line(capsys):
+    with pytest.raises(TypeError) as caught:
+        len(5)
+    assert failed("x", caught.value, debug=True) == 1
+    shown = capsys.readouterr().err
+    assert "test_errors.py" in shown and "len(5)" in shown
+    assert shown.splitlines()[-1].startswith("x: internal error: TypeError: ")
+
+
+def serve(*flags: object) -> subprocess.CompletedProcess[str]:
+    """The serving command in a process of its own; it is to end by itself."""
+    command = [sys.executable, "-m", "scripts.launch", "--device", "cpu", "--port", "0", "--compile-cache", "none"]
+    return subprocess.run(
+        [*command, *map(str, flags)], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.fixture
+def broken(tmp_path) -> Path:
+    """A copy of the demo, for a test to break."""
+    return Path(shutil.copytree(DEMO_FOLDER, tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("config.json", '{"architectures": 5}', "architectures=5 is not supported"),
+        ("generation_config.json", '{"temperature": "hot"}', "temperature='hot' is not a number from 0 to 2"),
+        ("tokenizer_config.json", "null", "does not hold a JSON object"),
+    ],
+)
+def test_a_bad_checkpoint_is_one_line(name, text, words, broken):
+    (broken / name).write_text(text)
+    result = serve("--model", broken)
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    assert result.stderr.startswith(f"scripts/serve: {broken / name}")
+    assert words in result.stderr
+
+
+def test_weights_that_cannot_be_read_are_one_line_from_the_engines_process(broken):
+    (broken / "model.safetensors").write_bytes(b"\0" * 64)
+    result = serve("--model", broken)
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    assert result.stderr.startswith("scripts/serve: The engine could not start: ")
+    assert str(broken / "model.safetensors") in result.stderr
+
+
+def test_a_failure_in_the_engines_process_is_one_line_and_debug_shows_its_place(broken):
+    (broken / "model.safetensors").unlink()
+    (broken / "orbax").mkdir()
+    (broken / "orbax" / "stored.json").write_text("5")
+    result = serve("--model", broken)
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    assert result.stderr.startswith("scripts/serve: The engine could not start: ")
+    shown = serve("--model", broken, "--debug")
+    assert "Traceback" in shown.stderr
+    assert "model/checkpoint.py" in shown.stderr
+    assert shown.stderr.splitlines()[-1] == result.stderr.strip()
+
+
+URL = "gs://bucket/folder"
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        (launch, "--tokenizer"),
+        (launch, "--chat-template"),
+        (generate, "--input"),
+        (generate, "--output"),
+        (generate, "--tokenizer"),
+        (bench_serving, "--dataset-path"),
+        (bench_offline, "--output-json"),
+    ],
+)
+@pytest.mark.parametrize("url", [URL, "s3://b/f", "http://h/f", "file:///f"])
+def test_a_url_is_no_path(url, command, flag, capsys):
+    with pytest.raises(SystemExit) as caught:
+        command.main([flag, url])
+    assert caught.value.code == 2
+    assert f"argument {flag}: {url!r} is a URL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--model", "--compile-cache"])
+@pytest.mark.parametrize("command", [launch, plan])
+def test_a_url_is_no_model_and_no_cache(command, flag, capsys):
+    assert command.main([flag, URL]) == 2
+    assert f"{flag} {URL!r} is a URL" in capsys.readouterr().err
+
+
+def test_a_url_is_nothing_to_convert_and_no_place_to_write_to(tmp_path, capsys):
+    assert convert_checkpoint.main([URL, str(tmp_path / "out")]) == 2
+    assert f"model {URL!r} is a URL" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        convert_checkpoint.main(["demo", URL])
+    assert f"argument folder: {URL!r} is a URL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "keywords", [{"model": URL}, {"compile_cache": URL}, {"tokenizer": URL}, {"tokenizer": Path(URL)}]
+)
+def test_a_url_is_refused_in_python_too(keywords):
+    with pytest.raises(ValueError, match=r"'gs://?bucket/folder' is a URL"):
+        LLM(**keywords)
+
+
+def test_the_users_cache_folder_is_a_local_one(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", URL)
+    with pytest.raises(ValueError, match="XDG_CACHE_HOME 'gs://bucket/folder' is a URL"):
+        compile_cache_folder(None)
+
+
+@pytest.mark.parametrize("name", ["preset:llama-3.1-8b", "org/model", "c:/models/llama", "/a:/b", "demo"])
+def test_what_merely_has_a_colon_is_no_url(name):
+    assert EngineSettings(model=name).model == name
+
+
+def test_a_template_file_is_read_as_strictly_as_the_checkpoints(tmp_path, capsys):
+    (tmp_path / "t.jinja").write_bytes(b"\xff")
+    assert launch.main(["--chat-template", str(tmp_path / "t.jinja")]) == 2
+    assert f"{tmp_path / 't.jinja'} is not UTF-8 text" in capsys.readouterr().err
+
+
+def test_a_command_that_is_interrupted_says_so(monkeypatch, capsys):
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan, "plan", interrupted)
+    assert plan.main([]) == 130
+    assert capsys.readouterr().err == "plan: interrupted\n"
