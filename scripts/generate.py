@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m scripts.generate", description=__doc__.splitlines()[0], allow_abbrev=False
     )
-    p.add_argument("--input", type=local_path, required=True, metavar="FILE", help="JSON lines; - is the standard input")
+    p.add_argument("--input", type=local_path, required=True, metavar="FILE", help="JSON lines; - is standard input")
     p.add_argument("--output", type=local_path, required=True, metavar="FILE")
     p.add_argument("--overwrite", action="store_true", help="redo an output that is there, and forget a partial one")
     p.add_argument(

@@ -60,9 +60,7 @@ class EngineClient(Protocol):
 class ProcessEngineClient:
     """Spawns the engine process and speaks with it. `start` before use, `stop` always."""
 
-    def __init__(
-        self, target: str, engine_args: object, *, report: Callable[[str], None], debug: bool = False
-    ) -> None:
+    def __init__(self, target: str, engine_args: object, *, report: Callable[[str], None], debug: bool = False) -> None:
         self.info = wire.EngineInfo(max_model_len=0, vocab_size=0)
         self.stats = EngineStats()
         self.death: str | None = None

@@ -57,7 +57,8 @@ def test_debug_prints_the_traceback_and_the_line(capsys):
 
 def serve(*flags: object) -> subprocess.CompletedProcess[str]:
     """The serving command in a process of its own; it is to end by itself."""
-    command = [sys.executable, "-m", "scripts.launch", "--device", "cpu", "--port", "0", "--compile-cache", "none"]
+    command = [sys.executable, "-m", "scripts.launch", *"--device cpu --port 0 --compile-cache none".split()]
+    command += "--max-num-seqs 1 --max-num-batched-tokens 2 --max-model-len 16".split()  # few programs
     return subprocess.run(
         [*command, *map(str, flags)], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
