@@ -17,6 +17,14 @@ def check_local(path: str | Path, name: str) -> None:
         raise ValueError(f"{name} {_refusal(path)}")
 
 
+def expanded(path: str | Path, name: str) -> Path:
+    """The path with its ~ replaced. ValueError, naming the flag or field `name`, for an unknown user's."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{name} {str(path)!r}: {error}") from error
+
+
 def local_path(text: str) -> Path:
     """The `type` of every command line argument that is a path."""
     if _URL.match(text):

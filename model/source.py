@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
 )
 
 from inputs.json_file import read_fields
-from inputs.paths import check_local
+from inputs.paths import check_local, expanded
 from model import presets
 from model.config import GenerationFile, LlamaConfig, end_id_problems, end_ids
 
@@ -69,7 +69,7 @@ def resolve(name: str, *, revision: str | None = None, weights: bool = True) -> 
         case Kind.DEMO:
             folder = DEMO_FOLDER
         case Kind.FOLDER:
-            folder = Path(name).expanduser()
+            folder = expanded(name, "model")
         case Kind.HUB:
             folder = _download(name, revision, _SMALL_FILES)
             LlamaConfig.from_file(folder)  # refuse an unsupported model before its gigabytes are fetched
@@ -84,8 +84,8 @@ def _kind(name: str) -> Kind:
         return Kind.DEMO
     if name.startswith(presets.PREFIX):
         return Kind.PRESET
-    if Path(name).expanduser().is_dir():
-        if not (Path(name).expanduser() / "config.json").exists():
+    if expanded(name, "model").is_dir():
+        if not (expanded(name, "model") / "config.json").exists():
             raise ValueError(f"the folder {name} has no config.json")
         return Kind.FOLDER
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):

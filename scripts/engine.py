@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig, Scheduling
 from batcher.engine import Engine
-from inputs.paths import check_local
+from inputs.paths import check_local, expanded
 from model.source import ModelSource, resolve
 from scripts.settings import EngineSettings
 from server.wire import EngineInfo
@@ -242,7 +242,7 @@ def compile_cache_folder(asked: str | None) -> Path | None:
     if asked == "none":
         return None
     if asked is not None:
-        return Path(asked).expanduser()
+        return expanded(asked, "--compile-cache")
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     check_local(base, "XDG_CACHE_HOME")
     return Path(base) / "pallas-serve" / "compiled"

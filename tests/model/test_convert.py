@@ -94,7 +94,7 @@ def test_rounding_has_to_be_asked_for_and_is_said(tmp_path):
 )
 def test_what_cannot_be_converted_is_refused_in_one_line(model, complaint, tmp_path):
     result = convert(model, tmp_path / "out")
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert result.stderr.startswith("convert_checkpoint: ")
     assert complaint in result.stderr
     assert len(result.stderr.splitlines()) == 1

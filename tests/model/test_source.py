@@ -84,6 +84,7 @@ def test_a_generation_config_that_cannot_be_read_is_named(text, complaint, tmp_p
         ("preset:llama-9", "unknown preset 'llama-9'; there are llama-3-8b"),
         ("no such thing", "no model 'no such thing': it can be 'demo', a folder"),
         ("/no/such/folder", "no model '/no/such/folder'"),
+        ("~nobody_of_this_name/model", "model '~nobody_of_this_name/model': Could not determine home directory"),
         ("gs://bucket/model", "model 'gs://bucket/model' is a URL"),
         ("https://huggingface.co/org/model", "is a URL"),
     ],
