@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from inputs.json_file import read_object
-from inputs.limits import MAX_VOCAB_SIZE
-from inputs.schema import TEXT, TRUTH, check, described_as, integer, number
-from inputs.words import shown
+from model.inputs.json_file import read_object
+from model.inputs.limits import MAX_VOCAB_SIZE
+from model.inputs.schema import TEXT, TRUTH, check, described_as, integer, number
+from model.inputs.words import shown
 
 ARCHITECTURE = "LlamaForCausalLM"
 CHECKPOINT_DTYPES = ("bfloat16", "float16", "float32")

@@ -17,10 +17,10 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from inputs.json_file import read_fields
-from inputs.paths import check_local, expanded
 from model import presets
 from model.config import GenerationFile, LlamaConfig, end_id_problems, end_ids
+from model.inputs.json_file import read_fields
+from model.inputs.paths import check_local, expanded
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parent / "demo"

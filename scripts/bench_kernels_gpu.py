@@ -18,7 +18,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from inputs.paths import local_path
+from model.inputs.paths import local_path
 
 MODELS = {  # query heads, KV heads, head dim, as one chip sees them
     "1b": (32, 8, 64),

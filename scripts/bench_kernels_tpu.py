@@ -16,7 +16,7 @@ import shlex
 import sys
 from typing import Any
 
-from inputs.paths import local_path
+from model.inputs.paths import local_path
 from scripts.benchmarks.tpu_static import (
     BATCHES,
     KERNELS,

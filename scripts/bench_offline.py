@@ -22,7 +22,7 @@ import numpy as np
 
 from batcher.engine import Engine
 from batcher.request import Request, RequestOutput, SamplingParams
-from inputs.paths import local_path
+from model.inputs.paths import local_path
 from scripts.benchmarks.lengths import Lengths
 from scripts.benchmarks.workload import random_prompts
 from scripts.engine import Built, build_runner

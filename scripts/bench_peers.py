@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 import uvloop
 
-from inputs.paths import local_path
+from model.inputs.paths import local_path
 from scripts.benchmarks.client import Target, run
 from scripts.benchmarks.metrics import summary
 from scripts.benchmarks.workload import BenchRequest, from_file

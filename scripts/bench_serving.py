@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from inputs.paths import local_path
+from model.inputs.paths import local_path
 from scripts.benchmarks.arrivals import arrival_times
 from scripts.benchmarks.client import Outcome, Target, run
 from scripts.benchmarks.lengths import Lengths, Trace

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from batcher.step import PATCH_BLOCK, Bucket, Capacity, PackedLayout, SlotLayout, StepInput, Variant
-from inputs.paths import local_path
+from model.inputs.paths import local_path
 from scripts.errors import add_debug_flag, failed
 from scripts.settings import EngineSettings, add_engine_flags
 

@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inputs.paths import local_path
 from model.config import read_object
+from model.inputs.paths import local_path
 from model.source import ModelSource, resolve
 from scripts.errors import add_debug_flag, failed
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig, Scheduling
 from batcher.engine import Engine
-from inputs.paths import check_local, expanded
+from model.inputs.paths import check_local, expanded
 from model.source import ModelSource, resolve
 from scripts.settings import EngineSettings
 from server.wire import EngineInfo

@@ -7,7 +7,7 @@ import sys
 import traceback
 
 from batcher.errors import EngineDeadError
-from inputs.words import described, is_worded, one_line
+from model.inputs.words import described, is_worded, one_line
 from server.engine_client import EngineFailedError
 
 EXIT_FAILED = 1

@@ -20,7 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from batcher.errors import EngineDeadError
-from inputs.paths import local_path
+from model.inputs.paths import local_path
 from scripts.batch_file import Line, answer_record, digest, parse_line, problem_record
 from scripts.batch_input import BatchInput
 from scripts.errors import add_debug_flag, failed

@@ -12,9 +12,9 @@ import time
 import tomllib
 from pathlib import Path
 
-from inputs.json_file import read_text
-from inputs.limits import MAX_TEMPLATE_BYTES
-from inputs.paths import local_path
+from model.inputs.json_file import read_text
+from model.inputs.limits import MAX_TEMPLATE_BYTES
+from model.inputs.paths import local_path
 from model.source import DEMO, Kind, ModelSource, resolve
 from scripts.errors import add_debug_flag, failed
 from scripts.settings import EngineSettings, add_engine_flags

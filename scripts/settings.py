@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from inputs.paths import check_local
+from model.inputs.paths import check_local
 from model.source import DEMO
 
 DEVICES = ("auto", "cpu", "tpu", "cuda")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from inputs.paths import check_local
+from model.inputs.paths import check_local
 from model.source import ModelSource
 from server.byte_alphabet import byte_to_unicode
 from server.tiktoken_model import special_tokens

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import jax
 from tokenizers import Tokenizer
 
-from inputs.paths import local_path
 from model.config import LlamaConfig
+from model.inputs.paths import local_path
 from scripts.demo import evaluate, export
 from scripts.demo import tokenizer as llama_tokenizer
 from scripts.demo.arithmetic import Arithmetic

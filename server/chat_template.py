@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inputs.limits import MAX_TEMPLATE_BYTES
+from model.inputs.limits import MAX_TEMPLATE_BYTES
 from server.disguise import Change, Mask, Substitution, free_characters, map_strings
 from server.template_environment import template_environment
 from server.tokenizer import Tokenizer, special_token_pattern

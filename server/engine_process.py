@@ -25,7 +25,7 @@ import zmq
 from batcher.errors import EngineClosedError, EngineDeadError, InvalidRequestError, QueueFullError
 from batcher.request import FinishReason, Request, RequestOutput
 from batcher.stats import EngineStats
-from inputs.words import described
+from model.inputs.words import described
 from server import wire
 
 STATS_INTERVAL_S = 1.0

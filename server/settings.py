@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from inputs.json_file import read_fields
-from inputs.limits import MAX_VOCAB_SIZE
-from inputs.schema import TRUTH, integer, number, number_above
+from model.inputs.json_file import read_fields
+from model.inputs.limits import MAX_VOCAB_SIZE
+from model.inputs.schema import TRUTH, integer, number, number_above
 from server.ranges import LEAST_TOP_K, MIN_PS, REPETITION_PENALTIES, TEMPERATURES, TOP_PS
 
 DEFAULT_METRICS_PREFIX = "pallas_serve:"

@@ -16,9 +16,9 @@ from typing import Protocol
 
 import tokenizers
 
-from inputs.json_file import check_size
-from inputs.limits import MAX_TOKENIZER_BYTES, MAX_VOCAB_SIZE
-from inputs.words import shown
+from model.inputs.json_file import check_size
+from model.inputs.limits import MAX_TOKENIZER_BYTES, MAX_VOCAB_SIZE
+from model.inputs.words import shown
 from server.byte_alphabet import unicode_to_byte
 from server.tiktoken_model import tokenizer_from_tiktoken
 from server.tokenizer_files import chat_template, special_tokens

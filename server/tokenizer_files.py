@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from inputs.json_file import read_fields, read_text
-from inputs.limits import MAX_TEMPLATE_BYTES
-from inputs.schema import TEXT, described_as
+from model.inputs.json_file import read_fields, read_text
+from model.inputs.limits import MAX_TEMPLATE_BYTES
+from model.inputs.schema import TEXT, described_as
 
 
 class _SpecialToken(msgspec.Struct):

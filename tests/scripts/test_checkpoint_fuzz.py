@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from inputs.words import one_line
 from model.config import Llama3Scaling, LlamaConfig
+from model.inputs.words import one_line
 from model.rope import inverse_frequencies
 from model.source import DEMO_FOLDER, resolve
 from server.chat_template import ChatTemplate, TemplateError

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from batcher.errors import EngineDeadError
-from inputs.words import MAX_LINE_CHARS
+from model.inputs.words import MAX_LINE_CHARS
 from model.source import DEMO_FOLDER
 from scripts import bench_offline, bench_serving, convert_checkpoint, generate, launch, plan
 from scripts.engine import compile_cache_folder

@@ -5,7 +5,7 @@ import math
 import msgspec
 import pytest
 
-from inputs.schema import TEXT, TRUTH, check, decode, described_as, integer, number, number_above
+from model.inputs.schema import TEXT, TRUTH, check, decode, described_as, integer, number, number_above
 
 
 class Fields(msgspec.Struct, kw_only=True):

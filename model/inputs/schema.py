@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args
 
 import msgspec
 
-from inputs.words import shown
+from model.inputs.words import shown
 
 
 def described_as[T](kind: type[T], words: str, **limits: Any) -> Any:

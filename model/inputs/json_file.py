@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from inputs.limits import MAX_JSON_BYTES
-from inputs.schema import decode
+from model.inputs.limits import MAX_JSON_BYTES
+from model.inputs.schema import decode
 
 
 def read_object(path: Path) -> dict[str, Any]:

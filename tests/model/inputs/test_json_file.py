@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from inputs.json_file import read_object, read_text
+from model.inputs.json_file import read_object, read_text
 
 
 def test_the_last_of_equal_keys_counts(tmp_path):
