@@ -20,7 +20,7 @@ from scripts.errors import add_debug_flag, failed
 from scripts.settings import EngineSettings, add_engine_flags
 from scripts.stand_in_tokenizer import tokenizer_folder
 from server.main import run
-from server.settings import DEFAULT_METRICS_PREFIX, GenerationDefaults, Settings
+from server.settings import DEFAULT_MAX_REQUEST_LOGPROBS, DEFAULT_METRICS_PREFIX, GenerationDefaults, Settings
 
 ENGINE = "scripts.engine:build"
 ROOT = Path(__file__).parent.parent
@@ -44,6 +44,12 @@ def parser() -> argparse.ArgumentParser:
     )
     server.add_argument("--allowed-origins", nargs="+", default=["*"], metavar="ORIGIN", help="CORS (default: all)")
     server.add_argument("--queue-timeout", type=float, metavar="S", help="refuse requests that waited so long")
+    server.add_argument(
+        "--max-request-logprobs", type=int, default=DEFAULT_MAX_REQUEST_LOGPROBS, metavar="N",
+        help="log-probabilities of one request: n x max_tokens x (logprobs + 1), and the prompt's likewise; more are "
+        "refused, and an output without max_tokens ends there (default: %(default)s, one choice with 20 of "
+        "199,000 tokens)",
+    )  # fmt: skip
     server.add_argument("--metrics-prefix", default=DEFAULT_METRICS_PREFIX, help="vllm: keeps existing dashboards")
     server.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     add_debug_flag(p)
@@ -68,6 +74,7 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         version=version(),
         queue_timeout_s=args.queue_timeout,
         debug=args.debug,
+        max_request_logprobs=args.max_request_logprobs,
     )
 
 

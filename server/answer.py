@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Protocol
 
 from starlette.responses import Response
@@ -17,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from server.errors import RequestError
 from server.generation import Choice, Generation
 from server.sse import DONE, event
+from server.turns import Turns
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -28,11 +31,11 @@ STREAM_HEADERS = [
 class Writer(Protocol):
     """The form of the answer: chat's or completions'."""
 
-    def whole(self) -> bytes:
-        """The JSON body, once every choice has finished."""
+    def whole(self) -> Iterator[bytes]:
+        """The JSON body in pieces, once every choice has finished."""
 
-    def frames(self, choice: Choice) -> bytes:
-        """The events for what the choice has gained; takes it from the choice. May be empty."""
+    def frames(self, choice: Choice) -> Iterator[bytes]:
+        """The events for what the choice has gained, in pieces; takes it from the choice at once. May be empty."""
 
     def last_frames(self) -> bytes:
         """What follows when all choices have finished, before [DONE]."""
@@ -45,8 +48,9 @@ class ClientGone(Exception):  # noqa: N818 - nobody's error
 class GenerationAnswer(Response):
     """An ASGI response that runs until the generation has ended or its client has gone."""
 
-    def __init__(self, generation: Generation, writer: Writer, *, stream: bool) -> None:
+    def __init__(self, generation: Generation, writer: Writer, turns: Turns, *, stream: bool) -> None:
         self._generation = generation
+        self._turns = turns
         self._writer = writer
         self._stream = stream
         self.background = None
@@ -68,13 +72,18 @@ class GenerationAnswer(Response):
             continue
         self._generation.fail(ClientGone())
 
+    def _check_client(self) -> None:
+        """An error of the engine waits until the JSON that has begun is complete; a client that has gone needs none."""
+        if isinstance(self._generation.error, ClientGone):
+            raise self._generation.error
+
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self._generation.wait()
         except RequestError as error:
             await error_response(error)(scope, receive, send)
             return
-        await Response(self._writer.whole(), media_type="application/json")(scope, receive, send)
+        await LongJson(self._turns, self._writer.whole(), self._check_client)(scope, receive, send)
 
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -83,19 +92,41 @@ class GenerationAnswer(Response):
             await error_response(error)(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-        frames = self._writer.frames
         try:
             while True:
-                body = b"".join([frames(choice) for choice in choices])
-                if self._generation.finished:
+                finished = self._generation.finished  # then these are the last frames
+                frames = chain.from_iterable([self._writer.frames(choice) for choice in choices])
+                async for body, more in self._turns.blocks(frames, self._check_client):
+                    if body and (more or not finished):
+                        await send({"type": "http.response.body", "body": body, "more_body": True})
+                if finished:
                     break
-                if body:
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
                 choices = await self._generation.wait()
             body += self._writer.last_frames()
         except RequestError as error:
             body = event(error.encode())
         await send({"type": "http.response.body", "body": body + DONE, "more_body": False})
+
+
+class LongJson(Response):
+    """A JSON answer that is made while it is sent, chunked; a short one is made at once. `check` as in `Turns`."""
+
+    def __init__(self, turns: Turns, pieces: Iterator[bytes], check: Callable[[], None] = lambda: None) -> None:
+        self._turns = turns
+        self._pieces = pieces
+        self._check = check
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"application/json")]
+        started = False
+        async for body, more in self._turns.blocks(self._pieces, self._check):
+            if not started:
+                if not more:
+                    headers.append((b"content-length", b"%d" % len(body)))
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                started = True
+            await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 def error_response(error: RequestError) -> Response:

@@ -15,6 +15,7 @@ from server.errors import invalid
 from server.lengths import check_counts, output_limit
 from server.sampling import check_top_logprobs
 from server.schemas import ChatRequest
+from server.score_limit import limit_scores
 from server.state import ServerState
 from server.submission import check_min_tokens, check_num_choices, new_id, read_generation, start_generation
 
@@ -35,8 +36,16 @@ class ChatRoute:
 
         prompt = await encode_chat(state, body)
         limit = output_limit(len(prompt), asked, state.client.info.max_model_len, param=param)
+        (limit,) = limit_scores(
+            [limit],
+            n=body.n or 1,
+            logprobs=top_logprobs,
+            num_prompt_scores=0 if body.prompt_logprobs is None else len(prompt) * (body.prompt_logprobs + 1),
+            fixed=asked is not None,
+            most=state.settings.max_request_logprobs,
+        )
         check_min_tokens(body, limit)
-        generation = start_generation(
+        generation = await start_generation(
             state,
             body,
             [prompt],
@@ -54,7 +63,7 @@ class ChatRoute:
             usage=usage,
         )
         writer = ChatWriter(generation, state.tokenizer, options)
-        return GenerationAnswer(generation, writer, stream=bool(body.stream))
+        return GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream))
 
 
 def _top_logprobs(body: ChatRequest) -> int | None:

@@ -19,25 +19,16 @@ Roles are not disguised: they are checked against a fixed list before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from model.inputs.limits import MAX_TEMPLATE_BYTES
-from server.disguise import Change, Mask, Substitution, free_characters, map_strings
+from server.disguise import Change, Mask, Substitution, free_characters, map_strings, translated
+from server.special_tokens import Part, SpecialTokens
 from server.template_environment import template_environment
-from server.tokenizer import Tokenizer, special_token_pattern
 
 
 class TemplateError(ValueError):
     """The template refused the conversation, or could not be run; the message may be shown."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A stretch of the rendering: plain text, or a special token that the template wrote."""
-
-    text: str
-    special: bool
 
 
 class ChatTemplate:
@@ -54,7 +45,7 @@ class ChatTemplate:
             raise TemplateError(f"The chat template is not valid: {error or type(error).__name__}") from error
         self._variables = dict(variables)
         special_tokens = list(special_tokens)
-        self._pattern = special_token_pattern(special_tokens)
+        self._parts = SpecialTokens(special_tokens).split
         self._letters = sorted({char for token in special_tokens for char in token if not char.isspace()})
         self._initials = {token[0] for token in special_tokens}
         self._mask = Mask(self._letters)
@@ -89,7 +80,7 @@ class ChatTemplate:
             if parts is not None:
                 return parts
         mark, *stand_ins = self._free_characters([messages, extra], 1 + len(self._letters))
-        marked = _try(rendering, lambda text: text.translate({ord(char): mark + char for char in self._initials}))
+        marked = _try(rendering, lambda text: translated(text, {ord(char): mark + char for char in self._initials}))
         if masked is not None and marked is not None and marked.replace(mark, "") == plain:
             parts = _merge_marked(self._parts(marked), mark)
             if _specials(parts) == _specials(self._parts(masked)):
@@ -133,29 +124,6 @@ class ChatTemplate:
             )
         except Exception as error:  # a template is a foreign program: whatever it raises, it refuses the conversation
             raise TemplateError(f"The chat template cannot render this conversation: {error}") from error
-
-    def _parts(self, text: str) -> list[Part]:
-        pieces = self._pattern.split(text)
-        return [Part(piece, i % 2 == 1) for i, piece in enumerate(pieces) if piece]
-
-
-def encode_parts(tokenizer: Tokenizer, parts: Sequence[Part]) -> list[int]:
-    """Special parts become their ids, plain ones are encoded as text whatever they look like."""
-    texts = [part.text for part in parts if not part.special]
-    plain = iter(tokenizer.encode_plain(texts))
-    ids: list[int] = []
-    for part in parts:
-        if part.special:
-            ids.append(tokenizer.special_tokens[part.text])
-        else:
-            ids += next(plain)
-    return ids
-
-
-def split_special(tokenizer: Tokenizer, text: str) -> list[Part]:
-    """For raw prompts, whose author writes the control tokens himself: every special token is taken for one."""
-    pieces = special_token_pattern(tokenizer.special_tokens).split(text)
-    return [Part(piece, i % 2 == 1) for i, piece in enumerate(pieces) if piece]
 
 
 def _try(rendering: Callable[[Change], str], change: Change) -> str | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-from server.generation import Choice, Generation
+from server.generation import Choice, Generation, ScoredToken
+from server.json_pieces import LongText, NestedList, event_pieces, json_pieces, list_of
 from server.logprobs import chat_entries, prompt_logprobs
 from server.sse import ChunkTemplate, encode_json, event
 from server.tokenizer import Tokenizer
@@ -31,38 +34,37 @@ class ChatWriter:
         # a chunk of which only the text changes is encoded from a template
         self._plain = options.top_logprobs is None and not options.usage.in_every_chunk
 
-    def whole(self) -> bytes:
+    def whole(self) -> Iterator[bytes]:
         options, choices = self._options, self._generation.choices
-        body = self._base("chat.completion", [self._whole_choice(choice) for choice in choices])
+        body = self._base("chat.completion", NestedList(map(self._whole_choice, choices)))
         body["usage"] = self._usage()
         if options.num_prompt_logprobs is not None:
             scores = choices[0].prompt_logprobs or []
-            body["prompt_logprobs"] = prompt_logprobs(
-                self._tokenizer, options.prompt, scores, options.num_prompt_logprobs
-            )
-        return encode_json(body)
+            entries = prompt_logprobs(self._tokenizer, options.prompt, scores, options.num_prompt_logprobs)
+            body["prompt_logprobs"] = list_of(entries, len(options.prompt))
+        return json_pieces(body)
 
-    def frames(self, choice: Choice) -> bytes:
-        out = b""
+    def frames(self, choice: Choice) -> Iterator[bytes]:
+        frames: list[Iterable[bytes]] = []
         if choice.index not in self._templates:
             delta = {"role": "assistant", "content": ""}
-            out = event(encode_json(self._chunk(choice, delta)))
+            frames.append([event(encode_json(self._chunk(choice, delta)))])
             hole = {"content": ChunkTemplate.HOLE}
             self._templates[choice.index] = ChunkTemplate(self._chunk(choice, hole))
         text, scored = choice.take()
         if self._plain:
             if text:
-                out += self._templates[choice.index].fill(text)
+                frames.append(map(self._templates[choice.index].fill, [text]))
         elif text or scored or self._options.usage.in_every_chunk:
             chunk = self._chunk(choice, {"content": text})
             if self._options.top_logprobs is not None:
                 chunk["choices"][0]["logprobs"] = self._logprobs(scored)
-            out += event(encode_json(chunk))
+            frames.append(event_pieces(chunk))
         if choice.finish_reason is not None:
             chunk = self._chunk(choice, {})
             chunk["choices"][0] |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-            out += event(encode_json(chunk))
-        return out
+            frames.append([event(encode_json(chunk))])
+        return chain.from_iterable(frames)
 
     def last_frames(self) -> bytes:
         if not self._options.usage.in_stream:
@@ -73,7 +75,7 @@ class ChatWriter:
         text, scored = choice.take()
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": {"role": "assistant", "content": LongText(text), "refusal": None},
             "logprobs": None if self._options.top_logprobs is None else self._logprobs(scored),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
@@ -87,7 +89,7 @@ class ChatWriter:
             chunk["usage"] = counts if self._options.usage.in_every_chunk else None
         return chunk
 
-    def _base(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _base(self, kind: str, choices: list[dict[str, Any]] | NestedList) -> dict[str, Any]:
         options = self._options
         return {
             "id": self._generation.request_id,
@@ -97,9 +99,9 @@ class ChatWriter:
             "choices": choices,
         }
 
-    def _logprobs(self, scored: list[Any]) -> dict[str, Any]:
+    def _logprobs(self, scored: list[ScoredToken]) -> dict[str, Any]:
         entries = chat_entries(self._tokenizer, scored, self._options.top_logprobs or 0)
-        return {"content": entries, "refusal": None}
+        return {"content": list_of(entries, len(scored)), "refusal": None}
 
     def _usage(self) -> dict[str, Any]:
         choices = self._generation.choices

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from server import wire
 from server.generation import Choice, Generation, ScoredToken
-from server.logprobs import completion_logprobs, prompt_logprobs, token_text
+from server.json_pieces import LongText, NestedList, event_pieces, json_pieces, list_of
+from server.logprobs import completion_logprobs, prompt_logprobs
 from server.sse import ChunkTemplate, encode_json, event
 from server.text_stream import TextStream
 from server.tokenizer import Tokenizer
@@ -41,33 +44,34 @@ class CompletionWriter:
         self._templates: dict[int, ChunkTemplate] = {}
         self._plain = options.logprobs is None and not options.usage.in_every_chunk
 
-    def whole(self) -> bytes:
-        choices = [self._whole_choice(choice) for choice in self._generation.choices]
-        return encode_json(self._base(choices) | {"usage": self._usage(self._generation.choices, self._options.n)})
+    def whole(self) -> Iterator[bytes]:
+        choices = self._generation.choices
+        body = self._base(NestedList(map(self._whole_choice, choices)))
+        return json_pieces(body | {"usage": self._usage(choices, self._options.n)})
 
-    def frames(self, choice: Choice) -> bytes:
-        out = b""
+    def frames(self, choice: Choice) -> Iterator[bytes]:
+        frames: list[Iterable[bytes]] = []
         text, scored = self._take(choice)
         if choice.index not in self._templates:
             self._templates[choice.index] = ChunkTemplate(self._chunk(choice, ChunkTemplate.HOLE))
             if self._options.echo:
-                chunk = self._chunk(choice, self._prompt(choice).text)
+                chunk = self._chunk(choice, LongText(self._prompt(choice).text))
                 if self._options.logprobs is not None:
-                    chunk["choices"][0]["logprobs"] = self._prompt_scores(choice)
-                out = event(encode_json(chunk))
+                    chunk["choices"][0]["logprobs"] = self._scores(choice, [], prompt=True)
+                frames.append(event_pieces(chunk))
         if self._plain:
             if text:
-                out += self._templates[choice.index].fill(text)
+                frames.append(map(self._templates[choice.index].fill, [text]))
         elif text or scored or self._options.usage.in_every_chunk:
             chunk = self._chunk(choice, text)
             if self._options.logprobs is not None:
                 chunk["choices"][0]["logprobs"] = self._scores(choice, scored)
-            out += event(encode_json(chunk))
+            frames.append(event_pieces(chunk))
         if choice.finish_reason is not None:
             chunk = self._chunk(choice, "")
             chunk["choices"][0] |= self._ending(choice)
-            out += event(encode_json(chunk))
-        return out
+            frames.append([event(encode_json(chunk))])
+        return chain.from_iterable(frames)
 
     def last_frames(self) -> bytes:
         if not self._options.usage.in_stream:
@@ -82,21 +86,16 @@ class CompletionWriter:
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         options = self._options
         text, scored = self._take(choice)
-        logprobs = None
-        if options.logprobs is not None:
-            logprobs = self._scores(choice, scored)
-            if options.echo:
-                ahead = self._prompt_scores(choice)
-                logprobs = {name: ahead[name] + values for name, values in logprobs.items()}
         part: dict[str, Any] = {
             "index": choice.index,
-            "text": self._prompt(choice).text + text if options.echo else text,
-            "logprobs": logprobs,
+            "text": LongText(self._prompt(choice).text + text if options.echo else text),
+            "logprobs": None if options.logprobs is None else self._scores(choice, scored, prompt=options.echo),
             **self._ending(choice),
         }
         if options.num_prompt_logprobs is not None:
-            ids, scores = self._prompt(choice).ids, choice.prompt_logprobs or []
-            part["prompt_logprobs"] = prompt_logprobs(self._tokenizer, ids, scores, options.num_prompt_logprobs)
+            ids, scores = self._prompt(choice).ids, self._prompt_logprobs(choice)
+            entries = prompt_logprobs(self._tokenizer, ids, scores, options.num_prompt_logprobs)
+            part["prompt_logprobs"] = list_of(entries, len(ids))
         return part
 
     def _ending(self, choice: Choice) -> dict[str, Any]:
@@ -107,36 +106,39 @@ class CompletionWriter:
     def _prompt(self, choice: Choice) -> Prompt:
         return self._options.prompts[choice.index // self._options.n]
 
-    def _prompt_scores(self, choice: Choice) -> dict[str, list[Any]]:
-        """The prompt's own tokens, the first of which nothing predicts."""
-        ids = self._prompt(choice).ids
-        stream = TextStream(self._tokenizer)
-        offsets = []
-        for id in ids:
-            offsets.append(stream.num_chars)
-            stream.push(id)
-        scores: list[wire.Logprobs] = choice.prompt_logprobs or []
-        scored = [ScoredToken(*item) for item in zip(ids[1:], offsets[1:], scores, strict=True)]
-        rest = completion_logprobs(self._tokenizer, scored, self._options.logprobs or 0)
-        return {
-            "text_offset": offsets,
-            "token_logprobs": [None, *rest["token_logprobs"]],
-            "tokens": [token_text(self._tokenizer, ids[0]), *rest["tokens"]],
-            "top_logprobs": [None, *rest["top_logprobs"]],
-        }
+    def _prompt_logprobs(self, choice: Choice) -> list[wire.Logprobs]:
+        """The engine scores a prompt once where its choices are answered together, and for each where they are not."""
+        first = self._generation.choices[choice.index - choice.index % self._options.n]
+        return choice.prompt_logprobs or first.prompt_logprobs or []
 
-    def _scores(self, choice: Choice, scored: list[ScoredToken]) -> dict[str, list[Any]]:
+    def _scores(self, choice: Choice, scored: list[ScoredToken], *, prompt: bool = False) -> dict[str, Any]:
+        """Of the tokens that were drawn; with `prompt`, of the prompt's own before them."""
         base = len(self._prompt(choice).text) if self._options.echo else 0
-        return completion_logprobs(self._tokenizer, scored, self._options.logprobs or 0, base_offset=base)
 
-    def _chunk(self, choice: Choice, text: str) -> dict[str, Any]:
+        def tokens() -> Iterator[ScoredToken]:
+            if prompt:
+                yield from self._prompt_tokens(choice)
+            for token in scored:
+                yield ScoredToken(token.token_id, base + token.offset, token.scores)
+
+        count = len(scored) + (len(self._prompt(choice).ids) if prompt else 0)
+        return completion_logprobs(self._tokenizer, tokens, count, self._options.logprobs or 0)
+
+    def _prompt_tokens(self, choice: Choice) -> Iterator[ScoredToken]:
+        stream = TextStream(self._tokenizer)
+        scores = chain([None], self._prompt_logprobs(choice))
+        for id, score in zip(self._prompt(choice).ids, scores, strict=True):
+            yield ScoredToken(id, stream.num_chars, score)
+            stream.push(id)
+
+    def _chunk(self, choice: Choice, text: str | LongText) -> dict[str, Any]:
         part = {"index": choice.index, "text": text, "logprobs": None, "finish_reason": None}
         chunk = self._base([part])
         if self._options.usage.in_stream:
             chunk["usage"] = self._usage([choice], 1) if self._options.usage.in_every_chunk else None
         return chunk
 
-    def _base(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _base(self, choices: list[dict[str, Any]] | NestedList) -> dict[str, Any]:
         return {
             "id": self._generation.request_id,
             "object": "text_completion",

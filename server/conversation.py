@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from typing import Any
 
-from server.chat_template import TemplateError, encode_parts
+from server.aside import LONG_WORK
+from server.chat_template import TemplateError
 from server.errors import RequestError, invalid, unsupported
 from server.lengths import check_num_messages, check_text_length
 from server.schemas import ChatRequest, Message, TokenizeRequest, template_variables
+from server.special_tokens import encode_parts
 from server.state import ServerState
+from server.time_limit import Overtime, time_limit
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 UNSUPPORTED_ROLES = ("tool", "function")
@@ -24,7 +29,8 @@ async def encode_chat(state: ServerState, body: ChatRequest | TokenizeRequest) -
     if not body.messages:
         raise invalid("messages", "must not be empty")
     check_num_messages(len(body.messages), state.client.info.max_model_len)
-    messages = [template_message(i, message) for i, message in enumerate(body.messages)]
+    num_parts = sum(len(message.content) if isinstance(message.content, list) else 1 for message in body.messages)
+    messages = await state.aside.run(CHARS_OF_A_MESSAGE * num_parts, template_messages, body.messages)
     num_chars = sum(len(message["content"]) for message in messages)
     check_text_length(num_chars, state.tokenizer, state.client.info.max_model_len)
     continues = bool(body.continue_final_message)
@@ -37,17 +43,28 @@ async def encode_chat(state: ServerState, body: ChatRequest | TokenizeRequest) -
         raise invalid("chat_template_kwargs", f"must not set {', '.join(sorted(reserved))}")
 
     def render_and_encode() -> list[int]:
-        parts = template.render(
-            messages, add_generation_prompt=generates, continue_final_message=continues, extra=extra
-        )
+        with time_limit(limit_s) if is_long else contextlib.nullcontext():
+            parts = template.render(
+                messages, add_generation_prompt=generates, continue_final_message=continues, extra=extra
+            )
         return encode_parts(state.tokenizer, parts)
 
+    # what a template does with its variables cannot be told from their size: it may count up to one
+    size = LONG_WORK if extra else num_chars + CHARS_OF_A_MESSAGE * len(messages)
+    is_long, limit_s = size >= LONG_WORK, state.settings.template_timeout_s
     try:
-        return await state.run_aside(num_chars + CHARS_OF_A_MESSAGE * len(messages), render_and_encode)
+        return await state.aside.run(size, render_and_encode)
     except TemplateError as error:
         raise RequestError(400, str(error), param="messages") from error
+    except Overtime as error:
+        message = f"The chat template took longer than {limit_s:g} s for this conversation and was stopped."
+        raise RequestError(400, message, param="chat_template_kwargs" if extra else "messages") from error
     except RecursionError as error:
         raise invalid("chat_template_kwargs", "is nested too deeply") from error
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [template_message(i, message) for i, message in enumerate(messages)]
 
 
 def template_message(index: int, message: Message) -> dict[str, Any]:

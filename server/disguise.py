@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 STAND_INS = range(0x100000, 0x10FFFE)  # the last private-use plane
+SLICE_CHARS = 32 * 1024
 _STAND_IN = re.compile("[\U00100000-\U0010fffd]")
 
 Change = Callable[[str], str]
@@ -41,10 +42,19 @@ class Substitution:
         self._back = str.maketrans(dict(zip(stand_ins, letters, strict=True)))
 
     def __call__(self, text: str) -> str:
-        return text.translate(self._table)
+        return translated(text, self._table)
 
     def undo(self, text: str) -> str:
-        return text.translate(self._back)
+        return translated(text, self._back)
+
+
+def translated(text: str, table: Mapping[int, str]) -> str:
+    """`str.translate`, slice by slice: it is slow, and holds the interpreter's lock until it returns."""
+    return "".join([part.translate(table) for part in _slices(text)])
+
+
+def _slices(text: str) -> Iterator[str]:
+    return (text[start : start + SLICE_CHARS] for start in range(0, len(text), SLICE_CHARS))
 
 
 def free_characters(value: Any, count: int) -> list[str]:
@@ -52,7 +62,7 @@ def free_characters(value: Any, count: int) -> list[str]:
 
     Raises ValueError where the text has used the plane up.
     """
-    used = {ord(char) for text in strings_of(value) for char in _STAND_IN.findall(text)}
+    used = {ord(char) for text in strings_of(value) for part in _slices(text) for char in set(_STAND_IN.findall(part))}
     for start in range(STAND_INS.start, STAND_INS.stop - count, count):
         if used.isdisjoint(range(start, start + count)):
             return [chr(code) for code in range(start, start + count)]

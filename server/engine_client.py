@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import multiprocessing
 import tempfile
 import time
@@ -25,6 +26,7 @@ from server import engine_process, wire
 logger = logging.getLogger("pallas_serve")
 
 LAST_WORDS_MS = 1000
+READ_S = 0.005  # of reading at a time: an engine that is faster than this process must not keep the loop to itself
 
 
 class EngineFailedError(RuntimeError):
@@ -70,6 +72,7 @@ class ProcessEngineClient:
         self._sinks: dict[str, Sink] = {}
         self._ready: asyncio.Future[wire.EngineInfo] | None = None
         self._is_ready = False
+        self._read_on: asyncio.Handle | None = None  # where the last reading was cut short
         self._stopping = False
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(wire.Event).decode
@@ -132,6 +135,8 @@ class ProcessEngineClient:
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._events.getsockopt(zmq.FD))
         loop.remove_reader(self.process.sentinel)
+        if self._read_on is not None:
+            self._read_on.cancel()
         self._commands.close()
         self._events.close()
         self._context.term()
@@ -144,8 +149,21 @@ class ProcessEngineClient:
             logger.warning("the engine process did not take a command: %s", type(command).__name__)
 
     def _on_readable(self) -> None:
+        if self._read_on is None:
+            self._read_for_a_while()
+
+    def _read_for_a_while(self) -> None:
+        """The descriptor signals changes only: what is left in the socket is read in the loop's next turn."""
+        done = self._read(time.monotonic() + READ_S)
+        self._read_on = None if done else asyncio.get_running_loop().call_soon(self._read_for_a_while)
+
+    def _read(self, deadline: float = math.inf) -> bool:
+        """Whether everything that has come has been read."""
         while self._events.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             self._on_event(self._decode(self._events.recv()))
+            if time.monotonic() >= deadline:
+                return False
+        return True
 
     def _on_event(self, event: wire.Event) -> None:
         match event:
@@ -175,10 +193,10 @@ class ProcessEngineClient:
     def _on_exit(self) -> None:
         asyncio.get_running_loop().remove_reader(self.process.sentinel)
         self.process.join()
-        self._on_readable()
+        self._read()
         if self.process.exitcode == engine_process.EXIT_FAILED:  # then it has said why, and that may be on its way yet
             while self.death is None and self._events.poll(LAST_WORDS_MS):
-                self._on_readable()
+                self._read()
         if not self._stopping:
             self._die(f"the engine process has ended (exit code {self.process.exitcode})")
 

@@ -110,8 +110,8 @@ def _serve(context: zmq.Context, address: str, engine: ServedEngine, sender: _Se
             if not socket.poll(max(0, next_stats - time.monotonic()) * 1000):
                 continue
             match decode(socket.recv()):
-                case wire.Submit(requests=requests):
-                    _submit(engine, requests, sender)
+                case wire.Submit() as submit:
+                    _submit(engine, wire.requests_from_wire(submit), sender)
                 case wire.Abort(request_ids=request_ids, reason=reason):
                     for request_id in request_ids:
                         engine.abort(request_id, reason)
@@ -121,17 +121,17 @@ def _serve(context: zmq.Context, address: str, engine: ServedEngine, sender: _Se
         socket.close()
 
 
-def _submit(engine: ServedEngine, requests: Sequence[wire.WireRequest], sender: _Sender) -> None:
+def _submit(engine: ServedEngine, requests: Sequence[Request], sender: _Sender) -> None:
     """Adds the requests of one HTTP request; the first refusal is the answer to all of them."""
-    for i, item in enumerate(requests):
+    for i, request in enumerate(requests):
         try:
-            engine.add_request(wire.request_from_wire(item), sender.put)
+            engine.add_request(request, sender.put)
         except Exception as error:
             status, param = _status_of(error)
             if status == 500:
                 traceback.print_exc()
             fields = {"finish_reason": FinishReason.ERROR.value, "error": str(error), "status": status}
-            sender.put(wire.Output(item.request_id, [], param=param, **fields))  # first: the aborts speak too
+            sender.put(wire.Output(request.request_id, [], param=param, **fields))  # first: the aborts speak too
             for added in requests[:i]:
                 engine.abort(added.request_id)
             return
@@ -176,6 +176,9 @@ class _Sender:
             for item in items:
                 if isinstance(item, RequestOutput):
                     outputs.append(wire.output_to_wire(item))
+                    if item.prompt_logprobs is not None:  # long: it travels without the others, whose readers yield
+                        socket.send(encode(wire.Outputs(outputs)))
+                        outputs = []
                 elif isinstance(item, wire.Output):
                     outputs.append(item)
                 elif item is None:

@@ -25,7 +25,7 @@ logger = logging.getLogger("pallas_serve")
 class ScoredToken:
     token_id: int
     offset: int  # in characters of the sequence's text
-    scores: wire.Logprobs
+    scores: wire.Logprobs | None  # None: nothing predicts the first token of a prompt
 
 
 class Choice:

@@ -9,15 +9,17 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.chat_template import split_special
+from server.answer import LongJson
 from server.conversation import encode_chat
 from server.errors import RequestError, invalid, model_not_found, unavailable
+from server.json_pieces import LongText, json_pieces, list_of
 from server.lengths import check_text_length
 from server.logprobs import token_text
 from server.metrics import CONTENT_TYPE
 from server.request_body import read_body
 from server.sampling import check_ids
 from server.schemas import DetokenizeRequest, TokenizeRequest
+from server.special_tokens import SpecialTokens, encode_parts
 from server.sse import encode_json
 from server.state import ServerState
 from server.text_stream import decode_text
@@ -30,6 +32,7 @@ class InfoRoutes:
         self._state = state
         self._tokenize = msgspec.json.Decoder(TokenizeRequest)
         self._detokenize = msgspec.json.Decoder(DetokenizeRequest)
+        self._split = SpecialTokens(state.tokenizer.special_tokens).split
 
     async def health(self, request: Request) -> Response:
         """200 while requests are served. Raises 503 when the engine is dead or silent, and during a shutdown."""
@@ -71,12 +74,19 @@ class InfoRoutes:
             ids = await encode_chat(state, body)
         else:
             check_text_length(len(body.prompt), state.tokenizer, state.client.info.max_model_len)
-            ids = await state.encode(split_special(state.tokenizer, body.prompt))
-            if body.add_special_tokens is not False:
-                ids = state.tokenizer.with_affixes(ids)
-        answer = {"count": len(ids), "max_model_len": state.client.info.max_model_len, "tokens": ids}
-        strings = [token_text(state.tokenizer, id) for id in ids] if body.return_token_strs else None
-        return _json(answer | {"token_strs": strings})
+            ids = await state.aside.run(len(body.prompt), self._encode, body)
+        strings = list_of((token_text(state.tokenizer, id) for id in ids), len(ids))
+        answer = {
+            "count": len(ids),
+            "max_model_len": state.client.info.max_model_len,
+            "tokens": list_of(ids, len(ids)),
+            "token_strs": strings if body.return_token_strs else None,
+        }
+        return LongJson(state.turns, json_pieces(answer))
+
+    def _encode(self, body: TokenizeRequest) -> list[int]:
+        ids = encode_parts(self._state.tokenizer, self._split(body.prompt))
+        return ids if body.add_special_tokens is False else self._state.tokenizer.with_affixes(ids)
 
     async def detokenize(self, request: Request) -> Response:
         state = self._state
@@ -84,11 +94,12 @@ class InfoRoutes:
         state.check_model(body.model)
         if len(body.tokens) > MAX_DETOKENIZED:
             raise invalid("tokens", f"at most {MAX_DETOKENIZED} are decoded at once, got {len(body.tokens)}")
-        check_ids("tokens", body.tokens, state.client.info.vocab_size)
-        text = await state.run_aside(
-            len(body.tokens), decode_text, state.tokenizer, body.tokens, skip_special_tokens=False
-        )
-        return _json({"prompt": text})
+        text = await state.aside.run(len(body.tokens), self._decode, body.tokens)
+        return LongJson(state.turns, json_pieces({"prompt": LongText(text)}))
+
+    def _decode(self, ids: list[int]) -> str:
+        check_ids("tokens", ids, self._state.client.info.vocab_size)
+        return decode_text(self._state.tokenizer, ids, skip_special_tokens=False)
 
     def _model(self, name: str) -> dict[str, Any]:
         state = self._state

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from server import wire
 from server.generation import ScoredToken
+from server.json_pieces import LongList, list_of
 from server.tokenizer import Tokenizer
 
 FLOOR = -9999.0
@@ -17,15 +19,12 @@ def finite(value: float) -> float:
     return value if math.isfinite(value) and value > FLOOR else FLOOR
 
 
-def chat_entries(tokenizer: Tokenizer, scored: Sequence[ScoredToken], num_top: int) -> list[dict[str, Any]]:
+def chat_entries(tokenizer: Tokenizer, scored: Iterable[ScoredToken], num_top: int) -> Iterator[dict[str, Any]]:
     """`choices[].logprobs.content` of chat."""
-    entries = []
     for token in scored:
-        top = zip(token.scores.top_ids[:num_top], token.scores.top_logprobs, strict=False)
         entry = _chat_entry(tokenizer, token.token_id, token.scores.logprob)
-        entry["top_logprobs"] = [_chat_entry(tokenizer, id, logprob) for id, logprob in top]
-        entries.append(entry)
-    return entries
+        entry["top_logprobs"] = [_chat_entry(tokenizer, id, logprob) for id, logprob in token.scores.top(num_top)]
+        yield entry
 
 
 def _chat_entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
@@ -34,39 +33,41 @@ def _chat_entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, scored: Sequence[ScoredToken], num_top: int, *, base_offset: int = 0
-) -> dict[str, list[Any]]:
-    """`choices[].logprobs` of completions. The sampled token is always among `top_logprobs`."""
-    top_logprobs = []
-    for token in scored:
-        top = {token.token_id: token.scores.logprob}
-        top |= dict(zip(token.scores.top_ids[:num_top], token.scores.top_logprobs, strict=False))
-        ranked = sorted(top.items(), key=lambda item: -item[1])
-        top_logprobs.append({token_text(tokenizer, id): finite(logprob) for id, logprob in ranked})
+    tokenizer: Tokenizer, tokens: Callable[[], Iterable[ScoredToken]], count: int, num_top: int
+) -> dict[str, list[Any] | LongList]:
+    """`choices[].logprobs` of completions: four lists of `count` entries, for each of which `tokens` gives the tokens
+    anew. The token that was drawn is always among `top_logprobs`."""
+
+    def entries(entry: Callable[[ScoredToken], Any]) -> list[Any] | LongList:
+        return list_of(map(entry, tokens()), count)
+
+    def top(token: ScoredToken) -> dict[str, float] | None:
+        if token.scores is None:
+            return None
+        values = {token.token_id: token.scores.logprob} | dict(token.scores.top(num_top))
+        ranked = sorted(values.items(), key=lambda item: -item[1])
+        return {token_text(tokenizer, id): finite(logprob) for id, logprob in ranked}
+
     return {
-        "text_offset": [base_offset + token.offset for token in scored],
-        "token_logprobs": [finite(token.scores.logprob) for token in scored],
-        "tokens": [token_text(tokenizer, token.token_id) for token in scored],
-        "top_logprobs": top_logprobs,
+        "text_offset": entries(lambda token: token.offset),
+        "token_logprobs": entries(lambda token: None if token.scores is None else finite(token.scores.logprob)),
+        "tokens": entries(lambda token: token_text(tokenizer, token.token_id)),
+        "top_logprobs": entries(top),
     }
 
 
 def prompt_logprobs(
     tokenizer: Tokenizer, prompt: Sequence[int], scores: Sequence[wire.Logprobs], num_top: int
-) -> list[dict[str, Any] | None]:
+) -> Iterator[dict[str, Any] | None]:
     """vLLM's `prompt_logprobs`: for each token but the first, token id -> its score. An unknown rank is null."""
-    entries: list[dict[str, Any] | None] = [None]
-    for token_id, score in zip(prompt[1:], scores, strict=True):
-        top = zip(score.top_ids[:num_top], score.top_logprobs, strict=False)
-        ranked = {id: (logprob, rank) for rank, (id, logprob) in enumerate(top, start=1)}
+    yield None
+    for token_id, score in zip(islice(prompt, 1, None), scores, strict=True):
+        ranked = {id: (logprob, rank) for rank, (id, logprob) in enumerate(score.top(num_top), start=1)}
         ranked.setdefault(token_id, (score.logprob, None))
-        entries.append(
-            {
-                str(id): {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(tokenizer, id)}
-                for id, (logprob, rank) in ranked.items()
-            }
-        )
-    return entries
+        yield {
+            str(id): {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(tokenizer, id)}
+            for id, (logprob, rank) in ranked.items()
+        }
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:

@@ -13,6 +13,7 @@ from model.inputs.schema import TRUTH, integer, number, number_above
 from server.ranges import LEAST_TOP_K, MIN_PS, REPETITION_PENALTIES, TEMPERATURES, TOP_PS
 
 DEFAULT_METRICS_PREFIX = "pallas_serve:"
+DEFAULT_MAX_REQUEST_LOGPROBS = 4 * 2**20
 
 
 class _GenerationFile(msgspec.Struct):
@@ -71,6 +72,8 @@ class Settings:
     queue_timeout_s: float | None = None  # a request that waits longer is refused; None: it may wait for ever
     max_body_bytes: int = 8 * 2**20  # ids of a million tokens; the JSON of more would hold up every stream for long
     max_choices: int = 128  # sequences of one HTTP request: prompts times n
+    max_request_logprobs: int = DEFAULT_MAX_REQUEST_LOGPROBS  # that one HTTP request may ask for: see score_limit
+    template_timeout_s: float = 10.0  # for the chat template of one long conversation, or of one with variables
     grace_period_s: float = 30.0  # after SIGTERM, for what is running
     heartbeat_timeout_s: float = 60.0  # an engine silent for longer is reported as unhealthy
     death_linger_s: float = 3.0  # after the engine's death /health says 503 for so long, then the server exits
@@ -84,8 +87,9 @@ class Settings:
             raise ValueError("an API key is empty: everybody would have it")
         if self.queue_timeout_s is not None and not self.queue_timeout_s > 0:
             raise ValueError(f"a request must be allowed to wait for some time: {self.queue_timeout_s=}")
-        for name in ("grace_period_s", "heartbeat_timeout_s", "death_linger_s"):
+        for name in ("grace_period_s", "heartbeat_timeout_s", "death_linger_s", "template_timeout_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is not negative: {getattr(self, name)}")
-        if self.max_body_bytes < 1 or self.max_choices < 1:
-            raise ValueError(f"limits are at least 1: {self.max_body_bytes=}, {self.max_choices=}")
+        for name in ("max_body_bytes", "max_choices", "max_request_logprobs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"limits are at least 1: {name} is {getattr(self, name)}")

@@ -16,6 +16,7 @@ from server.request_body import read_body
 from server.sampling import check_sampling, sampling_params, stop_strings
 from server.schemas import SamplingFields, refuse_unsupported
 from server.state import ServerState
+from server.stop_strings import StopStrings
 from server.text_stream import TextStream
 from server.usage import UsageOptions
 
@@ -49,7 +50,7 @@ def _usage_options(state: ServerState, body: SamplingFields) -> UsageOptions:
     )
 
 
-def start_generation(
+async def start_generation(
     state: ServerState,
     body: SamplingFields,
     prompts: Sequence[list[int]],
@@ -59,16 +60,21 @@ def start_generation(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> Generation:
-    """Submits `n` sequences for each prompt, prompt by prompt; `limits` are the prompts' output limits."""
+    """Submits `n` sequences for each prompt, prompt by prompt; `limits` are the prompts' output limits.
+
+    Where nothing is streamed, only the first choice of each prompt has the prompt's log-probabilities.
+    """
     n = body.n or 1
     generation = Generation(state.client, request_id, stream=bool(body.stream))
     include_stop = bool(body.include_stop_str_in_output)
+    texts = stop_strings(body)
+    stops = await state.aside.run(sum(map(len, texts)), StopStrings, texts) if texts else None
     requests = []
     for prompt, max_tokens in zip(prompts, limits, strict=True):
         for choice in range(n):
             stream = TextStream(
                 state.tokenizer,
-                stops=stop_strings(body),
+                stops=stops,
                 include_stop=include_stop,
                 skip_special_tokens=body.skip_special_tokens is not False,
                 min_tokens=body.min_tokens or 0,
@@ -82,12 +88,12 @@ def start_generation(
                 vocab_size=state.client.info.vocab_size,
                 choice=choice,
                 logprobs=logprobs,
-                prompt_logprobs=prompt_logprobs,
+                prompt_logprobs=prompt_logprobs if choice == 0 or body.stream else None,
             )
             requests.append(
                 wire.WireRequest(
                     generation.choices[-1].request_id,
-                    prompt,
+                    prompt if choice == 0 else [],  # as the one before
                     sampling,
                     body.priority or 0,
                     _cache_salt(body.cache_salt),

@@ -1,15 +1,11 @@
-"""Token ids to text as they come: bytes joined into characters, stop strings found and never shown half.
-
-Text is released as soon as it can no longer become part of a stop string: what is held back is the longest tail that
-begins one. Where several stop strings match, the one that is complete first ends the text, and of those that are
-complete at the same character the longest; so the result does not depend on how the text was cut into tokens.
-"""
+"""Token ids to text as they come: bytes joined into characters, stop strings found and never shown half."""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
 
+from server.stop_strings import StopFinder, StopStrings
 from server.tokenizer import Tokenizer
 
 
@@ -40,48 +36,6 @@ class Detokenizer:
         return self._decode(b"", True)
 
 
-class StopStrings:
-    """Finds the first stop string in a growing text; `push` returns what may be shown."""
-
-    __slots__ = ("_held", "_include", "_stops", "matched")
-
-    def __init__(self, stops: Sequence[str], *, include_in_output: bool = False) -> None:
-        self._stops = tuple(sorted(stops, key=len, reverse=True))
-        self._include = include_in_output
-        self._held = ""
-        self.matched: str | None = None  # once set, the text is over
-
-    def push(self, text: str) -> str:
-        buffer = self._held + text
-        best_end, best = len(buffer) + 1, None
-        for stop in self._stops:
-            start = buffer.find(stop)
-            if start >= 0 and start + len(stop) < best_end:
-                best_end, best = start + len(stop), stop
-        if best is not None:
-            self.matched, self._held = best, ""
-            return buffer[: best_end if self._include else best_end - len(best)]
-        cut = len(buffer) - self._num_held(buffer)
-        self._held = buffer[cut:]
-        return buffer[:cut]
-
-    def flush(self) -> str:
-        """What was held back, once it is known that nothing follows."""
-        held, self._held = self._held, ""
-        return held
-
-    def _num_held(self, buffer: str) -> int:
-        longest = 0
-        for stop in self._stops:
-            start = buffer.find(stop[0], max(0, len(buffer) - len(stop) + 1))
-            while start >= 0 and len(buffer) - start > longest:
-                if stop.startswith(buffer[start:]):
-                    longest = len(buffer) - start
-                    break
-                start = buffer.find(stop[0], start + 1)
-        return longest
-
-
 class TextStream:
     """One sequence's text. `num_chars` counts the characters decoded so far, shown or not: where the next token's text
     begins. Stop strings count only from the token after `min_tokens`."""
@@ -92,13 +46,13 @@ class TextStream:
         self,
         tokenizer: Tokenizer,
         *,
-        stops: Sequence[str] = (),
+        stops: StopStrings | None = None,
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-        self._stops = StopStrings(stops, include_in_output=include_stop) if stops else None
+        self._stops = None if stops is None else StopFinder(stops, include_in_output=include_stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self.num_chars = 0

@@ -8,8 +8,7 @@ one look-up per token, without ever decoding the same text twice.
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -27,7 +26,7 @@ logger = logging.getLogger("pallas_serve")
 
 MAX_SPARE_TOKENS = 1024  # special tokens after the model's vocabulary: what fine-tuning has added and never trained
 _PROBE = "".join(map(chr, range(0x800))) + "語🙂"  # nearly every byte that UTF-8 has
-LONG_TEXT_CHARS = 20_000  # from here on encoding takes so long (10 ms) that it is worth a thread of its own
+LONG_TEXT_CHARS = 20_000  # from here on encoding takes so long (10 ms) that it is worth the library's threads
 
 
 class Tokenizer(Protocol):
@@ -41,8 +40,7 @@ class Tokenizer(Protocol):
     chat_template: str | None
 
     def encode_plain(self, texts: list[str]) -> list[list[int]]:
-        """Each text's ids; what looks like a special token is text like any other. Releases the GIL where they are
-        long together (LONG_TEXT_CHARS)."""
+        """Each text's ids; what looks like a special token is text like any other. Releases the GIL."""
 
     def with_affixes(self, ids: list[int]) -> list[int]:
         """The ids with what the tokenizer adds around a text of its own accord (Llama 3: begin-of-text)."""
@@ -133,12 +131,6 @@ class ByteLevelTokenizer:
     def with_affixes(self, ids: list[int]) -> list[int]:
         before, after = self._affixes
         return [*before, *ids, *after]
-
-
-def special_token_pattern(special_tokens: Iterable[str]) -> re.Pattern[str]:
-    """Splits text at special tokens, leftmost and longest first, keeping them (one group)."""
-    alternatives = sorted(special_tokens, key=len, reverse=True)
-    return re.compile("(" + "|".join(map(re.escape, alternatives)) + ")") if alternatives else re.compile("((?!))")
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:

@@ -6,6 +6,9 @@ requests that gained something in it, and Stats at intervals, which are also the
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+
 import msgspec
 
 from batcher.request import ErrorCode, FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
@@ -24,7 +27,10 @@ class WireRequest(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Submit(msgspec.Struct, tag=True):
-    requests: list[WireRequest]  # all of one HTTP request, in order
+    """All requests of one HTTP request, in order. One with an empty prompt has the prompt of the one before it: the
+    choices of a long prompt do not carry it again and again."""
+
+    requests: list[WireRequest]
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -38,10 +44,21 @@ class Stop(msgspec.Struct, tag=True):
     """The engine ends what runs (its requests finish with `abort`) and the process exits."""
 
 
-class Logprobs(msgspec.Struct, array_like=True, frozen=True):
+class Logprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """`batcher.request.TokenLogprobs` with its numbers packed: a request may ask for millions of them."""
+
     logprob: float
-    top_ids: list[int]
-    top_logprobs: list[float]
+    top_ids: bytes  # i32[num_top]
+    top_logprobs: bytes  # f64[num_top]
+
+    @classmethod
+    def packed(cls, logprob: float, top_ids: Sequence[int], top_logprobs: Sequence[float]) -> Logprobs:
+        return cls(logprob, array("i", top_ids).tobytes(), array("d", top_logprobs).tobytes())
+
+    def top(self, most: int) -> list[tuple[int, float]]:
+        """(token id, log-probability) of at most so many tokens, most likely first."""
+        ids, values = array("i", self.top_ids), array("d", self.top_logprobs)
+        return list(zip(ids[:most], values[:most], strict=True))
 
 
 class Output(msgspec.Struct, array_like=True, frozen=True):
@@ -93,10 +110,18 @@ Command = Submit | Abort | Stop
 Event = Report | Ready | Failed | Outputs | Stats
 
 
-def request_from_wire(item: WireRequest) -> Request:
+def requests_from_wire(submit: Submit) -> list[Request]:
+    requests: list[Request] = []
+    for item in submit.requests:
+        prompt = tuple(item.prompt) if item.prompt else requests[-1].prompt
+        requests.append(_request(item, prompt))
+    return requests
+
+
+def _request(item: WireRequest, prompt: tuple[int, ...]) -> Request:
     return Request(
         request_id=item.request_id,
-        prompt=tuple(item.prompt),
+        prompt=prompt,
         sampling=item.sampling,
         priority=item.priority,
         cache_salt=item.cache_salt,
@@ -121,4 +146,4 @@ def output_to_wire(output: RequestOutput) -> Output:
 
 
 def _logprobs(entry: TokenLogprobs) -> Logprobs:
-    return Logprobs(entry.logprob, list(entry.top_ids), list(entry.top_logprobs))
+    return Logprobs.packed(entry.logprob, entry.top_ids, entry.top_logprobs)

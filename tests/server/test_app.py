@@ -100,7 +100,7 @@ def test_a_refused_field_is_named():
 
 
 def test_an_output_that_makes_no_sense_fails_its_request():
-    bad = wire.Output("", [1, 2], logprobs=[wire.Logprobs(-1.0, [], [])])
+    bad = wire.Output("", [1, 2], logprobs=[wire.Logprobs.packed(-1.0, [], [])])
     response = call(state_of(StubClient(bad)), "POST", COMPLETIONS, json={"prompt": "a", "logprobs": 1})
     assert response.status_code == 500
     assert response.json()["error"]["type"] == "InternalServerError"

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.text_stream import StopStrings, TextStream
+from server.stop_strings import StopFinder, StopStrings
+from server.text_stream import TextStream
 from server.tokenizer import ByteLevelTokenizer
 from tests.server.tokenizers import EOT, byte_tokenizer
 
@@ -24,7 +25,7 @@ def read(ids: list[int], **options) -> tuple[str, str | None]:
 
 
 def pushes(texts: list[str], stops: list[str], **options) -> tuple[list[str], str | None]:
-    finder = StopStrings(stops, **options)
+    finder = StopFinder(StopStrings(stops), **options)
     shown = []
     for text in texts:
         shown.append(finder.push(text))
@@ -137,7 +138,7 @@ def test_stop_strings_do_not_depend_on_the_pieces(pieces, stops, include):
 @settings(deadline=None)
 @given(st.lists(st.text("abc", max_size=4), max_size=12), STOPS)
 def test_no_more_is_held_back_than_must_be(pieces, stops):
-    finder = StopStrings(stops)
+    finder = StopFinder(StopStrings(stops))
     text = ""
     shown = ""
     for piece in pieces:
@@ -152,13 +153,13 @@ def test_no_more_is_held_back_than_must_be(pieces, stops):
 
 def test_stop_strings_count_only_after_min_tokens():
     ids = list(b"stop and stop!")
-    assert read(ids, stops=["stop"]) == ("", "stop")
-    assert read(ids, stops=["stop"], min_tokens=4) == ("stop and ", "stop")
+    assert read(ids, stops=StopStrings(["stop"])) == ("", "stop")
+    assert read(ids, stops=StopStrings(["stop"]), min_tokens=4) == ("stop and ", "stop")
 
 
 def test_a_stop_string_of_whole_characters_that_come_in_bytes():
-    assert read(list("aé€b".encode()), stops=["é€"]) == ("a", "é€")
+    assert read(list("aé€b".encode()), stops=StopStrings(["é€"])) == ("a", "é€")
 
 
 def test_a_stop_string_in_the_last_broken_character():
-    assert read([ord("a"), 0xE2], stops=["\ufffd"]) == ("a", "\ufffd")
+    assert read([ord("a"), 0xE2], stops=StopStrings(["\ufffd"])) == ("a", "\ufffd")

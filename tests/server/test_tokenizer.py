@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from server.chat_template import encode_parts, split_special
-from server.tokenizer import LONG_TEXT_CHARS, ByteLevelTokenizer, special_token_pattern
+from server.special_tokens import WINDOW, Part, SpecialTokens, encode_parts
+from server.tokenizer import LONG_TEXT_CHARS, ByteLevelTokenizer
 from tests.server.conftest import LLAMA3
 from tests.server.tokenizers import BOS, EOT, SPECIAL_TOKENS, VOCAB_SIZE, write_folder
 
@@ -170,7 +170,11 @@ def test_a_text_has_the_same_ids_alone_and_in_long_company(tmp_path):
 
 def test_raw_prompts_may_write_special_tokens(tmp_path):
     tokenizer = ByteLevelTokenizer.from_folder(write_folder(tmp_path))
-    assert encode_parts(tokenizer, split_special(tokenizer, "a<|eot_id|>b")) == [ord("a"), EOT, ord("b")]
+    assert encode_parts(tokenizer, SpecialTokens(tokenizer.special_tokens).split("a<|eot_id|>b")) == [
+        ord("a"),
+        EOT,
+        ord("b"),
+    ]
 
 
 def test_no_tokenizer_is_an_error_in_words(tmp_path):
@@ -211,11 +215,19 @@ def test_a_broken_tiktoken_file_is_refused(raw, tmp_path):
 
 @pytest.mark.parametrize(("text", "pieces"), [("a<b>c", ["a", "<b>", "c"]), ("<b><bb>", ["", "<b>", "", "<bb>", ""])])
 def test_the_pattern_takes_the_longest(text, pieces):
-    assert special_token_pattern(["<b>", "<bb>", "<b"]).split(text) == pieces
+    assert [part.text for part in SpecialTokens(["<b>", "<bb>", "<b"]).split(text)] == [p for p in pieces if p]
 
 
 def test_no_special_tokens_split_nothing():
-    assert special_token_pattern([]).split("abc") == ["abc"]
+    assert SpecialTokens([]).split("abc") == [Part("abc", False)]
+
+
+@pytest.mark.parametrize("shift", range(-6, 2))
+def test_special_tokens_are_found_wherever_a_long_text_is_cut_for_the_search(shift):
+    text = "a" * (WINDOW + shift) + "<bb><b>" + "<b" * WINDOW
+    parts = SpecialTokens(["<b>", "<bb>"]).split(text)
+    assert "".join(part.text for part in parts) == text
+    assert [part.text for part in parts if part.special] == ["<bb>", "<b>"]
 
 
 def llama3_texts() -> list[str]:

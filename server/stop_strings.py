@@ -1,0 +1,139 @@
+"""Stop strings: where the first of them ends in a growing text, and how much of the text may be shown meanwhile.
+
+`StopStrings` is an Aho-Corasick automaton (Aho and Corasick, 1975). Each state stands for a beginning of a stop string;
+the state after a text is the longest end of the text that begins a stop string. Over a whole text the work for a
+character is bounded by a constant, whatever the strings are. What must be held back is the state's own characters.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+NO_CHARACTER = 0x110000  # the code after the last of Unicode: no text holds it
+
+
+class StopStrings:
+    """The automaton of some stop strings. It never changes, so all texts that end at these strings share one.
+
+    The states of one string are numbered one after the other. A dictionary holds only the states where strings part, so
+    that a character of a stop string takes 16 bytes, whatever the strings.
+    """
+
+    __slots__ = ("_branches", "_codes", "_fallbacks", "_lengths", "depths", "initials")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """`stops` are not empty. State 0 stands for no character."""
+        self.initials = frozenset(stop[0] for stop in stops)
+        self._codes = array("I", [NO_CHARACTER])  # the character that leads from a state to the next number
+        self._branches: dict[int, dict[int, int]] = {}  # state -> character -> state, where a string leaves another
+        self._fallbacks = array("I", [0])  # the state of the longest proper end of a state's characters
+        self._lengths = array("I", [0])  # of the longest stop string that ends in a state; 0: none does
+        self.depths = array("I", [0])  # how many characters a state stands for
+        for stop in stops:
+            self._lengths[self._add(stop)] = len(stop)
+        self._add_fallbacks(stops)
+
+    def _add(self, stop: str) -> int:
+        state = 0
+        for char in stop:
+            following = self._child(state, ord(char))
+            state = self._append(state, ord(char)) if following is None else following
+        return state
+
+    def _child(self, state: int, code: int) -> int | None:
+        return state + 1 if self._codes[state] == code else self._branches.get(state, {}).get(code)
+
+    def _append(self, state: int, code: int) -> int:
+        new = len(self._codes)
+        if new == state + 1:
+            self._codes[state] = code
+        else:
+            self._branches.setdefault(state, {})[code] = new
+        self._codes.append(NO_CHARACTER)
+        self._fallbacks.append(0)
+        self._lengths.append(0)
+        self.depths.append(self.depths[state] + 1)
+        return new
+
+    def _add_fallbacks(self, stops: Sequence[str]) -> None:
+        """State by state in the order of their depths: a state's fallback is found through its parent's."""
+        states = dict.fromkeys(stops, 0)
+        for depth in range(max(map(len, stops))):
+            for stop, parent in states.items():
+                if depth >= len(stop):
+                    continue
+                states[stop] = state = self._child(parent, ord(stop[depth]))
+                if parent:
+                    fallback = self._fallbacks[state] = self._step(self._fallbacks[parent], ord(stop[depth]))
+                    self._lengths[state] = self._lengths[state] or self._lengths[fallback]
+
+    def _step(self, state: int, code: int) -> int:
+        while (following := self._child(state, code)) is None:
+            if not state:
+                return 0
+            state = self._fallbacks[state]
+        return following
+
+    def read(self, state: int, text: str) -> tuple[int, int, int]:
+        """Reads on from a state, up to the end of the first stop string.
+
+        Returns (the state after it, how many characters were read, how long the stop string that ends there is). A
+        length of 0: there is none, and all was read.
+        """
+        initials, codes, branches, fallbacks = self.initials, self._codes, self._branches, self._fallbacks
+        lengths, count = self._lengths, 0
+        for char in text:
+            count += 1
+            if not state and char not in initials:
+                continue
+            code = ord(char)
+            while codes[state] != code:
+                if state in branches and code in branches[state]:
+                    state = branches[state][code]
+                    break
+                if not state:
+                    break
+                state = fallbacks[state]
+            else:
+                state += 1
+            if lengths[state]:
+                return state, count, lengths[state]
+        return state, len(text), 0
+
+
+class StopFinder:
+    """One text on its way through an automaton; `push` returns what may be shown.
+
+    Text is released as soon as it can no longer become part of a stop string. The string that is complete first ends
+    the text, and of those that are complete at the same character the longest. So the result does not depend on how the
+    text was cut into pieces.
+    """
+
+    __slots__ = ("_held", "_include", "_state", "_stops", "matched")
+
+    def __init__(self, stops: StopStrings, *, include_in_output: bool = False) -> None:
+        self._stops = stops
+        self._include = include_in_output
+        self._state = 0
+        self._held = ""  # the characters that the state stands for
+        self.matched: str | None = None  # once set, the text is over
+
+    def push(self, text: str) -> str:
+        stops = self._stops
+        if not self._state and stops.initials.isdisjoint(text):
+            return text
+        self._state, count, length = stops.read(self._state, text)
+        buffer = self._held + text
+        if length:
+            end = len(self._held) + count
+            self.matched, self._held = buffer[end - length : end], ""
+            return buffer[: end if self._include else end - length]
+        cut = len(buffer) - stops.depths[self._state]
+        self._held = buffer[cut:]
+        return buffer[:cut]
+
+    def flush(self) -> str:
+        """What was held back, once it is known that nothing follows."""
+        held, self._held = self._held, ""
+        return held

@@ -1,0 +1,48 @@
+"""Long work on the event loop, cut into pieces: each turn of the loop does a few milliseconds of it, whoever asks.
+
+Work in pure Python gains nothing from a thread, which would only fight the loop for the interpreter's lock. Here the
+loop serves everybody else between two pieces, and the works wait for each other: many of them hold up a stream no more
+than one does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+
+TURN_S = 0.002
+BLOCK_BYTES = 256 * 1024
+
+
+class Turns:
+    def __init__(self) -> None:
+        self._one_at_a_time = asyncio.Lock()
+
+    async def blocks(
+        self, pieces: Iterator[bytes], check: Callable[[], None] = lambda: None
+    ) -> AsyncIterator[tuple[bytes, bool]]:
+        """The pieces, made and joined as far as a turn goes, and whether more follow. What is short comes at once.
+
+        `check` is called before each turn but the first; it raises where the rest is not wanted.
+        """
+        block, more = _block(pieces)
+        while more:
+            yield block, True
+            async with self._one_at_a_time:
+                await asyncio.sleep(0)  # the loop serves everybody else first
+                check()
+                block, more = _block(pieces)
+        yield block, False
+
+
+def _block(pieces: Iterator[bytes]) -> tuple[bytes, bool]:
+    made: list[bytes] = []
+    num_bytes = 0
+    deadline = time.perf_counter() + TURN_S
+    for piece in pieces:
+        made.append(piece)
+        num_bytes += len(piece)
+        if num_bytes >= BLOCK_BYTES or time.perf_counter() >= deadline:
+            return b"".join(made), True
+    return b"".join(made), False
