@@ -5,16 +5,28 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from tests.e2e.conftest import DemoServer, serve
+from tests.server.canary import canary
 
 pytestmark = pytest.mark.e2e
 
 NUM_LEAVING = 200
 STORY = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(autouse=True)
+def _nobody_waits(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever a test here does to the server that they share."""
+    if "server" not in request.fixturenames:
+        yield
+        return
+    with canary(request.getfixturevalue("server")):
+        yield
 
 
 def test_what_cannot_be_served_is_refused_in_words(server):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Iterator
 
 import pytest
 
+from tests.server.canary import canary
 from tests.server.running import RunningServer
 from tests.server.test_lifecycle import CHAT, HELLO, LONG, wait_until
 
@@ -43,6 +45,14 @@ def load(server: RunningServer) -> int:
 def answers(server: RunningServer) -> bool:
     with server.http() as http:
         return http.post(CHAT, json=HELLO | {"max_tokens": 3}).status_code == 200
+
+
+@pytest.fixture(autouse=True)
+def _nobody_waits(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever a test here does to a server."""
+    name = "slow" if "slow" in request.fixturenames else "echo"
+    with canary(request.getfixturevalue(name)):
+        yield
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -1,0 +1,82 @@
+"""A client that asks for /health over and over, in a process of its own, and says how long it had to wait at worst.
+
+The bound is 100 ms on a machine that has time for the server. On a busy one it grows by the ratio of the two: of each
+wait, the kernel's own account (`schedstat`) tells how long the server's threads and the canary were ready to run and
+had no CPU. That part is the neighbours', and is taken off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.server.running import ROOT, RunningServer
+
+BOUND_S = 0.1
+PAUSE_S = 0.005
+REQUEST = b"GET /health HTTP/1.1\r\nHost: canary\r\n\r\n"
+
+
+@contextlib.contextmanager
+def canary(server: RunningServer) -> Iterator[None]:
+    """Nobody else may have to wait for what happens within: AssertionError where the canary had to."""
+    host, port = server.url.removeprefix("http://").split(":")
+    command = [sys.executable, "-m", "tests.server.canary", host, port, str(server.process.pid)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            yield
+            said, _ = process.communicate("stop\n", timeout=120)
+        finally:
+            process.kill()
+    worst = json.loads(said)
+    assert worst["net_s"] < BOUND_S, f"a request to /health waited: {worst}"
+
+
+def waited_for_cpu(pids: list[int]) -> float:
+    """Seconds that all threads of the processes have been ready to run and not running; 0 where nobody counts them."""
+    total = 0
+    for pid in pids:
+        for task in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+                total += int(task.read_text().split()[1])
+    return total / 1e9
+
+
+def ping(connection: socket.socket, pids: list[int]) -> dict[str, Any]:
+    waited, started = waited_for_cpu(pids), time.monotonic()
+    connection.sendall(REQUEST)
+    answer = b""
+    while not answer.endswith(b"}"):
+        received = connection.recv(4096)
+        if not received:
+            raise ConnectionError(f"the server has closed the canary's connection: {answer!r}")
+        answer += received
+    wall = time.monotonic() - started
+    return {"net_s": max(0.0, wall - (waited_for_cpu(pids) - waited)), "wall_s": wall, "answer": answer[:15].decode()}
+
+
+def main(host: str, port: int, server_pid: int) -> None:
+    """Says `ready` after the first answer, and the worst wait once something comes on stdin."""
+    pids = [server_pid, os.getpid()]
+    with socket.create_connection((host, port)) as connection:
+        ping(connection, pids)
+        print("ready", flush=True)
+        pings = []
+        while not select.select([sys.stdin], [], [], PAUSE_S)[0]:
+            pings.append(ping(connection, pids))
+        pings.append(ping(connection, pids))
+    print(json.dumps(max(pings, key=lambda ping: ping["net_s"]) | {"num_pings": len(pings)}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,93 @@
+"""Requests that ask for much work of the HTTP process: whatever they cost, /health is answered meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.server.canary import canary
+from tests.server.echo_engine import EchoConfig
+from tests.server.running import ECHO, RunningServer, running_server
+from tests.server.tokenizers import LLAMA3_TEMPLATE
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+LONG_PROMPT = 131_000
+COUNTING_TEMPLATE = (
+    LLAMA3_TEMPLATE
+    + "{% if count %}{% for a in range(count) %}{% for b in range(count) %}{% endfor %}{% endfor %}{% endif %}"
+    "{% if wrapped %}{{ wrapped | wordwrap(1) }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """An echo with a context of 140,000 tokens and a template that can be made to count."""
+    settings = {"template": COUNTING_TEMPLATE, "template_timeout_s": 1.0}
+    config = EchoConfig(max_model_len=140_000)
+    with running_server(tmp_path_factory.mktemp("roomy"), ECHO, config, **settings) as server:
+        yield server
+
+
+def post(server: RunningServer, path: str, body: dict, status: int = 200) -> dict:
+    with server.http() as http, canary(server):
+        response = http.post(path, json=body)
+    assert response.status_code == status, response.text[:1000]
+    return response.json()
+
+
+def test_stop_strings_that_almost_match_everywhere(echo):
+    """Of each, another beginning fits each end of the text: a search that tries them all takes milliseconds a token."""
+    stops = ["a" * (16 * i + 16) + "b" * (1007 - 16 * i) + "X" for i in range(31)]
+    body = {"prompt": "a", "add_special_tokens": False, "stop": stops, "n": 8, "max_tokens": 1200}
+    choices = post(echo, COMPLETIONS, body)["choices"]
+    assert [choice["text"] for choice in choices] == ["a" * 1200] * 8
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_of_many_log_probabilities(echo, stream):
+    body = HELLO | {"n": 32, "max_tokens": 300, "logprobs": True, "top_logprobs": 20, "stream": stream}
+    with echo.http() as http, canary(echo):
+        answer = http.post(CHAT, json=body)
+    assert answer.status_code == 200
+    assert answer.text.count('"top_logprobs"') == 32 * 300
+
+
+def test_prompts_scores_for_many_choices(echo):
+    body = {"prompt": [65] * 2000, "prompt_logprobs": 20, "n": 16, "max_tokens": 1}
+    choices = post(echo, COMPLETIONS, body)["choices"]
+    assert [len(choice["prompt_logprobs"]) for choice in choices] == [2000] * 16
+    assert choices[15]["prompt_logprobs"] == choices[0]["prompt_logprobs"]
+
+
+def test_an_echo_with_scores_for_many_choices(echo):
+    body = {"prompt": [65] * 2000, "echo": True, "logprobs": 20, "n": 16, "max_tokens": 0}
+    choices = post(echo, COMPLETIONS, body)["choices"]
+    assert [len(choice["logprobs"]["top_logprobs"]) for choice in choices] == [2000] * 16
+
+
+def test_many_prompts_each_of_which_is_short(roomy):
+    body = {"prompt": ["word " * 3998] * 128, "max_tokens": 1}
+    assert len(post(roomy, COMPLETIONS, body)["choices"]) == 128
+
+
+def test_an_echo_of_many_token_ids(roomy):
+    body = {"prompt": [[65] * LONG_PROMPT] * 16, "echo": True, "max_tokens": 1}
+    assert {len(choice["text"]) for choice in post(roomy, COMPLETIONS, body)["choices"]} == {LONG_PROMPT + 1}
+
+
+def test_a_template_that_counts_is_stopped(roomy):
+    error = post(roomy, CHAT, HELLO | {"chat_template_kwargs": {"count": 100_000}}, status=400)["error"]
+    assert error["param"] == "chat_template_kwargs"
+    assert "longer than 1 s" in error["message"]
+
+
+def test_a_filter_that_takes_long(roomy):
+    post(roomy, CHAT, HELLO | {"chat_template_kwargs": {"wrapped": "a" * 60_000}, "max_tokens": 1})
+
+
+def test_texts_of_many_tokens_and_back(roomy):
+    tokens = post(roomy, "/tokenize", {"prompt": "abcd" * 250_000, "return_token_strs": True})
+    assert tokens["token_strs"][1:] == [*"abcd"] * 250_000
+    assert post(roomy, "/detokenize", {"tokens": [65] * 1_000_000}) == {"prompt": "A" * 1_000_000}
