@@ -149,6 +149,15 @@ def test_what_a_request_says_reaches_the_engine():
     assert second.request_id.endswith("-1")
 
 
+@pytest.mark.parametrize(("stream", "asked"), [(False, [3, None, 3, None]), (True, [3, 3, 3, 3])])
+def test_a_prompt_is_scored_once_where_its_choices_are_answered_together(stream, asked):
+    client = StubClient(DONE)
+    body = {"prompt": ["a", "b"], "n": 2, "echo": True, "logprobs": 3, "stream": stream}
+    call(state_of(client), "POST", COMPLETIONS, json=body)
+    assert [request.sampling.prompt_logprobs for request in client.submitted] == asked
+    assert [bool(request.prompt) for request in client.submitted] == [True, False] * 2  # and sent once
+
+
 def test_a_request_with_too_many_sequences():
     body = {"prompt": ["a", "b"], "n": 3}
     response = call(state_of(StubClient(), max_choices=5), "POST", COMPLETIONS, json=body)
@@ -164,6 +173,7 @@ def test_a_request_with_too_many_sequences():
         {"port": 70000},
         {"grace_period_s": -1},
         {"max_body_bytes": 0},
+        {"max_request_logprobs": 0},
         {"api_keys": ("sk-one", "")},
         {"queue_timeout_s": 0.0},
     ],

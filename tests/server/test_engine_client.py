@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 import zmq
 
+from batcher.stats import EngineStats
+from server import wire
 from server.engine_client import EngineFailedError, ProcessEngineClient
 from tests.server.echo_engine import EchoConfig
 from tests.server.running import ECHO
@@ -26,6 +29,39 @@ class LateSocket:
     def poll(self, timeout_ms: int) -> int:
         self._waited = True
         return self._socket.poll(timeout_ms)
+
+
+class EndlessSocket:
+    """There is always one message more."""
+
+    def __init__(self) -> None:
+        self._message = msgspec.msgpack.encode(wire.Stats(EngineStats()))
+        self.num_read = 0
+
+    def getsockopt(self, option: int) -> int:
+        return zmq.POLLIN
+
+    def recv(self) -> bytes:
+        self.num_read += 1
+        return self._message
+
+
+def test_an_engine_that_is_faster_than_its_reader_leaves_the_loop_to_others():
+    async def read() -> int:
+        client = ProcessEngineClient(ECHO, EchoConfig(), report=lambda line: None)
+        await client.start()
+        endless, events = EndlessSocket(), client._events
+        client._events = endless
+        client._on_readable()
+        for _ in range(3):
+            num_read = endless.num_read
+            await asyncio.sleep(0)
+            assert endless.num_read > num_read  # it goes on, turn by turn
+        client._events = events
+        await client.stop()
+        return endless.num_read
+
+    assert asyncio.run(asyncio.wait_for(read(), 60)) > 3
 
 
 def test_the_last_words_of_an_engine_are_waited_for():

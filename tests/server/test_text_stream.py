@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import sys
+import tracemalloc
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -117,11 +120,57 @@ def test_overlapping_beginnings_are_not_lost():
     assert pushes(list("aaab"), ["aab"]) == (["", "", "a", ""], "aab")
 
 
-STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
+HOSTILE = {
+    "one long beginning in many strings": ["a" * 500 + "b" * 523 + chr(65 + i) for i in range(31)],
+    "beginnings of every length": ["a" * (16 * i + 16) + "b" * (1007 - 16 * i) + "X" for i in range(31)],
+    "a string in which it repeats": [("ab" * i + "a") * (1000 // (2 * i + 1)) + "X" for i in range(1, 32)],
+}
+
+
+@pytest.mark.parametrize("piece", ["a" * 8, "a" * 500 + "c", "a" * 499 + "b", "ab" * 20 + "a"], ids=lambda p: p[-4:])
+@pytest.mark.parametrize("stops", HOSTILE.values(), ids=HOSTILE.keys())
+def test_the_work_for_a_character_is_bounded_whatever_the_strings(stops, piece):
+    """Counted in lines of Python that run in the server's files."""
+    finder = StopFinder(StopStrings(stops))
+    num_lines = 0
+
+    def count(frame, event, _):
+        nonlocal num_lines
+        num_lines += event == "line" and "/server/" in frame.f_code.co_filename
+        return count
+
+    pieces = [piece] * (5000 // len(piece))
+    tracer = sys.gettrace()
+    sys.settrace(count)
+    try:
+        for text in pieces:
+            finder.push(text)
+    finally:
+        sys.settrace(tracer)
+    assert finder.matched is None
+    assert num_lines < 20 * sum(map(len, pieces))
+
+
+def test_the_longest_stop_strings_take_little_memory():
+    stops = [chr(0x4E00 + i) + chr(0x5E00 + i) * 1023 for i in range(32)]
+    tracemalloc.start()
+    try:
+        kept = StopStrings(stops)
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert StopFinder(kept).push("a" + stops[5]) == "a"
+    assert num_bytes < 2**20
+
+
+STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3) | st.lists(
+    st.text("abé🙂", min_size=1, max_size=12), min_size=1, max_size=32
+)
+PIECES = st.lists(st.text("abcé🙂", max_size=4) | st.text("ab", max_size=30), max_size=12)
 
 
 @settings(deadline=None)
-@given(st.lists(st.text("abc", max_size=4), max_size=12), STOPS, st.booleans())
+@given(PIECES, STOPS, st.booleans())
 def test_stop_strings_do_not_depend_on_the_pieces(pieces, stops, include):
     text = "".join(pieces)
     shown, matched = pushes(pieces, stops, include_in_output=include)
@@ -136,7 +185,7 @@ def test_stop_strings_do_not_depend_on_the_pieces(pieces, stops, include):
 
 
 @settings(deadline=None)
-@given(st.lists(st.text("abc", max_size=4), max_size=12), STOPS)
+@given(PIECES, STOPS)
 def test_no_more_is_held_back_than_must_be(pieces, stops):
     finder = StopFinder(StopStrings(stops))
     text = ""
