@@ -19,7 +19,7 @@ from batcher.errors import InvalidRequestError
 from batcher.request import FinishReason, RequestOutput
 from batcher.stats import EngineStats
 from server.engine_client import Sink
-from server.wire import EngineInfo, Output, WireRequest, output_to_wire, request_from_wire
+from server.wire import EngineInfo, Output, WireRequest, output_to_wire, requests_from_wire
 
 
 class InProcessEngineClient:
@@ -52,14 +52,15 @@ class InProcessEngineClient:
         return time.monotonic()
 
     def submit(self, requests: Sequence[tuple[WireRequest, Sink]]) -> None:
-        for item, sink in requests:
-            self._sinks[item.request_id] = sink
-            self._token_ids[item.request_id] = []
+        items, sinks = zip(*requests, strict=True)
+        for request, sink in zip(requests_from_wire(items), sinks, strict=True):
+            self._sinks[request.request_id] = sink
+            self._token_ids[request.request_id] = []
             try:
-                self._engine.add_request(request_from_wire(item), self._on_output)
+                self._engine.add_request(request, self._on_output)
             except InvalidRequestError as error:
                 refusal = {"finish_reason": FinishReason.ERROR.value, "error": str(error), "status": 400}
-                self._loop.call_soon(self._deliver, Output(item.request_id, [], param=error.param, **refusal))
+                self._loop.call_soon(self._deliver, Output(request.request_id, [], param=error.param, **refusal))
 
     def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
         for request_id in request_ids:

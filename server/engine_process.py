@@ -110,8 +110,8 @@ def _serve(context: zmq.Context, address: str, engine: ServedEngine, sender: _Se
             if not socket.poll(max(0, next_stats - time.monotonic()) * 1000):
                 continue
             match decode(socket.recv()):
-                case wire.Submit() as submit:
-                    _submit(engine, wire.requests_from_wire(submit), sender)
+                case wire.Submit(requests=requests):
+                    _submit(engine, wire.requests_from_wire(requests), sender)
                 case wire.Abort(request_ids=request_ids, reason=reason):
                     for request_id in request_ids:
                         engine.abort(request_id, reason)

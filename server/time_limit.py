@@ -27,8 +27,8 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     timer = threading.Timer(seconds, interrupt)
     timer.daemon = True
-    timer.start()
     try:
+        timer.start()
         yield
     finally:
         timer.cancel()

@@ -110,9 +110,10 @@ Command = Submit | Abort | Stop
 Event = Report | Ready | Failed | Outputs | Stats
 
 
-def requests_from_wire(submit: Submit) -> list[Request]:
+def requests_from_wire(items: Sequence[WireRequest]) -> list[Request]:
+    """The requests of one Submit; those that share a prompt share the tuple."""
     requests: list[Request] = []
-    for item in submit.requests:
+    for item in items:
         prompt = tuple(item.prompt) if item.prompt else requests[-1].prompt
         requests.append(_request(item, prompt))
     return requests

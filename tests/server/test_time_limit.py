@@ -39,9 +39,10 @@ def test_it_ends_the_thread_that_works_and_no_other():
     assert ended == [0.05, 1.0]
 
 
-def test_work_that_ends_in_time_hears_nothing_of_it():
-    for _ in range(50):
-        with time_limit(0.001):
+def test_what_comes_after_the_work_hears_nothing_of_the_limit():
+    """A limit so short that it passes while its block is entered or left."""
+    for _ in range(200):
+        with contextlib.suppress(Overtime), time_limit(0.0002):
             pass
     deadline = time.monotonic() + 0.05
     while time.monotonic() < deadline:

@@ -29,13 +29,13 @@ def test_a_request_arrives_whole():
     names = [field.name for field in dataclasses.fields(Request)]
     assert list(wire.WireRequest.__struct_fields__) == names  # a field more there must be one more here
     sent = wire.Submit([wire.WireRequest(*(getattr(request, name) for name in names))])
-    assert wire.requests_from_wire(carried(sent, wire.Command)) == [request]
+    assert wire.requests_from_wire(carried(sent, wire.Command).requests) == [request]
 
 
 def test_choices_of_one_prompt_carry_it_once_and_share_it():
     params = SamplingParams(max_tokens=5)
     sent = [wire.WireRequest(f"a-{i}", prompt, params) for i, prompt in enumerate([[1, 2], [], [3], [], []])]
-    received = wire.requests_from_wire(carried(wire.Submit(sent), wire.Command))
+    received = wire.requests_from_wire(carried(wire.Submit(sent), wire.Command).requests)
     assert [request.prompt for request in received] == [(1, 2), (1, 2), (3,), (3,), (3,)]
     assert received[3].prompt is received[4].prompt
 
