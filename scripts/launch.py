@@ -6,8 +6,8 @@ import argparse
 import dataclasses
 import json
 import logging
+import os
 import sys
-import tempfile
 import time
 import tomllib
 from pathlib import Path
@@ -20,10 +20,19 @@ from scripts.errors import add_debug_flag, failed
 from scripts.settings import EngineSettings, add_engine_flags
 from scripts.stand_in_tokenizer import tokenizer_folder
 from server.main import run
+from server.scratch_folder import ScratchFolder
 from server.settings import DEFAULT_MAX_REQUEST_LOGPROBS, DEFAULT_METRICS_PREFIX, GenerationDefaults, Settings
 
 ENGINE = "scripts.engine:build"
 ROOT = Path(__file__).parent.parent
+KEY_VARIABLE = "PALLAS_SERVE_API_KEY"
+CONNECTION_FLAGS = {
+    "max_connections": ("N", int, "more are answered 503 (default: as many as `ulimit -Hn` allows, at most 8192)"),
+    "head_timeout_s": ("S", float, "for a request's head, and for the first byte on a connection"),
+    "body_timeout_s": ("S", float, "a request's body may pause so long, or lag so far behind 1 KiB/s"),
+    "idle_timeout_s": ("S", float, "between a connection's requests"),
+    "send_timeout_s": ("S", float, "for a client to read any of what waits for it"),
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,6 +46,8 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument("--host", default="127.0.0.1")
     server.add_argument("--port", type=int, default=8000, help="0: any free one")
     server.add_argument("--api-key", nargs="+", default=[], metavar="KEY", help="asked for on every route but /health")
+    file_help = f"one key a line, not shown by `ps`; nor is ${KEY_VARIABLE}"
+    server.add_argument("--api-key-file", type=local_path, metavar="FILE", help=file_help)
     server.add_argument("--served-model-name", nargs="+", metavar="NAME", help="default: --model")
     server.add_argument("--tokenizer", type=local_path, metavar="DIR", help="default: the model's own")
     server.add_argument(
@@ -50,6 +61,12 @@ def parser() -> argparse.ArgumentParser:
         "refused, and an output without max_tokens ends there (default: %(default)s, one choice with 20 of "
         "199,000 tokens)",
     )  # fmt: skip
+    defaults = {field.name: field.default for field in dataclasses.fields(Settings)}
+    for name, (metavar, kind, text) in CONNECTION_FLAGS.items():
+        default = defaults[name]
+        text = text if default is None else f"{text} (default: {default:g})"
+        flag = f"--{name.removesuffix('_s').replace('_', '-')}"
+        server.add_argument(flag, dest=name, type=kind, default=default, metavar=metavar, help=text)
     server.add_argument("--metrics-prefix", default=DEFAULT_METRICS_PREFIX, help="vllm: keeps existing dashboards")
     server.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     add_debug_flag(p)
@@ -66,7 +83,7 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         model_root=str(source.folder or source.name),
         host=args.host,
         port=args.port,
-        api_keys=tuple(args.api_key),
+        api_keys=api_keys(args),
         allowed_origins=tuple(args.allowed_origins),
         chat_template=read_text(args.chat_template, MAX_TEMPLATE_BYTES) if args.chat_template else None,
         generation_defaults=GenerationDefaults.from_folder(source.folder) if source.folder else GenerationDefaults(),
@@ -75,7 +92,25 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         queue_timeout_s=args.queue_timeout,
         debug=args.debug,
         max_request_logprobs=args.max_request_logprobs,
+        **{name: getattr(args, name) for name in CONNECTION_FLAGS},
     )
+
+
+def api_keys(args: argparse.Namespace) -> tuple[str, ...]:
+    """Of the flags and of the environment. ValueError where a place that was named holds none: all would be let in."""
+    keys = list(args.api_key)
+    if args.api_key_file is not None:
+        lines = [line.strip() for line in args.api_key_file.read_text(encoding="utf-8").splitlines()]
+        in_file = [line for line in lines if line and not line.startswith("#")]
+        if not in_file:
+            raise ValueError(f"--api-key-file {args.api_key_file}: there is no key in it")
+        keys += in_file
+    if KEY_VARIABLE in os.environ:
+        key = os.environ[KEY_VARIABLE].strip()
+        if not key:
+            raise ValueError(f"{KEY_VARIABLE} is set and holds no key: unset it to let everybody in")
+        keys.append(key)
+    return tuple(keys)
 
 
 def version() -> str:
@@ -85,7 +120,7 @@ def version() -> str:
 def curl_line(url: str, settings: Settings) -> str:
     question = "What is 47 + 35?" if settings.model_names[0] == DEMO else "Hello!"
     body = {"model": settings.model_names[0], "messages": [{"role": "user", "content": question}]}
-    key = f" -H 'Authorization: Bearer {settings.api_keys[0]}'" if settings.api_keys else ""
+    key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if settings.api_keys else ""
     return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
 
 
@@ -99,8 +134,8 @@ def main(argv: list[str] | None = None) -> int:
         source = resolve(engine.model, weights=engine.load_format != "dummy")
         if source.kind is Kind.HUB:
             engine = dataclasses.replace(engine, model=str(source.folder))  # fetched once, and in this process
-        with tempfile.TemporaryDirectory(prefix="pallas-serve-") as spare:
-            settings = server_settings(args, source, tokenizer_folder(args.tokenizer, source, Path(spare)))
+        with ScratchFolder() as spare:
+            settings = server_settings(args, source, tokenizer_folder(args.tokenizer, source, spare.path))
             say(f"pallas-serve {settings.version}: {args.model}")
 
             def on_ready(url: str) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from scripts.in_process import InProcessEngineClient, LoopThread, post
 from scripts.settings import EngineSettings
 from scripts.stand_in_tokenizer import tokenizer_folder
 from server.app import create_app, create_state
+from server.scratch_folder import ScratchFolder
 from server.settings import GenerationDefaults, Settings
 from server.tokenizer import ByteLevelTokenizer
 
@@ -96,8 +96,8 @@ class LLM:
         # Nothing is shed: what would overfill the engine's queue waits on this side of it.
         self.settings = EngineSettings.from_keywords(model=model, **settings | {"max_queue": NO_LIMIT})
         source = resolve(model, weights=self.settings.load_format != "dummy")
-        with tempfile.TemporaryDirectory(prefix="pallas-serve-") as spare:
-            folder = tokenizer_folder(None if tokenizer is None else Path(tokenizer), source, Path(spare))
+        with ScratchFolder() as spare:
+            folder = tokenizer_folder(None if tokenizer is None else Path(tokenizer), source, spare.path)
             tokens = ByteLevelTokenizer.from_folder(folder, vocab_size=source.config.vocab_size)
         self.engine, info = build(self.settings, report)
         self.model_name = served_model_name or model

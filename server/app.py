@@ -60,7 +60,7 @@ def create_app(state: ServerState) -> Starlette:
         allow_headers=["*"],
         expose_headers=["X-Request-Id"],
     )
-    return Starlette(
+    app = Starlette(
         routes=routes,
         middleware=[cors, Middleware(Gate, state=state)],
         exception_handlers={
@@ -69,6 +69,8 @@ def create_app(state: ServerState) -> Starlette:
             NotImplementedError: _on_not_implemented,
         },
     )
+    app.router.redirect_slashes = False  # the address to go to would be made of the client's own Host header
+    return app
 
 
 async def _on_request_error(request: Request, error: Exception) -> Response:

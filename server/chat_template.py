@@ -117,11 +117,10 @@ class ChatTemplate:
     ) -> str:
         """The rendering of the conversation with every string of it changed, but for roles and names of fields."""
         changed = [_change_fields(message, change) | {"role": message["role"]} for message in messages]
-        variables = _change_fields(extra, change) | self._variables
+        own = {"messages": changed, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
+        variables = _change_fields(extra, change) | self._variables | own
         try:
-            return self._template.render(
-                **variables, messages=changed, add_generation_prompt=add_generation_prompt, tools=None, documents=None
-            )
+            return self._template.render(variables)  # not as keywords: a variable may be called `self`
         except Exception as error:  # a template is a foreign program: whatever it raises, it refuses the conversation
             raise TemplateError(f"The chat template cannot render this conversation: {error}") from error
 

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import multiprocessing
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -22,11 +23,14 @@ import zmq
 from batcher.request import FinishReason
 from batcher.stats import EngineStats
 from server import engine_process, wire
+from server.scratch_folder import NAME_LENGTH, ScratchFolder
 
 logger = logging.getLogger("pallas_serve")
 
 LAST_WORDS_MS = 1000
 READ_S = 0.005  # of reading at a time: an engine that is faster than this process must not keep the loop to itself
+SOCKETS = ("commands", "events")
+SHORT_FOLDERS = ("/tmp", "/var/tmp")  # where the system's folder for temporary files has too long a path for a socket
 
 
 class EngineFailedError(RuntimeError):
@@ -76,8 +80,8 @@ class ProcessEngineClient:
         self._stopping = False
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(wire.Event).decode
-        self._folder = tempfile.TemporaryDirectory(prefix="pallas-serve-")
-        addresses = [f"ipc://{Path(self._folder.name) / name}" for name in ("commands", "events")]
+        self._folder = ScratchFolder(_root_for_sockets())
+        addresses = [f"ipc://{self._folder.path / name}" for name in SOCKETS]
         self._context = zmq.Context()
         self._commands = self._bind(zmq.PUSH, zmq.SNDHWM, addresses[0])
         self._events = self._bind(zmq.PULL, zmq.RCVHWM, addresses[1])
@@ -214,3 +218,29 @@ class ProcessEngineClient:
             fields = {"finish_reason": FinishReason.ERROR.value, "error": f"The engine has failed: {reason}"}
             sink.on_output(wire.Output(request_id, [], status=500, **fields))
         self.died.set()
+
+
+def _root_for_sockets() -> Path:
+    """The folder for temporary files, or a shorter one where a socket's path would be too long for the system.
+
+    Raises OSError where there is none.
+    """
+    preferred = Path(tempfile.gettempdir())
+    if _fits(preferred):
+        return preferred
+    for root in map(Path, SHORT_FOLDERS):
+        if os.access(root, os.W_OK | os.X_OK):
+            logger.warning("TMPDIR is too long for the path of a socket: the engine's sockets are in %s", root)
+            return root
+    raise OSError(
+        f"TMPDIR is too long for the engine's sockets, whose paths have at most {zmq.IPC_PATH_MAX_LEN} bytes, and "
+        f"neither of {', '.join(SHORT_FOLDERS)} can be written to: set TMPDIR to a shorter folder"
+    )
+
+
+def _fits(root: Path) -> bool:
+    try:
+        length = len(str(root).encode())
+    except UnicodeEncodeError:  # zmq's addresses are text
+        return False
+    return length + 1 + NAME_LENGTH + 1 + max(map(len, SOCKETS)) <= zmq.IPC_PATH_MAX_LEN

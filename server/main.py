@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
-import uvicorn
 import uvloop
-from starlette.types import ASGIApp
 
 from server.app import create_app, create_state
+from server.connections import ConnectionLimits
+from server.descriptors import raise_limit
 from server.engine_client import EngineFailedError, ProcessEngineClient
-from server.http_protocol import HttpProtocol
+from server.http_server import FLUSH_S, HttpServer, connection_limits
 from server.settings import Settings
 from server.state import ServerState
 from server.tokenizer import ByteLevelTokenizer
@@ -26,7 +26,6 @@ logger = logging.getLogger("pallas_serve")
 
 EXIT_OK = 0
 EXIT_ENGINE_FAILED = 1
-FLUSH_S = 5.0  # for responses to get their last bytes out before connections are cut
 TICK_S = 0.02
 BACKLOG = 2048  # connections that the system may hold for us
 
@@ -47,9 +46,11 @@ def run(
 
     After a signal new requests are refused with 503, running ones may finish for `settings.grace_period_s`, then they
     are aborted; a second signal ends the wait. Raises OSError where the address cannot be had (before anything is
-    loaded, unless another takes it meanwhile), ValueError for a tokenizer or a chat template that cannot be used,
-    EngineFailedError where the engine cannot start.
+    loaded, unless another takes it meanwhile) or where no folder can hold the engine's sockets, ValueError for a
+    tokenizer or a chat template that cannot be used and for too few descriptors, EngineFailedError where the engine
+    cannot start.
     """
+    raise_limit()
     with _bind(settings) as listener:
         return uvloop.run(_run(settings, engine_target, engine_args, listener, report, on_ready))
 
@@ -65,6 +66,7 @@ async def _run(
     signalled = _Signals()
     client = ProcessEngineClient(engine_target, engine_args, report=report, debug=settings.debug)
     try:
+        limits = connection_limits(settings)
         starting = asyncio.create_task(client.start())
         starting.add_done_callback(_see)  # where the tokenizer cannot be used either, that is the error that is told
         # while the engine loads and compiles: what is wrong here is said now, not after minutes
@@ -74,7 +76,7 @@ async def _run(
             starting.cancel()  # told to end before it was ready
             return EXIT_OK
         await starting
-        return await _serve(state, client, signalled, listener, on_ready)
+        return await _serve(state, client, signalled, listener, limits, on_ready)
     except EngineFailedError as error:
         raise EngineFailedError(f"The engine could not start: {error}") from error
     finally:
@@ -97,9 +99,10 @@ async def _serve(
     client: ProcessEngineClient,
     signalled: _Signals,
     listener: socket.socket,
+    limits: ConnectionLimits,
     on_ready: Callable[[str], None] | None,
 ) -> int:
-    server = _Server(_config(create_app(state)))
+    server = HttpServer(create_app(state), limits)
     with _address_in_error(state.settings):
         listener.listen(BACKLOG)  # now, for clients shall not wait for an engine; uvloop would hide a failure
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -117,15 +120,17 @@ async def _serve(
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(signalled.stop.wait(), state.settings.death_linger_s)
     else:
-        await _drain(state, client, signalled)
+        await _drain(state, client, signalled, server)
     server.should_exit = True
     await serving
     return EXIT_ENGINE_FAILED if died else EXIT_OK
 
 
-async def _drain(state: ServerState, client: ProcessEngineClient, signalled: _Signals) -> None:
-    """Refuses what comes, waits for what runs, and aborts it when the grace period is over or a second signal comes."""
+async def _drain(state: ServerState, client: ProcessEngineClient, signalled: _Signals, server: HttpServer) -> None:
+    """Refuses what comes and what is half sent, waits for what runs, and aborts it when the grace period is over or a
+    second signal comes."""
     state.draining = True
+    server.drain()
     logger.info("shutting down: %d requests in flight", state.num_in_flight)
     deadline = time.monotonic() + state.settings.grace_period_s
     while state.num_in_flight and time.monotonic() < deadline and not signalled.hurry and client.death is None:
@@ -149,29 +154,6 @@ class _Signals:
     def _on_signal(self) -> None:
         self.hurry = self.stop.is_set()
         self.stop.set()
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without signal handlers of its own."""
-
-    def capture_signals(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-
-def _config(app: ASGIApp) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http=HttpProtocol,
-        ws="none",
-        lifespan="off",
-        access_log=False,
-        log_config=None,
-        log_level="warning",
-        server_header=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=30,
-        timeout_graceful_shutdown=int(FLUSH_S),
-    )
 
 
 def _bind(settings: Settings) -> socket.socket:

@@ -15,14 +15,21 @@ async def read_body[T: msgspec.Struct](request: Request, decoder: msgspec.json.D
     if content_type != "application/json" and not content_type.endswith("+json"):
         message = f"The content type must be application/json, got {content_type[:100]!r}."
         raise RequestError(415, message, type=INVALID_BODY)
+    declared = request.headers.get("content-length", "0")
+    if int(declared) > max_bytes:  # a number: the HTTP parser has refused all else
+        raise _too_large(max_bytes)
     chunks: list[bytes] = []
     size = 0
     try:
         async for chunk in request.stream():
             size += len(chunk)
             if size > max_bytes:
-                raise RequestError(413, f"The body is larger than {max_bytes} bytes.", type=INVALID_BODY)
+                raise _too_large(max_bytes)
             chunks.append(chunk)
     except ClientDisconnect as error:
         raise RequestError(400, "The body is incomplete.", type=INVALID_BODY) from error
     return decode_body(decoder, b"".join(chunks))
+
+
+def _too_large(max_bytes: int) -> RequestError:
+    return RequestError(413, f"The body is larger than {max_bytes} bytes.", type=INVALID_BODY)

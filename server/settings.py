@@ -14,6 +14,7 @@ from server.ranges import LEAST_TOP_K, MIN_PS, REPETITION_PENALTIES, TEMPERATURE
 
 DEFAULT_METRICS_PREFIX = "pallas_serve:"
 DEFAULT_MAX_REQUEST_LOGPROBS = 4 * 2**20
+MOST_SECONDS = 10**6
 
 
 class _GenerationFile(msgspec.Struct):
@@ -77,6 +78,11 @@ class Settings:
     grace_period_s: float = 30.0  # after SIGTERM, for what is running
     heartbeat_timeout_s: float = 60.0  # an engine silent for longer is reported as unhealthy
     death_linger_s: float = 3.0  # after the engine's death /health says 503 for so long, then the server exits
+    max_connections: int | None = None  # None: as many as the process may have descriptors, within reason
+    head_timeout_s: float = 20.0  # for a request's head, from its first byte; and for that byte on a new connection
+    body_timeout_s: float = 30.0  # for the next piece of a body, and for its lag behind a least rate
+    idle_timeout_s: float = 30.0  # between requests on one connection
+    send_timeout_s: float = 300.0  # for a client to read any of what waits for it
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
@@ -85,6 +91,8 @@ class Settings:
             raise ValueError(f"no such port: {self.port=}")
         if not all(self.api_keys):
             raise ValueError("an API key is empty: everybody would have it")
+        if not all(key.isascii() and key.isprintable() and " " not in key for key in self.api_keys):
+            raise ValueError("an API key has a character other than ASCII letters, digits and signs")
         if self.queue_timeout_s is not None and not self.queue_timeout_s > 0:
             raise ValueError(f"a request must be allowed to wait for some time: {self.queue_timeout_s=}")
         for name in ("grace_period_s", "heartbeat_timeout_s", "death_linger_s", "template_timeout_s"):
@@ -93,3 +101,8 @@ class Settings:
         for name in ("max_body_bytes", "max_choices", "max_request_logprobs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"limits are at least 1: {name} is {getattr(self, name)}")
+        for name in ("head_timeout_s", "body_timeout_s", "idle_timeout_s", "send_timeout_s"):
+            if not 0 < getattr(self, name) <= MOST_SECONDS:
+                raise ValueError(f"{name} is above 0 and at most {MOST_SECONDS} seconds: {getattr(self, name)}")
+        if self.max_connections is not None and self.max_connections < 1:
+            raise ValueError(f"at least one connection is needed: {self.max_connections=}")

@@ -27,6 +27,16 @@ class RunningServer:
     process: subprocess.Popen[str]
     url: str = ""
     lines: list[str] = field(default_factory=list)  # what it printed until it was ready
+    log_file: Path | None = None
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.url.removeprefix("http://").rpartition(":")
+        return host, int(port)
 
     @contextlib.contextmanager
     def until_done(self, url_in: Callable[[str], str | None]) -> Iterator[None]:
@@ -66,9 +76,12 @@ class RunningServer:
 
 @contextlib.contextmanager
 def running_server(
-    folder: Path, target: str, engine_args: object, *, template: Any = ..., **settings: Any
+    folder: Path, target: str, engine_args: object, *, template: Any = ..., popen: Any = None, **settings: Any
 ) -> Iterator[RunningServer]:
-    """Starts it and waits until it is ready; kills what is left at the end. `stdout` lines before that are kept."""
+    """Starts it and waits until it is ready; kills what is left at the end. `stdout` lines before that are kept.
+
+    What it writes to `stderr` is in `RunningServer.log`. `popen` are further arguments of `subprocess.Popen`.
+    """
     template_option = {} if template is ... else {"template": template}
     fields = {
         "tokenizer_folder": write_folder(folder / "model", **template_option),
@@ -78,7 +91,10 @@ def running_server(
         "grace_period_s": 5.0,
         "death_linger_s": 2.0,
     }
-    server = RunningServer(spawn(Settings(**(fields | settings)), target, engine_args))
+    path = folder / "stderr"
+    with path.open("a") as log:
+        process = spawn(Settings(**(fields | settings)), target, engine_args, stderr=log, **(popen or {}))
+    server = RunningServer(process, log_file=path)
     with server.until_done(lambda line: line.removeprefix("ready: ") if line.startswith("ready: ") else None):
         yield server
 
