@@ -12,6 +12,7 @@ from server.answer import error_response
 from server.auth import KeyRing
 from server.errors import RequestError, internal, unavailable
 from server.state import ServerState
+from server.throttled_log import ThrottledLog
 
 logger = logging.getLogger("pallas_serve")
 
@@ -26,6 +27,7 @@ class Gate:
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app
         self._state = state
+        self._log = ThrottledLog(logger)
         self._keys = KeyRing(state.settings.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,8 +51,8 @@ class Gate:
             self._state.num_in_flight += counted
             app = error_response(refusal) if refusal else self._app
             await app(scope, receive, send_with_id)
-        except Exception:
-            logger.exception("%s %s failed", scope["method"], scope["path"])
+        except Exception as error:
+            self._log.exception(f"%s %.200r failed: {type(error).__name__}", scope["method"], scope["path"])
             if status:
                 raise  # too late for an answer: the connection is closed
             await error_response(internal("The server has failed on this request."))(scope, receive, send_with_id)

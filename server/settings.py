@@ -91,8 +91,8 @@ class Settings:
             raise ValueError(f"no such port: {self.port=}")
         if not all(self.api_keys):
             raise ValueError("an API key is empty: everybody would have it")
-        if not all(key.isascii() and key.isprintable() and " " not in key for key in self.api_keys):
-            raise ValueError("an API key has a character other than ASCII letters, digits and signs")
+        if not all(key.isprintable() and key == key.strip() for key in self.api_keys):
+            raise ValueError("an API key begins or ends with a space, or has a control character: no header has it")
         if self.queue_timeout_s is not None and not self.queue_timeout_s > 0:
             raise ValueError(f"a request must be allowed to wait for some time: {self.queue_timeout_s=}")
         for name in ("grace_period_s", "heartbeat_timeout_s", "death_linger_s", "template_timeout_s"):

@@ -85,12 +85,35 @@ def test_every_setting_has_its_flag():
 
 
 def test_the_curl_line_is_a_request(model_folder, tmp_path):
-    args = parse("--served-model-name", "it's", "other", "--api-key", "k", "--model", str(model_folder))
+    args = parse("--served-model-name", "it's", "other", "--api-key", "sk-secret", "--model", str(model_folder))
     settings = launch.server_settings(args, resolve(args.model), model_folder)
+    assert "sk-secret" not in launch.curl_line("http://h:1", settings)
     words = shlex.split(launch.curl_line("http://h:1", settings).replace("'s", "_s"))
     assert words[:2] == ["curl", "http://h:1/v1/chat/completions"]
-    assert "Authorization: Bearer k" in words
+    assert "Authorization: Bearer $PALLAS_SERVE_API_KEY" in words
+    line = launch.curl_line("http://h:1", settings)
+    assert '"Authorization: Bearer $PALLAS_SERVE_API_KEY"' in line  # in quotes within which a shell puts the key
     assert json.loads(words[-1])["messages"][0]["role"] == "user"
+
+
+def test_keys_come_from_flags_a_file_and_the_environment(monkeypatch, tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# whose they are\nsk-2\n\n  sk-3  \n")
+    monkeypatch.setenv("PALLAS_SERVE_API_KEY", "sk-4")
+    assert launch.api_keys(parse("--api-key", "sk-1", "--api-key-file", str(file))) == ("sk-1", "sk-2", "sk-3", "sk-4")
+    monkeypatch.delenv("PALLAS_SERVE_API_KEY")
+    assert launch.api_keys(parse()) == ()
+    monkeypatch.setenv("PALLAS_SERVE_API_KEY", " ")
+    with pytest.raises(ValueError, match="PALLAS_SERVE_API_KEY is set and holds no key"):
+        launch.api_keys(parse())
+
+
+def test_connection_flags_are_settings(model_folder):
+    flags = ["--max-connections", "9", "--head-timeout", "1", "--body-timeout", "2", "--idle-timeout", "3"]
+    args = parse("--model", str(model_folder), *flags)
+    settings = launch.server_settings(args, resolve(args.model), model_folder)
+    assert (settings.max_connections, settings.head_timeout_s) == (9, 1)
+    assert (settings.body_timeout_s, settings.idle_timeout_s, settings.send_timeout_s) == (2, 3, 300)
 
 
 def test_server_settings_come_from_flags_and_checkpoint(model_folder, tmp_path):
@@ -112,6 +135,11 @@ def test_server_settings_come_from_flags_and_checkpoint(model_folder, tmp_path):
         (["--max-num-seqs", "0"], "--max-num-seqs"),
         (["--model", "preset:llama-9"], "unknown preset"),
         (["--chat-template", "/nonexistent.jinja"], "nonexistent"),
+        (["--api-key-file", "/nonexistent.keys"], "nonexistent"),
+        (["--api-key-file", "/dev/null"], "--api-key-file /dev/null: there is no key in it"),
+        (["--api-key", "a "], "an API key begins or ends"),
+        (["--head-timeout", "0"], "head_timeout_s"),
+        (["--max-connections", "0"], "max_connections"),
     ],
 )
 def test_a_start_that_cannot_be_says_so_in_one_line(flags, words, capsys):

@@ -121,6 +121,21 @@ def test_an_unexpected_exception_is_an_error_object(monkeypatch, error, status):
     assert "boom" not in response.text  # what went wrong inside is not the client's to read
 
 
+def test_failures_of_one_kind_are_logged_once(monkeypatch, caplog):
+    client = StubClient(DONE)
+    monkeypatch.setattr(client, "submit", lambda requests: 1 / 0)
+    state = state_of(client)
+
+    async def requests() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(create_app(state), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            return [await http.post(COMPLETIONS, json={"prompt": "a"}) for _ in range(20)]
+
+    assert {response.status_code for response in asyncio.run(requests())} == {500}
+    (record,) = (record for record in caplog.records if record.exc_info)
+    assert record.exc_info[0] is ZeroDivisionError
+
+
 def test_a_template_that_refuses_is_a_400():
     state = state_of(StubClient(), template="{{ raise_exception('roles must alternate') }}")
     response = call(state, "POST", "/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
@@ -176,6 +191,12 @@ def test_a_request_with_too_many_sequences():
         {"max_request_logprobs": 0},
         {"api_keys": ("sk-one", "")},
         {"queue_timeout_s": 0.0},
+        {"api_keys": ("sk-two ",)},
+        {"api_keys": ("sk\n",)},
+        {"max_connections": 0},
+        {"head_timeout_s": 0.0},
+        {"body_timeout_s": float("nan")},
+        {"idle_timeout_s": float("inf")},
     ],
 )
 def test_settings_that_cannot_be(fields):

@@ -218,6 +218,12 @@ def test_extra_variables_reach_the_template():
     assert specials(parts).count("<|eot_id|>") == 2
 
 
+@pytest.mark.parametrize("name", ["self", "context", "environment", "args", "not a name"])
+def test_a_variable_may_have_any_name(name):
+    plain = template().render(conversation("a"))
+    assert template().render(conversation("a"), extra={name: 1}) == plain
+
+
 def test_the_date_is_known():
     assert datetime.now().strftime("%d %b %Y") in text_of(template(DATED).render(conversation("a")))
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import tempfile
 
 import msgspec
 import pytest
 import zmq
 
 from batcher.stats import EngineStats
-from server import wire
+from server import engine_client, wire
 from server.engine_client import EngineFailedError, ProcessEngineClient
 from tests.server.echo_engine import EchoConfig
-from tests.server.running import ECHO
+from tests.server.running import ECHO, running_server
 
 
 class LateSocket:
@@ -75,3 +77,24 @@ def test_the_last_words_of_an_engine_are_waited_for():
 
     with pytest.raises(EngineFailedError, match="no room for weights"):
         asyncio.run(start())
+
+
+def test_a_long_tmpdir_is_no_obstacle(tmp_path):
+    """The path of a UNIX socket has at most 107 bytes."""
+    long = tmp_path / ("t" * 120)
+    long.mkdir()
+    environment = {**os.environ, "TMPDIR": str(long)}
+    with running_server(tmp_path, ECHO, EchoConfig(), popen={"env": environment}) as server, server.http() as http:
+        assert http.get("/health").status_code == 200
+        assert server.log.count("TMPDIR is too long") == 1
+        assert "/tmp" in server.log
+        assert len(server.log.splitlines()) == 1
+
+
+def test_where_no_folder_is_short_enough_tmpdir_is_named(tmp_path, monkeypatch):
+    long = tmp_path / ("t" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setattr(engine_client, "SHORT_FOLDERS", (str(tmp_path / "none"),))
+    with pytest.raises(OSError, match=r"TMPDIR is too long .* set TMPDIR to a shorter folder"):
+        ProcessEngineClient(ECHO, EchoConfig(), report=lambda line: None)
