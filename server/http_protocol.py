@@ -27,10 +27,10 @@ from server.connections import Connections
 from server.errors import RequestError, unavailable
 from server.exchange import Exchange
 from server.http_bytes import head_without_upgrade, refusal
+from server.pace import BodyPace, UnreadWatch
 
 MAX_HEAD_BYTES = 64 * 1024  # request line, header fields and trailer fields
 MAX_FIELDS = 256
-MIN_BODY_RATE = 1024  # bytes a second, on average beyond the first `body_timeout_s`
 TURN_AWAY_S = 0.2  # for the first byte of a request that is refused whatever it is: some clients read no answer sooner
 LINGER_S = 2.0  # for a refused client to stop sending: closing earlier would reset the connection, and lose the answer
 LINGER_BYTES = 2**20
@@ -60,14 +60,13 @@ class HttpProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._num_head_bytes = 0
         self._num_fields = 0
-        self._num_body_bytes = 0
         self._num_since_progress = 0  # bytes that completed nothing, such as the beginning of a field
         self._num_dropped = 0
         self._progress = False  # whether the parser has called with something complete
-        self._body_began = self._body_came = 0.0  # by the loop's clock
+        self._body = BodyPace(self._limits.body_timeout_s, now=0.0)
+        self._unread = UnreadWatch(self._limits.send_timeout_s)
         self._half_closed = False
         self._check_s = FIRST_CHECK_S
-        self._num_unsent, self._unsent_since = 0, 0.0
 
     # what the transport calls
 
@@ -121,7 +120,7 @@ class HttpProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._phase is Phase.ANSWER and not self._half_closed:
-            self._is_stuck()
+            self._unread = UnreadWatch(self._limits.send_timeout_s)
             self._arm(self._limits.send_timeout_s)
 
     def resume_writing(self) -> None:
@@ -134,7 +133,7 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         if self._phase is not Phase.HEAD:
             raise RequestError(400, "A request before the answer to the last one.")
-        self._num_head_bytes = self._num_fields = self._num_body_bytes = 0
+        self._num_head_bytes = self._num_fields = 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -153,13 +152,12 @@ class HttpProtocol(HttpToolsProtocol):
             return  # `_read_without_upgrade` reads it again
         self._begin_exchange()  # raises for a target that is none
         self._phase = Phase.BODY
-        self._body_began = self._body_came = self.loop.time()
+        self._body = BodyPace(self._limits.body_timeout_s, self.loop.time())
         self._arm(self._limits.body_timeout_s)
 
     def on_body(self, body: bytes) -> None:
         self._progress = True
-        self._num_body_bytes += len(body)
-        self._body_came = self.loop.time()
+        self._body.on_bytes(len(body), self.loop.time())
         if self.cycle.response_started:
             self._drop(len(body))
             return
@@ -305,6 +303,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._phase = Phase.CLOSING
         self.flow.resume_reading()
         self.transport.write_eof()
+        self._unread = UnreadWatch(self._limits.send_timeout_s)
         self._arm(LINGER_S)
 
     # time
@@ -345,11 +344,9 @@ class HttpProtocol(HttpToolsProtocol):
                 self.transport.abort()
 
     def _check_body(self) -> None:
-        timeout_s = self._limits.body_timeout_s
-        at_rate = self._body_began + timeout_s + self._num_body_bytes / MIN_BODY_RATE
-        left_s = min(self._body_came + timeout_s, at_rate) - self.loop.time()
+        left_s = self._body.left_s(self.loop.time())
         if self.flow.read_paused:
-            self._arm(timeout_s)  # the application has not taken what came
+            self._arm(self._limits.body_timeout_s)  # the application has not taken what came
         elif left_s > 0:
             self._arm(left_s)
         else:
@@ -366,11 +363,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._arm(self._limits.send_timeout_s)
 
     def _is_stuck(self) -> bool:
-        """Whether the client has read nothing of what waits for it since `send_timeout_s`, as far as was looked."""
-        num_unsent, now = self.transport.get_write_buffer_size(), self.loop.time()
-        if not num_unsent or num_unsent != self._num_unsent:
-            self._num_unsent, self._unsent_since = num_unsent, now
-        return now - self._unsent_since >= self._limits.send_timeout_s
+        return self._unread.is_stuck(self.transport.get_write_buffer_size(), self.loop.time())
 
 
 def _is_reset(transport: asyncio.Transport) -> bool:
