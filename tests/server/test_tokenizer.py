@@ -116,7 +116,7 @@ def test_a_padding_token_after_the_vocabulary_is_kept_and_no_text_becomes_it(tmp
     tokenizer = ByteLevelTokenizer.from_folder(tmp_path, vocab_size=VOCAB_SIZE)
     assert len(tokenizer.token_bytes) == VOCAB_SIZE
     assert tokenizer.encode_plain(["[PAD]"]) == [list(b"[PAD]")]
-    assert encode_parts(tokenizer, split_special(tokenizer, "[PAD]")) == [VOCAB_SIZE]
+    assert encode_parts(tokenizer, SpecialTokens(tokenizer.special_tokens).split("[PAD]")) == [VOCAB_SIZE]
     assert "'[PAD]': 262" in caplog.text
 
 
