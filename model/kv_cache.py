@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 
+from batcher.step import SlotLayout
 from model.config import LlamaConfig
 
 GIB = 1 << 30
@@ -91,6 +92,11 @@ def _page_cache(statistics: Path, prefix: str) -> int:
     return sum(counted.get(f"{prefix}{part}_file", 0) for part in ("active", "inactive"))
 
 
+def state_bytes(config: LlamaConfig, *, num_slots: int, pages_per_seq: int, num_shards: int) -> int:
+    """Of the slots, which every device holds, and of its part of their token histories."""
+    return 4 * num_slots * (SlotLayout.width(pages_per_seq) + config.vocab_size // num_shards)
+
+
 def temporaries_bound(config: LlamaConfig, *, num_tokens: int, num_rows: int, itemsize: int, num_shards: int) -> int:
     """Bytes that the largest program may need beside its arguments, on one device: an upper bound by shapes.
 
@@ -98,7 +104,9 @@ def temporaries_bound(config: LlamaConfig, *, num_tokens: int, num_rows: int, it
     """
     attention = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     per_token = 6 * config.hidden_size + (3 * attention + 3 * config.intermediate_size) // num_shards
-    logits = 6 * num_rows * config.vocab_size * 4  # adjusted, weights, kept ones and what a partial fusion leaves
+    logits = (
+        6 * num_rows * (config.vocab_size // num_shards) * 4
+    )  # adjusted, weights, kept ones and what a partial fusion leaves
     return num_tokens * per_token * max(itemsize, 4) + logits + 64 * 2**20
 
 

@@ -31,6 +31,7 @@ from model.compilation import Compilation
 from model.compile_cache import CompileCounter
 from model.compiler_options import compiler_options
 from model.llama import Llama
+from model.sharding import sharding_of
 from model.step import (
     HISTORY_BLOCK_SIZE,
     DeviceState,
@@ -105,8 +106,10 @@ class ModelRunner:
         if attention.mesh is None:
             (device,) = leaves[0].sharding.device_set
             self._everywhere: jax.sharding.Sharding = SingleDeviceSharding(device)
+            self._by_vocab = self._everywhere
         else:
             self._everywhere = NamedSharding(attention.mesh, P())
+            self._by_vocab = sharding_of(("rows", "vocab"), attention.mesh)
         in_place = all(isinstance(leaf, jax.Array) for leaf in leaves)
 
         self._pages_per_seq = -(-config.max_model_len // attention.spec.page_size)
@@ -152,7 +155,8 @@ class ModelRunner:
             bucket: partial(self._lower_step, bucket) for bucket in buckets
         }
         lower["patch"] = partial(self._lower_update, apply_patches, slots, (2, PATCH_BLOCK))
-        lower["reset history"] = partial(self._lower_update, reset_history, history, (HISTORY_BLOCK_SIZE,))
+        reset = partial(reset_history, mesh=self._attention.mesh)
+        lower["reset history"] = partial(self._lower_update, reset, history, (HISTORY_BLOCK_SIZE,))
         self._compilation = Compilation(lower, compiler_options(self._a_device().platform), self._compiles)
 
     def stop_compiling(self) -> None:
@@ -277,7 +281,7 @@ class ModelRunner:
         kv = jax.ShapeDtypeStruct(pages.shape, pages.dtype, sharding=pages.sharding or self._everywhere)
         return DeviceState(
             slots=self._sent((slots, SlotLayout.width(self._pages_per_seq))),
-            history=self._sent((slots, vocab)),
+            history=jax.ShapeDtypeStruct((slots, vocab), jnp.int32, sharding=self._by_vocab),
             kv=[kv] * self._model_config.num_layers,
         )
 
@@ -286,10 +290,14 @@ class ModelRunner:
 
     def _plan_pages(self, weights_in_place: bool) -> int:
         config, attention = self._config, self._attention
-        slot_bytes = 4 * (SlotLayout.width(self._pages_per_seq) + self._model_config.vocab_size)
         needs = kv_cache.MemoryNeeds(
             weights=sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in self._weights_like),
-            state=slot_bytes * config.max_num_seqs,
+            state=kv_cache.state_bytes(
+                self._model_config,
+                num_slots=config.max_num_seqs,
+                pages_per_seq=self._pages_per_seq,
+                num_shards=attention.num_shards,
+            ),
             temporaries=kv_cache.temporaries_bound(
                 self._model_config,
                 num_tokens=config.max_num_batched_tokens,

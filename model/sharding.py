@@ -18,12 +18,14 @@ TENSOR_AXIS = "tensor"
 
 # Logical axis -> mesh axis. Products split what they put out, then what they take in: two all-reduces a layer and
 # nothing else.
-# The vocabulary is split in the embedding (one all-reduce of [T, D]) and in the head (logits stay where they are made).
+# The vocabulary is split in the embedding (one all-reduce of [T, D]) and in the head. Logits stay where they are made,
+# and so do the token histories that penalise them: tokens are drawn from parts (`model.vocab_split`).
 RULES: dict[str, str | None] = {
     "vocab": TENSOR_AXIS,
     "heads": TENSOR_AXIS,
     "mlp": TENSOR_AXIS,
     "embed": None,
+    "rows": None,
 }
 
 

@@ -19,11 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 
 from batcher.request import MAX_LOGPROBS
 from batcher.step import Bucket, PackedLayout, SlotLayout, StepOutput, Variant
 from model import sampling
 from model.llama import Llama
+from model.logprobs import Logprobs, find, logprobs, merge
+from model.vocab_split import BY_VOCAB, REPLICATED, VocabShard, VocabSplit
 from pallas_kernels.api import PagedAttention, RaggedBatch
 
 SCORE_BLOCK = 64  # rows of logits that exist at a time while the tokens of a prompt are scored
@@ -37,7 +40,9 @@ class DeviceState:
     """What the device keeps from step to step. Donated to every program that takes it."""
 
     slots: jax.Array  # i32[num_slots, W], see SlotLayout
-    history: jax.Array  # i32[num_slots, V], see sampling.IN_PROMPT; kept up for slots with penalties only
+    history: (
+        jax.Array
+    )  # i32[num_slots, V], see sampling.IN_PROMPT, split by vocabulary; kept up for slots with penalties
     kv: list[jax.Array]  # per layer, laid out by pallas_kernels
 
 
@@ -108,17 +113,21 @@ def make_step(
         logits = model.logits(last)  # f32[S, V]
         outputs = {"finite": jnp.isfinite(logits).all(axis=-1).astype(jnp.int32)}
         history = state.history
+        vocabulary = VocabSplit(history.shape[1], attention.mesh)
         if bucket.variant is Variant.GREEDY:
             drawn = sampling.greedy(logits)
         else:
-            asked = sampling.sampling_rows(rows.state)
-            gather = partial(history.at[rows.slots].get, mode="clip")
-            drawn = sampling.sample(logits, asked, rows.kv_lens, rows.emits, gather)
-            outputs |= _named("", sampling.logprobs(logits, drawn, rows.emits & asked.wants_logprobs))
-            counted = jnp.where(rows.emits & asked.has_penalty, rows.slots, history.shape[0])
-            history = history.at[counted, drawn].add(1, mode="drop")
+            drawn, found, history = vocabulary.run(
+                _draw,
+                logits,
+                history,
+                rows,
+                in_specs=(BY_VOCAB, BY_VOCAB, REPLICATED),
+                out_specs=(REPLICATED, REPLICATED, BY_VOCAB),
+            )
+            outputs |= _named("", found)
         if bucket.variant is Variant.SCORE:
-            outputs |= _named("target_", _score(model, hidden, sent["targets"]))
+            outputs |= _named("target_", _score(model, vocabulary, hidden, sent["targets"]))
         outputs["tokens"] = drawn
 
         slots = _advance(slots, rows, drawn)
@@ -127,6 +136,7 @@ def make_step(
     return step
 
 
+@partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True, kw_only=True)
 class _Rows:
     """The step's rows, after the patches."""
@@ -191,18 +201,32 @@ def _advance(slots: jax.Array, rows: _Rows, drawn: jax.Array) -> jax.Array:
     return slots.at[rows.slots, : SlotLayout.KV_LEN + 1].set(values, mode="drop")
 
 
-def _score(model: Llama, hidden: jax.Array, targets: jax.Array) -> sampling.Logprobs:
+def _draw(
+    shard: VocabShard, logits: jax.Array, history: jax.Array, rows: _Rows
+) -> tuple[jax.Array, Logprobs, jax.Array]:
+    """The rows' next tokens, their log-probabilities, and the history with the tokens of rows with penalties."""
+    asked = sampling.sampling_rows(rows.state)
+    gather = partial(history.at[rows.slots].get, mode="clip")
+    drawn = sampling.sample(shard, logits, asked, rows.kv_lens, rows.emits, gather)
+    found = logprobs(shard, logits, drawn, rows.emits & asked.wants_logprobs)
+    counted = jnp.where(rows.emits & asked.has_penalty, rows.slots, history.shape[0])
+    return drawn, found, history.at[counted, shard.locate(drawn)].add(1, mode="drop")
+
+
+def _score(model: Llama, vocabulary: VocabSplit, hidden: jax.Array, targets: jax.Array) -> Logprobs:
     """Log-probabilities of `targets` i32[T] after each hidden state [T, D], a block of rows at a time: the logits of
-    all tokens of a large step would not fit."""
+    all tokens of a large step would not fit. Chips exchange what they found once, after all blocks."""
     num_tokens, embed = hidden.shape
     padding = -num_tokens % SCORE_BLOCK
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, SCORE_BLOCK, embed)
     targets = jnp.pad(targets, (0, padding), constant_values=-1).reshape(-1, SCORE_BLOCK)
-    scores = lax.map(lambda x: sampling.logprobs(model.logits(x[0]), x[1], x[1] >= 0), (hidden, targets))
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], scores)
+    look = partial(vocabulary.run, find, in_specs=(BY_VOCAB, REPLICATED, REPLICATED), out_specs=BY_VOCAB)
+    found = lax.map(lambda x: look(model.logits(x[0]), x[1], x[1] >= 0), (hidden, targets))
+    found = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], found)
+    return vocabulary.run(merge, found, in_specs=(BY_VOCAB,), out_specs=REPLICATED)
 
 
-def _named(prefix: str, found: sampling.Logprobs) -> dict[str, jax.Array]:
+def _named(prefix: str, found: Logprobs) -> dict[str, jax.Array]:
     return {
         f"{prefix}logprobs": found.chosen,
         f"{prefix}top_ids": found.top_ids,
@@ -215,10 +239,15 @@ def apply_patches(slots: jax.Array, patches: jax.Array) -> jax.Array:
     return slots.ravel().at[patches[0]].set(patches[1], mode="drop").reshape(slots.shape)
 
 
-def reset_history(history: jax.Array, block: jax.Array) -> jax.Array:
+def reset_history(history: jax.Array, block: jax.Array, *, mesh: Mesh | None) -> jax.Array:
     """Counts one block of a request's tokens, as `history_blocks` makes them, into its slot's row of the history."""
+    vocabulary = VocabSplit(history.shape[1], mesh)
+    return vocabulary.run(_count, history, block, in_specs=(BY_VOCAB, REPLICATED), out_specs=BY_VOCAB)
+
+
+def _count(shard: VocabShard, history: jax.Array, block: jax.Array) -> jax.Array:
     slot, begins = block[0], block[1] != 0
-    prompt, output = block[2 : 2 + HISTORY_BLOCK], block[2 + HISTORY_BLOCK :]
+    prompt, output = (shard.locate(part) for part in (block[2 : 2 + HISTORY_BLOCK], block[2 + HISTORY_BLOCK :]))
     row = jnp.where(begins, 0, history[slot])
     row = row.at[prompt].set(sampling.IN_PROMPT, mode="drop").at[output].add(1, mode="drop")
     return history.at[slot].set(row)

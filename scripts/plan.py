@@ -46,7 +46,6 @@ def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
 
     jax.config.update("jax_platforms", "cpu")
     from batcher.buckets import BucketLadder
-    from batcher.step import SlotLayout
     from model import kv_cache
     from model.llama import Llama
     from model.sharding import partition, stored_config
@@ -74,7 +73,7 @@ def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
     page_bytes = PagedAttention(spec, backend).page_bytes() * stored.num_layers
     pages_per_seq = -(-max_model_len // page_size)
     rows = buckets.max_num_seqs
-    state = 4 * rows * (SlotLayout.width(pages_per_seq) + stored.vocab_size)
+    state = kv_cache.state_bytes(stored, num_slots=rows, pages_per_seq=pages_per_seq, num_shards=chips)
     temporaries = kv_cache.temporaries_bound(
         stored,
         num_tokens=buckets.max_num_batched_tokens,

@@ -31,7 +31,7 @@ from batcher.step import Bucket, PackedLayout, SlotLayout, Variant
 from model.compiler_options import compiler_options
 from model.llama import Llama
 from model.presets import preset
-from model.sharding import abstract_model
+from model.sharding import abstract_model, sharding_of
 from model.step import DeviceState, make_step
 from pallas_kernels.api import AttentionSpec, Backend, PagedAttention
 from pallas_kernels.targets import gpu_target
@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--chips", type=int, default=1, help="over which the model is split")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--tokens", type=int, help="of a mixed step; without it, a decode step")
+    parser.add_argument("--variant", type=Variant, default=Variant.GREEDY, choices=[Variant.GREEDY, Variant.SAMPLE])
     parser.add_argument("--layers", type=int, help="compile this many only")
     parser.add_argument("--num-pages", type=int, default=8192)
     parser.add_argument("--max-model-len", type=int, default=8192)
@@ -82,10 +83,12 @@ def compile_step(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     state = DeviceState(
         slots=integers(args.rows, SlotLayout.width(-(-args.max_model_len // PAGE_SIZE))),
-        history=integers(args.rows, config.vocab_size),
+        history=jax.ShapeDtypeStruct(
+            (args.rows, config.vocab_size), jnp.int32, sharding=sharding_of(("rows", "vocab"), mesh)
+        ),
         kv=[attention.kv_pages(args.num_pages) for _ in range(config.num_layers)],
     )
-    bucket = Bucket(args.tokens or args.rows, args.rows, Variant.GREEDY)
+    bucket = Bucket(args.tokens or args.rows, args.rows, args.variant)
     kept = jax.tree.map(lambda x: x.sharding, state)
     step = jax.jit(make_step(bucket, rebuild, attention), donate_argnums=1, out_shardings=(kept, everywhere))
     with target.compiling(mesh):

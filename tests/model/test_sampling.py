@@ -16,6 +16,9 @@ from scipy import stats
 from batcher.request import MAX_DEVICE_STOP_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS
 from batcher.step import SlotLayout
 from model import sampling
+from model.logprobs import logprobs
+from model.threshold import kept_threshold
+from model.vocab_split import VocabShard
 
 VOCAB = 300  # more than two draw blocks, and no multiple of one
 ROWS = 8
@@ -52,21 +55,25 @@ def make_rows(n: int, **columns) -> sampling.SamplingRows:
 def jitted(name: str):
     functions = {
         "adjust": lambda logits, rows, positions, asking, history: sampling.adjust(
-            logits, rows, positions, asking, lambda: history
+            whole(logits), logits, rows, positions, asking, lambda: history
         ),
         "sample": lambda logits, rows, positions, asking, history: sampling.sample(
-            logits, rows, positions, asking, lambda: history
+            whole(logits), logits, rows, positions, asking, lambda: history
         ),
-        "kept": lambda logits, rows, asking: _kept(logits, rows, asking),
-        "logprobs": sampling.logprobs,
-        "categorical": sampling.categorical,
+        "kept": _kept,
+        "logprobs": lambda logits, tokens, asking: logprobs(whole(logits), logits, tokens, asking),
     }
     return jax.jit(functions[name])
 
 
+def whole(logits):
+    return VocabShard(vocab_size=logits.shape[-1])
+
+
 def _kept(logits, rows, asking):
-    weights = sampling.tempered_weights(logits, rows.temperature)
-    return weights, weights >= sampling.kept_threshold(weights, rows, asking)[:, None]
+    weights = sampling.tempered_weights(logits, jnp.max(logits, axis=-1), rows.temperature)
+    asked = {"top_k": rows.top_k, "top_p": rows.top_p, "min_p": rows.min_p}
+    return weights, weights >= kept_threshold(whole(logits), weights, **asked, asking=asking)[:, None]
 
 
 def sample(logits, rows, positions=0, asking=True, history=None):
