@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import pytest
 
+from batcher.step import SlotLayout
 from model import kv_cache
 from model.kv_cache import GIB, DeviceMemory, MemoryNeeds, plan_pages
 from tests.model.driver import TINY
@@ -112,3 +115,17 @@ def test_the_bound_of_the_temporaries_grows_with_the_step():
     # 24 bytes a row and token of the vocabulary; a token's activations.
     assert bound(64, 9) - bound(64, 8) == 24 * TINY.vocab_size
     assert bound(65, 8) - bound(64, 8) == 4 * (6 * 32 + 3 * (4 + 2 * 2) * 16 + 3 * 48)
+
+
+def test_chips_share_the_logits_and_the_histories():
+    def bound(chips):
+        return kv_cache.temporaries_bound(TINY, num_tokens=8, num_rows=8, itemsize=4, num_shards=chips)
+
+    def state(chips):
+        return kv_cache.state_bytes(
+            replace(TINY, vocab_size=128256), num_slots=1024, pages_per_seq=64, num_shards=chips
+        )
+
+    assert bound(1) - bound(2) > 6 * 8 * 4 * (TINY.vocab_size // 2)
+    assert state(1) - state(8) == 1024 * 4 * 128256 * 7 // 8  # 438 MiB of 501
+    assert state(8) == 1024 * 4 * (SlotLayout.width(64) + 16032)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from batcher.request import SamplingParams
 from batcher.step import PATCH_BLOCK, Bucket, Capacity, PackedLayout, SlotLayout, StepInput, Variant
 from model import kv_cache, weights
 from model.config import LlamaConfig
@@ -213,34 +214,42 @@ def checkpoint(tmp_path_factory):
     return checkpoints.write(tmp_path_factory.mktemp("checkpoint"), "gqa2")
 
 
+SAMPLED = SamplingParams(max_tokens=64, temperature=1.2, top_p=0.9, top_k=50, frequency_penalty=0.5, logprobs=3)
+
+
 def texts_of(folder, num_shards, decode):
     config = LlamaConfig.from_file(folder)
     mesh = make_mesh(num_shards) if num_shards > 1 else None
     like = abstract_model(config, dtype=jnp.float32, mesh=mesh)
     limits = RunnerConfig(max_num_seqs=SLOTS, max_num_batched_tokens=24, max_model_len=64, num_pages=16)
     runner = ModelRunner(like, paged_attention(like.config, mesh=mesh), limits)
-    runner.start_compiling([BUCKETS[1], decode])  # the weights come meanwhile
+    prompt = replace(BUCKETS[1], variant=decode.variant)
+    runner.start_compiling([prompt, decode])  # the weights come meanwhile
     runner.place(weights.load_hf(folder, config, dtype=jnp.float32, mesh=mesh))
     lines = []
-    runner.warm_up([BUCKETS[1], decode], lines.append)
+    runner.warm_up([prompt, decode], lines.append)
     assert re.match(r"compiled 4 programs in [\d.]+ s, [\d.]+ s of them after loading", lines[0])
     before = runner.num_compiles
     rows = [Row(0, [5, 6, 7, 8, 9, 10], [1, 2, 3]), Row(2, [3, 1, 4], [7, 8, 9])]
-    run(runner, BUCKETS[1], [(rows[0], 4), (rows[1], 3)], admit=rows)
-    run(runner, BUCKETS[1], [(rows[0], 2), (rows[1], 1)])
+    if decode.variant is Variant.SAMPLE:
+        rows.append(Row(3, [8, 8, 2], [4, 5, 6], SAMPLED, seed=11))
+    run(runner, prompt, [(rows[0], 4), *((row, 3) for row in rows[1:])], admit=rows)
+    run(runner, prompt, [(rows[0], 2), *((row, 1) for row in rows[1:])])
     for _ in range(8):
         run(runner, decode, [(row, 1) for row in rows])
     assert runner.num_compiles == before
     assert all(len(kv.sharding.device_set) == num_shards for kv in runner._state.kv)
+    history = runner._state.history
+    assert history.sharding.shard_shape(history.shape) == (SLOTS, config.vocab_size // num_shards)
     return [row.output for row in rows]
 
 
 @pytest.fixture(scope="module")
 def texts_of_one_device(checkpoint):
-    return texts_of(checkpoint, 1, BUCKETS[0])
+    return {decode.variant: texts_of(checkpoint, 1, decode) for decode in (BUCKETS[0], BUCKETS[2])}
 
 
-@pytest.mark.parametrize(("num_shards", "decode"), [(2, BUCKETS[2]), (4, BUCKETS[0])])
+@pytest.mark.parametrize(("num_shards", "decode"), [(2, BUCKETS[2]), (4, BUCKETS[0]), (4, BUCKETS[2])])
 def test_a_mesh_gives_the_tokens_of_one_device(checkpoint, texts_of_one_device, num_shards, decode):
     """Four shards of a model with two KV heads: they are replicated."""
-    assert texts_of(checkpoint, num_shards, decode) == texts_of_one_device
+    assert texts_of(checkpoint, num_shards, decode) == texts_of_one_device[decode.variant]

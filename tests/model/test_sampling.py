@@ -331,7 +331,7 @@ def test_temperature_zero_takes_the_best_of_the_adjusted_logits():
 # Independence
 
 
-def mixed_rows(n):
+def mixed_rows(n, vocab=VOCAB):
     rng = np.random.default_rng(1)
     return {
         "temperature": rng.choice([0.0, 0.7, 1.3], n),
@@ -342,7 +342,7 @@ def mixed_rows(n):
         "repetition_penalty": rng.choice([1.0, 1.2], n),
         "num_bias": rng.choice([0, 2], n),
         "seed": rng.integers(0, 2**32, (n, 2), dtype=np.uint32),
-        "bias_ids": rng.integers(0, VOCAB, (n, 2)),
+        "bias_ids": rng.integers(0, vocab, (n, 2)),
         "bias_values": rng.normal(size=(n, 2)),
     }
 

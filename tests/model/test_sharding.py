@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import jax
@@ -12,13 +11,17 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from batcher.step import Bucket, Variant
 from model.config import LlamaConfig
 from model.llama import Llama
+from model.runner import ModelRunner, RunnerConfig
 from model.sharding import abstract_model, make_mesh, partition, sharding_of, stored_config
 from model.weights import load_hf
 from scripts.make_goldens import PROMPT_LENGTH
 from tests.model import checkpoints
+from tests.model.collectives import collectives
 from tests.model.dense_attention import causal_attention
+from tests.model.driver import paged_attention
 from tests.model.test_llama import TINY, jitted_logits
 
 
@@ -98,6 +101,41 @@ def test_the_chips_exchange_two_sums_a_layer_and_one_embedding():
 
     tokens = jax.ShapeDtypeStruct((16,), jnp.int32, sharding=sharding_of((), mesh))
     compiled = jax.jit(forward).lower(state, tokens).compile()
-    kinds = re.findall(r" (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", compiled.as_text())
+    kinds = [collective.kind for collective in collectives(compiled.as_text())]
     assert kinds == ["all-reduce"] * (2 * TINY.num_layers + 1)
     assert compiled.output_shardings.is_equivalent_to(sharding_of(("embed", "vocab"), mesh), 2)
+
+
+def step_collectives(bucket, num_shards, vocab):
+    """Of the step's program over `num_shards` chips, for a small model with a large vocabulary."""
+    config = replace(TINY, vocab_size=vocab, num_heads=8, num_kv_heads=8, intermediate_size=64)
+    mesh = make_mesh(num_shards)
+    limits = RunnerConfig(max_num_seqs=bucket.num_rows, max_num_batched_tokens=32, max_model_len=64, num_pages=16)
+    model = abstract_model(config, dtype=jnp.float32, mesh=mesh)
+    runner = ModelRunner(model, paged_attention(model.config, mesh=mesh), limits)
+    return collectives(runner._lower_step(bucket).compile().as_text())
+
+
+@pytest.mark.parametrize("num_shards", [2, 4, 8])
+@pytest.mark.parametrize("bucket", [Bucket(4, 4, Variant.SAMPLE), Bucket(24, 4, Variant.SCORE)])
+def test_logits_stay_where_they_are_made(bucket, num_shards):
+    """128256 tokens are 1002 blocks of the draw, which two chips share evenly, and four and eight do not."""
+    found = step_collectives(bucket, num_shards, vocab=128256)
+    assert not [collective for collective in found if collective.in_loop]
+    assert {collective.kind for collective in found} == {"all-reduce", "all-gather"}
+    rows = bucket.num_tokens if bucket.variant is Variant.SCORE else bucket.num_rows
+    too_large = rows * 32 * num_shards
+    small = [
+        x for x in found if x.shape != (bucket.num_tokens, TINY.hidden_size)
+    ]  # the layers' sums, and the embedding's
+    assert len(found) - len(small) == 2 * TINY.num_layers + 1
+    assert not [collective for collective in small if collective.size > too_large]
+
+
+@pytest.mark.parametrize("num_shards", [2, 8])
+def test_greedy_tokens_take_three_small_sums(num_shards):
+    """The greatest logit, its first token, and whether all are finite."""
+    found = step_collectives(Bucket(4, 4, Variant.GREEDY), num_shards, vocab=1536)
+    assert [collective.kind for collective in found] == ["all-reduce"] * (2 * TINY.num_layers + 1 + 3)
+    assert sorted(x.size for x in found)[:3] == [4, 4, 4]
+    assert not [collective for collective in found if collective.in_loop]

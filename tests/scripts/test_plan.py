@@ -33,6 +33,13 @@ def test_chips_share_weights_and_heads(capsys):
     assert gib(eight, "K/V") == pytest.approx(gib(four, "K/V") / 2, rel=0.01)
 
 
+def test_chips_share_the_token_histories(capsys):
+    flags = ["--model", "preset:llama-3.1-70b", "--chip", "h200", "--max-model-len", "8192", "--max-num-seqs", "1024"]
+    two, eight = (report_of(capsys, *flags, "--tensor-parallel-size", n) for n in ("2", "8"))
+    history = 1024 * 128256 * 4 / 2**30
+    assert gib(two, "state") - gib(eight, "state") == pytest.approx(history * (1 / 2 - 1 / 8), abs=0.011)
+
+
 def test_what_does_not_fit_is_said_in_gib_with_the_flags(capsys):
     assert plan.main(["--model", "preset:llama-3.1-70b", "--chip", "v6e"]) == 2
     error = capsys.readouterr().err
