@@ -9,6 +9,7 @@ import jax
 
 from batcher.step import SlotLayout
 from model.config import LlamaConfig
+from model.threshold import PARTS_ON_CHIPS
 
 GIB = 1 << 30
 
@@ -104,9 +105,10 @@ def temporaries_bound(config: LlamaConfig, *, num_tokens: int, num_rows: int, it
     """
     attention = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     per_token = 6 * config.hidden_size + (3 * attention + 3 * config.intermediate_size) // num_shards
-    logits = (
-        6 * num_rows * (config.vocab_size // num_shards) * 4
-    )  # adjusted, weights, kept ones and what a partial fusion leaves
+    bytes_per_logit = 6 * 4  # adjusted, weights, kept ones and what a partial fusion leaves
+    if num_shards > 1:
+        bytes_per_logit += PARTS_ON_CHIPS  # which of so many thresholds it reaches, where a compiler writes that out
+    logits = num_rows * (config.vocab_size // num_shards) * bytes_per_logit
     return num_tokens * per_token * max(itemsize, 4) + logits + 64 * 2**20
 
 

@@ -37,6 +37,7 @@ from pallas_kernels.api import AttentionSpec, Backend, PagedAttention
 from pallas_kernels.targets import gpu_target
 
 PAGE_SIZE = 64
+NUM_SLOTS = 256  # other than the rows of a step: an argument's copy is known by its shape
 MIB = 1 << 20
 
 
@@ -82,9 +83,9 @@ def compile_step(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=everywhere)
 
     state = DeviceState(
-        slots=integers(args.rows, SlotLayout.width(-(-args.max_model_len // PAGE_SIZE))),
+        slots=integers(NUM_SLOTS, SlotLayout.width(-(-args.max_model_len // PAGE_SIZE))),
         history=jax.ShapeDtypeStruct(
-            (args.rows, config.vocab_size), jnp.int32, sharding=sharding_of(("rows", "vocab"), mesh)
+            (NUM_SLOTS, config.vocab_size), jnp.int32, sharding=sharding_of(("rows", "vocab"), mesh)
         ),
         kv=[attention.kv_pages(args.num_pages) for _ in range(config.num_layers)],
     )

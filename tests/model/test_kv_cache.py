@@ -118,14 +118,15 @@ def test_the_bound_of_the_temporaries_grows_with_the_step():
 
 
 def test_chips_share_the_logits_and_the_histories():
-    def bound(chips):
-        return kv_cache.temporaries_bound(TINY, num_tokens=8, num_rows=8, itemsize=4, num_shards=chips)
+    llama = replace(TINY, vocab_size=128256)
+
+    def bound(rows, chips):
+        return kv_cache.temporaries_bound(llama, num_tokens=64, num_rows=rows, itemsize=4, num_shards=chips)
 
     def state(chips):
-        return kv_cache.state_bytes(
-            replace(TINY, vocab_size=128256), num_slots=1024, pages_per_seq=64, num_shards=chips
-        )
+        return kv_cache.state_bytes(llama, num_slots=1024, pages_per_seq=64, num_shards=chips)
 
-    assert bound(1) - bound(2) > 6 * 8 * 4 * (TINY.vocab_size // 2)
+    # 24 bytes of a logit, and 16 more where chips look for thresholds together.
+    assert [bound(9, chips) - bound(8, chips) for chips in (1, 8)] == [24 * 128256, 40 * 16032]
     assert state(1) - state(8) == 1024 * 4 * 128256 * 7 // 8  # 438 MiB of 501
     assert state(8) == 1024 * 4 * (SlotLayout.width(64) + 16032)
