@@ -12,13 +12,15 @@ Shape legend: `S` rows of the step, `V` vocabulary (or one chip's part of it), `
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from model.exact_sum import as_float, exact_sum
 from model.threefry import gumbel, threefry2x32
-from model.vocab_split import VocabShard, blocks_of, first_of_greatest
+from model.vocab_split import VocabShard, first_of_greatest
 
 BLOCK = 128  # tokens
 
@@ -71,7 +73,8 @@ def _noise(shard: VocabShard, seed: jax.Array, positions: jax.Array) -> jax.Arra
 def _local_blocks(shard: VocabShard, weights: jax.Array) -> jax.Array:
     """`weights` [S, V] as the shard's blocks [S, B, BLOCK], with zeros where a block is another chip's."""
     num_rows = weights.shape[0]
-    width = BLOCK * blocks_of(shard, BLOCK)
+    most_before = BLOCK - math.gcd(shard.size, BLOCK)  # of another chip, in this one's first block
+    width = -(-(most_before + shard.size) // BLOCK) * BLOCK
     if shard.size % BLOCK == 0 or shard.num_shards == 1:
         padded = jnp.pad(weights, ((0, 0), (0, width - shard.size)))
     else:

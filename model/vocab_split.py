@@ -6,7 +6,6 @@ other. Without a mesh the same code runs on the whole vocabulary, and the exchan
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -102,8 +101,3 @@ def first_of_greatest(values: jax.Array, tokens: jax.Array) -> jax.Array:
     is_best = values == lax.optimization_barrier(jnp.max(values, axis=-1, keepdims=True))
     first = jnp.min(jnp.where(is_best, tokens, jnp.iinfo(jnp.int32).max), axis=-1)
     return jnp.minimum(first, jnp.max(tokens, axis=-1))
-
-
-def blocks_of(shard: VocabShard, block_size: int) -> int:
-    """How many blocks of the vocabulary a shard can touch, wherever it starts."""
-    return -(-(block_size - math.gcd(shard.size, block_size) + shard.size) // block_size)

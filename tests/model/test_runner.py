@@ -253,3 +253,17 @@ def texts_of_one_device(checkpoint):
 def test_a_mesh_gives_the_tokens_of_one_device(checkpoint, texts_of_one_device, num_shards, decode):
     """Four shards of a model with two KV heads: they are replicated."""
     assert texts_of(checkpoint, num_shards, decode) == texts_of_one_device[decode.variant]
+
+
+def test_chips_update_their_parts_of_the_state_in_place():
+    mesh = make_mesh(4)
+    model = abstract_model(replace(TINY, vocab_size=2000), dtype=jnp.float32, mesh=mesh)
+    needed = []
+    for slots in (SLOTS, 500):  # so many that a copy of a chip's part of the histories would stand out
+        limits = RunnerConfig(max_num_seqs=slots, max_num_batched_tokens=1000, max_model_len=64, num_pages=16)
+        runner = ModelRunner(model, paged_attention(model.config, mesh=mesh), limits)
+        analysis = runner._lower_step(BUCKETS[2]).compile().memory_analysis()
+        parts = [math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in jax.tree.leaves(runner._state_like)]
+        assert analysis.alias_size_in_bytes == sum(parts)
+        needed.append(analysis.temp_size_in_bytes)
+    assert needed[1] - needed[0] < 500 * 500 * 4 / 2
