@@ -24,15 +24,13 @@ NUM_REFUSALS = 8  # connections beyond the limit that are being told so
 
 def connection_limits(settings: Settings) -> ConnectionLimits:
     """To be called when all else is open. Raises ValueError where there are too few descriptors for connections."""
-    limits = ConnectionLimits(
+    return ConnectionLimits(
         max_connections=connection_limit(settings.max_connections, NUM_REFUSALS),
         head_timeout_s=settings.head_timeout_s,
         body_timeout_s=settings.body_timeout_s,
         idle_timeout_s=settings.idle_timeout_s,
         send_timeout_s=settings.send_timeout_s,
     )
-    logger.info("at most %d connections", limits.max_connections)
-    return limits
 
 
 class HttpServer(uvicorn.Server):
@@ -52,6 +50,7 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self.servers = [Listener(listener, self._connections, self._protocol) for listener in sockets or ()]
         self.started = True
+        logger.info("at most %d connections", self._connections.limits.max_connections)
 
     def drain(self) -> None:
         """Refuses what has not been read. What is being answered goes on; a new request is its connection's last."""
