@@ -1,0 +1,255 @@
+"""Serves for minutes under mixed traffic with attacks in it, and checks that nothing is left behind.
+
+    python -m scripts.soak [--seconds 600] [-- FLAGS OF scripts/serve]
+
+Starts a server on this machine. Ordinary clients ask greedily for texts that are known beforehand, streamed and whole,
+and some leave in the middle; attackers (`scripts/benchmarks/attacks.py`) do what they can. At the end nothing may run,
+no page may be used, no program may have been compiled, both processes' memory must have stayed flat, and the log must
+hold no warning but those that the attacks provoke. Exits with 1 where one of these does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+import aiohttp
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from scripts.benchmarks.attacks import ATTACKS, Attack, Victim
+
+ROOT = Path(__file__).parent.parent
+START_S = 600.0
+IDLE_S = 60.0  # for what still runs at the end
+SAMPLE_S = 2.0  # between two readings of the memory
+GROWTH_MIB = 24  # of a process's memory from the second quarter to the last
+# Lines at WARNING or above that attacks provoke.
+PROVOKED = re.compile(r"WARNING pallas_serve: 400 to ")
+_SEVERE = re.compile(r" (WARNING|ERROR|CRITICAL) |Traceback")
+
+
+@dataclass
+class Account:
+    """What happened."""
+
+    answers: Counter[str] = field(default_factory=Counter)
+    attacks: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    health_s: list[float] = field(default_factory=list)  # seconds that GET /health took
+    memory: dict[str, list[int]] = field(default_factory=lambda: {"http": [], "engine": []})  # bytes
+
+
+QUESTIONS = [f"What is {a} + {b}?" for a, b in ((47, 35), (12, 9), (31, 64), (5, 88), (70, 14), (23, 23))]
+
+
+def chat(model: str, question: str, *, stream: bool) -> dict[str, Any]:
+    messages = [{"role": "user", "content": question}]
+    return {"model": model, "messages": messages, "temperature": 0, "max_tokens": 48, "stream": stream}
+
+
+async def ask(session: aiohttp.ClientSession, body: dict[str, Any]) -> str:
+    """The text of the answer. RuntimeError for a status other than 200."""
+    async with session.post("/v1/chat/completions", json=body) as response:
+        if response.status != 200:
+            raise RuntimeError(f"status {response.status}: {await response.text()}")
+        if not body["stream"]:
+            return (await response.json())["choices"][0]["message"]["content"]
+        text = ""
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                choices = json.loads(line[6:])["choices"]
+                text += (choices[0]["delta"].get("content") or "") if choices else ""
+        return text
+
+
+async def ordinary_client(
+    session: aiohttp.ClientSession, model: str, expected: dict[str, str], account: Account, random: Random, until: float
+) -> None:
+    while time.monotonic() < until:
+        question, stream = random.choice(QUESTIONS), random.random() < 0.7
+        try:
+            text = await ask(session, chat(model, question, stream=stream))
+        except (RuntimeError, aiohttp.ClientError) as error:
+            account.answers["refused"] += 1
+            if "429" not in str(error):
+                account.problems.append(f"an ordinary request failed: {error!r}")
+            continue
+        account.answers["right" if text == expected[question] else "wrong"] += 1
+        if text != expected[question]:
+            account.problems.append(f"{question!r} was answered {text!r}, not {expected[question]!r}")
+
+
+async def attacker(victim: Victim, account: Account, random: Random, until: float) -> None:
+    while time.monotonic() < until:
+        attack: Attack = random.choice(ATTACKS)
+        name = attack.__name__
+        try:
+            await attack(victim, random)
+            account.attacks[name] += 1
+        except (AssertionError, TimeoutError, OSError) as error:
+            account.problems.append(f"{name}: {error!r}")
+
+
+async def canary(session: aiohttp.ClientSession, account: Account, until: float) -> None:
+    """GET /health, over and over: how long others wait."""
+    while time.monotonic() < until:
+        started = time.perf_counter()
+        async with session.get("/health") as response:
+            await response.read()
+        account.health_s.append(time.perf_counter() - started)
+        await asyncio.sleep(0.05)
+
+
+async def watch_memory(server: psutil.Process, account: Account, until: float) -> None:
+    while time.monotonic() < until:
+        engine = max((child.memory_info().rss for child in server.children(recursive=True)), default=0)
+        account.memory["http"].append(server.memory_info().rss)
+        account.memory["engine"].append(engine)
+        await asyncio.sleep(SAMPLE_S)
+
+
+async def metrics(session: aiohttp.ClientSession) -> dict[str, float]:
+    """The samples without labels of their own, by name without the prefix."""
+    async with session.get("/metrics") as response:
+        families = text_string_to_metric_families(await response.text())
+    return {
+        sample.name.partition(":")[2]: sample.value
+        for family in families
+        for sample in family.samples
+        if sample.labels.keys() <= {"model_name", "engine"}
+    }
+
+
+async def settle(session: aiohttp.ClientSession, account: Account) -> None:
+    """Waits until the engine is idle, and notes what it has not let go of."""
+    deadline = time.monotonic() + IDLE_S
+    wanted = {"num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_usage_perc": 0}
+    while True:
+        now = await metrics(session)
+        left = {name: now[name] for name, value in wanted.items() if now[name] != value}
+        if not left or time.monotonic() > deadline:
+            break
+        await asyncio.sleep(0.2)
+    if left:
+        account.problems.append(f"not idle {IDLE_S:.0f} s after the last request: {left}")
+    if compiled := now["num_compiles_after_warm_up_total"]:
+        account.problems.append(f"{compiled:.0f} programs were compiled while serving")
+
+
+async def soak(url: str, server: psutil.Process, model: str, args: argparse.Namespace) -> Account:
+    host, _, port = url.removeprefix("http://").partition(":")
+    victim = Victim(host=host, port=int(port), model=model)
+    account = Account()
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(url, connector=connector) as session:
+        expected = {question: await ask(session, chat(model, question, stream=False)) for question in QUESTIONS}
+        until = time.monotonic() + args.seconds
+        async with asyncio.TaskGroup() as group:
+            for i in range(args.clients):
+                group.create_task(ordinary_client(session, model, expected, account, Random(i), until))
+            for i in range(args.attackers):
+                group.create_task(attacker(victim, account, Random(1000 + i), until))
+            group.create_task(canary(session, account, until))
+            group.create_task(watch_memory(server, account, until))
+        await settle(session, account)
+    return account
+
+
+def growth_mib(samples: list[int]) -> float:
+    """From the median of the second quarter to that of the last."""
+    quarter = len(samples) // 4
+    if not quarter:
+        return 0.0
+    return (median(samples[-quarter:]) - median(samples[quarter : 2 * quarter])) / 2**20
+
+
+def check_memory(account: Account) -> None:
+    for name, samples in account.memory.items():
+        if (growth := growth_mib(samples)) > GROWTH_MIB:
+            account.problems.append(f"the {name} process grew by {growth:.0f} MiB")
+
+
+def check_log(log: Path, account: Account) -> None:
+    for line in log.read_text(errors="replace").splitlines():
+        if _SEVERE.search(line) and not PROVOKED.search(line):
+            account.problems.append(f"in the log: {line}")
+
+
+def report(account: Account) -> str:
+    health = sorted(account.health_s) or [0.0]
+    lines = [
+        f"answers: {dict(account.answers)}",
+        f"attacks: {dict(sorted(account.attacks.items()))}",
+        f"GET /health: median {median(health) * 1000:.1f} ms, worst {health[-1] * 1000:.0f} ms of {len(health)}",
+    ]
+    for name, samples in account.memory.items():
+        if samples:
+            lines.append(
+                f"{name} process: {samples[0] / 2**20:.0f} MiB at first, {samples[-1] / 2**20:.0f} MiB at last, "
+                f"growth {growth_mib(samples):+.1f} MiB from the second quarter to the last"
+            )
+    for problem, times in Counter(account.problems).most_common(20):
+        lines.append(f"PROBLEM ({times} times): {problem[:500]}")
+    lines.append("nothing is left behind" if not account.problems else f"{len(account.problems)} problems")
+    return "\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m scripts.soak", description=__doc__.splitlines()[0], allow_abbrev=False)
+    p.add_argument("--seconds", type=float, default=600.0)
+    p.add_argument("--clients", type=int, default=6, help="ordinary ones")
+    p.add_argument("--attackers", type=int, default=2)
+    p.add_argument("--served-model-name", default="demo")
+    p.add_argument("flags", nargs="*", metavar="FLAG", help="of scripts/serve, after --")
+    return p
+
+
+def wait_for_url(server: subprocess.Popen[str]) -> str:
+    """Reads the server's output up to its address. RuntimeError where it ends before."""
+    assert server.stdout is not None
+    for line in server.stdout:
+        if found := re.search(r"(http://[\w.:]+)/v1", line):
+            return found[1]
+    raise RuntimeError(f"the server has ended with code {server.wait()} before it was ready")
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    command = [sys.executable, "-m", "scripts.launch", "--port", "0", "--max-model-len", "512", *args.flags]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with log.open("w") as errors:
+            server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True)
+        try:
+            url = wait_for_url(server)
+            account = asyncio.run(soak(url, psutil.Process(server.pid), args.served_model_name, args))
+            server.terminate()
+            if code := server.wait(60):
+                account.problems.append(f"the server ended with code {code}")
+        except RuntimeError as error:
+            print(f"soak: {error}\n{log.read_text()}", file=sys.stderr)
+            return 2
+        finally:
+            server.kill()
+            server.wait()
+        check_memory(account)
+        check_log(log, account)
+    print(report(account))
+    return 1 if account.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""The soak itself, for seconds instead of minutes: it passes on a sound server and tells when one is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts import soak
+from scripts.benchmarks.attacks import ATTACKS
+
+pytestmark = pytest.mark.e2e
+
+
+def test_attacks_among_ordinary_traffic_leave_nothing_behind(built, server_flags, capsys):
+    code = soak.main(["--seconds", "8", "--clients", "4", "--attackers", "3", "--", *server_flags])
+    said = capsys.readouterr().out
+    assert code == 0, said
+    assert "nothing is left behind" in said
+    assert "'right': " in said
+    assert any(attack.__name__ in said for attack in ATTACKS)
+
+
+def test_growth_is_between_the_second_quarter_and_the_last():
+    mib = 2**20
+    assert soak.growth_mib([500 * mib, *[100 * mib] * 7]) == 0
+    assert soak.growth_mib([100 * mib] * 6 + [150 * mib] * 2) == 50
+    assert soak.growth_mib([1, 2]) == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "severe"),
+    [
+        ("2026-01-01 00:00:00,000 WARNING pallas_serve: 400 to 127.0.0.1: The request is incomplete.", False),
+        ("2026-01-01 00:00:00,000 INFO pallas_serve: at most 8192 connections", False),
+        ("2026-01-01 00:00:00,000 ERROR batcher.core: the idle engine is inconsistent", True),
+        ("Traceback (most recent call last):", True),
+    ],
+)
+def test_a_line_of_the_log_is_a_problem_unless_an_attack_provokes_it(line, severe, tmp_path):
+    log = tmp_path / "log"
+    log.write_text(line + "\n")
+    account = soak.Account()
+    soak.check_log(log, account)
+    assert bool(account.problems) == severe
