@@ -244,7 +244,7 @@ def main(argv: list[str] | None = None) -> int:
             return 2
         finally:
             server.kill()
-            server.wait()
+            server.communicate()
         check_memory(account)
         check_log(log, account)
     print(report(account))
