@@ -58,7 +58,7 @@ def prefill(
             "arrived": plgpu.Barrier(num_arrivals=blocks.copies, num_barriers=2 * stages),
             "tail_arrived": plgpu.Barrier(num_arrivals=blocks.copies),  # awaited by the memory warpgroup
             # Those at which both compute warpgroups arrive: K and V slots, the queries' place, and the turns.
-            "met": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=2 * stages + 3),
+            "met": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=2 * stages + 2),
         },
         grid=(num_ctas,),
         grid_names=("cta",),
@@ -76,22 +76,23 @@ class _Body(PrefillBody):
         cta = lax.axis_index("cta")
 
         def for_each_tile(do):
-            """Calls `do(tile, round, blocks so far)` for every unit of this CTA; returns the blocks of all of them."""
+            """Calls `do(tile, blocks so far)` for every unit of this CTA; returns the blocks of all of them."""
             units = num_tiles_ref[0] * (self.num_kv_heads * self.shape.tiles_per_group)
             rounds = lax.div(units + (self.num_ctas - 1), jnp.int32(self.num_ctas))
 
             def one(round_, num_blocks):
                 unit = prefill_tile.unit_of(round_, cta, self.num_ctas)
                 tile = Tile.read(tiles_ref, jnp.minimum(unit, units - 1), self.shape, self.num_kv_heads)
-                pl.when(unit < units)(lambda: do(tile, round_, num_blocks))
+                pl.when(unit < units)(lambda: do(tile, num_blocks))
                 return num_blocks + jnp.where(unit < units, tile.num_blocks(self.sizes.block_kv), 0)
 
             return lax.fori_loop(0, rounds, one, jnp.int32(0))
 
         @pl.when(warpgroup < COMPUTE_WARPGROUPS)
         def _():
-            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
             compute = _Compute(self, out_ref, warpgroup, scratch)
+            plgpu.barrier_arrive(compute.q_free)  # from the start
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
             for_each_tile(compute.attend)
             plgpu.wait_smem_to_gmem(0)
 
@@ -112,14 +113,14 @@ class _Compute:
         self.q_arrived = scratch["q_arrived"].at[warpgroup]
         self.arrived, self.met = scratch["arrived"], scratch["met"]
         stages = body.sizes.num_stages
-        self.turn = self.met.at[2 * stages + 2]
+        self.q_free, self.turn = self.met.at[2 * stages], self.met.at[2 * stages + 1]
 
     def take_turn(self) -> None:
         """Meets the other warpgroup. One of them starts half a step later, so that they alternate at the cores."""
         plgpu.barrier_arrive(self.turn)
         plgpu.barrier_wait(self.turn)
 
-    def attend(self, tile: Tile, round_, blocks_before) -> None:
+    def attend(self, tile: Tile, blocks_before) -> None:
         body, layout = self.body, plgpu.Layout.WGMMA
         first_token = tile.token + self.warpgroup * body.shape.tokens
         num_blocks = tile.num_blocks(body.sizes.block_kv)
@@ -134,7 +135,7 @@ class _Compute:
         carry = lax.fori_loop(0, whole, lambda i, c: step(i, c, masked=False), carry)
         acc, _, total = lax.fori_loop(whole, num_blocks, lambda i, c: step(i, c, masked=True), carry)
         pl.when(self.warpgroup == 0)(self.take_turn)
-        plgpu.barrier_arrive(self.met.at[2 * body.sizes.num_stages + lax.rem(round_, jnp.int32(2))])
+        plgpu.barrier_arrive(self.q_free)
         self.store(tile, first_token, online_softmax.finish(acc, total)[0])
 
     def step(self, i, carry, tile: Tile, first_token, blocks_before, masked: bool):
@@ -193,12 +194,11 @@ class _Memory:
         self.body, self.first_page = body, first_page
         self.q_ref, self.kv_ref, self.pages_ref = q_ref, kv_ref, pages_ref
         self.s = scratch
+        self.q_free = scratch["met"].at[2 * body.sizes.num_stages]
 
-    def feed(self, tile: Tile, round_, blocks_before) -> None:
+    def feed(self, tile: Tile, blocks_before) -> None:
         body, s = self.body, self.s
-        pl.when(round_ > 0)(
-            lambda: plgpu.barrier_wait(s["met"].at[2 * body.sizes.num_stages + lax.rem(round_ - 1, jnp.int32(2))])
-        )
+        plgpu.barrier_wait(self.q_free)
 
         @pl.loop(0, COMPUTE_WARPGROUPS)
         def _(wg):
@@ -256,8 +256,9 @@ class _Memory:
         plgpu.commit_smem()
 
     def drain(self, num_blocks) -> None:
-        """Waits until the other warpgroups have given everything back."""
+        """Waits until the other warpgroups have given everything back: no arrival is left that nobody awaited."""
         stages = self.body.sizes.num_stages
+        plgpu.barrier_wait(self.q_free)
 
         @pl.loop(jnp.maximum(num_blocks - stages, 0), num_blocks)
         def _(block):
