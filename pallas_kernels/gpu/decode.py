@@ -197,8 +197,6 @@ class _Body:
                 # What lies behind the last key was never written by this sequence. 0 * NaN is NaN.
                 key = plgpu.broadcasted_iota(jnp.int32, (block_kv, self.head_dim), 0, layout=rhs)
                 v = jnp.where(key < valid, v, jnp.zeros_like(v))
-            if self.interpret is not None:
-                plgpu.commit_smem()  # for the interpreter, plain reads must be over before TMA writes again
             acc = online_softmax.scaled(acc, alpha)
             return matmul.mma(acc, p, v, interpret=self.interpret), new_peak, total
 

@@ -4,6 +4,10 @@ The interpreter has no rule for `mma`, and its `wgmma` reads operands without te
 mode both are therefore plain loads and a plain dot product: then a missing barrier in front of a product is a race that
 is found. What this cannot show: fragment layouts, and that products on the chip are asynchronous. Compile-only tests
 (layouts) and a run on the chip (numbers) must stand beside every interpreted test.
+
+`mma` takes registers: its operands are read from shared memory by threads, through the generic proxy, and the callers
+fence those reads from later copies (see `ring`). `wgmma` reads shared memory through the async proxy, as TMA writes it:
+on the chip there is nothing to fence. Only its stand-in reads through the generic proxy, and fences that itself.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ def wgmma_scores(q_smem: Any, k_smem: Any, *, while_running: Callable[[], None],
     """q @ k.T of two SMEM tiles, f32[64, block_kv]; `while_running` is called after the product was issued."""
     if interpret is not None:
         scores = jnp.dot(q_smem[...], k_smem[...].T, preferred_element_type=jnp.float32)
-        plgpu.commit_smem()  # for the interpreter, plain reads must be over before TMA writes again
+        plgpu.commit_smem()
         while_running()
         return scores
 

@@ -118,8 +118,6 @@ class _Body(PrefillBody):
                 # What lies behind the last key was never written by this sequence. 0 * NaN is NaN.
                 key = plgpu.broadcasted_iota(jnp.int32, (block_kv, self.head_dim), 0, layout=rhs)
                 v = jnp.where(key < tile.kv_len - i * block_kv, v, jnp.zeros_like(v))
-            if self.interpret is not None:
-                plgpu.commit_smem()  # for the interpreter, plain reads must be over before TMA writes again
             acc = online_softmax.scaled(acc, alpha)
             return matmul.mma(acc, p, v, interpret=self.interpret), new_peak, total
 
@@ -137,5 +135,5 @@ class _Body(PrefillBody):
                 row = vector.load(out_smem.at[g * self.shape.tokens + token - tile.token], self.head_dim)
                 out_ref[token, prefill_tile.head_columns(tile.first_head + g, self.head_dim)] = row
 
-        if self.interpret is not None:
-            plgpu.commit_smem()
+        if self.sizes.use_tma:
+            plgpu.commit_smem()  # the next tile's copies take the places of this one's queries, keys and output

@@ -2,6 +2,14 @@
 
 A block of `block_kv` keys is several pages, or a part of one. From Hopper on a copy is one TMA box per page, announced
 by a barrier; below, all threads copy by cp.async and count what they have issued.
+
+TMA accesses shared memory through the async proxy, threads through the generic proxy. Waiting for a copy's barrier
+orders the threads' reads after the copy. The other way round takes a fence: after threads have read (ldmatrix) or
+written a tile, TMA may write to it once those threads have executed a proxy fence and met at a barrier, which is what
+`plgpu.commit_smem` does. cp.async belongs to the generic proxy: the barrier that Mosaic puts in front of every copy is
+enough.
+
+Source: PTX ISA, "Async proxy" and "Memory Consistency Model".
 """
 
 from __future__ import annotations
@@ -86,6 +94,7 @@ class Ring:
             plgpu.wait_gmem_to_smem((self.num_stages - 2) * 2 * self.source.shape.copies)
         else:
             plgpu.barrier_wait(self.arrived.at[slot])
+            plgpu.commit_smem()  # the threads' reads of the block before: its slot is copied to next
         ahead = i + self.num_stages - 1
         self._prefetch(ahead, lax.rem(ahead, jnp.int32(self.num_stages)))
         return slot

@@ -32,7 +32,7 @@ from pallas_kernels.targets import GpuTarget, gpu_target
 from scripts.benchmarks.compile_gpu_layer import PAGE_SIZE, make_spec
 from scripts.benchmarks.sass import Loop, read_loops
 
-SHOWN = ("HGMMA", "HMMA", "LDSM", "UTMALDG", "LDGSTS", "MUFU", "BAR", "STL", "LDL")
+SHOWN = ("HGMMA", "HMMA", "LDSM", "UTMALDG", "LDGSTS", "MUFU", "BAR", "FENCE", "STL", "LDL")
 MUFU_CYCLES = 8  # of a scheduler for one warp: four of the multiprocessor's 16 units are its own
 BATCHES = {
     "64 x 2k": [2048] * 64,

@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +20,7 @@ from pallas_kernels.gpu import report, tuning
 from pallas_kernels.gpu.device import Gpu
 from pallas_kernels.targets import gpu_target
 from scripts.benchmarks.compile_gpu_layer import StepShape, compile_layer, make_spec
+from tests.pallas_kernels.gpu import proxy_fences
 
 USUAL = StepShape(num_tokens=1024, pages_per_seq=64)
 DECODE = StepShape(num_tokens=64, pages_per_seq=64, decode_only=True)
@@ -64,9 +66,17 @@ def main(target_name: str) -> None:
                     "decode": tuning.resident_decode_ctas(gpu, spec) // gpu.num_multiprocessors,
                     "prefill": tuning.prefill_ctas(gpu, spec) // gpu.num_multiprocessors,
                 },
-                "kernels": [vars(kernel) | {"ctas": kernel.ctas(target)} for kernel in report.kernels(folder)],
+                "kernels": [
+                    vars(kernel) | {"ctas": kernel.ctas(target)} | fences(folder / f"{kernel.file}.ptx")
+                    for kernel in report.kernels(folder)
+                ],
             }
             print(json.dumps(result), flush=True)
+
+
+def fences(path: Path) -> dict[str, Any]:
+    ptx = path.read_text()
+    return {"proxy_fences": ptx.count(proxy_fences.FENCE), "unfenced": proxy_fences.unfenced_accesses(ptx)}
 
 
 if __name__ == "__main__":

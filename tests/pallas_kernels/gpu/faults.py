@@ -19,17 +19,26 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.api import AttentionSpec
-from pallas_kernels.gpu import combine, prefill_hopper, prefill_tile, ring
+from pallas_kernels.gpu import combine, prefill_hopper, prefill_mma, prefill_tile, ring
 from pallas_kernels.gpu.device import Gpu
 from tests.pallas_kernels.dense import Row, make_case
 from tests.pallas_kernels.gpu import interpreted
-from tests.pallas_kernels.gpu.interpreted import BLACKWELL, HOPPER, Findings, compiled_step
+from tests.pallas_kernels.gpu.interpreted import (
+    BLACKWELL,
+    HOPPER,
+    ONE_BLACKWELL,
+    ONE_HOPPER,
+    Findings,
+    compiled_step,
+)
 
 SPEC = AttentionSpec(
     num_query_heads=2, num_kv_heads=1, head_dim=64, page_size=64, dtype=jnp.bfloat16, kv_dtype=jnp.bfloat16
 )
 DECODE = [Row(query_len=1, kv_len=500), Row(query_len=1, kv_len=70)]
 PREFILL = [Row(query_len=24, kv_len=600)]
+# Two tiles for the only CTA of the warp-specialised kernel, four for two CTAs of the mma kernel.
+TWO_TILES_EACH = [Row(query_len=128, kv_len=128)]
 # What is wrong in every block is seen in one.
 SHORT_PREFILL = [Row(query_len=24, kv_len=40)]
 
@@ -45,7 +54,8 @@ def findings(fault: Fault) -> Findings:
     """What the harness sees. A fault that stops the interpreter is seen as well."""
     compiled_step.cache_clear()
     decode_only = fault.rows is DECODE
-    case = make_case(SPEC, fault.rows, num_tokens=2 if decode_only else 24, num_rows=2, pages_per_seq=10)
+    num_tokens = sum(row.query_len for row in fault.rows)
+    case = make_case(SPEC, fault.rows, num_tokens=num_tokens, num_rows=2, pages_per_seq=10)
     patches = [mock.patch.object(owner, name, new) for (owner, name), new in fault.patches.items()]
     try:
         for patch in patches:
@@ -59,6 +69,7 @@ def findings(fault: Fault) -> Findings:
 
 
 def advance_without_waiting(self, i):
+    plgpu.commit_smem()
     ahead = i + self.num_stages - 1
     self._prefetch(ahead, lax.rem(ahead, jnp.int32(self.num_stages)))
     return lax.rem(i, jnp.int32(self.num_stages))
@@ -66,6 +77,7 @@ def advance_without_waiting(self, i):
 
 def wait_at_the_next_slots_barrier(self, i):
     slot = lax.rem(i, jnp.int32(self.num_stages))
+    plgpu.commit_smem()
     plgpu.barrier_wait(self.arrived.at[lax.rem(i + 1, jnp.int32(self.num_stages))])
     ahead = i + self.num_stages - 1
     self._prefetch(ahead, lax.rem(ahead, jnp.int32(self.num_stages)))
@@ -74,6 +86,7 @@ def wait_at_the_next_slots_barrier(self, i):
 
 def refill_the_slot_in_use(self, i):
     slot = lax.rem(i, jnp.int32(self.num_stages))
+    plgpu.commit_smem()
     plgpu.barrier_wait(self.arrived.at[slot])
     self._prefetch(i + self.num_stages, slot)
     return slot
@@ -108,9 +121,29 @@ whole_combine = combine.combine
 parts, causal_mask, load_queries = ring.Source.parts, prefill_tile.causal_mask, prefill_tile.load_queries
 
 
-def prefill_without(name: str, replacement: Callable) -> dict[tuple[Any, str], Any]:
-    """The warp-specialised kernel with another `plgpu.<name>`; the rest of the room keeps its own."""
-    return {(prefill_hopper, "plgpu"): SimpleNamespace(**vars(plgpu) | {name: replacement})}
+def replaced_in(module: Any, name: str, replacement: Callable) -> dict[tuple[Any, str], Any]:
+    """One module of the kernels with another `plgpu.<name>`; the others keep their own."""
+    return {(module, "plgpu"): SimpleNamespace(**vars(plgpu) | {name: replacement})}
+
+
+def without_fences_in(module: Any) -> dict[tuple[Any, str], Any]:
+    return replaced_in(module, "commit_smem", lambda: None)
+
+
+def without_waits_for_the_queries_place() -> dict[tuple[Any, str], Any]:
+    """The warp-specialised kernel loads a tile's queries whether or not those of the tile before are still read."""
+    ignored: list[object] = []
+    original = prefill_hopper._Memory.__init__
+
+    def init(self, *args):
+        original(self, *args)
+        ignored.append(self.q_free)
+
+    def wait(ref: object) -> None:
+        if not any(ref is other for other in ignored):
+            plgpu.barrier_wait(ref)
+
+    return {(prefill_hopper._Memory, "__init__"): init, **replaced_in(prefill_hopper, "barrier_wait", wait)}
 
 
 def without_waits_at(barrier: str) -> dict[tuple[Any, str], Any]:
@@ -134,7 +167,7 @@ def without_waits_at(barrier: str) -> dict[tuple[Any, str], Any]:
     return {
         (prefill_hopper._Compute, "__init__"): remember(prefill_hopper._Compute.__init__, 3),
         (prefill_hopper._Memory, "__init__"): remember(prefill_hopper._Memory.__init__, 5),
-        **prefill_without("barrier_wait", wait),
+        **replaced_in(prefill_hopper, "barrier_wait", wait),
     }
 
 
@@ -150,7 +183,9 @@ FAULTS = {
     "no tail": Fault(SHORT_PREFILL, {(prefill_hopper._Memory, "clear_tail"): no_tail}),
     "no mask": Fault(SHORT_PREFILL, {(prefill_tile, "causal_mask"): everything_visible}),
     "wrong queries": Fault(SHORT_PREFILL, {(prefill_tile, "load_queries"): queries_of_later_tokens}),
-    "no fence": Fault(SHORT_PREFILL, prefill_without("commit_smem", lambda: None)),
+    "no fence": Fault(SHORT_PREFILL, without_fences_in(prefill_hopper)),
+    "no fence in the ring": Fault(DECODE, without_fences_in(ring), ONE_HOPPER),
+    "no fence between tiles": Fault(TWO_TILES_EACH, without_fences_in(prefill_mma), ONE_BLACKWELL),
     # In a run long enough to come round the ring: a tile of the mma kernel's.
     "refilled too early": Fault(
         PREFILL,
@@ -161,6 +196,7 @@ FAULTS = {
 MAY_HANG = {
     # The copy that it waits for is issued after the wait.
     "wrong barrier": Fault(DECODE, {(ring.Ring, "advance"): wait_at_the_next_slots_barrier}),
+    "no wait for the queries' place": Fault(TWO_TILES_EACH, without_waits_for_the_queries_place(), ONE_HOPPER),
     **{f"no wait at {name}": Fault(PREFILL, without_waits_at(name)) for name in ("arrived", "met", "q_arrived")},
 }
 

@@ -17,11 +17,15 @@ from jax._src.pallas.mosaic_gpu.interpret.race_detection_state import GPURaceDet
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.api import AttentionSpec, RaggedBatch
-from pallas_kernels.gpu import attention, device
+from pallas_kernels.gpu import attention, device, prefill_tile, tuning
+from pallas_kernels.gpu.schedule import ITEM_NUM_BLOCKS
 from tests.pallas_kernels.dense import Case
 
 HOPPER = device.INTERPRETED
 BLACKWELL = device.Gpu(arch=(10, 0), num_multiprocessors=2)  # the mma kernels, with TMA; cp.async is not interpreted
+# One multiprocessor: its CTA, or its two of the mma prefill, take all tiles, one after the other.
+ONE_HOPPER = device.Gpu(arch=(9, 0), num_multiprocessors=1)
+ONE_BLACKWELL = device.Gpu(arch=(10, 0), num_multiprocessors=1)
 TOLERANCE = 0.03  # bfloat16 in, float32 inside, probabilities rounded to bfloat16
 
 
@@ -49,6 +53,24 @@ def run(case: Case, gpu: device.Gpu = HOPPER, *, decode_only: bool = False, firs
         wrong_pages=not np.array_equal(pages.view(np.uint16), wanted.view(np.uint16)),
         races=any(kernel.races_found for kernel in kernels),
     )
+
+
+def schedule_of(case: Case, gpu: device.Gpu, *, decode_only: bool) -> attention.Schedule:
+    with mock.patch.object(device, "current", return_value=gpu):
+        return attention.make_schedule(case.batch, case.spec, num_tokens=case.num_tokens, decode_only=decode_only)
+
+
+def longest_decode_item(case: Case, gpu: device.Gpu) -> int:
+    """How many blocks, one after the other, pass through the ring of a CTA of the decode kernel at most."""
+    return int(schedule_of(case, gpu, decode_only=True).items[:, ITEM_NUM_BLOCKS].max())
+
+
+def prefill_rounds(case: Case, gpu: device.Gpu) -> int:
+    """How many tiles, one after the other, a CTA of the prefill kernel takes at most."""
+    group = case.spec.num_query_heads // case.spec.num_kv_heads
+    num_tiles = int(schedule_of(case, gpu, decode_only=False).num_tiles[0])
+    units = num_tiles * case.spec.num_kv_heads * prefill_tile.TileShape(group).tiles_per_group
+    return -(-units // tuning.prefill_ctas(gpu, case.spec))
 
 
 @contextlib.contextmanager

@@ -14,6 +14,9 @@ from pallas_kernels.targets import gpu_target
 from tests.pallas_kernels.gpu.compile_for import CASES
 
 MAX_REGISTERS = {"paged_decode": 168, "paged_decode_combine": 168, "paged_prefill": 168, "paged_prefill_mma": 255}
+# Where there is TMA. The ring has one in the loop over whole blocks and one in the loop over masked blocks; the mma
+# prefill has one more between two tiles. Hopper's prefill has one for the cleared tail of V and one for the output.
+PROXY_FENCES = {"paged_decode": 2, "paged_decode_combine": 0, "paged_prefill": 2, "paged_prefill_mma": 3}
 
 
 @pytest.mark.targets
@@ -42,6 +45,9 @@ def test_compiles_without_spills_in_place_and_within_the_chip(target: str) -> No
         for kernel in result["kernels"]:
             assert kernel["spill_bytes"] == 0, kernel
             assert kernel["registers"] <= MAX_REGISTERS[kernel["name"]], kernel
+            has_tma = gpu_target(target).arch >= (9, 0)
+            assert kernel["proxy_fences"] == (PROXY_FENCES[kernel["name"]] if has_tma else 0), kernel
+            assert kernel["unfenced"] == [], kernel
             assert kernel["shared_memory"] <= gpu_target(target).cta_shared_memory, kernel
             assert kernel["ctas"] >= (1 if kernel["name"].startswith("paged_prefill") else 2), kernel
             if kernel["name"] != "paged_decode_combine":

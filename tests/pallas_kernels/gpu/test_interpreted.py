@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.api import AttentionSpec
+from pallas_kernels.api import AttentionSpec, Backend, PagedAttention
 from pallas_kernels.gpu import attention, device
 from tests.pallas_kernels.dense import Row, make_case
-from tests.pallas_kernels.gpu.interpreted import BLACKWELL, HOPPER, Findings, outputs, run
+from tests.pallas_kernels.gpu.interpreted import (
+    BLACKWELL,
+    HOPPER,
+    ONE_BLACKWELL,
+    ONE_HOPPER,
+    TOLERANCE,
+    Findings,
+    filled_pages,
+    longest_decode_item,
+    outputs,
+    prefill_rounds,
+    run,
+)
 
 
 def spec(heads: tuple[int, int] = (4, 1), head_dim: int = 64, page_size: int = 64, dtype=jnp.bfloat16) -> AttentionSpec:
@@ -40,6 +53,12 @@ def test_decode_with_splits_and_padding_rows(heads, head_dim, page_size):
     assert run(case, decode_only=True) == Findings()
 
 
+def test_decode_takes_many_blocks_one_after_the_other():
+    case = make_case(spec((4, 2)), decodes(500, 300), num_tokens=2, num_rows=2, pages_per_seq=8)
+    assert longest_decode_item(case, ONE_HOPPER) >= 5
+    assert run(case, ONE_HOPPER, decode_only=True) == Findings()
+
+
 @pytest.mark.parametrize("gpu", [HOPPER, BLACKWELL], ids=["wgmma", "mma"])
 @pytest.mark.parametrize(
     ("heads", "head_dim", "page_size"), [((4, 1), 128, 64), ((3, 1), 64, 16), ((8, 1), 64, 128), ((16, 1), 64, 32)]
@@ -49,6 +68,27 @@ def test_mixed_step(gpu, heads, head_dim, page_size):
     case = make_case(
         spec(heads, head_dim, page_size), rows, num_tokens=32, num_rows=4, pages_per_seq=-(-150 // page_size)
     )
+    assert run(case, gpu) == Findings()
+
+
+def chunks(*lens: tuple[int, int]) -> list[Row]:
+    return [Row(query_len=query_len, kv_len=kv_len) for query_len, kv_len in lens]
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows", "num_tokens", "rounds"),
+    [
+        ((8, 1), [*decodes(70, 5), *chunks((2, 150), (8, 8))], 24, {ONE_HOPPER: 3, ONE_BLACKWELL: 3}),
+        ((12, 1), [*decodes(33), *chunks((7, 130))], 24, {ONE_HOPPER: 4, ONE_BLACKWELL: 3}),
+        ((8, 1), chunks((3, 70), (4, 4), (5, 200), (2, 2)), 24, {ONE_HOPPER: 5, ONE_BLACKWELL: 4}),
+        ((12, 1), [*decodes(33), *chunks((8, 130), (5, 5))], 24, {ONE_HOPPER: 6, ONE_BLACKWELL: 5}),
+        ((16, 1), [*decodes(200), *chunks((6, 140), (8, 20))], 32, {ONE_HOPPER: 8, ONE_BLACKWELL: 6}),
+    ],
+)
+@pytest.mark.parametrize("gpu", [ONE_HOPPER, ONE_BLACKWELL], ids=["wgmma", "mma"])
+def test_a_cta_takes_many_tiles_one_after_the_other(gpu, heads, rows, num_tokens, rounds):
+    case = make_case(spec(heads), rows, num_tokens=num_tokens, num_rows=4, pages_per_seq=4)
+    assert prefill_rounds(case, gpu) == rounds[gpu]
     assert run(case, gpu) == Findings()
 
 
@@ -95,6 +135,22 @@ def test_random_ragged_batches_equal_dense_attention(gpu):
         assert run(case, gpu) == Findings()
 
     check()
+
+
+def test_the_interpreted_backend_takes_a_step_of_320_tokens():
+    """The operation as the server calls it, with the demo model's heads: three tiles or more for every CTA."""
+    attention_op = PagedAttention(spec((4, 2)), Backend.GPU_INTERPRET)
+    rows = [*decodes(20), Row(query_len=319, kv_len=340)]
+    case = make_case(attention_op.spec, rows, num_tokens=320, num_rows=2, pages_per_seq=6)
+    assert prefill_rounds(case, device.INTERPRETED) >= 3
+
+    @jax.jit
+    def step(batch, queries, keys, values, pages):
+        schedule = attention_op.make_schedule(batch, num_tokens=320, decode_only=False)
+        return attention_op(queries, keys, values, pages, schedule)[0]
+
+    output = step(case.batch, case.queries, case.keys, case.values, filled_pages(case, 0))
+    assert np.abs(np.asarray(output, np.float64) - case.expected()).max() < TOLERANCE
 
 
 def test_the_same_call_twice_gives_the_same_bits():
