@@ -49,6 +49,8 @@ class AttentionSpec:
 
     def shard(self, num_shards: int) -> AttentionSpec:
         """The spec that one of `num_shards` chips sees. ValueError where the heads do not divide."""
+        if num_shards < 1:
+            raise ValueError(f"heads are split over one chip at least: {num_shards=}")
         if self.num_kv_heads % num_shards or self.num_query_heads % num_shards:
             raise ValueError(
                 f"heads do not divide over the chips: {self.num_query_heads=} {self.num_kv_heads=} {num_shards=}"
@@ -89,6 +91,8 @@ class PagedAttention:
     axis: str = "tensor"
 
     def __post_init__(self) -> None:
+        if self.mesh is not None and self.axis not in self.mesh.shape:
+            raise ValueError(f"the mesh has no such axis: {self.axis=} {self.mesh.axis_names=}")
         validate.spec(self.local_spec, self.backend)
 
     @property

@@ -16,19 +16,34 @@ if TYPE_CHECKING:
     from pallas_kernels.api import AttentionSpec, Backend, RaggedBatch
 
 
+DTYPES = ("bfloat16", "float16", "float32")
+
+
 def spec(spec: AttentionSpec, backend: Backend) -> None:
-    """`spec` as one chip sees it."""
+    """`spec` as one chip sees it: what passes here can be traced and lowered.
+
+    A backend's own limits are in its `validate`. The GPU kernels take up to 16 query heads per KV head, the TPU kernels
+    as many as fit the largest VMEM, the reference any number.
+    """
+    if spec.num_query_heads < 1 or spec.num_kv_heads < 1:
+        raise ValueError(f"there must be query heads and KV heads: {spec.num_query_heads=} {spec.num_kv_heads=}")
     if spec.num_query_heads % spec.num_kv_heads:
         raise ValueError(f"query heads must divide over KV heads: {spec.num_query_heads=} {spec.num_kv_heads=}")
+    if spec.head_dim < 1:
+        raise ValueError(f"a head has at least one dimension: {spec.head_dim=}")
     if spec.page_size < 1:
         raise ValueError(f"a page holds at least one token: {spec.page_size=}")
-    if jnp.dtype(spec.kv_dtype) != jnp.dtype(spec.dtype):
+    if spec.dtype not in [jnp.dtype(name) for name in DTYPES]:
+        raise ValueError(f"attention takes activations of {', '.join(DTYPES)}: {spec.dtype=}")
+    if jnp.dtype(spec.dtype) != spec.kv_dtype:
         raise ValueError(f"K/V are stored in the activations' dtype: {spec.kv_dtype=} {spec.dtype=}")
     family = backend.split("-")[0]
     if family == "tpu":
+        from pallas_kernels.tpu import blocks
         from pallas_kernels.tpu import layout as tpu_layout
 
         tpu_layout.validate(spec)
+        blocks.validate_memory(tpu_layout.geometry(spec))
     elif family == "gpu":
         from pallas_kernels.gpu import attention as gpu
 
@@ -36,7 +51,11 @@ def spec(spec: AttentionSpec, backend: Backend) -> None:
 
 
 def batch(batch: RaggedBatch, *, num_tokens: int, decode_only: bool) -> None:
-    rows, _ = batch.page_table.shape
+    rows, pages_per_seq = batch.page_table.shape
+    if num_tokens < 1 or rows < 1 or pages_per_seq < 1:
+        raise ValueError(
+            f"a step has a token, a row and a page per row at least: {num_tokens=} {rows=} {pages_per_seq=}"
+        )
     if batch.kv_lens.shape != (rows,) or batch.query_starts.shape != (rows + 1,):
         raise ValueError(
             f"row counts differ: {batch.page_table.shape=} {batch.kv_lens.shape=} {batch.query_starts.shape=}"

@@ -117,6 +117,7 @@ def append_and_attend(
         interpret = pltpu.InterpretParams()
     chip = None if interpret else blocks.this_chip()
     sizes = block_sizes or blocks.choose(g, schedule.pages_per_seq, chip)
+    sizes.validate(g)
     rows = layout.queries_to_rows(queries, g)
     new_kv = _as_words(layout.kv_to_planes(keys, values, g))  # uint32[T, planes, 128]
     first_page = jnp.int32(first_page)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import tuning
-from pallas_kernels.tpu import paging
+from pallas_kernels.tpu import mixed_memory, paging
 from pallas_kernels.tpu.decode import DecodeBlocks
 from pallas_kernels.tpu.layout import LANES, Geometry
 from pallas_kernels.tpu.tiles import MixedBlocks
@@ -19,10 +19,43 @@ DECODE_TURN_BYTES = 8 << 20  # K/V of one turn: enough to hide a copy's latency
 PAGE_SIZES = {"v5e": 64, "v5p": 256, "v6e": 128, "7x": 256}
 
 
+LONGEST = 1 << 20  # tokens: no block is shortened for a sequence of so many
+LARGEST_VMEM = 128 << 20  # of v5e and v6e; v5p and 7x have half of it
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockSizes:
     decode: DecodeBlocks
     mixed: MixedBlocks
+
+    def validate(self, g: Geometry) -> None:
+        """ValueError for sizes that do not fit together, or do not fit the heads."""
+        mixed, queries = self.mixed, self.mixed.tile_queries(g)
+        if mixed.q_block < queries or mixed.q_block % queries:
+            raise ValueError(f"a block of queries is a multiple of a tile's: {mixed.q_block=} {queries=}")
+        if mixed.kv_block < mixed.tile_tokens or mixed.kv_block % mixed.tile_tokens:
+            raise ValueError(f"a KV block is a multiple of a tile: {mixed.kv_block=} {mixed.tile_tokens=}")
+        if mixed.units_per_turn < 2 or mixed.units_per_turn % 2:
+            raise ValueError(f"a turn takes an even number of units: {mixed.units_per_turn=}")
+        if self.decode.items_per_turn < 1:
+            raise ValueError(f"a turn takes at least one item: {self.decode.items_per_turn=}")
+        for kv_block in (mixed.kv_block, self.decode.kv_block):
+            if kv_block < 1 or kv_block & (kv_block - 1) or kv_block > paging.WINDOW * g.page_size:
+                raise ValueError(
+                    f"a KV block is a power of two of tokens in at most {paging.WINDOW} pages: {kv_block=} "
+                    f"{g.page_size=}"
+                )
+
+
+def validate_memory(g: Geometry) -> None:
+    """ValueError for heads whose blocks fit no chip's VMEM."""
+    size = mixed_memory.vmem_bytes(g, _mixed(g, LONGEST // g.page_size))
+    if size > LARGEST_VMEM:
+        raise ValueError(
+            f"the TPU kernel's blocks take {size >> 20} MiB of VMEM for {g.queries_per_plane} query rows in each of "
+            f"{g.num_k_planes} planes of 128 lanes; a chip has {LARGEST_VMEM >> 20} MiB at most: split the heads over "
+            f"more chips"
+        )
 
 
 def this_chip() -> str:

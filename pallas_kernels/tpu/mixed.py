@@ -54,7 +54,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.tpu import append, paging
 from pallas_kernels.tpu.entries import Cursor, Entry, entry_at
 from pallas_kernels.tpu.layout import LANES, Geometry
-from pallas_kernels.tpu.mixed_memory import SCRATCH, SUM_ROWS, Refs, other_scratch, vmem_scratch
+from pallas_kernels.tpu.mixed_memory import SCRATCH, SUM_ROWS, Refs, other_scratch, vmem_bytes, vmem_scratch
 from pallas_kernels.tpu.tiles import MixedBlocks
 
 SLICE_ROWS = 256  # query rows computed at a time: the columns of the largest matrix unit
@@ -310,8 +310,6 @@ def attend(
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs in the queries' place (other rows': their queries), and the pages."""
-    vmem = vmem_scratch(g, blocks)
-    scratch_bytes = sum(math.prod(s.shape) * jnp.dtype(s.dtype).itemsize for s in vmem)
     return pl.pallas_call(
         functools.partial(_kernel, g=g, blocks=blocks),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -319,14 +317,14 @@ def attend(
             grid=(1,),
             in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 4,
             out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
-            scratch_shapes=[*vmem, *other_scratch()],
+            scratch_shapes=[*vmem_scratch(g, blocks), *other_scratch()],
         ),
         out_shape=(
             jax.ShapeDtypeStruct(queries.shape, queries.dtype),
             jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
         ),
         input_output_aliases={5: 0, 7: 1},
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=scratch_bytes + (16 << 20), disable_bounds_checks=True),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem_bytes(g, blocks), disable_bounds_checks=True),
         interpret=interpret,
         name="paged_attention_mixed",
     )(kv_lens, query_starts, new_pages, scalars, page_table, queries, new_words, kv_pages)

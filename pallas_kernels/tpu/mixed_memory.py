@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from pallas_kernels.tpu import paging
 from pallas_kernels.tpu.layout import LANES, Geometry
 from pallas_kernels.tpu.tiles import MixedBlocks
 
+COMPILER_BYTES = 16 << 20  # of VMEM
 SUM_ROWS = 16  # rows of ones below V^T: one bf16 register tile; the first is read
 
 
@@ -71,6 +73,12 @@ def vmem_scratch(g: Geometry, blocks: MixedBlocks) -> list[Any]:
         pltpu.VMEM((2, g.num_k_planes, blocks.q_block * row_words, LANES), jnp.uint32),
         pltpu.VMEM((2, g.num_planes, 1, LANES), jnp.uint32),
     ]
+
+
+def vmem_bytes(g: Geometry, blocks: MixedBlocks) -> int:
+    """What the mixed kernel may use: its scratch buffers, and what the compiler keeps beside them."""
+    scratch = sum(math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize for ref in vmem_scratch(g, blocks))
+    return scratch + COMPILER_BYTES
 
 
 def other_scratch() -> list[Any]:

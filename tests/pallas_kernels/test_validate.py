@@ -1,14 +1,17 @@
-"""Value checks of a ragged batch, by hand."""
+"""What the operation refuses: specs before anything is traced, and values of a ragged batch, by hand."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pallas_kernels import validate
-from pallas_kernels.api import RaggedBatch
+from pallas_kernels.api import AttentionSpec, Backend, PagedAttention, RaggedBatch
 
 # Row 0 decodes its fifth token into page 3, row 1 brings tokens 2 and 3 of its first page, row 2 is padding.
 BATCH = RaggedBatch(
@@ -47,3 +50,103 @@ def test_a_right_batch_passes_and_rows_may_share_a_page_that_nobody_writes() -> 
 def test_what_a_device_would_get_silently_wrong_is_named(changes: dict[str, jnp.ndarray], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check(**changes)
+
+
+def spec(**changes: object) -> AttentionSpec:
+    usual = {"num_query_heads": 8, "num_kv_heads": 2, "head_dim": 64, "page_size": 16}
+    return AttentionSpec(**usual | {"dtype": jnp.bfloat16, "kv_dtype": jnp.bfloat16} | changes)
+
+
+@pytest.mark.parametrize("backend", Backend)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_kv_heads": 0}, r"spec\.num_query_heads=8 spec\.num_kv_heads=0"),
+        ({"num_query_heads": 0}, r"spec\.num_query_heads=0 spec\.num_kv_heads=2"),
+        ({"num_query_heads": -8, "num_kv_heads": -2}, r"spec\.num_query_heads=-8 spec\.num_kv_heads=-2"),
+        ({"num_query_heads": 9}, r"must divide over KV heads: spec\.num_query_heads=9 spec\.num_kv_heads=2"),
+        ({"head_dim": 0}, r"spec\.head_dim=0"),
+        ({"page_size": 0}, r"spec\.page_size=0"),
+        ({"dtype": jnp.int8, "kv_dtype": jnp.int8}, r"spec\.dtype="),
+        ({"kv_dtype": jnp.float16}, r"spec\.kv_dtype="),
+    ],
+)
+def test_a_spec_that_makes_no_sense_is_refused_by_every_backend(
+    backend: Backend, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        PagedAttention(spec(**changes), backend)
+
+
+def test_the_query_heads_per_kv_head_that_each_backend_takes() -> None:
+    def takes(backend: Backend, group: int) -> bool:
+        try:
+            PagedAttention(spec(num_query_heads=group, num_kv_heads=1), backend)
+        except ValueError as error:
+            assert "group=" in str(error) or "MiB of VMEM" in str(error)  # noqa: PT017
+            return False
+        return True
+
+    groups = (1, 5, 12, 16, 17, 64, 71, 256)
+    assert [group for group in groups if takes(Backend.GPU, group)] == [1, 5, 12, 16]
+    assert [group for group in groups if takes(Backend.TPU, group)] == [1, 5, 12, 16, 17, 64, 71]
+    assert [group for group in groups if takes(Backend.REFERENCE, group)] == list(groups)
+
+
+def test_a_mesh_without_the_axis_and_no_chips_are_refused() -> None:
+    mesh = jax.make_mesh((1,), ("other",), devices=jax.devices()[:1])
+    with pytest.raises(ValueError, match=r"self\.axis='tensor'"):
+        PagedAttention(spec(), Backend.REFERENCE, mesh)
+    with pytest.raises(ValueError, match=r"num_shards=0"):
+        spec().shard(0)
+
+
+def abstract_step(attention: PagedAttention, *, decode_only: bool) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Traces a step of three rows, kernels included, and returns its shapes."""
+    num_tokens = 3 if decode_only else 24
+
+    def array(*shape: int, dtype: object = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def step(batch: RaggedBatch, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return attention(*operands, attention.make_schedule(batch, num_tokens=num_tokens, decode_only=decode_only))
+
+    batch = RaggedBatch(
+        page_table=array(3, 5), kv_lens=array(3), query_starts=array(4), num_decodes=array(), num_rows=array()
+    )
+    heads = attention.spec
+    queries = array(num_tokens, heads.num_query_heads, heads.head_dim, dtype=heads.dtype)
+    keys = array(num_tokens, heads.num_kv_heads, heads.head_dim, dtype=heads.dtype)
+    return jax.eval_shape(step, batch, queries, keys, keys, attention.kv_pages(16))
+
+
+FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
+SPECS = st.builds(
+    lambda kv_heads, group, extra, dtypes, **rest: AttentionSpec(
+        num_query_heads=kv_heads * group + extra, num_kv_heads=kv_heads, dtype=dtypes[0], kv_dtype=dtypes[1], **rest
+    ),
+    kv_heads=st.integers(-1, 9),
+    group=st.integers(-1, 20) | st.sampled_from([64, 300]),
+    extra=st.sampled_from([0, 0, 0, 1]),
+    head_dim=st.sampled_from([64, 128, 64, 128, 0, -64, 80, 256]),
+    page_size=st.sampled_from([16, 32, 64, 128, 256, 0, -16, 1, 7, 48]),
+    dtypes=st.sampled_from([*((dtype, dtype) for dtype in FLOATS), FLOATS[:2], (jnp.int8, jnp.int8), ("half", "no")]),
+)
+
+
+@settings(deadline=None, max_examples=60, database=None)
+@given(
+    spec=SPECS, backend=st.sampled_from([Backend.REFERENCE, Backend.TPU_INTERPRET, Backend.GPU]), decode=st.booleans()
+)
+def test_a_spec_is_refused_at_once_or_its_step_can_be_traced(
+    spec: AttentionSpec, backend: Backend, decode: bool
+) -> None:
+    try:
+        attention = PagedAttention(spec, backend)
+    except ValueError as error:
+        assert "=" in str(error) or "VMEM" in str(error)  # noqa: PT017
+        return
+    output, pages = abstract_step(attention, decode_only=decode)
+    assert output.shape == (3 if decode else 24, spec.num_query_heads, spec.head_dim)
+    assert output.dtype == jnp.dtype(spec.dtype)
+    assert (pages.shape, pages.dtype) == (attention.kv_pages(16).shape, attention.kv_pages(16).dtype)

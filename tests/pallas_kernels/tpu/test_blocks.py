@@ -9,6 +9,7 @@ from pallas_kernels import tuning
 from pallas_kernels.api import AttentionSpec, Backend
 from pallas_kernels.layout import default_page_size
 from pallas_kernels.tpu import blocks, layout
+from pallas_kernels.tpu.decode import DecodeBlocks
 from pallas_kernels.tpu.entries import entry_at
 from pallas_kernels.tpu.tiles import MixedBlocks, Tiles
 
@@ -74,6 +75,7 @@ def test_sizes_fit_together(chip: str | None) -> None:
     for g in GEOMETRIES:
         for pages_per_seq in (1, 3, LONG):
             sizes = blocks.choose(g, pages_per_seq, chip)
+            sizes.validate(g)
             mixed = sizes.mixed
             assert mixed.q_block * g.queries_per_plane % mixed.tile_rows == 0
             assert mixed.tile_rows % 128 == mixed.tile_tokens % 128 == 0
@@ -109,6 +111,37 @@ def test_a_tile_that_cuts_a_token_s_queries_apart_is_refused(tile_rows: int) -> 
     sizes = MixedBlocks(q_block=64, kv_block=256, tile_rows=tile_rows, tile_tokens=128, units_per_turn=2)
     with pytest.raises(ValueError, match="a tile holds a power of two of queries"):
         sizes.tile_queries(geometry(6, 2, 64))
+
+
+@pytest.mark.parametrize("group", [5, 17])
+def test_given_sizes_that_do_not_suit_the_heads_are_refused_before_anything_is_traced(group: int) -> None:
+    sizes = blocks.BlockSizes(
+        decode=DecodeBlocks(kv_block=128, items_per_turn=2),
+        mixed=MixedBlocks(q_block=64, kv_block=256, tile_rows=128, tile_tokens=128, units_per_turn=2),
+    )
+    g = geometry(group, 1, 128)
+    with pytest.raises(ValueError, match=f"tile_rows=128 g.queries_per_plane={g.queries_per_plane}"):
+        sizes.validate(g)
+    sizes.validate(geometry(4, 1, 128))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q_block": 96}, r"mixed\.q_block=96 queries=64"),
+        ({"kv_block": 64}, r"mixed\.kv_block=64 mixed\.tile_tokens=128"),
+        ({"kv_block": 384}, r"kv_block=384"),
+        ({"units_per_turn": 3}, r"mixed\.units_per_turn=3"),
+        ({"items_per_turn": 0}, r"items_per_turn=0"),
+        ({"decode_block": 200}, r"kv_block=200 g\.page_size=128"),
+    ],
+)
+def test_sizes_that_do_not_fit_together_are_refused(changes: dict[str, int], message: str) -> None:
+    usual = {"q_block": 64, "kv_block": 256, "tile_rows": 128, "tile_tokens": 128, "units_per_turn": 2}
+    fields = usual | {"decode_block": 128, "items_per_turn": 2} | changes
+    decode = DecodeBlocks(kv_block=fields.pop("decode_block"), items_per_turn=fields.pop("items_per_turn"))
+    with pytest.raises(ValueError, match=message):
+        blocks.BlockSizes(decode=decode, mixed=MixedBlocks(**fields)).validate(geometry(2, 1, 128))
 
 
 def test_masks_by_hand() -> None:
