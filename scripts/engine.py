@@ -20,7 +20,7 @@ from batcher.engine import Engine
 from model.inputs.paths import check_local, expanded
 from model.source import ModelSource, resolve
 from scripts.settings import EngineSettings
-from server.wire import EngineInfo
+from server.engine.wire import EngineInfo
 
 if TYPE_CHECKING:
     import jax

@@ -8,7 +8,7 @@ import traceback
 
 from batcher.errors import EngineDeadError
 from model.inputs.words import described, is_worded, one_line
-from server.engine_client import EngineFailedError
+from server.engine.client import EngineFailedError
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2  # argparse's own, too: a flag, a path or a checkpoint that cannot be used

@@ -18,12 +18,12 @@ from batcher.engine import Engine
 from batcher.errors import InvalidRequestError
 from batcher.request import FinishReason, RequestOutput
 from batcher.stats import EngineStats
-from server.engine_client import Sink
-from server.wire import EngineInfo, Output, WireRequest, output_to_wire, requests_from_wire
+from server.engine.client import Sink
+from server.engine.wire import EngineInfo, Output, WireRequest, output_to_wire, requests_from_wire
 
 
 class InProcessEngineClient:
-    """`server.engine_client.EngineClient` over an engine that runs here, on threads of its own.
+    """`server.engine.client.EngineClient` over an engine that runs here, on threads of its own.
 
     Sinks are called on the event loop's thread, as with the engine in its own process. A request's tokens are kept
     until they are taken, or until it is given up or fails.

@@ -19,8 +19,8 @@ from model.source import DEMO, Kind, ModelSource, resolve
 from scripts.errors import add_debug_flag, failed
 from scripts.settings import EngineSettings, add_engine_flags
 from scripts.stand_in_tokenizer import tokenizer_folder
+from server.engine.scratch_folder import ScratchFolder
 from server.main import run
-from server.scratch_folder import ScratchFolder
 from server.settings import DEFAULT_MAX_REQUEST_LOGPROBS, DEFAULT_METRICS_PREFIX, GenerationDefaults, Settings
 
 ENGINE = "scripts.engine:build"

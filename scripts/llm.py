@@ -29,9 +29,9 @@ from scripts.in_process import InProcessEngineClient, LoopThread, post
 from scripts.settings import EngineSettings
 from scripts.stand_in_tokenizer import tokenizer_folder
 from server.app import create_app, create_state
-from server.scratch_folder import ScratchFolder
+from server.engine.scratch_folder import ScratchFolder
 from server.settings import GenerationDefaults, Settings
-from server.tokenizer import ByteLevelTokenizer
+from server.text.tokenizer import ByteLevelTokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 NO_LIMIT = 1 << 30

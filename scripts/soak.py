@@ -168,12 +168,17 @@ async def soak(url: str, server: psutil.Process, model: str, args: argparse.Name
     return account
 
 
+def in_quarters(samples: list[int]) -> list[list[int]]:
+    """Four parts of equal size; the first takes what is left over."""
+    size = len(samples) // 4
+    ends = [len(samples) - size * i for i in (4, 3, 2, 1, 0)]
+    return [samples[0 if i == 0 else ends[i] : ends[i + 1]] for i in range(4)]
+
+
 def growth_mib(samples: list[int]) -> float:
     """From the median of the second quarter to that of the last."""
-    quarter = len(samples) // 4
-    if not quarter:
-        return 0.0
-    return (median(samples[-quarter:]) - median(samples[quarter : 2 * quarter])) / 2**20
+    _, second, _, last = in_quarters(samples)
+    return (median(last) - median(second)) / 2**20 if second and last else 0.0
 
 
 def check_memory(account: Account) -> None:
@@ -196,11 +201,8 @@ def report(account: Account) -> str:
         f"GET /health: median {median(health) * 1000:.1f} ms, worst {health[-1] * 1000:.0f} ms of {len(health)}",
     ]
     for name, samples in account.memory.items():
-        if samples:
-            lines.append(
-                f"{name} process: {samples[0] / 2**20:.0f} MiB at first, {samples[-1] / 2**20:.0f} MiB at last, "
-                f"growth {growth_mib(samples):+.1f} MiB from the second quarter to the last"
-            )
+        quarters = [median(part) / 2**20 for part in in_quarters(samples) if part]
+        lines.append(f"{name} process, MiB in each quarter: {', '.join(f'{mib:.0f}' for mib in quarters)}")
     for problem, times in Counter(account.problems).most_common(20):
         lines.append(f"PROBLEM ({times} times): {problem[:500]}")
     lines.append("nothing is left behind" if not account.problems else f"{len(account.problems)} problems")

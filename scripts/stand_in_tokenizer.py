@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from model.inputs.paths import check_local
 from model.source import ModelSource
-from server.byte_alphabet import byte_to_unicode
-from server.tiktoken_model import special_tokens
+from server.text.byte_alphabet import byte_to_unicode
+from server.text.tiktoken_model import special_tokens
 
 # Llama 3's format of turns.
 CHAT_TEMPLATE = (

@@ -8,20 +8,19 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
-from server.answer import error_response
-from server.chat import ChatRoute
-from server.chat_template import ChatTemplate
-from server.completions import CompletionRoute
-from server.engine_client import EngineClient
-from server.errors import NOT_FOUND, RequestError
-from server.info_routes import InfoRoutes
-from server.metrics import ServerMetrics
-from server.middleware import Gate
+from server.api.answer import error_response
+from server.api.chat import chat_routes
+from server.api.completions import completion_routes
+from server.api.gate import Gate
+from server.api.info_routes import info_routes
+from server.api.metrics import ServerMetrics
+from server.api.state import ServerState
+from server.engine.client import EngineClient
+from server.http.errors import NOT_FOUND, RequestError
 from server.settings import Settings
-from server.state import ServerState
-from server.tokenizer import Tokenizer
+from server.text.chat_template import ChatTemplate
+from server.text.tokenizer import Tokenizer
 
 
 def create_state(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> ServerState:
@@ -40,19 +39,7 @@ def create_state(settings: Settings, client: EngineClient, tokenizer: Tokenizer)
 
 
 def create_app(state: ServerState) -> Starlette:
-    info = InfoRoutes(state)
-    routes = [
-        Route("/v1/chat/completions", ChatRoute(state).__call__, methods=["POST"]),
-        Route("/v1/completions", CompletionRoute(state).__call__, methods=["POST"]),
-        Route("/v1/models", info.models, methods=["GET"]),
-        Route("/v1/models/{name:path}", info.model, methods=["GET"]),
-        Route("/health", info.health, methods=["GET"]),
-        Route("/version", info.version, methods=["GET"]),
-        Route("/load", info.load, methods=["GET"]),
-        Route("/metrics", info.metrics, methods=["GET"]),
-        Route("/tokenize", info.tokenize, methods=["POST"]),
-        Route("/detokenize", info.detokenize, methods=["POST"]),
-    ]
+    routes = [*chat_routes(state), *completion_routes(state), *info_routes(state)]
     cors = Middleware(
         CORSMiddleware,
         allow_origins=list(state.settings.allowed_origins),
@@ -61,8 +48,8 @@ def create_app(state: ServerState) -> Starlette:
         expose_headers=["X-Request-Id"],
     )
     app = Starlette(
-        routes=routes,
-        middleware=[cors, Middleware(Gate, state=state)],
+        routes=[route.starlette_route() for route in routes],
+        middleware=[cors, Middleware(Gate, state=state, routes=routes)],
         exception_handlers={
             RequestError: _on_request_error,
             HTTPException: _on_http_exception,

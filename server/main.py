@@ -13,14 +13,14 @@ from typing import Any
 
 import uvloop
 
+from server.api.state import ServerState
 from server.app import create_app, create_state
-from server.connections import ConnectionLimits
-from server.descriptors import raise_limit
-from server.engine_client import EngineFailedError, ProcessEngineClient
-from server.http_server import FLUSH_S, HttpServer, connection_limits
+from server.engine.client import EngineFailedError, ProcessEngineClient
+from server.http.connections import ConnectionLimits
+from server.http.descriptors import raise_limit
+from server.http.server import FLUSH_S, HttpServer, connection_limits
 from server.settings import Settings
-from server.state import ServerState
-from server.tokenizer import ByteLevelTokenizer
+from server.text.tokenizer import ByteLevelTokenizer
 
 logger = logging.getLogger("pallas_serve")
 

@@ -10,8 +10,8 @@ from batcher.request import Request
 from model.source import DEMO_FOLDER
 from scripts.benchmarks.client import Target, run
 from scripts.benchmarks.workload import BenchRequest
-from server.text_stream import TextStream
-from server.tokenizer import ByteLevelTokenizer
+from server.text.stream import TextStream
+from server.text.tokenizer import ByteLevelTokenizer
 from tests.e2e.replay import TRACE, drive, make_requests, synthetic_lengths, trace_lengths
 
 NUM_REQUESTS = {"trace": 256, "synthetic": 96}

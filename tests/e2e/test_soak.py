@@ -24,6 +24,7 @@ def test_growth_is_between_the_second_quarter_and_the_last():
     assert soak.growth_mib([500 * mib, *[100 * mib] * 7]) == 0
     assert soak.growth_mib([100 * mib] * 6 + [150 * mib] * 2) == 50
     assert soak.growth_mib([1, 2]) == 0
+    assert soak.in_quarters(list(range(10))) == [[0, 1, 2, 3], [4, 5], [6, 7], [8, 9]]
 
 
 @pytest.mark.parametrize(

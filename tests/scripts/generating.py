@@ -17,7 +17,7 @@ from batcher.step import Capacity
 from scripts import generate
 from scripts import llm as llm_module
 from scripts.journal import Journal
-from server.wire import EngineInfo
+from server.engine.wire import EngineInfo
 from tests.batcher.fake_runner import FakeRunner
 
 CAPACITY = Capacity(

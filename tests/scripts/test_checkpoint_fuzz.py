@@ -18,9 +18,9 @@ from model.config import Llama3Scaling, LlamaConfig
 from model.inputs.words import one_line
 from model.rope import inverse_frequencies
 from model.source import DEMO_FOLDER, resolve
-from server.chat_template import ChatTemplate, TemplateError
 from server.settings import GenerationDefaults
-from server.tokenizer import ByteLevelTokenizer
+from server.text.chat_template import ChatTemplate, TemplateError
+from server.text.tokenizer import ByteLevelTokenizer
 
 VOCAB_SIZE = 1536
 SMALL = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")

@@ -17,7 +17,7 @@ from scripts.engine import compile_cache_folder
 from scripts.errors import failed
 from scripts.llm import LLM
 from scripts.settings import EngineSettings
-from server.engine_client import EngineFailedError
+from server.engine.client import EngineFailedError
 
 ROOT = Path(__file__).parents[2]
 

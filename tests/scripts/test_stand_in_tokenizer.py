@@ -4,7 +4,7 @@ import pytest
 
 from model.source import resolve
 from scripts.stand_in_tokenizer import tokenizer_folder, write_stand_in_tokenizer
-from server.tokenizer import ByteLevelTokenizer
+from server.text.tokenizer import ByteLevelTokenizer
 
 
 def test_text_is_bytes_and_ids_are_words(tmp_path):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from server.tiktoken_model import tokenizer_from_tiktoken
-from server.tokenizer import ByteLevelTokenizer
+from server.text.tiktoken_model import tokenizer_from_tiktoken
+from server.text.tokenizer import ByteLevelTokenizer
 from tests.server.echo_engine import EchoConfig
 from tests.server.running import ECHO, RunningServer, running_server
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from batcher.errors import InvalidRequestError, QueueFullError
 from batcher.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from batcher.stats import EngineStats
-from server.wire import EngineInfo
+from server.engine.wire import EngineInfo
 from tests.server.tokenizers import EOT, VOCAB_SIZE
 
 

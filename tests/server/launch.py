@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 import sys
 
-from server.engine_client import EngineFailedError
+from server.engine.client import EngineFailedError
 from server.main import run
 
 

@@ -11,7 +11,7 @@ from batcher.config import EngineConfig
 from batcher.engine import Engine
 from batcher.request import FinishReason
 from batcher.step import Capacity
-from server.wire import EngineInfo
+from server.engine.wire import EngineInfo
 from tests.batcher.fake_runner import FakeRunner
 from tests.server.tokenizers import EOT, VOCAB_SIZE
 

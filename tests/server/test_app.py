@@ -12,12 +12,12 @@ import pytest
 
 from batcher.request import FinishReason
 from batcher.stats import EngineStats
-from server import wire
+from server.api.state import ServerState
 from server.app import create_app, create_state
-from server.engine_client import Sink
+from server.engine import wire
+from server.engine.client import Sink
 from server.settings import Settings
-from server.state import ServerState
-from server.tokenizer import ByteLevelTokenizer
+from server.text.tokenizer import ByteLevelTokenizer
 from tests.server.openai_schemas import validate
 from tests.server.tokenizers import LLAMA3_TEMPLATE, VOCAB_SIZE, byte_tokenizer
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.chat_template import ChatTemplate, TemplateError
-from server.special_tokens import Part, encode_parts
-from server.tokenizer import ByteLevelTokenizer
+from server.text.chat_template import ChatTemplate, TemplateError
+from server.text.special_tokens import Part, encode_parts
+from server.text.tokenizer import ByteLevelTokenizer
 from tests.server.tokenizers import LLAMA3_TEMPLATE, SPECIAL_TOKENS, byte_tokenizer
 
 TOKENIZER = ByteLevelTokenizer(

@@ -11,8 +11,9 @@ import pytest
 import zmq
 
 from batcher.stats import EngineStats
-from server import engine_client, wire
-from server.engine_client import EngineFailedError, ProcessEngineClient
+from server.engine import client as engine_client
+from server.engine import wire
+from server.engine.client import EngineFailedError, ProcessEngineClient
 from tests.server.echo_engine import EchoConfig
 from tests.server.running import ECHO, running_server
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.json_pieces import CHARS, ITEMS, LongList, LongText, NestedList, json_pieces, list_of
+from server.http.json_pieces import CHARS, ITEMS, LongList, LongText, NestedList, json_pieces, list_of
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=5),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.info_routes import MAX_DETOKENIZED
+from server.api.info_routes import MAX_DETOKENIZED
 from tests.server.test_app import COMPLETIONS, DONE, StubClient, call, state_of
 
 CHAT = "/v1/chat/completions"

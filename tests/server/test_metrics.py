@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from prometheus_client.parser import text_string_to_metric_families
 
 from batcher.stats import EngineStats
-from server.metrics import ServerMetrics
-from server.wire import EngineInfo
+from server.api.metrics import ServerMetrics
+from server.engine.wire import EngineInfo
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.pace import MIN_BODY_RATE, BodyPace, UnreadWatch
+from server.http.pace import MIN_BODY_RATE, BodyPace, UnreadWatch
 
 
 def test_a_body_may_pause_for_its_time():

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from batcher.request import Request, SamplingParams
-from server.text_stream import TextStream
-from server.tokenizer import ByteLevelTokenizer
+from server.text.stream import TextStream
+from server.text.tokenizer import ByteLevelTokenizer
 from tests.batcher.fake_runner import expected_tokens
 from tests.server.real_engine import CAPACITY, RealConfig
 from tests.server.running import RunningServer, running_server

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from server import wire
-from server.errors import RequestError
-from server.score_limit import limit_scores
+from server.api.score_limit import limit_scores
+from server.engine import wire
+from server.http.errors import RequestError
 from server.settings import DEFAULT_MAX_REQUEST_LOGPROBS
 from tests.server.test_app import COMPLETIONS, DONE, StubClient, call, state_of
 

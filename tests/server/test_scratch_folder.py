@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from server.scratch_folder import PREFIX, ScratchFolder, sweep
+from server.engine.scratch_folder import PREFIX, ScratchFolder, sweep
 from tests.server.echo_engine import EchoConfig
 from tests.server.running import ECHO, ROOT, running_server
 from tests.server.test_lifecycle import CHAT, HELLO
@@ -17,7 +17,7 @@ from tests.server.test_lifecycle import CHAT, HELLO
 OWNER = """
 import sys
 from pathlib import Path
-from server.scratch_folder import ScratchFolder
+from server.engine.scratch_folder import ScratchFolder
 folder = ScratchFolder(Path(sys.argv[1]))
 (folder.path / "file").write_text("a")
 print(folder.path, flush=True)

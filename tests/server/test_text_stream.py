@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.stop_strings import StopFinder, StopStrings
-from server.text_stream import TextStream
-from server.tokenizer import ByteLevelTokenizer
+from server.text.stop_strings import StopFinder, StopStrings
+from server.text.stream import TextStream
+from server.text.tokenizer import ByteLevelTokenizer
 from tests.server.tokenizers import EOT, byte_tokenizer
 
 TOKENIZER = ByteLevelTokenizer(byte_tokenizer(), config={}, chat_template=None)

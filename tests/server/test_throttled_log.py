@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from server.throttled_log import ThrottledLog
+from server.http.throttled_log import ThrottledLog
 
 
 def test_a_flood_is_a_line_and_then_its_count(caplog):

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from server.time_limit import Overtime, time_limit
+from server.text.time_limit import Overtime, time_limit
 
 
 def test_a_loop_without_an_end_is_ended():

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from server.special_tokens import WINDOW, Part, SpecialTokens, encode_parts
-from server.tokenizer import LONG_TEXT_CHARS, ByteLevelTokenizer
+from server.text.special_tokens import WINDOW, Part, SpecialTokens, encode_parts
+from server.text.tokenizer import LONG_TEXT_CHARS, ByteLevelTokenizer
 from tests.server.conftest import LLAMA3
 from tests.server.tokenizers import BOS, EOT, SPECIAL_TOKENS, VOCAB_SIZE, write_folder
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from server.turns import BLOCK_BYTES, Turns
+from server.http.turns import BLOCK_BYTES, Turns
 
 PIECE = b"a" * BLOCK_BYTES  # what one turn does
 

@@ -9,8 +9,8 @@ import pytest
 
 from batcher.request import ErrorCode, FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
 from batcher.stats import EngineStats
-from server import wire
-from server.engine_process import load_factory
+from server.engine import wire
+from server.engine.process import load_factory
 
 
 def carried(message: object, kind: object) -> object:

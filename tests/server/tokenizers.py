@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from server.byte_alphabet import byte_to_unicode
+from server.text.byte_alphabet import byte_to_unicode
 
 SPECIAL_TOKENS = (
     "<|begin_of_text|>",

@@ -1,0 +1,133 @@
+"""Answering a generation: whole or as a stream of server-sent events, watching the socket all the while.
+
+Nothing is sent before the engine's first output, so that a refusal still gets its own HTTP status, streamed or not.
+After that an error is an event: `data: {"error": ...}`, then `data: [DONE]`. A client that goes away aborts its
+request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from server.engine.generation import Choice, Generation
+from server.http.errors import RequestError
+from server.http.sse import DONE, event
+from server.http.turns import Turns
+
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies that buffer would undo the streaming
+]
+
+
+class Writer(Protocol):
+    """The form of the answer: chat's or completions'."""
+
+    def whole(self) -> Iterator[bytes]:
+        """The JSON body in pieces, once every choice has finished."""
+
+    def frames(self, choice: Choice) -> Iterator[bytes]:
+        """The events for what the choice has gained, in pieces; takes it from the choice at once. May be empty."""
+
+    def last_frames(self) -> bytes:
+        """What follows when all choices have finished, before [DONE]."""
+
+
+class ClientGone(Exception):  # noqa: N818 - nobody's error
+    """The socket has closed."""
+
+
+class GenerationAnswer(Response):
+    """An ASGI response that runs until the generation has ended or its client has gone."""
+
+    def __init__(self, generation: Generation, writer: Writer, turns: Turns, *, stream: bool) -> None:
+        self._generation = generation
+        self._turns = turns
+        self._writer = writer
+        self._stream = stream
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watcher = asyncio.create_task(self._watch(receive))
+        try:
+            await (self._send_stream(scope, receive, send) if self._stream else self._send_whole(scope, receive, send))
+        except ClientGone:
+            pass  # there is nobody to answer
+        finally:
+            self._generation.abort()
+            watcher.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watcher
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            continue
+        self._generation.fail(ClientGone())
+
+    def _check_client(self) -> None:
+        """An error of the engine waits until the JSON that has begun is complete; a client that has gone needs none."""
+        if isinstance(self._generation.error, ClientGone):
+            raise self._generation.error
+
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._generation.wait()
+        except RequestError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        await LongJson(self._turns, self._writer.whole(), self._check_client)(scope, receive, send)
+
+    async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            choices = await self._generation.wait()
+        except RequestError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        try:
+            while True:
+                finished = self._generation.finished  # then these are the last frames
+                frames = chain.from_iterable([self._writer.frames(choice) for choice in choices])
+                async for body, more in self._turns.blocks(frames, self._check_client):
+                    if body and (more or not finished):
+                        await send({"type": "http.response.body", "body": body, "more_body": True})
+                if finished:
+                    break
+                choices = await self._generation.wait()
+            body += self._writer.last_frames()
+        except RequestError as error:
+            body = event(error.encode())
+        await send({"type": "http.response.body", "body": body + DONE, "more_body": False})
+
+
+class LongJson(Response):
+    """A JSON answer that is made while it is sent, chunked; a short one is made at once. `check` as in `Turns`."""
+
+    def __init__(self, turns: Turns, pieces: Iterator[bytes], check: Callable[[], None] = lambda: None) -> None:
+        self._turns = turns
+        self._pieces = pieces
+        self._check = check
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"application/json")]
+        started = False
+        async for body, more in self._turns.blocks(self._pieces, self._check):
+            if not started:
+                if not more:
+                    headers.append((b"content-length", b"%d" % len(body)))
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                started = True
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def error_response(error: RequestError) -> Response:
+    return Response(error.encode(), error.status, error.headers(), "application/json")

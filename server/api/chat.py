@@ -1,0 +1,81 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api.answer import GenerationAnswer
+from server.api.chat_writer import ChatOptions, ChatWriter
+from server.api.limits import check_counts, output_limit
+from server.api.prompt import encode_chat
+from server.api.route import ApiRoute
+from server.api.sampling import check_top_logprobs
+from server.api.schemas import ChatRequest
+from server.api.score_limit import limit_scores
+from server.api.state import ServerState
+from server.api.submission import check_min_tokens, check_num_choices, new_id, read_generation, start_generation
+from server.http.errors import invalid
+
+
+def chat_routes(state: ServerState) -> list[ApiRoute]:
+    return [ApiRoute(path="/v1/chat/completions", endpoint=Chat(state).__call__, method="POST", generates=True)]
+
+
+class Chat:
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._decoder = msgspec.json.Decoder(ChatRequest)
+
+    async def __call__(self, request: Request) -> Response:
+        state = self._state
+        body, model, usage = await read_generation(state, request, self._decoder)
+        top_logprobs = _top_logprobs(body)
+        param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        check_counts(asked, body.min_tokens, param=param)
+        check_num_choices(state, 1, body.n)
+
+        prompt = await encode_chat(state, body)
+        limit = output_limit(len(prompt), asked, state.client.info.max_model_len, param=param)
+        (limit,) = limit_scores(
+            [limit],
+            n=body.n or 1,
+            logprobs=top_logprobs,
+            num_prompt_scores=0 if body.prompt_logprobs is None else len(prompt) * (body.prompt_logprobs + 1),
+            fixed=asked is not None,
+            most=state.settings.max_request_logprobs,
+        )
+        check_min_tokens(body, limit)
+        generation = await start_generation(
+            state,
+            body,
+            [prompt],
+            [limit],
+            request_id=new_id("chatcmpl"),
+            logprobs=top_logprobs,
+            prompt_logprobs=body.prompt_logprobs,
+        )
+        options = ChatOptions(
+            model=model,
+            created=int(time.time()),
+            prompt=prompt,
+            top_logprobs=top_logprobs,
+            num_prompt_logprobs=body.prompt_logprobs,
+            usage=usage,
+        )
+        writer = ChatWriter(generation, state.tokenizer, options)
+        return GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream))
+
+
+def _top_logprobs(body: ChatRequest) -> int | None:
+    if body.top_logprobs is not None:
+        if not body.logprobs:
+            raise invalid("top_logprobs", "is only allowed when `logprobs` is true")
+        check_top_logprobs("top_logprobs", body.top_logprobs)
+    if body.prompt_logprobs is not None:
+        check_top_logprobs("prompt_logprobs", body.prompt_logprobs)
+    return (body.top_logprobs or 0) if body.logprobs else None

@@ -1,0 +1,137 @@
+"""POST /v1/completions.
+
+A raw prompt is its author's own: what looks like a special token in it is one, and the tokenizer's begin-of-text is
+put before it unless `add_special_tokens` is false. (In chats nothing that a user writes becomes a special token.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import cast
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api.answer import GenerationAnswer
+from server.api.completion_writer import CompletionOptions, CompletionWriter, Prompt
+from server.api.limits import check_counts, check_text_length, output_limit
+from server.api.route import ApiRoute
+from server.api.sampling import check_ids, check_top_logprobs
+from server.api.schemas import CompletionRequest
+from server.api.score_limit import limit_scores
+from server.api.state import ServerState
+from server.api.submission import check_min_tokens, check_num_choices, new_id, read_generation, start_generation
+from server.http.errors import RequestError, invalid
+from server.text.special_tokens import SpecialTokens, encode_all
+from server.text.stream import decode_text
+
+DEFAULT_MAX_TOKENS = 16
+
+
+def completion_routes(state: ServerState) -> list[ApiRoute]:
+    return [ApiRoute(path="/v1/completions", endpoint=Completions(state).__call__, method="POST", generates=True)]
+
+
+class Completions:
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._decoder = msgspec.json.Decoder(CompletionRequest)
+        self._split = SpecialTokens(state.tokenizer.special_tokens).split
+
+    async def __call__(self, request: Request) -> Response:
+        state = self._state
+        body, model, usage = await read_generation(state, request, self._decoder)
+        for param, value in (("logprobs", body.logprobs), ("prompt_logprobs", body.prompt_logprobs)):
+            if value is not None:
+                check_top_logprobs(param, value)
+        echo = bool(body.echo)
+        check_counts(body.max_tokens, body.min_tokens, param="max_tokens", least=0 if echo else 1)
+
+        given = _prompts(body)
+        check_num_choices(state, len(given), body.n)
+        for prompt in given:
+            self._check_length(body, prompt)  # one that is too long is not read first
+        _check_kinds(body.prompt)
+        prompts = await state.aside.run(sum(map(len, given)), self._encode, body, given)
+        # max_tokens 0 (with echo): one hidden step computes the prompt's log-probabilities
+        limits = [self._limit(body, len(prompt.ids)) for prompt in prompts]
+        for limit in limits:
+            check_min_tokens(body, limit)
+        wants_scores = [value for value in (body.logprobs if echo else None, body.prompt_logprobs) if value is not None]
+        num_prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+        limit_scores(
+            limits,
+            n=body.n or 1,
+            logprobs=body.logprobs,
+            num_prompt_scores=(body.n or 1) * sum(value + 1 for value in wants_scores) * num_prompt_tokens,
+            fixed=True,
+            most=state.settings.max_request_logprobs,
+        )
+        generation = await start_generation(
+            state,
+            body,
+            [prompt.ids for prompt in prompts],
+            limits,
+            request_id=new_id("cmpl"),
+            logprobs=body.logprobs,
+            prompt_logprobs=max(wants_scores, default=None),
+        )
+        options = CompletionOptions(
+            model=model,
+            created=int(time.time()),
+            prompts=prompts,
+            n=body.n or 1,
+            echo=echo,
+            discard_output=body.max_tokens == 0,
+            logprobs=body.logprobs,
+            num_prompt_logprobs=body.prompt_logprobs,
+            usage=usage,
+        )
+        writer = CompletionWriter(generation, state.tokenizer, options)
+        return GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream))
+
+    def _limit(self, body: CompletionRequest, num_prompt: int) -> int:
+        asked = None if body.max_tokens is None else max(1, body.max_tokens)
+        limit = output_limit(num_prompt, asked, self._state.client.info.max_model_len, param="max_tokens")
+        return min(limit, DEFAULT_MAX_TOKENS) if asked is None else limit
+
+    def _check_length(self, body: CompletionRequest, prompt: str | list[int]) -> None:
+        if isinstance(prompt, list):
+            self._limit(body, len(prompt))
+        elif isinstance(prompt, str):
+            check_text_length(len(prompt), self._state.tokenizer, self._state.client.info.max_model_len)
+
+    def _encode(self, body: CompletionRequest, given: Sequence[str | list[int]]) -> list[Prompt]:
+        """Not on the event loop where the prompts are long together: all of it grows with them."""
+        tokenizer = self._state.tokenizer
+        texts = [prompt for prompt in given if isinstance(prompt, str)]
+        encoded = iter(encode_all(tokenizer, [self._split(text) for text in texts]))
+        prompts = []
+        for prompt in given:
+            if isinstance(prompt, str):
+                ids = next(encoded)
+                ids = ids if body.add_special_tokens is False else tokenizer.with_affixes(ids)
+                prompts.append(Prompt(ids=ids, text=prompt))
+            else:
+                check_ids("prompt", prompt, self._state.client.info.vocab_size)
+                prompts.append(Prompt(ids=prompt, text=decode_text(tokenizer, prompt) if body.echo else ""))
+        return prompts
+
+
+def _prompts(body: CompletionRequest) -> list[str | list[int]]:
+    """The four forms that a prompt may have, as a list of texts and lists of ids; `_check_kinds` looks at the rest."""
+    prompt = body.prompt
+    if prompt is None:
+        raise RequestError(400, "prompt: is missing", param="prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise invalid("prompt", "must not be an empty list")
+    return cast("list[str | list[int]]", [prompt] if isinstance(prompt[0], int) else prompt)
+
+
+def _check_kinds(prompt: str | Sequence[str | int | list[int]]) -> None:
+    if not isinstance(prompt, str) and len(set(map(type, prompt))) > 1:
+        raise invalid("prompt", "must be a text, a list of texts, a list of token ids or a list of such lists")

@@ -1,0 +1,90 @@
+"""What every request passes through: its id, the API key, the shutdown's gate, and the counts of /load and /metrics."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.api.answer import error_response
+from server.api.route import ApiRoute
+from server.api.state import ServerState
+from server.http.auth import KeyRing
+from server.http.errors import RequestError, internal, unavailable
+from server.http.throttled_log import ThrottledLog
+
+logger = logging.getLogger("pallas_serve")
+
+MAX_ID_CHARS = 200
+
+
+class Gate:
+    """The outermost layer but CORS. Plain ASGI: on the path of every chunk there is one small function.
+
+    `routes` say what each path asks for; a path that none of them has needs a key.
+    """
+
+    def __init__(self, app: ASGIApp, state: ServerState, routes: Sequence[ApiRoute]) -> None:
+        self._open_paths = frozenset(route.path for route in routes if not route.needs_key)
+        self._generating_paths = frozenset(route.path for route in routes if route.generates)
+        self._app = app
+        self._state = state
+        self._log = ThrottledLog(logger)
+        self._keys = KeyRing(state.settings.api_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.monotonic()
+        request_id = _request_id(scope)
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            await send(message)
+
+        counted = scope["path"] in self._generating_paths
+        refusal = self._refusal(scope, counted)
+        try:
+            self._state.num_in_flight += counted
+            app = error_response(refusal) if refusal else self._app
+            await app(scope, receive, send_with_id)
+        except Exception as error:
+            self._log.exception(f"%s %.200r failed: {type(error).__name__}", scope["method"], scope["path"])
+            if status:
+                raise  # too late for an answer: the connection is closed
+            await error_response(internal("The server has failed on this request."))(scope, receive, send_with_id)
+        finally:
+            self._state.num_in_flight -= counted
+            if status:
+                self._state.metrics.observe_response(
+                    handler=_handler(scope), method=scope["method"], status=status, seconds=time.monotonic() - started
+                )
+
+    def _refusal(self, scope: Scope, counted: bool) -> RequestError | None:
+        if scope["method"] == "OPTIONS" or scope["path"] in self._open_paths:
+            return None
+        refusal = self._keys.check(scope["headers"])
+        if refusal is None and counted and self._state.draining:
+            return unavailable("The server is shutting down.", retry_after_s=5)
+        return refusal
+
+
+def _request_id(scope: Scope) -> bytes:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and 0 < len(value) <= MAX_ID_CHARS:
+            return value
+    return uuid.uuid4().hex.encode()
+
+
+def _handler(scope: Scope) -> str:
+    """The route's path, not the client's: labels must stay few."""
+    route = scope.get("route")
+    return getattr(route, "path", "none")

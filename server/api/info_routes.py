@@ -1,0 +1,152 @@
+"""The routes beside generation: models, health, version, load, metrics, tokenize and detokenize."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api.answer import LongJson
+from server.api.limits import check_text_length
+from server.api.logprobs import token_text
+from server.api.metrics import CONTENT_TYPE
+from server.api.prompt import encode_chat
+from server.api.route import ApiRoute
+from server.api.sampling import check_ids
+from server.api.schemas import DetokenizeRequest, TokenizeRequest
+from server.api.state import ServerState
+from server.http.body import read_body
+from server.http.errors import RequestError, invalid, model_not_found, unavailable
+from server.http.json_pieces import LongText, json_pieces, list_of
+from server.http.sse import encode_json
+from server.text.special_tokens import SpecialTokens, encode_parts
+from server.text.stream import decode_text
+
+MAX_DETOKENIZED = 1_000_000  # tokens; each may stand for a hundred characters
+
+
+def info_routes(state: ServerState) -> list[ApiRoute]:
+    info = Info(state)
+    return [
+        ApiRoute(path="/v1/models", endpoint=info.models),
+        ApiRoute(path="/v1/models/{name:path}", endpoint=info.model),
+        ApiRoute(path="/health", endpoint=info.health, needs_key=False),
+        ApiRoute(path="/version", endpoint=info.version),
+        ApiRoute(path="/load", endpoint=info.load),
+        ApiRoute(path="/metrics", endpoint=info.metrics),
+        ApiRoute(path="/tokenize", endpoint=info.tokenize, method="POST"),
+        ApiRoute(path="/detokenize", endpoint=info.detokenize, method="POST"),
+    ]
+
+
+class Info:
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._tokenize = msgspec.json.Decoder(TokenizeRequest)
+        self._detokenize = msgspec.json.Decoder(DetokenizeRequest)
+        self._split = SpecialTokens(state.tokenizer.special_tokens).split
+
+    async def health(self, request: Request) -> Response:
+        """200 while requests are served. Raises 503 when the engine is dead or silent, and during a shutdown."""
+        client, settings = self._state.client, self._state.settings
+        if client.death is not None:
+            raise unavailable(f"The engine has failed: {client.death}")
+        silent_s = time.monotonic() - client.last_heartbeat
+        if silent_s > settings.heartbeat_timeout_s:
+            raise unavailable(f"The engine has not been heard of for {silent_s:.0f} s.")
+        if self._state.draining:
+            raise unavailable("The server is shutting down.")
+        return _json({"status": "ok"})
+
+    async def version(self, request: Request) -> Response:
+        return _json({"version": self._state.settings.version})
+
+    async def load(self, request: Request) -> Response:
+        return _json({"server_load": self._state.num_in_flight})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._state.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    async def models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._model(name) for name in self._state.settings.model_names]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._state.settings.model_names:
+            raise model_not_found(name)
+        return _json(self._model(name))
+
+    async def tokenize(self, request: Request) -> Response:
+        state = self._state
+        body = await read_body(request, self._tokenize, state.settings.max_body_bytes)
+        state.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError(400, "Give either `prompt` or `messages`.", param="prompt")
+        if body.messages is not None:
+            ids = await encode_chat(state, body)
+        else:
+            check_text_length(len(body.prompt), state.tokenizer, state.client.info.max_model_len)
+            ids = await state.aside.run(len(body.prompt), self._encode, body)
+        strings = list_of((token_text(state.tokenizer, id) for id in ids), len(ids))
+        answer = {
+            "count": len(ids),
+            "max_model_len": state.client.info.max_model_len,
+            "tokens": list_of(ids, len(ids)),
+            "token_strs": strings if body.return_token_strs else None,
+        }
+        return LongJson(state.turns, json_pieces(answer))
+
+    def _encode(self, body: TokenizeRequest) -> list[int]:
+        ids = encode_parts(self._state.tokenizer, self._split(body.prompt))
+        return ids if body.add_special_tokens is False else self._state.tokenizer.with_affixes(ids)
+
+    async def detokenize(self, request: Request) -> Response:
+        state = self._state
+        body = await read_body(request, self._detokenize, state.settings.max_body_bytes)
+        state.check_model(body.model)
+        if len(body.tokens) > MAX_DETOKENIZED:
+            raise invalid("tokens", f"at most {MAX_DETOKENIZED} are decoded at once, got {len(body.tokens)}")
+        text = await state.aside.run(len(body.tokens), self._decode, body.tokens)
+        return LongJson(state.turns, json_pieces({"prompt": LongText(text)}))
+
+    def _decode(self, ids: list[int]) -> str:
+        check_ids("tokens", ids, self._state.client.info.vocab_size)
+        return decode_text(self._state.tokenizer, ids, skip_special_tokens=False)
+
+    def _model(self, name: str) -> dict[str, Any]:
+        state = self._state
+        return {
+            "id": name,
+            "object": "model",
+            "created": state.created,
+            "owned_by": "pallas-serve",
+            "root": state.settings.model_root or name,
+            "parent": None,
+            "max_model_len": state.client.info.max_model_len,
+            "permission": [_permission(name, state.created)],
+        }
+
+
+def _permission(name: str, created: int) -> dict[str, Any]:
+    """The object that OpenAI's first API had; some clients still read it."""
+    return {
+        "id": f"modelperm-{name}",
+        "object": "model_permission",
+        "created": created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+
+
+def _json(value: Any) -> Response:
+    return Response(encode_json(value), media_type="application/json")

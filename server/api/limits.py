@@ -1,0 +1,58 @@
+"""Whether a prompt and what is asked for fit into the model's context, and how many tokens may come."""
+
+from __future__ import annotations
+
+from server.http.errors import RequestError, invalid, too_long
+from server.text.tokenizer import Tokenizer
+
+
+def check_text_length(num_chars: int, tokenizer: Tokenizer, max_model_len: int) -> None:
+    """Refuses a text that cannot fit however it is cut into tokens, before the work of encoding it."""
+    least = -(-num_chars // tokenizer.max_token_chars)
+    if least >= max_model_len:
+        raise too_long(
+            f"This model's maximum context length is {max_model_len} tokens. However, your prompt has {num_chars} "
+            f"characters, which are at least {least} tokens. Please shorten it.",
+            param="input_text",
+        )
+
+
+def check_num_messages(count: int, max_model_len: int) -> None:
+    """Refuses a conversation of which not even one token a message would fit, before a template goes through it."""
+    if count >= max_model_len:
+        raise too_long(
+            f"This model's maximum context length is {max_model_len} tokens. However, your conversation has {count} "
+            "messages, of at least a token each. Please shorten it.",
+            param="messages",
+        )
+
+
+def output_limit(num_prompt: int, asked: int | None, max_model_len: int, *, param: str) -> int:
+    """The most tokens that may come; `asked` None fills the context. Raises RequestError 400 where nothing fits.
+
+    `param` is the field in which the caller asked.
+    """
+    if num_prompt < 1:
+        raise RequestError(400, "The prompt is empty.", param="prompt")
+    if asked is not None and asked > max_model_len:
+        raise too_long(
+            f"{param} is too large: {asked}. This model's maximum context length is {max_model_len} tokens, prompt "
+            "and output together.",
+            param=param,
+        )
+    wanted = 1 if asked is None else asked
+    if num_prompt + wanted > max_model_len:
+        raise too_long(
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested {wanted} output "
+            f"tokens and your prompt contains {num_prompt} tokens, {num_prompt + wanted} in total. Please shorten the "
+            "prompt or ask for fewer tokens.",
+            param="input_tokens",
+        )
+    return max_model_len - num_prompt if asked is None else asked
+
+
+def check_counts(max_tokens: int | None, min_tokens: int | None, *, param: str, least: int = 1) -> None:
+    if max_tokens is not None and max_tokens < least:
+        raise invalid(param, f"must be at least {least}, got {max_tokens}")
+    if max_tokens is not None and min_tokens is not None and min_tokens > max_tokens:
+        raise invalid("min_tokens", f"must not be greater than {param}, {min_tokens} > {max_tokens}")

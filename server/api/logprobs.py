@@ -1,0 +1,83 @@
+"""Log-probabilities in the two shapes of the API, and vLLM's for prompts. All numbers are finite JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from server.engine import wire
+from server.engine.generation import ScoredToken
+from server.http.json_pieces import LongList, list_of
+from server.text.tokenizer import Tokenizer
+
+FLOOR = -9999.0
+
+
+def finite(value: float) -> float:
+    return value if math.isfinite(value) and value > FLOOR else FLOOR
+
+
+def chat_entries(tokenizer: Tokenizer, scored: Iterable[ScoredToken], num_top: int) -> Iterator[dict[str, Any]]:
+    """`choices[].logprobs.content` of chat."""
+    for token in scored:
+        entry = _chat_entry(tokenizer, token.token_id, token.scores.logprob)
+        entry["top_logprobs"] = [_chat_entry(tokenizer, id, logprob) for id, logprob in token.scores.top(num_top)]
+        yield entry
+
+
+def _chat_entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    raw = _bytes(tokenizer, token_id)
+    return {"token": raw.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(raw)}
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer, tokens: Callable[[], Iterable[ScoredToken]], count: int, num_top: int
+) -> dict[str, list[Any] | LongList]:
+    """`choices[].logprobs` of completions: four lists of `count` entries, for each of which `tokens` gives the tokens
+    anew. The token that was drawn is always among `top_logprobs`."""
+
+    def entries(entry: Callable[[ScoredToken], Any]) -> list[Any] | LongList:
+        return list_of(map(entry, tokens()), count)
+
+    def top(token: ScoredToken) -> dict[str, float] | None:
+        if token.scores is None:
+            return None
+        values = {token.token_id: token.scores.logprob} | dict(token.scores.top(num_top))
+        ranked = sorted(values.items(), key=lambda item: -item[1])
+        return {token_text(tokenizer, id): finite(logprob) for id, logprob in ranked}
+
+    return {
+        "text_offset": entries(lambda token: token.offset),
+        "token_logprobs": entries(lambda token: None if token.scores is None else finite(token.scores.logprob)),
+        "tokens": entries(lambda token: token_text(tokenizer, token.token_id)),
+        "top_logprobs": entries(top),
+    }
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, prompt: Sequence[int], scores: Sequence[wire.Logprobs], num_top: int
+) -> Iterator[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: for each token but the first, token id -> its score. An unknown rank is null."""
+    yield None
+    for token_id, score in zip(islice(prompt, 1, None), scores, strict=True):
+        ranked = {id: (logprob, rank) for rank, (id, logprob) in enumerate(score.top(num_top), start=1)}
+        ranked.setdefault(token_id, (score.logprob, None))
+        yield {
+            str(id): {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(tokenizer, id)}
+            for id, (logprob, rank) in ranked.items()
+        }
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """The token's text; where its bytes are not whole characters, OpenAI's `bytes:\\xe2\\x80` notation."""
+    raw = _bytes(tokenizer, token_id)
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    return tokenizer.token_bytes[token_id] if token_id < len(tokenizer.token_bytes) else b""

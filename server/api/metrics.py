@@ -1,0 +1,158 @@
+"""/metrics: the engine's statistics and the server's own counts under the names that vLLM's dashboards know.
+
+The engine counts in its own process; what is exported here is its last reading (at most a second old). Nothing is kept
+in prometheus-client's global registry, and nothing on the token path is counted here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import prometheus_client
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from batcher.stats import LATENCY_BOUNDS, TOKEN_BOUNDS, EngineStats, Histogram
+from server.engine.wire import EngineInfo
+
+CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
+COUNT_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+HTTP_BOUNDS = (0.01, 0.05, 0.1, *LATENCY_BOUNDS)
+
+GAUGES = {
+    "num_requests_running": "Requests that own a slot.",
+    "num_requests_waiting": "Requests that wait for a slot or pages.",
+}
+COUNTERS = {
+    "num_preemptions": "Requests put back to make room for others.",
+    "prompt_tokens": "Prompt tokens of admitted requests.",
+    "generation_tokens": "Tokens generated.",
+    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "corrupted_requests": "Requests ended because the model gave NaN or infinity.",
+    "failed_steps": "Steps that raised.",
+    "num_steps": "Steps executed.",
+    "step_tokens": "Real tokens in the steps.",
+    "step_tokens_padded": "Tokens that the steps' shapes held.",
+    "step_rows": "Real rows in the steps.",
+    "step_rows_padded": "Rows that the steps' shapes held.",
+    "integrity_failures": "Idle periods in which the engine's books were inconsistent; always 0 in health.",
+    "num_compiles_after_warm_up": "Programs compiled while serving; always 0 in health.",
+}
+HISTOGRAMS = {
+    "time_to_first_token_seconds": ("time_to_first_token", "From arrival in the engine to the first token."),
+    "inter_token_latency_seconds": ("inter_token_latency", "Between two tokens of one request."),
+    "request_time_per_output_token_seconds": ("time_per_output_token", "A request's mean after its first token."),
+    "e2e_request_latency_seconds": ("e2e_latency", "From arrival in the engine to the last token."),
+    "request_queue_time_seconds": ("queue_time", "From arrival to admission."),
+    "request_prefill_time_seconds": ("prefill_time", "From admission to the first token."),
+    "request_decode_time_seconds": ("decode_time", "From the first token to the last."),
+    "request_prompt_tokens": ("request_prompt_tokens", "Prompt tokens of a request."),
+    "request_generation_tokens": ("request_generation_tokens", "Generated tokens of a request."),
+    "iteration_tokens_total": ("iteration_tokens", "Real tokens of a step."),
+}
+
+
+class StatsSource(Protocol):
+    stats: EngineStats
+    info: EngineInfo
+
+    @property
+    def death(self) -> str | None: ...
+
+
+class ServerMetrics:
+    """Counts what only the HTTP side knows, and renders everything."""
+
+    def __init__(self, source: StatsSource, *, prefix: str, model_name: str) -> None:
+        self._source = source
+        self._prefix = prefix
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self._params_n = Histogram(COUNT_BOUNDS)
+        self._params_max_tokens = Histogram(TOKEN_BOUNDS)
+        self._responses: dict[tuple[str, str, str], int] = {}
+        self._durations: dict[tuple[str, str], Histogram] = {}
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(_Collector(self))
+
+    def observe_request(self, *, n: int, max_tokens: int) -> None:
+        self._params_n.observe(n)
+        self._params_max_tokens.observe(max_tokens)
+
+    def observe_response(self, *, handler: str, method: str, status: int, seconds: float) -> None:
+        key = (handler, method, str(status))
+        self._responses[key] = self._responses.get(key, 0) + 1
+        self._durations.setdefault((handler, method), Histogram(HTTP_BOUNDS)).observe(seconds)
+
+    def render(self) -> bytes:
+        return prometheus_client.generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._source.stats
+        for name, doc in GAUGES.items():
+            yield self._gauge(name, doc, getattr(stats, name))
+        yield self._gauge("kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1.", stats.kv_cache_usage)
+        yield self._gauge("engine_alive", "1 while the engine serves.", float(self._source.death is None))
+        info = {**self._labels, **self._source.info.cache_config}
+        config = GaugeMetricFamily(f"{self._prefix}cache_config_info", "The KV cache's shape.", labels=list(info))
+        config.add_metric(list(info.values()), 1)
+        yield config
+        for name, doc in COUNTERS.items():
+            yield self._counter(name, doc, getattr(stats, name))
+        finished = self._family(CounterMetricFamily, "request_success", "Finished requests.", ["finished_reason"])
+        for reason in sorted({"stop", "length", "abort", "error", *stats.finished}):
+            finished.add_metric([*self._labels.values(), reason], stats.finished.get(reason, 0))
+        yield finished
+        for name, (field, doc) in HISTOGRAMS.items():
+            yield self._histogram(name, doc, getattr(stats, field))
+        yield self._histogram("request_params_n", "Choices asked for.", self._params_n)
+        yield self._histogram("request_params_max_tokens", "Output limits of requests.", self._params_max_tokens)
+        yield from self._http()
+
+    def _http(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily("http_requests", "Responses.", labels=["handler", "method", "status"])
+        for key, count in sorted(self._responses.items()):
+            requests.add_metric(list(key), count)
+        yield requests
+        durations = HistogramMetricFamily(
+            "http_request_duration_seconds", "Until the last byte of the response.", labels=["handler", "method"]
+        )
+        for labels, histogram in sorted(self._durations.items(), key=lambda item: item[0]):
+            durations.add_metric(list(labels), *_cumulated(histogram))
+        yield durations
+
+    def _family[F: Metric](self, kind: type[F], name: str, doc: str, more: list[str] | None = None) -> F:
+        return kind(f"{self._prefix}{name}", doc, labels=[*self._labels, *(more or [])])
+
+    def _gauge(self, name: str, doc: str, value: float) -> Metric:
+        family = self._family(GaugeMetricFamily, name, doc)
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _counter(self, name: str, doc: str, value: float) -> Metric:
+        family = self._family(CounterMetricFamily, name, doc)
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _histogram(self, name: str, doc: str, histogram: Histogram) -> Metric:
+        family = self._family(HistogramMetricFamily, name, doc)
+        family.add_metric(list(self._labels.values()), *_cumulated(histogram))
+        return family
+
+
+class _Collector(Collector):
+    def __init__(self, metrics: ServerMetrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        return self._metrics.collect()
+
+
+def _cumulated(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
+    """prometheus-client's form: (upper bound, count up to it) for every bucket, and the sum."""
+    buckets, total = [], 0
+    for bound, count in zip((*map(str, histogram.bounds), "+Inf"), histogram.counts, strict=True):
+        total += count
+        buckets.append((bound, float(total)))
+    return buckets, histogram.total

@@ -1,0 +1,34 @@
+"""How many log-probabilities one request may ask for in all: each becomes some eighty bytes of the answer.
+
+What counts is what the answer shows: for each token `logprobs` (or `top_logprobs`) + 1, for each choice, and likewise
+for the prompts' tokens where `prompt_logprobs` is given, or `echo` with `logprobs`. A request that leaves
+`max_tokens` out is never refused for its output: the output ends, as with a context that is full, where the limit is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from server.http.errors import RequestError
+
+
+def limit_scores(
+    limits: Sequence[int], *, n: int, logprobs: int | None, num_prompt_scores: int, fixed: bool, most: int
+) -> list[int]:
+    """The prompts' output limits, lowered where `most` log-probabilities ask for it and the limits are not `fixed` by
+    the request. Raises RequestError 400 where that does not help."""
+    per_token = 0 if logprobs is None else n * (logprobs + 1)
+    num_scores = num_prompt_scores + per_token * sum(limits)
+    if num_scores <= most:
+        return list(limits)
+    room = (most - num_prompt_scores) // (per_token * len(limits)) if per_token else 0
+    if fixed or room < 1:
+        raise RequestError(
+            400,
+            f"The request asks for {num_scores} log-probabilities in all: {num_prompt_scores} of prompt tokens and "
+            f"{per_token * sum(limits)} of output tokens, n x max_tokens x (logprobs + 1) for each prompt. This server "
+            f"allows {most} per request (--max-request-logprobs). Please ask for less of max_tokens, n, logprobs, "
+            "top_logprobs, prompt_logprobs or echo.",
+            param="prompt_logprobs" if num_prompt_scores > most else "logprobs",
+        )
+    return [min(limit, room) for limit in limits]

@@ -1,0 +1,126 @@
+"""What chat and completions do alike between a decoded body and a running generation."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Sequence
+
+import msgspec
+from starlette.requests import Request
+
+from server.api.sampling import check_sampling, sampling_params, stop_strings
+from server.api.schemas import SamplingFields, refuse_unsupported
+from server.api.state import ServerState
+from server.api.usage import UsageOptions
+from server.engine import wire
+from server.engine.generation import Choice, Generation
+from server.http.body import read_body
+from server.http.errors import RequestError, invalid
+from server.text.stop_strings import StopStrings
+from server.text.stream import TextStream
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+async def read_generation[T: SamplingFields](
+    state: ServerState, request: Request, decoder: msgspec.json.Decoder[T]
+) -> tuple[T, str, UsageOptions]:
+    """(body, model name, what to tell of the counts), everything that both routes have checked. Raises RequestError."""
+    body = await read_body(request, decoder, state.settings.max_body_bytes)
+    model = state.check_model(body.model)
+    refuse_unsupported(body)
+    check_sampling(body, vocab_size=state.client.info.vocab_size)
+    return body, model, _usage_options(state, body)
+
+
+def _usage_options(state: ServerState, body: SamplingFields) -> UsageOptions:
+    options = body.stream_options
+    if options and not body.stream:  # null and absent are the same
+        raise invalid("stream_options", "is only allowed when `stream` is true")
+    if body.stream and body.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs", "is not available when `stream` is true")
+    asked = bool(options and options.include_usage)
+    return UsageOptions(
+        in_stream=asked or state.settings.force_usage,
+        in_every_chunk=asked and bool(options and options.continuous_usage_stats),
+        show_cached=state.settings.show_cached_tokens,
+    )
+
+
+async def start_generation(
+    state: ServerState,
+    body: SamplingFields,
+    prompts: Sequence[list[int]],
+    limits: Sequence[int],
+    *,
+    request_id: str,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> Generation:
+    """Submits `n` sequences for each prompt, prompt by prompt; `limits` are the prompts' output limits.
+
+    Where nothing is streamed, only the first choice of each prompt has the prompt's log-probabilities.
+    """
+    n = body.n or 1
+    generation = Generation(state.client, request_id, stream=bool(body.stream))
+    include_stop = bool(body.include_stop_str_in_output)
+    texts = stop_strings(body)
+    stops = await state.aside.run(sum(map(len, texts)), StopStrings, texts) if texts else None
+    requests = []
+    for prompt, max_tokens in zip(prompts, limits, strict=True):
+        for choice in range(n):
+            stream = TextStream(
+                state.tokenizer,
+                stops=stops,
+                include_stop=include_stop,
+                skip_special_tokens=body.skip_special_tokens is not False,
+                min_tokens=body.min_tokens or 0,
+            )
+            index = len(generation.choices)
+            generation.choices.append(Choice(generation, index, stream, len(prompt), include_stop=include_stop))
+            sampling = sampling_params(
+                body,
+                state.settings.generation_defaults,
+                max_tokens=max_tokens,
+                vocab_size=state.client.info.vocab_size,
+                choice=choice,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs if choice == 0 or body.stream else None,
+            )
+            requests.append(
+                wire.WireRequest(
+                    generation.choices[-1].request_id,
+                    prompt if choice == 0 else [],  # as the one before
+                    sampling,
+                    body.priority or 0,
+                    _cache_salt(body.cache_salt),
+                    state.settings.queue_timeout_s,
+                )
+            )
+    state.metrics.observe_request(n=n, max_tokens=max(limits))
+    generation.submit(requests)
+    return generation
+
+
+def check_num_choices(state: ServerState, num_prompts: int, n: int | None) -> None:
+    """To be asked before any prompt is encoded: a body has room for millions of prompts."""
+    most = state.settings.max_choices
+    if num_prompts * (n or 1) > most:
+        param = "n" if num_prompts == 1 else "prompt"
+        raise invalid(param, f"at most {most} sequences per request are allowed, prompts times n")
+
+
+def check_min_tokens(body: SamplingFields, limit: int) -> None:
+    if (body.min_tokens or 0) > limit:
+        message = f"min_tokens: {body.min_tokens} is more than the {limit} tokens that fit."
+        raise RequestError(400, message, param="min_tokens")
+
+
+def _cache_salt(salt: str | None) -> int:
+    """Requests with different salts never share cached prefixes, so none can learn of another's by timing it."""
+    if not salt:
+        return 0
+    return int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8).digest()) >> 1

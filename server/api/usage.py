@@ -1,0 +1,33 @@
+"""Token counts as OpenAI reports them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from server.engine.generation import Choice
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UsageOptions:
+    """What a stream tells of the counts; an answer that is not streamed has them always."""
+
+    in_stream: bool  # in a chunk of its own, the last
+    in_every_chunk: bool
+    show_cached: bool  # prompt_tokens_details
+
+
+def usage(choices: Iterable[Choice], n: int, *, show_cached: bool, hidden_tokens: int = 0) -> dict[str, Any]:
+    """Each prompt counts once, however many of the `n` choices it has; `hidden_tokens` of each output do not count."""
+    choices = list(choices)
+    prompt = sum(choice.num_prompt_tokens for choice in choices[::n])
+    completion = sum(max(0, choice.num_tokens - hidden_tokens) for choice in choices)
+    counts: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+    if show_cached:
+        counts["prompt_tokens_details"] = {"cached_tokens": sum(c.num_cached_tokens for c in choices[::n])}
+    return counts

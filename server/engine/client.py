@@ -1,0 +1,247 @@
+"""The HTTP process's end of the engine: requests and aborts down, outputs up, and the news of its death.
+
+Everything here runs on the event loop's thread. Outputs are handed to each request's sink by a plain call from the
+socket's readable callback: nobody awaits, so a client that reads slowly holds up neither the engine nor anyone else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from batcher.request import FinishReason
+from batcher.stats import EngineStats
+from server.engine import process as engine_process
+from server.engine import wire
+from server.engine.scratch_folder import NAME_LENGTH, ScratchFolder
+
+logger = logging.getLogger("pallas_serve")
+
+LAST_WORDS_MS = 1000
+READ_S = 0.005  # of reading at a time: an engine that is faster than this process must not keep the loop to itself
+SOCKETS = ("commands", "events")
+SHORT_FOLDERS = ("/tmp", "/var/tmp")  # where the system's folder for temporary files has too long a path for a socket
+
+
+class EngineFailedError(RuntimeError):
+    """The engine could not start, or has died."""
+
+
+class Sink(Protocol):
+    """Who takes one request's outputs. The last one has a finish reason."""
+
+    def on_output(self, output: wire.Output) -> None: ...
+
+
+class EngineClient(Protocol):
+    """What the routes ask of the engine; `ProcessEngineClient` is the real one."""
+
+    info: wire.EngineInfo
+    stats: EngineStats
+
+    def submit(self, requests: Sequence[tuple[wire.WireRequest, Sink]]) -> None: ...
+
+    def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
+        """The requests' sinks hear nothing more. Unknown and finished ids are ignored."""
+
+    @property
+    def death(self) -> str | None:
+        """Why the engine serves no more; None while it lives."""
+
+    @property
+    def last_heartbeat(self) -> float:
+        """When it was last heard of, by the monotonic clock."""
+
+
+class ProcessEngineClient:
+    """Spawns the engine process and speaks with it. `start` before use, `stop` always."""
+
+    def __init__(self, target: str, engine_args: object, *, report: Callable[[str], None], debug: bool = False) -> None:
+        self.info = wire.EngineInfo(max_model_len=0, vocab_size=0)
+        self.stats = EngineStats()
+        self.death: str | None = None
+        self.died = asyncio.Event()
+        self.last_heartbeat = time.monotonic()
+        self._report = report
+        self._sinks: dict[str, Sink] = {}
+        self._ready: asyncio.Future[wire.EngineInfo] | None = None
+        self._is_ready = False
+        self._read_on: asyncio.Handle | None = None  # where the last reading was cut short
+        self._stopping = False
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(wire.Event).decode
+        self._folder = ScratchFolder(_root_for_sockets())
+        addresses = [f"ipc://{self._folder.path / name}" for name in SOCKETS]
+        self._context = zmq.Context()
+        self._commands = self._bind(zmq.PUSH, zmq.SNDHWM, addresses[0])
+        self._events = self._bind(zmq.PULL, zmq.RCVHWM, addresses[1])
+        self.process = multiprocessing.get_context("spawn").Process(
+            target=engine_process.main, args=(tuple(addresses), target, engine_args, debug), name="engine"
+        )
+        self.process.start()
+
+    def _bind(self, kind: int, high_water_mark: int, address: str) -> zmq.Socket:
+        socket = self._context.socket(kind)
+        socket.setsockopt(high_water_mark, 0)  # unlimited: nothing is dropped, nothing blocks
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind(address)
+        return socket
+
+    async def start(self) -> wire.EngineInfo:
+        """Waits until the engine is ready. Raises EngineFailedError with the reason where it cannot start."""
+        loop = asyncio.get_running_loop()
+        self._ready = loop.create_future()
+        loop.add_reader(self._events.getsockopt(zmq.FD), self._on_readable)
+        loop.add_reader(self.process.sentinel, self._on_exit)
+        self._on_readable()  # the descriptor only signals changes: what came before would wait for the next one
+        self.info = await self._ready
+        return self.info
+
+    def submit(self, requests: Sequence[tuple[wire.WireRequest, Sink]]) -> None:
+        for request, sink in requests:
+            self._sinks[request.request_id] = sink
+        self._send(wire.Submit([request for request, _ in requests]))
+
+    def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
+        known = [request_id for request_id in request_ids if self._sinks.pop(request_id, None) is not None]
+        if known and self.death is None:
+            self._send(wire.Abort(known, reason))
+
+    def abort_all(self) -> None:
+        """Ends every open request with ABORT, which its sink is told."""
+        if self.death is None:
+            self._send(wire.Abort(list(self._sinks)))
+
+    async def stop(self, timeout_s: float = 10.0) -> None:
+        """Ends the process: asked first, killed if it does not listen. While it starts it does not listen."""
+        self._stopping = True
+        try:
+            if self._is_ready and self.process.is_alive():
+                self._send(wire.Stop())
+                deadline = time.monotonic() + timeout_s
+                while self.process.is_alive() and time.monotonic() < deadline:
+                    await asyncio.sleep(0.02)
+                if self.process.is_alive():
+                    logger.warning("the engine process did not end within %g s: killing it", timeout_s)
+        finally:
+            self.process.kill()  # nothing to do where it has ended
+            self.process.join()
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._events.getsockopt(zmq.FD))
+        loop.remove_reader(self.process.sentinel)
+        if self._read_on is not None:
+            self._read_on.cancel()
+        self._commands.close()
+        self._events.close()
+        self._context.term()
+        self._folder.cleanup()
+
+    def _send(self, command: wire.Command) -> None:
+        try:
+            self._commands.send(self._encode(command), zmq.NOBLOCK)
+        except zmq.Again:  # nobody is at the other end; if the engine has died, `_on_exit` is about to say so
+            logger.warning("the engine process did not take a command: %s", type(command).__name__)
+
+    def _on_readable(self) -> None:
+        if self._read_on is None:
+            self._read_for_a_while()
+
+    def _read_for_a_while(self) -> None:
+        """The descriptor signals changes only: what is left in the socket is read in the loop's next turn."""
+        done = self._read(time.monotonic() + READ_S)
+        self._read_on = None if done else asyncio.get_running_loop().call_soon(self._read_for_a_while)
+
+    def _read(self, deadline: float = math.inf) -> bool:
+        """Whether everything that has come has been read."""
+        while self._events.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            self._on_event(self._decode(self._events.recv()))
+            if time.monotonic() >= deadline:
+                return False
+        return True
+
+    def _on_event(self, event: wire.Event) -> None:
+        match event:
+            case wire.Outputs(outputs=outputs):
+                for output in outputs:
+                    self._deliver(output)
+            case wire.Stats(stats=stats):
+                self.stats = stats
+                self.last_heartbeat = time.monotonic()
+            case wire.Report(line=line):
+                self._report(line)
+            case wire.Ready(info=info):
+                self._is_ready = True
+                if self._ready is not None and not self._ready.done():
+                    self._ready.set_result(info)
+            case wire.Failed(message=message):
+                self._die(message)
+
+    def _deliver(self, output: wire.Output) -> None:
+        sink = self._sinks.get(output.request_id)
+        if sink is None:  # aborted a moment ago
+            return
+        if output.finish_reason is not None:
+            del self._sinks[output.request_id]
+        sink.on_output(output)
+
+    def _on_exit(self) -> None:
+        asyncio.get_running_loop().remove_reader(self.process.sentinel)
+        self.process.join()
+        self._read()
+        if self.process.exitcode == engine_process.EXIT_FAILED:  # then it has said why, and that may be on its way yet
+            while self.death is None and self._events.poll(LAST_WORDS_MS):
+                self._read()
+        if not self._stopping:
+            self._die(f"the engine process has ended (exit code {self.process.exitcode})")
+
+    def _die(self, reason: str) -> None:
+        """Every open request ends with an error, and `died` wakes whoever decides about the server."""
+        if self.death is not None:
+            return
+        self.death = reason
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(EngineFailedError(reason))  # whoever waits for the start says so
+        else:
+            logger.error("engine failure: %s", reason)
+        sinks, self._sinks = self._sinks, {}
+        for request_id, sink in sinks.items():
+            fields = {"finish_reason": FinishReason.ERROR.value, "error": f"The engine has failed: {reason}"}
+            sink.on_output(wire.Output(request_id, [], status=500, **fields))
+        self.died.set()
+
+
+def _root_for_sockets() -> Path:
+    """The folder for temporary files, or a shorter one where a socket's path would be too long for the system.
+
+    Raises OSError where there is none.
+    """
+    preferred = Path(tempfile.gettempdir())
+    if _fits(preferred):
+        return preferred
+    for root in map(Path, SHORT_FOLDERS):
+        if os.access(root, os.W_OK | os.X_OK):
+            logger.warning("TMPDIR is too long for the path of a socket: the engine's sockets are in %s", root)
+            return root
+    raise OSError(
+        f"TMPDIR is too long for the engine's sockets, whose paths have at most {zmq.IPC_PATH_MAX_LEN} bytes, and "
+        f"neither of {', '.join(SHORT_FOLDERS)} can be written to: set TMPDIR to a shorter folder"
+    )
+
+
+def _fits(root: Path) -> bool:
+    try:
+        length = len(str(root).encode())
+    except UnicodeEncodeError:  # zmq's addresses are text
+        return False
+    return length + 1 + NAME_LENGTH + 1 + max(map(len, SOCKETS)) <= zmq.IPC_PATH_MAX_LEN

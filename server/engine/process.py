@@ -1,0 +1,206 @@
+"""The engine's own process: builds the engine, feeds it requests and sends its outputs up, one message per step.
+
+Three threads beside the engine's own. The main thread reads commands. The sender thread owns the outgoing socket and
+sends everything that has gathered since its last message, so that a step's outputs travel together. The watcher thread
+ends the process when its parent has gone, whatever became of it: an engine never outlives its server.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing import connection, parent_process
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from batcher.errors import EngineClosedError, EngineDeadError, InvalidRequestError, QueueFullError
+from batcher.request import FinishReason, Request, RequestOutput
+from batcher.stats import EngineStats
+from model.inputs.words import described
+from server.engine import wire
+
+STATS_INTERVAL_S = 1.0
+EXIT_FAILED = 1
+EXIT_ORPHANED = 2
+
+
+class ServedEngine(Protocol):
+    """What this process asks of `batcher.engine.Engine`."""
+
+    def start(self) -> None: ...
+
+    def add_request(self, request: Request, on_output: Callable[[RequestOutput], None]) -> None: ...
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None: ...
+
+    def stats(self) -> EngineStats: ...
+
+    @property
+    def death(self) -> BaseException | None: ...
+
+    def shutdown(self) -> None: ...
+
+
+EngineFactory = Callable[[object, Callable[[str], None]], tuple[ServedEngine, wire.EngineInfo]]
+
+
+def load_factory(target: str) -> EngineFactory:
+    """`package.module:function` -> the function. Called as `function(engine_args, report)`."""
+    module, _, name = target.partition(":")
+    if not name:
+        raise ValueError(f"an engine factory is named as package.module:function: {target=}")
+    return getattr(importlib.import_module(module), name)
+
+
+def main(addresses: tuple[str, str], target: str, engine_args: object, debug: bool) -> None:
+    """The entry point of the spawned process; `addresses` are those of the commands and of the events.
+
+    What goes wrong at the start is sent up in one line. `debug` prints its traceback here, too.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when this process ends
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, name="parent-watch", daemon=True).start()
+    context = zmq.Context()
+    sender = _Sender(context, addresses[1])
+    try:
+        engine, info = load_factory(target)(engine_args, lambda line: sender.put(wire.Report(line)))
+        engine.start()
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        sender.put(wire.Failed(described(error)))
+        sender.close()
+        context.term()
+        sys.exit(EXIT_FAILED)
+    sender.put(wire.Ready(info))
+    try:
+        _serve(context, addresses[0], engine, sender)
+        engine.shutdown()
+    finally:
+        if engine.death is not None:
+            sender.put(wire.Failed(f"{type(engine.death).__name__}: {engine.death}"))
+        sender.close()
+        context.term()
+    if engine.death is not None:
+        sys.exit(EXIT_FAILED)
+
+
+def _serve(context: zmq.Context, address: str, engine: ServedEngine, sender: _Sender) -> None:
+    """Commands until Stop or the engine's death, and the statistics at their interval."""
+    socket = context.socket(zmq.PULL)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(address)
+    decode = msgspec.msgpack.Decoder(wire.Command).decode
+    next_stats = time.monotonic()
+    try:
+        while engine.death is None:
+            if time.monotonic() >= next_stats:
+                sender.put(wire.Stats(engine.stats()))
+                next_stats = time.monotonic() + STATS_INTERVAL_S
+            if not socket.poll(max(0, next_stats - time.monotonic()) * 1000):
+                continue
+            match decode(socket.recv()):
+                case wire.Submit(requests=requests):
+                    _submit(engine, wire.requests_from_wire(requests), sender)
+                case wire.Abort(request_ids=request_ids, reason=reason):
+                    for request_id in request_ids:
+                        engine.abort(request_id, reason)
+                case wire.Stop():
+                    return
+    finally:
+        socket.close()
+
+
+def _submit(engine: ServedEngine, requests: Sequence[Request], sender: _Sender) -> None:
+    """Adds the requests of one HTTP request; the first refusal is the answer to all of them."""
+    for i, request in enumerate(requests):
+        try:
+            engine.add_request(request, sender.put)
+        except Exception as error:
+            status, param = _status_of(error)
+            if status == 500:
+                traceback.print_exc()
+            fields = {"finish_reason": FinishReason.ERROR.value, "error": str(error), "status": status}
+            sender.put(wire.Output(request.request_id, [], param=param, **fields))  # first: the aborts speak too
+            for added in requests[:i]:
+                engine.abort(added.request_id)
+            return
+
+
+def _status_of(error: Exception) -> tuple[int, str | None]:
+    match error:
+        case InvalidRequestError():
+            return 400, error.param
+        case QueueFullError():
+            return 429, None
+        case EngineClosedError() | EngineDeadError():
+            return 503, None
+        case _:
+            return 500, None
+
+
+class _Sender:
+    """The outgoing socket and the thread that owns it. `put` may be called from any thread and never blocks."""
+
+    def __init__(self, context: zmq.Context, address: str) -> None:
+        self._queue: SimpleQueue[RequestOutput | wire.Output | wire.Event | None] = SimpleQueue()
+        self.put = self._queue.put
+        self._thread = threading.Thread(target=self._run, args=(context, address), name="sender", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Sends what is queued, then ends."""
+        self.put(None)
+        self._thread.join()
+
+    def _run(self, context: zmq.Context, address: str) -> None:
+        socket = context.socket(zmq.PUSH)
+        socket.setsockopt(zmq.SNDHWM, 0)  # nothing is dropped and nothing blocks; the server reads at once
+        socket.setsockopt(zmq.LINGER, 1000)
+        socket.connect(address)
+        encode = msgspec.msgpack.Encoder().encode
+        open_ = True
+        while open_:
+            items = self._gather()
+            outputs: list[wire.Output] = []
+            for item in items:
+                if isinstance(item, RequestOutput):
+                    outputs.append(wire.output_to_wire(item))
+                    if item.prompt_logprobs is not None:  # long: it travels without the others, whose readers yield
+                        socket.send(encode(wire.Outputs(outputs)))
+                        outputs = []
+                elif isinstance(item, wire.Output):
+                    outputs.append(item)
+                elif item is None:
+                    open_ = False
+                else:
+                    socket.send(encode(item))
+            if outputs:
+                socket.send(encode(wire.Outputs(outputs)))
+        socket.close()
+
+    def _gather(self) -> list[RequestOutput | wire.Output | wire.Event | None]:
+        items = [self._queue.get()]
+        while items[-1] is not None:
+            try:
+                items.append(self._queue.get_nowait())
+            except Empty:
+                break
+        return items
+
+
+def _exit_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(EXIT_ORPHANED)

@@ -1,0 +1,87 @@
+"""JSON made piece by piece: what is long is encoded while it is sent, so that no single call takes long.
+
+A value holds its long parts as `LongList` and `LongText`. The rest is encoded in one call with a hole for each of them:
+a zero byte, which JSON never holds unescaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import batched
+from typing import Any
+
+import msgspec
+
+from server.http.sse import encode_json
+
+HOLE = b"\x00"
+ITEMS = 32  # of a list that are encoded together
+CHARS = 64 * 1024  # of a text likewise
+
+
+class LongList:
+    """A list whose items are made when they are encoded. They hold no long parts of their own."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self._items = items
+
+    def pieces(self) -> Iterator[bytes]:
+        before = b"["
+        for batch in batched(self._items, ITEMS):
+            yield before + encode_json(batch)[1:-1]
+            before = b","
+        yield b"]" if before == b"," else b"[]"
+
+
+class NestedList(LongList):
+    """A list whose items may hold long parts themselves."""
+
+    def pieces(self) -> Iterator[bytes]:
+        before = b"["
+        for item in self._items:
+            yield before
+            yield from json_pieces(item)
+            before = b","
+        yield b"]" if before == b"," else b"[]"
+
+
+class LongText:
+    """A string that is encoded slice by slice."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def pieces(self) -> Iterator[bytes]:
+        yield b'"'
+        for start in range(0, len(self._text), CHARS):
+            yield encode_json(self._text[start : start + CHARS])[1:-1]
+        yield b'"'
+
+
+def list_of(items: Iterable[Any], count: int) -> list[Any] | LongList:
+    """`count` items: a few are made at once."""
+    return list(items) if count <= ITEMS else LongList(items)
+
+
+def json_pieces(value: Any) -> Iterator[bytes]:
+    """The JSON of a value, long parts in pieces."""
+    long_parts: list[LongList | LongText] = []
+
+    def leave_hole(part: Any) -> msgspec.Raw:
+        if not isinstance(part, LongList | LongText):
+            raise TypeError(f"no JSON for {type(part).__name__}")
+        long_parts.append(part)
+        return msgspec.Raw(HOLE)
+
+    first, *others = msgspec.json.encode(value, enc_hook=leave_hole).split(HOLE)
+    yield first
+    for part, after in zip(long_parts, others, strict=True):
+        yield from part.pieces()
+        yield after
+
+
+def event_pieces(value: Any) -> Iterator[bytes]:
+    """The value as a server-sent event."""
+    yield b"data: "
+    yield from json_pieces(value)
+    yield b"\n\n"

@@ -1,0 +1,73 @@
+"""Accepting connections: as many as there is room for. The others wait in the system's backlog; none is reset."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Callable
+
+from server.http.connections import Connections
+
+MOST_AT_ONCE = 64  # accepted before the loop serves those that are there
+RETRY_S = 0.5  # after the system had no descriptor or memory for a connection
+GONE = (errno.ECONNABORTED, errno.EPROTO, errno.EPERM)  # that client's trouble; the next one may be accepted
+
+
+class Listener:
+    """Makes each connection a protocol by `create`. Has the two methods that uvicorn asks of a server."""
+
+    def __init__(
+        self, listener: socket.socket, connections: Connections, create: Callable[[], asyncio.Protocol]
+    ) -> None:
+        self._socket = listener
+        self._socket.setblocking(False)
+        self._connections = connections
+        self._create = create
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+        connections.on_room = self._resume
+        self._resume()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._loop.remove_reader(self._socket)
+
+    async def wait_closed(self) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _resume(self) -> None:
+        if not self._is_closed:
+            self._loop.add_reader(self._socket, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(MOST_AT_ONCE):
+            if not self._connections.has_room:
+                self._loop.remove_reader(self._socket)  # `on_room` resumes
+                return
+            try:
+                connection, _ = self._socket.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                if error.errno in GONE:
+                    continue
+                self._connections.log.warning("no connection can be accepted: %s", error)
+                self._loop.remove_reader(self._socket)
+                self._loop.call_later(RETRY_S, self._resume)
+                return
+            self._connections.enter()
+            task = self._loop.create_task(self._connect(connection))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _connect(self, connection: socket.socket) -> None:
+        try:
+            connection.setblocking(False)
+            await self._loop.connect_accepted_socket(self._create, connection)
+        except OSError as error:  # the client has gone already
+            connection.close()
+            self._connections.leave()
+            self._connections.log.warning("a connection was lost before its first byte: %s", error)

@@ -1,0 +1,376 @@
+"""One HTTP/1.1 connection: uvicorn's, with bounds on what a client may send before it is answered and on its time.
+
+Nothing that a client sends is kept beyond a head of MAX_HEAD_BYTES, and a body as far as the application reads it.
+One request is read at a time. What comes before the answer to the last one is complete is dropped, and the connection
+closed after that answer: a client that sends requests ahead sends them again, as HTTP demands of it.
+
+Each connection has one timer, which is set anew when the connection's phase changes and not for each piece of data.
+
+A client that sends an end of file after its request has closed the connection, or only its own half of it; TCP does not
+tell which. The answer goes on, and an interim response (100 Continue) is sent: a socket that was closed answers it
+with a reset, and the request is aborted. HTTP/1.0 has no interim responses: there the request is aborted at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import select
+import urllib.parse
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from server.http.connections import Connections
+from server.http.errors import RequestError, unavailable
+from server.http.exchange import Exchange
+from server.http.messages import head_without_upgrade, refusal
+from server.http.pace import BodyPace, UnreadWatch
+
+MAX_HEAD_BYTES = 64 * 1024  # request line, header fields and trailer fields
+MAX_FIELDS = 256
+TURN_AWAY_S = 0.2  # for the first byte of a request that is refused whatever it is: some clients read no answer sooner
+LINGER_S = 2.0  # for a refused client to stop sending: closing earlier would reset the connection, and lose the answer
+LINGER_BYTES = 2**20
+DRAIN_IDLE_S = 1.0  # for a request that was on its way when the shutdown began
+FIRST_CHECK_S, LAST_CHECK_S = 0.01, 1.0  # between looks at whether a half-closed connection was reset
+
+
+class Phase(enum.Enum):
+    WAITING = "no byte of a request has come"
+    HEAD = "reading a request's head"
+    BODY = "reading its body"
+    ANSWER = "the request is complete, its answer is not"
+    TURNED_AWAY = "there are too many connections: whatever comes is answered 503"
+    CLOSING = "all is sent; what still comes is dropped until the client closes too"
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """What is refused before the application sees it is answered here."""
+
+    cycle: Exchange | None
+
+    def __init__(self, *, connections: Connections, **options: Any) -> None:
+        super().__init__(**options)
+        self._connections = connections
+        self._limits = connections.limits
+        self._phase = Phase.WAITING
+        self._timer: asyncio.TimerHandle | None = None
+        self._num_head_bytes = 0
+        self._num_fields = 0
+        self._num_since_progress = 0  # bytes that completed nothing, such as the beginning of a field
+        self._num_dropped = 0
+        self._progress = False  # whether the parser has called with something complete
+        self._body = BodyPace(self._limits.body_timeout_s, now=0.0)
+        self._unread = UnreadWatch(self._limits.send_timeout_s)
+        self._half_closed = False
+        self._check_s = FIRST_CHECK_S
+
+    # what the transport calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]
+        if self._connections.admit(self):
+            self._wait(self._limits.head_timeout_s)
+        else:
+            self._phase = Phase.TURNED_AWAY
+            self._arm(TURN_AWAY_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        self._connections.dismiss(self)
+        self._connections.leave()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        match self._phase:
+            case Phase.WAITING:
+                self._connections.end_wait(self)
+                self._phase = Phase.HEAD
+                self._arm(self._limits.head_timeout_s)
+                self._read(data)
+            case Phase.HEAD | Phase.BODY:
+                self._read(data)
+            case Phase.ANSWER:
+                self.cycle.make_last()
+                self._drop(len(data))
+            case Phase.TURNED_AWAY:
+                self._turn_away()
+            case Phase.CLOSING:
+                self._drop(len(data))
+
+    def eof_received(self) -> bool:
+        """Whether the connection stays open for an answer."""
+        match self._phase:
+            case Phase.HEAD | Phase.BODY:
+                self._refuse(RequestError(400, "The request is incomplete."))
+                return False
+            case Phase.ANSWER if self.cycle.scope["http_version"] == "1.1":
+                self._half_closed = True
+                self.cycle.make_last()
+                if not self.cycle.response_started:  # otherwise the answer's next piece does as well
+                    self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                self._arm(self._check_s)
+                return True
+            case _:
+                return False
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._phase is Phase.ANSWER and not self._half_closed:
+            self._unread = UnreadWatch(self._limits.send_timeout_s)
+            self._arm(self._limits.send_timeout_s)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._phase is Phase.ANSWER and not self._half_closed:
+            self._disarm()
+
+    # what the parser calls
+
+    def on_message_begin(self) -> None:
+        if self._phase is not Phase.HEAD:
+            raise RequestError(400, "A request before the answer to the last one.")
+        self._num_head_bytes = self._num_fields = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_fields += 1
+        self._count_head(len(name) + len(value) + len(": \r\n"))
+        if self._phase is Phase.HEAD:  # trailer fields are of no use to anybody here
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._progress = True
+        if self.parser.should_upgrade():
+            return  # `_read_without_upgrade` reads it again
+        self._begin_exchange()  # raises for a target that is none
+        self._phase = Phase.BODY
+        self._body = BodyPace(self._limits.body_timeout_s, self.loop.time())
+        self._arm(self._limits.body_timeout_s)
+
+    def on_body(self, body: bytes) -> None:
+        self._progress = True
+        self._body.on_bytes(len(body), self.loop.time())
+        if self.cycle.response_started:
+            self._drop(len(body))
+            return
+        self.cycle.body += body
+        if len(self.cycle.body) > HIGH_WATER_LIMIT:
+            self.flow.pause_reading()
+        self.cycle.message_event.set()
+
+    def on_message_complete(self) -> None:
+        self._progress = True
+        if self._phase is not Phase.BODY:
+            return  # a request for an upgrade
+        self._phase = Phase.ANSWER
+        self._disarm()
+        self.cycle.more_body = False
+        self.cycle.message_event.set()
+
+    # what the exchange and the server call
+
+    def on_response_complete(self) -> None:
+        self.server_state.total_requests += 1
+        if self._phase is Phase.CLOSING or self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self._half_closed:
+            self._phase = Phase.CLOSING
+            self.transport.close()
+            self._arm(LINGER_S)
+        elif self._phase is Phase.BODY or self.cycle.closes:
+            self._close_gently()
+        else:
+            self._wait(self._limits.idle_timeout_s)
+
+    def close_waiting(self) -> None:
+        self._connections.dismiss(self)
+        self.transport.close()
+
+    def drain(self) -> None:
+        """The server shuts down: refuses what has not been read, and makes what is answered the last."""
+        match self._phase:
+            case Phase.WAITING:
+                self._arm(DRAIN_IDLE_S)
+            case Phase.HEAD | Phase.BODY:
+                self._refuse(unavailable("The server is shutting down.", retry_after_s=5))
+            case Phase.ANSWER:
+                self.cycle.make_last()
+
+    def shutdown(self) -> None:
+        """The server waits for its last connections only."""
+        if self._phase is Phase.WAITING:
+            self.close_waiting()
+        else:
+            self.drain()
+
+    # reading
+
+    def _read(self, data: bytes) -> None:
+        self._progress = False
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as pause:
+            self._read_without_upgrade(data[pause.args[0] :])
+        except httptools.HttpParserError as error:
+            if self._phase is Phase.ANSWER:  # the request is complete; what follows it is none, or comes too early
+                self.cycle.make_last()
+            else:
+                own = error.__context__  # what a callback here has raised
+                invalid = RequestError(400, "This is not a valid HTTP/1.1 request.")
+                self._refuse(own if isinstance(own, RequestError) else invalid)
+            return
+        self._num_since_progress = 0 if self._progress else self._num_since_progress + len(data)
+        if self._num_since_progress > MAX_HEAD_BYTES:
+            self._refuse(_too_long())
+
+    def _read_without_upgrade(self, rest: bytes) -> None:
+        """Reads the request again without its wish for another protocol, for the sake of which the parser has left the
+        body unread. No other protocol is spoken here, and a server may ignore the wish (RFC 9110, 7.8)."""
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self._refuse(RequestError(405, "CONNECT: this server is no proxy."))
+            return
+        head = head_without_upgrade(method, self.url, self.parser.get_http_version(), self.headers)
+        self.parser = httptools.HttpRequestParser(self)
+        self._read(head + rest)
+
+    def _count_head(self, num_bytes: int) -> None:
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes > MAX_HEAD_BYTES or self._num_fields > MAX_FIELDS:
+            raise _too_long()
+
+    def _begin_exchange(self) -> None:
+        """uvicorn's `on_headers_complete`, without its other protocols and its queue of requests."""
+        url = httptools.parse_url(self.url)
+        version = self.parser.get_http_version()
+        path = url.path.decode("ascii")
+        self.scope |= {
+            "method": self.parser.get_method().decode("ascii"),
+            "http_version": version,
+            "path": urllib.parse.unquote(path) if "%" in path else path,
+            "raw_path": url.path,
+            "query_string": url.query or b"",
+        }
+        self.cycle = Exchange(
+            scope=self.scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=self.access_log,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=self.expect_100_continue,
+            keep_alive=version == "1.1" and self.parser.should_keep_alive() and not self._connections.draining,
+            on_response=self.on_response_complete,
+        )
+        self._start_asgi_task(self.cycle, self.app)
+
+    def _drop(self, num_bytes: int) -> None:
+        self._num_dropped += num_bytes
+        if self._num_dropped > LINGER_BYTES:
+            self.transport.abort()
+
+    # refusing and closing
+
+    def _turn_away(self) -> None:
+        message = f"All {self._limits.max_connections} connections of the server are in use."
+        self._refuse(unavailable(message, retry_after_s=1), log=False)  # whoever did not admit it has said so
+
+    def _refuse(self, error: RequestError, *, log: bool = True) -> None:
+        """Answers instead of the application, unless that has begun to, and closes."""
+        if log:
+            client = self.client[0] if self.client else "a client that has gone"
+            self._connections.log.warning(f"{error.status} to %s: {error.message}", client)
+        begun = self._phase is Phase.BODY and self.cycle.response_started
+        if self._phase is Phase.BODY:
+            self.cycle.cut_off()
+        if not begun:
+            self.transport.write(refusal(error, self.server_state.default_headers))
+        self._close_gently()
+
+    def _close_gently(self) -> None:
+        """Sends what there is and the end of file, and closes when the client has done so or has had its time."""
+        self._phase = Phase.CLOSING
+        self.flow.resume_reading()
+        self.transport.write_eof()
+        self._unread = UnreadWatch(self._limits.send_timeout_s)
+        self._arm(LINGER_S)
+
+    # time
+
+    def _wait(self, seconds: float) -> None:
+        self._phase = Phase.WAITING
+        self._connections.begin_wait(self)
+        self._arm(DRAIN_IDLE_S if self._connections.draining else seconds)
+
+    def _arm(self, seconds: float) -> None:
+        self._disarm()
+        self._timer = self.loop.call_later(seconds, self._on_timer)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_timer(self) -> None:
+        match self._phase:
+            case Phase.WAITING if self.transport.get_write_buffer_size():
+                self._connections.end_wait(self)
+                self._close_gently()  # it has not even read its last answer
+            case Phase.WAITING:
+                self.close_waiting()
+            case Phase.HEAD:
+                self._refuse(RequestError(408, "The head of the request did not come in time."))
+            case Phase.BODY:
+                self._check_body()
+            case Phase.ANSWER:
+                self._check_client()
+            case Phase.TURNED_AWAY:
+                self._turn_away()
+                self.transport.close()  # it has sent nothing: there is nothing to wait for
+            case Phase.CLOSING if self.transport.get_write_buffer_size() and not self._is_stuck():
+                self._arm(LINGER_S)
+            case Phase.CLOSING:
+                self.transport.abort()
+
+    def _check_body(self) -> None:
+        left_s = self._body.left_s(self.loop.time())
+        if self.flow.read_paused:
+            self._arm(self._limits.body_timeout_s)  # the application has not taken what came
+        elif left_s > 0:
+            self._arm(left_s)
+        else:
+            self._refuse(RequestError(408, "The body of the request did not come in time."))
+
+    def _check_client(self) -> None:
+        """Aborts an answer to a client that has gone, or that reads nothing of it."""
+        if (self._half_closed and _is_reset(self.transport)) or self._is_stuck():
+            self.transport.abort()
+        elif self._half_closed:
+            self._check_s = min(2 * self._check_s, LAST_CHECK_S)
+            self._arm(self._check_s)
+        else:
+            self._arm(self._limits.send_timeout_s)
+
+    def _is_stuck(self) -> bool:
+        return self._unread.is_stuck(self.transport.get_write_buffer_size(), self.loop.time())
+
+
+def _is_reset(transport: asyncio.Transport) -> bool:
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), 0)  # errors and hang-ups are reported unasked
+    return bool(poll.poll(0))
+
+
+def _too_long() -> RequestError:
+    return RequestError(400, "The head of the request, or its trailer, is too long.")

@@ -1,0 +1,67 @@
+"""uvicorn's server around the application, with connections, limits and a listener of our own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from server.http.connections import ConnectionLimits, Connections
+from server.http.descriptors import connection_limit
+from server.http.listener import Listener
+from server.http.protocol import HttpProtocol
+from server.settings import Settings
+
+logger = logging.getLogger("pallas_serve")
+
+FLUSH_S = 5.0  # for responses to get their last bytes out before connections are cut
+NUM_REFUSALS = 8  # connections beyond the limit that are being told so
+
+
+def connection_limits(settings: Settings) -> ConnectionLimits:
+    """To be called when all else is open. Raises ValueError where there are too few descriptors for connections."""
+    return ConnectionLimits(
+        max_connections=connection_limit(settings.max_connections, NUM_REFUSALS),
+        head_timeout_s=settings.head_timeout_s,
+        body_timeout_s=settings.body_timeout_s,
+        idle_timeout_s=settings.idle_timeout_s,
+        send_timeout_s=settings.send_timeout_s,
+    )
+
+
+class HttpServer(uvicorn.Server):
+    """Serves the sockets given to `serve` until `should_exit`. Leaves signals alone."""
+
+    def __init__(self, app: ASGIApp, limits: ConnectionLimits) -> None:
+        options = {"ws": "none", "lifespan": "off", "access_log": False, "log_config": None, "log_level": "warning"}
+        config = uvicorn.Config(
+            app, http=HttpProtocol, server_header=False, timeout_graceful_shutdown=int(FLUSH_S), **options
+        )
+        super().__init__(config)
+        self._connections = Connections(limits, NUM_REFUSALS)
+
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self.servers = [Listener(listener, self._connections, self._protocol) for listener in sockets or ()]
+        self.started = True
+        logger.info("at most %d connections", self._connections.limits.max_connections)
+
+    def drain(self) -> None:
+        """Refuses what has not been read. What is being answered goes on; a new request is its connection's last."""
+        self._connections.draining = True
+        for connection in list(self.server_state.connections):
+            connection.drain()
+
+    def _protocol(self) -> asyncio.Protocol:
+        return HttpProtocol(
+            connections=self._connections,
+            config=self.config,
+            server_state=self.server_state,
+            app_state={},
+        )

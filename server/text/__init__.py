@@ -1,0 +1,4 @@
+"""Text and token ids: tokenizer, chat template, masking of what users write, stop strings, the growing text.
+
+Knows tokenizers, Jinja and `model.inputs`. It knows nothing of HTTP, requests or the engine.
+"""

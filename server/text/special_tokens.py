@@ -1,0 +1,64 @@
+"""Text cut at special tokens, and encoded with the special tokens where the caller says, nowhere else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from server.text.tokenizer import Tokenizer
+
+WINDOW = 8192  # characters searched in one call, which holds the interpreter's lock: some milliseconds at worst
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stretch of a text: plain, or a special token."""
+
+    text: str
+    special: bool
+
+
+class SpecialTokens:
+    """Finds them: leftmost and longest first."""
+
+    def __init__(self, tokens: Iterable[str]) -> None:
+        longest_first = sorted(tokens, key=len, reverse=True)
+        self._search = re.compile("|".join(map(re.escape, longest_first)) or "(?!)").search
+        self._longest = len(longest_first[0]) if longest_first else 0
+
+    def split(self, text: str) -> list[Part]:
+        parts: list[Part] = []
+        begin = start = 0  # of the plain text, and of what has not been searched yet
+        while start < len(text):
+            end = start + WINDOW
+            found = self._search(text, start, end + self._longest)
+            if found is None or found.start() >= end:  # such a one is seen whole from the next window
+                start = end
+                continue
+            if found.start() > begin:
+                parts.append(Part(text[begin : found.start()], False))
+            parts.append(Part(found[0], True))
+            begin = start = found.end()
+        if begin < len(text):
+            parts.append(Part(text[begin:], False))
+        return parts
+
+
+def encode_all(tokenizer: Tokenizer, prompts: Sequence[Sequence[Part]]) -> list[list[int]]:
+    """Each prompt's ids. Special parts become their ids, plain ones are encoded as text whatever they look like."""
+    plain = iter(tokenizer.encode_plain([part.text for parts in prompts for part in parts if not part.special]))
+    encoded: list[list[int]] = []
+    for parts in prompts:
+        ids: list[int] = []
+        for part in parts:
+            if part.special:
+                ids.append(tokenizer.special_tokens[part.text])
+            else:
+                ids += next(plain)
+        encoded.append(ids)
+    return encoded
+
+
+def encode_parts(tokenizer: Tokenizer, parts: Sequence[Part]) -> list[int]:
+    return encode_all(tokenizer, [parts])[0]

@@ -1,0 +1,84 @@
+"""Token ids to text as they come: bytes joined into characters, stop strings found and never shown half."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from server.text.stop_strings import StopFinder, StopStrings
+from server.text.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """Ids to characters. A character whose bytes are spread over tokens appears with its last byte; bytes that are
+    not UTF-8 become U+FFFD exactly as decoding the whole at once would make them."""
+
+    __slots__ = ("_decode", "_partial", "_skip", "_table")
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._table = tokenizer.token_bytes
+        self._skip = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._partial = False  # the decoder holds the first bytes of a character
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skip or token_id >= len(self._table):
+            return ""
+        raw = self._table[token_id]
+        if not self._partial and raw.isascii():
+            return raw.decode("ascii")
+        text = self._decode(raw)
+        self._partial = not text or raw[-1] >= 0x80
+        return text
+
+    def flush(self) -> str:
+        self._partial = False
+        return self._decode(b"", True)
+
+
+class TextStream:
+    """One sequence's text. `num_chars` counts the characters decoded so far, shown or not: where the next token's text
+    begins. Stop strings count only from the token after `min_tokens`."""
+
+    __slots__ = ("_detokenizer", "_min_tokens", "_num_tokens", "_stops", "num_chars")
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stops: StopStrings | None = None,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._stops = None if stops is None else StopFinder(stops, include_in_output=include_stop)
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self.num_chars = 0
+
+    @property
+    def matched_stop(self) -> str | None:
+        return self._stops.matched if self._stops else None
+
+    def push(self, token_id: int) -> str:
+        """The text that this token makes certain. Not to be called once `matched_stop` is set."""
+        text = self._detokenizer.push(token_id)
+        self._num_tokens += 1
+        self.num_chars += len(text)
+        if self._stops is None or not text or self._num_tokens <= self._min_tokens:
+            return text
+        return self._stops.push(text)
+
+    def finish(self) -> str:
+        """What is left at the end of the sequence: a broken character, and text held back for a stop string."""
+        rest = self._detokenizer.flush()
+        if self._stops is None:
+            return rest
+        return self._stops.push(rest) + self._stops.flush() if self.matched_stop is None else ""
+
+
+def decode_text(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    """The text of ids that are all there."""
+    stream = TextStream(tokenizer, skip_special_tokens=skip_special_tokens)
+    return "".join([stream.push(id) for id in ids]) + stream.finish()

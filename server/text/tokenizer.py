@@ -1,0 +1,177 @@
+"""Text to ids and ids to bytes, from a checkpoint's `tokenizer.json`.
+
+Two facts shape this file. Special tokens are never recognised inside plain text: the caller says where they are
+(`encode_parts`), so that no user can type one. And every id has a fixed byte string, so that a stream of ids is decoded
+one look-up per token, without ever decoding the same text twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import tokenizers
+
+from model.inputs.json_file import check_size
+from model.inputs.limits import MAX_TOKENIZER_BYTES, MAX_VOCAB_SIZE
+from model.inputs.words import shown
+from server.text.byte_alphabet import unicode_to_byte
+from server.text.tiktoken_model import tokenizer_from_tiktoken
+from server.text.tokenizer_files import chat_template, special_tokens
+
+logger = logging.getLogger("pallas_serve")
+
+MAX_SPARE_TOKENS = 1024  # special tokens after the model's vocabulary: what fine-tuning has added and never trained
+_PROBE = "".join(map(chr, range(0x800))) + "語🙂"  # nearly every byte that UTF-8 has
+LONG_TEXT_CHARS = 20_000  # from here on encoding takes so long (10 ms) that it is worth the library's threads
+
+
+class Tokenizer(Protocol):
+    """What the server asks of a tokenizer. `ByteLevelTokenizer` is the real one."""
+
+    token_bytes: Sequence[bytes]  # by id; b"" for ids that mean nothing
+    special_ids: frozenset[int]
+    special_tokens: dict[str, int]
+    max_token_chars: int  # no token stands for more characters of text than this
+    template_variables: dict[str, str]  # bos_token, eos_token and so on
+    chat_template: str | None
+
+    def encode_plain(self, texts: list[str]) -> list[list[int]]:
+        """Each text's ids; what looks like a special token is text like any other. Releases the GIL."""
+
+    def with_affixes(self, ids: list[int]) -> list[int]:
+        """The ids with what the tokenizer adds around a text of its own accord (Llama 3: begin-of-text)."""
+
+
+class ByteLevelTokenizer:
+    """A byte-level BPE tokenizer (Llama 3's kind) from a checkpoint folder. Anything else is a ValueError.
+
+    Args:
+        config: what templates know by a name: bos_token, eos_token and so on.
+        vocab_size: the model's. No text may become an id at or above it. A special token may have one, which only a
+            client that writes the token itself can ask for; then the request is refused.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        config: Mapping[str, str],
+        chat_template: str | None,
+        vocab_size: int = MAX_VOCAB_SIZE,
+    ) -> None:
+        if not isinstance(backend.decoder, tokenizers.decoders.ByteLevel):
+            raise ValueError(f"the tokenizer is not a byte-level BPE one: {type(backend.decoder).__name__=}")
+        if getattr(backend.model, "dropout", None):
+            raise ValueError(f"the tokenizer draws at random how a text is cut: {backend.model.dropout=}")
+        backend.encode_special_tokens = True
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.chat_template = chat_template
+        added = backend.get_added_tokens_decoder()
+        self.special_tokens = {token.content: id for id, token in added.items() if token.special}
+        self.special_ids = frozenset(self.special_tokens.values())
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self._check_ids(vocab, vocab_size)
+        self.token_bytes = _token_bytes(vocab, {token.content for token in added.values()}, vocab_size)
+        self.max_token_chars = max(map(len, self.token_bytes), default=0)
+        if not self.max_token_chars:
+            raise ValueError("the tokenizer has no tokens")
+        self._affixes = _affixes(backend, vocab_size)
+        self.template_variables = dict(config)
+
+    def _check_ids(self, vocab: Mapping[str, int], vocab_size: int) -> None:
+        by_id: dict[int, str] = {}
+        for token, id in vocab.items():
+            if by_id.setdefault(id, token) != token:
+                raise ValueError(f"the tokens {shown(by_id[id])} and {shown(token)} have the same id, {id}")
+        beyond = {token: id for token, id in vocab.items() if id >= vocab_size}
+        wrong = {
+            token: id
+            for token, id in beyond.items()
+            if id not in self.special_ids or id >= vocab_size + MAX_SPARE_TOKENS
+        }
+        if wrong:
+            raise ValueError(f"{len(wrong)} tokens have ids that a model of {vocab_size} does not know: {shown(wrong)}")
+        if beyond:
+            logger.warning("prompts with %s are refused: the model knows %d ids only", shown(beyond), vocab_size)
+
+    @classmethod
+    def from_folder(cls, folder: Path, *, vocab_size: int = MAX_VOCAB_SIZE) -> ByteLevelTokenizer:
+        """Reads `tokenizer.json` (or a tiktoken-style `tokenizer.model`), `tokenizer_config.json` and the template.
+
+        Raises ValueError where there is none, or none of this kind, or none for a model of `vocab_size` ids.
+        """
+        if (folder / "tokenizer.json").is_file():
+            path, read, variables = folder / "tokenizer.json", _read_backend, {}
+        elif (folder / "tokenizer.model").is_file():
+            path, read = folder / "tokenizer.model", tokenizer_from_tiktoken
+            variables = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+        else:
+            raise ValueError(f"{folder} holds neither tokenizer.json nor tokenizer.model")
+        variables |= special_tokens(folder)
+        template = chat_template(folder)
+        check_size(path, MAX_TOKENIZER_BYTES)
+        backend = read(path)
+        try:
+            return cls(backend, config=variables, chat_template=template, vocab_size=vocab_size)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def encode_plain(self, texts: list[str]) -> list[list[int]]:
+        # A batch is handed to the library's threads: on a busy machine that takes longer than to encode short texts.
+        if sum(map(len, texts)) < LONG_TEXT_CHARS:
+            return [self._backend.encode(text, add_special_tokens=False).ids for text in texts]
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def with_affixes(self, ids: list[int]) -> list[int]:
+        before, after = self._affixes
+        return [*before, *ids, *after]
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    with _in_words(f"{path} is not a tokenizer that can be read"):
+        return tokenizers.Tokenizer.from_file(str(path))
+
+
+@contextmanager
+def _in_words(what: str) -> Iterator[None]:
+    """ValueError in place of what the tokenizers' library raises: bare Exceptions, and panics, which are not even
+    those."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{what}: {error}") from error
+
+
+def _token_bytes(vocab: Mapping[str, int], added: set[str], vocab_size: int) -> list[bytes]:
+    """By id. A token with letters outside the alphabet of bytes stands for itself, as in the library's decoder."""
+    to_byte = unicode_to_byte()
+    alphabet = frozenset(map(chr, to_byte))
+    known = {token: id for token, id in vocab.items() if id < vocab_size}
+    table = [b""] * (max(known.values(), default=-1) + 1)
+    for token, id in known.items():
+        is_bytes = token not in added and alphabet.issuperset(token)
+        table[id] = token.translate(to_byte).encode("latin-1") if is_bytes else token.encode()
+    return table
+
+
+def _affixes(backend: tokenizers.Tokenizer, vocab_size: int) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and after a text of its own accord."""
+    with _in_words("the tokenizer cannot encode a text"):
+        backend.encode(_PROBE, add_special_tokens=False)
+        bare = backend.encode("a", add_special_tokens=False).ids
+        full = backend.encode("a", add_special_tokens=True).ids
+    start = next((i for i in range(len(full) + 1) if full[i : i + len(bare)] == bare), None)
+    if start is None:
+        raise ValueError("the tokenizer's post-processor does not keep the text that it is given")
+    before, after = full[:start], full[start + len(bare) :]
+    if unknown := [id for id in before + after if id >= vocab_size]:
+        raise ValueError(f"the tokenizer adds ids to every text that a model of {vocab_size} does not know: {unknown}")
+    return before, after
