@@ -167,7 +167,7 @@ def compile_kernels(target: str, heads: tuple[int, int, int], folder: Path, cuda
     if root is None or not (root / "bin" / "nvdisasm").is_file():
         raise SystemExit(
             f"no bin/nvdisasm under {root}: install the package nvidia-cuda-nvdisasm beside the CUDA plug-in "
-            "(scripts/test does), or name a CUDA toolkit's folder with --cuda-root"
+            "(scripts/test --all does), or name a CUDA toolkit's folder with --cuda-root"
         )
     command = [sys.executable, "-m", "scripts.benchmarks.compile_gpu_layer", target, json.dumps(heads), str(folder)]
     process = subprocess.run(
