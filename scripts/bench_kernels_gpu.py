@@ -7,7 +7,7 @@
 and what the inner loops issue per block of keys, beside the cycles in which the memory delivers the block: a bound, no
 time. `--device` measures on the attached chip: see `benchmarks/device_gpu.py`.
 
-The loops are read from SASS, which takes NVIDIA's nvdisasm: `scripts/test --all` installs it (package nvidia-cuda-nvdisasm);
+The loops are read from SASS by NVIDIA's nvdisasm, which `scripts/test --all` installs (package nvidia-cuda-nvdisasm);
 `--cuda-root` names another folder with bin/nvdisasm and bin/ptxas, such as a CUDA toolkit's.
 """
 
