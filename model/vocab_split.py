@@ -95,9 +95,10 @@ def first_of_greatest(values: jax.Array, tokens: jax.Array) -> jax.Array:
     """i32[rows]: of the greatest of `values` [rows, n], the lowest of `tokens`, i32[n] or [rows, n].
 
     Two plain reductions: XLA's argmax takes a CPU twice as long as both. A row with a NaN has no greatest: it gets the
-    highest of its tokens, since it must get some.
+    last of its tokens, since it must get some.
     """
     # Without the barrier XLA would write the greatest out once for every value.
     is_best = values == lax.optimization_barrier(jnp.max(values, axis=-1, keepdims=True))
-    first = jnp.min(jnp.where(is_best, tokens, jnp.iinfo(jnp.int32).max), axis=-1)
-    return jnp.minimum(first, jnp.max(tokens, axis=-1))
+    none = jnp.iinfo(jnp.int32).max
+    first = jnp.min(jnp.where(is_best, tokens, none), axis=-1)
+    return jnp.where(first == none, tokens[..., -1], first)
