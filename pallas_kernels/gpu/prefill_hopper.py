@@ -256,7 +256,7 @@ class _Memory:
         plgpu.commit_smem()
 
     def drain(self, num_blocks) -> None:
-        """Waits until the other warpgroups have given everything back: no arrival is left that nobody awaited."""
+        """Waits until the other warpgroups have given everything back, so that no arrival is left unawaited."""
         stages = self.body.sizes.num_stages
         plgpu.barrier_wait(self.q_free)
 
