@@ -27,7 +27,8 @@ from model import sampling
 from model.llama import Llama
 from model.logprobs import Logprobs, find, logprobs, merge
 from model.vocab_split import BY_VOCAB, REPLICATED, VocabShard, VocabSplit
-from pallas_kernels.api import PagedAttention, RaggedBatch
+from pallas_kernels.api import PagedAttention
+from pallas_kernels.spec import RaggedBatch
 
 SCORE_BLOCK = 64  # rows of logits that exist at a time while the tokens of a prompt are scored
 HISTORY_BLOCK = 4096  # prompt tokens, and as many output tokens, of one dispatch of `reset_history`

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 
-if TYPE_CHECKING:
-    from pallas_kernels.api import AttentionSpec, Backend
+from pallas_kernels.spec import AttentionSpec, Backend
 
 
 def kv_pages(spec: AttentionSpec, backend: Backend, num_pages: int) -> jax.ShapeDtypeStruct:

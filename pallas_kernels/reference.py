@@ -19,15 +19,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-if TYPE_CHECKING:
-    from pallas_kernels.api import AttentionSpec, RaggedBatch
+from pallas_kernels.spec import AttentionSpec, RaggedBatch
 
 DECODE_BLOCK_TOKENS = 64
 DECODE_BLOCKS_AT_ONCE = 16  # and no more than 4 a row: one lonely short row should not pay for sixteen

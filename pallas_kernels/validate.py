@@ -6,15 +6,11 @@ the host, for tests and debug runs. In serving the batcher answers for them, whi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-if TYPE_CHECKING:
-    from pallas_kernels.api import AttentionSpec, Backend, RaggedBatch
-
+from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
 
 DTYPES = ("bfloat16", "float16", "float32")
 

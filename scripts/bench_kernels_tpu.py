@@ -76,7 +76,7 @@ def _tuples(texts: list[str] | None) -> list[tuple[int, ...]]:
 def geometry(model: str) -> Any:
     import jax.numpy as jnp
 
-    from pallas_kernels.api import AttentionSpec
+    from pallas_kernels.spec import AttentionSpec
     from pallas_kernels.tpu import layout
 
     num_query_heads, num_kv_heads, head_dim = MODELS[model]

@@ -107,8 +107,9 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
         say(f"jax on {_describe_devices(settings)}")
     from model.runner import ModelRunner, RunnerConfig
     from model.sharding import abstract_model
-    from pallas_kernels.api import AttentionSpec, PagedAttention, choose_backend
+    from pallas_kernels.api import PagedAttention, choose_backend
     from pallas_kernels.layout import default_page_size
+    from pallas_kernels.spec import AttentionSpec
 
     source = resolve(settings.model, weights=settings.load_format != "dummy")
     stored = _find_weights(settings, source)

@@ -49,8 +49,9 @@ def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
     from model import kv_cache
     from model.llama import Llama
     from model.sharding import partition, stored_config
-    from pallas_kernels.api import AttentionSpec, Backend, PagedAttention
+    from pallas_kernels.api import PagedAttention
     from pallas_kernels.layout import default_page_size
+    from pallas_kernels.spec import AttentionSpec, Backend
     from scripts.engine import GPU_POOL_SHARE, bucket_config, choose_dtype, choose_model_len
 
     platform = "tpu" if chip in TPUS else "gpu"

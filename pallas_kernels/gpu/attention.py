@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gpu import append, combine, decode, device, prefill_hopper, prefill_mma, schedule, tuning
 from pallas_kernels.gpu.prefill_body import PrefillOperands
 from pallas_kernels.gpu.schedule import TOKEN_ALIGNMENT
-
-if TYPE_CHECKING:
-    from pallas_kernels.api import AttentionSpec, RaggedBatch
+from pallas_kernels.spec import AttentionSpec, RaggedBatch
 
 HEAD_DIMS = (64, 128)
 PAGE_SIZES = (16, 32, 64, 128)  # tokens

@@ -6,15 +6,11 @@ memory budget of a block. `block_kv` and `num_stages` are the knobs to turn once
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pallas_kernels.gpu.decode import RingTiles
 from pallas_kernels.gpu.device import KIB, Gpu
 from pallas_kernels.gpu.prefill_hopper import COMPUTE_WARPGROUPS, PrefillTiles
 from pallas_kernels.gpu.prefill_tile import TILE_M, TileShape
-
-if TYPE_CHECKING:
-    from pallas_kernels.api import AttentionSpec
+from pallas_kernels.spec import AttentionSpec
 
 
 def decode_tiles(gpu: Gpu, spec: AttentionSpec) -> RingTiles:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.spec import AttentionSpec, RaggedBatch
 from pallas_kernels.tpu import append, blocks, decode, layout, mixed, paging
 from pallas_kernels.tpu.layout import LANES, Geometry
-
-if TYPE_CHECKING:
-    from pallas_kernels.api import AttentionSpec, RaggedBatch
 
 
 @partial(

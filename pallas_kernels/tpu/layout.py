@@ -16,13 +16,11 @@ share it. Chips split the plane axis.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
-if TYPE_CHECKING:
-    from pallas_kernels.api import AttentionSpec
+from pallas_kernels.spec import AttentionSpec
 
 KV_HEAD_AXIS = 1
 LANES = 128

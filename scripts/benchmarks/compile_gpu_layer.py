@@ -20,7 +20,8 @@ from jax.experimental.mosaic import gpu as _mosaic  # noqa: F401, sets MOSAIC_GP
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.api import AttentionSpec, Backend, PagedAttention, RaggedBatch
+from pallas_kernels.api import PagedAttention
+from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
 from pallas_kernels.targets import GpuTarget, gpu_target
 
 PAGE_SIZE = 64

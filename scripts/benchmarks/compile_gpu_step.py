@@ -33,7 +33,8 @@ from model.llama import Llama
 from model.presets import preset
 from model.sharding import abstract_model, sharding_of
 from model.step import DeviceState, make_step
-from pallas_kernels.api import AttentionSpec, Backend, PagedAttention
+from pallas_kernels.api import PagedAttention
+from pallas_kernels.spec import AttentionSpec, Backend
 from pallas_kernels.targets import gpu_target
 
 PAGE_SIZE = 64

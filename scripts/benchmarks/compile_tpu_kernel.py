@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.api import AttentionSpec
+from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.targets import tpu_target
 from pallas_kernels.tpu import append, decode, layout, mixed
 from pallas_kernels.tpu.tiles import MixedBlocks

@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.api import Backend, PagedAttention
+from pallas_kernels.api import PagedAttention
+from pallas_kernels.spec import Backend
 from scripts.benchmarks import gpu_check
 from scripts.benchmarks.compile_gpu_layer import make_spec
 from scripts.benchmarks.gpu_operands import Operands, Rows, make_operands

@@ -26,8 +26,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.api import AttentionSpec
 from pallas_kernels.gpu import device, prefill_tile, report, schedule, tuning
+from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.targets import GpuTarget, gpu_target
 from scripts.benchmarks.compile_gpu_layer import PAGE_SIZE, make_spec
 from scripts.benchmarks.sass import Loop, read_loops

@@ -13,7 +13,8 @@ from batcher.step import PATCH_BLOCK, Bucket, PackedLayout, PenaltyReset, SlotLa
 from model.config import LlamaConfig
 from model.llama import Llama
 from model.runner import ModelRunner, RunnerConfig
-from pallas_kernels.api import AttentionSpec, Backend, PagedAttention
+from pallas_kernels.api import PagedAttention
+from pallas_kernels.spec import AttentionSpec, Backend
 from tests.model.dense_attention import causal_attention
 
 TINY = LlamaConfig(

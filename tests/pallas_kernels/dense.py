@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.api import AttentionSpec, RaggedBatch
+from pallas_kernels.spec import AttentionSpec, RaggedBatch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.api import AttentionSpec, Backend, PagedAttention, RaggedBatch, choose_backend
+from pallas_kernels.api import PagedAttention, choose_backend
+from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
 from tests.pallas_kernels.dense import Case, Row, make_case
 
 ROWS, TOKENS, PAGES_PER_SEQ = 6, 160, 20

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import validate
-from pallas_kernels.api import AttentionSpec, Backend, PagedAttention, RaggedBatch
+from pallas_kernels.api import PagedAttention
+from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
 
 # Row 0 decodes its fifth token into page 3, row 1 brings tokens 2 and 3 of its first page, row 2 is padding.
 BATCH = RaggedBatch(

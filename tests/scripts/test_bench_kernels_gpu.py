@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.api import Backend
+from pallas_kernels.spec import Backend
 from scripts import bench_kernels, bench_kernels_gpu
 from scripts.benchmarks import device_gpu, gpu_check, gpu_peers, static_gpu
 from scripts.benchmarks.compile_gpu_layer import make_spec

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.api import AttentionSpec
 from pallas_kernels.gpu import combine, prefill_hopper, prefill_mma, prefill_tile, ring
 from pallas_kernels.gpu.device import Gpu
+from pallas_kernels.spec import AttentionSpec
 from tests.pallas_kernels.dense import Row, make_case
 from tests.pallas_kernels.gpu import interpreted
 from tests.pallas_kernels.gpu.interpreted import (

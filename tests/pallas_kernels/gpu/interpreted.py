@@ -16,9 +16,9 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interp
 from jax._src.pallas.mosaic_gpu.interpret.race_detection_state import GPURaceDetectionState as RaceDetector
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.api import AttentionSpec, RaggedBatch
 from pallas_kernels.gpu import attention, device, prefill_tile, tuning
 from pallas_kernels.gpu.schedule import ITEM_NUM_BLOCKS
+from pallas_kernels.spec import AttentionSpec, RaggedBatch
 from tests.pallas_kernels.dense import Case
 
 HOPPER = device.INTERPRETED

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.api import AttentionSpec, Backend, PagedAttention
+from pallas_kernels.api import PagedAttention
 from pallas_kernels.gpu import attention, device
+from pallas_kernels.spec import AttentionSpec, Backend
 from tests.pallas_kernels.dense import Row, make_case
 from tests.pallas_kernels.gpu.interpreted import (
     BLACKWELL,

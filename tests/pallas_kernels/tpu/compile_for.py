@@ -18,8 +18,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.api import AttentionSpec, Backend, PagedAttention, RaggedBatch
+from pallas_kernels.api import PagedAttention
 from pallas_kernels.layout import default_page_size
+from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
 from pallas_kernels.targets import tpu_target
 from scripts.benchmarks.bundles import bundle_dumps, read_loops, read_vmem
 

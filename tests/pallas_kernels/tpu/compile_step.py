@@ -20,7 +20,8 @@ from batcher.step import Bucket, PackedLayout, SlotLayout, Variant
 from model.presets import PRESETS
 from model.sharding import TENSOR_AXIS, abstract_model, make_mesh
 from model.step import DeviceState, make_step
-from pallas_kernels.api import AttentionSpec, Backend, PagedAttention
+from pallas_kernels.api import PagedAttention
+from pallas_kernels.spec import AttentionSpec, Backend
 from pallas_kernels.targets import tpu_target
 
 NUM_ROWS, PAGES_PER_SEQ, PAGE_SIZE = 64, 64, 128

@@ -14,7 +14,7 @@ import numpy as np
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.api import AttentionSpec, RaggedBatch
+from pallas_kernels.spec import AttentionSpec, RaggedBatch
 from pallas_kernels.tpu import attention, layout
 from pallas_kernels.tpu.blocks import BlockSizes
 from pallas_kernels.tpu.decode import DecodeBlocks

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import tuning
-from pallas_kernels.api import AttentionSpec, Backend
 from pallas_kernels.layout import default_page_size
+from pallas_kernels.spec import AttentionSpec, Backend
 from pallas_kernels.tpu import blocks, layout
 from pallas_kernels.tpu.decode import DecodeBlocks
 from pallas_kernels.tpu.entries import entry_at

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.api import AttentionSpec
+from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.tpu import append, paging, tiles
 from tests.pallas_kernels.dense import Row, make_case
 from tests.pallas_kernels.tpu.interpreted import DMA_MODES, compiled_step, run

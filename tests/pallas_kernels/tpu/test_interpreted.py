@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 
-from pallas_kernels.api import AttentionSpec, Backend, PagedAttention, RaggedBatch
+from pallas_kernels.api import PagedAttention
+from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
 from tests.pallas_kernels.dense import Row, make_case
 from tests.pallas_kernels.tpu.interpreted import DMA_MODES, run
 

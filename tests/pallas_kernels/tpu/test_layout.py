@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.api import AttentionSpec, Backend, PagedAttention
+from pallas_kernels.api import PagedAttention
+from pallas_kernels.spec import AttentionSpec, Backend
 from pallas_kernels.tpu import layout
 
 
