@@ -35,7 +35,7 @@ def kv_head_axis(backend: Backend) -> int:
 
 
 def default_page_size(backend: Backend, max_model_len: int, chip: str | None = None) -> int:
-    """Tokens per page where the user gives none. `chip`: a TPU's generation as jax calls it (default: of this one)."""
+    """Tokens per page where the user gives none. `chip`: a TPU's name in `chips` (default: this TPU)."""
     family = backend.split("-")[0]
     if family == "tpu":
         from pallas_kernels.tpu import blocks

@@ -1,8 +1,8 @@
-"""Block sizes found by measurement, per device, beside the code that has a rule for every other case.
+"""Block sizes found by measurement, per chip, beside the code that has a rule for every other case.
 
-`tuned/<device>.json` holds `{"source": ..., "entries": {key: sizes}}`; what a key and its sizes mean is the business of
-the family of kernels that looks them up. On a miss, device or key, the caller's rule decides: nothing is approximated
-from other entries.
+`tuned/<chip>.json`, by the chip's name in `chips`, holds `{"source": ..., "entries": {key: sizes}}`; what a key and its
+sizes mean is the business of the family of kernels that looks them up. On a miss, chip or key, the caller's rule
+decides: nothing is approximated from other entries.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ FOLDER = Path(__file__).parent / "tuned"
 
 
 @cache
-def entries(device: str) -> dict[str, Any]:
-    """All entries for `device`; none where there is no file."""
-    path = FOLDER / f"{device}.json"
+def entries(chip: str) -> dict[str, Any]:
+    """All entries for `chip`; none where there is no file."""
+    path = FOLDER / f"{chip}.json"
     return json.loads(path.read_text())["entries"] if path.is_file() else {}
 
 
-def lookup(device: str, key: str) -> Any | None:
-    """The sizes tuned for `key` on `device`, or None."""
-    return entries(device).get(key)
+def lookup(chip: str, key: str) -> Any | None:
+    """The sizes tuned for `key` on `chip`, or None."""
+    return entries(chip).get(key)

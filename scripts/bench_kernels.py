@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
-FAMILIES = {"v5e": "tpu", "v5p": "tpu", "v6e": "tpu", "tpu7x": "tpu"}
+from pallas_kernels.chips import TPUS
 
 
 def main() -> None:
@@ -18,7 +18,7 @@ def main() -> None:
     parser.add_argument("--target", required=True, help="a chip: v6e:1x1, ... for TPUs; h100, ... for GPUs")
     parser.add_argument("--static", action="store_true", help="compile only, and count; needs no chip")
     args, rest = parser.parse_known_args()
-    family = FAMILIES.get(args.target.split(":")[0], "gpu")
+    family = "tpu" if args.target.split(":")[0] in TPUS else "gpu"
     importlib.import_module(f"scripts.bench_kernels_{family}").main(args.target, args.static, rest)
 
 

@@ -93,7 +93,7 @@ def geometry(model: str) -> Any:
 
 def compiled(target: str, model: str, jobs: list[tuple[str, tuple[int, ...]]]) -> list[Kernel]:
     """The kernels of `jobs` that compile; of the others it is said why they do not."""
-    from pallas_kernels.targets import tpu_target
+    from scripts.benchmarks.targets import tpu_target
 
     kernels = []
     results = compile_kernels(target, [(kind, sizes, MODELS[model]) for kind, sizes in jobs])
@@ -111,11 +111,11 @@ class Report:
     def __init__(
         self, target: str, model: str, decode: list[tuple[int, ...]], mixed: list[tuple[int, ...]], *, shipped: bool
     ) -> None:
-        from pallas_kernels.targets import tpu_target
         from pallas_kernels.tpu import blocks
+        from scripts.benchmarks.targets import tpu_target
 
         self.target, self.model = tpu_target(target), model
-        chosen = blocks.choose(geometry(model), CONTEXT // PAGE, self.target.chip)
+        chosen = blocks.choose(geometry(model), CONTEXT // PAGE, self.target.chip.name)
         jobs = [("decode", sizes) for sizes in decode or [tuple(vars(chosen.decode).values())]]
         jobs += [("mixed", sizes) for sizes in mixed or [tuple(vars(chosen.mixed).values())]]
         jobs += [("shipped", sizes) for sizes in SHIPPED_BLOCKS if shipped]
@@ -152,8 +152,8 @@ class Report:
         ]
         for name, rows in BATCHES.items():
             ours, theirs = self._best("ours", rows), self._best("shipped", rows)
-            micros = ours.cycles / self.target.clock_hz * 1e6
-            shipped = "" if theirs is None else f"{theirs.cycles / self.target.clock_hz * 1e6:.1f}"
+            micros = ours.cycles / self.target.chip.clock_hz * 1e6
+            shipped = "" if theirs is None else f"{theirs.cycles / self.target.chip.clock_hz * 1e6:.1f}"
             ratio = "" if theirs is None else f"{theirs.cycles / ours.cycles:.2f}x"
             lines.append(
                 f"| {name} | {micros:.1f} | {shipped} | {ratio} | {ours.bundles:.0f}, {ours.dma_cycles:.0f} "
@@ -204,12 +204,12 @@ def candidates(g: Any) -> dict[str, list[tuple[int, ...]]]:
 def sweep(target: str) -> None:
     """Keeps, per geometry and kind, the sizes with which `TUNED_FOR` takes fewest cycles, then bundles, then VMEM."""
     from pallas_kernels import tuning
-    from pallas_kernels.targets import tpu_target
     from pallas_kernels.tpu import blocks
     from pallas_kernels.tpu.decode import DecodeBlocks
     from pallas_kernels.tpu.tiles import MixedBlocks
+    from scripts.benchmarks.targets import tpu_target
 
-    path = tuning.FOLDER / f"tpu_{tpu_target(target).chip}.json"
+    path = tuning.FOLDER / f"{tpu_target(target).chip.name}.json"
     entries: dict[str, Any] = {}
     for model in MODELS:
         g = geometry(model)

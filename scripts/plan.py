@@ -11,23 +11,11 @@ import math
 import sys
 
 from model.source import resolve
+from pallas_kernels.chips import GIB, GPUS, TPUS
 from scripts.errors import add_debug_flag, failed
 from scripts.settings import EngineSettings, add_engine_flags
 
-GIB = 1 << 30
-# Memory of one device as jax counts devices, in GiB, as published.
-CHIPS = {
-    "v5e": 16,
-    "v5p": 95,
-    "v6e": 32,
-    "tpu7x": 96,
-    "l4": 24,
-    "a100": 80,
-    "h100": 80,
-    "h200": 141,
-    "b200": 180,
-}
-TPUS = ("v5e", "v5p", "v6e", "tpu7x")
+CHIPS = TPUS | GPUS
 
 
 def parser() -> argparse.ArgumentParser:
@@ -68,7 +56,7 @@ def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
         share = chips if partition(variable.get_metadata("axes")) else 1
         weights += math.prod(value.shape) * value.dtype.itemsize // share
     backend = Backend(platform)
-    page_size = settings.page_size or default_page_size(backend, max_model_len, chip.removeprefix("tpu"))
+    page_size = settings.page_size or default_page_size(backend, max_model_len, chip)
     heads = {"num_query_heads": stored.num_heads // chips, "num_kv_heads": stored.num_kv_heads // chips}
     spec = AttentionSpec(**heads, head_dim=stored.head_dim, page_size=page_size, dtype=dtype, kv_dtype=dtype)
     page_bytes = PagedAttention(spec, backend).page_bytes() * stored.num_layers
@@ -113,7 +101,7 @@ def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
-        print(plan(EngineSettings.from_namespace(args), args.chip, args.device_memory or CHIPS[args.chip]))
+        print(plan(EngineSettings.from_namespace(args), args.chip, args.device_memory or CHIPS[args.chip].memory_gib))
     except (Exception, KeyboardInterrupt) as error:
         return failed("plan", error, debug=args.debug)
     return 0

@@ -8,19 +8,7 @@ import jax
 from jax.experimental.mosaic.gpu import utils as mosaic_utils
 from jax.extend import backend as jax_backend
 
-KIB = 1024
-
-# Shared memory that one CTA may use, and what one multiprocessor has (CUDA C++ programming guide, table of compute
-# capabilities). A CTA also costs 1 KiB that the driver reserves.
-_SHARED_MEMORY = {
-    (8, 0): (163 * KIB, 164 * KIB),
-    (8, 6): (99 * KIB, 100 * KIB),
-    (8, 9): (99 * KIB, 100 * KIB),
-    (9, 0): (227 * KIB, 228 * KIB),
-    (10, 0): (227 * KIB, 228 * KIB),
-    (10, 3): (227 * KIB, 228 * KIB),
-    (12, 0): (99 * KIB, 100 * KIB),
-}
+from pallas_kernels.chips import SHARED_MEMORY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,16 +19,12 @@ class Gpu:
     num_multiprocessors: int
 
     def __post_init__(self) -> None:
-        if self.arch not in _SHARED_MEMORY:
-            raise ValueError(f"no kernels for this GPU: {self.arch=}; there are for {sorted(_SHARED_MEMORY)}")
-
-    @property
-    def cta_shared_memory(self) -> int:
-        return _SHARED_MEMORY[self.arch][0]
+        if self.arch not in SHARED_MEMORY:
+            raise ValueError(f"no kernels for this GPU: {self.arch=}; there are for {sorted(SHARED_MEMORY)}")
 
     @property
     def multiprocessor_shared_memory(self) -> int:
-        return _SHARED_MEMORY[self.arch][1]
+        return SHARED_MEMORY[self.arch].per_multiprocessor
 
     @property
     def has_tma(self) -> bool:

@@ -6,8 +6,9 @@ memory budget of a block. `block_kv` and `num_stages` are the knobs to turn once
 
 from __future__ import annotations
 
+from pallas_kernels.chips import KIB
 from pallas_kernels.gpu.decode import RingTiles
-from pallas_kernels.gpu.device import KIB, Gpu
+from pallas_kernels.gpu.device import Gpu
 from pallas_kernels.gpu.prefill_hopper import COMPUTE_WARPGROUPS, PrefillTiles
 from pallas_kernels.gpu.prefill_tile import TILE_M, TileShape
 from pallas_kernels.spec import AttentionSpec

@@ -6,21 +6,16 @@ from dataclasses import dataclass, replace
 
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import tuning
+from pallas_kernels import chips, tuning
 from pallas_kernels.tpu import mixed_memory, paging
 from pallas_kernels.tpu.decode import DecodeBlocks
 from pallas_kernels.tpu.layout import LANES, Geometry
 from pallas_kernels.tpu.tiles import MixedBlocks
 
 DECODE_TURN_BYTES = 8 << 20  # K/V of one turn: enough to hide a copy's latency
-# Starting the copy of a page takes some 30 bundles, whatever it holds. These are the smallest pages with which a decode
-# of one KV head, where a page is least, takes fewer bundles than its bytes take cycles; the fastest memories (v5p, 7x)
-# only come near to that, with the largest. Smaller pages waste less behind a sequence's end and share more prefixes.
-PAGE_SIZES = {"v5e": 64, "v5p": 256, "v6e": 128, "7x": 256}
-
-
+UNKNOWN_PAGE_SIZE = 128  # tokens, on a generation that the table lacks: the middle one
 LONGEST = 1 << 20  # tokens: no block is shortened for a sequence of so many
-LARGEST_VMEM = 128 << 20  # of v5e and v6e; v5p and 7x have half of it
+LARGEST_VMEM = max(chip.vmem_bytes for chip in chips.TPUS.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,18 +54,18 @@ def validate_memory(g: Geometry) -> None:
 
 
 def this_chip() -> str:
-    """jax's name of the generation that is compiled for: the attached one, or that of the mesh."""
-    return pltpu.get_tpu_info().chip_version.value
+    """The generation that is compiled for, by its name in `chips`: the attached one, or that of the mesh."""
+    return chips.tpu_name(pltpu.get_tpu_info().chip_version.value)
 
 
 def default_page_size(chip: str | None) -> int:
-    """Tokens, for a generation as jax calls it; None and those unheard of have the middle one."""
-    return 128 if chip is None else PAGE_SIZES.get(chip, 128)
+    """Tokens, for a generation by its name in `chips`; None where there is none, as on a CPU."""
+    return chips.TPUS[chip].page_size if chip in chips.TPUS else UNKNOWN_PAGE_SIZE
 
 
 def choose(g: Geometry, pages_per_seq: int, chip: str | None = None) -> BlockSizes:
-    """The tuned sizes of `chip` (jax's name of the generation) where there are some, otherwise by rule."""
-    tuned = {} if chip is None else tuning.lookup(f"tpu_{chip}", key(g)) or {}
+    """The tuned sizes of `chip` (a name in `chips`) where there are some, otherwise by rule."""
+    tuned = {} if chip is None else tuning.lookup(chip, key(g)) or {}
     decode, mixed = _decode(g, pages_per_seq), _mixed(g, pages_per_seq)
     if "decode" in tuned:
         decode = _shorten(DecodeBlocks(**tuned["decode"]), g, pages_per_seq)

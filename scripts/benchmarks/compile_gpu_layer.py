@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
-from pallas_kernels.targets import GpuTarget, gpu_target
+from scripts.benchmarks.targets import GpuTarget, gpu_target
 
 PAGE_SIZE = 64
 

@@ -35,7 +35,7 @@ from model.sharding import abstract_model, sharding_of
 from model.step import DeviceState, make_step
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, Backend
-from pallas_kernels.targets import gpu_target
+from scripts.benchmarks.targets import gpu_target
 
 PAGE_SIZE = 64
 NUM_SLOTS = 256  # other than the rows of a step: an argument's copy is known by its shape

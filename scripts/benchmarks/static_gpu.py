@@ -26,11 +26,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.gpu import device, prefill_tile, report, schedule, tuning
+from pallas_kernels.chips import GpuChip
+from pallas_kernels.gpu import device, prefill_tile, schedule, tuning
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.targets import GpuTarget, gpu_target
+from scripts.benchmarks import gpu_report
 from scripts.benchmarks.compile_gpu_layer import PAGE_SIZE, make_spec
 from scripts.benchmarks.sass import Loop, read_loops
+from scripts.benchmarks.targets import gpu_target
 
 SHOWN = ("HGMMA", "HMMA", "LDSM", "UTMALDG", "LDGSTS", "MUFU", "BAR", "FENCE", "STL", "LDL")
 MUFU_CYCLES = 8  # of a scheduler for one warp: four of the multiprocessor's 16 units are its own
@@ -53,8 +55,8 @@ class Turn:
     products: float
 
     @classmethod
-    def of(cls, loop: Loop, kernel: report.Kernel, target: GpuTarget, spec: AttentionSpec) -> Turn:
-        gpu = device.Gpu(arch=target.arch, num_multiprocessors=target.num_multiprocessors)
+    def of(cls, loop: Loop, kernel: gpu_report.Kernel, chip: GpuChip, spec: AttentionSpec) -> Turn:
+        gpu = device.Gpu(arch=chip.arch, num_multiprocessors=chip.num_multiprocessors)
         group = spec.num_query_heads // spec.num_kv_heads
         if kernel.name == "paged_decode":
             block_kv, rows, computing = tuning.decode_tiles(gpu, spec).block_kv, group, 1
@@ -63,15 +65,15 @@ class Turn:
             block_kv, rows = tuning.hopper_prefill_tiles(spec).block_kv, prefill_tile.TILE_M * computing
         else:
             block_kv, rows, computing = tuning.mma_prefill_tiles(gpu, spec).block_kv, prefill_tile.TILE_M, 1
-        per_cycle = target.num_multiprocessors * target.clock_hz
+        per_cycle = chip.num_multiprocessors * chip.clock_hz
         size = 2 * block_kv * spec.head_dim * 2
         exponentials = loop.operations.get("MUFU", 0) * MUFU_CYCLES
         return cls(
             block_kv=block_kv,
             bytes=size,
-            issue=max(loop.instructions * computing, exponentials * computing, loop.stall_cycles / kernel.ctas(target)),
-            memory=size / (target.memory_bytes_per_s / per_cycle),
-            products=4 * rows * block_kv * spec.head_dim / (target.bf16_flops_per_s / per_cycle),
+            issue=max(loop.instructions * computing, exponentials * computing, loop.stall_cycles / kernel.ctas(chip)),
+            memory=size / (chip.memory_bytes_per_s / per_cycle),
+            products=4 * rows * block_kv * spec.head_dim / (chip.bf16_flops_per_s / per_cycle),
         )
 
 
@@ -80,14 +82,14 @@ def account(
 ) -> tuple[dict[str, Any], list[str]]:
     """The figures, and the report in Markdown."""
     jax.config.update("jax_platforms", "cpu")  # the work lists are made here; the chip is not needed, even if attached
-    target, spec = gpu_target(target_name), make_spec(heads)
+    chip, spec = gpu_target(target_name).chip, make_spec(heads)
     lines = [
-        f"## {target.device_kind}: {model} ({heads[0]} query heads, {heads[1]} KV heads, head dim {heads[2]}), "
+        f"## {chip.device_kind}: {model} ({heads[0]} query heads, {heads[1]} KV heads, head dim {heads[2]}), "
         f"bf16, pages of {PAGE_SIZE} tokens",
         "",
         f"Compiled only, nothing was run. jax {version('jax')}, ptxas of {_package('nvidia-cuda-nvcc')}. "
-        f"{target.num_multiprocessors} multiprocessors at {target.clock_hz / 1e9:g} GHz, "
-        f"{target.memory_bytes_per_s / 1e9:g} GB/s, {target.bf16_flops_per_s / 1e12:g} TFLOP/s.",
+        f"{chip.num_multiprocessors} multiprocessors at {chip.clock_hz / 1e9:g} GHz, "
+        f"{chip.memory_bytes_per_s / 1e9:g} GB/s, {chip.bf16_flops_per_s / 1e12:g} TFLOP/s.",
         "",
         "| kernel | warpgroups | registers | spill bytes | SMEM KiB | CTAs per multiprocessor |",
         "|---|---|---|---|---|---|",
@@ -96,8 +98,8 @@ def account(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         compile_kernels(target_name, heads, folder, cuda_root)
-        for kernel in report.kernels(folder):
-            ctas = kernel.ctas(target)
+        for kernel in gpu_report.kernels(folder):
+            ctas = kernel.ctas(chip)
             lines.append(
                 f"| {kernel.name} | {kernel.warpgroups} | {kernel.registers} | {kernel.spill_bytes} "
                 f"| {kernel.shared_memory / 1024:.1f} | {ctas} |"
@@ -105,7 +107,7 @@ def account(
             figure: dict[str, Any] = vars(kernel) | {"ctas": ctas, "loops": []}
             kernels.append(figure)
             for index, loop in enumerate(read_loops(folder / f"{kernel.file}.sass_ctrl")):
-                turn = Turn.of(loop, kernel, target, spec)
+                turn = Turn.of(loop, kernel, chip, spec)
                 figure["loops"].append(vars(loop) | vars(turn))
                 loop_lines.append(_loop_line(kernel.name, ["whole blocks", "masked"][index], loop, turn))
                 if kernel.name == "paged_decode" and index == 0:
@@ -120,7 +122,7 @@ def account(
         "| decode, one layer | KV MiB | memory floor us | issue floor us | work items | longest item, blocks |",
         "|---|---|---|---|---|---|",
     ]
-    batches = {name: _batch(lens, target, spec, decode_turn) for name, lens in BATCHES.items()}
+    batches = {name: _batch(lens, chip, spec, decode_turn) for name, lens in BATCHES.items()}
     lines += [
         f"| {name} | {b['kv_bytes'] / 2**20:.1f} | {b['memory_us']:.1f} | {b['issue_us']:.1f} | {b['items']} "
         f"| {b['longest']} |"
@@ -137,9 +139,9 @@ def _loop_line(kernel: str, which: str, loop: Loop, turn: Turn) -> str:
     )
 
 
-def _batch(lens: list[int], target: GpuTarget, spec: AttentionSpec, turn: Turn) -> dict[str, Any]:
+def _batch(lens: list[int], chip: GpuChip, spec: AttentionSpec, turn: Turn) -> dict[str, Any]:
     """A decode batch: what it reads, and how the work list deals it out."""
-    gpu = device.Gpu(arch=target.arch, num_multiprocessors=target.num_multiprocessors)
+    gpu = device.Gpu(arch=chip.arch, num_multiprocessors=chip.num_multiprocessors)
     kv_lens = np.asarray(lens, np.int32)
     items, _ = schedule.decode_items(
         kv_lens, kv_lens > 0, block_kv=turn.block_kv, max_blocks=-(-max(lens) // turn.block_kv),
@@ -150,8 +152,8 @@ def _batch(lens: list[int], target: GpuTarget, spec: AttentionSpec, turn: Turn) 
     kv_bytes = int(kv_lens.sum()) * spec.num_kv_heads * spec.head_dim * 4
     return {
         "kv_bytes": kv_bytes,
-        "memory_us": kv_bytes / target.memory_bytes_per_s * 1e6,
-        "issue_us": blocks * turn.issue / target.num_multiprocessors / target.clock_hz * 1e6,
+        "memory_us": kv_bytes / chip.memory_bytes_per_s * 1e6,
+        "issue_us": blocks * turn.issue / chip.num_multiprocessors / chip.clock_hz * 1e6,
         "items": len(items) * spec.num_kv_heads,
         "longest": int(items[:, schedule.ITEM_NUM_BLOCKS].max()),
     }

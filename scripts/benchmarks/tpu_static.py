@@ -19,8 +19,8 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any
 
-from pallas_kernels.targets import TpuTarget
 from scripts.benchmarks.bundles import Loop, Vmem, dump_flags
+from scripts.benchmarks.targets import TpuTarget
 
 PAGE = 128
 MODELS = {  # query heads, KV heads, head dim, as one chip sees them
@@ -131,10 +131,10 @@ class Kernel:
         return 2 * self.num_kv_heads * self.head_dim * 2
 
     def dma_cycles(self, num_bytes: float) -> float:
-        return num_bytes / self.target.hbm_bytes_per_cycle
+        return num_bytes / self.target.chip.memory_bytes_per_cycle
 
     def mxu_cycles(self, pairs: float) -> float:
-        return 4 * self.num_query_heads * self.head_dim * pairs / self.target.flops_per_cycle
+        return 4 * self.num_query_heads * self.head_dim * pairs / self.target.chip.flops_per_cycle
 
     def iteration(self) -> Iteration:
         raise NotImplementedError

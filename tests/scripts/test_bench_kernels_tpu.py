@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pallas_kernels.targets import tpu_target
 from scripts.benchmarks.bundles import Loop, Vmem, read_loops, read_vmem
+from scripts.benchmarks.targets import tpu_target
 from scripts.benchmarks.tpu_static import Compiled, OurDecode, OurMixed, Row, Shipped
 
 TARGET = tpu_target("v6e:1x1")
@@ -55,7 +55,7 @@ def test_a_decode_s_items_fill_turns() -> None:
     # Blocks of 256, 44 and 100 tokens: two turns, of 3 pages and of 1.
     estimate = kernel.estimate([Row(1, 300), Row(1, 100), Row(64, 64)])
     assert estimate.bundles == (90 + 30) + (90 + 10)
-    assert round(estimate.dma_cycles) == round(400 * 4096 / TARGET.hbm_bytes_per_cycle)
+    assert round(estimate.dma_cycles) == round(400 * 4096 / TARGET.chip.memory_bytes_per_cycle)
 
 
 def test_units_beyond_the_diagonal_are_not_walked() -> None:
@@ -81,4 +81,4 @@ def test_the_shipped_kernel_takes_every_block_and_pads_head_dim_64() -> None:
     kernel = Shipped(TARGET, "1b", (2, 32), loops)
     estimate = kernel.estimate([Row(64, 512)])
     assert estimate.bundles == 2 * 2 * 80
-    assert round(estimate.dma_cycles) == round(2 * 512 * 4096 / TARGET.hbm_bytes_per_cycle)
+    assert round(estimate.dma_cycles) == round(2 * 512 * 4096 / TARGET.chip.memory_bytes_per_cycle)

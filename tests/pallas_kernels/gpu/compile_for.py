@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from pallas_kernels.gpu import report, tuning
+from pallas_kernels.gpu import tuning
 from pallas_kernels.gpu.device import Gpu
-from pallas_kernels.targets import gpu_target
+from scripts.benchmarks import gpu_report
 from scripts.benchmarks.compile_gpu_layer import StepShape, compile_layer, make_spec
+from scripts.benchmarks.targets import gpu_target
 from tests.pallas_kernels.gpu import proxy_fences
 
 USUAL = StepShape(num_tokens=1024, pages_per_seq=64)
@@ -54,7 +55,7 @@ def main(target_name: str) -> None:
             spec = make_spec(heads, page_size, jnp.dtype(dtype))
             compiled, kv = compile_layer(target, mesh, spec, shape)
             memory = compiled.memory_analysis()
-            gpu = Gpu(arch=target.arch, num_multiprocessors=target.num_multiprocessors)
+            gpu = Gpu(arch=target.chip.arch, num_multiprocessors=target.chip.num_multiprocessors)
             result = {
                 "case": case,
                 "decode_only": shape.decode_only,
@@ -67,8 +68,8 @@ def main(target_name: str) -> None:
                     "prefill": tuning.prefill_ctas(gpu, spec) // gpu.num_multiprocessors,
                 },
                 "kernels": [
-                    vars(kernel) | {"ctas": kernel.ctas(target)} | fences(folder / f"{kernel.file}.ptx")
-                    for kernel in report.kernels(folder)
+                    vars(kernel) | {"ctas": kernel.ctas(target.chip)} | fences(folder / f"{kernel.file}.ptx")
+                    for kernel in gpu_report.kernels(folder)
                 ],
             }
             print(json.dumps(result), flush=True)

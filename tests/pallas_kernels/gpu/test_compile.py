@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from pallas_kernels.targets import gpu_target
+from pallas_kernels.chips import GPUS
 from tests.pallas_kernels.gpu.compile_for import CASES
 
 MAX_REGISTERS = {"paged_decode": 168, "paged_decode_combine": 168, "paged_prefill": 168, "paged_prefill_mma": 255}
@@ -45,10 +45,10 @@ def test_compiles_without_spills_in_place_and_within_the_chip(target: str) -> No
         for kernel in result["kernels"]:
             assert kernel["spill_bytes"] == 0, kernel
             assert kernel["registers"] <= MAX_REGISTERS[kernel["name"]], kernel
-            has_tma = gpu_target(target).arch >= (9, 0)
+            has_tma = GPUS[target].arch >= (9, 0)
             assert kernel["proxy_fences"] == (PROXY_FENCES[kernel["name"]] if has_tma else 0), kernel
             assert kernel["unfenced"] == [], kernel
-            assert kernel["shared_memory"] <= gpu_target(target).cta_shared_memory, kernel
+            assert kernel["shared_memory"] <= GPUS[target].shared_memory.per_cta, kernel
             assert kernel["ctas"] >= (1 if kernel["name"].startswith("paged_prefill") else 2), kernel
             if kernel["name"] != "paged_decode_combine":
                 kind = "decode" if kernel["name"] == "paged_decode" else "prefill"

@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.layout import default_page_size
 from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
-from pallas_kernels.targets import tpu_target
 from scripts.benchmarks.bundles import bundle_dumps, read_loops, read_vmem
+from scripts.benchmarks.targets import tpu_target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ def main(target: str, folder: Path) -> None:
     for name, shape in shapes(target).items():
         for old in folder.iterdir():
             old.unlink()
-        page_size = shape.page_size or default_page_size(Backend.TPU, shape.max_context, tpu_target(target).chip)
+        page_size = shape.page_size or default_page_size(Backend.TPU, shape.max_context, tpu_target(target).chip.name)
         result = compile_one(replace(shape, page_size=page_size), mesh)
         print(json.dumps({"shape": name, **result, "kernels": kernels(folder)}), flush=True)
 

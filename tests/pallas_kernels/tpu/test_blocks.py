@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import tuning
+from pallas_kernels.chips import TPUS, tpu_name
 from pallas_kernels.layout import default_page_size
 from pallas_kernels.spec import AttentionSpec, Backend
 from pallas_kernels.tpu import blocks, layout
@@ -13,7 +15,7 @@ from pallas_kernels.tpu.decode import DecodeBlocks
 from pallas_kernels.tpu.entries import entry_at
 from pallas_kernels.tpu.tiles import MixedBlocks, Tiles
 
-CHIPS = ("v5e", "v5p", "v6e", "7x")  # as jax names generations
+CHIPS = ("v5e", "v5p", "v6e", "tpu7x")
 LONG = 1024  # pages per sequence: no block is shortened
 
 
@@ -39,29 +41,33 @@ GEOMETRIES = [
 
 
 def files() -> list[str]:
-    return sorted(path.stem for path in tuning.FOLDER.glob("tpu_*.json"))
+    return sorted(path.stem for path in tuning.FOLDER.glob("*.json"))
 
 
-def test_every_file_is_a_chip_that_jax_knows() -> None:
-    assert set(files()) <= {f"tpu_{chip}" for chip in CHIPS}
+def test_every_file_is_named_after_a_chip_of_the_table() -> None:
+    assert set(files()) <= set(TPUS)
 
 
-@pytest.mark.parametrize("device", files())
-def test_every_tuned_entry_is_reached_by_a_lookup(device: str) -> None:
+def test_every_chip_of_the_table_is_one_that_jax_and_libtpu_name() -> None:
+    assert {tpu_name(version.value) for version in pltpu.ChipVersion} >= set(TPUS) == set(CHIPS)
+
+
+@pytest.mark.parametrize("chip", files())
+def test_every_tuned_entry_is_reached_by_a_lookup(chip: str) -> None:
     reached = {}
     for g in GEOMETRIES:
-        reached[blocks.key(g)] = blocks.choose(g, LONG, device.removeprefix("tpu_"))
-    for name, sizes in tuning.entries(device).items():
+        reached[blocks.key(g)] = blocks.choose(g, LONG, chip)
+    for name, sizes in tuning.entries(chip).items():
         found = reached[name]
         for variant, fields in sizes.items():
             assert vars(getattr(found, variant)) == fields
 
 
-@pytest.mark.parametrize("device", files())
-def test_the_llama_shapes_are_tuned(device: str) -> None:
+@pytest.mark.parametrize("chip", files())
+def test_the_llama_shapes_are_tuned(chip: str) -> None:
     """The 3B's three queries per head are padded to four: it takes the 8B's entry."""
     shapes = {heads: blocks.key(geometry(*heads)) for heads in ((32, 8, 64), (24, 8, 128), (32, 8, 128), (8, 1, 128))}
-    assert set(shapes.values()) == set(tuning.entries(device))
+    assert set(shapes.values()) == set(tuning.entries(chip))
     assert shapes[24, 8, 128] == shapes[32, 8, 128]
 
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from pallas_kernels.targets import GpuTarget
+from pallas_kernels.chips import GpuChip
 
 WARPGROUP = 128  # threads
 DRIVER_BYTES = 1024  # of shared memory per CTA
@@ -27,10 +25,10 @@ class Kernel:
     shared_memory: int
     warpgroups: int
 
-    def ctas(self, target: GpuTarget) -> int:
+    def ctas(self, chip: GpuChip) -> int:
         """CTAs that one multiprocessor holds at once, by registers and by shared memory."""
         by_registers = REGISTERS // (-(-self.registers // 8) * 8 * self.warpgroups * WARPGROUP)
-        return min(by_registers, target.multiprocessor_shared_memory // (self.shared_memory + DRIVER_BYTES))
+        return min(by_registers, chip.shared_memory.per_multiprocessor // (self.shared_memory + DRIVER_BYTES))
 
 
 def kernels(folder: Path) -> list[Kernel]:

@@ -1,0 +1,115 @@
+"""The chips that are compiled for without being here. Their figures are in `pallas_kernels/chips.py`.
+
+TPUs: libtpu compiles for any topology by name (`v6e:2x4`) on a machine without one. One process should compile for one
+target; set `TPU_SKIP_MDS_QUERY=1` (no metadata server) and `JAX_PLATFORMS=cpu` before jax is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from pallas_kernels.chips import GPUS, TPUS, GpuChip, TpuChip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TpuTarget:
+    """Chips of one generation, connected."""
+
+    name: str  # as libtpu names topologies
+    chip: TpuChip
+    bounds: tuple[int, ...]
+
+    def devices(self) -> list[jax.Device]:
+        """Raises RuntimeError (jax's) where libtpu is missing or does not know the topology."""
+        bounds = (*self.bounds, 1, 1)[:3]  # all chips on one host, as on a VM that is the whole slice
+        return list(
+            topologies.get_topology_desc(platform="tpu", topology_name=self.name, chips_per_host_bounds=bounds).devices
+        )
+
+
+def tpu_target(name: str) -> TpuTarget:
+    """`name`: generation and chips, such as v6e:1x1, v6e:2x4, v5p:2x2x1."""
+    match = re.fullmatch(r"(\w+):(\d+(?:x\d+)+)", name)
+    if match is None or match[1] not in TPUS:
+        raise ValueError(f"not a TPU target: {name=}; it is one of {sorted(TPUS)} and chips, as v6e:2x4")
+    bounds = tuple(int(n) for n in match[2].split("x"))
+    if math.prod(bounds) < 1 or len(bounds) > 3:
+        raise ValueError(f"not a TPU topology: {name=}")
+    return TpuTarget(name=name, chip=TPUS[match[1]], bounds=bounds)
+
+
+# ---- GPUs: XLA and Mosaic compile from a description of the chip, with the CUDA plug-in installed but no GPU. ----
+# One process must compile for one target: the PTX version is cached at the first.
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuTarget:
+    """One kind of GPU."""
+
+    chip: GpuChip
+
+    def devices(self, count: int = 1) -> list[jax.Device]:
+        """Descriptions of `count` chips of one host. Raises RuntimeError (jax's) where the CUDA plug-in is missing."""
+        shape = f"1x{count}x1" if count > 1 else "1x1x1"
+        return list(
+            topologies.get_topology_desc(
+                self.chip.name, platform="cuda", target_config=self._description(), topology=shape
+            ).devices
+        )
+
+    @contextlib.contextmanager
+    def compiling(self, mesh: Mesh) -> Iterator[None]:
+        """Lowering and compiling under this context is for the target; `mesh` is of its `devices()`."""
+        from jax.experimental.mosaic.gpu import core, utils
+
+        # Private, and needed only without the chip: Mosaic takes every described device for a Hopper, and for all of
+        # them has Hopper's limit of shared memory.
+        infer_arch = utils._infer_arch
+        utils._infer_arch = lambda: self.chip.arch
+        try:
+            with (
+                core.artificial_shared_memory_limit(self.chip.shared_memory.per_cta),
+                jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+            ):
+                yield
+        finally:
+            utils._infer_arch = infer_arch
+
+    def _description(self) -> str:
+        """XLA's GpuTargetConfigProto. Without a driver version it keeps most calls out of CUDA graphs."""
+        chip, shared_memory = self.chip, self.chip.shared_memory
+        major, minor = chip.arch
+        accelerated = "feature_extension: ACCELERATED_FEATURES" if major == 12 else ""
+        return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: {shared_memory.per_multiprocessor}
+  shared_memory_per_block_optin: {shared_memory.per_cta}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  core_count: {chip.num_multiprocessors} fpus_per_core: 128 clock_rate_ghz: {chip.clock_hz / 1e9}
+  device_memory_size: {chip.memory_bytes} memory_bandwidth: {int(chip.memory_bytes_per_s)}
+  l2_cache_size: {chip.l2_bytes}
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.8.0"
+  cuda_compute_capability {{ major: {major} minor: {minor} {accelerated} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
+runtime_version {{ major: 13 minor: 0 patch: 0 }}
+device_description_str: "{chip.device_kind}"
+"""
+
+
+def gpu_target(name: str) -> GpuTarget:
+    """`name`: a key of `chips.GPUS`."""
+    if name not in GPUS:
+        raise ValueError(f"not a GPU target: {name=}; it is one of {sorted(GPUS)}")
+    return GpuTarget(chip=GPUS[name])

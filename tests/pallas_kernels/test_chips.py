@@ -1,0 +1,41 @@
+"""The table of chips, against what jax knows of TPUs and what the kernels take of GPUs."""
+
+from __future__ import annotations
+
+import pytest
+from jax._src import tpu_info  # jax exports the figures of the attached TPU only
+
+from pallas_kernels.chips import GIB, GPUS, SHARED_MEMORY, TPUS, tpu_name
+from pallas_kernels.gpu.device import Gpu
+
+VERSIONS = {tpu_name(version.value): version for version in tpu_info.ChipVersion}
+
+
+@pytest.mark.parametrize("name", TPUS)
+def test_a_tpu_has_the_vmem_and_the_memory_that_jax_knows(name: str) -> None:
+    cores = 2 if VERSIONS[name].supports_megacore else 1  # of a device
+    known = tpu_info.get_tpu_info_for_chip(VERSIONS[name], cores)
+    assert TPUS[name].vmem_bytes == known.vmem_capacity_bytes
+    assert TPUS[name].memory_gib * GIB == pytest.approx(known.hbm_capacity_bytes * cores, rel=0.02)
+    peak = TPUS[name].clock_hz * TPUS[name].flops_per_cycle
+    assert peak == pytest.approx(known.bf16_ops_per_second * cores, rel=0.01)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_there_are_kernels_for_every_gpu(name: str) -> None:
+    chip = GPUS[name]
+    gpu = Gpu(arch=chip.arch, num_multiprocessors=chip.num_multiprocessors)
+    assert gpu.multiprocessor_shared_memory == chip.shared_memory.per_multiprocessor
+
+
+def test_of_a_multiprocessors_shared_memory_the_driver_keeps_a_kib_per_cta() -> None:
+    assert all(memory.per_multiprocessor - memory.per_cta == 1024 for memory in SHARED_MEMORY.values())
+
+
+@pytest.mark.parametrize("table", [TPUS, GPUS])
+def test_a_chip_is_found_by_its_own_name(table: dict) -> None:
+    assert all(name == chip.name for name, chip in table.items())
+
+
+def test_the_l4_is_planned_with_what_its_ecc_leaves() -> None:
+    assert GPUS["l4"].memory_gib == pytest.approx(23034 / 1024, abs=0.01)  # MiB in nvidia-smi
