@@ -18,7 +18,7 @@ import numpy as np
 
 from batcher.request import MAX_DEVICE_STOP_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS
 
-HEADER_SIZE = 8  # num_decodes, num_rows, num_tokens; the rest is zero
+HEADER_SIZE = 8  # num_singles (single-token rows), num_rows, num_tokens; the rest is zero
 
 
 class Variant(StrEnum):

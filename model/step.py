@@ -184,12 +184,12 @@ def _ragged_batch(rows: _Rows, header: jax.Array, page_size: int) -> RaggedBatch
     num_pages = -(-rows.kv_lens // page_size)
     # What an earlier owner of the slot left behind its new owner's pages is page 0 to the kernels: nobody's.
     is_owned = jnp.arange(page_table.shape[1], dtype=jnp.int32) < num_pages[:, None]
-    num_decodes, num_rows = header[0], header[1]
+    num_singles, num_rows = header[0], header[1]
     return RaggedBatch(
         page_table=jnp.where(is_owned, page_table, 0),
         kv_lens=rows.kv_lens,
         query_starts=rows.starts,
-        num_decodes=num_decodes,
+        num_singles=num_singles,
         num_rows=num_rows,
     )
 

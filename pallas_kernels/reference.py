@@ -41,7 +41,7 @@ MASKED = -1e30  # below every score, but finite: a row without a live token must
     data_fields=[
         "page_table",
         "kv_lens",
-        "num_decodes",
+        "num_singles",
         "token_page",
         "token_offset",
         "tile_row",
@@ -57,7 +57,7 @@ class Schedule:
 
     page_table: jax.Array  # i32[S, pages_per_seq]
     kv_lens: jax.Array  # i32[S]
-    num_decodes: jax.Array  # i32[]
+    num_singles: jax.Array  # i32[]
     token_page: jax.Array  # i32[T], NOWHERE for padding
     token_offset: jax.Array  # i32[T]
     tile_row: jax.Array  # i32[tiles]
@@ -81,7 +81,7 @@ def make_schedule(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, d
     page_slot = jnp.clip(positions // spec.page_size, 0, batch.page_table.shape[1] - 1)
     token_page = jnp.where(is_real, batch.page_table[token_row, page_slot], NOWHERE)
 
-    tiles_per_row = jnp.where(row_ids < batch.num_decodes, 0, -(-query_lens // TILE_QUERIES))
+    tiles_per_row = jnp.where(row_ids < batch.num_singles, 0, -(-query_lens // TILE_QUERIES))
     tile_ends = jnp.cumsum(tiles_per_row)
     max_tiles = num_tokens // TILE_QUERIES + rows
     tiles = jnp.arange(max_tiles)
@@ -90,7 +90,7 @@ def make_schedule(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, d
     return Schedule(
         page_table=batch.page_table,
         kv_lens=batch.kv_lens,
-        num_decodes=batch.num_rows if decode_only else batch.num_decodes,
+        num_singles=batch.num_rows if decode_only else batch.num_singles,
         token_page=token_page,
         token_offset=positions % spec.page_size,
         tile_row=tile_row,
@@ -166,7 +166,7 @@ def _attend_decodes(
     schedule: Schedule,
     first_page: jax.Array | int,
 ) -> jax.Array:
-    """f32[T, K, G, H]: attention of the first num_decodes tokens (token i is row i); zero elsewhere, or overwritten."""
+    """f32[T, K, G, H]: attention of the first num_singles tokens (token i is row i); zero elsewhere, or overwritten."""
     rows = min(schedule.kv_lens.shape[0], queries.shape[0])
     row_ids = jnp.arange(rows)
     queries_of_rows = queries[:rows]
@@ -174,7 +174,7 @@ def _attend_decodes(
     block_tokens = pages_per_block * kv_pages.shape[3]
     table = _pad_columns(schedule.page_table[:rows], pages_per_block) + first_page
     table = table.reshape(rows, -1, pages_per_block)
-    lens = jnp.where(row_ids < schedule.num_decodes, schedule.kv_lens[:rows], 0)
+    lens = jnp.where(row_ids < schedule.num_singles, schedule.kv_lens[:rows], 0)
     num_blocks = -(-lens // block_tokens)
     ends = jnp.cumsum(num_blocks)  # row r has the blocks [ends[r - 1], ends[r]) of the step's
     at_once = min(DECODE_BLOCKS_AT_ONCE, 4 * rows)

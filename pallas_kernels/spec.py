@@ -5,7 +5,8 @@ heads, `K` KV heads, `H` head dim, `G = N // K` query heads per KV head.
 
 A step is a ragged batch: row `i` brings tokens `query_starts[i]:query_starts[i + 1]`, the last ones of a sequence that
 is `kv_lens[i]` tokens long with them; its earlier K/V lie in the pages that `page_table[i]` lists. Attention is causal
-within the sequence. Rows with one token (decodes) stand first, so that a backend may treat them apart.
+within the sequence. Single-token rows, which bring exactly one token, stand first, so that a backend may treat them
+apart: they are decodes, and the last token of a prompt where only that one is left.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class AttentionSpec:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["page_table", "kv_lens", "query_starts", "num_decodes", "num_rows"],
+    data_fields=["page_table", "kv_lens", "query_starts", "num_singles", "num_rows"],
     meta_fields=[],
 )
 @dataclass(frozen=True, kw_only=True)
@@ -71,5 +72,5 @@ class RaggedBatch:
     page_table: jax.Array  # i32[S, pages_per_seq]; entries past a row's pages are page 0, which nobody owns
     kv_lens: jax.Array  # i32[S], this step's tokens included; 0 in padding rows
     query_starts: jax.Array  # i32[S + 1], non-decreasing; query_starts[num_rows:] all equal the number of real tokens
-    num_decodes: jax.Array  # i32[]; rows [0, num_decodes) bring exactly one token each
+    num_singles: jax.Array  # i32[]; single-token rows: rows [0, num_singles) bring one token each
     num_rows: jax.Array  # i32[]; rows [num_rows, S) are padding

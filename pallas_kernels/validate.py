@@ -1,7 +1,8 @@
 """Checks of what the operation is given. The caller's mistake is a ValueError that names it.
 
-Shapes and dtypes are checked whenever a program is traced. Values are data and cannot be: `page_table` checks those on
-the host, for tests and debug runs. In serving the batcher answers for them, which hands out pages and checks its books.
+Shapes and dtypes are checked whenever a program is traced. Values are data and cannot be checked there. `page_table`
+checks the values on the host; the kernels' tests call it on every batch that they make. Serving does not call it: the
+page ids come from the batcher, which hands out the pages.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Decode rows go through `decode` and `combine`, chunks of prompts through `prefill`; both read the work lists of
 `schedule`. Page ids are NOT checked on the device, where a wrong one is silently wrong (the interpreter does not notice
-either): the host answers for them, in `validate.page_table`, which tests and debug runs call.
+either). `validate.page_table` checks them on the host; only tests call it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def make_schedule(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, d
     block_kv = tuning.decode_tiles(gpu, spec).block_kv
     row = jnp.arange(batch.kv_lens.shape[0])
     # In a program that only decodes, padding rows get an item too: it writes zeros.
-    decoding = row < (batch.kv_lens.shape[0] if decode_only else batch.num_decodes)
+    decoding = row < (batch.kv_lens.shape[0] if decode_only else batch.num_singles)
     items, row_items = schedule.decode_items(
         batch.kv_lens,
         decoding,
@@ -81,7 +81,7 @@ def make_schedule(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, d
         tiles, num_tiles = schedule.prefill_tiles(
             batch.kv_lens,
             batch.query_starts,
-            batch.num_decodes,
+            batch.num_singles,
             num_tokens=_padded_tokens(num_tokens, tile_tokens),
             tile_tokens=tile_tokens,
         )

@@ -105,7 +105,7 @@ def num_prefill_tiles(num_rows: int, num_tokens: int, tile_tokens: int) -> int:
 def prefill_tiles(
     kv_lens: jax.Array,  # i32[S]
     query_starts: jax.Array,  # i32[S + 1]
-    num_decodes: jax.Array,  # i32[]
+    num_singles: jax.Array,  # i32[]
     *,
     num_tokens: int,  # a multiple of 8, at least tile_tokens
     tile_tokens: int,  # a multiple of 8
@@ -117,7 +117,7 @@ def prefill_tiles(
     """
     num_rows = kv_lens.shape[0]
     starts, ends = query_starts[:-1], query_starts[1:]
-    is_chunk = jnp.arange(num_rows) >= num_decodes
+    is_chunk = jnp.arange(num_rows) >= num_singles
     # The padding tokens stand behind the rows, as one more.
     starts = jnp.append(jnp.where(is_chunk, starts, ends), query_starts[-1])
     ends = jnp.append(ends, num_tokens)

@@ -20,7 +20,7 @@ from pallas_kernels.tpu.layout import LANES, Geometry
         "kv_lens",
         "page_table",
         "query_starts",
-        "num_decodes",
+        "num_singles",
         "num_rows",
         "decode_pages",
         "decode_shift",
@@ -36,7 +36,7 @@ class Schedule:
     kv_lens: jax.Array  # i32[S]
     page_table: jax.Array  # i32[S * windows_per_seq, 1, 128], see `paging.pages_of_table`
     query_starts: jax.Array  # i32[S + 1]
-    num_decodes: jax.Array  # i32[]
+    num_singles: jax.Array  # i32[]
     num_rows: jax.Array  # i32[]
     decode_pages: jax.Array  # i32[min(S, T)]: the page of a decode row's new token
     decode_shift: jax.Array  # u32[min(S, T)]: bits by which a decode row's new token is shifted within its word
@@ -55,7 +55,7 @@ def make_schedule(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, d
         kv_lens=batch.kv_lens,
         page_table=paging.windows_of_table(batch.page_table),
         query_starts=batch.query_starts,
-        num_decodes=batch.num_decodes,
+        num_singles=batch.num_singles,
         num_rows=batch.num_rows,
         decode_pages=batch.page_table[jnp.arange(last.size), last // g.page_size],
         decode_shift=(last % g.packing * bits).astype(jnp.uint32),
@@ -119,16 +119,16 @@ def append_and_attend(
     new_kv = _as_words(layout.kv_to_planes(keys, values, g))  # uint32[T, planes, 128]
     first_page = jnp.int32(first_page)
 
-    num_tokens, num_decodes = queries.shape[0], schedule.decode_shift.shape[0]
-    new_words = new_kv[:num_decodes] << schedule.decode_shift[:, None, None]
+    num_tokens, max_singles = queries.shape[0], schedule.decode_shift.shape[0]
+    new_words = new_kv[:max_singles] << schedule.decode_shift[:, None, None]
     out, kv_pages = decode.attend(
-        rows[:num_decodes],
+        rows[:max_singles],
         new_words.swapaxes(0, 1),
         kv_pages,
         schedule.kv_lens,
         schedule.decode_pages,
         schedule.page_table,
-        jnp.stack([schedule.num_decodes, first_page]),
+        jnp.stack([schedule.num_singles, first_page]),
         g=g,
         blocks=sizes.decode,
         interpret=interpret,
@@ -143,15 +143,15 @@ def append_and_attend(
             schedule.query_starts,
             schedule.new_pages,
             schedule.page_table,
-            jnp.stack([schedule.num_decodes, schedule.num_rows, first_page]),
+            jnp.stack([schedule.num_singles, schedule.num_rows, first_page]),
             g=g,
             blocks=sizes.mixed,
             interpret=interpret,
         )
         others = _unpack_rows(others, g).reshape(g.num_k_planes, num_tokens, -1, LANES).swapaxes(0, 1)
-        out = jnp.pad(out, ((0, num_tokens - num_decodes), (0, 0), (0, 0), (0, 0)))
-        is_decode = jnp.arange(num_tokens) < schedule.num_decodes
-        out = jnp.where(is_decode[:, None, None, None], out, others)
+        out = jnp.pad(out, ((0, num_tokens - max_singles), (0, 0), (0, 0), (0, 0)))
+        is_single = jnp.arange(num_tokens) < schedule.num_singles
+        out = jnp.where(is_single[:, None, None, None], out, others)
     return layout.rows_to_heads(out, g, spec.num_query_heads, spec.head_dim), kv_pages
 
 

@@ -82,7 +82,7 @@ def _kernel(
     # scalars
     kv_lens: Any,  # i32[S]
     new_pages: Any,  # i32[D]: the page of each row's new token
-    scalars: Any,  # i32[2]: num_decodes, first_page
+    scalars: Any,  # i32[2]: num_singles, first_page
     # HBM
     page_table: Any,  # i32[S * windows_per_seq, 1, 128]
     queries: Any,  # [D, rows, 128], aliased to out
@@ -106,7 +106,7 @@ def _kernel(
     blocks: DecodeBlocks,
 ) -> None:
     del pages_in
-    num_decodes, first_page = scalars[0], scalars[1]
+    num_singles, first_page = scalars[0], scalars[1]
     pages = paging.Pages(hbm=pages_hbm, first_page=first_page, geometry=g)
     windows = paging.Windows(
         table=page_table, smem=table_windows, sems=window_sems, per_seq=page_table.shape[0] // kv_lens.shape[0]
@@ -128,13 +128,13 @@ def _kernel(
     def cached_words(row: Any, block: Any) -> tuple[Any, Any]:
         """The range of words of the block that are in pages already: the new token is not."""
         begin = block * block_words
-        cached = jnp.where(row < num_decodes, kv_len_of(row) - 1, 0)
+        cached = jnp.where(row < num_singles, kv_len_of(row) - 1, 0)
         return begin, jnp.clip(paging.words_of(cached, g.packing), begin, begin + block_words)
 
     def for_each_window(items: list[tuple[Any, Any]], half: Any, body: Any) -> None:
         for i, (row, block) in enumerate(items):
 
-            @pl.when(row < num_decodes)
+            @pl.when(row < num_singles)
             def _(i: int = i, row: Any = row, block: Any = block) -> None:
                 body(windows.copy(row, lax.div(block * kv_block, g.page_size), half, i))
 
@@ -157,7 +157,7 @@ def _kernel(
         position = kv_len_of(row) - 1
         word = lax.div(position, g.packing)
 
-        @pl.when((row < num_decodes) & (word < (block + 1) * block_words))
+        @pl.when((row < num_singles) & (word < (block + 1) * block_words))
         def _() -> None:
             in_block = pl.ds(word - block * block_words, 1)
             merged = new_words[:, pl.ds(row, 1)]
@@ -178,7 +178,7 @@ def _kernel(
         for i, item in enumerate(items):
             append(*item, kv_blocks.at[half, i])
         for i, (row, block) in enumerate(items):
-            valid = row < num_decodes
+            valid = row < num_singles
             live = jnp.where(valid, kv_len_of(row) - block * kv_block, 0)
             _attend(
                 kv_blocks.at[half, i],
@@ -191,12 +191,12 @@ def _kernel(
             )
         return *after, 1 - half
 
-    @pl.when(num_decodes > 0)
+    @pl.when(num_singles > 0)
     def _() -> None:
         first, after = items_from(0, 0)
         for_each_window(first, 0, lambda copy: copy.start())
         start_fetching(first, items_from(*after)[0], 0)
-        live_rows = pl.ds(0, num_decodes)
+        live_rows = pl.ds(0, num_singles)
         loads = [
             pltpu.make_async_copy(queries.at[live_rows], rows.at[live_rows], load_sem),
             pltpu.make_async_copy(new_hbm.at[:, live_rows], new_words.at[:, live_rows], load_sem),
@@ -205,10 +205,10 @@ def _kernel(
             load.start()
         for load in loads:
             load.wait()
-        lax.while_loop(lambda carry: carry[0] < num_decodes, turn, (jnp.int32(0), jnp.int32(0), jnp.int32(0)))
+        lax.while_loop(lambda carry: carry[0] < num_singles, turn, (jnp.int32(0), jnp.int32(0), jnp.int32(0)))
         store = pltpu.make_async_copy(rows.at[live_rows], out.at[live_rows], store_sem)
         store.start()
-        paging.wait_words(new_words, num_decodes, append_sem)
+        paging.wait_words(new_words, num_singles, append_sem)
         store.wait()
 
 
@@ -275,13 +275,13 @@ def attend(
     kv_lens: jax.Array,  # i32[S]
     new_pages: jax.Array,  # i32[D]
     page_table: jax.Array,  # i32[S * windows_per_seq, 1, 128]
-    scalars: jax.Array,  # i32[2]: num_decodes, first_page
+    scalars: jax.Array,  # i32[2]: num_singles, first_page
     *,
     g: Geometry,
     blocks: DecodeBlocks,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the first num_decodes rows' outputs, in the queries' shape (others: their queries), and the pages."""
+    """Returns the first num_singles rows' outputs, in the queries' shape (others: their queries), and the pages."""
     num_rows = rows.shape[0]
     groups = group_planes(g)
     tiles = rows.reshape(num_rows, groups.count, -1, LANES)

@@ -55,7 +55,7 @@ def compile_layer(
         page_table=abstract(shape.num_rows, shape.pages_per_seq),
         kv_lens=abstract(shape.num_rows),
         query_starts=abstract(shape.num_rows + 1),
-        num_decodes=abstract(),
+        num_singles=abstract(),
         num_rows=abstract(),
     )
     kv = attention.kv_pages(shape.num_pages)

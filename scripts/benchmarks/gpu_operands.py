@@ -78,7 +78,7 @@ def make_operands(spec: AttentionSpec, rows: Rows, seed: int) -> Operands:
         page_table=jnp.asarray(table),
         kv_lens=jnp.asarray([n for _, n in rows], jnp.int32),
         query_starts=jnp.asarray(starts),
-        num_decodes=jnp.int32(sum(q == 1 for q, _ in rows)),
+        num_singles=jnp.int32(sum(q == 1 for q, _ in rows)),
         num_rows=jnp.int32(len(rows)),
     )
     keys = jax.random.split(jax.random.key(int(rng.integers(1 << 30))), 3)

@@ -213,9 +213,9 @@ class FakeRunner:
         for reset in step.penalty_resets:
             self.history[reset.slot] = Counter([*reset.prompt.tolist(), *reset.output.tolist()])
 
-        num_decodes, num_rows, num_tokens = part["header"][:3].tolist()
+        num_singles, num_rows, num_tokens = part["header"][:3].tolist()
         slots, q_lens, emits = part["slots"], part["q_lens"], part["emits"]
-        self._check_rows(bucket, num_decodes, num_rows, num_tokens, slots, q_lens, emits)
+        self._check_rows(bucket, num_singles, num_rows, num_tokens, slots, q_lens, emits)
         out = _Output(bucket)
         start = 0
         touched: list[tuple[set[int], set[int]]] = []
@@ -309,7 +309,7 @@ class FakeRunner:
     def _check_rows(
         self,
         bucket: Bucket,
-        num_decodes: int,
+        num_singles: int,
         num_rows: int,
         num_tokens: int,
         slots: np.ndarray,
@@ -318,10 +318,10 @@ class FakeRunner:
     ) -> None:
         real = slots[:num_rows].tolist()
         checks = {
-            "counts": 0 <= num_decodes <= num_rows <= bucket.num_rows and num_rows >= 1,
+            "counts": 0 <= num_singles <= num_rows <= bucket.num_rows and num_rows >= 1,
             "tokens": num_tokens == q_lens.sum() <= bucket.num_tokens,
-            "decodes first": (q_lens[:num_decodes] == 1).all() and (q_lens[num_decodes:num_rows] > 1).all(),
-            "decode-only": not bucket.decode_only or num_decodes == num_rows,
+            "single-token rows first": (q_lens[:num_singles] == 1).all() and (q_lens[num_singles:num_rows] > 1).all(),
+            "decode-only": not bucket.decode_only or num_singles == num_rows,
             "slots": all(0 <= slot < self._capacity.num_slots for slot in real) and len(set(real)) == num_rows,
             "padding": (slots[num_rows:] == self._capacity.num_slots).all()
             and not q_lens[num_rows:].any()
@@ -330,7 +330,7 @@ class FakeRunner:
         }
         for name, holds in checks.items():
             if not holds:
-                self._fail(f"{name}: {bucket} {num_decodes=} {num_rows=} {num_tokens=} {slots} {q_lens} {emits}")
+                self._fail(f"{name}: {bucket} {num_singles=} {num_rows=} {num_tokens=} {slots} {q_lens} {emits}")
 
     def _fail(self, message: str) -> None:
         self.violations.append(message)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import validate
 from pallas_kernels.spec import AttentionSpec, RaggedBatch
 
 
@@ -60,7 +61,7 @@ def make_case(
     num_pages: int | None = None,
     seed: int = 0,
 ) -> Case:
-    """Decodes must stand first in `rows`. Page ids are a random permutation of 1..; page 0 is nobody's.
+    """Single-token rows must stand first in `rows`. Page ids are a random permutation of 1..; page 0 is nobody's.
 
     `num_pages` is what is needed and a few more unless given (a fixed number keeps the shapes, and the executable).
     """
@@ -80,17 +81,19 @@ def make_case(
     lens[: len(rows)] = [row.kv_len for row in rows]
     starts = np.full(num_rows + 1, sum(row.query_len for row in rows), np.int32)
     starts[: len(rows)] = np.cumsum([0, *(row.query_len for row in rows)])[:-1]
-    num_decodes = next((i for i, row in enumerate(rows) if row.query_len != 1), len(rows))
+    num_singles = next((i for i, row in enumerate(rows) if row.query_len != 1), len(rows))
     kv = (spec.num_kv_heads, spec.head_dim)
+    batch = RaggedBatch(
+        page_table=jnp.asarray(table),
+        kv_lens=jnp.asarray(lens),
+        query_starts=jnp.asarray(starts),
+        num_singles=jnp.int32(num_singles),
+        num_rows=jnp.int32(len(rows)),
+    )
+    validate.page_table(batch, num_pages=num_pages, page_size=spec.page_size)
     return Case(
         spec=spec,
-        batch=RaggedBatch(
-            page_table=jnp.asarray(table),
-            kv_lens=jnp.asarray(lens),
-            query_starts=jnp.asarray(starts),
-            num_decodes=jnp.int32(num_decodes),
-            num_rows=jnp.int32(len(rows)),
-        ),
+        batch=batch,
         queries=draw(num_tokens, spec.num_query_heads, spec.head_dim),
         keys=draw(num_tokens, *kv),
         values=draw(num_tokens, *kv),

@@ -19,7 +19,7 @@ BATCH = RaggedBatch(
     page_table=jnp.array([[2, 3, 0], [1, 0, 0], [0, 0, 0]]),
     kv_lens=jnp.array([5, 3, 0]),
     query_starts=jnp.array([0, 1, 3, 3]),
-    num_decodes=jnp.int32(1),
+    num_singles=jnp.int32(1),
     num_rows=jnp.int32(2),
 )
 
@@ -113,7 +113,7 @@ def abstract_step(attention: PagedAttention, *, decode_only: bool) -> tuple[jax.
         return attention(*operands, attention.make_schedule(batch, num_tokens=num_tokens, decode_only=decode_only))
 
     batch = RaggedBatch(
-        page_table=array(3, 5), kv_lens=array(3), query_starts=array(4), num_decodes=array(), num_rows=array()
+        page_table=array(3, 5), kv_lens=array(3), query_starts=array(4), num_singles=array(), num_rows=array()
     )
     heads = attention.spec
     queries = array(num_tokens, heads.num_query_heads, heads.head_dim, dtype=heads.dtype)

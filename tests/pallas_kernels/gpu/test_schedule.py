@@ -61,10 +61,10 @@ def test_every_block_is_in_exactly_one_item(kv_lens, heads):
         assert covered.tolist() == list(range(-(-kv_lens[row] // 64)))
 
 
-def prefill_tiles(query_lens: list[int], kv_lens: list[int], num_decodes: int, num_tokens: int, tile_tokens: int):
+def prefill_tiles(query_lens: list[int], kv_lens: list[int], num_singles: int, num_tokens: int, tile_tokens: int):
     starts = np.concatenate([[0], np.cumsum(query_lens)])
     tiles, count = schedule.prefill_tiles(
-        jnp.asarray(kv_lens), jnp.asarray(starts), jnp.int32(num_decodes), num_tokens=num_tokens,
+        jnp.asarray(kv_lens), jnp.asarray(starts), jnp.int32(num_singles), num_tokens=num_tokens,
         tile_tokens=tile_tokens,
     )  # fmt: skip
     return np.asarray(tiles)[: int(count[0])]
@@ -84,18 +84,18 @@ def test_tiles_of_a_mixed_step_by_hand():
 
 @st.composite
 def steps(draw):
-    num_decodes = draw(st.integers(0, 5))
+    num_singles = draw(st.integers(0, 5))
     chunks = draw(st.lists(st.integers(1, 60), max_size=5))
-    query_lens = [1] * num_decodes + chunks + [0] * (10 - num_decodes - len(chunks))
-    return num_decodes, query_lens, [q + draw(st.integers(0, 500)) if q else 0 for q in query_lens]
+    query_lens = [1] * num_singles + chunks + [0] * (10 - num_singles - len(chunks))
+    return num_singles, query_lens, [q + draw(st.integers(0, 500)) if q else 0 for q in query_lens]
 
 
 @settings(deadline=None, max_examples=40)
 @given(step=steps())
 def test_every_token_of_a_chunk_and_of_the_padding_is_in_exactly_one_tile(step):
-    num_decodes, query_lens, kv_lens = step
+    num_singles, query_lens, kv_lens = step
     num_tokens = 312
-    tiles = prefill_tiles(query_lens, kv_lens, num_decodes, num_tokens, 32)
+    tiles = prefill_tiles(query_lens, kv_lens, num_singles, num_tokens, 32)
     owner = np.full(num_tokens, -1)
     for row, first, begin, end, position, kv_len in tiles.tolist():
         assert first % 8 == 0
@@ -107,7 +107,7 @@ def test_every_token_of_a_chunk_and_of_the_padding_is_in_exactly_one_tile(step):
             assert kv_len == kv_lens[row]
             assert position == kv_len - sum(query_lens[: row + 1])
     expected = np.repeat(np.arange(len(query_lens)), query_lens)
-    expected[:num_decodes] = -1
+    expected[:num_singles] = -1
     assert owner[: len(expected)].tolist() == expected.tolist()
     assert (owner[len(expected) :] == len(query_lens)).all()
 

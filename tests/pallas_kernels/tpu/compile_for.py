@@ -106,7 +106,7 @@ def compile_one(shape: Shape, mesh: Mesh) -> dict[str, object]:
         page_table=scalars(shape.num_rows, shape.max_context // shape.page_size),
         kv_lens=scalars(shape.num_rows),
         query_starts=scalars(shape.num_rows + 1),
-        num_decodes=scalars(),
+        num_singles=scalars(),
         num_rows=scalars(),
     )
     kv = attention.kv_pages(shape.num_pages)
