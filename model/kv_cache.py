@@ -30,7 +30,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNeeds:
-    """What one device must hold beside the pages, in bytes."""
+    """What one device must hold besides the pages, in bytes."""
 
     weights: int
     state: int  # slot state and token histories
@@ -99,7 +99,7 @@ def state_bytes(config: LlamaConfig, *, num_slots: int, pages_per_seq: int, num_
 
 
 def temporaries_bound(config: LlamaConfig, *, num_tokens: int, num_rows: int, itemsize: int, num_shards: int) -> int:
-    """Bytes that the largest program may need beside its arguments, on one device: an upper bound by shapes.
+    """Bytes that the largest program may need besides its arguments, on one device: an upper bound by shapes.
 
     `ModelRunner.warm_up` compares it with what the compiler says.
     """
@@ -130,7 +130,7 @@ def plan_pages(
     pages_per_seq = -(-max_model_len // page_size)
     beside_weights = min(int(memory.total * memory_utilization) - needs.weights, memory.free)
     budget = beside_weights - needs.state - needs.temporaries
-    fitting = budget // page_bytes - 1  # page 0 is nobody's
+    fitting = budget // page_bytes - 1  # without the null page
     if fitting < pages_per_seq:
         raise ValueError(_does_not_fit(memory, needs, memory_utilization, pages_per_seq * page_bytes, max_model_len))
     wanted = int(pages_per_seq * max_num_seqs * (1 + PREFIX_CACHE_SHARE))
@@ -148,8 +148,8 @@ def _does_not_fit(
     where = "this machine" if memory.is_host else "each device"
     return (
         f"the model does not fit: {where} has {gib(memory.total)}, of which {utilization:.0%} may be used and "
-        f"{gib(max(memory.free, 0))} are free beside the weights. Needed: weights {gib(needs.weights)}, temporaries of "
-        f"the largest step {gib(needs.temporaries)}, state of the request slots {gib(needs.state)}, K/V pages of one "
+        f"{gib(max(memory.free, 0))} are free besides the weights. Needed: weights {gib(needs.weights)}, temporaries "
+        f"of the largest step {gib(needs.temporaries)}, state of the request slots {gib(needs.state)}, K/V pages of one "
         f"request of {max_model_len} tokens {gib(sequence_bytes)}. Lower --max-model-len (K/V), "
         f"--max-num-batched-tokens (temporaries) or --max-num-seqs (state, temporaries), raise --memory-utilization, "
         f"take --dtype bfloat16, or spread the model over more devices with --tensor-parallel-size"

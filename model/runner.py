@@ -144,7 +144,7 @@ class ModelRunner:
 
     @property
     def num_compiles(self) -> int:
-        """Programs readied by this process since the runner was made, also ones that nobody meant to compile."""
+        """Programs readied by this process since the runner was made, those that were compiled by accident included."""
         return self._compiles.total
 
     def start_compiling(self, buckets: Iterable[Bucket]) -> None:
@@ -169,7 +169,7 @@ class ModelRunner:
         smallest and stops after two seconds.
 
         Raises:
-            ValueError: the programs need more memory beside the K/V pages than the device has left.
+            ValueError: the programs need more memory besides the K/V pages than the device has left.
         """
         buckets, waiting_since = list(buckets), time.perf_counter()
         if self._compilation is None:
@@ -263,7 +263,7 @@ class ModelRunner:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._everywhere)
 
     def _run_on_padding(self, bucket: Bucket) -> None:
-        """Runs the bucket's program, and the updates beside it, on rows that are all padding: nothing is written."""
+        """Runs the bucket's program, and the updates next to it, on rows that are all padding: nothing is written."""
         nowhere = self._config.max_num_seqs * self._state.slots.shape[1]
         patches = np.full((2, PATCH_BLOCK), nowhere, np.int32)
         nothing = PenaltyReset(slot=0, prompt=np.empty(0, np.int32), output=np.empty(0, np.int32))
@@ -277,7 +277,7 @@ class ModelRunner:
     def _describe_state(self) -> DeviceState:
         """Its shapes and shardings."""
         slots, vocab = self._config.max_num_seqs, self._model_config.vocab_size
-        pages = self._attention.kv_pages(self._num_pages + 1)  # page 0 is nobody's
+        pages = self._attention.kv_pages(self._num_pages + 1)  # and the null page
         kv = jax.ShapeDtypeStruct(pages.shape, pages.dtype, sharding=pages.sharding or self._everywhere)
         return DeviceState(
             slots=self._sent((slots, SlotLayout.width(self._pages_per_seq))),
@@ -327,7 +327,7 @@ class ModelRunner:
         free = kv_cache.device_memory(self._a_device()).free
         if largest > free:
             raise ValueError(
-                f"the largest program needs {largest / kv_cache.GIB:.2f} GiB beside its arguments and only "
+                f"the largest program needs {largest / kv_cache.GIB:.2f} GiB besides its arguments and only "
                 f"{free / kv_cache.GIB:.2f} GiB are free: lower --memory-utilization or --max-num-batched-tokens"
             )
 

@@ -2,7 +2,7 @@
 
 Order, for every row that asks: logit_bias, penalties, the `min_tokens` ban, temperature, top_k, top_p, min_p, draw.
 Each stage runs only if some row of the step asks for it, and changes only the rows that do: a row's token depends on
-its own logits, parameters, seed and position, never on the rows beside it.
+its own logits, parameters, seed and position, never on the other rows.
 
 Everything here runs on each chip's own part of the vocabulary (`model.vocab_split`), and gives the same tokens for any
 number of chips.

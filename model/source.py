@@ -27,7 +27,7 @@ DEMO_FOLDER = Path(__file__).parent / "demo"
 
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 _WEIGHT_FILES = ["*.safetensors"]
-# The same weights in the trainer's own form, which some repositories carry beside the others.
+# The same weights in the trainer's own form, which some repositories carry as well.
 _NEEDLESS_FILES = ["*/*", "consolidated*"]
 
 

@@ -42,7 +42,7 @@ class PagedAttention:
         return self.spec.shard(self.num_shards)
 
     def kv_pages(self, num_pages: int) -> jax.ShapeDtypeStruct:
-        """Shape, dtype and sharding of one layer's K and V, page 0 (owned by nobody) included in `num_pages`."""
+        """Shape, dtype and sharding of one layer's K and V, the null page included in `num_pages`."""
         local = layout.kv_pages(self.local_spec, self.backend, num_pages)
         axis = layout.kv_head_axis(self.backend)
         shape = tuple(n * self.num_shards if i == axis else n for i, n in enumerate(local.shape))

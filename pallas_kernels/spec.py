@@ -69,7 +69,7 @@ class AttentionSpec:
 class RaggedBatch:
     """Which tokens of the step belong to which sequence. All of it is data: no value here ever recompiles."""
 
-    page_table: jax.Array  # i32[S, pages_per_seq]; entries past a row's pages are page 0, which nobody owns
+    page_table: jax.Array  # i32[S, pages_per_seq]; entries past a row's pages are the null page (0)
     kv_lens: jax.Array  # i32[S], this step's tokens included; 0 in padding rows
     query_starts: jax.Array  # i32[S + 1], non-decreasing; query_starts[num_rows:] all equal the number of real tokens
     num_singles: jax.Array  # i32[]; single-token rows: rows [0, num_singles) bring one token each

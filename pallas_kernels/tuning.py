@@ -1,4 +1,4 @@
-"""Block sizes found by measurement, per chip, beside the code that has a rule for every other case.
+"""Block sizes found by measurement, per chip, next to the code that has a rule for every other case.
 
 `tuned/<chip>.json`, by the chip's name in `chips`, holds `{"source": ..., "entries": {key: sizes}}`; what a key and its
 sizes mean is the business of the family of kernels that looks them up. On a miss, chip or key, the caller's rule

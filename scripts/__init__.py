@@ -1,1 +1,1 @@
-"""Where the rooms are wired together: serving, offline generation, benches, set-up. Nobody imports this room."""
+"""Where the rooms are wired together: serving, offline generation, benches, set-up. No other room imports this one."""

@@ -1,7 +1,7 @@
 """Batch files: OpenAI's JSON lines of requests, plain prompts, and the records of their answers.
 
 A line is `{"custom_id", "method": "POST", "url", "body"}` as OpenAI's batch API takes it, or `{"prompt": ...}` or
-`{"messages": [...]}` with any fields of such a request beside it. Blank lines are skipped. A record is
+`{"messages": [...]}` with any other fields of such a request. Blank lines are skipped. A record is
 `{"id", "custom_id", "response": {"status_code", "request_id", "body"} or null, "error"}`.
 """
 

@@ -4,7 +4,7 @@
     python -m scripts.bench_kernels --target h200 --device [--model 8b] [--json FILE] [--markdown FILE]
 
 `--static` compiles for the chip without having it and prints registers, spills, shared memory, CTAs per multiprocessor
-and what the inner loops issue per block of keys, beside the cycles in which the memory delivers the block: a bound, no
+and what the inner loops issue per block of keys, next to the cycles in which the memory delivers the block: a bound, no
 time. `--device` measures on the attached chip: see `benchmarks/device_gpu.py`.
 
 The loops are read from SASS by NVIDIA's nvdisasm, which `scripts/test --all` installs (package nvidia-cuda-nvdisasm);

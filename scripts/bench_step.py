@@ -1,4 +1,4 @@
-"""Times the compiled step itself, without engine, server or tokens of meaning, beside what its products cost alone.
+"""Times the compiled step itself, without engine, server or tokens of meaning, next to what its products cost alone.
 
 python -m scripts.bench_step --model FOLDER --load-format dummy --dtype float32 --rows 1,4,16,64 --context 256
 python -m scripts.bench_step --model preset:llama-3.2-1b --load-format dummy --prefill 128,512 --variant sample

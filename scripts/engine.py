@@ -149,7 +149,7 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
     runner = ModelRunner(planned, attention, limits)
     capacity = runner.capacity()
     ladder = BucketLadder(buckets)
-    # XLA's autotuner times kernels on a GPU while it compiles, and keeps what it found: nothing may run beside it.
+    # XLA's autotuner times kernels on a GPU while it compiles, and keeps what it found: nothing else may run meanwhile.
     if compile_meanwhile and platform != "gpu":
         runner.start_compiling(ladder.buckets())
     try:

@@ -122,7 +122,7 @@ async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
     async def receive() -> Message:
         if incoming:
             return incoming.pop()
-        return await asyncio.Future()  # nobody hangs up
+        return await asyncio.Future()  # this client never hangs up
 
     async def send(message: Message) -> None:
         nonlocal status

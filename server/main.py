@@ -84,7 +84,7 @@ async def _run(
 
 
 def _see(task: asyncio.Task[Any]) -> None:
-    """A task's error counts as seen: asyncio logs what nobody has seen, with a traceback."""
+    """A task's error counts as seen: asyncio logs unseen ones, with a traceback."""
     if not task.cancelled():
         task.exception()
 

@@ -1,7 +1,7 @@
 """Combine: merges the partial results of the sequences that `decode` split, and writes them to the output in place.
 
 What interpret mode does not see: the layouts of its vectors, and races between CTAs (it runs them one after another,
-and `decode` is over before this begins). It does see a part that is lost, and reads of what nobody wrote.
+and `decode` is over before this begins). It does see a part that is lost, and reads of what was never written.
 """
 
 from __future__ import annotations

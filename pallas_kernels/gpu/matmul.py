@@ -3,7 +3,7 @@
 The interpreter has no rule for `mma`, and its `wgmma` reads operands without telling the race detector. In interpret
 mode both are therefore plain loads and a plain dot product: then a missing barrier in front of a product is a race that
 is found. What this cannot show: fragment layouts, and that products on the chip are asynchronous. Compile-only tests
-(layouts) and a run on the chip (numbers) must stand beside every interpreted test.
+(layouts) and a run on the chip (numbers) must stand next to every interpreted test.
 
 `mma` takes registers: its operands are read from shared memory by threads, through the generic proxy, and the callers
 fence those reads from later copies (see `ring`). `wgmma` reads shared memory through the async proxy, as TMA writes it:

@@ -17,7 +17,7 @@ ITEM_FIELDS = 5
 
 MAX_SPLITS = 128  # of one sequence: the combine reads their sums in one vector of 128 threads
 
-# What an item costs beside its blocks, in blocks: the first copy's latency and the partial result. Chosen by
+# What an item costs besides its blocks, in blocks: the first copy's latency and the partial result. Chosen by
 # reasoning, not measured: to be fitted on a chip.
 ITEM_OVERHEAD = 1.0
 

@@ -48,7 +48,7 @@ def prefill_tile_tokens(gpu: Gpu, spec: AttentionSpec) -> int:
 
 
 def prefill_ctas(gpu: Gpu, spec: AttentionSpec) -> int:
-    """Persistent CTAs: as many as the chip runs at once. More would come in a second wave, with nobody beside them."""
+    """Persistent CTAs: as many as the chip runs at once. More would come in a second, nearly empty wave."""
     if gpu.has_wgmma:
         return gpu.num_multiprocessors  # three warpgroups take all registers
     tiles = mma_prefill_tiles(gpu, spec)

@@ -82,7 +82,7 @@ def append_rows(
 
 
 def _merge_word(new: Any, in_page: Any, edge: Any, sem: Any) -> None:
-    """Puts the second token of the word `new` beside the first one of the word `in_page`."""
+    """Puts the second token of the word `new` next to the first one of the word `in_page`."""
     loads = [pltpu.make_async_copy(new, edge.at[0], sem), pltpu.make_async_copy(in_page, edge.at[1], sem)]
     for load in loads:
         load.start()

@@ -20,7 +20,7 @@ An example: rows of 600, 100 and 1030 tokens, their new ones included; blocks of
     turn 2:   row 2, tokens 512-1023  row 2, tokens 1024-1029     output; the running state went from turn to turn
 
 While turn 0 computes, turn 1's copies run: of row 1 its 99 cached tokens, 50 words. Its new token, number 99, is then
-put beside token 98 into the last of them in VMEM, and this word alone goes back to the row's page.
+put next to token 98 into the last of them in VMEM, and this word alone goes back to the row's page.
 
 Who waits for what:
 - `kv_sems[half]`    copies into that half of `kv_blocks`; waited for at the beginning of the turn that computes on it.
@@ -91,7 +91,7 @@ def _kernel(
     out: Any,  # [D, rows, 128]
     pages_hbm: Any,  # uint32[P, planes, page_words, 128]
     # VMEM
-    rows: Any,  # [D + 1, rows, 128]: queries, overwritten by outputs; the last row takes what belongs to nobody
+    rows: Any,  # [D + 1, rows, 128]: queries, overwritten by outputs; the last row takes what belongs to no row
     new_words: Any,  # uint32[planes, D, 128]
     kv_blocks: Any,  # uint32[2, items, planes, block_words, 128]
     state: Any,  # f32[groups, 3, group_rows, 128]: the running maximum, sum and weighted values

@@ -238,7 +238,7 @@ def _attend(refs: Refs, entry: Entry, kv: Any, live_words: Any, g: Geometry, blo
     def fold(unit: tuple[Any, Any, Any], buffers: tuple[Any, Any, Any], rows: slice) -> None:
         scores, unit_tops, v_t = buffers
         plane, q_tile, _ = unit
-        plane = jnp.minimum(plane, g.num_k_planes)  # past the last unit: a state that nobody reads
+        plane = jnp.minimum(plane, g.num_k_planes)  # past the last unit: a state that is never read
         old_top = refs.tops[plane, q_tile, :, rows]
         top = jnp.maximum(old_top, unit_tops[:, rows])
         weights = jnp.exp2(scores[:, rows] - top).astype(g.dtype)

@@ -76,7 +76,7 @@ def vmem_scratch(g: Geometry, blocks: MixedBlocks) -> list[Any]:
 
 
 def vmem_bytes(g: Geometry, blocks: MixedBlocks) -> int:
-    """What the mixed kernel may use: its scratch buffers, and what the compiler keeps beside them."""
+    """What the mixed kernel may use: its scratch buffers, and what the compiler keeps next to them."""
     scratch = sum(math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize for ref in vmem_scratch(g, blocks))
     return scratch + COMPILER_BYTES
 

@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="compile this many only")
     parser.add_argument("--num-pages", type=int, default=8192)
     parser.add_argument("--max-model-len", type=int, default=8192)
-    parser.add_argument("--options", type=json.loads, default={}, help="XLA's options beside the server's, as JSON")
+    parser.add_argument("--options", type=json.loads, default={}, help="XLA's options besides the server's, as JSON")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(compile_step(args, Path(folder))))

@@ -1,9 +1,9 @@
 """Measures the GPU attention kernels on the attached chip: numbers first, then time. NOT YET RUN ON A CHIP.
 
-Decode is timed as bytes of K and V per second, beside the bandwidth of a large copy in the same run; prefill as
-floating-point operations per second, beside a large bf16 matrix product. A call goes through several layers with K and
+Decode is timed as bytes of K and V per second, next to the bandwidth of a large copy in the same run; prefill as
+floating-point operations per second, next to a large bf16 matrix product. A call goes through several layers with K and
 V of their own, as a model does, so that no layer finds its K and V in the L2 cache. The append of the step's K and V is
-in the figures of the paged kernels, and in nobody else's.
+in the figures of the paged kernels, and in no others.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class Operands:
     spec: AttentionSpec
     rows: Rows
     batch: RaggedBatch
-    num_pages: int  # page 0, which nobody owns, included
+    num_pages: int  # the null page included
     queries: jax.Array  # [T, N, H]
     keys: jax.Array  # [sum of KV lengths, K, H], row after row
     values: jax.Array

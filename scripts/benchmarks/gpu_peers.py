@@ -1,4 +1,4 @@
-"""What else computes the same attention on a GPU, to stand beside the paged kernels in one run.
+"""What else computes the same attention on a GPU, to compare with the paged kernels in one run.
 
 All take a batch of equal rows. Those without pages get their K and V contiguous, which a server could not give them:
 they are a bound, not an alternative.
@@ -51,7 +51,7 @@ def _gather(operands: Operands, queries: jax.Array, store: Store) -> jax.Array:
 
 
 def _cudnn_pages(operands: Operands) -> Store:
-    """cuDNN's form: keys and values apart [P, K, page, H], without the page that nobody owns."""
+    """cuDNN's form: keys and values apart [P, K, page, H], without the null page."""
     pages = operands.pages(with_new=True)[1:]
     return pages[:, 0], pages[:, 1]
 

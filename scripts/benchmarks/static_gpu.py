@@ -1,14 +1,14 @@
 """What the compilers say about the GPU attention kernels, without the chip: resources, inner loops, and two floors.
 
 Per kernel: registers, spills, shared memory, and how many CTAs of it a multiprocessor holds. Per inner loop that
-multiplies, for one turn (one block of keys of one KV head): what a warp issues, and beside it the cycles in which the
+multiplies, for one turn (one block of keys of one KV head): what a warp issues, and next to it the cycles in which the
 multiprocessor's share of the memory bandwidth delivers the block, and in which its tensor cores multiply it.
 
 A warpgroup has a warp on each of the four schedulers, so a scheduler issues one warp's instructions per warpgroup. The
 cycles that a turn takes at least are the largest of these instructions, of the exponentials (16 a cycle and
 multiprocessor), and of the compiler's stalls spread over the CTAs that are resident. Scoreboard waits, memory latency
-and bank conflicts are in none of it: a kernel is at least as slow. The memory floor is that of a block that nobody else
-reads: neighbouring tiles of a prompt share theirs in the L2 cache.
+and bank conflicts are in none of it: a kernel is at least as slow. The memory floor is that of a block which no
+other CTA reads: neighbouring tiles of a prompt share theirs in the L2 cache.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def compile_kernels(target: str, heads: tuple[int, int, int], folder: Path, cuda
     root = cuda_root or _cuda_root()
     if root is None or not (root / "bin" / "nvdisasm").is_file():
         raise SystemExit(
-            f"no bin/nvdisasm under {root}: install the package nvidia-cuda-nvdisasm beside the CUDA plug-in "
+            f"no bin/nvdisasm under {root}: install the package nvidia-cuda-nvdisasm next to the CUDA plug-in "
             "(scripts/test --all does), or name a CUDA toolkit's folder with --cuda-root"
         )
     command = [sys.executable, "-m", "scripts.benchmarks.compile_gpu_layer", target, json.dumps(heads), str(folder)]

@@ -58,7 +58,7 @@ def from_trace(trace: Trace, prompts: list[str] | list[list[int]]) -> list[Bench
 def from_file(path: Path, default_output_len: int | None) -> list[BenchRequest]:
     """A JSON lines file (or one JSON list) of objects with `prompt` and `max_tokens` (or `output_len`, `olen`).
 
-    Any `fields` object beside them goes into that request's body.
+    A `fields` object next to them goes into that request's body.
 
     Raises:
         ValueError: naming the line, when it has no prompt or no length and no default is given.

@@ -41,7 +41,7 @@ class Writer(Protocol):
         """What follows when all choices have finished, before [DONE]."""
 
 
-class ClientGone(Exception):  # noqa: N818 - nobody's error
+class ClientGone(Exception):  # noqa: N818 - it is no error
     """The socket has closed."""
 
 
@@ -60,7 +60,7 @@ class GenerationAnswer(Response):
         try:
             await (self._send_stream(scope, receive, send) if self._stream else self._send_whole(scope, receive, send))
         except ClientGone:
-            pass  # there is nobody to answer
+            pass  # no client is left to answer
         finally:
             self._generation.abort()
             watcher.cancel()

@@ -1,4 +1,4 @@
-"""The routes beside generation: models, health, version, load, metrics, tokenize and detokenize."""
+"""The routes besides generation: models, health, version, load, metrics, tokenize and detokenize."""
 
 from __future__ import annotations
 

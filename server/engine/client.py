@@ -1,7 +1,7 @@
 """The HTTP process's end of the engine: requests and aborts down, outputs up, and the news of its death.
 
 Everything here runs on the event loop's thread. Outputs are handed to each request's sink by a plain call from the
-socket's readable callback: nobody awaits, so a client that reads slowly holds up neither the engine nor anyone else.
+socket's readable callback: nothing awaits, so a client that reads slowly holds up neither the engine nor anyone else.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class ProcessEngineClient:
     def _send(self, command: wire.Command) -> None:
         try:
             self._commands.send(self._encode(command), zmq.NOBLOCK)
-        except zmq.Again:  # nobody is at the other end; if the engine has died, `_on_exit` is about to say so
+        except zmq.Again:  # no process is at the other end; if the engine has died, `_on_exit` is about to say so
             logger.warning("the engine process did not take a command: %s", type(command).__name__)
 
     def _on_readable(self) -> None:

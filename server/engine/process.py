@@ -1,6 +1,6 @@
 """The engine's own process: builds the engine, feeds it requests and sends its outputs up, one message per step.
 
-Three threads beside the engine's own. The main thread reads commands. The sender thread owns the outgoing socket and
+Three threads besides the engine's own. The main thread reads commands. The sender thread owns the outgoing socket and
 sends everything that has gathered since its last message, so that a step's outputs travel together. The watcher thread
 ends the process when its parent has gone, whatever became of it: an engine never outlives its server.
 """

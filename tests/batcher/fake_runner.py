@@ -45,7 +45,7 @@ class ContractError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """Everything that a token may depend on beside the prefix."""
+    """Everything that a token may depend on besides the prefix."""
 
     floats: tuple[float, ...]  # temperature, top_p, min_p, presence, frequency and repetition penalty, as float32
     top_k: int

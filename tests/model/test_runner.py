@@ -30,7 +30,7 @@ def runner():
     made = tiny_runner()
     lines = []
     made.warm_up(BUCKETS, lines.append)
-    # Every bucket, and the two updates beside the step.
+    # Every bucket, and the two updates next to the step.
     assert re.match(rf"compiled {len(BUCKETS) + 2} programs in [\d.]+ s", lines[0])
     return made
 
@@ -92,7 +92,7 @@ def test_pages_are_zero_and_one_array_per_layer():
 
 @pytest.mark.parametrize("bucket", BUCKETS)
 def test_state_is_updated_in_place(runner, bucket):
-    """The compiler aliases all of the state to the output, and needs less beside it than one layer's pages."""
+    """The compiler aliases all of the state to the output, and needs less besides it than one layer's pages."""
     analysis = runner._programs[bucket].memory_analysis()
     state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(runner._state))
     assert analysis.alias_size_in_bytes == state_bytes

@@ -44,7 +44,7 @@ def test_what_does_not_fit_is_said_in_gib_with_the_flags(capsys):
     assert plan.main(["--model", "preset:llama-3.1-70b", "--chip", "v6e"]) == 2
     error = capsys.readouterr().err
     assert "weights 131.4" in error
-    assert "0.00 GiB are free beside the weights" in error
+    assert "0.00 GiB are free besides the weights" in error
     assert "--tensor-parallel-size" in error
 
 

@@ -1,4 +1,4 @@
-"""The routes beside generation, the API key, request ids and CORS."""
+"""The routes besides generation, the API key, request ids and CORS."""
 
 from __future__ import annotations
 
