@@ -149,8 +149,8 @@ def _does_not_fit(
     return (
         f"the model does not fit: {where} has {gib(memory.total)}, of which {utilization:.0%} may be used and "
         f"{gib(max(memory.free, 0))} are free besides the weights. Needed: weights {gib(needs.weights)}, temporaries "
-        f"of the largest step {gib(needs.temporaries)}, state of the request slots {gib(needs.state)}, K/V pages of one "
-        f"request of {max_model_len} tokens {gib(sequence_bytes)}. Lower --max-model-len (K/V), "
+        f"of the largest step {gib(needs.temporaries)}, state of the request slots {gib(needs.state)}, K/V pages of "
+        f"one request of {max_model_len} tokens {gib(sequence_bytes)}. Lower --max-model-len (K/V), "
         f"--max-num-batched-tokens (temporaries) or --max-num-seqs (state, temporaries), raise --memory-utilization, "
         f"take --dtype bfloat16, or spread the model over more devices with --tensor-parallel-size"
     )

@@ -86,6 +86,7 @@ class Built:
             scheduling=Scheduling(scheduling or settings.scheduling),
             prefix_caching=settings.enable_prefix_caching,
             max_waiting=settings.max_queue,
+            pipeline_depth=settings.pipeline_depth,
             seed=settings.seed,
         )
         return Engine(self.runner, config, self.ladder, on_death=on_death)

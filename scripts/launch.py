@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.metadata
 import json
 import logging
 import os
 import sys
 import time
-import tomllib
 from pathlib import Path
 
 from model.inputs.json_file import read_text
@@ -24,7 +24,6 @@ from server.main import run
 from server.settings import DEFAULT_MAX_REQUEST_LOGPROBS, DEFAULT_METRICS_PREFIX, GenerationDefaults, Settings
 
 ENGINE = "scripts.engine:build"
-ROOT = Path(__file__).parent.parent
 KEY_VARIABLE = "PALLAS_SERVE_API_KEY"
 CONNECTION_FLAGS = {
     "max_connections": ("N", int, "more are answered 503 (default: as many as `ulimit -Hn` allows, at most 8192)"),
@@ -114,7 +113,7 @@ def api_keys(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def version() -> str:
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    return importlib.metadata.version("pallas-serve")
 
 
 def curl_line(url: str, settings: Settings) -> str:

@@ -22,6 +22,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m scripts.plan", description=__doc__.splitlines()[0], allow_abbrev=False)
     p.add_argument("--chip", choices=sorted(CHIPS), default="h100")
     p.add_argument("--device-memory", type=float, metavar="GIB", help="in place of the chip's own")
+    p.add_argument("--shapes", action="store_true", help="list the padded shapes of the programs that are compiled")
     add_engine_flags(p)
     add_debug_flag(p)
     return p
@@ -98,10 +99,22 @@ def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
     return "\n".join(lines)
 
 
+def shapes(settings: EngineSettings, chip: str) -> str:
+    """The padded shapes of all steps, cheapest first: one program each."""
+    from batcher.buckets import BucketLadder
+    from scripts.engine import bucket_config
+
+    buckets = BucketLadder(bucket_config(settings, "tpu" if chip in TPUS else "gpu")).buckets()
+    return "\n".join(f"{b.num_tokens:6} tokens {b.num_rows:5} rows  {b.variant}" for b in buckets)
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
-        print(plan(EngineSettings.from_namespace(args), args.chip, args.device_memory or CHIPS[args.chip].memory_gib))
+        settings = EngineSettings.from_namespace(args)
+        print(plan(settings, args.chip, args.device_memory or CHIPS[args.chip].memory_gib))
+        if args.shapes:
+            print(shapes(settings, args.chip))
     except (Exception, KeyboardInterrupt) as error:
         return failed("plan", error, debug=args.debug)
     return 0

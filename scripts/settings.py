@@ -35,6 +35,7 @@ class EngineSettings:
     enable_prefix_caching: bool = True
     scheduling: str = "continuous"
     max_queue: int = 1024
+    pipeline_depth: int = 2
     compile_cache: str | None = None  # a folder, or "none"; None: the user's cache folder
     seed: int | None = None
 
@@ -58,6 +59,8 @@ class EngineSettings:
             raise ValueError(f"--tensor-parallel-size must be at least 1, not {self.tensor_parallel_size}")
         if not 0 < self.memory_utilization <= 1:
             raise ValueError(f"--memory-utilization is a share above 0 and at most 1, not {self.memory_utilization}")
+        if self.pipeline_depth < 1:
+            raise ValueError(f"--pipeline-depth must be at least 1, not {self.pipeline_depth}")
         if self.max_queue < 0:
             raise ValueError(f"--max-queue must not be negative, not {self.max_queue}")
 
@@ -100,6 +103,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--enable-prefix-caching", action="store_true", default=True, help=argparse.SUPPRESS)
     engine.add_argument("--scheduling", default="continuous", choices=SCHEDULING)
     engine.add_argument("--max-queue", type=int, default=1024, metavar="N", help="requests that may wait; then 429")
+    engine.add_argument(
+        "--pipeline-depth", type=int, default=2, metavar="N", help="steps in flight (default: 2; 1: no overlap)"
+    )
     engine.add_argument("--seed", type=int, help="of requests that bring none (default: random)")
     device = parser.add_argument_group("device")
     device.add_argument("--device", default="auto", choices=DEVICES)

@@ -29,7 +29,7 @@ def test_flags_of_vllm_mean_the_same_here():
     args = parse(
         *"--max-model-len 512 --max-num-seqs 8 --max-num-batched-tokens 64 --gpu-memory-utilization 0.5".split(),
         *"--block-size 32 --num-gpu-blocks-override 99 --no-enable-prefix-caching --load-format dummy".split(),
-        *"--dtype bfloat16 --tensor-parallel-size 2 --seed 3".split(),
+        *"--dtype bfloat16 --tensor-parallel-size 2 --seed 3 --pipeline-depth 1".split(),
     )
     assert EngineSettings.from_namespace(args) == EngineSettings(
         max_model_len=512,
@@ -43,6 +43,7 @@ def test_flags_of_vllm_mean_the_same_here():
         dtype="bfloat16",
         tensor_parallel_size=2,
         seed=3,
+        pipeline_depth=1,
     )
 
 

@@ -56,3 +56,23 @@ def test_of_a_gpu_only_jaxs_pool_is_planned_with(capsys):
 def test_a_small_budget_alone_does_not_fail_by_the_default_number_of_sequences(capsys):
     report = report_of(capsys, "--model", "preset:llama-3.1-8b", "--chip", "h100", "--max-num-batched-tokens", "128")
     assert gib(report, "state of 64 request slots") > 0
+
+
+def test_the_shapes_of_the_programs_are_listed(capsys):
+    flags = [
+        "--model",
+        "preset:llama-3.2-1b",
+        "--chip",
+        "v6e",
+        "--max-num-seqs",
+        "16",
+        "--max-num-batched-tokens",
+        "128",
+    ]
+    assert plan.main([*flags, "--shapes"]) == 0
+    report = capsys.readouterr().out.splitlines()
+    listed = [line.split() for line in report if " rows  " in line]
+    (count,) = (int(line.split("; ")[1].split()[0]) for line in report if "programs to compile" in line)
+    assert len(listed) == count
+    assert ["16", "tokens", "16", "rows", "greedy"] in listed
+    assert ["128", "tokens", "16", "rows", "score"] in listed
