@@ -81,7 +81,7 @@ class Info:
 
     async def tokenize(self, request: Request) -> Response:
         state = self._state
-        body = await read_body(request, self._tokenize, state.settings.max_body_bytes)
+        body = await read_body(request, self._tokenize, state.body_limits)
         state.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError(400, "Give either `prompt` or `messages`.", param="prompt")
@@ -105,7 +105,7 @@ class Info:
 
     async def detokenize(self, request: Request) -> Response:
         state = self._state
-        body = await read_body(request, self._detokenize, state.settings.max_body_bytes)
+        body = await read_body(request, self._detokenize, state.body_limits)
         state.check_model(body.model)
         if len(body.tokens) > MAX_DETOKENIZED:
             raise invalid("tokens", f"at most {MAX_DETOKENIZED} are decoded at once, got {len(body.tokens)}")

@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from server.api.aside import Aside
 from server.api.metrics import ServerMetrics
 from server.engine.client import EngineClient
+from server.http.body import BodyLimits
 from server.http.errors import model_not_found
 from server.http.turns import Turns
 from server.settings import Settings
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import Tokenizer
+
+MIN_MARKS = 2**16  # brackets and colons that a body may have whatever the context's length
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,6 +30,12 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # shutting down: new requests are refused
     num_in_flight: int = 0  # requests on the counted routes
+
+    @property
+    def body_limits(self) -> BodyLimits:
+        """No prompt that fits the context has as many marks: a token rarely holds more than one of them."""
+        max_marks = max(MIN_MARKS, 2 * self.client.info.max_model_len)
+        return BodyLimits(max_bytes=self.settings.max_body_bytes, max_marks=max_marks)
 
     def check_model(self, name: str | None) -> str:
         """The name under which answers go out. Raises RequestError 404; no name means the model that there is."""

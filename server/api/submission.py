@@ -29,7 +29,7 @@ async def read_generation[T: SamplingFields](
     state: ServerState, request: Request, decoder: msgspec.json.Decoder[T]
 ) -> tuple[T, str, UsageOptions]:
     """(body, model name, what to tell of the counts), everything that both routes have checked. Raises RequestError."""
-    body = await read_body(request, decoder, state.settings.max_body_bytes)
+    body = await read_body(request, decoder, state.body_limits)
     model = state.check_model(body.model)
     refuse_unsupported(body)
     check_sampling(body, vocab_size=state.client.info.vocab_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from server.api.info_routes import MAX_DETOKENIZED
@@ -61,3 +62,25 @@ def test_tokens_to_decode_are_limited():
     error = refusal("/detokenize", {"tokens": [65] * (MAX_DETOKENIZED + 1)})
     assert error["param"] == "tokens"
     assert str(MAX_DETOKENIZED) in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [[1]] * 70_000},
+        {"prompt": "a", "logit_bias": {str(i): 1 for i in range(70_000)}},
+        {"prompt": "a", "guided_json": [{}] * 70_000},
+    ],
+)
+def test_a_body_of_very_many_small_lists_and_objects_is_not_decoded(body):
+    state = state_of(StubClient(DONE))
+    response = call(state, "POST", COMPLETIONS, json=body)
+    assert response.status_code == 400
+    assert "At most 65536 are read" in response.json()["error"]["message"]
+
+
+def test_brackets_of_a_text_that_fits_the_context_are_no_matter():
+    state = state_of(StubClient(DONE))
+    assert call(state, "POST", COMPLETIONS, json={"prompt": "[{:" * 5, "max_tokens": 1}).status_code == 200
+    state.client.info = msgspec.structs.replace(state.client.info, max_model_len=100_000)
+    assert state.body_limits.max_marks == 200_000
