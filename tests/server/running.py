@@ -76,11 +76,11 @@ class RunningServer:
 
 @contextlib.contextmanager
 def running_server(
-    folder: Path, target: str, engine_args: object, *, template: Any = ..., popen: Any = None, **settings: Any
+    folder: Path, target: str, engine_args: object, *, template: Any = ..., descriptors: Any = None, **settings: Any
 ) -> Iterator[RunningServer]:
     """Starts it and waits until it is ready; kills what is left at the end. `stdout` lines before that are kept.
 
-    What it writes to `stderr` is in `RunningServer.log`. `popen` are further arguments of `subprocess.Popen`.
+    What it writes to `stderr` is in `RunningServer.log`. `descriptors` are the soft and the hard limit of their number.
     """
     template_option = {} if template is ... else {"template": template}
     fields = {
@@ -93,13 +93,18 @@ def running_server(
     }
     path = folder / "stderr"
     with path.open("a") as log:
-        process = spawn(Settings(**(fields | settings)), target, engine_args, stderr=log, **(popen or {}))
+        process = spawn(Settings(**(fields | settings)), target, engine_args, descriptors=descriptors, stderr=log)
     server = RunningServer(process, log_file=path)
     with server.until_done(lambda line: line.removeprefix("ready: ") if line.startswith("ready: ") else None):
         yield server
 
 
-def spawn(settings: Settings, target: str, engine_args: object, **options: Any) -> subprocess.Popen[str]:
+def spawn(
+    settings: Settings, target: str, engine_args: object, *, descriptors: tuple[int, int] | None = None, **options: Any
+) -> subprocess.Popen[str]:
     message = pickle.dumps((settings, target, engine_args)).hex()
     command = [sys.executable, "-m", "tests.server.launch", message]
+    if descriptors is not None:  # by a shell: a function that runs between fork and exec does not go with jax's threads
+        soft, hard = descriptors
+        command = ["bash", "-c", f'ulimit -Sn {soft} && ulimit -Hn {hard} && exec "$@"', "bash", *command]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, **options)

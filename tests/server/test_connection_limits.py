@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import select
 import signal
 import socket
@@ -129,11 +128,8 @@ def test_connections_without_a_request_make_room_for_others(tmp_path):
 def test_few_descriptors_are_a_limit_and_not_a_failure(tmp_path):
     """As after `ulimit -n 64`: more connections than there could be descriptors, and each gets an answer."""
 
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-
     with (
-        running_server(tmp_path, ECHO, EchoConfig(), popen={"preexec_fn": limit}, **LONG_TIMES) as server,
+        running_server(tmp_path, ECHO, EchoConfig(), descriptors=(64, 64), **LONG_TIMES) as server,
         contextlib.ExitStack() as stack,
     ):
         connections = connect_all(stack, server, HALF_HEAD, 100)
@@ -155,11 +151,8 @@ def test_few_descriptors_are_a_limit_and_not_a_failure(tmp_path):
 
 
 def test_the_limit_of_descriptors_is_raised(tmp_path):
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (40, 300))
-
     with (
-        running_server(tmp_path, ECHO, EchoConfig(), popen={"preexec_fn": limit}, **LONG_TIMES) as server,
+        running_server(tmp_path, ECHO, EchoConfig(), descriptors=(40, 300), **LONG_TIMES) as server,
         contextlib.ExitStack() as stack,
     ):
         connections = connect_all(stack, server, HALF_HEAD, 150)
