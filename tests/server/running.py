@@ -76,11 +76,19 @@ class RunningServer:
 
 @contextlib.contextmanager
 def running_server(
-    folder: Path, target: str, engine_args: object, *, template: Any = ..., descriptors: Any = None, **settings: Any
+    folder: Path,
+    target: str,
+    engine_args: object,
+    *,
+    template: Any = ...,
+    descriptors: Any = None,
+    env: Any = None,
+    **settings: Any,
 ) -> Iterator[RunningServer]:
     """Starts it and waits until it is ready; kills what is left at the end. `stdout` lines before that are kept.
 
-    What it writes to `stderr` is in `RunningServer.log`. `descriptors` are the soft and the hard limit of their number.
+    What it writes to `stderr` is in `RunningServer.log`. `descriptors` are the soft and the hard limit of their number,
+    `env` is its environment.
     """
     template_option = {} if template is ... else {"template": template}
     fields = {
@@ -93,7 +101,9 @@ def running_server(
     }
     path = folder / "stderr"
     with path.open("a") as log:
-        process = spawn(Settings(**(fields | settings)), target, engine_args, descriptors=descriptors, stderr=log)
+        process = spawn(
+            Settings(**(fields | settings)), target, engine_args, descriptors=descriptors, stderr=log, env=env
+        )
     server = RunningServer(process, log_file=path)
     with server.until_done(lambda line: line.removeprefix("ready: ") if line.startswith("ready: ") else None):
         yield server

@@ -85,7 +85,7 @@ def test_a_long_tmpdir_is_no_obstacle(tmp_path):
     long = tmp_path / ("t" * 120)
     long.mkdir()
     environment = {**os.environ, "TMPDIR": str(long)}
-    with running_server(tmp_path, ECHO, EchoConfig(), popen={"env": environment}) as server, server.http() as http:
+    with running_server(tmp_path, ECHO, EchoConfig(), env=environment) as server, server.http() as http:
         assert http.get("/health").status_code == 200
         assert server.log.count("TMPDIR is too long") == 1
         assert "/tmp" in server.log
