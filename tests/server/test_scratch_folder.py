@@ -96,13 +96,13 @@ def test_starts_at_the_same_time_do_not_take_each_others_folders(tmp_path):
 def test_a_servers_sockets_are_swept_by_the_next_server(tmp_path):
     temporary = tmp_path / "t"
     temporary.mkdir()
-    environment = {"env": {**os.environ, "TMPDIR": str(temporary)}}
-    with running_server(tmp_path, ECHO, EchoConfig(), popen=environment) as killed:
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    with running_server(tmp_path, ECHO, EchoConfig(), env=environment) as killed:
         (left,) = folders(temporary)
         killed.process.kill()
         killed.process.wait()
         assert left.is_dir()
-        with running_server(tmp_path, ECHO, EchoConfig(), popen=environment) as server, server.http() as http:
+        with running_server(tmp_path, ECHO, EchoConfig(), env=environment) as server, server.http() as http:
             assert left not in folders(temporary)
             assert http.post(CHAT, json=HELLO | {"max_tokens": 1}).status_code == 200
     assert folders(temporary) == []
