@@ -154,7 +154,7 @@ def _restore(
         what = name if len(shards) == 1 else f"shard {number + 1} of {len(shards)} of {name}"
         try:
             shard = stored[index].read().result()
-        except Exception as error:  # the library raises whatever Python type is nearest to its status
+        except Exception as error:  # TensorStore raises different Python types for its status codes
             raise ValueError(f"{folder}: {what} cannot be read: convert again ({_first_line(error)})") from error
         if _crc32(shard) != expected[number]:
             raise ValueError(f"{folder}: {what} is damaged, its checksum is not the one stored: convert again")

@@ -1,4 +1,4 @@
-"""Sums of weights that are the same in whatever order they are added: over one chip or eight, in any program.
+"""Sums of weights that do not depend on the order of addition: they are equal on one chip and on eight.
 
 A weight is cut into three integers, and integers are summed. Sums in float32 would depend on the order of the terms,
 and with them the tokens that top_p keeps.

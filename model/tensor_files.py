@@ -112,7 +112,7 @@ class TensorFiles:
         return config if self._are_equal(HEAD.key, EMBEDDING.key) else replace(config, tie_word_embeddings=False)
 
     def _are_equal(self, first: str, second: str) -> bool:
-        """Whether two tensors of one shape hold the same values, whatever types they are stored in."""
+        """Whether two tensors of one shape hold the same values. Their dtypes may differ."""
         num_rows = self.shape(first)[0]
         for start in range(0, num_rows, _ROWS_COMPARED):
             rows = (slice(start, min(start + _ROWS_COMPARED, num_rows)),)
@@ -123,7 +123,7 @@ class TensorFiles:
 
 
 def _files_in(folder: Path) -> dict[str, list[str] | None]:
-    """File name -> the keys that the index promises in it (None: whatever is there)."""
+    """File name -> the keys that the index promises in it. None: there is no index, and all keys are read."""
     index = folder / INDEX_FILE
     if (folder / SINGLE_FILE).is_file():
         return {SINGLE_FILE: None}

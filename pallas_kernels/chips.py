@@ -24,7 +24,7 @@ class TpuChip:
     clock_hz: float  # published nowhere: the published peak FLOP/s divided by `flops_per_cycle`
     flops_per_cycle: int  # bf16, of all the device's matrix units
     vmem_bytes: int  # of one core, in jax's `TpuInfo`
-    # Tokens. Starting the copy of a page takes some 30 bundles, whatever it holds. These are the smallest pages with
+    # Tokens. Starting the copy of a page takes some 30 bundles at any page size. These are the smallest pages with
     # which a decode of one KV head, where a page is least, takes fewer bundles than its bytes take cycles; the fastest
     # memories (v5p, tpu7x) only come near to that, with the largest. Smaller pages waste less behind a sequence's end
     # and share more prefixes. The counts are in scripts/benchmarks/2026-11-21-tpu-static.md.
