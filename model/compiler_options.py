@@ -1,9 +1,9 @@
 """XLA's options for the compiled step, and why its layers and products are as they are on GPUs. In one place.
 
 The GPU's rest on compile-only evidence: nothing here was timed on a chip. The lines are what
-`scripts/benchmarks/compile_gpu_step.py` says for the H200 (64 rows, jax 0.11.2; commands and more of them in
-`scripts/benchmarks/2026-11-21-gpu-static.md`), but for the scans, which are of a prototype of the same step. Launches
-are of kernels, of cuBLASLt and of Mosaic's attention.
+`scripts/benchmarks/accounts/compile_gpu_step.py` says for the H200 (64 rows, jax 0.11.2; commands and more of them in
+`scripts/benchmarks/results/2026-11-21-gpu-static.md`), but for the scans, which are of a prototype of the same step.
+Launches are of kernels, of cuBLASLt and of Mosaic's attention.
 
 | step                      | layers   | products | CUDA graphs | launches in them      | temporaries |
 |---------------------------|----------|----------|-------------|-----------------------|-------------|

@@ -27,7 +27,7 @@ class TpuChip:
     # Tokens. Starting the copy of a page takes some 30 bundles at any page size. These are the smallest pages with
     # which a decode of one KV head, where a page is least, takes fewer bundles than its bytes take cycles; the fastest
     # memories (v5p, tpu7x) only come near to that, with the largest. Smaller pages waste less behind a sequence's end
-    # and share more prefixes. The counts are in scripts/benchmarks/2026-11-21-tpu-static.md.
+    # and share more prefixes. The counts are in scripts/benchmarks/results/2026-11-21-tpu-static.md.
     page_size: int
 
     @property

@@ -2,7 +2,7 @@
 
     python -m scripts.bench_kernels --target v6e:1x1 --static      by the compiler's account, without the chip
 
-What a family of chips can measure is in its own module: `bench_kernels_tpu`, `bench_kernels_gpu`.
+What a family of chips can measure is in its own module: `benchmarks.kernels_tpu`, `benchmarks.kernels_gpu`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--static", action="store_true", help="compile only, and count; needs no chip")
     args, rest = parser.parse_known_args()
     family = "tpu" if args.target.split(":")[0] in TPUS else "gpu"
-    importlib.import_module(f"scripts.bench_kernels_{family}").main(args.target, args.static, rest)
+    importlib.import_module(f"scripts.benchmarks.kernels_{family}").main(args.target, args.static, rest)
 
 
 if __name__ == "__main__":

@@ -23,11 +23,11 @@ import numpy as np
 from batcher.engine import Engine
 from batcher.request import Request, RequestOutput, SamplingParams
 from model.inputs.paths import local_path
-from scripts.benchmarks.lengths import Lengths
-from scripts.benchmarks.workload import random_prompts
-from scripts.engine import Built, build_runner
-from scripts.errors import FailedError, add_debug_flag, failed
-from scripts.settings import SCHEDULING, EngineSettings, add_engine_flags
+from scripts.benchmarks.load.lengths import Lengths
+from scripts.benchmarks.load.workload import random_prompts
+from scripts.wiring.engine import Built, build_runner
+from scripts.wiring.errors import FailedError, add_debug_flag, failed
+from scripts.wiring.settings import SCHEDULING, EngineSettings, add_engine_flags
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,10 +31,10 @@ import psutil
 import uvloop
 
 from model.inputs.paths import local_path
-from scripts.benchmarks.client import Target, run
-from scripts.benchmarks.metrics import summary
-from scripts.benchmarks.workload import BenchRequest, from_file
-from scripts.errors import FailedError, add_debug_flag, failed
+from scripts.benchmarks.load.client import Target, run
+from scripts.benchmarks.load.metrics import summary
+from scripts.benchmarks.load.workload import BenchRequest, from_file
+from scripts.wiring.errors import FailedError, add_debug_flag, failed
 
 
 @dataclass(frozen=True)

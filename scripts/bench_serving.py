@@ -17,12 +17,12 @@ import numpy as np
 import uvloop
 
 from model.inputs.paths import local_path
-from scripts.benchmarks.arrivals import arrival_times
-from scripts.benchmarks.client import Outcome, Target, run
-from scripts.benchmarks.lengths import Lengths, Trace
-from scripts.benchmarks.metrics import METRICS, summary, table
-from scripts.benchmarks.workload import BenchRequest, from_file, from_trace, random_prompts
-from scripts.errors import FailedError, add_debug_flag, failed
+from scripts.benchmarks.load.arrivals import arrival_times
+from scripts.benchmarks.load.client import Outcome, Target, run
+from scripts.benchmarks.load.lengths import Lengths, Trace
+from scripts.benchmarks.load.metrics import METRICS, summary, table
+from scripts.benchmarks.load.workload import BenchRequest, from_file, from_trace, random_prompts
+from scripts.wiring.errors import FailedError, add_debug_flag, failed
 
 
 def json_object(text: str) -> dict[str, Any]:

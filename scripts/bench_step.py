@@ -18,8 +18,8 @@ import numpy as np
 
 from batcher.step import PATCH_BLOCK, Bucket, Capacity, PackedLayout, SlotLayout, StepInput, Variant
 from model.inputs.paths import local_path
-from scripts.errors import add_debug_flag, failed
-from scripts.settings import EngineSettings, add_engine_flags
+from scripts.wiring.errors import add_debug_flag, failed
+from scripts.wiring.settings import EngineSettings, add_engine_flags
 
 if TYPE_CHECKING:
     from model.runner import ModelRunner
@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def bench(args: argparse.Namespace, argv: list[str]) -> int:
-    from scripts.engine import build_runner
+    from scripts.wiring.engine import build_runner
 
     needed = args.context + max([*args.prefill, args.steps + 8])
     settings = EngineSettings.from_namespace(args)

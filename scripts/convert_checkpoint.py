@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from model.config import read_object
 from model.inputs.paths import local_path
 from model.source import ModelSource, resolve
-from scripts.errors import add_debug_flag, failed
+from scripts.wiring.errors import add_debug_flag, failed
 
 if TYPE_CHECKING:
     from model.config import LlamaConfig

@@ -2,7 +2,7 @@
 
     python -m scripts.generate --model demo --input prompts.jsonl --output out.jsonl
 
-Lines are OpenAI batch requests or plain prompts (scripts/batch_file.py). The output has one record per line, in the
+Lines are OpenAI batch requests or plain prompts (`offline/batch_file.py`). The output has one record per line, in the
 input's order. Until it is complete, finished records gather in OUTPUT.partial; the same command goes on from there. An
 output that is there already is replaced when the new one is complete, and not before.
 """
@@ -21,12 +21,12 @@ from tqdm import tqdm
 
 from batcher.errors import EngineDeadError
 from model.inputs.paths import local_path
-from scripts.batch_file import Line, answer_record, digest, parse_line, problem_record
-from scripts.batch_input import BatchInput
-from scripts.errors import add_debug_flag, failed
-from scripts.journal import Journal, Key, ordered_path, partial_path
 from scripts.llm import LLM
-from scripts.settings import EngineSettings, add_engine_flags
+from scripts.offline.batch_file import Line, answer_record, digest, parse_line, problem_record
+from scripts.offline.batch_input import BatchInput
+from scripts.offline.journal import Journal, Key, ordered_path, partial_path
+from scripts.wiring.errors import add_debug_flag, failed
+from scripts.wiring.settings import EngineSettings, add_engine_flags
 
 
 def parser() -> argparse.ArgumentParser:

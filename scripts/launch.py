@@ -16,14 +16,14 @@ from model.inputs.json_file import read_text
 from model.inputs.limits import MAX_TEMPLATE_BYTES
 from model.inputs.paths import local_path
 from model.source import DEMO, Kind, ModelSource, resolve
-from scripts.errors import add_debug_flag, failed
-from scripts.settings import EngineSettings, add_engine_flags
-from scripts.stand_in_tokenizer import tokenizer_folder
+from scripts.wiring.errors import add_debug_flag, failed
+from scripts.wiring.settings import EngineSettings, add_engine_flags
+from scripts.wiring.stand_in_tokenizer import tokenizer_folder
 from server.engine.scratch_folder import ScratchFolder
 from server.main import run
 from server.settings import DEFAULT_MAX_REQUEST_LOGPROBS, DEFAULT_METRICS_PREFIX, GenerationDefaults, Settings
 
-ENGINE = "scripts.engine:build"
+ENGINE = "scripts.wiring.engine:build"
 KEY_VARIABLE = "PALLAS_SERVE_API_KEY"
 CONNECTION_FLAGS = {
     "max_connections": ("N", int, "more are answered 503 (default: as many as `ulimit -Hn` allows, at most 8192)"),

@@ -24,10 +24,10 @@ from typing import Any, Self
 from batcher.errors import EngineDeadError
 from batcher.stats import EngineStats
 from model.source import resolve
-from scripts.engine import build
-from scripts.in_process import InProcessEngineClient, LoopThread, post
-from scripts.settings import EngineSettings
-from scripts.stand_in_tokenizer import tokenizer_folder
+from scripts.offline.in_process import InProcessEngineClient, LoopThread, post
+from scripts.wiring.engine import build
+from scripts.wiring.settings import EngineSettings
+from scripts.wiring.stand_in_tokenizer import tokenizer_folder
 from server.app import create_app, create_state
 from server.engine.scratch_folder import ScratchFolder
 from server.settings import GenerationDefaults, Settings
@@ -78,7 +78,7 @@ class LLM:
         tokenizer: a folder, in place of the model's own.
         served_model_name: what a request body may call the model; by default `model`.
         report: takes the lines that say what start-up did.
-        settings: the other engine flags by name, such as `max_num_seqs=16` (`scripts.settings.EngineSettings`).
+        settings: the other engine flags by name, such as `max_num_seqs=16` (`scripts.wiring.settings.EngineSettings`).
 
     Raises:
         ValueError: unknown settings, or a model that cannot be had or does not fit.

@@ -12,8 +12,8 @@ import sys
 
 from model.source import resolve
 from pallas_kernels.chips import GIB, GPUS, TPUS
-from scripts.errors import add_debug_flag, failed
-from scripts.settings import EngineSettings, add_engine_flags
+from scripts.wiring.errors import add_debug_flag, failed
+from scripts.wiring.settings import EngineSettings, add_engine_flags
 
 CHIPS = TPUS | GPUS
 
@@ -41,7 +41,7 @@ def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
     from pallas_kernels.api import PagedAttention
     from pallas_kernels.layout import default_page_size
     from pallas_kernels.spec import AttentionSpec, Backend
-    from scripts.engine import GPU_POOL_SHARE, bucket_config, choose_dtype, choose_model_len
+    from scripts.wiring.engine import GPU_POOL_SHARE, bucket_config, choose_dtype, choose_model_len
 
     platform = "tpu" if chip in TPUS else "gpu"
     source = resolve(settings.model, weights=False)
@@ -102,7 +102,7 @@ def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
 def shapes(settings: EngineSettings, chip: str) -> str:
     """The padded shapes of all steps, cheapest first: one program each."""
     from batcher.buckets import BucketLadder
-    from scripts.engine import bucket_config
+    from scripts.wiring.engine import bucket_config
 
     buckets = BucketLadder(bucket_config(settings, "tpu" if chip in TPUS else "gpu")).buckets()
     return "\n".join(f"{b.num_tokens:6} tokens {b.num_rows:5} rows  {b.variant}" for b in buckets)

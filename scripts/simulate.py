@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from scripts.benchmarks.lengths import Lengths, Trace
-from scripts.benchmarks.policies import AdmitIfFree, Clairvoyant
-from scripts.benchmarks.simulation import Machine, Result, SimulatedRequest, simulate
+from scripts.benchmarks.load.lengths import Lengths, Trace
+from scripts.benchmarks.simulation.machine import Machine, Result, SimulatedRequest, simulate
+from scripts.benchmarks.simulation.policies import AdmitIfFree, Clairvoyant
 
 PAGE_SIZE = 64  # tokens
 LIMITS = ("none", "2048", "exact", "mixed")

@@ -3,7 +3,7 @@
     python -m scripts.soak [--seconds 600] [-- FLAGS OF scripts/serve]
 
 Starts a server on this machine. Ordinary clients ask greedily for texts that are known beforehand, streamed and whole,
-and some leave in the middle; attackers (`scripts/benchmarks/attacks.py`) do what they can. At the end nothing may run,
+and some leave in the middle; attackers (`benchmarks/load/attacks.py`) do what they can. At the end nothing may run,
 no page may be used, no program may have been compiled, both processes' memory must have stayed flat, and the log must
 hold no warning but those that the attacks provoke. Exits with 1 where one of these does not hold.
 """
@@ -29,7 +29,7 @@ import aiohttp
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from scripts.benchmarks.attacks import ATTACKS, Attack, Victim
+from scripts.benchmarks.load.attacks import ATTACKS, Attack, Victim
 
 ROOT = Path(__file__).parent.parent
 START_S = 600.0

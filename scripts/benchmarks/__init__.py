@@ -1,1 +1,4 @@
-"""What the benches share: workloads, arrivals, a streaming client, and the figures drawn from its timings."""
+"""What the benchmark commands measure with: load on a server, compilers' accounts, timings on a chip, simulated time.
+
+`README.md` says how figures are taken; `results/` keeps them.
+"""

@@ -10,7 +10,7 @@ from batcher.plan import StepPlan
 from batcher.scheduler import _MAX_STALLS, Scheduler
 from batcher.sequence import Sequence, State
 from batcher.step import Capacity
-from scripts.benchmarks.policies import AdmitIfFree
+from scripts.benchmarks.simulation.policies import AdmitIfFree
 from tests.batcher.harness import Drive, make_capacity, make_request
 
 

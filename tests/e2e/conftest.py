@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from scripts.engine import Built, build_runner
-from scripts.settings import EngineSettings
+from scripts.wiring.engine import Built, build_runner
+from scripts.wiring.settings import EngineSettings
 from tests.server.running import RunningServer
 
 ROOT = Path(__file__).parents[2]

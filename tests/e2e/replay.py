@@ -9,7 +9,7 @@ import numpy as np
 
 from batcher.engine import Engine
 from batcher.request import Request, RequestOutput, SamplingParams
-from scripts.benchmarks.lengths import Lengths, Trace
+from scripts.benchmarks.load.lengths import Lengths, Trace
 
 TRACE = Path(__file__).parents[3] / "shared/data/traces/azure_llm_2023_conv.csv"
 

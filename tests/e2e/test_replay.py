@@ -8,8 +8,8 @@ import pytest
 
 from batcher.request import Request
 from model.source import DEMO_FOLDER
-from scripts.benchmarks.client import Target, run
-from scripts.benchmarks.workload import BenchRequest
+from scripts.benchmarks.load.client import Target, run
+from scripts.benchmarks.load.workload import BenchRequest
 from server.text.stream import TextStream
 from server.text.tokenizer import ByteLevelTokenizer
 from tests.e2e.replay import TRACE, drive, make_requests, synthetic_lengths, trace_lengths

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scripts import soak
-from scripts.benchmarks.attacks import ATTACKS
+from scripts.benchmarks.load.attacks import ATTACKS
 
 pytestmark = pytest.mark.e2e
 

@@ -1,4 +1,4 @@
-"""Checkpoint folders and golden values for the tests of this room, of the variants in scripts/make_goldens.py."""
+"""Checkpoint folders and golden values for the tests of this room, of the variants in tests/model/goldens/make.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from scripts import make_goldens
+from tests.model.goldens import make as make_goldens
 
 
 @cache

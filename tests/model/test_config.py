@@ -7,8 +7,8 @@ import re
 import pytest
 
 from model.config import LinearScaling, Llama3Scaling, LlamaConfig
-from scripts.make_goldens import VARIANTS, config
 from tests.model import checkpoints
+from tests.model.goldens.make import VARIANTS, config
 from tests.model.test_llama import TINY
 
 LLAMA_3_2_1B = {  # as published

@@ -9,8 +9,8 @@ from model.config import LlamaConfig
 from model.export import save_hf
 from model.sharding import make_mesh
 from model.weights import load_hf
-from scripts.make_goldens import VARIANTS
 from tests.model import checkpoints
+from tests.model.goldens.make import VARIANTS
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -14,9 +14,9 @@ from model.config import Llama3Scaling, LlamaConfig
 from model.cpu_products import MAX_ROWS_FROM_LEFT
 from model.llama import Llama
 from model.weights import load_hf
-from scripts.make_goldens import NEW_TOKENS, PROMPT_LENGTH, VARIANTS
 from tests.model import checkpoints, driver
 from tests.model.dense_attention import causal_attention
+from tests.model.goldens.make import NEW_TOKENS, PROMPT_LENGTH, VARIANTS
 
 TINY = replace(driver.TINY, vocab_size=96, head_dim=8, max_position_embeddings=128)
 

@@ -6,8 +6,8 @@ import pytest
 
 from model.config import LlamaConfig
 from model.rope import inverse_frequencies, rotate, rotation
-from scripts.make_goldens import ROTARY, config
 from tests.model.checkpoints import goldens
+from tests.model.goldens.make import ROTARY, config
 
 
 @pytest.mark.parametrize("name", ROTARY)

@@ -17,11 +17,11 @@ from model.llama import Llama
 from model.runner import ModelRunner, RunnerConfig
 from model.sharding import abstract_model, make_mesh, partition, sharding_of, stored_config
 from model.weights import load_hf
-from scripts.make_goldens import PROMPT_LENGTH
 from tests.model import checkpoints
 from tests.model.collectives import collectives
 from tests.model.dense_attention import causal_attention
 from tests.model.driver import paged_attention
+from tests.model.goldens.make import PROMPT_LENGTH
 from tests.model.test_llama import TINY, jitted_logits
 
 

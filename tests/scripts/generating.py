@@ -16,7 +16,7 @@ from batcher.engine import Engine
 from batcher.step import Capacity
 from scripts import generate
 from scripts import llm as llm_module
-from scripts.journal import Journal
+from scripts.offline.journal import Journal
 from server.engine.wire import EngineInfo
 from tests.batcher.fake_runner import FakeRunner
 
@@ -26,7 +26,7 @@ CAPACITY = Capacity(
 
 
 def build_fake(max_waiting: int, report, **runner_options: object) -> tuple[Engine, EngineInfo]:
-    """As `scripts.engine.build`; the options are the fake runner's."""
+    """As `scripts.wiring.engine.build`; the options are the fake runner's."""
     ladder = BucketLadder(BucketConfig(max_num_batched_tokens=32, max_num_seqs=4))
     config = EngineConfig(eos_token_ids=(777,), max_waiting=max_waiting, seed=0)
     engine = Engine(FakeRunner(CAPACITY, **runner_options), config, ladder)

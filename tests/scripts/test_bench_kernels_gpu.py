@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels.spec import Backend
-from scripts import bench_kernels, bench_kernels_gpu
-from scripts.benchmarks import device_gpu, gpu_check, gpu_peers, static_gpu
-from scripts.benchmarks.compile_gpu_layer import make_spec
-from scripts.benchmarks.gpu_operands import make_operands
+from scripts import bench_kernels
+from scripts.benchmarks import kernels_gpu
+from scripts.benchmarks.accounts import static_gpu
+from scripts.benchmarks.accounts.compile_gpu_layer import make_spec
+from scripts.benchmarks.device import device_gpu, gpu_check, gpu_peers
+from scripts.benchmarks.device.gpu_operands import make_operands
 
 HEADS = (2, 1, 64)
 PLAN = device_gpu.Plan(
@@ -32,7 +34,7 @@ PLAN = device_gpu.Plan(
 @pytest.mark.slow
 def test_measuring_goes_through_and_says_what_it_found(tmp_path, capsys):
     figures, lines = device_gpu.measure("h200", "8b", HEADS, backend=Backend.GPU_INTERPRET, plan=PLAN)
-    bench_kernels_gpu.publish(figures, lines, tmp_path / "figures.json", tmp_path / "report.md")
+    kernels_gpu.publish(figures, lines, tmp_path / "figures.json", tmp_path / "report.md")
     assert capsys.readouterr().out.splitlines() == (tmp_path / "report.md").read_text().splitlines() == lines
     written = json.loads((tmp_path / "figures.json").read_text())
     assert [len(check["rows"]) for check in written["checks"]] == [2, 2]

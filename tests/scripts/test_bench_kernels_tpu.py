@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from scripts.benchmarks.bundles import Loop, Vmem, read_loops, read_vmem
-from scripts.benchmarks.targets import tpu_target
-from scripts.benchmarks.tpu_static import Compiled, OurDecode, OurMixed, Row, Shipped
+from scripts.benchmarks.accounts.bundles import Loop, Vmem, read_loops, read_vmem
+from scripts.benchmarks.accounts.targets import tpu_target
+from scripts.benchmarks.accounts.tpu_static import Compiled, OurDecode, OurMixed, Row, Shipped
 
 TARGET = tpu_target("v6e:1x1")
 DUMP = """

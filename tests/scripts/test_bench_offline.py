@@ -9,7 +9,7 @@ from batcher.config import EngineConfig, Scheduling
 from batcher.engine import Engine
 from batcher.step import Capacity
 from scripts import bench_offline
-from scripts.benchmarks.lengths import Lengths
+from scripts.benchmarks.load.lengths import Lengths
 from tests.batcher.fake_runner import FakeRunner
 
 CAPACITY = Capacity(

@@ -8,11 +8,11 @@ import pytest
 from aiohttp import web
 
 from scripts import bench_serving
-from scripts.benchmarks.arrivals import arrival_times
-from scripts.benchmarks.client import Outcome, Target, run
-from scripts.benchmarks.lengths import Lengths, Trace
-from scripts.benchmarks.metrics import inter_token_latencies, request_metrics, summary, table
-from scripts.benchmarks.workload import BenchRequest, from_file, random_prompts
+from scripts.benchmarks.load.arrivals import arrival_times
+from scripts.benchmarks.load.client import Outcome, Target, run
+from scripts.benchmarks.load.lengths import Lengths, Trace
+from scripts.benchmarks.load.metrics import inter_token_latencies, request_metrics, summary, table
+from scripts.benchmarks.load.workload import BenchRequest, from_file, random_prompts
 
 
 def finished(start: float, chunk_times: list[float], end: float, tokens: int | None = None) -> Outcome:

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from scripts.benchmarks.compile_gpu_step import read_buffers, read_program, read_thunks
-from scripts.benchmarks.sass import read_loops
+from scripts.benchmarks.accounts.compile_gpu_step import read_buffers, read_program, read_thunks
+from scripts.benchmarks.accounts.sass import read_loops
 
 needs_plugin = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None, reason="the CUDA plug-in is not installed"
@@ -25,7 +25,7 @@ needs_plugin = pytest.mark.skipif(
 def compiled(*flags: str) -> dict[str, Any]:
     """In a process of its own: the PTX version is fixed by the first target that a process compiles for."""
     process = subprocess.run(
-        [sys.executable, "-m", "scripts.benchmarks.compile_gpu_step", *flags],
+        [sys.executable, "-m", "scripts.benchmarks.accounts.compile_gpu_step", *flags],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,

@@ -13,8 +13,8 @@ from model.config import LlamaConfig
 from model.source import resolve
 from model.stored_weights import find_weights
 from scripts.convert_checkpoint import convert
-from scripts.engine import build_runner, choose_dtype
-from scripts.settings import EngineSettings
+from scripts.wiring.engine import build_runner, choose_dtype
+from scripts.wiring.settings import EngineSettings
 from tests.model import checkpoints
 from tests.model.test_weights import flat
 

@@ -13,10 +13,10 @@ from batcher.errors import EngineDeadError
 from model.inputs.words import MAX_LINE_CHARS
 from model.source import DEMO_FOLDER
 from scripts import bench_offline, bench_serving, convert_checkpoint, generate, launch, plan
-from scripts.engine import compile_cache_folder
-from scripts.errors import failed
 from scripts.llm import LLM
-from scripts.settings import EngineSettings
+from scripts.wiring.engine import compile_cache_folder
+from scripts.wiring.errors import failed
+from scripts.wiring.settings import EngineSettings
 from server.engine.client import EngineFailedError
 
 ROOT = Path(__file__).parents[2]

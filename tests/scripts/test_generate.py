@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from scripts import generate as command
-from scripts.batch_file import CHAT, COMPLETIONS, digest
-from scripts.journal import Journal
+from scripts.offline.batch_file import CHAT, COMPLETIONS, digest
+from scripts.offline.journal import Journal
 
 
 def batch_line(custom_id: str, url: str = COMPLETIONS, **body: object) -> str:

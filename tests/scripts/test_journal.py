@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts import journal as journal_module
-from scripts.batch_file import answer_record, parse_line
-from scripts.journal import Journal
+from scripts.offline import journal as journal_module
+from scripts.offline.batch_file import answer_record, parse_line
+from scripts.offline.journal import Journal
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,7 +8,7 @@ import pytest
 
 from model.source import resolve
 from scripts import launch
-from scripts.settings import EngineSettings, add_engine_flags
+from scripts.wiring.settings import EngineSettings, add_engine_flags
 
 
 def parse(*flags: str) -> argparse.Namespace:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scripts import simulate
-from scripts.benchmarks.simulation import Machine
+from scripts.benchmarks.simulation.machine import Machine
 
 SMALL = Machine(max_model_len=4096, num_pages=512, page_size=16)  # 8,192 tokens
 

@@ -3,7 +3,7 @@
 import pytest
 
 from model.source import resolve
-from scripts.stand_in_tokenizer import tokenizer_folder, write_stand_in_tokenizer
+from scripts.wiring.stand_in_tokenizer import tokenizer_folder, write_stand_in_tokenizer
 from server.text.tokenizer import ByteLevelTokenizer
 
 

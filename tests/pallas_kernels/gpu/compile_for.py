@@ -18,9 +18,9 @@ from jax.sharding import Mesh
 
 from pallas_kernels.gpu import tuning
 from pallas_kernels.gpu.device import Gpu
-from scripts.benchmarks import gpu_report
-from scripts.benchmarks.compile_gpu_layer import StepShape, compile_layer, make_spec
-from scripts.benchmarks.targets import gpu_target
+from scripts.benchmarks.accounts import gpu_report
+from scripts.benchmarks.accounts.compile_gpu_layer import StepShape, compile_layer, make_spec
+from scripts.benchmarks.accounts.targets import gpu_target
 from tests.pallas_kernels.gpu import proxy_fences
 
 USUAL = StepShape(num_tokens=1024, pages_per_seq=64)

@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.layout import default_page_size
 from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
-from scripts.benchmarks.bundles import bundle_dumps, read_loops, read_vmem
-from scripts.benchmarks.targets import tpu_target
+from scripts.benchmarks.accounts.bundles import bundle_dumps, read_loops, read_vmem
+from scripts.benchmarks.accounts.targets import tpu_target
 
 
 @dataclass(frozen=True, kw_only=True)

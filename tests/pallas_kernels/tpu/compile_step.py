@@ -22,7 +22,7 @@ from model.sharding import TENSOR_AXIS, abstract_model, make_mesh
 from model.step import DeviceState, make_step
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, Backend
-from scripts.benchmarks.targets import tpu_target
+from scripts.benchmarks.accounts.targets import tpu_target
 
 NUM_ROWS, PAGES_PER_SEQ, PAGE_SIZE = 64, 64, 128
 NUM_PAGES = 512

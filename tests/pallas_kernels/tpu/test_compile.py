@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.benchmarks.bundles import dump_flags
+from scripts.benchmarks.accounts.bundles import dump_flags
 from tests.pallas_kernels.tpu.compile_for import shapes
 
 TARGETS = ("v5e:1x1", "v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1")

@@ -1,6 +1,6 @@
-"""Compiles one layer's append and attention for a GPU that is not here: a child process of `bench_kernels_gpu`.
+"""Compiles one layer's append and attention for a GPU that is not here: a child process of `kernels_gpu`.
 
-    python -m scripts.benchmarks.compile_gpu_layer h200 '[32, 8, 128]' DUMP_FOLDER [CUDA_ROOT]
+    python -m scripts.benchmarks.accounts.compile_gpu_layer h200 '[32, 8, 128]' DUMP_FOLDER [CUDA_ROOT]
 
 The folder gets Mosaic's dump of every kernel, with its SASS if CUDA_ROOT has bin/nvdisasm. One process compiles for one
 target: the PTX version is fixed by the first.
@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
-from scripts.benchmarks.targets import GpuTarget, gpu_target
+from scripts.benchmarks.accounts.targets import GpuTarget, gpu_target
 
 PAGE_SIZE = 64
 

@@ -1,6 +1,7 @@
 """Compiles the whole step of a model for a GPU that is not here, and says what became of it, as one JSON object a line.
 
-    JAX_PLATFORMS=cpu python -m scripts.benchmarks.compile_gpu_step --target h200 --preset llama-3.1-8b --rows 64
+    JAX_PLATFORMS=cpu python -m scripts.benchmarks.accounts.compile_gpu_step \
+        --target h200 --preset llama-3.1-8b --rows 64
 
 `command_buffers` are CUDA graphs; `inside` and `outside` count what runs in them and what is launched one by one
 (`kCustomCall` are the attention kernels). `copies` are the copies that XLA put in, `copied_arguments` the temporaries
@@ -35,7 +36,7 @@ from model.sharding import abstract_model, sharding_of
 from model.step import DeviceState, make_step
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, Backend
-from scripts.benchmarks.targets import gpu_target
+from scripts.benchmarks.accounts.targets import gpu_target
 
 PAGE_SIZE = 64
 NUM_SLOTS = 256  # other than the rows of a step: an argument's copy is known by its shape

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.tpu import append, decode, layout, mixed
 from pallas_kernels.tpu.tiles import MixedBlocks
-from scripts.benchmarks.bundles import bundle_dumps, read_loops, read_vmem
-from scripts.benchmarks.targets import tpu_target
+from scripts.benchmarks.accounts.bundles import bundle_dumps, read_loops, read_vmem
+from scripts.benchmarks.accounts.targets import tpu_target
 
 NUM_ROWS, NUM_PAGES, PAGE, PAGES_PER_SEQ, CHUNK_TOKENS = 64, 2048, 128, 32, 2048
 TABLE = (NUM_ROWS, 1, 128)  # a window of the page table for each row

@@ -17,8 +17,8 @@ import numpy as np
 
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import Backend
-from scripts.benchmarks.compile_gpu_layer import make_spec
-from scripts.benchmarks.gpu_operands import Operands, Rows, make_operands
+from scripts.benchmarks.accounts.compile_gpu_layer import make_spec
+from scripts.benchmarks.device.gpu_operands import Operands, Rows, make_operands
 
 TOLERANCE = 0.03  # inputs of 16 bits, float32 inside, probabilities rounded to 16 bits
 POISON_BYTES = 1 << 30

@@ -1,9 +1,9 @@
-"""Writes tests/model/goldens: what transformers computes for small random Llamas of every variant we support.
+"""Writes the files next to this one: what transformers computes for small random Llamas of every variant we support.
 
 Not part of the product and not run by the tests: needs torch and transformers in an environment of its own:
 
     python3.11 -m venv ~/torch && ~/torch/bin/pip install torch transformers
-    ~/torch/bin/python -m scripts.make_goldens
+    ~/torch/bin/python -m tests.model.goldens.make
 
 Weights are not stored. They are drawn from numpy by name, here and in the tests (`tensors`), so both sides hold the
 same values; a seed is tried until no greedy choice is a near-tie and the text does not collapse into one token.
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-FOLDER = Path(__file__).parent.parent / "tests" / "model" / "goldens"
+FOLDER = Path(__file__).parent
 PROMPT_LENGTH = 32
 NEW_TOKENS = 64
 MIN_GAP = 1e-3  # between the two greatest logits of every greedy choice

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.benchmarks.client import Outcome
+from scripts.benchmarks.load.client import Outcome
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 NAMES = {

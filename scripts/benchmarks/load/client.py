@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from scripts.benchmarks.workload import BenchRequest
+from scripts.benchmarks.load.workload import BenchRequest
 
 
 @dataclass(kw_only=True)

@@ -29,10 +29,10 @@ import numpy as np
 from pallas_kernels.chips import GpuChip
 from pallas_kernels.gpu import device, prefill_tile, schedule, tuning
 from pallas_kernels.spec import AttentionSpec
-from scripts.benchmarks import gpu_report
-from scripts.benchmarks.compile_gpu_layer import PAGE_SIZE, make_spec
-from scripts.benchmarks.sass import Loop, read_loops
-from scripts.benchmarks.targets import gpu_target
+from scripts.benchmarks.accounts import gpu_report
+from scripts.benchmarks.accounts.compile_gpu_layer import PAGE_SIZE, make_spec
+from scripts.benchmarks.accounts.sass import Loop, read_loops
+from scripts.benchmarks.accounts.targets import gpu_target
 
 SHOWN = ("HGMMA", "HMMA", "LDSM", "UTMALDG", "LDGSTS", "MUFU", "BAR", "FENCE", "STL", "LDL")
 MUFU_CYCLES = 8  # of a scheduler for one warp: four of the multiprocessor's 16 units are its own
@@ -171,7 +171,14 @@ def compile_kernels(target: str, heads: tuple[int, int, int], folder: Path, cuda
             f"no bin/nvdisasm under {root}: install the package nvidia-cuda-nvdisasm next to the CUDA plug-in "
             "(scripts/test --all does), or name a CUDA toolkit's folder with --cuda-root"
         )
-    command = [sys.executable, "-m", "scripts.benchmarks.compile_gpu_layer", target, json.dumps(heads), str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.benchmarks.accounts.compile_gpu_layer",
+        target,
+        json.dumps(heads),
+        str(folder),
+    ]
     process = subprocess.run(
         [*command, str(root.resolve())],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},

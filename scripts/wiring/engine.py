@@ -1,6 +1,6 @@
 """The engine's factory: from settings to a warmed-up engine, saying what each phase of the start took.
 
-`build` is what the engine's process calls (`scripts.engine:build`) and what offline generation calls in its own.
+`build` is what the engine's process calls (`scripts.wiring.engine:build`) and what offline generation calls in its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from batcher.config import EngineConfig, Scheduling
 from batcher.engine import Engine
 from model.inputs.paths import check_local, expanded
 from model.source import ModelSource, resolve
-from scripts.settings import EngineSettings
+from scripts.wiring.settings import EngineSettings
 from server.engine.wire import EngineInfo
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Report = Callable[[str], None]
 GIB = 1 << 30
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 # Limits where the user gives none, and the programs that pay on the platform.

@@ -13,7 +13,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from scripts.benchmarks.gpu_operands import Operands
+from scripts.benchmarks.device.gpu_operands import Operands
 
 Store = tuple[jax.Array, ...]
 

@@ -5,7 +5,7 @@
 
 `--static` compiles for the chip without having it and prints registers, spills, shared memory, CTAs per multiprocessor
 and what the inner loops issue per block of keys, next to the cycles in which the memory delivers the block: a bound, no
-time. `--device` measures on the attached chip: see `benchmarks/device_gpu.py`.
+time. `--device` measures on the attached chip: see `device/device_gpu.py`.
 
 The loops are read from SASS by NVIDIA's nvdisasm, which `scripts/test --all` installs (package nvidia-cuda-nvdisasm);
 `--cuda-root` names another folder with bin/nvdisasm and bin/ptxas, such as a CUDA toolkit's.
@@ -44,11 +44,11 @@ def main(target: str, static: bool, rest: list[str]) -> None:
         parser.error("say --static or --device")
     heads = MODELS[args.model]
     if static:
-        from scripts.benchmarks import static_gpu
+        from scripts.benchmarks.accounts import static_gpu
 
         figures, lines = static_gpu.account(target, args.model, heads, args.cuda_root)
     else:
-        from scripts.benchmarks import device_gpu
+        from scripts.benchmarks.device import device_gpu
 
         figures, lines = device_gpu.measure(target, args.model, heads)
     publish(figures, lines, args.json, args.markdown)

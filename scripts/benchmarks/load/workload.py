@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.benchmarks.lengths import Trace
+from scripts.benchmarks.load.lengths import Trace
 
 # Common words, so that a text prompt is ordinary text for any tokenizer.
 _WORDS = (

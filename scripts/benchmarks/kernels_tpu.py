@@ -17,7 +17,7 @@ import sys
 from typing import Any
 
 from model.inputs.paths import local_path
-from scripts.benchmarks.tpu_static import (
+from scripts.benchmarks.accounts.tpu_static import (
     BATCHES,
     KERNELS,
     MODELS,
@@ -93,7 +93,7 @@ def geometry(model: str) -> Any:
 
 def compiled(target: str, model: str, jobs: list[tuple[str, tuple[int, ...]]]) -> list[Kernel]:
     """The kernels of `jobs` that compile; of the others it is said why they do not."""
-    from scripts.benchmarks.targets import tpu_target
+    from scripts.benchmarks.accounts.targets import tpu_target
 
     kernels = []
     results = compile_kernels(target, [(kind, sizes, MODELS[model]) for kind, sizes in jobs])
@@ -112,7 +112,7 @@ class Report:
         self, target: str, model: str, decode: list[tuple[int, ...]], mixed: list[tuple[int, ...]], *, shipped: bool
     ) -> None:
         from pallas_kernels.tpu import blocks
-        from scripts.benchmarks.targets import tpu_target
+        from scripts.benchmarks.accounts.targets import tpu_target
 
         self.target, self.model = tpu_target(target), model
         chosen = blocks.choose(geometry(model), CONTEXT // PAGE, self.target.chip.name)
@@ -207,7 +207,7 @@ def sweep(target: str) -> None:
     from pallas_kernels.tpu import blocks
     from pallas_kernels.tpu.decode import DecodeBlocks
     from pallas_kernels.tpu.tiles import MixedBlocks
-    from scripts.benchmarks.targets import tpu_target
+    from scripts.benchmarks.accounts.targets import tpu_target
 
     path = tuning.FOLDER / f"{tpu_target(target).chip.name}.json"
     entries: dict[str, Any] = {}

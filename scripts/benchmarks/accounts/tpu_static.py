@@ -19,8 +19,8 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any
 
-from scripts.benchmarks.bundles import Loop, Vmem, dump_flags
-from scripts.benchmarks.targets import TpuTarget
+from scripts.benchmarks.accounts.bundles import Loop, Vmem, dump_flags
+from scripts.benchmarks.accounts.targets import TpuTarget
 
 PAGE = 128
 MODELS = {  # query heads, KV heads, head dim, as one chip sees them
@@ -102,7 +102,7 @@ def compile_kernels(
             "LIBTPU_INIT_ARGS": dump_flags(folder),
         }
         done = subprocess.run(
-            [sys.executable, "-m", "scripts.benchmarks.compile_tpu_kernel", target, folder, json.dumps(jobs)],
+            [sys.executable, "-m", "scripts.benchmarks.accounts.compile_tpu_kernel", target, folder, json.dumps(jobs)],
             env=os.environ | environment,
             capture_output=True,
             text=True,

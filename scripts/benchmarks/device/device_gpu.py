@@ -22,10 +22,10 @@ import numpy as np
 
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import Backend
-from scripts.benchmarks import gpu_check
-from scripts.benchmarks.compile_gpu_layer import make_spec
-from scripts.benchmarks.gpu_operands import Operands, Rows, make_operands
-from scripts.benchmarks.gpu_peers import PEERS, Peer
+from scripts.benchmarks.accounts.compile_gpu_layer import make_spec
+from scripts.benchmarks.device import gpu_check
+from scripts.benchmarks.device.gpu_operands import Operands, Rows, make_operands
+from scripts.benchmarks.device.gpu_peers import PEERS, Peer
 
 
 @dataclass(frozen=True, kw_only=True)

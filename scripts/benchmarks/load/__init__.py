@@ -1,0 +1,1 @@
+"""Load on an OpenAI-compatible server: prompts, lengths, arrivals, a client, its metrics, and attacks. Needs no jax."""
