@@ -162,7 +162,7 @@ class StepHandle(Protocol):
 
 
 class Runner(Protocol):
-    """Executes steps in the order in which they are given. Owned here, implemented by `model.runner`."""
+    """Executes steps in the order in which they are given. Owned here, implemented by `model.execution.runner`."""
 
     def capacity(self) -> Capacity: ...
 

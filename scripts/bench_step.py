@@ -22,7 +22,7 @@ from scripts.wiring.errors import add_debug_flag, failed
 from scripts.wiring.settings import EngineSettings, add_engine_flags
 
 if TYPE_CHECKING:
-    from model.runner import ModelRunner
+    from model.execution.runner import ModelRunner
 
 MAX_STEPS_AHEAD = 2  # as the engine: the next step is dispatched before this one is read
 

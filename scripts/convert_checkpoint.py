@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING
 
 from model.config import read_object
 from model.inputs.paths import local_path
-from model.source import ModelSource, resolve
+from model.loading.source import ModelSource, resolve
 from scripts.wiring.errors import add_debug_flag, failed
 
 if TYPE_CHECKING:
     from model.config import LlamaConfig
-    from model.stored_weights import StoredWeights
+    from model.loading.stored_weights import StoredWeights
 
 DTYPES = ("bfloat16", "float32")
 _BESIDE = ("*.json", "*.jinja", "tokenizer.model")
@@ -62,9 +62,9 @@ def convert(source: ModelSource, origin: Path, folder: Path, *, dtype: str | Non
     jax.config.update("jax_platforms", "cpu")
     if num_shards > 1:
         jax.config.update("jax_num_cpu_devices", num_shards)
-    from model.checkpoint import save_orbax
-    from model.sharding import make_mesh
-    from model.stored_weights import CONVERTED, find_weights
+    from model.loading.orbax_format import save_orbax
+    from model.loading.stored_weights import CONVERTED, find_weights
+    from model.network.sharding import make_mesh
 
     started = time.perf_counter()
     stored = find_weights(origin, source.config, "safetensors")

@@ -15,7 +15,7 @@ from pathlib import Path
 from model.inputs.json_file import read_text
 from model.inputs.limits import MAX_TEMPLATE_BYTES
 from model.inputs.paths import local_path
-from model.source import DEMO, Kind, ModelSource, resolve
+from model.loading.source import DEMO, Kind, ModelSource, resolve
 from scripts.wiring.errors import add_debug_flag, failed
 from scripts.wiring.settings import EngineSettings, add_engine_flags
 from scripts.wiring.stand_in_tokenizer import tokenizer_folder

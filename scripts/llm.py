@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from batcher.errors import EngineDeadError
 from batcher.stats import EngineStats
-from model.source import resolve
+from model.loading.source import resolve
 from scripts.offline.in_process import InProcessEngineClient, LoopThread, post
 from scripts.wiring.engine import build
 from scripts.wiring.settings import EngineSettings

@@ -10,7 +10,7 @@ import argparse
 import math
 import sys
 
-from model.source import resolve
+from model.loading.source import resolve
 from pallas_kernels.chips import GIB, GPUS, TPUS
 from scripts.wiring.errors import add_debug_flag, failed
 from scripts.wiring.settings import EngineSettings, add_engine_flags
@@ -35,9 +35,9 @@ def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
 
     jax.config.update("jax_platforms", "cpu")
     from batcher.buckets import BucketLadder
-    from model import kv_cache
-    from model.llama import Llama
-    from model.sharding import partition, stored_config
+    from model.execution import kv_cache
+    from model.network.llama import Llama
+    from model.network.sharding import partition, stored_config
     from pallas_kernels.api import PagedAttention
     from pallas_kernels.layout import default_page_size
     from pallas_kernels.spec import AttentionSpec, Backend

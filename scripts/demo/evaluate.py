@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model.llama import Llama
+from model.network.llama import Llama
 from scripts.demo import facts
 from scripts.demo.arithmetic import Turn, count_answer, held_out_pairs, larger_answer, sum_answer
 from scripts.demo.tokenizer import END_OF_TURN, SampleEncoder

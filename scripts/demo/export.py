@@ -8,8 +8,8 @@ from pathlib import Path
 import jax.numpy as jnp
 from tokenizers import Tokenizer
 
-from model.export import save_hf
-from model.llama import Llama
+from model.loading.export import save_hf
+from model.network.llama import Llama
 from scripts.demo import tokenizer as llama_tokenizer
 from scripts.demo.optimizer import Arrays
 

@@ -1,4 +1,4 @@
-"""The training loop: `model.llama.Llama` itself, with causal attention inside each packed sample."""
+"""The training loop: `model.network.llama.Llama` itself, with causal attention inside each packed sample."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import numpy as np
 from flax import nnx
 
 from model.config import LlamaConfig
-from model.hf_format import expected_shapes, sources
-from model.layers import Attend
-from model.llama import Llama
+from model.loading.hf_format import expected_shapes, sources
+from model.network.layers import Attend
+from model.network.llama import Llama
 from scripts.demo.corpus import Corpus
 from scripts.demo.optimizer import Arrays, Optimizer
 from scripts.demo.packing import PackedBatch, pack

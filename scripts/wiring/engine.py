@@ -18,7 +18,7 @@ from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig, Scheduling
 from batcher.engine import Engine
 from model.inputs.paths import check_local, expanded
-from model.source import ModelSource, resolve
+from model.loading.source import ModelSource, resolve
 from scripts.wiring.settings import EngineSettings
 from server.engine.wire import EngineInfo
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     import jax
 
     from model.config import LlamaConfig
-    from model.llama import Llama
-    from model.runner import ModelRunner
-    from model.stored_weights import StoredWeights
+    from model.execution.runner import ModelRunner
+    from model.loading.stored_weights import StoredWeights
+    from model.network.llama import Llama
 
 Report = Callable[[str], None]
 GIB = 1 << 30
@@ -106,8 +106,8 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
     with _phase("start", report) as say:
         platform = _start_jax(settings)
         say(f"jax on {_describe_devices(settings)}")
-    from model.runner import ModelRunner, RunnerConfig
-    from model.sharding import abstract_model
+    from model.execution.runner import ModelRunner, RunnerConfig
+    from model.network.sharding import abstract_model
     from pallas_kernels.api import PagedAttention, choose_backend
     from pallas_kernels.layout import default_page_size
     from pallas_kernels.spec import AttentionSpec
@@ -268,7 +268,7 @@ def _start_jax(settings: EngineSettings) -> str:
         raise ValueError(f"jax runs on {platform!r} here; this engine runs on {', '.join(_DEFAULTS)}")
     folder = compile_cache_folder(settings.compile_cache)
     if folder is not None:
-        from model.compile_cache import keep_compilations
+        from model.compiling.compile_cache import keep_compilations
 
         keep_compilations(folder)
     return platform
@@ -291,7 +291,7 @@ def _describe_devices(settings: EngineSettings) -> str:
 
 
 def _mesh(num_shards: int) -> jax.sharding.Mesh | None:
-    from model.sharding import make_mesh
+    from model.network.sharding import make_mesh
 
     return make_mesh(num_shards) if num_shards > 1 else None
 
@@ -302,13 +302,13 @@ def _find_weights(settings: EngineSettings, source: ModelSource) -> StoredWeight
         return None
     if source.folder is None:
         raise ValueError(f"--model {settings.model} has no weights: add --load-format dummy for random ones")
-    from model.stored_weights import find_weights
+    from model.loading.stored_weights import find_weights
 
     return find_weights(source.folder, source.config, settings.load_format)
 
 
 def _random(settings: EngineSettings, config: LlamaConfig, **options: Any) -> Llama:
-    from model.weights import random_weights
+    from model.loading.weights import random_weights
 
     return random_weights(config, **options, seed=settings.seed or 0)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from model.inputs.paths import check_local
-from model.source import DEMO
+from model.loading.source import DEMO
 
 DEVICES = ("auto", "cpu", "tpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float32")

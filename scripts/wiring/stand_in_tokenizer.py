@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from model.inputs.paths import check_local
-from model.source import ModelSource
+from model.loading.source import ModelSource
 from server.text.byte_alphabet import byte_to_unicode
 from server.text.tiktoken_model import special_tokens
 

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from model.config import LlamaConfig
-from model.llama import Llama
-from model.weights import load_hf
+from model.loading.weights import load_hf
+from model.network.llama import Llama
 from scripts.demo import evaluate, facts
 from scripts.demo.arithmetic import NUM_HELD_OUT, held_out_pairs, larger_answer, sum_answer
 from scripts.demo.tokenizer import SPECIAL_TOKENS, SampleEncoder

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from model.config import LlamaConfig
-from model.weights import load_hf
+from model.loading.weights import load_hf
 from scripts.demo import export, stories
 from scripts.demo import tokenizer as demo_tokenizer
 from scripts.demo.arithmetic import Arithmetic

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from batcher.request import Request
-from model.source import DEMO_FOLDER
+from model.loading.source import DEMO_FOLDER
 from scripts.benchmarks.load.client import Target, run
 from scripts.benchmarks.load.workload import BenchRequest
 from server.text.stream import TextStream

@@ -1,4 +1,4 @@
-"""Plain causal attention without pages, the oracle of the tests: an `attend` for `model.llama.Llama`."""
+"""Plain causal attention without pages, the oracle of the tests: an `attend` for `model.network.llama.Llama`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from model.layers import Attend
+from model.network.layers import Attend
 
 
 def causal_attention(num_sequences: int = 1) -> Attend:

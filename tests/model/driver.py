@@ -11,8 +11,8 @@ from flax import nnx
 from batcher.request import SamplingParams
 from batcher.step import PATCH_BLOCK, Bucket, PackedLayout, PenaltyReset, SlotLayout, StepInput, StepOutput
 from model.config import LlamaConfig
-from model.llama import Llama
-from model.runner import ModelRunner, RunnerConfig
+from model.execution.runner import ModelRunner, RunnerConfig
+from model.network.llama import Llama
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, Backend
 from tests.model.dense_attention import causal_attention

@@ -9,7 +9,7 @@ import pytest
 from model.config import LinearScaling, Llama3Scaling, LlamaConfig
 from tests.model import checkpoints
 from tests.model.goldens.make import VARIANTS, config
-from tests.model.test_llama import TINY
+from tests.model.network.test_llama import TINY
 
 LLAMA_3_2_1B = {  # as published
     "architectures": ["LlamaForCausalLM"],

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from model.config import Llama3Scaling, LlamaConfig
 from model.inputs.words import one_line
-from model.rope import inverse_frequencies
-from model.source import DEMO_FOLDER, resolve
+from model.loading.source import DEMO_FOLDER, resolve
+from model.network.rope import inverse_frequencies
 from server.settings import GenerationDefaults
 from server.text.chat_template import ChatTemplate, TemplateError
 from server.text.tokenizer import ByteLevelTokenizer

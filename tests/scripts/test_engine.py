@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from model.config import LlamaConfig
-from model.source import resolve
-from model.stored_weights import find_weights
+from model.loading.source import resolve
+from model.loading.stored_weights import find_weights
 from scripts.convert_checkpoint import convert
 from scripts.wiring.engine import build_runner, choose_dtype
 from scripts.wiring.settings import EngineSettings
 from tests.model import checkpoints
-from tests.model.test_weights import flat
+from tests.model.loading.test_weights import flat
 
 
 def converted(source: Path, folder: Path, dtype: str | None = None) -> Path:

@@ -11,7 +11,7 @@ import pytest
 
 from batcher.errors import EngineDeadError
 from model.inputs.words import MAX_LINE_CHARS
-from model.source import DEMO_FOLDER
+from model.loading.source import DEMO_FOLDER
 from scripts import bench_offline, bench_serving, convert_checkpoint, generate, launch, plan
 from scripts.llm import LLM
 from scripts.wiring.engine import compile_cache_folder
@@ -106,7 +106,7 @@ def test_a_failure_in_the_engines_process_is_one_line_and_debug_shows_its_place(
     assert result.stderr.startswith("scripts/serve: The engine could not start: ")
     shown = serve("--model", broken, "--debug")
     assert "Traceback" in shown.stderr
-    assert "model/checkpoint.py" in shown.stderr
+    assert "model/loading/orbax_format.py" in shown.stderr
     assert shown.stderr.splitlines()[-1] == result.stderr.strip()
 
 

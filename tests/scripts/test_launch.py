@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from model.source import resolve
+from model.loading.source import resolve
 from scripts import launch
 from scripts.wiring.settings import EngineSettings, add_engine_flags
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from model.source import resolve
+from model.loading.source import resolve
 from scripts.wiring.stand_in_tokenizer import tokenizer_folder, write_stand_in_tokenizer
 from server.text.tokenizer import ByteLevelTokenizer
 

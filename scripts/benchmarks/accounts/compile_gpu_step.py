@@ -29,11 +29,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from batcher.step import Bucket, PackedLayout, SlotLayout, Variant
-from model.compiler_options import compiler_options
-from model.llama import Llama
+from model.compiling.compiler_options import compiler_options
+from model.execution.step import DeviceState, make_step
+from model.network.llama import Llama
+from model.network.sharding import abstract_model, sharding_of
 from model.presets import preset
-from model.sharding import abstract_model, sharding_of
-from model.step import DeviceState, make_step
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, Backend
 from scripts.benchmarks.accounts.targets import gpu_target

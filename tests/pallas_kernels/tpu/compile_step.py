@@ -17,9 +17,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from batcher.step import Bucket, PackedLayout, SlotLayout, Variant
+from model.execution.step import DeviceState, make_step
+from model.network.sharding import TENSOR_AXIS, abstract_model, make_mesh
 from model.presets import PRESETS
-from model.sharding import TENSOR_AXIS, abstract_model, make_mesh
-from model.step import DeviceState, make_step
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, Backend
 from scripts.benchmarks.accounts.targets import tpu_target

@@ -1,0 +1,345 @@
+"""Executes the batcher's steps: one compiled program per bucket, readied before the first request."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from batcher.step import (
+    PATCH_BLOCK,
+    Bucket,
+    Capacity,
+    PackedLayout,
+    PenaltyReset,
+    SlotLayout,
+    StepInput,
+    StepOutput,
+)
+from model.compiling.compilation import Compilation
+from model.compiling.compile_cache import CompileCounter
+from model.compiling.compiler_options import compiler_options
+from model.execution import kv_cache
+from model.execution.step import (
+    HISTORY_BLOCK_SIZE,
+    DeviceState,
+    OutputLayout,
+    apply_patches,
+    history_blocks,
+    make_step,
+    reset_history,
+)
+from model.network.llama import Llama
+from model.network.sharding import sharding_of
+from pallas_kernels.api import PagedAttention
+
+CPU_FIRST_RUNS_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerConfig:
+    """The limits that shape the programs and the state."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int  # tokens of prompt and output of one request
+    memory_utilization: float = 0.9  # of the device's memory, for everything together
+    num_pages: int | None = None  # None: as many as fit and can be of use
+
+    def __post_init__(self) -> None:
+        if min(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len) < 1:
+            raise ValueError(
+                f"limits are positive: {self.max_num_seqs=} {self.max_num_batched_tokens=} {self.max_model_len=}"
+            )
+        if not 0 < self.memory_utilization <= 1:
+            raise ValueError(f"a share of the memory is above 0 and at most 1: {self.memory_utilization=}")
+
+
+class StepResult:
+    """A step under way. Its one output array has been on its way to the host since the step was dispatched."""
+
+    def __init__(self, output: jax.Array, layout: OutputLayout) -> None:
+        self._output = output
+        self._layout = layout
+
+    def result(self) -> StepOutput:
+        """Blocks until the device is done; to be called from a thread that has nothing else to do."""
+        return self._layout.split(np.asarray(self._output))
+
+
+class ModelRunner:
+    """`batcher.step.Runner` over a Llama.
+
+    Programs need shapes only, so a runner may be made before the weights are there: from `abstract_model(...)`, then
+    `start_compiling`, then `place` with the loaded model.
+
+    Args:
+        model: with its weights where they shall stay, on one device or spread over `attention.mesh`: in place, or
+            described by shape and sharding.
+        attention: the paged attention of the step, bound to its backend and mesh.
+        config: limits. Memory is planned at once; the K/V pages are allocated when the weights are in place.
+
+    Raises:
+        ValueError: it does not fit (see `kv_cache.plan_pages`).
+    """
+
+    def __init__(self, model: Llama, attention: PagedAttention, config: RunnerConfig) -> None:
+        self._compiles = CompileCounter()
+        self._model_config = model.config
+        self._attention = attention
+        self._config = config
+        # Flattened once: walking the module tree for every call would cost more than dispatching the step.
+        structure, weights = nnx.split(model)
+        leaves, self._tree = jax.tree.flatten(weights)
+        self._rebuild: Callable[[Any], Llama] = lambda x: nnx.merge(structure, jax.tree.unflatten(self._tree, x))
+        self._weights_like: list[jax.ShapeDtypeStruct] = _described(leaves)
+        if attention.mesh is None:
+            (device,) = leaves[0].sharding.device_set
+            self._everywhere: jax.sharding.Sharding = SingleDeviceSharding(device)
+            self._by_vocab = self._everywhere
+        else:
+            self._everywhere = NamedSharding(attention.mesh, P())
+            self._by_vocab = sharding_of(("rows", "vocab"), attention.mesh)
+        in_place = all(isinstance(leaf, jax.Array) for leaf in leaves)
+
+        self._pages_per_seq = -(-config.max_model_len // attention.spec.page_size)
+        self._num_pages = self._plan_pages(in_place) if config.num_pages is None else config.num_pages
+        if self._num_pages < self._pages_per_seq:
+            raise ValueError(
+                f"one request of {config.max_model_len=} tokens needs {self._pages_per_seq} pages of "
+                f"{attention.spec.page_size} tokens: {config.num_pages=}"
+            )
+        self._state_like = self._describe_state()
+        self._programs: dict[Bucket, Any] = {}
+        self._compilation: Compilation[Bucket | str] | None = None
+        if in_place:
+            self.place(model)
+
+    def place(self, model: Llama) -> None:
+        """Takes the loaded weights of the model that the runner was made for, and allocates the state."""
+        self._weights, tree = jax.tree.flatten(nnx.split(model)[1])
+        if tree != self._tree or _described(self._weights) != self._weights_like:
+            raise ValueError("these are not the weights that the runner was made for: shapes or placement differ")
+        self._state = self._allocate()
+
+    def capacity(self) -> Capacity:
+        return Capacity(
+            num_slots=self._config.max_num_seqs,
+            num_pages=self._num_pages,
+            page_size=self._attention.spec.page_size,
+            max_model_len=self._config.max_model_len,
+            max_num_batched_tokens=self._config.max_num_batched_tokens,
+            vocab_size=self._model_config.vocab_size,
+        )
+
+    @property
+    def num_compiles(self) -> int:
+        """Programs readied by this process since the runner was made, those that were compiled by accident included."""
+        return self._compiles.total
+
+    def start_compiling(self, buckets: Iterable[Bucket]) -> None:
+        """Begins with what `warm_up` of the same buckets then finishes. Whoever gives up before that must call
+        `stop_compiling`, or the process ends only after the last program."""
+        slots, history = self._state_like.slots, self._state_like.history
+        lower: dict[Bucket | str, Callable[[], jax.stages.Lowered]] = {
+            bucket: partial(self._lower_step, bucket) for bucket in buckets
+        }
+        lower["patch"] = partial(self._lower_update, apply_patches, slots, (2, PATCH_BLOCK))
+        reset = partial(reset_history, mesh=self._attention.mesh)
+        lower["reset history"] = partial(self._lower_update, reset, history, (HISTORY_BLOCK_SIZE,))
+        self._compilation = Compilation(lower, compiler_options(self._a_device().platform), self._compiles)
+
+    def stop_compiling(self) -> None:
+        if self._compilation is not None:
+            self._compilation.cancel()
+
+    def warm_up(self, buckets: Iterable[Bucket], report: Callable[[str], None]) -> None:
+        """Compiles every bucket's program, in parallel, then runs each once on padding: first calls are slow, and may
+        fail. On a CPU, where a first call is a tenth of a second slower and a call may take many, it begins with the
+        smallest and stops after two seconds.
+
+        Raises:
+            ValueError: the programs need more memory besides the K/V pages than the device has left.
+        """
+        buckets, waiting_since = list(buckets), time.perf_counter()
+        if self._compilation is None:
+            self.start_compiling(buckets)
+        compilation, self._compilation = self._compilation, None
+        assert compilation is not None
+        programs = compilation.result()
+        self._patch, self._reset_history = programs.pop("patch"), programs.pop("reset history")
+        if programs.keys() != set(buckets):
+            raise ValueError("start_compiling was given other buckets than warm_up")
+        self._programs = {bucket: programs[bucket] for bucket in buckets}
+        self._check_temporaries()
+        now = time.perf_counter()
+        early = f", {now - waiting_since:.1f} s of them after loading" if waiting_since > compilation.started_s else ""
+        report(
+            f"compiled {len(programs) + 2} programs in {now - compilation.started_s:.1f} s{early} "
+            f"({compilation.num_from_disk} came from the disk; tracing took {compilation.tracing_s:.1f} s)"
+        )
+        started = time.perf_counter()
+        enough_s = CPU_FIRST_RUNS_S if self._a_device().platform == "cpu" else math.inf
+        num_run = 0
+        for bucket in sorted(buckets):
+            self._run_on_padding(bucket)
+            num_run += 1
+            if time.perf_counter() - started > enough_s:
+                break
+        report(f"ran {num_run} of {len(buckets)} programs once in {time.perf_counter() - started:.1f} s")
+
+    def execute(self, step: StepInput) -> StepResult:
+        """Dispatches the step and returns. `step.packed` must stay as it is until the result is in: a CPU reads it in
+        place.
+
+        Raises:
+            KeyError: the bucket was not warmed up.
+        """
+        if step.bucket not in self._programs:
+            raise KeyError(f"{step.bucket} has no program: warm_up was not given it")
+        slots, history = self._state.slots, self._state.history
+        for patches in step.patches:
+            slots = self._patch(slots, patches)
+        for reset in step.penalty_resets:
+            vocab = self._model_config.vocab_size
+            for block in history_blocks(reset.slot, reset.prompt, reset.output, vocab):
+                history = self._reset_history(history, block)
+        state = DeviceState(slots=slots, history=history, kv=self._state.kv)
+        self._state, output = self._programs[step.bucket](self._weights, state, step.packed)
+        output.copy_to_host_async()
+        return StepResult(output, OutputLayout(step.bucket))
+
+    def products_only(self, bucket: Bucket) -> Callable[[], jax.Array]:
+        """A program of the bucket's matrix products and norms alone, to measure steps against. Compiles it."""
+
+        def forward(weights: Any, tokens: jax.Array) -> jax.Array:
+            model = self._rebuild(weights)
+            no_kv = [None] * self._model_config.num_layers
+            hidden, _ = model(tokens, jnp.zeros_like(tokens), no_kv, lambda q, k, v, kv: (q + _spread(k + v, q), kv))
+            return jnp.max(model.logits(hidden[: bucket.num_rows]), axis=-1)
+
+        tokens = np.zeros(bucket.num_tokens, np.int32)
+        program = jax.jit(forward, out_shardings=self._everywhere)
+        lowered = program.lower(self._weights_like, self._sent(tokens.shape))
+        compiled = lowered.compile(compiler_options=compiler_options(self._a_device().platform))
+        return lambda: compiled(self._weights, tokens)
+
+    def recover(self) -> None:
+        """After a failed step, with none in flight: the state is made anew, for a program that failed may have taken
+        the old one with it. Slots, histories and pages are empty then. Whatever the device raises is raised."""
+        for array in jax.tree.leaves(self._state):
+            if not array.is_deleted():
+                array.delete()
+        self._state = self._allocate()
+        self._run_on_padding(min(self._programs))
+
+    def _lower_step(self, bucket: Bucket) -> jax.stages.Lowered:
+        step = make_step(bucket, self._rebuild, self._attention)
+        # Shardings are spelled out: the compiler may otherwise give the state back laid out in another way, which the
+        # next program would refuse.
+        kept = jax.tree.map(lambda x: x.sharding, self._state_like)
+        return jax.jit(step, donate_argnums=1, out_shardings=(kept, self._everywhere)).lower(
+            self._weights_like, self._state_like, self._sent((PackedLayout(bucket).size,))
+        )
+
+    def _lower_update(
+        self, update: Callable[..., Any], array: jax.ShapeDtypeStruct, sent: tuple[int, ...]
+    ) -> jax.stages.Lowered:
+        """`update(array, sent) -> array`, in place."""
+        program = jax.jit(update, donate_argnums=0, out_shardings=array.sharding)
+        return program.lower(array, self._sent(sent))
+
+    def _sent(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._everywhere)
+
+    def _run_on_padding(self, bucket: Bucket) -> None:
+        """Runs the bucket's program, and the updates next to it, on rows that are all padding: nothing is written."""
+        nowhere = self._config.max_num_seqs * self._state.slots.shape[1]
+        patches = np.full((2, PATCH_BLOCK), nowhere, np.int32)
+        nothing = PenaltyReset(slot=0, prompt=np.empty(0, np.int32), output=np.empty(0, np.int32))
+        packed = np.zeros(PackedLayout(bucket).size, np.int32)
+        parts = PackedLayout(bucket).sections()
+        packed[parts["slots"]] = self._config.max_num_seqs
+        packed[parts["patch_indices"]] = nowhere
+        step = StepInput(bucket=bucket, packed=packed, patches=(patches,), penalty_resets=(nothing,))
+        self.execute(step).result()
+
+    def _describe_state(self) -> DeviceState:
+        """Its shapes and shardings."""
+        slots, vocab = self._config.max_num_seqs, self._model_config.vocab_size
+        pages = self._attention.kv_pages(self._num_pages + 1)  # and the null page
+        kv = jax.ShapeDtypeStruct(pages.shape, pages.dtype, sharding=pages.sharding or self._everywhere)
+        return DeviceState(
+            slots=self._sent((slots, SlotLayout.width(self._pages_per_seq))),
+            history=jax.ShapeDtypeStruct((slots, vocab), jnp.int32, sharding=self._by_vocab),
+            kv=[kv] * self._model_config.num_layers,
+        )
+
+    def _allocate(self) -> DeviceState:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), self._state_like)
+
+    def _plan_pages(self, weights_in_place: bool) -> int:
+        config, attention = self._config, self._attention
+        needs = kv_cache.MemoryNeeds(
+            weights=sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in self._weights_like),
+            state=kv_cache.state_bytes(
+                self._model_config,
+                num_slots=config.max_num_seqs,
+                pages_per_seq=self._pages_per_seq,
+                num_shards=attention.num_shards,
+            ),
+            temporaries=kv_cache.temporaries_bound(
+                self._model_config,
+                num_tokens=config.max_num_batched_tokens,
+                num_rows=config.max_num_seqs,
+                itemsize=jnp.dtype(attention.spec.dtype).itemsize,
+                num_shards=attention.num_shards,
+            ),
+        )
+        memory = kv_cache.device_memory(self._a_device())
+        if not weights_in_place:
+            memory = replace(memory, free=memory.free - needs.weights)
+        return kv_cache.plan_pages(
+            memory=memory,
+            needs=needs,
+            memory_utilization=config.memory_utilization,
+            page_bytes=attention.page_bytes() * self._model_config.num_layers,
+            page_size=attention.spec.page_size,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+        )
+
+    def _check_temporaries(self) -> None:
+        """The plan had only a bound by shapes; the compiler knows."""
+        if self._config.num_pages is not None:
+            return  # then the memory is the caller's affair
+        largest = max(program.memory_analysis().temp_size_in_bytes for program in self._programs.values())
+        free = kv_cache.device_memory(self._a_device()).free
+        if largest > free:
+            raise ValueError(
+                f"the largest program needs {largest / kv_cache.GIB:.2f} GiB besides its arguments and only "
+                f"{free / kv_cache.GIB:.2f} GiB are free: lower --memory-utilization or --max-num-batched-tokens"
+            )
+
+    def _a_device(self) -> jax.Device:
+        return min(self._everywhere.addressable_devices, key=lambda device: device.id)
+
+
+def _described(arrays: Any) -> Any:
+    """The arrays' shapes and shardings: what a program is compiled for."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
+
+
+def _spread(keys: jax.Array, queries: jax.Array) -> jax.Array:
+    """[T, K, H] in the shape of [T, N, H]: so that a program without attention still computes its keys."""
+    return jnp.repeat(keys, queries.shape[1] // keys.shape[1], axis=1)

@@ -1,0 +1,274 @@
+"""The one compiled program of a step: forward pass, K/V pages, sampling, and the state that the next step reads.
+
+The host sends one int32 buffer (`batcher.step.PackedLayout`) and reads one back (`OutputLayout`). Everything else stays
+on the device: a row of `SlotLayout` per request slot, the token history of requests with penalties, and the K/V pages.
+All three are donated, so that every step updates them in place.
+
+Shape legend: `T` tokens of the step (padded), `S` rows (padded), `W` columns of the slot state, `V` vocabulary,
+`D` embed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+
+from batcher.request import MAX_LOGPROBS
+from batcher.step import Bucket, PackedLayout, SlotLayout, StepOutput, Variant
+from model.network.llama import Llama
+from model.sampling import sampling
+from model.sampling.logprobs import Logprobs, find, logprobs, merge
+from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabShard, VocabSplit
+from pallas_kernels.api import PagedAttention
+from pallas_kernels.spec import RaggedBatch
+
+SCORE_BLOCK = 64  # rows of logits that exist at a time while the tokens of a prompt are scored
+HISTORY_BLOCK = 4096  # prompt tokens, and as many output tokens, of one dispatch of `reset_history`
+HISTORY_BLOCK_SIZE = 2 + 2 * HISTORY_BLOCK
+
+
+@partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True, kw_only=True)
+class DeviceState:
+    """What the device keeps from step to step. Donated to every program that takes it."""
+
+    slots: jax.Array  # i32[num_slots, W], see SlotLayout
+    history: (
+        jax.Array
+    )  # i32[num_slots, V], see sampling.IN_PROMPT, split by vocabulary; kept up for slots with penalties
+    kv: list[jax.Array]  # per layer, laid out by pallas_kernels
+
+
+@dataclass(frozen=True)
+class OutputLayout:
+    """Offsets of the sections of a step's result, one i32 buffer; floats travel as their bits."""
+
+    bucket: Bucket
+
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], type]]:
+        t, s = self.bucket.num_tokens, self.bucket.num_rows
+        shapes: dict[str, tuple[tuple[int, ...], type]] = {"tokens": ((s,), np.int32), "finite": ((s,), np.int32)}
+        if self.bucket.variant is Variant.GREEDY:
+            return shapes
+        shapes |= _logprob_shapes("", s)
+        return shapes | _logprob_shapes("target_", t) if self.bucket.variant is Variant.SCORE else shapes
+
+    def join(self, arrays: dict[str, jax.Array]) -> jax.Array:
+        """Runs inside the program."""
+        return jnp.concatenate([lax.bitcast_convert_type(arrays[name].ravel(), jnp.int32) for name in self.shapes()])
+
+    def split(self, buffer: np.ndarray) -> StepOutput:
+        """Runs on the host. Views, no copies."""
+        fields, start = {}, 0
+        for name, (shape, dtype) in self.shapes().items():
+            size = int(np.prod(shape))
+            fields[name] = buffer[start : start + size].view(dtype).reshape(shape)
+            start += size
+        return StepOutput(**fields | {"finite": fields["finite"] != 0})
+
+
+def _logprob_shapes(prefix: str, rows: int) -> dict[str, tuple[tuple[int, ...], type]]:
+    return {
+        f"{prefix}logprobs": ((rows,), np.float32),
+        f"{prefix}top_ids": ((rows, MAX_LOGPROBS), np.int32),
+        f"{prefix}top_logprobs": ((rows, MAX_LOGPROBS), np.float32),
+    }
+
+
+def make_step(
+    bucket: Bucket, rebuild: Callable[[Any], Llama], attention: PagedAttention
+) -> Callable[[Any, DeviceState, jax.Array], tuple[DeviceState, jax.Array]]:
+    """The step of one bucket, to be compiled: (weights, state, packed i32[PackedLayout.size]) -> (state, output).
+
+    Args:
+        rebuild: weights -> the model; the weights are an argument of the program, its structure is in this closure.
+    """
+
+    def step(weights: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, jax.Array]:
+        model = rebuild(weights)
+        sent = {name: packed[part] for name, part in PackedLayout(bucket).sections().items()}
+        slots = apply_patches(state.slots, jnp.stack([sent["patch_indices"], sent["patch_values"]]))
+        rows = _rows(slots, sent)
+
+        tokens, positions = _tokens(rows, sent["tokens"], bucket)
+        batch = _ragged_batch(rows, sent["header"], attention.spec.page_size)
+        schedule = attention.make_schedule(batch, num_tokens=bucket.num_tokens, decode_only=bucket.decode_only)
+
+        @jax.jit  # traced once for all layers: tracing is most of a start from kept compilations
+        def attend(
+            queries: jax.Array, keys: jax.Array, values: jax.Array, kv: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            return attention(queries, keys, values, kv, schedule)
+
+        hidden, kv = model(tokens, positions, state.kv, attend)  # [T, D]
+
+        last = hidden if bucket.decode_only else hidden[jnp.maximum(rows.starts[1:] - 1, 0)]
+        logits = model.logits(last)  # f32[S, V]
+        outputs = {"finite": jnp.isfinite(logits).all(axis=-1).astype(jnp.int32)}
+        history = state.history
+        vocabulary = VocabSplit(history.shape[1], attention.mesh)
+        if bucket.variant is Variant.GREEDY:
+            drawn = sampling.greedy(logits)
+        else:
+            drawn, found, history = vocabulary.run(
+                _draw,
+                logits,
+                history,
+                rows,
+                in_specs=(BY_VOCAB, BY_VOCAB, REPLICATED),
+                out_specs=(REPLICATED, REPLICATED, BY_VOCAB),
+            )
+            outputs |= _named("", found)
+        if bucket.variant is Variant.SCORE:
+            outputs |= _named("target_", _score(model, vocabulary, hidden, sent["targets"]))
+        outputs["tokens"] = drawn
+
+        slots = _advance(slots, rows, drawn)
+        return DeviceState(slots=slots, history=history, kv=kv), OutputLayout(bucket).join(outputs)
+
+    return step
+
+
+@partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """The step's rows, after the patches."""
+
+    slots: jax.Array  # i32[S]; num_slots in padding rows, so that what they write is dropped
+    state: jax.Array  # i32[S, W]
+    starts: jax.Array  # i32[S + 1], where each row's tokens begin among the step's; the end of the last
+    past: jax.Array  # i32[S], tokens in pages before this step
+    kv_lens: jax.Array  # i32[S], and after it: the position of the token that the row draws
+    emits: jax.Array  # bool[S]
+
+
+def _rows(slots: jax.Array, sent: dict[str, jax.Array]) -> _Rows:
+    state = slots.at[sent["slots"]].get(mode="clip")
+    is_real = sent["slots"] < slots.shape[0]
+    past = jnp.where(is_real, state[:, SlotLayout.KV_LEN], 0)
+    starts = jnp.cumulative_sum(sent["q_lens"], include_initial=True)
+    return _Rows(
+        slots=sent["slots"],
+        state=state,
+        starts=starts,
+        past=past,
+        kv_lens=past + sent["q_lens"],
+        emits=sent["emits"] != 0,
+    )
+
+
+def _tokens(rows: _Rows, sent: jax.Array, bucket: Bucket) -> tuple[jax.Array, jax.Array]:
+    """The step's tokens and their positions, i32[T] each; 0 in padding."""
+    last = rows.state[:, SlotLayout.LAST_TOKEN]
+    if bucket.decode_only:
+        return jnp.where(sent < 0, last, sent), rows.past
+    index = jnp.arange(bucket.num_tokens, dtype=jnp.int32)
+    row = jnp.sum(index[:, None] >= rows.starts[1:], axis=1, dtype=jnp.int32)  # [T]; S in padding
+    is_real = index < rows.starts[-1]
+    row = jnp.minimum(row, bucket.num_rows - 1)
+    tokens = jnp.where(sent < 0, last[row], sent)
+    positions = rows.past[row] + index - rows.starts[row]
+    return jnp.where(is_real, tokens, 0), jnp.where(is_real, positions, 0)
+
+
+def _ragged_batch(rows: _Rows, header: jax.Array, page_size: int) -> RaggedBatch:
+    page_table = rows.state[:, SlotLayout.PAGE_TABLE :]
+    num_pages = -(-rows.kv_lens // page_size)
+    # Page ids that an earlier owner of the slot left after its new owner's pages become the null page for the kernels.
+    is_owned = jnp.arange(page_table.shape[1], dtype=jnp.int32) < num_pages[:, None]
+    num_singles, num_rows = header[0], header[1]
+    return RaggedBatch(
+        page_table=jnp.where(is_owned, page_table, 0),
+        kv_lens=rows.kv_lens,
+        query_starts=rows.starts,
+        num_singles=num_singles,
+        num_rows=num_rows,
+    )
+
+
+def _advance(slots: jax.Array, rows: _Rows, drawn: jax.Array) -> jax.Array:
+    """The slots' LAST_TOKEN and KV_LEN after the step. They are neighbours: one scatter writes both."""
+    token = jnp.where(rows.emits, drawn, rows.state[:, SlotLayout.LAST_TOKEN])
+    # Without the barrier XLA reads the old state inside the scatter, and on GPUs copies all of it, before and after.
+    values = lax.optimization_barrier(jnp.stack([token, rows.kv_lens], axis=1))
+    return slots.at[rows.slots, : SlotLayout.KV_LEN + 1].set(values, mode="drop")
+
+
+def _draw(
+    shard: VocabShard, logits: jax.Array, history: jax.Array, rows: _Rows
+) -> tuple[jax.Array, Logprobs, jax.Array]:
+    """The rows' next tokens, their log-probabilities, and the history with the tokens of rows with penalties."""
+    asked = sampling.sampling_rows(rows.state)
+    gather = partial(history.at[rows.slots].get, mode="clip")
+    drawn = sampling.sample(shard, logits, asked, rows.kv_lens, rows.emits, gather)
+    found = logprobs(shard, logits, drawn, rows.emits & asked.wants_logprobs)
+    counted = jnp.where(rows.emits & asked.has_penalty, rows.slots, history.shape[0])
+    return drawn, found, history.at[counted, shard.locate(drawn)].add(1, mode="drop")
+
+
+def _score(model: Llama, vocabulary: VocabSplit, hidden: jax.Array, targets: jax.Array) -> Logprobs:
+    """Log-probabilities of `targets` i32[T] after each hidden state [T, D], a block of rows at a time: the logits of
+    all tokens of a large step would not fit. Chips exchange what they found once, after all blocks."""
+    num_tokens, embed = hidden.shape
+    padding = -num_tokens % SCORE_BLOCK
+    hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, SCORE_BLOCK, embed)
+    targets = jnp.pad(targets, (0, padding), constant_values=-1).reshape(-1, SCORE_BLOCK)
+    look = partial(vocabulary.run, find, in_specs=(BY_VOCAB, REPLICATED, REPLICATED), out_specs=BY_VOCAB)
+    found = lax.map(lambda x: look(model.logits(x[0]), x[1], x[1] >= 0), (hidden, targets))
+    found = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], found)
+    return vocabulary.run(merge, found, in_specs=(BY_VOCAB,), out_specs=REPLICATED)
+
+
+def _named(prefix: str, found: Logprobs) -> dict[str, jax.Array]:
+    return {
+        f"{prefix}logprobs": found.chosen,
+        f"{prefix}top_ids": found.top_ids,
+        f"{prefix}top_logprobs": found.top,
+    }
+
+
+def apply_patches(slots: jax.Array, patches: jax.Array) -> jax.Array:
+    """`slots` i32[num_slots, W] with `patches` i32[2, n], flat indices and values; those past the end are padding."""
+    return slots.ravel().at[patches[0]].set(patches[1], mode="drop").reshape(slots.shape)
+
+
+def reset_history(history: jax.Array, block: jax.Array, *, mesh: Mesh | None) -> jax.Array:
+    """Counts one block of a request's tokens, as `history_blocks` makes them, into its slot's row of the history."""
+    vocabulary = VocabSplit(history.shape[1], mesh)
+    return vocabulary.run(_count, history, block, in_specs=(BY_VOCAB, REPLICATED), out_specs=BY_VOCAB)
+
+
+def _count(shard: VocabShard, history: jax.Array, block: jax.Array) -> jax.Array:
+    slot, begins = block[0], block[1] != 0
+    prompt, output = (shard.locate(part) for part in (block[2 : 2 + HISTORY_BLOCK], block[2 + HISTORY_BLOCK :]))
+    row = jnp.where(begins, 0, history[slot])
+    row = row.at[prompt].set(sampling.IN_PROMPT, mode="drop").at[output].add(1, mode="drop")
+    return history.at[slot].set(row)
+
+
+def history_blocks(slot: int, prompt: np.ndarray, output: np.ndarray, vocab_size: int) -> list[np.ndarray]:
+    """A token history as i32[HISTORY_BLOCK_SIZE] buffers: slot, whether it is the first, prompt and output tokens.
+
+    A token past the vocabulary is padding. All of the prompt goes before any of the output: marking a token as the
+    prompt's forgets its count.
+    """
+    num_prompt_blocks = -(-len(prompt) // HISTORY_BLOCK)
+    output_from = max(num_prompt_blocks - 1, 0)  # the last block of the prompt also takes output
+    num_blocks = max(num_prompt_blocks, output_from + -(-len(output) // HISTORY_BLOCK), 1)
+    blocks = []
+    for i in range(num_blocks):
+        block = np.full(HISTORY_BLOCK_SIZE, vocab_size, np.int32)
+        block[:2] = slot, i == 0
+        for tokens, index, start in ((prompt, i, 2), (output, i - output_from, 2 + HISTORY_BLOCK)):
+            part = tokens[index * HISTORY_BLOCK : (index + 1) * HISTORY_BLOCK] if index >= 0 else ()
+            block[start : start + len(part)] = part
+        blocks.append(block)
+    return blocks

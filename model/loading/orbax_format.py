@@ -1,0 +1,210 @@
+"""The model in its stored form, through Orbax: fused, cast and cut for a number of chips once, then restored as it is.
+
+A start from here skips joining and casting, and every chip reads its own part. Orbax writes the arrays. TensorStore,
+which is what Orbax stores arrays with, reads them shard by shard: each shard's checksum is compared while its bytes are
+on the host, before they go to their chip. Neither library would notice a changed byte.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from flax import nnx
+from jax.sharding import Mesh, Sharding
+
+from model.config import LlamaConfig, read_object
+from model.loading.weights import fill
+from model.network.llama import Llama
+from model.network.sharding import abstract_model, num_shards_of
+
+FORMAT = 3
+DTYPES = ("bfloat16", "float32")
+DESCRIPTION_FILE = "stored.json"
+_ARRAYS = "arrays"
+_INDEX_CACHE_BYTES = 100 << 20  # of TensorStore, for the tables that say where in its files an array lies
+
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """`stored.json`: what was converted, for how many chips, and the checksums of all that was written."""
+
+    num_shards: int
+    dtype: str
+    config: Mapping[str, Any]  # what makes it this model, as `config.json` spells it
+    checksums: Mapping[str, list[int]]  # array -> CRC-32 of each shard, in the order of the chips
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Raises ValueError where the conversion is unfinished, of another format, or damaged."""
+        path = folder / DESCRIPTION_FILE
+        if not path.exists():
+            raise ValueError(f"{folder} holds no finished conversion ({DESCRIPTION_FILE} is missing): convert again")
+        try:
+            raw = read_object(path)
+        except ValueError as error:
+            raise ValueError(f"{error}: convert again") from error
+        if raw.get("format") != FORMAT:
+            raise ValueError(f"{path} has format {raw.get('format')}, this version reads {FORMAT}: convert again")
+        match raw:
+            case {"num_shards": int(), "dtype": str(dtype), "config": dict(), "checksums": dict(checksums)} if (
+                dtype in DTYPES and all(isinstance(listed, list) for listed in checksums.values())
+            ):
+                return cls(**{name: raw[name] for name in cls.__dataclass_fields__})
+        raise ValueError(f"{path} is damaged: convert again")
+
+    def write(self, folder: Path) -> None:
+        path = folder / DESCRIPTION_FILE
+        temporary = path.with_name(path.name + ".writing")
+        temporary.write_text(json.dumps({"format": FORMAT} | vars(self), indent=2) + "\n")
+        temporary.replace(path)
+
+    def check(self, folder: Path, config: LlamaConfig, num_shards: int) -> None:
+        """Raises ValueError where `folder` holds another model, or the form of another number of chips."""
+        if self.num_shards != num_shards:
+            raise ValueError(
+                f"{folder} was converted for {self.num_shards} chip(s), and {num_shards} are asked for: "
+                f"convert again, or load the safetensors"
+            )
+        expected = _identity(config)
+        differing = [key for key, value in self.config.items() if expected.get(key) != value]
+        if differing:
+            raise ValueError(f"{folder} holds another model than the config next to it: {', '.join(differing)} differ")
+
+
+def save_orbax(model: Llama, folder: Path | str, config: LlamaConfig) -> None:
+    """Writes the stored form to `folder`, which must be new or empty.
+
+    Args:
+        config: the checkpoint's own, before KV heads were repeated.
+    """
+    folder = Path(folder).absolute()
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty")
+    folder.mkdir(parents=True, exist_ok=True)
+    arrays = {".".join(map(str, path)): variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(model))}
+    # Weights do not compress; trying costs most of the time of a restore.
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False, use_ocdbt=True)) as checkpointer:
+        checkpointer.save(folder / _ARRAYS, arrays)
+    description = Description(
+        num_shards=model.num_shards,
+        dtype=model.dtype.name,
+        config=_identity(config),
+        # Of what is in memory: a byte that changes while it is written is found, too.
+        checksums={name: _checksums(array) for name, array in arrays.items()},
+    )
+    description.write(folder)  # last: a folder without it was interrupted
+
+
+def load_orbax(
+    folder: Path | str,
+    config: LlamaConfig,
+    *,
+    dtype: Any,
+    mesh: Mesh | None = None,
+    for_cpu: bool = False,
+) -> Llama:
+    """The model that `save_orbax` wrote, cast to `dtype`, each shard read and verified on its way to its chip.
+
+    Raises:
+        ValueError: the folder is unfinished, holds another model, format, or the form of another number of chips, or
+            is damaged. The message names the array, and the shard where there are several.
+    """
+    folder = Path(folder).absolute()
+    description = Description.read(folder)
+    description.check(folder, config, num_shards_of(mesh))
+    model = abstract_model(config, dtype=dtype, mesh=mesh, for_cpu=for_cpu)
+    context = ts.Context({"cache_pool": {"total_bytes_limit": _INDEX_CACHE_BYTES}})
+    return fill(model, partial(_restore, folder=folder, description=description, context=context))
+
+
+def _restore(
+    name: str,
+    like: jax.ShapeDtypeStruct,
+    axes: tuple[str, ...],
+    *,
+    folder: Path,
+    description: Description,
+    context: ts.Context,
+) -> jax.Array:
+    expected = description.checksums.get(name)
+    shards = _shards(like.shape, like.sharding)
+    if expected is None or len(expected) != len(shards):
+        raise ValueError(f"{folder / DESCRIPTION_FILE} lacks checksums of {name}: convert again")
+    stored = _open(folder, name, context)
+    if (stored.shape, stored.dtype.name) != (like.shape, description.dtype):
+        raise ValueError(
+            f"{folder}: {name} is {stored.dtype.name}{list(stored.shape)} and should be "
+            f"{description.dtype}{list(like.shape)}: convert again"
+        )
+
+    def read(index: Index) -> np.ndarray:
+        number = shards.index(_bounds(index, like.shape))
+        what = name if len(shards) == 1 else f"shard {number + 1} of {len(shards)} of {name}"
+        try:
+            shard = stored[index].read().result()
+        except Exception as error:  # TensorStore raises different Python types for its status codes
+            raise ValueError(f"{folder}: {what} cannot be read: convert again ({_first_line(error)})") from error
+        if _crc32(shard) != expected[number]:
+            raise ValueError(f"{folder}: {what} is damaged, its checksum is not the one stored: convert again")
+        return shard
+
+    array = jax.make_array_from_callback(like.shape, like.sharding, read)
+    if array.dtype != like.dtype:
+        array = _cast(array, dtype=like.dtype)
+    # Waiting here keeps what is in flight to the few parameters that `fill` works on.
+    return jax.block_until_ready(array)
+
+
+def _open(folder: Path, name: str, context: ts.Context) -> ts.TensorStore:
+    base = {"driver": "file", "path": f"{folder / _ARRAYS}/"}
+    spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
+    try:
+        return ts.open(spec, context=context, read=True, open=True).result()
+    except Exception as error:  # as in `_restore`
+        raise ValueError(f"{folder}: {name} cannot be opened: convert again ({_first_line(error)})") from error
+
+
+@partial(jax.jit, static_argnames="dtype")
+def _cast(array: jax.Array, *, dtype: Any) -> jax.Array:
+    return array.astype(dtype)
+
+
+def _checksums(array: jax.Array) -> list[int]:
+    """Of each shard, in the order of the chips; what several chips hold counts once."""
+    held = {_bounds(shard.index, array.shape): shard.data for shard in array.addressable_shards}
+    return [_crc32(np.asarray(held[bounds])) for bounds in _shards(array.shape, array.sharding)]
+
+
+def _shards(shape: tuple[int, ...], sharding: Sharding) -> list[tuple[tuple[int, int], ...]]:
+    """Which rows and columns each chip holds, in the order of the chips, without repetitions."""
+    indices = sharding.devices_indices_map(shape).values()
+    return list(dict.fromkeys(_bounds(index, shape) for index in indices))
+
+
+def _bounds(index: Index, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def _crc32(shard: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(shard).view(np.uint8))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+
+
+def _identity(config: LlamaConfig) -> dict[str, Any]:
+    """What makes it this model. How generation ends, and what the weights once were saved in, do not."""
+    return replace(config, checkpoint_dtype=None, bos_token_id=None, eos_token_ids=()).to_hf()

@@ -1,0 +1,133 @@
+"""Where a model comes from: a local folder, a name on the Hugging Face hub, a preset, or the embedded demo."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from model import presets
+from model.config import GenerationFile, LlamaConfig, end_id_problems, end_ids
+from model.inputs.json_file import read_fields
+from model.inputs.paths import check_local, expanded
+
+DEMO = "demo"
+DEMO_FOLDER = Path(__file__).parents[1] / "demo"
+
+_SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model"]
+_WEIGHT_FILES = ["*.safetensors"]
+# The same weights in the trainer's own form, which some repositories carry as well.
+_NEEDLESS_FILES = ["*/*", "consolidated*"]
+
+
+class Kind(StrEnum):
+    FOLDER = "folder"
+    HUB = "hub"
+    PRESET = "preset"
+    DEMO = "demo"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    name: str  # as it was asked for
+    kind: Kind
+    config: LlamaConfig
+    eos_token_ids: tuple[int, ...]  # every id that ends a turn, not the tokenizer's one only
+    folder: Path | None  # config, tokenizer and weights; None for a preset, which has none of them
+
+
+def resolve(name: str, *, revision: str | None = None, weights: bool = True) -> ModelSource:
+    """Finds the model and reads its configuration; a hub model is downloaded first.
+
+    Args:
+        name: "demo", "preset:NAME", a folder with a config.json, or a hub name such as "org/model".
+        revision: branch, tag or commit of a hub model.
+        weights: False downloads the small files only (for dummy weights).
+
+    Raises:
+        ValueError: nothing of that name, an unsupported model, or a hub that cannot be reached. It says which.
+    """
+    check_local(name, "model")
+    kind = _kind(name)
+    if revision is not None and kind is not Kind.HUB:
+        raise ValueError(f"a revision is for hub models only: {revision=} {name=}")
+    match kind:
+        case Kind.PRESET:
+            config = presets.preset(name.removeprefix(presets.PREFIX))
+            return ModelSource(name=name, kind=kind, config=config, eos_token_ids=config.eos_token_ids, folder=None)
+        case Kind.DEMO:
+            folder = DEMO_FOLDER
+        case Kind.FOLDER:
+            folder = expanded(name, "model")
+        case Kind.HUB:
+            folder = _download(name, revision, _SMALL_FILES)
+            LlamaConfig.from_file(folder)  # refuse an unsupported model before its gigabytes are fetched
+            if weights:
+                folder = _download(name, revision, _SMALL_FILES + _WEIGHT_FILES)
+    config = LlamaConfig.from_file(folder)
+    return ModelSource(name=name, kind=kind, config=config, eos_token_ids=_end_ids(folder, config), folder=folder)
+
+
+def _kind(name: str) -> Kind:
+    if name == DEMO:
+        return Kind.DEMO
+    if name.startswith(presets.PREFIX):
+        return Kind.PRESET
+    if expanded(name, "model").is_dir():
+        if not (expanded(name, "model") / "config.json").exists():
+            raise ValueError(f"the folder {name} has no config.json")
+        return Kind.FOLDER
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
+        return Kind.HUB
+    raise ValueError(
+        f"no model {name!r}: it can be {DEMO!r}, a folder, a hub name (org/model), "
+        f"or one of {', '.join(presets.PREFIX + preset for preset in presets.PRESETS)}"
+    )
+
+
+def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
+    asked = name if revision is None else f"{name} at revision {revision}"
+    try:
+        folder = snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=_NEEDLESS_FILES)
+    except GatedRepoError as error:
+        raise ValueError(
+            f"{asked} is gated: accept its licence on its hub page, then log in with `hf auth login`"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ValueError(f"the hub has {name}, but no such revision: {revision=}") from error
+    except RepositoryNotFoundError as error:
+        raise ValueError(
+            f"there is no folder {name}, and the hub knows no {asked} (a private one needs `hf auth login`)"
+        ) from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise ValueError(
+            f"{asked} is neither a folder nor in the local hub cache, and the hub cannot be reached; "
+            f"offline, give a folder with config.json and safetensors files"
+        ) from error
+    except HfHubHTTPError as error:
+        raise ValueError(f"the hub refused {asked}: {error}") from error
+    return Path(folder)
+
+
+def _end_ids(folder: Path, config: LlamaConfig) -> tuple[int, ...]:
+    """Those of `generation_config.json`; where it is absent or silent, those of `config`."""
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return config.eos_token_ids
+    listed = end_ids(read_fields(path, GenerationFile))
+    if listed is None:
+        return config.eos_token_ids
+    if problems := end_id_problems(listed, config.vocab_size):
+        raise ValueError(f"{path}: {'; '.join(problems)}")
+    return listed

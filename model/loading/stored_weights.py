@@ -1,0 +1,73 @@
+"""What a checkpoint's folder holds, known before memory is planned and any weight is placed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from model.config import LlamaConfig
+from model.loading.hf_format import HEAD
+from model.loading.tensor_files import TensorFiles
+from model.loading.weights import load_hf
+from model.network.llama import Llama
+
+CONVERTED = "orbax"  # the subfolder that scripts/convert_checkpoint.py writes
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredWeights:
+    """Weights on disk that have been checked against the model's configuration, and not been read yet."""
+
+    folder: Path
+    is_converted: bool  # in the form of `model.loading.orbax_format`; otherwise safetensors
+    config: LlamaConfig  # as the weights are: not tied where they have a head of their own
+    dtypes: tuple[str, ...]  # what they are stored in, each type once
+    remark: str | None  # how they differ from what `config.json` says
+
+    @property
+    def exact_dtype(self) -> str:
+        """The narrower of bfloat16 and float32 that holds every stored value exactly."""
+        return "bfloat16" if self.dtypes == ("bfloat16",) else "float32"
+
+    def load(self, *, dtype: Any, mesh: Mesh | None = None, for_cpu: bool = False) -> Llama:
+        """The model on `mesh`, cast to `dtype`. Raises ValueError where the weights are damaged."""
+        if self.is_converted:
+            from model.loading.orbax_format import load_orbax
+
+            return load_orbax(self.folder, self.config, dtype=dtype, mesh=mesh, for_cpu=for_cpu)
+        return load_hf(self.folder, self.config, dtype=dtype, mesh=mesh, for_cpu=for_cpu)
+
+
+def find_weights(folder: Path, config: LlamaConfig, load_format: str = "auto") -> StoredWeights:
+    """The weights of the checkpoint in `folder`.
+
+    Args:
+        config: what its `config.json` says.
+        load_format: "orbax", "safetensors", or "auto" for the converted form where there is one.
+
+    Raises:
+        ValueError: no weights, files that are not whole, or those of another model. It says what is wrong.
+    """
+    if load_format == "orbax" or (load_format == "auto" and (folder / CONVERTED).is_dir()):
+        return _converted(folder / CONVERTED, config)
+    with TensorFiles(folder) as files:
+        files.check(config)
+        found, dtypes = files.with_own_head(config), files.dtypes(config)
+    remark = None
+    if found.tie_word_embeddings != config.tie_word_embeddings:
+        remark = f"{HEAD.key} differs from the embedding and is used, although config.json ties them"
+    # As the reference implementation: config.json is asked first, then the tensors.
+    stated = config.checkpoint_dtype or (dtypes[0] if len(dtypes) == 1 else None)
+    found = replace(found, checkpoint_dtype=stated)
+    return StoredWeights(folder=folder, is_converted=False, config=found, dtypes=dtypes, remark=remark)
+
+
+def _converted(folder: Path, config: LlamaConfig) -> StoredWeights:
+    from model.loading.orbax_format import Description
+
+    dtype = Description.read(folder).dtype
+    found = replace(config, checkpoint_dtype=dtype)
+    return StoredWeights(folder=folder, is_converted=True, config=found, dtypes=(dtype,), remark=None)

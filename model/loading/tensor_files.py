@@ -1,0 +1,178 @@
+"""The safetensors files of one checkpoint folder: found, opened together, checked against the model, read by slices."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path, PurePath
+from typing import Any, Self
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from model.config import LlamaConfig, read_object
+from model.loading.hf_format import EMBEDDING, HEAD, IGNORED, INDEX_FILE, SINGLE_FILE, expected_shapes
+from model.loading.safetensors_fault import fault_in
+
+DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # those that can be read
+_ROWS_COMPARED = 4096  # of the head and the embedding at once; bounds the host's memory
+
+
+class TensorFiles:
+    """The tensors of a folder by name. Slices are read from disk when asked for.
+
+    A `model.safetensors` is the whole checkpoint, with an index next to it or not, as for the reference
+    implementation. Otherwise the index says which files there are; without an index, all `*.safetensors` are read.
+
+    Raises:
+        ValueError, on entering: no files, an index that cannot be followed, or a file that is not whole.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._stack = ExitStack()
+        self._slices: dict[str, Any] = {}
+        self._lacking: dict[str, set[str]] = {}  # file name -> tensors that the index promises in it
+        self._repeated: set[str] = set()
+
+    def __enter__(self) -> Self:
+        try:
+            for name, keys in _files_in(self._folder).items():
+                self._open(name, keys)
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._slices.clear()
+        self._stack.close()
+
+    def _open(self, name: str, promised: list[str] | None) -> None:
+        path = self._folder / name
+        try:
+            file = self._stack.enter_context(safe_open(path, framework="numpy"))
+        except SafetensorError as error:
+            raise ValueError(f"{path} {fault_in(path, error)}") from error
+        keys = set(file.keys())
+        if absent := set(promised or ()) - keys:
+            self._lacking[name] = absent
+        self._repeated |= self._slices.keys() & keys
+        self._slices |= {key: file.get_slice(key) for key in keys}
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._slices[key].get_shape())
+
+    def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
+        return self._slices[key][index]
+
+    def dtypes(self, config: LlamaConfig) -> tuple[str, ...]:
+        """What the model's tensors are stored in, each type once: ("bfloat16", "float32")."""
+        used = expected_shapes(config).keys() & self._slices.keys()
+        return tuple(sorted({DTYPES[self._slices[key].get_dtype()] for key in used}))
+
+    def check(self, config: LlamaConfig) -> None:
+        """Raises ValueError naming every tensor that is missing, repeated, unexpected, mis-shaped or of an unreadable
+        type."""
+        expected = expected_shapes(config)
+        if HEAD.key in self._slices:  # it may be there where the config ties it: `with_own_head` reads it then
+            expected[HEAD.key] = expected[EMBEDDING.key]
+        missing = expected.keys() - self._slices.keys() - set().union(*self._lacking.values())
+        extra = {key for key in self._slices.keys() - expected.keys() if not IGNORED.fullmatch(key)}
+        present = expected.keys() & self._slices.keys()
+        problems = [
+            f"{name} lacks tensors that the index promises: {_grouped(keys)}" for name, keys in self._lacking.items()
+        ]
+        problems += [f"missing: {_grouped(missing)}"] if missing else []
+        problems += [f"in more than one file: {_grouped(self._repeated)}"] if self._repeated else []
+        problems += [f"unexpected: {_grouped(extra)}"] if extra else []
+        problems += _by_message(
+            (f"has shape {self.shape(key)}, not {expected[key]}", key)
+            for key in present
+            if self.shape(key) != expected[key]
+        )
+        problems += _by_message(
+            (f"has type {self._slices[key].get_dtype()}, not one of {', '.join(DTYPES)}", key)
+            for key in present
+            if self._slices[key].get_dtype() not in DTYPES
+        )
+        if problems:
+            raise ValueError(f"{self._folder} does not hold this model's weights: " + "; ".join(problems))
+
+    def with_own_head(self, config: LlamaConfig) -> LlamaConfig:
+        """`config`, untied where it ties the head to the embedding and the files hold a head of other values.
+
+        The reference implementation decides in the same way. The files must have passed `check`.
+        """
+        if not config.tie_word_embeddings or HEAD.key not in self._slices:
+            return config
+        return config if self._are_equal(HEAD.key, EMBEDDING.key) else replace(config, tie_word_embeddings=False)
+
+    def _are_equal(self, first: str, second: str) -> bool:
+        """Whether two tensors of one shape hold the same values. Their dtypes may differ."""
+        num_rows = self.shape(first)[0]
+        for start in range(0, num_rows, _ROWS_COMPARED):
+            rows = (slice(start, min(start + _ROWS_COMPARED, num_rows)),)
+            one, other = (self.read(key, rows) for key in (first, second))
+            if not np.array_equal(one.astype(np.float32), other.astype(np.float32)):
+                return False
+        return True
+
+
+def _files_in(folder: Path) -> dict[str, list[str] | None]:
+    """File name -> the keys that the index promises in it. None: there is no index, and all keys are read."""
+    index = folder / INDEX_FILE
+    if (folder / SINGLE_FILE).is_file():
+        return {SINGLE_FILE: None}
+    if index.is_file():
+        return dict(_promises(index))
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not names:
+        raise ValueError(f"no safetensors files in {folder} (other weight formats are not read)")
+    return dict.fromkeys(names)
+
+
+def _promises(index: Path) -> dict[str, list[str]]:
+    """File name -> keys, as the index has them. ValueError where it names no file next to it."""
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} has no weight_map")
+    promised: dict[str, list[str]] = defaultdict(list)
+    for key, name in weight_map.items():
+        if not isinstance(name, str) or not _is_plain(name):
+            raise ValueError(f"{index} must name files next to it, and for {key!r} it has {name!r}")
+        promised[name].append(key)
+    there = {path.name for path in index.parent.iterdir() if path.is_file()}
+    if absent := promised.keys() - there:
+        raise ValueError(f"{index} names files that are not there: {', '.join(sorted(absent))}")
+    return promised
+
+
+def _is_plain(name: str) -> bool:
+    """Whether `name` is a file's name and no path: nothing outside of the folder is opened."""
+    return name not in ("", ".", "..") and PurePath(name).name == name
+
+
+def _by_message(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    grouped = defaultdict(list)
+    for message, key in pairs:
+        grouped[message].append(key)
+    return [f"{_grouped(keys)} {message}" for message, keys in sorted(grouped.items())]
+
+
+def _grouped(keys: Iterable[str]) -> str:
+    """Names all keys; layers that lack the same tensor share one name: model.layers.{0,1,2}.mlp.up_proj.weight."""
+    layers: dict[str, list[int]] = defaultdict(list)
+    for key in keys:
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", key)
+        if match:
+            layers[match[2]].append(int(match[1]))
+        else:
+            layers[key] = []
+    return ", ".join(
+        f"model.layers.{{{','.join(map(str, sorted(numbers)))}}}.{name}" if numbers else name
+        for name, numbers in sorted(layers.items())
+    )

@@ -1,0 +1,82 @@
+"""Llama 3 over a flat row of tokens.
+
+The model knows its constants, arrays, and an `attend` callable: nothing of pages, batches or devices. Serving passes
+paged attention, training and tests plain causal attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from model.config import LlamaConfig
+from model.network.layers import Attend, DecoderLayer, RMSNorm, normal_param, project
+from model.network.rope import inverse_frequencies, rotation
+
+
+class Llama(nnx.Module):
+    """The decoder. Layers are unrolled: on CPUs a scan over them is several times slower, and on chips it saves
+    compile time only.
+
+    Args:
+        config: with the stored number of KV heads, after replication over chips (`sharding.stored_config`).
+        dtype: of weights and activations. Rotary embeddings, norm statistics and logits are float32 regardless.
+        rngs: for random weights; under `nnx.eval_shape` none are made.
+        num_shards: chips over which the heads are split. It orders the rows of the fused projections
+            (`layers`), so weights stored for one number do not serve another.
+        for_cpu: multiply a few rows in forms that XLA's CPU backend runs well (`cpu_products`), on one device.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        dtype: Any,
+        rngs: nnx.Rngs,
+        num_shards: int = 1,
+        for_cpu: bool = False,
+    ):
+        for name in ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size"):
+            if getattr(config, name) % num_shards:
+                raise ValueError(f"{name}={getattr(config, name)} does not divide over {num_shards=}")
+        self.config = config
+        self.dtype = jnp.dtype(dtype)
+        self.num_shards = num_shards
+        self.for_cpu = for_cpu
+        vocab, embed = config.vocab_size, config.hidden_size
+        self.embedding = normal_param(rngs, (vocab, embed), dtype, ("vocab", "embed"))
+        form = {"dtype": dtype, "rngs": rngs, "num_shards": num_shards, "for_cpu": for_cpu}
+        self.layers = nnx.List([DecoderLayer(config, **form) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config, dtype=dtype)
+        tied = config.tie_word_embeddings
+        self.head = None if tied else normal_param(rngs, (vocab, embed), dtype, ("vocab", "embed"))
+
+    def __call__(
+        self,
+        tokens: jax.Array,  # i32[T]
+        positions: jax.Array,  # i32[T], of each token in its own sequence
+        kv: Sequence[Any],  # one pytree per layer, handed to attend and taken back
+        attend: Attend,
+    ) -> tuple[jax.Array, list[Any]]:
+        """Hidden states [T, D] after the final norm, and the K/V of every layer as `attend` returned them."""
+        if len(kv) != self.config.num_layers:
+            raise ValueError(f"one K/V per layer is needed: {len(kv)=} {self.config.num_layers=}")
+        config = self.config
+        frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        # Behind a barrier: otherwise XLA computes sines and cosines again inside every layer's kernels.
+        cos, sin = jax.lax.optimization_barrier(rotation(positions, frequencies))
+        x = self.embedding[...].at[tokens].get(mode="clip")  # [T, D]; padding tokens may be anything
+        new_kv = []
+        for layer, layer_kv in zip(self.layers, kv, strict=True):
+            x, layer_kv = layer(x, cos, sin, layer_kv, attend)
+            new_kv.append(layer_kv)
+        return self.norm(x), new_kv
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """f32[S, V] of hidden [S, D] as `__call__` returned it."""
+        head = self.embedding if self.head is None else self.head
+        return project(hidden, head[...], for_cpu=self.for_cpu, out_dtype=jnp.float32)

@@ -1,0 +1,98 @@
+"""Which chip holds what: one mesh axis, one table from logical axes to it, and the stored form that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from model.config import LlamaConfig
+from model.network.llama import Llama
+
+TENSOR_AXIS = "tensor"
+
+# Logical axis -> mesh axis. Products split what they put out, then what they take in: two all-reduces a layer and
+# nothing else.
+# The vocabulary is split in the embedding (one all-reduce of [T, D]) and in the head. Logits stay where they are made,
+# and so do the token histories that penalise them: tokens are drawn from parts (`model.sampling.vocab_split`).
+RULES: dict[str, str | None] = {
+    "vocab": TENSOR_AXIS,
+    "heads": TENSOR_AXIS,
+    "mlp": TENSOR_AXIS,
+    "embed": None,
+    "rows": None,
+}
+
+
+def make_mesh(num_shards: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh of the first `num_shards` devices, in the order that suits their links."""
+    devices = jax.devices() if devices is None else devices
+    if not 1 <= num_shards <= len(devices):
+        raise ValueError(f"{num_shards=} chips are asked for, {len(devices)} are there")
+    return jax.make_mesh((num_shards,), (TENSOR_AXIS,), devices=devices[:num_shards], axis_types=(AxisType.Auto,))
+
+
+def num_shards_of(mesh: Mesh | None) -> int:
+    return 1 if mesh is None else mesh.shape[TENSOR_AXIS]
+
+
+def partition(axes: Sequence[str]) -> P:
+    """The canonical PartitionSpec: without trailing Nones, since P('x') and P('x', None) compile twice."""
+    entries = [RULES[axis] for axis in axes]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
+
+
+def sharding_of(axes: Sequence[str], mesh: Mesh | None) -> Sharding:
+    """Where an array with these logical axes lies; without a mesh, on the default device."""
+    if mesh is None:
+        return SingleDeviceSharding(jax.devices()[0])
+    return NamedSharding(mesh, partition(axes))
+
+
+def stored_config(config: LlamaConfig, num_shards: int) -> LlamaConfig:
+    """`config` with every KV head repeated until each chip has one of its own.
+
+    The repeated heads' queries are split among the copies, so the model computes the same; only K/V memory is spent.
+
+    Raises:
+        ValueError: heads, MLP or vocabulary do not divide over the chips. Everything wrong is named.
+    """
+    kv_heads = config.num_kv_heads
+    if kv_heads < num_shards and num_shards % kv_heads == 0:
+        kv_heads = num_shards
+    sizes = {
+        "num_heads": config.num_heads,
+        "num_kv_heads": kv_heads,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+    }
+    problems = [f"{name}={size}" for name, size in sizes.items() if size % num_shards]
+    if problems:
+        raise ValueError(f"the model does not divide over {num_shards=} chips: " + ", ".join(problems))
+    return replace(config, num_kv_heads=kv_heads)
+
+
+def abstract_model(config: LlamaConfig, *, dtype: Any, mesh: Mesh | None = None, for_cpu: bool = False) -> Llama:
+    """The model in its stored form on `mesh`, every parameter a ShapeDtypeStruct with its sharding.
+
+    Weights are loaded into it, and its programs can be compiled before they are there.
+    """
+    num_shards = num_shards_of(mesh)
+    stored = stored_config(config, num_shards)
+    model = nnx.eval_shape(lambda: Llama(stored, dtype=dtype, rngs=nnx.Rngs(0), num_shards=num_shards, for_cpu=for_cpu))
+    graphdef, state = nnx.split(model)
+    placed = [(path, variable.replace(_placed(variable, mesh))) for path, variable in nnx.to_flat_state(state)]
+    return nnx.merge(graphdef, nnx.from_flat_state(placed))
+
+
+def _placed(variable: nnx.Variable[Any], mesh: Mesh | None) -> jax.ShapeDtypeStruct:
+    value = variable.get_value()
+    sharding = sharding_of(variable.get_metadata("axes"), mesh)
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)

@@ -1,0 +1,88 @@
+"""Log-probabilities under the raw distribution: of a row's own token and of the most likely ones.
+
+A chip finds the most likely tokens of its part of the vocabulary, and sums over it. What it found is small, and is put
+together with what the others found.
+
+Shape legend: `S` rows, `V` vocabulary (or one chip's part of it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from batcher.request import MAX_LOGPROBS
+from model.sampling.vocab_split import VocabShard
+
+
+@partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True, kw_only=True)
+class Logprobs:
+    chosen: jax.Array  # f32[S], of the row's own token
+    top_ids: jax.Array  # i32[S, MAX_LOGPROBS], most likely first
+    top: jax.Array  # f32[S, MAX_LOGPROBS]
+
+
+@partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a chip found in its part; of several chips, one after the other."""
+
+    top: jax.Array  # f32[S, k], the greatest logits
+    top_ids: jax.Array  # i32[S, k]
+    greatest: jax.Array  # f32[S, 1]
+    mass: jax.Array  # f32[S, 1], sum of exp(logit - greatest)
+    chosen: jax.Array  # f32[S, 1], the logit of the row's own token; 0 if another chip has it
+
+
+def logprobs(shard: VocabShard, logits: jax.Array, tokens: jax.Array, asking: jax.Array) -> Logprobs:
+    """`logits` f32[S, V] as the model gave them; `tokens` i32[S], clipped to the vocabulary; zeros if no row asks."""
+    return _if_asked(asking, lambda: merge(shard, _find(shard, logits, tokens)))
+
+
+def find(shard: VocabShard, logits: jax.Array, tokens: jax.Array, asking: jax.Array) -> Found:
+    """`logprobs` but for the exchange, which `merge` makes."""
+    return _if_asked(asking, lambda: _find(shard, logits, tokens))
+
+
+def _if_asked[T](asking: jax.Array, compute: Callable[[], T]) -> T:
+    def zeros() -> T:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute))
+
+    return lax.cond(asking.any(), compute, zeros)
+
+
+def _find(shard: VocabShard, logits: jax.Array, tokens: jax.Array) -> Found:
+    top, top_ids = lax.top_k(logits, min(MAX_LOGPROBS, shard.size))
+    greatest = jnp.max(logits, axis=-1, keepdims=True)
+    own = shard.locate(jnp.clip(tokens, 0, shard.vocab_size - 1))[:, None]
+    chosen = jnp.take_along_axis(logits, jnp.minimum(own, shard.size - 1), axis=1)
+    return Found(
+        top=top,
+        top_ids=top_ids + shard.start,
+        greatest=greatest,
+        mass=jnp.sum(jnp.exp(logits - greatest), axis=-1, keepdims=True),
+        chosen=jnp.where(own < shard.size, chosen, 0),
+    )
+
+
+def merge(shard: VocabShard, found: Found) -> Logprobs:
+    """Of all chips, from what each of them found. Two exchanges: of floats and of ids."""
+    (top_ids,) = shard.gather(found.top_ids)
+    top, greatest, mass, chosen = shard.gather(found.top, found.greatest, found.mass, found.chosen)
+    of_all = jnp.max(greatest, axis=-1, keepdims=True)
+    normaliser = of_all + jnp.log(jnp.sum(mass * jnp.exp(greatest - of_all), axis=-1, keepdims=True))
+    num_top = min(MAX_LOGPROBS, shard.vocab_size)
+    top, index = lax.top_k(top, num_top)  # of equals the first: they stand in the order of their ids
+    top_ids = jnp.take_along_axis(top_ids, index, axis=1)
+    pad = ((0, 0), (0, MAX_LOGPROBS - num_top))
+    return Logprobs(
+        chosen=(jnp.sum(chosen, axis=-1, keepdims=True) - normaliser)[:, 0],
+        top_ids=jnp.pad(top_ids, pad, constant_values=-1),
+        top=jnp.pad(top - normaliser, pad, constant_values=-jnp.inf),
+    )

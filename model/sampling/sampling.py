@@ -1,0 +1,175 @@
+"""Draws each row's next token on the device: every request in a step with its own parameters, and without a sort.
+
+Order, for every row that asks: logit_bias, penalties, the `min_tokens` ban, temperature, top_k, top_p, min_p, draw.
+Each stage runs only if some row of the step asks for it, and changes only the rows that do: a row's token depends on
+its own logits, parameters, seed and position, never on the other rows.
+
+Everything here runs on each chip's own part of the vocabulary (`vocab_split`), and gives the same tokens for any number
+of chips.
+
+Shape legend: `S` rows of the step, `V` vocabulary (or one chip's part of it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from batcher.request import MAX_DEVICE_STOP_IDS, MAX_LOGIT_BIAS
+from batcher.step import SlotLayout
+from model.sampling.categorical import categorical
+from model.sampling.threshold import kept_threshold
+from model.sampling.vocab_split import VocabShard, first_of_greatest
+
+IN_PROMPT = 1 << 30  # in a token's entry of the history: it occurs in the prompt. The bits below count outputs
+
+
+@partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True, kw_only=True)
+class SamplingRows:
+    """`batcher.request.SamplingParams` of the step's rows, as columns."""
+
+    temperature: jax.Array  # f32[S]; 0: greedy
+    top_k: jax.Array  # i32[S]; 0: off
+    top_p: jax.Array  # f32[S]
+    min_p: jax.Array  # f32[S]
+    presence_penalty: jax.Array  # f32[S]
+    frequency_penalty: jax.Array  # f32[S]
+    repetition_penalty: jax.Array  # f32[S]
+    seed: jax.Array  # u32[S, 2], low word first
+    min_kv_len: jax.Array  # i32[S]; stop ids are banned at positions below it
+    num_stop_ids: jax.Array  # i32[S]
+    stop_ids: jax.Array  # i32[S, MAX_DEVICE_STOP_IDS]
+    num_bias: jax.Array  # i32[S]
+    bias_ids: jax.Array  # i32[S, MAX_LOGIT_BIAS]
+    bias_values: jax.Array  # f32[S, MAX_LOGIT_BIAS]
+    wants_logprobs: jax.Array  # bool[S]
+
+    @property
+    def has_penalty(self) -> jax.Array:  # bool[S]
+        return (self.presence_penalty != 0) | (self.frequency_penalty != 0) | (self.repetition_penalty != 1)
+
+
+def sampling_rows(state: jax.Array) -> SamplingRows:  # state: i32[S, SlotLayout.width], the rows' slots
+    """Reads the columns of `SlotLayout`."""
+    at = SlotLayout
+
+    def ints(column: int) -> jax.Array:
+        return state[:, column]
+
+    def floats(column: int) -> jax.Array:
+        return lax.bitcast_convert_type(state[:, column], jnp.float32)
+
+    return SamplingRows(
+        temperature=floats(at.TEMPERATURE),
+        top_k=ints(at.TOP_K),
+        top_p=floats(at.TOP_P),
+        min_p=floats(at.MIN_P),
+        presence_penalty=floats(at.PRESENCE_PENALTY),
+        frequency_penalty=floats(at.FREQUENCY_PENALTY),
+        repetition_penalty=floats(at.REPETITION_PENALTY),
+        seed=lax.bitcast_convert_type(state[:, at.SEED_LOW : at.SEED_HIGH + 1], jnp.uint32),
+        min_kv_len=ints(at.MIN_KV_LEN),
+        num_stop_ids=ints(at.NUM_STOP_IDS),
+        stop_ids=state[:, at.STOP_IDS : at.STOP_IDS + MAX_DEVICE_STOP_IDS],
+        num_bias=ints(at.NUM_BIAS),
+        bias_ids=state[:, at.BIAS_IDS : at.BIAS_IDS + MAX_LOGIT_BIAS],
+        bias_values=lax.bitcast_convert_type(state[:, at.BIAS_VALUES : at.BIAS_VALUES + MAX_LOGIT_BIAS], jnp.float32),
+        wants_logprobs=ints(at.WANTS_LOGPROBS) != 0,
+    )
+
+
+def greedy(logits: jax.Array) -> jax.Array:  # f32[S, V] -> i32[S]
+    """The most likely token, of the whole vocabulary at once."""
+    return first_of_greatest(logits, jnp.arange(logits.shape[-1], dtype=jnp.int32))
+
+
+def sample(
+    shard: VocabShard,
+    logits: jax.Array,  # f32[S, V]
+    rows: SamplingRows,
+    positions: jax.Array,  # i32[S], that the drawn token will have in its sequence
+    asking: jax.Array,  # bool[S]: the row's token will be used; nothing is computed for the sake of another
+    history: Callable[[], jax.Array],  # i32[S, V], the rows of `token history`; read only if some row has a penalty
+) -> jax.Array:
+    """The rows' next tokens, i32[S]."""
+    adjusted = adjust(shard, logits, rows, positions, asking, history)
+    greatest, best = most_likely(shard, adjusted)
+    draws = asking & (rows.temperature > 0)
+
+    def draw() -> jax.Array:
+        weights = tempered_weights(adjusted, greatest, jnp.where(draws, rows.temperature, 1))
+        threshold = kept_threshold(shard, weights, top_k=rows.top_k, top_p=rows.top_p, min_p=rows.min_p, asking=draws)
+        kept = jnp.where(weights >= threshold[:, None], weights, 0)
+        return jnp.where(draws, categorical(shard, kept, rows.seed, positions), best)
+
+    return lax.cond(draws.any(), draw, lambda: best)
+
+
+def most_likely(shard: VocabShard, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The greatest logit of each row, f32[S], and the first token that has it, i32[S]."""
+    greatest = jnp.max(logits, axis=-1, keepdims=True)
+    best = first_of_greatest(logits, shard.tokens)[:, None]
+    greatest, best = shard.gather(greatest, best)
+    return jnp.max(greatest, axis=-1), first_of_greatest(greatest, best)
+
+
+def adjust(
+    shard: VocabShard,
+    logits: jax.Array,  # f32[S, V]
+    rows: SamplingRows,
+    positions: jax.Array,  # i32[S]
+    asking: jax.Array,  # bool[S]
+    history: Callable[[], jax.Array],  # i32[S, V]
+) -> jax.Array:
+    """The logits [S, V] after bias, penalties and ban: what greedy rows take the best of."""
+    biased = asking & (rows.num_bias > 0)
+    penalised = asking & rows.has_penalty
+    banned = asking & (positions < rows.min_kv_len) & (rows.num_stop_ids > 0)
+    logits = _where_asked(biased, lambda x: _add_bias(shard, x, rows), logits)
+    logits = _where_asked(penalised, lambda x: _penalise(x, rows, history()), logits)
+    return _where_asked(banned, lambda x: _ban_stop_ids(shard, x, rows), logits)
+
+
+def _where_asked(asked: jax.Array, change: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:
+    return lax.cond(asked.any(), lambda x: jnp.where(asked[:, None], change(x), x), lambda x: x, logits)
+
+
+def _add_bias(shard: VocabShard, logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    row = jnp.arange(logits.shape[0])[:, None]
+    is_set = jnp.arange(MAX_LOGIT_BIAS) < rows.num_bias[:, None]
+    index = jnp.where(is_set, shard.locate(rows.bias_ids), shard.size)  # [S, MAX_LOGIT_BIAS]
+    return logits.at[row, index].add(rows.bias_values, mode="drop")
+
+
+def _penalise(logits: jax.Array, rows: SamplingRows, history: jax.Array) -> jax.Array:
+    """Repetition (arXiv:1909.05858, over prompt and output, as vLLM and Hugging Face apply it), then
+    frequency and presence (over output only, as in OpenAI's API)."""
+    outputs = history & (IN_PROMPT - 1)
+    repetition = rows.repetition_penalty[:, None]
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(history != 0, repeated, logits)
+    logits = logits - rows.frequency_penalty[:, None] * outputs.astype(jnp.float32)
+    return logits - rows.presence_penalty[:, None] * (outputs > 0)
+
+
+def _ban_stop_ids(shard: VocabShard, logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    row = jnp.arange(logits.shape[0])[:, None]
+    is_set = jnp.arange(MAX_DEVICE_STOP_IDS) < rows.num_stop_ids[:, None]
+    index = jnp.where(is_set, shard.locate(rows.stop_ids), shard.size)  # [S, MAX_DEVICE_STOP_IDS]
+    return logits.at[row, index].set(-jnp.inf, mode="drop")
+
+
+def tempered_weights(
+    logits: jax.Array,  # f32[S, V]
+    greatest: jax.Array,  # f32[S], over the whole vocabulary
+    temperature: jax.Array,  # f32[S]
+) -> jax.Array:
+    """f32[S, V], exp of (logit - greatest) / temperature: the tempered distribution but for a factor, the greatest
+    weight being 1."""
+    return jnp.exp((logits - greatest[:, None]) / temperature[:, None])

@@ -1,0 +1,146 @@
+"""The weight from which on a row's tokens are kept by top_k, top_p and min_p, found without a sort.
+
+All three keep "the tokens at least as likely as some threshold". So each of them is a threshold on the weights, and the
+highest one holds. The thresholds come from a search over the bits of a float32: exact, where a sort of the vocabulary
+would cost more than the model's head. Tokens of equal weight are kept or dropped together, as in vLLM and Hugging Face
+for top_k; for top_p they sort, and keep some arbitrary ones of a tie.
+
+Shape legend: `S` rows of the step, `V` vocabulary (or one chip's part of it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from model.sampling.exact_sum import as_float, cut, exact_sum
+from model.sampling.vocab_split import VocabShard
+
+ONE = 0x3F800000  # the bits of 1.0
+
+# Into how many parts a pass cuts what is left. One device halves: a pass costs what it measures, and there are at most
+# 30, of which 15 to 29 in practice. Several chips exchange sums after each pass, which takes longer than to measure at
+# fifteen places at once: 16 parts make that eight exchanges at most, and four to eight in practice.
+PARTS_ON_ONE_DEVICE = 2
+PARTS_ON_CHIPS = 16
+MAX_PASSES_ON_CHIPS = 8
+
+Bounds = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # bits i32[S] low and high, sums u32[3, S] from each on
+
+
+def kept_threshold(
+    shard: VocabShard,
+    weights: jax.Array,  # f32[S, V], 0 to 1, the greatest 1
+    *,
+    top_k: jax.Array,  # i32[S]; 0: off
+    top_p: jax.Array,  # f32[S]
+    min_p: jax.Array,  # f32[S]
+    asking: jax.Array,  # bool[S]
+) -> jax.Array:
+    """f32[S]: a row's token is kept if its weight is at least this.
+
+    top_k keeps the k most likely tokens; top_p the fewest of those, most likely first, whose share of their mass is
+    top_p or more; min_p those of at least min_p times the greatest weight, which is 1.
+    """
+    threshold = jnp.zeros_like(min_p)
+    threshold = raise_threshold(
+        shard,
+        weights,
+        threshold,
+        measure=jnp.ones_like,
+        target=lambda _kept: top_k.astype(jnp.float32),
+        asking=asking & (top_k > 0) & (top_k < shard.vocab_size),
+    )
+    threshold = raise_threshold(
+        shard,
+        weights,
+        threshold,
+        measure=lambda w: w,
+        target=lambda kept: top_p * kept,
+        asking=asking & (top_p < 1),
+    )
+    return jnp.maximum(threshold, min_p)
+
+
+def raise_threshold(
+    shard: VocabShard,
+    weights: jax.Array,  # f32[S, V], 0 to 1
+    threshold: jax.Array,  # f32[S]
+    *,
+    measure: Callable[[jax.Array], jax.Array],  # of a token's weight: 1 to count tokens, the weight itself for mass
+    target: Callable[[jax.Array], jax.Array],  # f32[S], of the measure of what `threshold` keeps; at most that
+    asking: jax.Array,  # bool[S]; the others keep their threshold
+) -> jax.Array:
+    """f32[S]: a higher threshold, which keeps the fewest tokens that together measure `target` or more.
+
+    Floats that are not negative have the order of their bits, so this is a search over integers. It ends when one token
+    is left between the bounds. Sums are exact, so which tokens are kept does not depend on the order of the search.
+    """
+
+    def measure_from(bits: jax.Array) -> jax.Array:
+        """u32[3, S, n], of all tokens of the weights `bits` i32[S, n] and more. One exchange."""
+        at_least = lax.bitcast_convert_type(bits, jnp.float32)[:, :, None]
+        each = weights[:, None, :]
+        return shard.total(exact_sum(jnp.where(each >= at_least, measure(each), 0)))
+
+    def is_open(bounds: Bounds) -> jax.Array:
+        low, high, from_low, from_high = bounds
+        least = as_float(jnp.stack(cut(measure(lax.bitcast_convert_type(low, jnp.float32)))))
+        has_several = as_float(from_low - from_high) >= 2 * least
+        return (asking & (high - low > 1) & has_several).any()
+
+    def search() -> jax.Array:
+        num_parts = PARTS_ON_ONE_DEVICE if shard.num_shards == 1 else PARTS_ON_CHIPS
+        # `low` keeps enough and `high` does not: above 1 there is nothing.
+        low = lax.bitcast_convert_type(threshold, jnp.int32)
+        bits = _cut_range(low, jnp.full_like(low, ONE + 1), num_parts)
+        sums = measure_from(bits[:, :-1])
+        enough = target(as_float(sums[:, :, 0]))[:, None]
+        bounds = _bounds(bits, jnp.pad(sums, ((0, 0), (0, 0), (0, 1))), enough)
+
+        def narrow(bounds: Bounds) -> Bounds:
+            low, high, from_low, from_high = bounds
+            bits = _cut_range(low, high, num_parts)
+            inside = measure_from(bits[:, 1:-1])
+            return _bounds(bits, jnp.concatenate([from_low[..., None], inside, from_high[..., None]], axis=-1), enough)
+
+        if shard.num_shards == 1:
+            bounds = lax.while_loop(is_open, narrow, bounds)
+        else:
+            bounds = _repeat_while(is_open, narrow, bounds, at_most=MAX_PASSES_ON_CHIPS - 1)
+        return jnp.where(asking, lax.bitcast_convert_type(bounds[0], jnp.float32), threshold)
+
+    return lax.cond(asking.any(), search, lambda: threshold)
+
+
+def _cut_range(low: jax.Array, high: jax.Array, num_parts: int) -> jax.Array:
+    """i32[S, num_parts + 1]: from `low` to `high`, both included, in steps as even as integers allow."""
+    width = (high - low)[:, None]
+    index = jnp.arange(num_parts + 1, dtype=jnp.int32)
+    return low[:, None] + width // num_parts * index + width % num_parts * index // num_parts
+
+
+def _bounds(bits: jax.Array, sums: jax.Array, enough: jax.Array) -> Bounds:
+    """The two neighbours among `bits` i32[S, n], sums u32[3, S, n], between which the measure falls below `enough`."""
+    num_enough = jnp.sum(as_float(sums[:, :, 1:-1]) >= enough, axis=1, dtype=jnp.int32)
+    at = partial(jnp.take_along_axis, axis=-1)
+    low, high = num_enough[:, None], num_enough[:, None] + 1
+    return at(bits, low)[:, 0], at(bits, high)[:, 0], at(sums, low[None])[..., 0], at(sums, high[None])[..., 0]
+
+
+def _repeat_while(
+    is_open: Callable[[Bounds], jax.Array], narrow: Callable[[Bounds], Bounds], bounds: Bounds, *, at_most: int
+) -> Bounds:
+    """A while loop written out, one condition inside the other: collectives stand in no loop."""
+    if at_most == 0:
+        return bounds
+    return lax.cond(
+        is_open(bounds),
+        lambda bounds: _repeat_while(is_open, narrow, narrow(bounds), at_most=at_most - 1),
+        lambda bounds: bounds,
+        bounds,
+    )

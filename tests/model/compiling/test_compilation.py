@@ -1,0 +1,52 @@
+"""Programs compiled behind the caller's back: all of them, in order, or soon none any more."""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from model.compiling.compilation import Compilation
+from model.compiling.compile_cache import CompileCounter
+
+
+def lower(size: int) -> jax.stages.Lowered:
+    return jax.jit(lambda x: x * 3).lower(jax.ShapeDtypeStruct((size,), jnp.int32))
+
+
+def test_every_program_is_there_in_order():
+    compilation = Compilation({size: lambda size=size: lower(size) for size in (5, 2, 9)}, {}, CompileCounter())
+    programs = compilation.result()
+    assert list(programs) == [5, 2, 9]
+    assert programs[2](jnp.array([1, 2])).tolist() == [3, 6]
+    assert compilation.tracing_s > 0
+
+
+def test_what_tracing_raises_is_raised():
+    def refuse() -> jax.stages.Lowered:
+        raise ValueError("no such shape")
+
+    with pytest.raises(ValueError, match="no such shape"):
+        Compilation({"good": lambda: lower(3), "bad": refuse}, {}, CompileCounter()).result()
+
+
+def test_after_cancelling_nothing_more_is_traced():
+    tracing, go_on, traced = threading.Event(), threading.Event(), []
+
+    def first() -> jax.stages.Lowered:
+        tracing.set()
+        go_on.wait()
+        traced.append("first")
+        return lower(4)
+
+    compilation = Compilation({"first": first, "second": lambda: traced.append("second")}, {}, CompileCounter())
+    tracing.wait()
+    canceller = threading.Thread(target=compilation.cancel)
+    canceller.start()
+    while not compilation._cancelled.is_set():
+        pass
+    go_on.set()
+    canceller.join()
+    assert traced == ["first"]

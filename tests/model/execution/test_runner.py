@@ -1,0 +1,270 @@
+"""The runner: one program per bucket, nothing compiled later, nothing copied, one buffer each way."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from batcher.request import SamplingParams
+from batcher.step import PATCH_BLOCK, Bucket, Capacity, PackedLayout, SlotLayout, StepInput, Variant
+from model.config import LlamaConfig
+from model.execution import kv_cache
+from model.execution.runner import ModelRunner, RunnerConfig
+from model.loading import weights
+from model.network.sharding import abstract_model, make_mesh
+from tests.model import checkpoints
+from tests.model.driver import TINY, Row, paged_attention, run, tiny_model, tiny_runner
+
+SLOTS = 4
+BUCKETS = [Bucket(4, 4, Variant.GREEDY), Bucket(24, 4, Variant.GREEDY), Bucket(4, 4, Variant.SAMPLE)]
+
+
+@pytest.fixture(scope="module")
+def runner():
+    made = tiny_runner()
+    lines = []
+    made.warm_up(BUCKETS, lines.append)
+    # Every bucket, and the two updates next to the step.
+    assert re.match(rf"compiled {len(BUCKETS) + 2} programs in [\d.]+ s", lines[0])
+    return made
+
+
+@pytest.mark.parametrize(("enough_s", "count"), [(math.inf, 3), (0.0, 1)])
+def test_programs_are_run_before_they_are_needed_as_long_as_a_cpu_has_time(monkeypatch, enough_s, count):
+    monkeypatch.setattr("model.execution.runner.CPU_FIRST_RUNS_S", enough_s)
+    made, lines = tiny_runner(), []
+    ran = []
+    execute = made.execute
+    monkeypatch.setattr(made, "execute", lambda step: (ran.append(step.bucket), execute(step))[1])
+    made.warm_up(BUCKETS, lines.append)
+    assert ran == sorted(BUCKETS)[:count]
+    assert re.match(rf"ran {count} of 3 programs once in [\d.]+ s", lines[1])
+
+
+def test_capacity(runner):
+    assert runner.capacity() == Capacity(
+        num_slots=4, num_pages=40, page_size=8, max_model_len=64, max_num_batched_tokens=32, vocab_size=TINY.vocab_size
+    )
+    assert runner.capacity().pages_per_seq == 8
+
+
+def test_traffic_compiles_nothing(runner):
+    before = runner.num_compiles
+    rows = [Row(slot, [slot + 1] * (slot + 2), [2 * slot + 1, 2 * slot + 2]) for slot in range(3)]
+    run(runner, BUCKETS[1], [(row, len(row.prompt)) for row in rows], admit=rows)
+    for bucket in (BUCKETS[0], BUCKETS[2], BUCKETS[1]):
+        run(runner, bucket, [(row, 1) for row in rows])
+        run(runner, bucket, [(row, 1) for row in rows[:1]])
+    assert runner.num_compiles == before
+
+
+def test_a_compilation_that_nobody_meant_is_counted(runner):
+    before = runner.num_compiles
+    jax.jit(lambda x: x * 3 - 1)(np.ones(7, np.float32))
+    assert runner.num_compiles > before
+
+
+def test_a_bucket_without_program_is_refused(runner):
+    bucket = Bucket(8, 4, Variant.GREEDY)
+    with pytest.raises(KeyError, match="num_tokens=8"):
+        runner.execute(StepInput(bucket=bucket, packed=np.zeros(PackedLayout(bucket).size, np.int32)))
+
+
+def test_warm_up_writes_no_page_and_no_state():
+    runner = tiny_runner()
+    runner.warm_up([BUCKETS[1]], lambda line: None)
+    for leaf in jax.tree.leaves(runner._state):
+        assert not np.asarray(leaf).any()
+
+
+def test_pages_are_zero_and_one_array_per_layer():
+    pages = tiny_runner(num_pages=9)._state.kv
+    assert len(pages) == TINY.num_layers
+    assert {kv.shape for kv in pages} == {(2, 10, 2, 8, 16)}
+    assert not any(kv.any() for kv in pages)
+
+
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_state_is_updated_in_place(runner, bucket):
+    """The compiler aliases all of the state to the output, and needs less besides it than one layer's pages."""
+    analysis = runner._programs[bucket].memory_analysis()
+    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(runner._state))
+    assert analysis.alias_size_in_bytes == state_bytes
+    pages = tiny_runner(num_pages=4000)  # so many that a copy of one layer would stand out
+    large = pages._lower_step(bucket).compile().memory_analysis()
+    assert large.temp_size_in_bytes < pages._state.kv[0].nbytes / 2
+    assert large.temp_size_in_bytes == analysis.temp_size_in_bytes
+
+
+def test_the_buffers_themselves_stay_where_they_are(runner):
+    def addresses():
+        state = runner._state
+        return [leaf.unsafe_buffer_pointer() for leaf in (state.slots, state.history, *state.kv)]
+
+    row = Row(0, [1, 2, 3], [1, 2])
+    run(runner, BUCKETS[1], [(row, 3)], admit=[row])  # with patches and a history
+    before = addresses()
+    for bucket in (BUCKETS[0], BUCKETS[2], BUCKETS[0]):
+        run(runner, bucket, [(row, 1)])
+    assert addresses() == before
+
+
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_one_buffer_goes_in_and_one_comes_out(runner, bucket):
+    program = runner._programs[bucket]
+    num_state = len(jax.tree.leaves(runner._state))
+    num_arguments = len(jax.tree.leaves(program.in_avals))
+    assert num_arguments == len(runner._weights) + num_state + 1
+    assert len(jax.tree.leaves(program.out_info)) == num_state + 1
+
+
+def test_execute_runs_ahead_of_the_results(runner):
+    """Two steps are dispatched before the first is read; the second reads its tokens on the device."""
+    row, same = Row(0, [9, 8, 7], [1, 2]), Row(0, [9, 8, 7], [1, 2])
+    run(runner, BUCKETS[1], [(row, 3)], admit=[row])
+    for _ in range(2):
+        run(runner, BUCKETS[0], [(row, 1)])
+    run(runner, BUCKETS[1], [(same, 3)], admit=[same])
+    packed = np.zeros(PackedLayout(BUCKETS[0]).size, np.int32)
+    parts = PackedLayout(BUCKETS[0]).sections()
+    packed[:3] = 1
+    packed[parts["slots"]] = [0, SLOTS, SLOTS, SLOTS]
+    packed[parts["q_lens"]] = packed[parts["emits"]] = [1, 0, 0, 0]
+    packed[parts["tokens"]] = -1
+    packed[parts["patch_indices"]] = SLOTS * runner._state.slots.shape[1]
+    handles = [runner.execute(StepInput(bucket=BUCKETS[0], packed=packed)) for _ in range(2)]
+    assert [int(handle.result().tokens[0]) for handle in handles] == row.output[1:]
+
+
+def test_a_lost_state_is_made_anew_without_compiling(runner):
+    def generate() -> list[int]:
+        row = Row(0, [3, 1, 4, 1, 5], [2])
+        run(runner, BUCKETS[1], [(row, len(row.prompt))], admit=[row])
+        for _ in range(4):
+            run(runner, BUCKETS[0], [(row, 1)])
+        return row.output
+
+    expected = generate()
+    before = runner.num_compiles
+    for array in jax.tree.leaves(runner._state)[:3]:
+        array.delete()  # as a program does that was given it and failed
+    with pytest.raises((RuntimeError, ValueError), match="deleted"):
+        generate()
+    runner.recover()
+    assert generate() == expected
+    assert runner.num_compiles == before
+
+
+def test_more_patches_than_a_step_carries(runner):
+    """The driver sends whole slots ahead of the step: several blocks of them."""
+    rows = [Row(slot, [5, 6, slot], [slot + 1]) for slot in range(4)]
+    width = runner._state.slots.shape[1]
+    assert 4 * width <= PATCH_BLOCK < 8 * width
+    run(runner, BUCKETS[1], [(row, 3) for row in rows], admit=rows + rows)
+    alone = Row(2, [5, 6, 2], [9])
+    run(runner, BUCKETS[1], [(alone, 3)], admit=[alone])
+    assert alone.output == rows[2].output
+
+
+def test_limits_are_checked():
+    with pytest.raises(ValueError, match="max_num_seqs=0"):
+        RunnerConfig(max_num_seqs=0, max_num_batched_tokens=8, max_model_len=8)
+    with pytest.raises(ValueError, match=r"memory_utilization=1\.5"):
+        RunnerConfig(max_num_seqs=1, max_num_batched_tokens=8, max_model_len=8, memory_utilization=1.5)
+    with pytest.raises(ValueError, match="needs 8 pages of 8 tokens"):
+        tiny_runner(num_pages=7)
+
+
+def test_pages_are_planned_where_no_number_is_given():
+    # Four requests of eight pages, and as many again for the prefix cache.
+    assert tiny_runner(num_pages=None).capacity().num_pages == 64
+
+
+def test_only_the_weights_that_the_programs_are_for_are_taken():
+    runner = tiny_runner()
+    other = abstract_model(replace(TINY, vocab_size=64), dtype=jnp.float32)
+    with pytest.raises(ValueError, match="not the weights"):
+        runner.place(other)
+
+
+def test_memory_for_weights_that_are_still_to_come_is_kept_free(monkeypatch):
+    """The same plan before loading as after it."""
+    loaded = tiny_model()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(loaded)))
+    limits = RunnerConfig(max_num_seqs=SLOTS, max_num_batched_tokens=24, max_model_len=64)
+    temporaries = kv_cache.temporaries_bound(TINY, num_tokens=24, num_rows=SLOTS, itemsize=4, num_shards=1)
+    slots = SLOTS * 4 * (SlotLayout.width(64 // paged_attention().spec.page_size) + TINY.vocab_size)
+    free = size + temporaries + slots + 41 * TINY.num_layers * paged_attention().page_bytes()
+    found = []
+    for model, taken in ((loaded, size), (abstract_model(TINY, dtype=jnp.float32), 0)):
+        memory = kv_cache.DeviceMemory(total=1 << 40, free=free - taken, is_host=False)
+        monkeypatch.setattr(kv_cache, "device_memory", lambda _device, memory=memory: memory)
+        found.append(ModelRunner(model, paged_attention(), limits).capacity().num_pages)
+    assert found == [40, 40]  # and page 0
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return checkpoints.write(tmp_path_factory.mktemp("checkpoint"), "gqa2")
+
+
+SAMPLED = SamplingParams(max_tokens=64, temperature=1.2, top_p=0.9, top_k=50, frequency_penalty=0.5, logprobs=3)
+
+
+def texts_of(folder, num_shards, decode):
+    config = LlamaConfig.from_file(folder)
+    mesh = make_mesh(num_shards) if num_shards > 1 else None
+    like = abstract_model(config, dtype=jnp.float32, mesh=mesh)
+    limits = RunnerConfig(max_num_seqs=SLOTS, max_num_batched_tokens=24, max_model_len=64, num_pages=16)
+    runner = ModelRunner(like, paged_attention(like.config, mesh=mesh), limits)
+    prompt = replace(BUCKETS[1], variant=decode.variant)
+    runner.start_compiling([prompt, decode])  # the weights come meanwhile
+    runner.place(weights.load_hf(folder, config, dtype=jnp.float32, mesh=mesh))
+    lines = []
+    runner.warm_up([prompt, decode], lines.append)
+    assert re.match(r"compiled 4 programs in [\d.]+ s, [\d.]+ s of them after loading", lines[0])
+    before = runner.num_compiles
+    rows = [Row(0, [5, 6, 7, 8, 9, 10], [1, 2, 3]), Row(2, [3, 1, 4], [7, 8, 9])]
+    if decode.variant is Variant.SAMPLE:
+        rows.append(Row(3, [8, 8, 2], [4, 5, 6], SAMPLED, seed=11))
+    run(runner, prompt, [(rows[0], 4), *((row, 3) for row in rows[1:])], admit=rows)
+    run(runner, prompt, [(rows[0], 2), *((row, 1) for row in rows[1:])])
+    for _ in range(8):
+        run(runner, decode, [(row, 1) for row in rows])
+    assert runner.num_compiles == before
+    assert all(len(kv.sharding.device_set) == num_shards for kv in runner._state.kv)
+    history = runner._state.history
+    assert history.sharding.shard_shape(history.shape) == (SLOTS, config.vocab_size // num_shards)
+    return [row.output for row in rows]
+
+
+@pytest.fixture(scope="module")
+def texts_of_one_device(checkpoint):
+    return {decode.variant: texts_of(checkpoint, 1, decode) for decode in (BUCKETS[0], BUCKETS[2])}
+
+
+@pytest.mark.parametrize(("num_shards", "decode"), [(2, BUCKETS[2]), (4, BUCKETS[0]), (4, BUCKETS[2])])
+def test_a_mesh_gives_the_tokens_of_one_device(checkpoint, texts_of_one_device, num_shards, decode):
+    """Four shards of a model with two KV heads: they are replicated."""
+    assert texts_of(checkpoint, num_shards, decode) == texts_of_one_device[decode.variant]
+
+
+def test_chips_update_their_parts_of_the_state_in_place():
+    mesh = make_mesh(4)
+    model = abstract_model(replace(TINY, vocab_size=2000), dtype=jnp.float32, mesh=mesh)
+    needed = []
+    for slots in (SLOTS, 500):  # so many that a copy of a chip's part of the histories would stand out
+        limits = RunnerConfig(max_num_seqs=slots, max_num_batched_tokens=1000, max_model_len=64, num_pages=16)
+        runner = ModelRunner(model, paged_attention(model.config, mesh=mesh), limits)
+        analysis = runner._lower_step(BUCKETS[2]).compile().memory_analysis()
+        parts = [math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in jax.tree.leaves(runner._state_like)]
+        assert analysis.alias_size_in_bytes == sum(parts)
+        needed.append(analysis.temp_size_in_bytes)
+    assert needed[1] - needed[0] < 500 * 500 * 4 / 2

@@ -1,0 +1,100 @@
+"""scripts/convert_checkpoint.py, as its own process: it chooses its devices itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from model.loading.orbax_format import load_orbax
+from model.loading.source import resolve
+from model.loading.weights import load_hf
+from model.network.sharding import make_mesh
+from tests.model import checkpoints
+from tests.model.loading.test_orbax_format import same
+from tests.model.network.test_llama import jitted_logits
+
+ROOT = Path(__file__).parents[3]
+
+
+def convert(*arguments: object) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    command = [sys.executable, "-W", "error", "-m", "scripts.convert_checkpoint", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_converted_folder_is_a_model_with_the_same_weights(tmp_path):
+    folder = checkpoints.write(tmp_path / "hf", "gqa2", num_files=2)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    (folder / "tokenizer.json").write_text("{}")
+
+    result = convert(folder, tmp_path / "out", "--tensor-parallel-size", 4, "--dtype", "float32")
+
+    assert result.returncode == 0, result.stderr
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "orbax",
+        "tokenizer.json",
+    ]
+    found = resolve(str(tmp_path / "out"))
+    assert found.eos_token_ids == (7, 8)
+    options = {"dtype": jnp.float32, "mesh": make_mesh(4)}
+    same(load_orbax(tmp_path / "out" / "orbax", found.config, **options), load_hf(folder, found.config, **options))
+
+
+@pytest.mark.parametrize(
+    ("variant", "file_dtype", "stored", "words"),
+    [
+        ("gqa2", np.float32, "float32", "as float32 (the checkpoint's own)"),
+        ("bf16", ml_dtypes.bfloat16, "bfloat16", "as bfloat16 (the checkpoint's own)"),
+        ("gqa2", np.float16, "float32", "as float32 (which holds float16 exactly, as bfloat16 does not; --dtype"),
+    ],
+)
+def test_no_bit_of_a_logit_changes_unless_a_type_is_asked_for(variant, file_dtype, stored, words, tmp_path):
+    folder = checkpoints.write(tmp_path / "hf", variant)
+    save_file({key: value.astype(file_dtype) for key, value in checkpoints.tensors(variant).items()},
+              folder / "model.safetensors")  # fmt: skip
+
+    result = convert(folder, tmp_path / "out")
+
+    assert result.returncode == 0, result.stderr
+    assert words in result.stdout
+    assert json.loads((tmp_path / "out" / "orbax" / "stored.json").read_text())["dtype"] == stored
+    sequence = checkpoints.golden_sequence(variant)
+    ours, original = (
+        np.asarray(jitted_logits(load(resolve(str(where)).config, dtype=jnp.float32), sequence))
+        for where, load in (
+            (tmp_path / "out", partial(load_orbax, tmp_path / "out" / "orbax")),
+            (folder, partial(load_hf, folder)),
+        )
+    )
+    np.testing.assert_array_equal(ours.view(np.uint32), original.view(np.uint32))
+
+
+def test_rounding_has_to_be_asked_for_and_is_said(tmp_path):
+    folder = checkpoints.write(tmp_path / "hf", "gqa2")
+    result = convert(folder, tmp_path / "out", "--dtype", "bfloat16")
+    assert "as bfloat16 (as asked for; rounded from float32)" in result.stdout
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("model", "complaint"),
+    [("preset:llama-3-8b", "has no weights to convert"), ("nothing at all", "no model 'nothing at all'")],
+)
+def test_what_cannot_be_converted_is_refused_in_one_line(model, complaint, tmp_path):
+    result = convert(model, tmp_path / "out")
+    assert result.returncode == 2
+    assert result.stderr.startswith("convert_checkpoint: ")
+    assert complaint in result.stderr
+    assert len(result.stderr.splitlines()) == 1

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from model.config import LlamaConfig
+from model.loading.orbax_format import load_orbax, save_orbax
+from model.loading.weights import load_hf
+from model.network.sharding import make_mesh
+from tests.model import checkpoints
+from tests.model.loading.test_weights import flat
+
+
+def load(tmp_path, variant, **options):
+    """The variant's config and its model as loaded from safetensors."""
+    folder = checkpoints.write(tmp_path / "hf", variant)
+    config = LlamaConfig.from_file(folder)
+    return config, load_hf(folder, config, **options)
+
+
+def same(first, second) -> None:
+    first, second = flat(first), flat(second)
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert value.dtype == second[name].dtype
+        np.testing.assert_array_equal(value, second[name], err_msg=name)
+
+
+@pytest.mark.parametrize("num_shards", [None, 4])
+@pytest.mark.parametrize("variant", ["gqa2", "tied"])
+def test_what_is_saved_is_restored_where_it_was(variant, num_shards, tmp_path):
+    mesh = None if num_shards is None else make_mesh(num_shards)
+    config, model = load(tmp_path, variant, dtype=jnp.bfloat16, mesh=mesh)
+    save_orbax(model, tmp_path / "orbax", config)
+    restored = load_orbax(tmp_path / "orbax", config, dtype=jnp.bfloat16, mesh=mesh)
+    same(restored, model)
+    expected = model.layers[0].attention.qkv[...].sharding
+    assert restored.layers[0].attention.qkv[...].sharding == expected
+
+
+def test_it_is_cast_to_the_dtype_that_is_asked_for(tmp_path):
+    config, model = load(tmp_path, "bf16", dtype=jnp.bfloat16)
+    save_orbax(model, tmp_path / "orbax", config)
+    _, expected = load(tmp_path, "bf16", dtype=jnp.float32)
+    same(load_orbax(tmp_path / "orbax", config, dtype=jnp.float32), expected)
+
+
+def test_orbax_itself_reads_what_is_saved(tmp_path):
+    config, model = load(tmp_path, "gqa2", dtype=jnp.bfloat16, mesh=make_mesh(2))
+    save_orbax(model, tmp_path / "orbax", config)
+    expected = flat(model)
+    restore_args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in expected}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        options = ocp.args.PyTreeRestore(restore_args=restore_args)
+        restored = checkpointer.restore(tmp_path / "orbax" / "arrays", args=options)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(restored[name].view(np.uint16), value.view(np.uint16), err_msg=name)
+
+
+@pytest.mark.parametrize("num_shards", [None, 2])
+def test_a_changed_byte_is_found_and_its_array_and_shard_are_named(num_shards, tmp_path):
+    mesh = None if num_shards is None else make_mesh(num_shards)
+    config, model = load(tmp_path, "gqa2", dtype=jnp.float32, mesh=mesh)
+    save_orbax(model, tmp_path / "orbax", config)
+    files = {path: path.read_bytes() for path in (tmp_path / "orbax").rglob("*") if path.is_file()}
+    named = set()
+    matrices = {name: value for name, value in flat(model).items() if value.ndim == 2}  # the rest lies compressed
+    for name, value in matrices.items():
+        last_row = value[-1].tobytes()[: 32 * 4]  # of a matrix that is cut by columns, the first chip's part
+        found = [(path, raw.find(last_row)) for path, raw in files.items() if last_row in raw]
+        assert len(found) == 1, name
+        path, at = found[0]
+        path.write_bytes(files[path][:at] + bytes([files[path][at] ^ 1]) + files[path][at + 1 :])
+        with pytest.raises(ValueError, match=r"is damaged, .*: convert again") as error:
+            load_orbax(tmp_path / "orbax", config, dtype=jnp.float32, mesh=mesh)
+        path.write_bytes(files[path])
+        named.add(re.search(r"orbax: (.*) is damaged", str(error.value))[1])
+    if num_shards is None:
+        assert named == matrices.keys()
+    else:
+        assert {"shard 2 of 2 of embedding", "shard 2 of 2 of layers.0.attention.qkv"} <= named
+        assert "shard 1 of 2 of layers.1.mlp.down" in named
+    same(load_orbax(tmp_path / "orbax", config, dtype=jnp.float32, mesh=mesh), model)
+
+
+@pytest.mark.parametrize("kind", ["flip", "cut", "empty", "zeros", "delete"])
+def test_no_damage_to_any_file_goes_unseen_or_is_told_in_anything_but_one_line(kind, tmp_path):
+    config, model = load(tmp_path, "tied", dtype=jnp.float32)
+    save_orbax(model, tmp_path / "orbax", config)
+    generator = np.random.default_rng(0)
+    complaints = []
+    for path in sorted(path for path in (tmp_path / "orbax").rglob("*") if path.is_file()):
+        sound = path.read_bytes()
+        at = int(generator.integers(len(sound)))
+        spoiled = {
+            "flip": sound[:at] + bytes([sound[at] ^ 1 << int(generator.integers(8))]) + sound[at + 1 :],
+            "cut": sound[:at],
+            "empty": b"",
+            "zeros": sound[:at] + bytes(len(sound[at : at + 64])) + sound[at + 64 :],
+        }
+        if kind == "delete":
+            path.unlink()
+        else:
+            path.write_bytes(spoiled[kind])
+        try:
+            same(load_orbax(tmp_path / "orbax", config, dtype=jnp.float32), model)  # a file that is not needed
+        except ValueError as error:
+            complaints.append(str(error))
+        path.write_bytes(sound)
+    assert len(complaints) >= 3  # the description, the manifest and the data at least
+    assert all("convert again" in complaint and len(complaint.splitlines()) == 1 for complaint in complaints)
+
+
+def test_arrays_of_another_shape_or_without_a_checksum_are_refused(tmp_path):
+    config, model = load(tmp_path, "gqa2", dtype=jnp.float32)
+    save_orbax(model, tmp_path / "orbax", config)
+    path = tmp_path / "orbax" / "stored.json"
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps(raw | {"dtype": "bfloat16"}))
+    with pytest.raises(ValueError, match=r"is float32\[192, 64\] and should be bfloat16\[192, 64\]: convert again"):
+        load_orbax(tmp_path / "orbax", config, dtype=jnp.float32)
+    del raw["checksums"]["norm.scale"]
+    path.write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=r"lacks checksums of norm\.scale: convert again"):
+        load_orbax(tmp_path / "orbax", config, dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("change", [{"num_shards": None}, {"dtype": "int8"}, {"config": 5}, {"checksums": {"a": 1}}])
+def test_a_description_that_makes_no_sense_is_refused(change, tmp_path):
+    config, model = load(tmp_path, "gqa2", dtype=jnp.float32)
+    save_orbax(model, tmp_path / "orbax", config)
+    path = tmp_path / "orbax" / "stored.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=r"stored\.json is damaged: convert again"):
+        load_orbax(tmp_path / "orbax", config, dtype=jnp.float32)
+
+
+def test_the_form_of_another_number_of_chips_is_refused(tmp_path):
+    config, model = load(tmp_path, "gqa2", dtype=jnp.float32, mesh=make_mesh(2))
+    save_orbax(model, tmp_path / "orbax", config)
+    with pytest.raises(ValueError, match=r"converted for 2 chip\(s\), and 4 are asked for"):
+        load_orbax(tmp_path / "orbax", config, dtype=jnp.float32, mesh=make_mesh(4))
+
+
+def test_another_model_is_refused_and_what_differs_is_named(tmp_path):
+    config, model = load(tmp_path, "gqa2", dtype=jnp.float32)
+    save_orbax(model, tmp_path / "orbax", config)
+    other = replace(config, rms_norm_eps=1e-6, rope_theta=1.0, eos_token_ids=(9,))
+    with pytest.raises(ValueError, match=r"another model .*: rms_norm_eps, rope_theta differ"):
+        load_orbax(tmp_path / "orbax", other, dtype=jnp.float32)
+
+
+def test_an_unfinished_conversion_and_another_format_are_refused(tmp_path):
+    config, model = load(tmp_path, "gqa2", dtype=jnp.float32)
+    save_orbax(model, tmp_path / "orbax", config)
+    path = tmp_path / "orbax" / "stored.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 0}))
+    with pytest.raises(ValueError, match="has format 0"):
+        load_orbax(tmp_path / "orbax", config, dtype=jnp.float32)
+    path.unlink()
+    with pytest.raises(ValueError, match="no finished conversion"):
+        load_orbax(tmp_path / "orbax", config, dtype=jnp.float32)
+
+
+def test_nothing_is_overwritten(tmp_path):
+    config, model = load(tmp_path, "gqa2", dtype=jnp.float32)
+    with pytest.raises(ValueError, match="is not empty"):
+        save_orbax(model, tmp_path / "hf", config)

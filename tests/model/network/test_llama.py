@@ -1,0 +1,200 @@
+"""The forward pass against transformers' (tests/model/goldens), and the invariants that need no golden."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from model.config import Llama3Scaling, LlamaConfig
+from model.loading.weights import load_hf
+from model.network.cpu_products import MAX_ROWS_FROM_LEFT
+from model.network.llama import Llama
+from tests.model import checkpoints, driver
+from tests.model.dense_attention import causal_attention
+from tests.model.goldens.make import NEW_TOKENS, PROMPT_LENGTH, VARIANTS
+
+TINY = replace(driver.TINY, vocab_size=96, head_dim=8, max_position_embeddings=128)
+
+
+def all_logits(model: Llama, tokens: np.ndarray) -> jax.Array:
+    """f32[T, V] of one whole sequence."""
+    tokens = jnp.asarray(tokens)
+    nothing = [None] * model.config.num_layers
+    hidden, _ = model(tokens, jnp.arange(len(tokens)), nothing, causal_attention())
+    return model.logits(hidden)
+
+
+jitted_logits = nnx.jit(all_logits)
+
+
+def spread(model: Llama) -> Llama:
+    """Weights of a size at which every constant of the model matters."""
+    graphdef, state = nnx.split(model)
+    return nnx.merge(graphdef, jax.tree.map(lambda x: x * 10 if x.ndim == 2 else x, state))
+
+
+def tiny(config: LlamaConfig = TINY, **arguments) -> Llama:
+    return spread(Llama(config, dtype=jnp.float32, rngs=nnx.Rngs(0), **arguments))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_greedy_text_equal_transformers(variant, tmp_path):
+    folder = checkpoints.write(tmp_path, variant)
+    model = load_hf(folder, LlamaConfig.from_file(folder), dtype=jnp.float32)
+    sequence = checkpoints.golden_sequence(variant)
+
+    logits = np.asarray(jitted_logits(model, sequence))
+
+    golden = checkpoints.goldens()[f"{variant}.logits"]
+    assert np.abs(logits[:PROMPT_LENGTH] - golden).max() < 2e-4
+    # Each choice after the same prefix is the golden one: by induction, so is the text.
+    greedy = logits[PROMPT_LENGTH - 1 : -1].argmax(-1)
+    assert len(greedy) == NEW_TOKENS
+    assert greedy.tolist() == sequence[PROMPT_LENGTH:].tolist()
+
+
+def test_logits_of_a_tied_config_with_another_head_in_its_files_equal_transformers(tmp_path):
+    folder = checkpoints.write(tmp_path, "gqa2")  # has a head of its own, whatever the config says of it
+    config = replace(LlamaConfig.from_file(folder), tie_word_embeddings=True)
+    logits = np.asarray(jitted_logits(load_hf(folder, config, dtype=jnp.float32), checkpoints.golden_sequence("gqa2")))
+    assert np.abs(logits[:PROMPT_LENGTH] - checkpoints.goldens()["gqa2.logits"]).max() < 2e-4
+
+
+@pytest.mark.parametrize("variant", ["bf16", "llama3_rope_tied_bf16"])
+def test_bfloat16_stays_near_float32(variant, tmp_path):
+    folder = checkpoints.write(tmp_path, variant)
+    model = load_hf(folder, LlamaConfig.from_file(folder), dtype=jnp.bfloat16)
+    logits = np.asarray(jitted_logits(model, checkpoints.golden_sequence(variant)))
+    golden = checkpoints.goldens()[f"{variant}.logits"]
+    assert logits.dtype == np.float32
+    assert np.abs(logits[:PROMPT_LENGTH] - golden).max() < 0.15  # logits of standard deviation 1, up to 4
+    assert np.corrcoef(logits[:PROMPT_LENGTH].ravel(), golden.ravel())[0, 1] > 0.999
+
+
+PERTURBED = {
+    "rms_norm_eps": 1e-2,
+    "rope_theta": 500.0,
+    "rope_scaling": Llama3Scaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
+    ),
+    "num_heads": 2,
+    "num_kv_heads": 4,
+    "head_dim": 16,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_layers": 3,
+    "vocab_size": 128,
+    "tie_word_embeddings": True,
+}
+# What the forward pass rightly does not read.
+NOT_COMPUTED = {"max_position_embeddings", "checkpoint_dtype", "bos_token_id", "eos_token_ids"}
+
+
+def test_every_config_field_is_perturbed_or_known_not_to_matter():
+    assert {field.name for field in fields(LlamaConfig)} == PERTURBED.keys() | NOT_COMPUTED
+
+
+@pytest.mark.parametrize("field", PERTURBED)
+def test_perturbing_a_config_field_moves_the_logits(field):
+    tokens = np.arange(24) % 90
+    before = jitted_logits(tiny(), tokens)
+    after = jitted_logits(tiny(replace(TINY, **{field: PERTURBED[field]})), tokens)
+    assert before.shape != after.shape or float(jnp.abs(before - after).max()) > 1e-2
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, MAX_ROWS_FROM_LEFT])
+@pytest.mark.parametrize("variant", ["gqa2", "tied", "bf16"])
+def test_the_cpus_forms_of_the_products_compute_the_same(variant, num_tokens, tmp_path):
+    folder = checkpoints.write(tmp_path, variant)
+    config = LlamaConfig.from_file(folder)
+    usual, for_cpu = (load_hf(folder, config, dtype=jnp.float32, for_cpu=f) for f in (False, True))
+    sequence = checkpoints.golden_sequence(variant)[:num_tokens]
+    np.testing.assert_allclose(jitted_logits(for_cpu, sequence), jitted_logits(usual, sequence), atol=2e-5)
+
+
+def test_a_token_sees_no_later_one_and_every_earlier_one():
+    model, tokens = tiny(), np.arange(16)
+    before = jitted_logits(model, tokens)
+    changed = tokens.copy()
+    changed[7] = 50
+    moved = np.abs(np.asarray(jitted_logits(model, changed) - before)).max(-1) > 1e-4
+    assert moved.tolist() == [False] * 7 + [True] * 9
+
+
+def test_only_relative_positions_matter():
+    model, tokens = tiny(), jnp.arange(16)
+    nothing = [None] * 2
+    near, _ = model(tokens, jnp.arange(16), nothing, causal_attention())
+    far, _ = model(tokens, jnp.arange(16) + 100, nothing, causal_attention())
+    np.testing.assert_allclose(near, far, atol=1e-4)
+
+
+def test_attend_gets_each_layers_kv_and_what_it_returns_comes_back():
+    model = tiny()
+    seen = []
+
+    def attend(queries, keys, values, kv):
+        seen.append((queries.shape, keys.shape, values.shape, kv))
+        return jnp.zeros_like(queries), kv + 10
+
+    _, kv = model(jnp.arange(5), jnp.arange(5), [0, 1], attend)
+    assert seen == [((5, 4, 8), (5, 2, 8), (5, 2, 8), 0), ((5, 4, 8), (5, 2, 8), (5, 2, 8), 1)]
+    assert kv == [10, 11]
+
+
+def test_a_wrong_number_of_kv_is_refused():
+    with pytest.raises(ValueError, match=r"len\(kv\)=1"):
+        tiny()(jnp.arange(5), jnp.arange(5), [None], causal_attention())
+
+
+def test_several_sequences_in_a_row_do_not_see_each_other():
+    model = tiny()
+    first, second = np.arange(8), np.arange(8) + 40
+    together, _ = model(jnp.concatenate([first, second]), jnp.tile(jnp.arange(8), 2), [None] * 2, causal_attention(2))
+    apart = [model(jnp.asarray(x), jnp.arange(8), [None] * 2, causal_attention())[0] for x in (first, second)]
+    np.testing.assert_allclose(together, jnp.concatenate(apart), atol=1e-5)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_gradients_reach_every_parameter(tie):
+    model = tiny(replace(TINY, tie_word_embeddings=tie))
+    tokens = jnp.arange(16)
+
+    def loss(model: Llama) -> jax.Array:
+        return -jnp.mean(jnp.diag(jax.nn.log_softmax(all_logits(model, tokens))[:, 1:]))
+
+    gradients = nnx.to_flat_state(nnx.grad(loss)(model))
+    assert len(list(gradients)) == len(jax.tree.leaves(nnx.state(model)))
+    assert all(float(jnp.abs(g.get_value()).max()) > 0 for _, g in gradients)
+
+
+def test_split_state_is_flat_arrays_and_merges_into_the_same_model():
+    model = tiny()
+    graphdef, state = nnx.split(model)
+    leaves, structure = jax.tree.flatten(state)
+    assert len(leaves) == 2 * 6 + 3
+    again = nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))
+    tokens = np.arange(8)
+    np.testing.assert_array_equal(jitted_logits(model, tokens), jitted_logits(again, tokens))
+
+
+@pytest.mark.parametrize(("dtype", "exact"), [(jnp.float32, True), (jnp.bfloat16, False)])
+def test_float32_products_ask_chips_for_float32(dtype, exact):
+    """By default chips multiply float32 in a faster, coarser form; on the CPU of the tests only the request shows."""
+    model = nnx.eval_shape(lambda: Llama(TINY, dtype=dtype, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(model)
+
+    def forward(state, tokens):
+        model = nnx.merge(graphdef, state)
+        hidden, _ = model(tokens, tokens, [None] * 2, lambda queries, keys, values, kv: (queries, kv))
+        return model.logits(hidden)
+
+    text = jax.jit(forward).lower(state, jax.ShapeDtypeStruct((8,), jnp.int32)).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert len(products) == 4 * TINY.num_layers + 1
+    assert all(("HIGHEST" in line) is exact for line in products)

@@ -1,0 +1,437 @@
+"""Sampling against oracles that sort, in float64, and against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from scipy import stats
+
+from batcher.request import MAX_DEVICE_STOP_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS
+from batcher.step import SlotLayout
+from model.sampling import sampling
+from model.sampling.logprobs import logprobs
+from model.sampling.threshold import kept_threshold
+from model.sampling.vocab_split import VocabShard
+
+VOCAB = 300  # more than two draw blocks, and no multiple of one
+ROWS = 8
+
+
+def make_rows(n: int, **columns) -> sampling.SamplingRows:
+    """Rows that ask for nothing but what is given: a scalar or one value per row."""
+    f32, i32 = np.float32, np.int32
+    defaults = {
+        "temperature": (f32, 0), "top_k": (i32, 0), "top_p": (f32, 1), "min_p": (f32, 0),
+        "presence_penalty": (f32, 0), "frequency_penalty": (f32, 0), "repetition_penalty": (f32, 1),
+        "min_kv_len": (i32, 0), "num_stop_ids": (i32, 0), "num_bias": (i32, 0), "wants_logprobs": (bool, False),
+    }  # fmt: skip
+    made = {
+        name: np.broadcast_to(np.asarray(columns.pop(name, value), dtype), (n,)).copy()
+        for name, (dtype, value) in defaults.items()
+    }
+    wide = {
+        "seed": (np.uint32, 2),
+        "stop_ids": (i32, MAX_DEVICE_STOP_IDS),
+        "bias_ids": (i32, MAX_LOGIT_BIAS),
+        "bias_values": (f32, MAX_LOGIT_BIAS),
+    }
+    for name, (dtype, width) in wide.items():
+        given_value = np.atleast_2d(np.asarray(columns.pop(name, np.zeros((1, 0))), dtype))
+        padded = np.zeros((n, width), dtype)
+        padded[:, : given_value.shape[1]] = given_value
+        made[name] = padded
+    assert not columns, columns
+    return sampling.SamplingRows(**made)
+
+
+@cache
+def jitted(name: str):
+    functions = {
+        "adjust": lambda logits, rows, positions, asking, history: sampling.adjust(
+            whole(logits), logits, rows, positions, asking, lambda: history
+        ),
+        "sample": lambda logits, rows, positions, asking, history: sampling.sample(
+            whole(logits), logits, rows, positions, asking, lambda: history
+        ),
+        "kept": _kept,
+        "logprobs": lambda logits, tokens, asking: logprobs(whole(logits), logits, tokens, asking),
+    }
+    return jax.jit(functions[name])
+
+
+def whole(logits):
+    return VocabShard(vocab_size=logits.shape[-1])
+
+
+def _kept(logits, rows, asking):
+    weights = sampling.tempered_weights(logits, jnp.max(logits, axis=-1), rows.temperature)
+    asked = {"top_k": rows.top_k, "top_p": rows.top_p, "min_p": rows.min_p}
+    return weights, weights >= kept_threshold(whole(logits), weights, **asked, asking=asking)[:, None]
+
+
+def sample(logits, rows, positions=0, asking=True, history=None):
+    logits = np.asarray(logits, np.float32)
+    n, vocab = logits.shape
+    return np.asarray(
+        jitted("sample")(
+            logits,
+            rows,
+            np.broadcast_to(np.asarray(positions, np.int32), (n,)).copy(),
+            np.broadcast_to(np.asarray(asking), (n,)).copy(),
+            np.zeros((n, vocab), np.int32) if history is None else history,
+        )
+    )
+
+
+def adjust(logits, rows, positions=0, history=None):
+    logits = np.asarray(logits, np.float32)
+    n, vocab = logits.shape
+    history = np.zeros((n, vocab), np.int32) if history is None else np.asarray(history, np.int32)
+    positions = np.broadcast_to(np.asarray(positions, np.int32), (n,)).copy()
+    return np.asarray(jitted("adjust")(logits, rows, positions, np.ones(n, bool), history))
+
+
+# The kept sets
+
+
+@st.composite
+def logit_rows(draw):
+    """Smooth, peaked, flat and heavily tied distributions."""
+    seed = draw(st.integers(0, 2**32 - 1))
+    rng = np.random.default_rng(seed)
+    scale = draw(st.sampled_from([0.01, 1.0, 5.0, 40.0]))
+    logits = rng.normal(size=(ROWS, VOCAB)).astype(np.float32) * np.float32(scale)
+    if draw(st.booleans()):
+        logits = np.round(logits)  # ties
+    banned = draw(hnp.arrays(bool, (VOCAB,), elements=st.booleans()))
+    return np.where(banned & draw(st.booleans()) & (np.arange(VOCAB) > 0), -np.inf, logits).astype(np.float32)
+
+
+def columns_of(elements):
+    return st.lists(elements, min_size=ROWS, max_size=ROWS)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    logit_rows(),
+    columns_of(st.sampled_from([0.1, 0.7, 1.0, 1.9])),
+    columns_of(st.sampled_from([0, 1, 2, 5, 50, VOCAB - 1, VOCAB, 10 * VOCAB])),
+    columns_of(st.one_of(st.just(1.0), st.floats(0.0, 1.0, width=32))),
+    columns_of(st.one_of(st.just(0.0), st.floats(0.0, 1.0, width=32))),
+)
+def test_kept_tokens_are_the_fewest_that_suffice(logits, temperature, top_k, top_p, min_p):
+    rows = make_rows(ROWS, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    weights, kept = jitted("kept")(logits, rows, np.ones(ROWS, bool))
+    weights, kept = np.asarray(weights, np.float64), np.asarray(kept)
+    for i in range(ROWS):
+        strict, loose = (
+            sorted_threshold(weights[i], top_k[i], np.float32(top_p[i]), np.float32(min_p[i]), slack=slack)
+            for slack in (-1e-5, 1e-5)
+        )
+        assert kept[i][weights[i] >= strict].all()
+        assert not kept[i][weights[i] < loose].any()
+
+
+def sorted_threshold(weights, top_k, top_p, min_p, *, slack):
+    """The least weight that is kept. `slack` moves top_p by what float32 sums may be off."""
+    order = np.sort(weights)[::-1]
+    of_top_k = order[: top_k or None]
+    share = np.cumsum(of_top_k) / of_top_k.sum()
+    num_of_top_p = len(of_top_k) if top_p == 1 else np.searchsorted(share, top_p + slack) + 1
+    least = of_top_k[min(num_of_top_p, len(of_top_k)) - 1]
+    return max(least, min_p)
+
+
+def test_kept_set_by_hand():
+    # Shares 0.5, 0.25, 0.125, 0.125: top_p 0.7 needs two, 0.8 needs three and gets the fourth, which ties with it.
+    logits = np.log(np.array([[4, 2, 1, 1], [4, 2, 1, 1], [4, 2, 1, 1], [4, 2, 1, 1], [1, 4, 2, 1]], np.float32))
+    rows = make_rows(5, temperature=1, top_p=[0.7, 0.8, 1, 0.6, 0], top_k=[0, 0, 3, 2, 0], min_p=[0, 0, 0.5, 0, 0])
+    _, kept = jitted("kept")(logits, rows, np.ones(5, bool))
+    expected = [[1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0]]
+    np.testing.assert_array_equal(kept, np.array(expected, bool))
+
+
+def test_top_p_is_a_share_of_what_top_k_left():
+    # Of shares 0.4, 0.3, 0.2, 0.1, top_k 2 leaves 4/7 and 3/7: the first alone meets top_p 0.5 there, but not of all.
+    logits = np.log(np.array([[0.4, 0.3, 0.2, 0.1]] * 2, np.float32))
+    rows = make_rows(2, temperature=1, top_p=0.5, top_k=[2, 0])
+    _, kept = jitted("kept")(logits, rows, np.ones(2, bool))
+    np.testing.assert_array_equal(kept, np.array([[1, 0, 0, 0], [1, 1, 0, 0]], bool))
+
+
+def test_no_program_sorts():
+    logits, positions = jnp.zeros((4, 1000)), jnp.zeros(4, jnp.int32)
+    lowered = jitted("sample").lower(
+        logits, make_rows(4), positions, jnp.ones(4, bool), jnp.zeros((4, 1000), jnp.int32)
+    )
+    assert "stablehlo.sort" not in lowered.as_text()
+    assert "top_k" not in lowered.as_text()
+
+
+# The distribution
+
+
+def expected_distribution(logits, *, temperature, top_k=0, top_p=1.0, min_p=0.0, tempered_first=True):
+    """By sorting, in float64, in the documented order."""
+    x = np.asarray(logits, np.float64)
+
+    def softmax(x):
+        e = np.exp(x - x.max())
+        return e / e.sum()
+
+    p = softmax(x / temperature if tempered_first else x)
+    order = np.argsort(-p)
+    if top_k:
+        p[order[top_k:]] = 0
+        p /= p.sum()
+    if top_p < 1:
+        before = np.cumsum(p[order]) - p[order]
+        p[order[before >= top_p]] = 0
+        p /= p.sum()
+    p[p < min_p * p.max()] = 0
+    if not tempered_first:
+        p = np.where(p > 0, softmax(x / temperature) * (p > 0), 0)
+    return p / p.sum()
+
+
+def draw_many(logits, n=16384, seed=3, **columns):
+    """n draws of one distribution, at n positions of one request."""
+    at_once = 1024
+    rows = make_rows(at_once, seed=[seed, 11], **columns)
+    batch = np.broadcast_to(np.asarray(logits, np.float32), (at_once, len(logits)))
+    return np.concatenate([sample(batch, rows, positions=start + np.arange(at_once)) for start in range(0, n, at_once)])
+
+
+def p_value(draws, expected):
+    """Of Pearson's chi-square test; tokens expected less than ten times are taken together."""
+    counts = np.bincount(draws, minlength=len(expected))
+    assert counts[expected == 0].sum() == 0, "a token that must not be drawn was drawn"
+    wanted = expected * len(draws)
+    often = wanted >= 10
+    observed = np.append(counts[often], counts[~often].sum())
+    predicted = np.append(wanted[often], wanted[~often].sum())
+    if predicted[-1] < 10:
+        observed, predicted = observed[:-1], predicted[:-1] * observed[:-1].sum() / predicted[:-1].sum()
+    return stats.chisquare(observed, predicted).pvalue
+
+
+LOGITS = np.random.default_rng(5).normal(size=VOCAB).astype(np.float32) * 1.5
+
+DISTRIBUTIONS = {
+    "plain": {"temperature": 1.0},
+    "cold": {"temperature": 0.6},
+    "hot": {"temperature": 1.8},
+    "top_k": {"temperature": 1.0, "top_k": 12},
+    "top_p": {"temperature": 1.0, "top_p": 0.8},
+    "min_p": {"temperature": 1.0, "min_p": 0.1},
+    "hot top_p": {"temperature": 1.8, "top_p": 0.6},
+    "hot min_p": {"temperature": 1.8, "min_p": 0.2},
+    "everything": {"temperature": 1.4, "top_k": 40, "top_p": 0.9, "min_p": 0.1},
+}
+
+
+@pytest.mark.parametrize("case", DISTRIBUTIONS)
+def test_draws_follow_the_exact_distribution(case):
+    parameters = DISTRIBUTIONS[case]
+    assert p_value(draw_many(LOGITS, **parameters), expected_distribution(LOGITS, **parameters)) > 1e-3
+
+
+@pytest.mark.parametrize("case", ["hot top_p", "hot min_p"])
+def test_the_chi_square_test_sees_a_wrong_order(case):
+    parameters = DISTRIBUTIONS[case]
+    draws = draw_many(LOGITS, **parameters)
+    wrong = expected_distribution(LOGITS, **parameters, tempered_first=False)
+    drawn_outside = set(draws) - set(np.flatnonzero(wrong))
+    assert drawn_outside or p_value(draws, wrong) < 1e-6
+
+
+def test_draws_of_a_wide_flat_vocabulary_are_uniform():
+    vocab = 2000
+    draws = draw_many(np.zeros(vocab), n=32768, temperature=1.0)
+    assert p_value(draws, np.full(vocab, 1 / vocab)) > 1e-3
+
+
+def test_penalties_change_the_drawn_distribution_exactly():
+    history = np.zeros(VOCAB, np.int32)
+    history[:50] = 2
+    history[50:100] = sampling.IN_PROMPT
+    penalised = LOGITS.astype(np.float64).copy()
+    penalised[:100] = np.where(penalised[:100] > 0, penalised[:100] / 1.3, penalised[:100] * 1.3)
+    penalised[:50] -= 0.4 * 2 + 0.7
+    at_once = 1024
+    rows = make_rows(
+        at_once, temperature=0.8, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.7, seed=[9, 9]
+    )
+    batch, histories = np.tile(LOGITS, (at_once, 1)), np.tile(history, (at_once, 1))
+    draws = np.concatenate(
+        [sample(batch, rows, np.arange(at_once) + start, history=histories) for start in range(0, 16384, at_once)]
+    )
+    assert p_value(draws, expected_distribution(penalised, temperature=0.8)) > 1e-3
+
+
+# What is applied before
+
+
+def test_penalties_by_hand():
+    in_prompt = sampling.IN_PROMPT
+    logits = [[2.0, -2.0, 3.0, 1.0, -1.0, 0.5]]
+    history = [[0, in_prompt, in_prompt + 1, 3, 1, 0]]
+    repetition = adjust(logits, make_rows(1, repetition_penalty=2.0), history=history)
+    np.testing.assert_allclose(repetition, [[2.0, -4.0, 1.5, 0.5, -2.0, 0.5]])
+    frequency = adjust(logits, make_rows(1, frequency_penalty=0.5), history=history)
+    np.testing.assert_allclose(frequency, [[2.0, -2.0, 2.5, -0.5, -1.5, 0.5]])
+    presence = adjust(logits, make_rows(1, presence_penalty=0.25), history=history)
+    np.testing.assert_allclose(presence, [[2.0, -2.0, 2.75, 0.75, -1.25, 0.5]])
+    together = make_rows(1, repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25)
+    np.testing.assert_allclose(adjust(logits, together, history=history), [[2.0, -4.0, 0.75, -1.25, -2.75, 0.5]])
+
+
+def test_bias_comes_before_penalties():
+    # 1 + 2 is positive, so the repetition penalty divides: (1 + 2) / 2. Bias last would give 1 / 2 + 2.
+    rows = make_rows(1, num_bias=2, bias_ids=[1, 3], bias_values=[2.0, -100.0], repetition_penalty=2.0)
+    adjusted = adjust([[1.0, 1.0, 1.0, 1.0]], rows, history=[[0, 1, 0, 0]])
+    np.testing.assert_allclose(adjusted, [[1.0, 1.5, 1.0, -99.0]])
+
+
+def test_stop_ids_are_banned_until_min_tokens_are_out():
+    rows = make_rows(3, num_stop_ids=[2, 2, 0], stop_ids=[4, 1], min_kv_len=[10, 10, 10])
+    logits = np.tile(np.array([0.0, 5.0, 1.0, 2.0, 9.0], np.float32), (3, 1))
+    # The row at position 9 draws a token too early to stop; at 10 it may; the third row has no stop ids.
+    np.testing.assert_array_equal(sample(logits, rows, positions=[9, 10, 9]), [3, 4, 4])
+
+
+def test_rows_that_ask_for_nothing_are_untouched_bit_for_bit():
+    logits = np.random.default_rng(0).normal(size=(4, VOCAB)).astype(np.float32)
+    rows = make_rows(
+        4,
+        num_bias=[1, 0, 0, 0],
+        bias_values=[3.0],
+        frequency_penalty=[0, 1.0, 0, 0],
+        num_stop_ids=[0, 0, 2, 0],
+        min_kv_len=99,
+    )
+    adjusted = adjust(logits, rows, history=np.ones((4, VOCAB)))
+    assert (adjusted[:3] != logits[:3]).any(axis=1).all()
+    np.testing.assert_array_equal(adjusted[3], logits[3])
+
+
+def test_temperature_zero_takes_the_best_of_the_adjusted_logits():
+    logits = np.array([[1.0, 3.0, 2.0], [1.0, 3.0, 3.0]], np.float32)
+    rows = make_rows(2, num_bias=[1, 0], bias_ids=[1], bias_values=[-5.0], top_k=1, top_p=0.1)
+    np.testing.assert_array_equal(sample(logits, rows), [2, 1])  # the first of equals
+
+
+# Independence
+
+
+def mixed_rows(n, vocab=VOCAB):
+    rng = np.random.default_rng(1)
+    return {
+        "temperature": rng.choice([0.0, 0.7, 1.3], n),
+        "top_k": rng.choice([0, 3, 40], n),
+        "top_p": rng.choice([1.0, 0.9, 0.5], n),
+        "min_p": rng.choice([0.0, 0.05], n),
+        "presence_penalty": rng.choice([0.0, 0.5], n),
+        "repetition_penalty": rng.choice([1.0, 1.2], n),
+        "num_bias": rng.choice([0, 2], n),
+        "seed": rng.integers(0, 2**32, (n, 2), dtype=np.uint32),
+        "bias_ids": rng.integers(0, vocab, (n, 2)),
+        "bias_values": rng.normal(size=(n, 2)),
+    }
+
+
+def test_a_rows_token_does_not_depend_on_its_neighbours():
+    n = 16
+    rng = np.random.default_rng(2)
+    logits = rng.normal(size=(n, VOCAB)).astype(np.float32) * 3
+    history = rng.integers(0, 2, (n, VOCAB)).astype(np.int32)
+    positions = rng.integers(0, 99, n).astype(np.int32)
+    columns = mixed_rows(n)
+    together = sample(logits, make_rows(n, **columns), positions, history=history)
+    assert len(set(together)) > n // 2
+    for order in (np.arange(n)[::-1], rng.permutation(n)):
+        moved = make_rows(n, **{name: value[order] for name, value in columns.items()})
+        np.testing.assert_array_equal(
+            sample(logits[order], moved, positions[order], history=history[order]), together[order]
+        )
+    for i in range(n):  # alone: nobody else asks
+        alone = sample(logits, make_rows(n, **columns), positions, asking=np.arange(n) == i, history=history)
+        assert alone[i] == together[i]
+
+
+def test_seed_and_position_choose_the_draw():
+    logits = np.zeros((ROWS, VOCAB), np.float32)
+
+    def draws(seed, positions):
+        return sample(logits, make_rows(ROWS, temperature=1, seed=seed), positions)
+
+    base = draws([1, 0], np.arange(ROWS))
+    np.testing.assert_array_equal(draws([1, 0], np.arange(ROWS)), base)
+    assert len(set(base)) > ROWS // 2
+    for other in (draws([2, 0], np.arange(ROWS)), draws([1, 1], np.arange(ROWS)), draws([1, 0], np.arange(ROWS) + 9)):
+        assert (other != base).sum() > ROWS // 2
+
+
+def test_rows_that_do_not_ask_may_hold_anything():
+    logits = np.zeros((2, VOCAB), np.float32)
+    logits[0, 7] = 9
+    rows = make_rows(2, temperature=[0, np.nan], top_k=[0, -5], top_p=[1, np.nan], repetition_penalty=[1, 0])
+    assert sample(logits, rows, asking=[True, False])[0] == 7
+
+
+def test_a_row_of_nans_yields_a_legal_token():
+    logits = np.full((2, VOCAB), np.nan, np.float32)
+    tokens = sample(logits, make_rows(2, temperature=[0, 1], top_p=0.9))
+    assert ((tokens >= 0) & (tokens < VOCAB)).all()
+
+
+# Log-probabilities
+
+
+def test_logprobs_are_of_the_raw_distribution():
+    logits = np.random.default_rng(4).normal(size=(3, VOCAB)).astype(np.float32) * 4
+    tokens = np.array([5, 250, 7], np.int32)
+    found = jitted("logprobs")(logits, tokens, np.array([True, False, False]))
+    exact = logits - np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(found.chosen, exact[np.arange(3), tokens], atol=1e-5)
+    order = np.argsort(-exact, axis=1)[:, :MAX_LOGPROBS]
+    np.testing.assert_array_equal(found.top_ids, order)
+    np.testing.assert_allclose(found.top, np.take_along_axis(exact, order, axis=1), atol=1e-5)
+
+
+def test_no_logprobs_are_computed_where_none_are_asked_for():
+    found = jitted("logprobs")(np.zeros((3, VOCAB), np.float32), np.zeros(3, np.int32), np.zeros(3, bool))
+    assert not np.asarray(found.chosen).any()
+
+
+def test_a_vocabulary_smaller_than_the_top_is_padded():
+    logits = np.log(np.array([[0.5, 0.125, 0.375]], np.float32))
+    found = jitted("logprobs")(logits, np.array([2], np.int32), np.array([True]))
+    np.testing.assert_array_equal(found.top_ids[0, :4], [0, 2, 1, -1])
+    assert np.asarray(found.top)[0, 3] == -np.inf
+
+
+def test_rows_are_read_from_the_columns_of_the_slot_layout():
+    state = np.zeros((2, SlotLayout.width(3)), np.int32)
+    state[1, SlotLayout.TEMPERATURE] = np.float32(0.5).view(np.int32)
+    state[1, SlotLayout.TOP_K] = 7
+    state[1, SlotLayout.SEED_HIGH] = -1
+    state[1, SlotLayout.STOP_IDS + 2] = 9
+    state[1, SlotLayout.BIAS_IDS + MAX_LOGIT_BIAS - 1] = 11
+    state[1, SlotLayout.BIAS_VALUES] = np.float32(-2.5).view(np.int32)
+    state[1, SlotLayout.WANTS_LOGPROBS] = 1
+    rows = jax.jit(sampling.sampling_rows)(state)
+    assert rows.temperature[1] == 0.5
+    assert rows.top_k[1] == 7
+    assert rows.seed[1].tolist() == [0, 0xFFFFFFFF]
+    assert rows.stop_ids[1, 2] == 9
+    assert rows.bias_ids[1, -1] == 11
+    assert rows.bias_values[1, 0] == -2.5
+    assert rows.wants_logprobs.tolist() == [False, True]

@@ -1,0 +1,114 @@
+"""Sampling on parts of the vocabulary: the tokens of one device, whatever the number of chips and where they cut."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model.network.sharding import make_mesh
+from model.sampling import sampling
+from model.sampling.logprobs import logprobs
+from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabShard, VocabSplit
+from tests.model.sampling.test_sampling import make_rows, mixed_rows
+
+ROWS = 24
+# Drawn by the sort-free sampler of one device that summed in float32, before the vocabulary could be split.
+GOLDEN = {
+    1536: [
+        469, 1122, 1329, 1141, 390, 282, 722, 1151, 871, 553, 297, 1164, 985, 917, 1103, 1120, 62, 740, 1322, 832, 399,
+        324, 590, 542,
+    ],
+    128256: [
+        57317, 26530, 56928, 107956, 77058, 45002, 76320, 124895, 7741, 746, 9215, 14181, 16851, 113602, 63373, 3345,
+        50781, 84978, 43074, 100045, 112642, 100119, 41653, 32793,
+    ],
+}  # fmt: skip
+
+
+@cache
+def program(vocab: int, num_shards: int):
+    """(tokens, log-probabilities) of (logits, history, rows, positions)."""
+
+    def draw(shard, logits, history, rows, positions):
+        asking = jnp.ones(logits.shape[0], bool)
+        tokens = sampling.sample(shard, logits, rows, positions, asking, lambda: history)
+        return tokens, logprobs(shard, logits, tokens, asking)
+
+    split = VocabSplit(vocab, make_mesh(num_shards) if num_shards > 1 else None)
+    specs = {"in_specs": (BY_VOCAB, BY_VOCAB, REPLICATED, REPLICATED), "out_specs": REPLICATED}
+    return jax.jit(lambda *args: split.run(draw, *args, **specs))
+
+
+def drawn(vocab: int, num_shards: int, kind: str):
+    """Of rows that ask for everything there is."""
+    logits, history, positions = inputs(vocab, kind)
+    bans = {"min_kv_len": 80, "num_stop_ids": 2, "stop_ids": [1, 95]} if kind == "flat" else {}
+    rows = make_rows(ROWS, **mixed_rows(ROWS, vocab), **bans)
+    return jax.tree.map(np.asarray, program(vocab, num_shards)(logits, history, rows, positions))
+
+
+def inputs(vocab: int, kind: str):
+    rng = np.random.default_rng(vocab)
+    logits = (rng.normal(size=(ROWS, vocab)) * 3).astype(np.float32)
+    logits[::3] = np.round(logits[::3])  # ties
+    if kind == "flat":
+        logits = np.round(logits / 3)  # hundreds of ties, over all chips
+    history = rng.integers(0, 2, (ROWS, vocab)).astype(np.int32)
+    return logits, history, np.arange(ROWS, dtype=np.int32) * 7
+
+
+@pytest.mark.parametrize("vocab", GOLDEN)
+def test_one_device_draws_what_it_always_drew(vocab):
+    tokens, _ = drawn(vocab, 1, "normal")
+    assert tokens.tolist() == GOLDEN[vocab]
+
+
+@pytest.mark.parametrize("kind", ["normal", "flat"])
+@pytest.mark.parametrize(
+    ("vocab", "num_shards"), [(96, 8), (1000, 4), (1000, 8), (1536, 8), (128256, 2), (128256, 4), (128256, 8)]
+)
+def test_any_number_of_chips_draws_the_same_tokens(vocab, num_shards, kind):
+    """A part is 12 tokens, and many share a block of 128; 250 or 125 tokens; one block and a half; of Llama 3's tokens
+    501 blocks, 250 and a half, 125 and a quarter."""
+    tokens, found = drawn(vocab, num_shards, kind)
+    expected_tokens, expected = drawn(vocab, 1, kind)
+    np.testing.assert_array_equal(tokens, expected_tokens)
+    np.testing.assert_array_equal(found.top_ids, expected.top_ids)
+    np.testing.assert_allclose(found.top, expected.top, atol=1e-5)
+    np.testing.assert_allclose(found.chosen, expected.chosen, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_shards", [1, 8])
+def test_a_row_of_nans_yields_a_legal_token_on_any_number_of_chips(num_shards):
+    rows = make_rows(ROWS, temperature=np.arange(ROWS) % 2, top_p=0.9)
+    _, history, positions = inputs(1000, "normal")
+    tokens, _ = program(1000, num_shards)(np.full((ROWS, 1000), np.nan, np.float32), history, rows, positions)
+    assert ((np.asarray(tokens) >= 0) & (np.asarray(tokens) < 1000)).all()
+
+
+def test_a_shard_knows_which_tokens_it_has():
+    shard = VocabShard(vocab_size=6)
+    np.testing.assert_array_equal(shard.locate(jnp.array([0, 5, 6, -1, 7])), [0, 5, 6, 6, 6])
+    split = VocabSplit(6, make_mesh(2))
+
+    def look(shard):
+        return jnp.concatenate([shard.locate(jnp.array([0, 3, 5, 6, -1])), shard.tokens])[None]
+
+    found = jax.jit(lambda: split.run(look, in_specs=(), out_specs=BY_VOCAB))()
+    np.testing.assert_array_equal(found, [[0, 3, 3, 3, 3, 0, 1, 2, 3, 0, 2, 3, 3, 3, 4, 5]])
+
+
+def test_columns_of_any_kind_are_gathered_shard_after_shard():
+    split = VocabSplit(4, make_mesh(4))
+
+    def look(shard):
+        start = jnp.full((2, 1), shard.start, jnp.int32)
+        return shard.gather(start, jnp.concatenate([start, -start], axis=1).astype(jnp.float32) / 2)
+
+    starts, halves = jax.jit(lambda: split.run(look, in_specs=(), out_specs=REPLICATED))()
+    np.testing.assert_array_equal(starts, [[0, 1, 2, 3]] * 2)
+    np.testing.assert_array_equal(halves, [[0, 0, 0.5, -0.5, 1, -1, 1.5, -1.5]] * 2)
