@@ -1,0 +1,150 @@
+"""Llama 3.2's calls as a Python list: `[f(a=1, b="x"), g()]`.
+
+Arguments are named literals. They become the JSON object that clients expect, while they come. A call has begun when
+its first argument's name or its closing parenthesis has been read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+
+from server.text.tool_calls.parser import MAX_DEPTH, CallParser
+from server.text.tool_calls.python_values import PythonValue
+
+MAX_WORD_CHARS = 256  # of a call's name or of a keyword
+_NAME = re.compile(r"[A-Za-z0-9_.-]")
+
+
+class PythonicCallParser(CallParser):
+    opening = "["
+
+    def __init__(self, names: Collection[str], *, most_calls: int | None = None) -> None:
+        super().__init__(names, most_calls=most_calls)
+        self._word = ""  # a call's name, or a keyword, as far as it has been read
+        self._name: str | None = None  # of the call that is being read; None: it has begun
+        self._keywords: set[str] = set()
+        self._value = PythonValue(max_depth=MAX_DEPTH)
+
+    def _begin(self) -> None:
+        self._begin_name()
+
+    def _end_call_early(self) -> None:
+        if self._read == self._read_value:
+            self._pieces.add_arguments(self._value.rest())
+        elif self._read == self._read_next_call:
+            self._held.clear()
+        elif self._name is None and self._read in (self._read_keyword, self._read_equals, self._read_next_argument):
+            self._break()
+
+    def _begin_name(self) -> None:
+        self._word = ""
+        self._read = self._read_name
+
+    def _read_name(self, text: str, at: int) -> int:
+        """From the list's `[`, or the comma after a call, to the parenthesis after a name."""
+        char = text[at]
+        if char == "(" and self._word in self._names:
+            self._name, self._word = self._word, ""
+            self._keywords = set()
+            self._read = self._read_keyword
+        elif _NAME.match(char) and len(self._word) < MAX_WORD_CHARS:
+            self._word += char
+        elif self._word or not char.isspace():
+            self._fail()
+            return at
+        return self._hold(char, at)
+
+    def _read_keyword(self, text: str, at: int) -> int:
+        """From a call's `(`, or the comma after an argument, to the end of a keyword."""
+        char = text[at]
+        if char == ")" and not self._word:
+            return self._read_closing(at)
+        if char == "=" or (self._word and char.isspace()):
+            self._read = self._read_equals
+            return at
+        if not char.isspace():
+            self._word += char
+            if len(self._word) > MAX_WORD_CHARS or not self._word.isidentifier():
+                return self._break_at(at)
+        return self._hold(char, at)
+
+    def _read_equals(self, text: str, at: int) -> int:
+        char = text[at]
+        if char.isspace():
+            return self._hold(char, at)
+        if char != "=" or not self._word or self._word in self._keywords:
+            return self._break_at(at)
+        self._begin_call()
+        self._held.clear()
+        self._pieces.add_arguments(f"{', ' if self._keywords else '{'}{json.dumps(self._word, ensure_ascii=False)}: ")
+        self._keywords.add(self._word)
+        self._value = PythonValue(max_depth=MAX_DEPTH)
+        self._read = self._read_value
+        return at + 1
+
+    def _read_value(self, text: str, at: int) -> int:
+        value = self._value
+        while at < len(text) and not value.done and not value.broken:
+            at, json_text = value.read(text, at)
+            self._pieces.add_arguments(json_text)
+        if value.broken:
+            self._break()
+        elif value.done:
+            self._read = self._read_next_argument
+        return at
+
+    def _read_next_argument(self, text: str, at: int) -> int:
+        char = text[at]
+        if char == ")":
+            return self._read_closing(at)
+        if char == ",":
+            self._word = ""
+            self._read = self._read_keyword
+        elif not char.isspace():
+            return self._break_at(at)
+        return self._hold(char, at)
+
+    def _read_closing(self, at: int) -> int:
+        self._begin_call()
+        self._pieces.add_arguments("}" if self._keywords else "{}")
+        self._end_call()
+        if not self.is_full:
+            self._read = self._read_next_call
+        return at + 1
+
+    def _read_next_call(self, text: str, at: int) -> int:
+        """After a call: a comma, or the end of the list."""
+        char = text[at]
+        if char == "]":
+            self._end_call()
+            return at + 1
+        if char == ",":
+            self._begin_name()
+        elif not char.isspace():
+            self._fail()
+            return at
+        return self._hold(char, at)
+
+    def _begin_call(self) -> None:
+        if self._name is not None:
+            self._commit(self._name)
+            self._name = None
+
+    def _break_at(self, at: int) -> int:
+        """The character cannot follow: what was read is content, or a part of the arguments where a call has begun."""
+        if self._name is not None:
+            self._fail()
+        else:
+            self._break()
+        return at
+
+    def _break(self) -> None:
+        self._pieces.add_arguments("".join(self._held))
+        self._held.clear()
+        self._read = self._read_broken_arguments
+
+    def _hold(self, char: str, at: int) -> int:
+        self._held.append(char)
+        return at + 1

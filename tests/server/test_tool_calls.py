@@ -1,0 +1,308 @@
+"""Tool calls in a text: which pieces come out, wherever the text is cut."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.text.tool_calls.formats import FORMATS
+from server.text.tool_calls.json_scanner import Expects, JsonScanner
+from server.text.tool_calls.parser import MAX_DEPTH
+from server.text.tool_calls.pieces import CallDelta, Piece
+
+NAMES = {"f", "g", "get_weather", "a.b-c"}
+JSON, PYTHONIC = FORMATS["llama3_json"], FORMATS["pythonic"]
+
+
+def joined(pieces: list[Piece]) -> list[str | tuple[str, str]]:
+    """In the order of the text: content, and (name, arguments) of each call."""
+    whole: list[str | list[str]] = []
+    calls: list[list[str]] = []
+    for piece in pieces:
+        if isinstance(piece, str):
+            if whole and isinstance(whole[-1], str):
+                whole[-1] += piece
+            else:
+                whole.append(piece)
+        elif piece.name is not None:
+            assert piece.index == len(calls)
+            calls.append([piece.name, piece.arguments])
+            whole.append(calls[-1])
+        else:
+            assert piece.index == len(calls) - 1
+            calls[-1][1] += piece.arguments
+    return [item if isinstance(item, str) else tuple(item) for item in whole]
+
+
+def read(kind, text: str | list[str], **options):
+    parser = kind(NAMES, **options)
+    pieces = [piece for part in ([text] if isinstance(text, str) else text) for piece in parser.push(part)]
+    return joined(pieces + parser.finish())
+
+
+CALL = '{"name": "f", "parameters": {"a": 1}}'
+F1 = ("f", '{"a": 1}')
+G = ("g", "{}")
+JSON_CASES = {
+    "a call": (CALL, [F1]),
+    "the other key": ('{"name": "f", "arguments": {"a": 1}}', [F1]),
+    "with the tag": (f"<|python_tag|>{CALL}", [F1]),
+    "with white space": (f"\n {CALL}\n", [F1]),
+    "arguments first": ('{"parameters": {"a": 1}, "name": "f"}', [F1]),
+    "a type before": ('{"type": "}", "name": "f", "parameters": {"a": 1}}', [F1]),
+    "arguments, a type, the name": ('{"parameters": {"a": 1}, "type": "}", "name": "f"}', [F1]),
+    "more keys after": ('{"name": "f", "parameters": {"a": 1}, "x": [{"y": "}"}]}', [F1]),
+    "several": (f'{CALL}; {{"name": "g", "parameters": {{}}}}', [F1, G]),
+    "several on lines": (f'{CALL}\n{{"name": "g", "parameters": {{}}}}', [F1, G]),
+    "several with tags": (f'<|python_tag|>{CALL};<|python_tag|>{{"name": "g", "parameters": {{}}}}', [F1, G]),
+    "several without braces": (f'{CALL[:-1]}; {{"name": "g", "parameters": {{}}', [F1, G]),
+    "a text before": (f"Let me see.\n{CALL}", ["Let me see.\n", F1]),
+    "a text after": (f"{CALL} That is it.", [F1, " That is it."]),
+    "a text between": (f"{CALL} and {CALL}", [F1, " and ", F1]),
+    "text is kept as it was written": ('{"name":"f","parameters":{ "a" :1.50,"b":"\\u00e9é"} }', [
+        ("f", '{ "a" :1.50,"b":"\\u00e9é"}')
+    ]),
+    "escapes in the name": ('{"n\\u0061me": "\\u0066", "parameters": {"a": 1}}', [F1]),
+    "braces in strings": ('{"name": "f", "parameters": {"a": "}{\\"}"}}', [("f", '{"a": "}{\\"}"}')]),
+    "cut in the arguments": ('{"name": "f", "parameters": {"a": "lon', [("f", '{"a": "lon')]),
+    "cut after the arguments": ('{"name": "f", "parameters": {"a": 1}, "ty', [F1]),
+    "broken arguments": ("{\"name\": \"f\", \"parameters\": {\"a\": 'x'}}; no", [("f", "{\"a\": 'x'}}; no")]),
+    "too deep": (CALL.replace("1", "[" * 99), [("f", '{"a": ' + "[" * 99 + "}}")]),
+    "text after a missing brace": (CALL[:-1] + ", so", [F1, ", so"]),
+    "after what is none": ('{"x": 1} {{"name": "f", "parameters": {"a": 1}}', ['{"x": 1} {', F1]),
+}  # fmt: skip
+NO_JSON_CALLS = [
+    "",
+    " \n ",
+    "plain",
+    "; plain",
+    "a < b, <|python_tag",
+    "<|python_tag|>print(1)",
+    "{",
+    "{}",
+    "{x}",
+    CALL.replace('"f"', '"unknown"'),
+    '{"name": "f"}',
+    '{"name": "f", "parameters": null}',
+    '{"name": "f", "parameters": [1]}',
+    '{"name": "f", "parameters": "{}"}',
+    '{"name": ["f"], "parameters": {}}',
+    '{"parameters": {"a": 1}, "parameters": {"a": 1}, "name": "f"}',
+    '{"name": "f", "name": "f", "parameters": {}}',
+    '{"name": "f", "other": 1, "parameters": {}}',
+    '{"answer": {"name": "f", "parameters": {}}}',
+    '{"name" "f"}',
+    '{"name": "f", "parameters"',
+    '{"type": 01, "name": "f", "parameters": {}}',
+    '{"type": "a\nb", "name": "f", "parameters": {}}',
+    "[f(a=1)]",
+]
+PYTHONIC_CASES = {
+    "a call": ("[f(a=1)]", [F1]),
+    "with the tag": ("<|python_tag|>[f(a=1)]", [F1]),
+    "no arguments": ("[g()]", [G]),
+    "several": ("[f(a=1), g()]", [F1, G]),
+    "several lists": ("[f(a=1)]\n[g( )]", [F1, G]),
+    "trailing commas": ("[g(), f(a=1,),]", [G, F1, ",]"]),
+    "white space": ("[ f( a = 1 , b = [ 1 , ] ) , g() ]", [("f", '{"a": 1, "b": [1]}'), G]),
+    "text around": ("Now: [f(a=1)] done", ["Now: ", F1, " done"]),
+    "strings": ("""[f(a='it"s', b="it's", c='\\'\\n\\x41\\u00e9\\U0001F642\\q')]""", [
+        ("f", '{"a": "it\\"s", "b": "it\'s", "c": "\'\\nA\\u00e9\\ud83d\\ude42\\\\q"}')
+    ]),
+    "words": ("[f(a=True, b=False, c=None, d=true)]", [("f", '{"a": true, "b": false, "c": null, "d": true}')]),
+    "numbers": ("[f(a=-1, b=.5, c=1e3, d=007)]", [("f", '{"a": -1, "b": 0.5, "c": 1000.0, "d": 7}')]),
+    "nested": ("[f(a={'b': [1, {}, []], 'c': {'d': 2}})]", [("f", '{"a": {"b": [1, {}, []], "c": {"d": 2}}}')]),
+    "a dotted name": ("[a.b-c()]", [("a.b-c", "{}")]),
+    "cut in a string": ('[f(a="lon', [("f", '{"a": "lon')]),
+    "cut in a number": ("[f(a=12", [("f", '{"a": 12')]),
+    "cut after a comma": ("[f(a=1, b", [("f", '{"a": 1, b')]),
+    "cut after a call": ("[f(a=1), ", [F1]),
+    "cut between calls": ("[f(a=1) ", [F1]),
+    "a positional argument": ("[f(a=1, 2)]", [("f", '{"a": 1, 2)]')]),
+    "the same keyword again": ("[f(a=1, a=2)]", [("f", '{"a": 1, a=2)]')]),
+    "a name as value": ("[f(a=x)]", [("f", '{"a": x)]')]),
+    "an expression": ("[f(a=1-2)]", [("f", '{"a": 1-2)]')]),
+    "not finite": ("[f(a=1e999)]", [("f", '{"a": 1e999)]')]),
+    "no such character": ("[f(a='\\U00110000')]", [("f", '{"a": "\\U00110000\')]')]),
+    "no code": ("[f(a='\\xg')]", [("f", '{"a": "\\xg\')]')]),
+    "a line break in a string": ("[f(a='\n')]", [("f", '{"a": "\n\')]')]),
+    "a key that is no string": ("[f(a={1: 2})]", [("f", '{"a": {1: 2})]')]),
+    "text in a list of calls": ("[g(), but]", [G, ", but]"]),
+}  # fmt: skip
+NO_PYTHONIC_CALLS = [
+    "plain",
+    "[1, 2]",
+    "[x(a=1)]",
+    "[f(1)]",
+    "[f(=1)]",
+    "[f (a=1)]",
+    "f(a=1)",
+    "[[",
+    "[f(",
+    "[f(a",
+    CALL,
+]
+ALL = [
+    *((JSON, text, expected) for text, expected in JSON_CASES.values()),
+    *((PYTHONIC, text, expected) for text, expected in PYTHONIC_CASES.values()),
+    *((JSON, text, [text] if text else []) for text in NO_JSON_CALLS),
+    *((PYTHONIC, text, [text]) for text in NO_PYTHONIC_CALLS),
+]
+IDS = [*JSON_CASES, *PYTHONIC_CASES, *map(repr, NO_JSON_CALLS), *map(repr, NO_PYTHONIC_CALLS)]
+
+
+@pytest.mark.parametrize(("kind", "text", "expected"), ALL, ids=IDS)
+def test_a_text_gives_these_pieces_however_it_is_cut_in_two(kind, text, expected):
+    assert read(kind, text) == expected
+    assert read(kind, list(text)) == expected
+    for cut in range(len(text)):
+        assert read(kind, [text[:cut], text[cut:]]) == expected
+
+
+def test_a_call_that_comes_in_one_piece_is_one_delta():
+    assert JSON(NAMES).push(f"Hm. {CALL}") == ["Hm. ", CallDelta(0, "f", '{"a": 1}')]
+    assert PYTHONIC(NAMES).push("[f(a=1), g()]") == [CallDelta(0, "f", '{"a": 1}'), CallDelta(1, "g", "{}")]
+
+
+def test_arguments_come_as_they_are_written():
+    parser = JSON(NAMES)
+    assert parser.push('{"name": "f", "parameters": {"a": "on') == [CallDelta(0, "f", '{"a": "on')]
+    assert parser.push("e tw") == [CallDelta(0, None, "e tw")]
+    assert parser.push('o"}}') == [CallDelta(0, None, 'o"}')]
+    parser = PYTHONIC(NAMES)
+    assert parser.push("[f(a='on") == [CallDelta(0, "f", '{"a": "on')]
+    assert parser.push("e') ") == [CallDelta(0, None, 'e"}')]
+
+
+def test_content_is_not_held_back_longer_than_it_may_be_a_call():
+    parser = JSON(NAMES)
+    assert parser.push("a {") == ["a "]
+    assert parser.push('"name": "Al') == []
+    assert parser.push('ice", ') == ['{"name": "Alice", ']
+    assert parser.push('"age": 5}') == ['"age": 5}']
+
+
+@pytest.mark.parametrize(("kind", "text"), [(JSON, f"{CALL}; {CALL} more"), (PYTHONIC, "[f(a=1), g()] more")])
+def test_after_the_most_calls_nothing_counts(kind, text):
+    for cut in range(len(text)):
+        assert read(kind, [text[:cut], text[cut:]], most_calls=1) == [F1]
+    parser = kind(NAMES, most_calls=1)
+    fulls = []
+    for char in text:
+        parser.push(char)
+        fulls.append(parser.is_full)
+    assert fulls.index(True) == text.index(")" if kind is PYTHONIC else "}}") + (kind is JSON)
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+)
+KEYWORDS = st.from_regex(r"[a-z_é][a-z0-9_]{0,5}", fullmatch=True)
+CALLS = st.lists(
+    st.tuples(st.sampled_from(sorted(NAMES)), st.dictionaries(KEYWORDS, VALUES, max_size=3)), min_size=1, max_size=3
+)
+CUTS = st.lists(st.integers(0, 400), max_size=6)
+CONTENT = st.text(st.sampled_from("ab. \né🙂<>|{}[]\"'"), max_size=8)
+
+
+def cut(text: str, cuts: list[int]) -> list[str]:
+    edges = sorted({0, len(text), *(min(at, len(text)) for at in cuts)})
+    return [text[a:b] for a, b in pairwise(edges)]
+
+
+@settings(deadline=None)
+@given(CALLS, CUTS, st.booleans(), st.sampled_from([None, 1]))
+def test_any_json_calls_come_back(calls, cuts, ascii_only, indent):
+    written = [json.dumps(arguments, ensure_ascii=ascii_only, indent=indent) for _, arguments in calls]
+    text = "; ".join(
+        f'{{"name": "{name}", "parameters": {arguments}}}'
+        for (name, _), arguments in zip(calls, written, strict=True)
+    )  # fmt: skip
+    assert read(JSON, cut(text, cuts)) == [(name, it) for (name, _), it in zip(calls, written, strict=True)]
+
+
+@settings(deadline=None)
+@given(CALLS, CUTS)
+def test_any_pythonic_calls_come_back_as_json(calls, cuts):
+    calls = [(name, {k: v for k, v in arguments.items() if k.isidentifier()}) for name, arguments in calls]
+    inner = [f"{name}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})" for name, arguments in calls]
+    text = f"[{', '.join(inner)}]"
+    found = read(PYTHONIC, cut(text, cuts))
+    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+    assert found == read(PYTHONIC, text)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(CONTENT | st.sampled_from([CALL, "[f(a='x', b=2)]", "<|python_tag|>", '{"name": "f"']), max_size=6), CUTS
+)
+@pytest.mark.parametrize("kind", [JSON, PYTHONIC])
+def test_no_cut_changes_what_is_read(kind, parts, cuts):
+    text = "".join(parts)
+    assert read(kind, cut(text, cuts)) == read(kind, text)
+
+
+@settings(deadline=None)
+@given(st.text(st.sampled_from('{}[]",:\\ue0 1tnul-.ab\n'), max_size=30) | VALUES.map(json.dumps), CUTS)
+@pytest.mark.parametrize("kind", [JSON, PYTHONIC])
+def test_text_without_a_tools_name_is_content_whole(kind, text, cuts):
+    text = text.replace("f", "h").replace("g", "h").replace("c", "h")
+    assert "".join(read(kind, cut(text, cuts))) == text
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(st.text(), VALUES).map(json.dumps)
+    | st.text(st.sampled_from('{}[]",:\\ue0 1truenl-.a'), max_size=20)
+)
+def test_the_scanner_judges_as_a_decoder_does(text):
+    text = "{" + text.removeprefix("{")
+    scanner, at = JsonScanner(max_depth=MAX_DEPTH), 1
+    while at < len(text) and scanner.expects is not Expects.BROKEN:
+        at = scanner.read(text, at)
+    try:
+        json.loads(text)
+        valid = True
+    except ValueError:
+        valid = False
+    assert (scanner.expects is Expects.NOTHING and at == len(text)) == valid
+
+
+@pytest.mark.parametrize(
+    ("kind", "unit"),
+    [
+        *(
+            (JSON, unit)
+            for unit in ("{", '{"name":', '{"parameters":{', "<", "<|python_tag|>", "; ", CALL, CALL + "; ")
+        ),
+        (JSON, '{"name": "f", "parameters": {"a": [1, "\\n", {"b": true}],'),
+        *((PYTHONIC, unit) for unit in ("[", "[f(", "[f(a=", "[f(a='", "[f(a=[", "[f(), ", "[f(a=1, b=", "f", "\\x")),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 4000])
+def test_the_work_for_a_character_is_bounded(kind, unit, size):
+    """Counted in lines of Python that run in the server's files."""
+    text = unit * (8000 // len(unit))
+    parser = kind(NAMES)
+    num_lines = 0
+
+    def count(frame, event, _):
+        nonlocal num_lines
+        num_lines += event == "line" and "/server/" in frame.f_code.co_filename
+        return count
+
+    tracer = sys.gettrace()
+    sys.settrace(count)
+    try:
+        for at in range(0, len(text), size):
+            parser.push(text[at : at + size])
+        parser.finish()
+    finally:
+        sys.settrace(tracer)
+    assert num_lines < 100 * len(text)
