@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from scripts.wiring.engine import Built, build_runner
 from scripts.wiring.settings import EngineSettings
-from tests.server.running import RunningServer
+from tests.server.support.running import RunningServer
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {"max_num_seqs": 64, "max_num_batched_tokens": 128, "max_model_len": 512, "seed": 0}

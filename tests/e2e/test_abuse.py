@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import DemoServer, serve
-from tests.server.canary import canary
+from tests.server.support.canary import canary
 
 pytestmark = pytest.mark.e2e
 

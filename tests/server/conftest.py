@@ -8,8 +8,8 @@ from tokenizers import Tokenizer
 
 from server.text.tiktoken_model import tokenizer_from_tiktoken
 from server.text.tokenizer import ByteLevelTokenizer
-from tests.server.echo_engine import EchoConfig
-from tests.server.running import ECHO, RunningServer, running_server
+from tests.server.support.echo_engine import EchoConfig
+from tests.server.support.running import ECHO, RunningServer, running_server
 
 SHARED = Path(__file__).parents[3] / "shared"
 LLAMA3 = SHARED / "data/llama3_tokenizer"

@@ -2,44 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Iterator
 
 import pytest
 
-from tests.server.canary import canary
-from tests.server.running import RunningServer
-from tests.server.test_lifecycle import CHAT, HELLO, LONG, wait_until
+from tests.server.support.canary import canary
+from tests.server.support.requests import BULKY, CHAT, HELLO, LONG, load, running, send, wait_until
+from tests.server.support.running import RunningServer
 
-# some 10 MB for each choice: more than the sockets' buffers take
-BULKY = HELLO | {"stream": True, "n": 2, "logprobs": True, "top_logprobs": 20}
 LONGER = LONG | {"max_tokens": 10_000}
-
-
-def send(server: RunningServer, body: dict, *, receive_buffer: int | None = None) -> socket.socket:
-    """A socket on which the request has been sent and nothing read."""
-    host, port = server.url.removeprefix("http://").split(":")
-    connection = socket.socket()
-    if receive_buffer is not None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    connection.connect((host, int(port)))
-    data = json.dumps(body).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
-    connection.sendall(f"{head}\r\n\r\n".encode() + data)
-    return connection
-
-
-def running(server: RunningServer) -> int:
-    """Requests in the engine, by its own account; a reading is up to a second old."""
-    with server.http() as http:
-        lines = http.get("/metrics").text.splitlines()
-    return int(float(next(line for line in lines if line.startswith("pallas_serve:num_requests_running{")).split()[-1]))
-
-
-def load(server: RunningServer) -> int:
-    with server.http() as http:
-        return http.get("/load").json()["server_load"]
 
 
 def answers(server: RunningServer) -> bool:

@@ -4,65 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 import pytest
 
-from batcher.request import FinishReason
-from batcher.stats import EngineStats
-from server.api.state import ServerState
-from server.app import create_app, create_state
+from server.app import create_app
 from server.engine import wire
-from server.engine.client import Sink
 from server.settings import Settings
-from server.text.tokenizer import ByteLevelTokenizer
-from tests.server.openai_schemas import validate
-from tests.server.tokenizers import LLAMA3_TEMPLATE, VOCAB_SIZE, byte_tokenizer
-
-COMPLETIONS = "/v1/completions"
-
-
-class StubClient:
-    """Answers each request at once with what it was given."""
-
-    def __init__(self, *outputs: wire.Output) -> None:
-        self.info = wire.EngineInfo(max_model_len=64, vocab_size=VOCAB_SIZE)
-        self.stats = EngineStats()
-        self.death: str | None = None
-        self.last_heartbeat = time.monotonic()
-        self.aborted: list[str] = []
-        self.submitted: list[wire.WireRequest] = []
-        self._outputs = outputs
-
-    def submit(self, requests: Sequence[tuple[wire.WireRequest, Sink]]) -> None:
-        for request, sink in requests:
-            self.submitted.append(request)
-            for output in self._outputs:
-                sink.on_output(output)
-
-    def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
-        self.aborted += request_ids
-
-
-def state_of(client: StubClient, template: str | None = LLAMA3_TEMPLATE, **settings) -> ServerState:
-    config = {"bos_token": "<|begin_of_text|>"}
-    tokenizer = ByteLevelTokenizer(byte_tokenizer(), config=config, chat_template=template)
-    return create_state(Settings(tokenizer_folder=Path(), model_names=("m",), **settings), client, tokenizer)
-
-
-async def request(state: ServerState, method: str, path: str, **options) -> httpx.Response:
-    transport = httpx.ASGITransport(create_app(state), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-        return await http.request(method, path, **options)
-
-
-def call(state: ServerState, method: str, path: str, **options) -> httpx.Response:
-    return asyncio.run(request(state, method, path, **options))
-
-
-DONE = wire.Output("", [ord("a")], "length")
+from tests.server.support.openai_schemas import validate
+from tests.server.support.stub_app import COMPLETIONS, DONE, StubClient, call, state_of
 
 
 def test_health_depends_on_the_engine():

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 
 import httpx
@@ -14,15 +13,11 @@ import psutil
 import pytest
 
 from server.settings import Settings
-from tests.server.echo_engine import EchoConfig
-from tests.server.running import ECHO, RunningServer, running_server, spawn
-from tests.server.sse_events import parse_events
-from tests.server.tokenizers import write_folder
-
-CHAT = "/v1/chat/completions"
-HELLO = {"messages": [{"role": "user", "content": "hello"}]}
-LONG = HELLO | {"stream": True, "ignore_eos": True, "max_tokens": 4000}
-SLOW = EchoConfig(reply=tuple(b"abcdefghij"), step_s=0.02)
+from tests.server.support.echo_engine import EchoConfig
+from tests.server.support.requests import CHAT, HELLO, LONG, SLOW, wait_until
+from tests.server.support.running import ECHO, RunningServer, running_server, spawn
+from tests.server.support.sse_events import parse_events
+from tests.server.support.tokenizers import write_folder
 
 
 class Stream:
@@ -49,13 +44,6 @@ class Stream:
         self._thread.join(30)
         assert not self._thread.is_alive()
         return parse_events(self.text)
-
-
-def wait_until(condition, timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def descendants(server: RunningServer) -> list[psutil.Process]:

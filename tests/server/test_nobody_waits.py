@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.server.canary import canary
-from tests.server.echo_engine import EchoConfig
-from tests.server.running import ECHO, RunningServer, running_server
-from tests.server.tokenizers import LLAMA3_TEMPLATE
+from tests.server.support.canary import canary
+from tests.server.support.echo_engine import EchoConfig
+from tests.server.support.running import ECHO, RunningServer, running_server
+from tests.server.support.tokenizers import LLAMA3_TEMPLATE
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}

@@ -15,7 +15,7 @@ from batcher.errors import InvalidRequestError, QueueFullError
 from batcher.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from batcher.stats import EngineStats
 from server.engine.wire import EngineInfo
-from tests.server.tokenizers import EOT, VOCAB_SIZE
+from tests.server.support.tokenizers import EOT, VOCAB_SIZE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -100,6 +100,6 @@ def test_commands_arrive(message):
 
 
 def test_a_factory_is_named_with_a_colon():
-    assert load_factory("tests.server.test_wire:carried") is carried
+    assert load_factory("tests.server.engine.test_wire:carried") is carried
     with pytest.raises(ValueError, match=r"package\.module:function"):
-        load_factory("tests.server.test_wire")
+        load_factory("tests.server.engine.test_wire")

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from server.engine.scratch_folder import PREFIX, ScratchFolder, sweep
-from tests.server.echo_engine import EchoConfig
-from tests.server.running import ECHO, ROOT, running_server
-from tests.server.test_lifecycle import CHAT, HELLO
+from tests.server.support.echo_engine import EchoConfig
+from tests.server.support.requests import CHAT, HELLO
+from tests.server.support.running import ECHO, ROOT, running_server
 
 OWNER = """
 import sys

@@ -13,7 +13,7 @@ from batcher.request import FinishReason
 from batcher.step import Capacity
 from server.engine.wire import EngineInfo
 from tests.batcher.fake_runner import FakeRunner
-from tests.server.tokenizers import EOT, VOCAB_SIZE
+from tests.server.support.tokenizers import EOT, VOCAB_SIZE
 
 CAPACITY = Capacity(
     num_slots=8,

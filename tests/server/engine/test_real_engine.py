@@ -11,13 +11,13 @@ from batcher.request import Request, SamplingParams
 from server.text.stream import TextStream
 from server.text.tokenizer import ByteLevelTokenizer
 from tests.batcher.fake_runner import expected_tokens
-from tests.server.real_engine import CAPACITY, RealConfig
-from tests.server.running import RunningServer, running_server
-from tests.server.sse_events import parse_events, stream_events
-from tests.server.test_lifecycle import wait_until
-from tests.server.tokenizers import BOS, EOT, byte_tokenizer
+from tests.server.support.real_engine import CAPACITY, RealConfig
+from tests.server.support.requests import wait_until
+from tests.server.support.running import RunningServer, running_server
+from tests.server.support.sse_events import parse_events, stream_events
+from tests.server.support.tokenizers import BOS, EOT, byte_tokenizer
 
-TARGET = "tests.server.real_engine:build"
+TARGET = "tests.server.support.real_engine:build"
 PATH = "/v1/completions"
 TOKENIZER = ByteLevelTokenizer(byte_tokenizer(), config={}, chat_template=None)
 

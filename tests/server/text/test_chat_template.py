@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from server.text.chat_template import ChatTemplate, TemplateError
 from server.text.special_tokens import Part, encode_parts
 from server.text.tokenizer import ByteLevelTokenizer
-from tests.server.tokenizers import LLAMA3_TEMPLATE, SPECIAL_TOKENS, byte_tokenizer
+from tests.server.support.tokenizers import LLAMA3_TEMPLATE, SPECIAL_TOKENS, byte_tokenizer
 
 TOKENIZER = ByteLevelTokenizer(
     byte_tokenizer((("h", "e"), ("he", "l"), ("Ġ", "w"), ("Ċ", "Ċ"))),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from server.text.stop_strings import StopFinder, StopStrings
 from server.text.stream import TextStream
 from server.text.tokenizer import ByteLevelTokenizer
-from tests.server.tokenizers import EOT, byte_tokenizer
+from tests.server.support.tokenizers import EOT, byte_tokenizer
 
 TOKENIZER = ByteLevelTokenizer(byte_tokenizer(), config={}, chat_template=None)
 NUM_BYTES = 256

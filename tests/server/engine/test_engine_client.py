@@ -14,8 +14,8 @@ from batcher.stats import EngineStats
 from server.engine import client as engine_client
 from server.engine import wire
 from server.engine.client import EngineFailedError, ProcessEngineClient
-from tests.server.echo_engine import EchoConfig
-from tests.server.running import ECHO, running_server
+from tests.server.support.echo_engine import EchoConfig
+from tests.server.support.running import ECHO, running_server
 
 
 class LateSocket:

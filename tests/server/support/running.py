@@ -16,10 +16,10 @@ import openai
 import psutil
 
 from server.settings import Settings
-from tests.server.tokenizers import write_folder
+from tests.server.support.tokenizers import write_folder
 
-ROOT = Path(__file__).parents[2]
-ECHO = "tests.server.echo_engine:build"
+ROOT = Path(__file__).parents[3]
+ECHO = "tests.server.support.echo_engine:build"
 
 
 @dataclass
@@ -113,7 +113,7 @@ def spawn(
     settings: Settings, target: str, engine_args: object, *, descriptors: tuple[int, int] | None = None, **options: Any
 ) -> subprocess.Popen[str]:
     message = pickle.dumps((settings, target, engine_args)).hex()
-    command = [sys.executable, "-m", "tests.server.launch", message]
+    command = [sys.executable, "-m", "tests.server.support.launch", message]
     if descriptors is not None:  # by a shell: a function that runs between fork and exec does not go with jax's threads
         soft, hard = descriptors
         command = ["bash", "-c", f'ulimit -Sn {soft} && ulimit -Hn {hard} && exec "$@"', "bash", *command]

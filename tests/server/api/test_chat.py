@@ -8,12 +8,12 @@ import openai
 import pytest
 
 from tests.server.conftest import REPLY
-from tests.server.openai_schemas import validate
-from tests.server.sse_events import stream_events
+from tests.server.support.openai_schemas import validate
+from tests.server.support.sse_events import stream_events
 
 PATH = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
-# begin-of-text, two headers of role and tokens, the text, end-of-turn: the template of tests/server/tokenizers.py
+# begin-of-text, two headers of role and tokens, the text, end-of-turn: the template of support/tokenizers.py
 HELLO_TOKENS = 1 + (1 + 4 + 1 + 2) + 5 + 1 + (1 + 9 + 1 + 2)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.server.running import ROOT, RunningServer
+from tests.server.support.running import ROOT, RunningServer
 
 BOUND_S = 0.1
 PAUSE_S = 0.005
@@ -30,7 +30,7 @@ REQUEST = b"GET /health HTTP/1.1\r\nHost: canary\r\n\r\n"
 def canary(server: RunningServer) -> Iterator[None]:
     """Nobody else may have to wait for what happens within: AssertionError where the canary had to."""
     host, port = server.url.removeprefix("http://").split(":")
-    command = [sys.executable, "-m", "tests.server.canary", host, port, str(server.process.pid)]
+    command = [sys.executable, "-m", "tests.server.support.canary", host, port, str(server.process.pid)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout.readline() == "ready\n"

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from server.api.info_routes import MAX_DETOKENIZED
-from tests.server.test_app import COMPLETIONS, DONE, StubClient, call, state_of
+from tests.server.support.stub_app import COMPLETIONS, DONE, StubClient, call, state_of
 
 CHAT = "/v1/chat/completions"
 

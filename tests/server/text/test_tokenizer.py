@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from server.text.special_tokens import WINDOW, Part, SpecialTokens, encode_parts
 from server.text.tokenizer import LONG_TEXT_CHARS, ByteLevelTokenizer
 from tests.server.conftest import LLAMA3
-from tests.server.tokenizers import BOS, EOT, SPECIAL_TOKENS, VOCAB_SIZE, write_folder
+from tests.server.support.tokenizers import BOS, EOT, SPECIAL_TOKENS, VOCAB_SIZE, write_folder
 
 
 def test_a_folder_gives_bytes_special_tokens_and_template_variables(tmp_path):

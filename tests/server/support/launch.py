@@ -1,4 +1,4 @@
-"""Runs a server in a process of its own, as the tests do: `python -m tests.server.launch PICKLE`, hex-encoded.
+"""Runs a server in a process of its own, as the tests do: `python -m tests.server.support.launch PICKLE`, hex-encoded.
 
 The pickle holds (settings, engine target, engine arguments). The server's address goes to stdout.
 """

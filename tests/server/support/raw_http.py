@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-from tests.server.running import RunningServer
+from tests.server.support.running import RunningServer
 
 TIMEOUT_S = 60.0
 

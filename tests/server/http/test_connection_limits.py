@@ -11,11 +11,10 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.server.echo_engine import EchoConfig
-from tests.server.raw_http import answers, connect, only_answer, post, read_all
-from tests.server.running import ECHO, RunningServer, running_server
-from tests.server.test_abuse import BULKY, load, running, send
-from tests.server.test_lifecycle import CHAT, HELLO, LONG, SLOW, wait_until
+from tests.server.support.echo_engine import EchoConfig
+from tests.server.support.raw_http import answers, connect, only_answer, post, read_all
+from tests.server.support.requests import BULKY, CHAT, HELLO, LONG, SLOW, load, running, send, wait_until
+from tests.server.support.running import ECHO, RunningServer, running_server
 
 SHORT = HELLO | {"max_tokens": 3}
 HALF_HEAD = b"GET /version HTTP/1.1\r\nHost"

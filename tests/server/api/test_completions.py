@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.server.conftest import REPLY
-from tests.server.openai_schemas import validate
-from tests.server.sse_events import stream_events
+from tests.server.support.openai_schemas import validate
+from tests.server.support.sse_events import stream_events
 
 PATH = "/v1/completions"
 

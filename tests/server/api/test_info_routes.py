@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.server.echo_engine import EchoConfig
-from tests.server.openai_schemas import validate
-from tests.server.running import ECHO, RunningServer, running_server
-from tests.server.tokenizers import BOS, EOT
+from tests.server.support.echo_engine import EchoConfig
+from tests.server.support.openai_schemas import validate
+from tests.server.support.running import ECHO, RunningServer, running_server
+from tests.server.support.tokenizers import BOS, EOT
 
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}

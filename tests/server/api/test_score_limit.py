@@ -6,7 +6,7 @@ from server.api.score_limit import limit_scores
 from server.engine import wire
 from server.http.errors import RequestError
 from server.settings import DEFAULT_MAX_REQUEST_LOGPROBS
-from tests.server.test_app import COMPLETIONS, DONE, StubClient, call, state_of
+from tests.server.support.stub_app import COMPLETIONS, DONE, StubClient, call, state_of
 
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "a"}]}  # 24 tokens of a context of 64

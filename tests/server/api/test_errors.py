@@ -8,7 +8,7 @@ import math
 import jsonschema
 import pytest
 
-from tests.server.openai_schemas import SCHEMAS, validate
+from tests.server.support.openai_schemas import SCHEMAS, validate
 
 # just too long; ten thousand tokens; enough to be encoded in a thread; too long to be encoded at all
 LENGTHS = [(4096, "input_tokens"), (10_000, "input_tokens"), (50_000, "input_tokens"), (10**6, "input_text")]

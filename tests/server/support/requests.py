@@ -1,0 +1,49 @@
+"""Requests that many tests send, and what they wait for."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+
+from tests.server.support.echo_engine import EchoConfig
+from tests.server.support.running import RunningServer
+
+CHAT = "/v1/chat/completions"
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+LONG = HELLO | {"stream": True, "ignore_eos": True, "max_tokens": 4000}
+SLOW = EchoConfig(reply=tuple(b"abcdefghij"), step_s=0.02)
+# some 10 MB for each choice: more than the sockets' buffers take
+BULKY = HELLO | {"stream": True, "n": 2, "logprobs": True, "top_logprobs": 20}
+
+
+def send(server: RunningServer, body: dict, *, receive_buffer: int | None = None) -> socket.socket:
+    """A socket on which the request has been sent and nothing read."""
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.socket()
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.connect((host, int(port)))
+    data = json.dumps(body).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    connection.sendall(f"{head}\r\n\r\n".encode() + data)
+    return connection
+
+
+def running(server: RunningServer) -> int:
+    """Requests in the engine, by its own account; a reading is up to a second old."""
+    with server.http() as http:
+        lines = http.get("/metrics").text.splitlines()
+    return int(float(next(line for line in lines if line.startswith("pallas_serve:num_requests_running{")).split()[-1]))
+
+
+def load(server: RunningServer) -> int:
+    with server.http() as http:
+        return http.get("/load").json()["server_load"]
+
+
+def wait_until(condition, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
