@@ -1,7 +1,7 @@
 """Answering a generation: whole or as a stream of server-sent events, watching the socket all the while.
 
 Nothing is sent before the engine's first output, so that a refusal still gets its own HTTP status, streamed or not.
-After that an error is an event: `data: {"error": ...}`, then `data: [DONE]`. A client that goes away aborts its
+After that an error is an event, the last. A client that goes away aborts its
 request.
 """
 
@@ -11,14 +11,13 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from server.api.writer import Writer
 from server.engine.generation import Choice, Generation
 from server.http.errors import RequestError
-from server.http.sse import DONE, event
 from server.http.turns import Turns
 
 STREAM_HEADERS = [
@@ -26,19 +25,6 @@ STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # proxies that buffer would undo the streaming
 ]
-
-
-class Writer(Protocol):
-    """The form of the answer: chat's or completions'."""
-
-    def whole(self) -> Iterator[bytes]:
-        """The JSON body in pieces, once every choice has finished."""
-
-    def frames(self, choice: Choice) -> Iterator[bytes]:
-        """The events for what the choice has gained, in pieces; takes it from the choice at once. May be empty."""
-
-    def last_frames(self) -> bytes:
-        """What follows when all choices have finished, before [DONE]."""
 
 
 class ClientGone(Exception):  # noqa: N818 - it is no error
@@ -53,6 +39,7 @@ class GenerationAnswer(Response):
         self._turns = turns
         self._writer = writer
         self._stream = stream
+        self._opened: set[int] = set()  # choices whose first event has been made
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,18 +81,26 @@ class GenerationAnswer(Response):
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         try:
             while True:
-                finished = self._generation.finished  # then these are the last frames
-                frames = chain.from_iterable([self._writer.frames(choice) for choice in choices])
-                async for body, more in self._turns.blocks(frames, self._check_client):
+                finished = self._generation.finished  # then these are the last events
+                events = chain.from_iterable([self._events(choice) for choice in choices])
+                async for body, more in self._turns.blocks(events, self._check_client):
                     if body and (more or not finished):
                         await send({"type": "http.response.body", "body": body, "more_body": True})
                 if finished:
                     break
                 choices = await self._generation.wait()
-            body += self._writer.last_frames()
+            body += self._writer.last()
         except RequestError as error:
-            body = event(error.encode())
-        await send({"type": "http.response.body", "body": body + DONE, "more_body": False})
+            body = self._writer.failed(error)
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _events(self, choice: Choice) -> Iterator[bytes]:
+        """For what the choice has gained by now, in pieces: nothing that comes later is in them."""
+        gain, writer = choice.take(), self._writer
+        opening = () if choice.index in self._opened else writer.opening(choice)
+        self._opened.add(choice.index)
+        gained = writer.gained(choice, gain)
+        return chain(opening, gained, () if choice.finish_reason is None else writer.ending(choice))
 
 
 class LongJson(Response):

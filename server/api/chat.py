@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,7 +15,7 @@ from server.api.sampling import check_top_logprobs
 from server.api.schemas import ChatRequest
 from server.api.score_limit import limit_scores
 from server.api.state import ServerState
-from server.api.submission import check_min_tokens, check_num_choices, new_id, read_generation, start_generation
+from server.api.submission import check_min_tokens, check_num_choices, read_generation, start_generation
 from server.http.errors import invalid
 
 
@@ -32,7 +30,7 @@ class Chat:
 
     async def __call__(self, request: Request) -> Response:
         state = self._state
-        body, model, usage = await read_generation(state, request, self._decoder)
+        body, head = await read_generation(state, request, self._decoder, id_prefix="chatcmpl")
         top_logprobs = _top_logprobs(body)
         param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -43,7 +41,7 @@ class Chat:
         limit = output_limit(len(prompt), asked, state.client.info.max_model_len, param=param)
         (limit,) = limit_scores(
             [limit],
-            n=body.n or 1,
+            n=head.n,
             logprobs=top_logprobs,
             num_prompt_scores=0 if body.prompt_logprobs is None else len(prompt) * (body.prompt_logprobs + 1),
             fixed=asked is not None,
@@ -53,21 +51,14 @@ class Chat:
         generation = await start_generation(
             state,
             body,
+            head,
             [prompt],
             [limit],
-            request_id=new_id("chatcmpl"),
             logprobs=top_logprobs,
             prompt_logprobs=body.prompt_logprobs,
         )
-        options = ChatOptions(
-            model=model,
-            created=int(time.time()),
-            prompt=prompt,
-            top_logprobs=top_logprobs,
-            num_prompt_logprobs=body.prompt_logprobs,
-            usage=usage,
-        )
-        writer = ChatWriter(generation, state.tokenizer, options)
+        options = ChatOptions(prompt=prompt, top_logprobs=top_logprobs, num_prompt_logprobs=body.prompt_logprobs)
+        writer = ChatWriter(generation, head, state.tokenizer, options)
         return GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream))
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from server.api.choices_writer import ChoicesWriter
 from server.api.logprobs import completion_logprobs, prompt_logprobs
-from server.api.usage import UsageOptions, usage
+from server.api.writer import AnswerHead
 from server.engine import wire
-from server.engine.generation import Choice, Generation, ScoredToken
-from server.http.json_pieces import LongText, NestedList, event_pieces, json_pieces, list_of
-from server.http.sse import ChunkTemplate, encode_json, event
+from server.engine.generation import Choice, Gain, Generation, ScoredToken
+from server.http.json_pieces import LongText, event_pieces, list_of
 from server.text.stream import TextStream
 from server.text.tokenizer import Tokenizer
 
@@ -25,71 +25,44 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionOptions:
-    model: str
-    created: int
     prompts: list[Prompt]
-    n: int
     echo: bool
     discard_output: bool  # max_tokens 0: one hidden step was run, only the prompt is shown
     logprobs: int | None
     num_prompt_logprobs: int | None
-    usage: UsageOptions
 
 
-class CompletionWriter:
-    def __init__(self, generation: Generation, tokenizer: Tokenizer, options: CompletionOptions) -> None:
-        self._generation = generation
+class CompletionWriter(ChoicesWriter):
+    WHOLE = CHUNK = "text_completion"
+
+    def __init__(
+        self, generation: Generation, head: AnswerHead, tokenizer: Tokenizer, options: CompletionOptions
+    ) -> None:
+        hidden_tokens = 1 if options.discard_output else 0
+        super().__init__(generation, head, scores=options.logprobs is not None, hidden_tokens=hidden_tokens)
         self._tokenizer = tokenizer
         self._options = options
-        self._templates: dict[int, ChunkTemplate] = {}
-        self._plain = options.logprobs is None and not options.usage.in_every_chunk
 
-    def whole(self) -> Iterator[bytes]:
-        choices = self._generation.choices
-        body = self._base(NestedList(map(self._whole_choice, choices)))
-        return json_pieces(body | {"usage": self._usage(choices, self._options.n)})
+    def opening(self, choice: Choice) -> Iterable[bytes]:
+        if not self._options.echo:
+            return ()
+        chunk = self._chunk(choice, self._text_fields(LongText(self._prompt(choice).text)))
+        if self._scores_shown:
+            chunk["choices"][0]["logprobs"] = self._scores(choice, [], prompt=True)
+        return event_pieces(chunk)
 
-    def frames(self, choice: Choice) -> Iterator[bytes]:
-        frames: list[Iterable[bytes]] = []
-        text, scored = self._take(choice)
-        if choice.index not in self._templates:
-            self._templates[choice.index] = ChunkTemplate(self._chunk(choice, ChunkTemplate.HOLE))
-            if self._options.echo:
-                chunk = self._chunk(choice, LongText(self._prompt(choice).text))
-                if self._options.logprobs is not None:
-                    chunk["choices"][0]["logprobs"] = self._scores(choice, [], prompt=True)
-                frames.append(event_pieces(chunk))
-        if self._plain:
-            if text:
-                frames.append(map(self._templates[choice.index].fill, [text]))
-        elif text or scored or self._options.usage.in_every_chunk:
-            chunk = self._chunk(choice, text)
-            if self._options.logprobs is not None:
-                chunk["choices"][0]["logprobs"] = self._scores(choice, scored)
-            frames.append(event_pieces(chunk))
-        if choice.finish_reason is not None:
-            chunk = self._chunk(choice, "")
-            chunk["choices"][0] |= self._ending(choice)
-            frames.append([event(encode_json(chunk))])
-        return chain.from_iterable(frames)
+    def gained(self, choice: Choice, gain: Gain) -> Iterable[bytes]:
+        return super().gained(choice, self._shown(gain))
 
-    def last_frames(self) -> bytes:
-        if not self._options.usage.in_stream:
-            return b""
-        counts = self._usage(self._generation.choices, self._options.n)
-        return event(encode_json(self._base([]) | {"usage": counts}))
+    def _shown(self, gain: Gain) -> Gain:
+        return Gain() if self._options.discard_output else gain
 
-    def _take(self, choice: Choice) -> tuple[str, list[ScoredToken]]:
-        text, scored = choice.take()
-        return ("", []) if self._options.discard_output else (text, scored)
-
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        options = self._options
-        text, scored = self._take(choice)
+    def _whole_choice(self, choice: Choice, gain: Gain) -> dict[str, Any]:
+        options, shown = self._options, self._shown(gain)
         part: dict[str, Any] = {
             "index": choice.index,
-            "text": LongText(self._prompt(choice).text + text if options.echo else text),
-            "logprobs": None if options.logprobs is None else self._scores(choice, scored, prompt=options.echo),
+            "text": LongText(self._prompt(choice).text + shown.text if options.echo else shown.text),
+            "logprobs": self._scores(choice, shown.scored, prompt=options.echo) if self._scores_shown else None,
             **self._ending(choice),
         }
         if options.num_prompt_logprobs is not None:
@@ -98,17 +71,23 @@ class CompletionWriter:
             part["prompt_logprobs"] = list_of(entries, len(ids))
         return part
 
+    def _text_fields(self, text: str | LongText) -> dict[str, Any]:
+        return {"text": text}
+
+    def _end_fields(self) -> dict[str, Any]:
+        return {"text": ""}
+
     def _ending(self, choice: Choice) -> dict[str, Any]:
         if self._options.discard_output:
             return {"finish_reason": "length", "stop_reason": None}
-        return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        return super()._ending(choice)
 
     def _prompt(self, choice: Choice) -> Prompt:
-        return self._options.prompts[choice.index // self._options.n]
+        return self._options.prompts[choice.index // self._head.n]
 
     def _prompt_logprobs(self, choice: Choice) -> list[wire.Logprobs]:
         """The engine scores a prompt once where its choices are answered together, and for each where they are not."""
-        first = self._generation.choices[choice.index - choice.index % self._options.n]
+        first = self._generation.choices[choice.index - choice.index % self._head.n]
         return choice.prompt_logprobs or first.prompt_logprobs or []
 
     def _scores(self, choice: Choice, scored: list[ScoredToken], *, prompt: bool = False) -> dict[str, Any]:
@@ -130,23 +109,3 @@ class CompletionWriter:
         for id, score in zip(self._prompt(choice).ids, scores, strict=True):
             yield ScoredToken(id, stream.num_chars, score)
             stream.push(id)
-
-    def _chunk(self, choice: Choice, text: str | LongText) -> dict[str, Any]:
-        part = {"index": choice.index, "text": text, "logprobs": None, "finish_reason": None}
-        chunk = self._base([part])
-        if self._options.usage.in_stream:
-            chunk["usage"] = self._usage([choice], 1) if self._options.usage.in_every_chunk else None
-        return chunk
-
-    def _base(self, choices: list[dict[str, Any]] | NestedList) -> dict[str, Any]:
-        return {
-            "id": self._generation.request_id,
-            "object": "text_completion",
-            "created": self._options.created,
-            "model": self._options.model,
-            "choices": choices,
-        }
-
-    def _usage(self, choices: list[Choice], n: int) -> dict[str, Any]:
-        hidden = 1 if self._options.discard_output else 0
-        return usage(choices, n, show_cached=self._options.usage.show_cached, hidden_tokens=hidden)

@@ -6,7 +6,6 @@ put before it unless `add_special_tokens` is false. (In chats nothing that a use
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import cast
 
@@ -22,7 +21,7 @@ from server.api.sampling import check_ids, check_top_logprobs
 from server.api.schemas import CompletionRequest
 from server.api.score_limit import limit_scores
 from server.api.state import ServerState
-from server.api.submission import check_min_tokens, check_num_choices, new_id, read_generation, start_generation
+from server.api.submission import check_min_tokens, check_num_choices, read_generation, start_generation
 from server.http.errors import RequestError, invalid
 from server.text.special_tokens import SpecialTokens, encode_all
 from server.text.stream import decode_text
@@ -42,7 +41,7 @@ class Completions:
 
     async def __call__(self, request: Request) -> Response:
         state = self._state
-        body, model, usage = await read_generation(state, request, self._decoder)
+        body, head = await read_generation(state, request, self._decoder, id_prefix="cmpl")
         for param, value in (("logprobs", body.logprobs), ("prompt_logprobs", body.prompt_logprobs)):
             if value is not None:
                 check_top_logprobs(param, value)
@@ -63,33 +62,29 @@ class Completions:
         num_prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         limit_scores(
             limits,
-            n=body.n or 1,
+            n=head.n,
             logprobs=body.logprobs,
-            num_prompt_scores=(body.n or 1) * sum(value + 1 for value in wants_scores) * num_prompt_tokens,
+            num_prompt_scores=head.n * sum(value + 1 for value in wants_scores) * num_prompt_tokens,
             fixed=True,
             most=state.settings.max_request_logprobs,
         )
         generation = await start_generation(
             state,
             body,
+            head,
             [prompt.ids for prompt in prompts],
             limits,
-            request_id=new_id("cmpl"),
             logprobs=body.logprobs,
             prompt_logprobs=max(wants_scores, default=None),
         )
         options = CompletionOptions(
-            model=model,
-            created=int(time.time()),
             prompts=prompts,
-            n=body.n or 1,
             echo=echo,
             discard_output=body.max_tokens == 0,
             logprobs=body.logprobs,
             num_prompt_logprobs=body.prompt_logprobs,
-            usage=usage,
         )
-        writer = CompletionWriter(generation, state.tokenizer, options)
+        writer = CompletionWriter(generation, head, state.tokenizer, options)
         return GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream))
 
     def _limit(self, body: CompletionRequest, num_prompt: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 import uuid
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from server.api.sampling import check_sampling, sampling_params, stop_strings
 from server.api.schemas import SamplingFields, refuse_unsupported
 from server.api.state import ServerState
 from server.api.usage import UsageOptions
+from server.api.writer import AnswerHead
 from server.engine import wire
 from server.engine.generation import Choice, Generation
 from server.http.body import read_body
@@ -21,19 +23,22 @@ from server.text.stop_strings import StopStrings
 from server.text.stream import TextStream
 
 
-def new_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"
-
-
 async def read_generation[T: SamplingFields](
-    state: ServerState, request: Request, decoder: msgspec.json.Decoder[T]
-) -> tuple[T, str, UsageOptions]:
-    """(body, model name, what to tell of the counts), everything that both routes have checked. Raises RequestError."""
+    state: ServerState, request: Request, decoder: msgspec.json.Decoder[T], *, id_prefix: str
+) -> tuple[T, AnswerHead]:
+    """The body, with everything checked that both routes check, and the head of its answer. Raises RequestError."""
     body = await read_body(request, decoder, state.body_limits)
     model = state.check_model(body.model)
     refuse_unsupported(body)
     check_sampling(body, vocab_size=state.client.info.vocab_size)
-    return body, model, _usage_options(state, body)
+    head = AnswerHead(
+        id=f"{id_prefix}-{uuid.uuid4().hex}",
+        model=model,
+        created=int(time.time()),
+        n=body.n or 1,
+        usage=_usage_options(state, body),
+    )
+    return body, head
 
 
 def _usage_options(state: ServerState, body: SamplingFields) -> UsageOptions:
@@ -53,25 +58,24 @@ def _usage_options(state: ServerState, body: SamplingFields) -> UsageOptions:
 async def start_generation(
     state: ServerState,
     body: SamplingFields,
+    head: AnswerHead,
     prompts: Sequence[list[int]],
     limits: Sequence[int],
     *,
-    request_id: str,
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> Generation:
-    """Submits `n` sequences for each prompt, prompt by prompt; `limits` are the prompts' output limits.
+    """Submits `head.n` sequences for each prompt, prompt by prompt; `limits` are the prompts' output limits.
 
     Where nothing is streamed, only the first choice of each prompt has the prompt's log-probabilities.
     """
-    n = body.n or 1
-    generation = Generation(state.client, request_id, stream=bool(body.stream))
+    generation = Generation(state.client, head.id, stream=bool(body.stream))
     include_stop = bool(body.include_stop_str_in_output)
     texts = stop_strings(body)
     stops = await state.aside.run(sum(map(len, texts)), StopStrings, texts) if texts else None
     requests = []
     for prompt, max_tokens in zip(prompts, limits, strict=True):
-        for choice in range(n):
+        for choice in range(head.n):
             stream = TextStream(
                 state.tokenizer,
                 stops=stops,
@@ -100,7 +104,7 @@ async def start_generation(
                     state.settings.queue_timeout_s,
                 )
             )
-    state.metrics.observe_request(n=n, max_tokens=max(limits))
+    state.metrics.observe_request(n=head.n, max_tokens=max(limits))
     generation.submit(requests)
     return generation
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from batcher.request import FinishReason
 from server.engine import wire
@@ -26,6 +26,14 @@ class ScoredToken:
     token_id: int
     offset: int  # in characters of the sequence's text
     scores: wire.Logprobs | None  # None: nothing predicts the first token of a prompt
+
+
+@dataclass(slots=True)
+class Gain:
+    """What a choice has gained since it was asked before."""
+
+    text: str = ""
+    scored: list[ScoredToken] = field(default_factory=list)
 
 
 class Choice:
@@ -64,11 +72,11 @@ class Choice:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
 
-    def take(self) -> tuple[str, list[ScoredToken]]:
+    def take(self) -> Gain:
         """What has come since the last call."""
-        text, scored = "".join(self._pieces), self._scored
+        gain = Gain("".join(self._pieces), self._scored)
         self._pieces, self._scored = [], []
-        return text, scored
+        return gain
 
     def on_output(self, output: wire.Output) -> None:
         if output.error is not None or output.finish_reason == FinishReason.ABORT:

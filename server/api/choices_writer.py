@@ -1,0 +1,115 @@
+"""Answers with a list of `choices`, chat's and completions': one object, or chunks with one choice each."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
+
+from server.api.usage import usage
+from server.api.writer import AnswerHead
+from server.engine.generation import Choice, Gain, Generation, ScoredToken
+from server.http.errors import RequestError
+from server.http.json_pieces import LongText, NestedList, event_pieces, json_pieces
+from server.http.sse import DONE, ChunkTemplate, encode_json, event
+
+Fields = dict[str, Any]
+
+
+class ChoicesWriter(ABC):
+    """A `Writer`. Subclasses say what one choice holds, whole and in a chunk.
+
+    Args:
+        scores: whether chunks carry log-probabilities.
+        hidden_tokens: tokens of each output that are neither shown nor counted.
+    """
+
+    WHOLE: ClassVar[str]  # `object` of the whole answer
+    CHUNK: ClassVar[str]  # and of a chunk
+
+    def __init__(self, generation: Generation, head: AnswerHead, *, scores: bool, hidden_tokens: int = 0) -> None:
+        self._generation = generation
+        self._head = head
+        self._scores_shown = scores
+        self._hidden_tokens = hidden_tokens
+        self._templates: dict[int, ChunkTemplate] = {}
+        # a chunk of which only the text changes is encoded from a template
+        self._plain = not scores and not head.usage.in_every_chunk
+
+    # what a choice holds
+
+    @abstractmethod
+    def _whole_choice(self, choice: Choice, gain: Gain) -> Fields: ...
+
+    @abstractmethod
+    def _text_fields(self, text: str | LongText) -> Fields:
+        """The field of a chunk's choice that holds its text."""
+
+    @abstractmethod
+    def _end_fields(self) -> Fields:
+        """The same in a choice's last chunk, which has no text."""
+
+    @abstractmethod
+    def _scores(self, choice: Choice, scored: list[ScoredToken]) -> Fields:
+        """`logprobs` of tokens that were drawn."""
+
+    def _ending(self, choice: Choice) -> Fields:
+        return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+
+    def _whole_fields(self) -> Fields:
+        """Further fields of the whole answer."""
+        return {}
+
+    # the frame around it
+
+    def whole(self) -> Iterator[bytes]:
+        choices = self._generation.choices
+        body = self._object(self.WHOLE, NestedList(self._whole_choice(choice, choice.take()) for choice in choices))
+        return json_pieces(body | {"usage": self._usage(choices, self._head.n)} | self._whole_fields())
+
+    def opening(self, choice: Choice) -> Iterable[bytes]:
+        return ()
+
+    def gained(self, choice: Choice, gain: Gain) -> Iterable[bytes]:
+        if self._plain:
+            return map(self._template(choice).fill, [gain.text]) if gain.text else ()
+        if not (gain.text or gain.scored or self._head.usage.in_every_chunk):
+            return ()
+        chunk = self._chunk(choice, self._text_fields(gain.text))
+        if self._scores_shown:
+            chunk["choices"][0]["logprobs"] = self._scores(choice, gain.scored)
+        return event_pieces(chunk)
+
+    def ending(self, choice: Choice) -> Iterable[bytes]:
+        chunk = self._chunk(choice, self._end_fields())
+        chunk["choices"][0] |= self._ending(choice)
+        return [event(encode_json(chunk))]
+
+    def last(self) -> bytes:
+        if not self._head.usage.in_stream:
+            return DONE
+        counts = self._usage(self._generation.choices, self._head.n)
+        return event(encode_json(self._object(self.CHUNK, []) | {"usage": counts})) + DONE
+
+    def failed(self, error: RequestError) -> bytes:
+        return event(error.encode()) + DONE
+
+    def _template(self, choice: Choice) -> ChunkTemplate:
+        if choice.index not in self._templates:
+            chunk = self._chunk(choice, self._text_fields(ChunkTemplate.HOLE))
+            self._templates[choice.index] = ChunkTemplate(chunk)
+        return self._templates[choice.index]
+
+    def _chunk(self, choice: Choice, fields: Fields) -> Fields:
+        part = {"index": choice.index, **fields, "logprobs": None, "finish_reason": None}
+        chunk = self._object(self.CHUNK, [part])
+        if self._head.usage.in_stream:
+            chunk["usage"] = self._usage([choice], 1) if self._head.usage.in_every_chunk else None
+        return chunk
+
+    def _object(self, kind: str, choices: list[Fields] | NestedList) -> Fields:
+        head = self._head
+        return {"id": head.id, "object": kind, "created": head.created, "model": head.model, "choices": choices}
+
+    def _usage(self, choices: list[Choice], n: int) -> Fields:
+        return usage(choices, n, show_cached=self._head.usage.show_cached, hidden_tokens=self._hidden_tokens)
