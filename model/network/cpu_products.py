@@ -1,18 +1,7 @@
 """Products of a few rows with a kernel, in the forms that XLA's CPU backend runs at the memory's speed.
 
-A decode step of a few rows costs what reading the weights costs. All products of a model of 107 M parameters, one after
-the other, on a Xeon with two cores that no cache serves (36 GB/s at best), in GB/s of weights:
-
-| rows | float32: plain | kernel from the left | streamed | bfloat16: plain | kernel from the left | streamed |
-|------|----------------|----------------------|----------|-----------------|----------------------|----------|
-| 1    | 26.6           | 27.2                 | 31.7     | 2.0             | 2.1                  | 27.6     |
-| 2    | 16.1           | 23.5                 | 28.1     | 13.1            | 23.3                 | 24.2     |
-| 4    | 15.0           | 19.1                 | 25.4     | 17.7            | 23.9                 | 19.4     |
-| 8    | 13.6           | 17.3                 | 21.2     | 16.1            | 21.9                 | 12.2     |
-| 16   | 12.2           | 14.2                 | 11.7     | 13.8            | 20.8                 | 6.7      |
-
 The streamed form needs `xla_cpu_enable_fast_math` (see `compiler_options`): without leave to add in another order the
-loop is not vectorised, and slower than a plain product.
+loop is not vectorised, and slower than a plain product. `scripts/benchmarks/results/decisions.md` has the speeds.
 """
 
 from __future__ import annotations

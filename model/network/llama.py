@@ -19,8 +19,7 @@ from model.network.rope import inverse_frequencies, rotation
 
 
 class Llama(nnx.Module):
-    """The decoder. Layers are unrolled: on CPUs a scan over them is several times slower, and on chips it saves
-    compile time only.
+    """The decoder. Its layers are unrolled, not scanned (`scripts/benchmarks/results/decisions.md`).
 
     Args:
         config: with the stored number of KV heads, after replication over chips (`sharding.stored_config`).

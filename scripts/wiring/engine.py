@@ -63,9 +63,8 @@ _DEFAULTS = {
         half_steps=True,
     ),
 }
-# Of a GPU's memory, for JAX's pool; JAX alone would take 0.75. Outside of it lie CUDA's context, the loaded programs
-# with their graphs, and NCCL's buffers: 8 % are 1.8 GiB of the smallest chip (L4). --memory-utilization is a share of
-# the pool; what that leaves of it is where XLA's autotuner puts its operands. Chosen by reasoning, not on a chip.
+# Of a GPU's memory, for JAX's pool. --memory-utilization is a share of the pool. Outside the pool lie CUDA's context,
+# the loaded programs and NCCL's buffers (scripts/benchmarks/results/decisions.md).
 GPU_POOL_SHARE = 0.92
 
 
