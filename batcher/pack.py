@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from struct import Struct
 
 import numpy as np
 
 from batcher.plan import StepPlan
+from batcher.sampling_table import column_values
 from batcher.sequence import Sequence
-from batcher.step import (
-    PATCH_BLOCK,
-    Bucket,
-    Capacity,
-    PackedLayout,
-    PenaltyReset,
-    SlotLayout,
-    StepInput,
-    Variant,
-)
+from batcher.slots import SlotLayout
+from batcher.step import PATCH_BLOCK, Bucket, Capacity, PackedLayout, PenaltyReset, StepInput, Variant
 
-_INT32_MAX = np.iinfo(np.int32).max
 _UNKNOWN = np.iinfo(np.int64).min  # no i32 equals it: everything is sent the first time
+_FLOAT, _BITS = Struct("<f"), Struct("<i")
 
 
 class Packer:
@@ -123,45 +116,25 @@ class Packer:
 def slot_state(seq: Sequence, page_size: int) -> tuple[np.ndarray, np.ndarray]:
     """(columns i64[n], values i64[n]) of the slot state of a request as it is admitted, LAST_TOKEN excepted.
 
-    Entries past the counts NUM_STOP_IDS, NUM_BIAS and the row's pages are never read, so they are left out.
+    Lists are sent as long as they are: what follows them in their columns is never read.
     """
-    s, col = seq.sampling, SlotLayout
-    stop_ids = sorted(seq.stop_ids) if s.min_tokens else []
-    floats = (s.temperature, s.top_p, s.min_p, s.presence_penalty, s.frequency_penalty, s.repetition_penalty)
-    bits = _bits(floats)
-    seed = np.array([seq.seed & 0xFFFFFFFF, seq.seed >> 32 & 0xFFFFFFFF], np.uint32).view(np.int32).tolist()
-    fields = {
-        col.KV_LEN: seq.num_hit_pages * page_size,
-        col.TEMPERATURE: bits[0],
-        col.TOP_K: min(s.top_k, _INT32_MAX),
-        col.TOP_P: bits[1],
-        col.MIN_P: bits[2],
-        col.PRESENCE_PENALTY: bits[3],
-        col.FREQUENCY_PENALTY: bits[4],
-        col.REPETITION_PENALTY: bits[5],
-        col.SEED_LOW: seed[0],
-        col.SEED_HIGH: seed[1],
-        col.MIN_KV_LEN: seq.num_prompt + min(s.min_tokens, seq.limit) if s.min_tokens else 0,
-        col.NUM_STOP_IDS: len(stop_ids),
-        col.NUM_BIAS: len(s.logit_bias),
-        col.WANTS_LOGPROBS: int(s.logprobs is not None),
-    }
-    columns, values = [np.array(list(fields))], [np.array(list(fields.values()))]
-    bias_ids = [token for token, _ in s.logit_bias]
-    bias_values = _bits([bias for _, bias in s.logit_bias])
-    for start, numbers in (
-        (col.STOP_IDS, stop_ids),
-        (col.BIAS_IDS, bias_ids),
-        (col.BIAS_VALUES, bias_values),
-        (col.PAGE_TABLE, seq.pages),
-    ):
-        columns.append(start + np.arange(len(numbers)))
-        values.append(np.array(numbers, np.int64))
-    return np.concatenate(columns), np.concatenate(values)
+    columns, values = [SlotLayout.KV_LEN], [seq.num_hit_pages * page_size]
+    lists: list[tuple[int, np.ndarray]] = [(SlotLayout.PAGE_TABLE, np.array(seq.pages, np.int32))]
+    for column, value in column_values(seq):
+        start = SlotLayout.at(column.name)
+        if isinstance(value, int | float):
+            columns.append(start)
+            values.append(_float_bits(value) if column.dtype == "float32" else int(value))
+        else:
+            lists.append((start, np.array(value, column.dtype).view(np.int32)))
+    return (
+        np.concatenate([np.array(columns), *(start + np.arange(len(numbers)) for start, numbers in lists)]),
+        np.concatenate([np.array(values), *(numbers for _, numbers in lists)]),
+    )
 
 
-def _bits(floats: Iterable[float]) -> list[int]:
-    bits: list[int] = np.array(list(floats), np.float32).view(np.int32).tolist()
+def _float_bits(value: float) -> int:
+    bits: int = _BITS.unpack(_FLOAT.pack(value))[0]
     return bits
 
 

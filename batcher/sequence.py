@@ -8,6 +8,8 @@ from enum import Enum
 import numpy as np
 
 from batcher.request import Request, RequestOutput, TokenLogprobs
+from batcher.sampling_table import PARAMETERS, is_asked
+from batcher.step import Variant
 
 OnOutput = Callable[[RequestOutput], None]
 
@@ -34,6 +36,7 @@ class Sequence:
         "decoding",
         "digests",
         "first_token_s",
+        "has_penalties",
         "key",
         "last_step",
         "last_token_s",
@@ -85,13 +88,9 @@ class Sequence:
         self.seed = seed
         self.arrived_s = arrived_s
         self.on_output = on_output
-        self.needs_sampling = (
-            sampling.temperature > 0
-            or bool(sampling.logit_bias)
-            or self.has_penalties
-            or sampling.min_tokens > 0
-            or sampling.logprobs is not None
-        )
+        asked = [parameter for name, parameter in PARAMETERS.items() if is_asked(sampling, name)]
+        self.needs_sampling = any(parameter.variant is Variant.SAMPLE for parameter in asked)
+        self.has_penalties = any(parameter.counts_tokens for parameter in asked)
 
         self.state = State.WAITING
         self.arrival = -1  # rank, set when the scheduler first sees it; kept through preemption
@@ -117,11 +116,6 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
             None if sampling.prompt_logprobs is None else [None] * (self.num_prompt - 1)
         )
-
-    @property
-    def has_penalties(self) -> bool:
-        s = self.sampling
-        return s.presence_penalty != 0 or s.frequency_penalty != 0 or s.repetition_penalty != 1
 
     @property
     def num_pending(self) -> int:

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
+from batcher.request import MAX_LOGPROBS
 
-from batcher.request import MAX_DEVICE_STOP_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS
+if TYPE_CHECKING:  # the server reads the sampling table, and has no use for numpy
+    import numpy as np
 
 HEADER_SIZE = 8  # num_singles (single-token rows), num_rows, num_tokens; the rest is zero
 
@@ -56,34 +57,6 @@ class Capacity:
     @property
     def pages_per_seq(self) -> int:
         return -(-self.max_model_len // self.page_size)
-
-
-class SlotLayout:
-    """Columns of the slot state `i32[num_slots, width]`. Fields marked f32 hold the float's bits."""
-
-    LAST_TOKEN = 0  # the token the next step reads where the host sends -1
-    KV_LEN = 1  # tokens of this request whose K/V are in pages
-    TEMPERATURE = 2  # f32
-    TOP_K = 3
-    TOP_P = 4  # f32
-    MIN_P = 5  # f32
-    PRESENCE_PENALTY = 6  # f32
-    FREQUENCY_PENALTY = 7  # f32
-    REPETITION_PENALTY = 8  # f32
-    SEED_LOW = 9  # u32 bits
-    SEED_HIGH = 10
-    MIN_KV_LEN = 11  # stop ids are banned while the drawn token's position is below this
-    NUM_STOP_IDS = 12
-    NUM_BIAS = 13
-    WANTS_LOGPROBS = 14  # 0 or 1
-    STOP_IDS = 16  # [MAX_DEVICE_STOP_IDS]
-    BIAS_IDS = STOP_IDS + MAX_DEVICE_STOP_IDS  # [MAX_LOGIT_BIAS]
-    BIAS_VALUES = BIAS_IDS + MAX_LOGIT_BIAS  # f32 [MAX_LOGIT_BIAS]
-    PAGE_TABLE = BIAS_VALUES + MAX_LOGIT_BIAS  # [pages_per_seq]; entries past the row's pages are never read
-
-    @staticmethod
-    def width(pages_per_seq: int) -> int:
-        return SlotLayout.PAGE_TABLE + pages_per_seq
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from batcher.step import PATCH_BLOCK, Bucket, Capacity, PackedLayout, SlotLayout, StepInput, Variant
+from batcher.slots import SlotLayout
+from batcher.step import PATCH_BLOCK, Bucket, Capacity, PackedLayout, StepInput, Variant
 from model.inputs.paths import local_path
 from scripts.wiring.errors import add_debug_flag, failed
 from scripts.wiring.settings import EngineSettings, add_engine_flags
@@ -134,10 +135,10 @@ def admit(runner: ModelRunner, bucket: Bucket, context: int, sampling: dict[str,
     width = SlotLayout.width(capacity.pages_per_seq)
     state = np.zeros((bucket.num_rows, width), np.int32)
     state[:, SlotLayout.KV_LEN] = context
-    state[:, SlotLayout.TOP_K] = sampling["top_k"]
-    state[:, SlotLayout.TEMPERATURE] = np.float32(sampling["temperature"]).view(np.int32)
-    state[:, SlotLayout.TOP_P] = np.float32(sampling["top_p"]).view(np.int32)
-    state[:, SlotLayout.REPETITION_PENALTY] = np.float32(1).view(np.int32)
+    state[:, SlotLayout.at("top_k")] = sampling["top_k"]
+    state[:, SlotLayout.at("temperature")] = np.float32(sampling["temperature"]).view(np.int32)
+    state[:, SlotLayout.at("top_p")] = np.float32(sampling["top_p"]).view(np.int32)
+    state[:, SlotLayout.at("repetition_penalty")] = np.float32(1).view(np.int32)
     pages = np.arange(bucket.num_rows * capacity.pages_per_seq) % capacity.num_pages + 1
     state[:, SlotLayout.PAGE_TABLE :] = pages.reshape(bucket.num_rows, -1)
     flat = np.stack([np.arange(state.size, dtype=np.int32), state.ravel()])

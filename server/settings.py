@@ -4,28 +4,37 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from batcher.sampling_table import PARAMETERS
 from model.inputs.json_file import read_fields
 from model.inputs.limits import MAX_VOCAB_SIZE
 from model.inputs.schema import TRUTH, integer, number, number_above
-from server.ranges import LEAST_TOP_K, MIN_PS, REPETITION_PENALTIES, TEMPERATURES, TOP_PS
 
 DEFAULT_METRICS_PREFIX = "pallas_serve:"
 DEFAULT_MAX_REQUEST_LOGPROBS = 4 * 2**20
 MOST_SECONDS = 10**6
+TOP_K_OFF = -1  # as requests and files write it; to the engine 0 is off
+
+
+def _number_of(name: str) -> Any:
+    """The schema of a sampling parameter's range."""
+    interval = PARAMETERS[name].range
+    assert interval is not None
+    return (number_above if interval.low_open else number)(interval.low, interval.high)
 
 
 class _GenerationFile(msgspec.Struct):
     """Of `generation_config.json`, how to draw. A default out of a request's own range would fail every request."""
 
     do_sample: TRUTH | None = None
-    temperature: number(*TEMPERATURES) | None = None
-    top_p: number_above(*TOP_PS) | None = None
-    top_k: integer(LEAST_TOP_K, 2**31 - 1) | None = None
-    min_p: number(*MIN_PS) | None = None
-    repetition_penalty: number(*REPETITION_PENALTIES) | None = None
+    temperature: _number_of("temperature") | None = None
+    top_p: _number_of("top_p") | None = None
+    top_k: integer(TOP_K_OFF, 2**31 - 1) | None = None
+    min_p: _number_of("min_p") | None = None
+    repetition_penalty: _number_of("repetition_penalty") | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from batcher.step import SlotLayout
+from batcher.slots import SlotLayout
 from model.config import LlamaConfig
 from model.sampling.threshold import PARTS_ON_CHIPS
 

@@ -16,13 +16,13 @@ from flax import nnx
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from batcher.slots import SlotLayout
 from batcher.step import (
     PATCH_BLOCK,
     Bucket,
     Capacity,
     PackedLayout,
     PenaltyReset,
-    SlotLayout,
     StepInput,
     StepOutput,
 )

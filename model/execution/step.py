@@ -22,7 +22,8 @@ from jax import lax
 from jax.sharding import Mesh
 
 from batcher.request import MAX_LOGPROBS
-from batcher.step import Bucket, PackedLayout, SlotLayout, StepOutput, Variant
+from batcher.slots import SlotLayout
+from batcher.step import Bucket, PackedLayout, StepOutput, Variant
 from model.network.llama import Llama
 from model.sampling import sampling
 from model.sampling.logprobs import Logprobs, find, logprobs, merge

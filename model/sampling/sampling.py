@@ -14,14 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from batcher.request import MAX_DEVICE_STOP_IDS, MAX_LOGIT_BIAS
-from batcher.step import SlotLayout
+from batcher.sampling_table import PARAMETERS, Column
+from batcher.slots import SlotLayout, sampling_columns
 from model.sampling.categorical import categorical
 from model.sampling.threshold import kept_threshold
 from model.sampling.vocab_split import VocabShard, first_of_greatest
@@ -32,7 +33,7 @@ IN_PROMPT = 1 << 30  # in a token's entry of the history: it occurs in the promp
 @partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True, kw_only=True)
 class SamplingRows:
-    """`batcher.request.SamplingParams` of the step's rows, as columns."""
+    """The columns of the step's rows in `batcher.sampling_table`, by their names."""
 
     temperature: jax.Array  # f32[S]; 0: greedy
     top_k: jax.Array  # i32[S]; 0: off
@@ -52,36 +53,20 @@ class SamplingRows:
 
     @property
     def has_penalty(self) -> jax.Array:  # bool[S]
-        return (self.presence_penalty != 0) | (self.frequency_penalty != 0) | (self.repetition_penalty != 1)
+        penalties = [(getattr(self, name), entry.off) for name, entry in PARAMETERS.items() if entry.counts_tokens]
+        return reduce(jnp.logical_or, (column != off for column, off in penalties))
 
 
 def sampling_rows(state: jax.Array) -> SamplingRows:  # state: i32[S, SlotLayout.width], the rows' slots
     """Reads the columns of `SlotLayout`."""
-    at = SlotLayout
+    return SamplingRows(**{column.name: _read(state, column) for column in sampling_columns()})
 
-    def ints(column: int) -> jax.Array:
-        return state[:, column]
 
-    def floats(column: int) -> jax.Array:
-        return lax.bitcast_convert_type(state[:, column], jnp.float32)
-
-    return SamplingRows(
-        temperature=floats(at.TEMPERATURE),
-        top_k=ints(at.TOP_K),
-        top_p=floats(at.TOP_P),
-        min_p=floats(at.MIN_P),
-        presence_penalty=floats(at.PRESENCE_PENALTY),
-        frequency_penalty=floats(at.FREQUENCY_PENALTY),
-        repetition_penalty=floats(at.REPETITION_PENALTY),
-        seed=lax.bitcast_convert_type(state[:, at.SEED_LOW : at.SEED_HIGH + 1], jnp.uint32),
-        min_kv_len=ints(at.MIN_KV_LEN),
-        num_stop_ids=ints(at.NUM_STOP_IDS),
-        stop_ids=state[:, at.STOP_IDS : at.STOP_IDS + MAX_DEVICE_STOP_IDS],
-        num_bias=ints(at.NUM_BIAS),
-        bias_ids=state[:, at.BIAS_IDS : at.BIAS_IDS + MAX_LOGIT_BIAS],
-        bias_values=lax.bitcast_convert_type(state[:, at.BIAS_VALUES : at.BIAS_VALUES + MAX_LOGIT_BIAS], jnp.float32),
-        wants_logprobs=ints(at.WANTS_LOGPROBS) != 0,
-    )
+def _read(state: jax.Array, column: Column) -> jax.Array:
+    """[S] of a number, [S, width] of a list."""
+    start = SlotLayout.at(column.name)
+    bits = state[:, start] if column.width == 1 else state[:, start : start + column.width]
+    return bits != 0 if column.dtype == "bool" else lax.bitcast_convert_type(bits, column.dtype)
 
 
 def greedy(logits: jax.Array) -> jax.Array:  # f32[S, V] -> i32[S]

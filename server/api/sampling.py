@@ -6,33 +6,30 @@ from collections.abc import Sequence
 from typing import Any
 
 from batcher.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from batcher.sampling_table import PARAMETERS
 from server.api.schemas import SamplingFields
-from server.http.errors import RequestError, invalid
-from server.ranges import LEAST_TOP_K, MIN_PS, REPETITION_PENALTIES, TEMPERATURES, TOP_PS
-from server.settings import GenerationDefaults
+from server.http.errors import invalid
+from server.settings import TOP_K_OFF, GenerationDefaults
 
 GREEDY_BELOW = 1e-5  # a lower temperature is greedy: dividing by it would overflow, and no draw would differ
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
 SEED_BITS = 63
+READ_BY_ROUTES = {"max_tokens", "logprobs", "prompt_logprobs"}  # chat and completions spell them differently
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
 def check_sampling(body: SamplingFields, *, vocab_size: int) -> None:
     """Raises RequestError 400 for the first value that is out of range. Lengths come once the prompt is known."""
-    _check_range("temperature", body.temperature, *TEMPERATURES)
-    _check_range("top_p", body.top_p, *TOP_PS, low_open=True)
-    _check_range("min_p", body.min_p, *MIN_PS)
-    _check_range("presence_penalty", body.presence_penalty, -2, 2)
-    _check_range("frequency_penalty", body.frequency_penalty, -2, 2)
-    _check_range("repetition_penalty", body.repetition_penalty, *REPETITION_PENALTIES)
-    if body.top_k is not None and body.top_k < LEAST_TOP_K:
-        raise invalid("top_k", f"must be -1 or 0 (off) or positive, got {body.top_k}")
+    for name, parameter in PARAMETERS.items():
+        value = getattr(body, name)
+        if name in READ_BY_ROUTES or parameter.range is None or not isinstance(value, int | float):
+            continue
+        if value not in parameter.range and not (name == "top_k" and value == TOP_K_OFF):
+            raise invalid(name, f"must be {parameter.range}, got {value}")
     if body.n is not None and body.n < 1:
         raise invalid("n", f"must be at least 1, got {body.n}")
-    if body.min_tokens is not None and body.min_tokens < 0:
-        raise invalid("min_tokens", f"must not be negative, got {body.min_tokens}")
     if body.priority is not None and abs(body.priority) > 2**31:
         raise invalid("priority", f"must fit in 32 bits, got {body.priority}")
     _check_seed(body.seed)
@@ -63,26 +60,20 @@ def sampling_params(
 
     With a seed each choice gets its own, one after the other, so that they differ and can be had again.
     """
-    temperature = _or(body.temperature, defaults.temperature)
-    seed = None if body.seed in (None, -1) else (body.seed + choice) % 2**SEED_BITS
-    top_k = max(0, _or(body.top_k, defaults.top_k))
-    return SamplingParams(
-        max_tokens=max_tokens,
-        min_tokens=body.min_tokens or 0,
-        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-        top_k=0 if top_k >= vocab_size else top_k,
-        top_p=_or(body.top_p, defaults.top_p),
-        min_p=_or(body.min_p, defaults.min_p),
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=_or(body.repetition_penalty, defaults.repetition_penalty),
-        logit_bias=parse_logit_bias(body.logit_bias, vocab_size),
-        seed=seed,
-        stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())),
-        ignore_eos=bool(body.ignore_eos),
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-    )
+    values: dict[str, Any] = {}
+    for name in PARAMETERS.keys() - READ_BY_ROUTES:
+        value = _or(getattr(body, name), getattr(defaults, name, None))
+        if value is not None:
+            values[name] = value
+    values |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+    values["logit_bias"] = parse_logit_bias(body.logit_bias, vocab_size)
+    values["seed"] = None if body.seed in (None, -1) else (body.seed + choice) % 2**SEED_BITS
+    values["stop_token_ids"] = tuple(dict.fromkeys(body.stop_token_ids or ()))
+    if values["temperature"] < GREEDY_BELOW:
+        values["temperature"] = 0.0
+    if values["top_k"] >= vocab_size or values["top_k"] == TOP_K_OFF:
+        values["top_k"] = 0
+    return SamplingParams(**values)
 
 
 def check_top_logprobs(param: str, value: int) -> None:
@@ -94,11 +85,13 @@ def parse_logit_bias(bias: dict[str, float] | None, vocab_size: int) -> tuple[tu
     if len(bias or {}) > MAX_LOGIT_BIAS:
         raise invalid("logit_bias", f"at most {MAX_LOGIT_BIAS} tokens are allowed, got {len(bias)}")
     pairs: dict[int, float] = {}
+    biases = PARAMETERS["logit_bias"].range
+    assert biases is not None
     for key, value in (bias or {}).items():
         if not key.isascii() or not key.isdigit() or len(key) > 9 or int(key) >= vocab_size:
             raise invalid("logit_bias", f"a key must be a token id below {vocab_size}, got {key[:40]!r}")
-        if not -100 <= value <= 100:
-            raise invalid("logit_bias", f"a bias must be between -100 and 100, got {value} for token {key}")
+        if value not in biases:
+            raise invalid("logit_bias", f"a bias must be {biases}, got {value} for token {key}")
         pairs[int(key)] = value
     return tuple(pairs.items())
 
@@ -130,15 +123,6 @@ def _check_stops(stop: str | list[str] | None) -> None:
             raise invalid("stop", "a stop string must not be empty")
         if len(text) > MAX_STOP_CHARS:
             raise invalid("stop", f"a stop string has at most {MAX_STOP_CHARS} characters, got {len(text)}")
-
-
-def _check_range(name: str, value: float | None, low: float, high: float, *, low_open: bool = False) -> None:
-    if value is None:
-        return
-    above = value > low if low_open else value >= low
-    if not (above and value <= high):  # NaN is neither
-        interval = f"{'(' if low_open else '['}{low}, {high}]"
-        raise RequestError(400, f"{name}: must be in {interval}, got {value}", param=name)
 
 
 def _or(value: Any, default: Any) -> Any:

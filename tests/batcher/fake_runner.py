@@ -16,12 +16,12 @@ from hashlib import blake2b
 import numpy as np
 
 from batcher.request import MAX_LOGPROBS, Request
+from batcher.slots import SlotLayout
 from batcher.step import (
     PATCH_BLOCK,
     Bucket,
     Capacity,
     PackedLayout,
-    SlotLayout,
     StepHandle,
     StepInput,
     StepOutput,
@@ -29,14 +29,7 @@ from batcher.step import (
 )
 
 POISON = -77  # in every position of a page that the present owner has not written
-F32_FIELDS = (
-    SlotLayout.TEMPERATURE,
-    SlotLayout.TOP_P,
-    SlotLayout.MIN_P,
-    SlotLayout.PRESENCE_PENALTY,
-    SlotLayout.FREQUENCY_PENALTY,
-    SlotLayout.REPETITION_PENALTY,
-)
+FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 class ContractError(Exception):
@@ -261,7 +254,7 @@ class FakeRunner:
 
     def _emit(self, out: _Output, row: int, slot: int, prefix: np.ndarray) -> None:
         draw = self._draw(slot)
-        wants_logprobs = bool(self.state[slot, SlotLayout.WANTS_LOGPROBS])
+        wants_logprobs = bool(self.state[slot, SlotLayout.at("wants_logprobs")])
         plain = draw.floats[0] == 0 and not draw.has_penalties and not draw.bias
         banned = bool(draw.stop_ids) and len(prefix) < draw.min_kv_len
         if out.bucket.variant is Variant.GREEDY and not (plain and not banned and not wants_logprobs):
@@ -284,18 +277,18 @@ class FakeRunner:
                 out.target_top_logprobs[t] = [fake_logprob(seen, i) for i in range(MAX_LOGPROBS)]
 
     def _draw(self, slot: int) -> Draw:
-        row, col = self.state[slot], SlotLayout
-        bits = row[list(F32_FIELDS)].view(np.float32)
-        n_stop, n_bias = int(row[col.NUM_STOP_IDS]), int(row[col.NUM_BIAS])
-        ids = row[col.BIAS_IDS : col.BIAS_IDS + n_bias].tolist()
-        values = row[col.BIAS_VALUES : col.BIAS_VALUES + n_bias].view(np.float32).tolist()
-        low, high = row[[col.SEED_LOW, col.SEED_HIGH]].view(np.uint32).tolist()
+        row, col = self.state[slot], SlotLayout.at
+        bits = row[[col(name) for name in FLOATS]].view(np.float32)
+        n_stop, n_bias = int(row[col("num_stop_ids")]), int(row[col("num_bias")])
+        ids = row[col("bias_ids") : col("bias_ids") + n_bias].tolist()
+        values = row[col("bias_values") : col("bias_values") + n_bias].view(np.float32).tolist()
+        low, high = row[[col("seed"), col("seed") + 1]].view(np.uint32).tolist()
         return Draw(
             floats=tuple(bits.tolist()),
-            top_k=int(row[col.TOP_K]),
+            top_k=int(row[col("top_k")]),
             seed=low | high << 32,
-            min_kv_len=int(row[col.MIN_KV_LEN]),
-            stop_ids=tuple(sorted(row[col.STOP_IDS : col.STOP_IDS + n_stop].tolist())),
+            min_kv_len=int(row[col("min_kv_len")]),
+            stop_ids=tuple(sorted(row[col("stop_ids") : col("stop_ids") + n_stop].tolist())),
             bias=tuple(zip(ids, values, strict=True)),
         )
 

@@ -13,7 +13,8 @@ from batcher.config import EngineConfig
 from batcher.engine import Engine
 from batcher.errors import EngineClosedError, EngineDeadError, InvalidRequestError, QueueFullError
 from batcher.request import ErrorCode, FinishReason, RequestOutput, SamplingParams
-from batcher.step import SlotLayout, Variant
+from batcher.slots import SlotLayout
+from batcher.step import Variant
 from tests.batcher.fake_runner import FakeRunner, fake_logprob
 from tests.batcher.harness import CAPACITY, EOS, Drive, make_capacity, make_request
 
@@ -233,7 +234,7 @@ def test_counts_beyond_what_the_slot_holds_mean_what_they_say() -> None:
     many = {"max_tokens": 1 << 70, "min_tokens": 1 << 64, "stop_token_ids": tuple(range(3, 13))}
     heard = drive.add(make_request("min", [10], **many))
     drive.finish()
-    row = drive.runner.state[:, SlotLayout.TOP_K]
+    row = drive.runner.state[:, SlotLayout.at("top_k")]
     assert row.max() == np.iinfo(np.int32).max
     assert len(heard.tokens) == CAPACITY.max_model_len - 1
     assert not set(heard.tokens) & {*EOS, *range(3, 13)}

@@ -7,7 +7,8 @@ import numpy as np
 from batcher.pack import Packer, slot_state
 from batcher.plan import Chunk, StepPlan
 from batcher.sequence import Sequence
-from batcher.step import PATCH_BLOCK, Bucket, PackedLayout, SlotLayout, StepInput, Variant
+from batcher.slots import SlotLayout
+from batcher.step import PATCH_BLOCK, Bucket, PackedLayout, StepInput, Variant
 from tests.batcher.harness import make_capacity, make_request
 
 CAPACITY = make_capacity(num_slots=4, page_size=4, max_model_len=64)
@@ -109,33 +110,33 @@ def test_an_admission_sends_the_whole_row_that_will_be_read() -> None:
     )
     seq.num_hit_pages = 1
     step = Packer(CAPACITY, 4).pack(make_plan([(seq, 1, 1)], Bucket(1, 1, Variant.SAMPLE), admitted=[seq]))
-    col = SlotLayout
+    col = SlotLayout.at
     assert patches(step) == {
         (3, column): value
         for column, value in {
-            col.KV_LEN: 4,
-            col.TEMPERATURE: bits(0.5),
-            col.TOP_K: 7,
-            col.TOP_P: bits(0.9),
-            col.MIN_P: bits(0.1),
-            col.PRESENCE_PENALTY: bits(0.25),
-            col.FREQUENCY_PENALTY: bits(-0.5),
-            col.REPETITION_PENALTY: bits(1.5),
-            col.SEED_LOW: -2,
-            col.SEED_HIGH: 7,
-            col.MIN_KV_LEN: 8,
-            col.NUM_STOP_IDS: 3,
-            col.NUM_BIAS: 2,
-            col.WANTS_LOGPROBS: 1,
-            col.STOP_IDS: 1,
-            col.STOP_IDS + 1: 2,
-            col.STOP_IDS + 2: 17,
-            col.BIAS_IDS: 8,
-            col.BIAS_IDS + 1: 9,
-            col.BIAS_VALUES: bits(2.0),
-            col.BIAS_VALUES + 1: bits(-1.0),
-            col.PAGE_TABLE: 12,
-            col.PAGE_TABLE + 1: 4,
+            SlotLayout.KV_LEN: 4,
+            col("temperature"): bits(0.5),
+            col("top_k"): 7,
+            col("top_p"): bits(0.9),
+            col("min_p"): bits(0.1),
+            col("presence_penalty"): bits(0.25),
+            col("frequency_penalty"): bits(-0.5),
+            col("repetition_penalty"): bits(1.5),
+            col("seed"): -2,
+            col("seed") + 1: 7,
+            col("min_kv_len"): 8,
+            col("num_stop_ids"): 3,
+            col("num_bias"): 2,
+            col("wants_logprobs"): 1,
+            col("stop_ids"): 1,
+            col("stop_ids") + 1: 2,
+            col("stop_ids") + 2: 17,
+            col("bias_ids"): 8,
+            col("bias_ids") + 1: 9,
+            col("bias_values"): bits(2.0),
+            col("bias_values") + 1: bits(-1.0),
+            SlotLayout.PAGE_TABLE: 12,
+            SlotLayout.PAGE_TABLE + 1: 4,
         }.items()
     }
     (reset,) = step.penalty_resets
@@ -145,7 +146,7 @@ def test_an_admission_sends_the_whole_row_that_will_be_read() -> None:
 def test_negative_seeds_travel_whole() -> None:
     columns, values = slot_state(make_sequence("a", [5], 0, [1], seed=-1), 4)
     state = dict(zip(columns.tolist(), values.tolist(), strict=True))
-    assert (state[SlotLayout.SEED_LOW], state[SlotLayout.SEED_HIGH]) == (-1, -1)
+    assert (state[SlotLayout.at("seed")], state[SlotLayout.at("seed") + 1]) == (-1, -1)
 
 
 def test_the_next_owner_of_a_slot_sends_only_what_differs() -> None:
@@ -157,7 +158,7 @@ def test_the_next_owner_of_a_slot_sends_only_what_differs() -> None:
     step = packer.pack(make_plan([(second, 1, 1)], bucket, admitted=[second]))
     assert patches(step) == {
         (1, SlotLayout.KV_LEN): 0,  # the device has moved it on: always sent
-        (1, SlotLayout.SEED_LOW): 5,
+        (1, SlotLayout.at("seed")): 5,
         (1, SlotLayout.PAGE_TABLE + 1): 3,
     }
     packer.forget()

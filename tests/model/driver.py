@@ -9,7 +9,8 @@ import numpy as np
 from flax import nnx
 
 from batcher.request import SamplingParams
-from batcher.step import PATCH_BLOCK, Bucket, PackedLayout, PenaltyReset, SlotLayout, StepInput, StepOutput
+from batcher.slots import SlotLayout
+from batcher.step import PATCH_BLOCK, Bucket, PackedLayout, PenaltyReset, StepInput, StepOutput
 from model.config import LlamaConfig
 from model.execution.runner import ModelRunner, RunnerConfig
 from model.network.llama import Llama
@@ -96,24 +97,24 @@ def bits(*values: float) -> list[int]:
 
 def admission(row: Row, width: int) -> np.ndarray:
     """i32[2, n]: patches that set every column of the row's slot."""
-    s, at = row.sampling, SlotLayout
+    s, at = row.sampling, SlotLayout.at
     state = np.zeros(width, np.int32)
-    state[at.KV_LEN] = row.num_computed
-    state[at.TOP_K] = s.top_k
+    state[SlotLayout.KV_LEN] = row.num_computed
+    state[at("top_k")] = s.top_k
     floats = bits(s.temperature, s.top_p, s.min_p, s.presence_penalty, s.frequency_penalty, s.repetition_penalty)
-    columns = (at.TEMPERATURE, at.TOP_P, at.MIN_P, at.PRESENCE_PENALTY, at.FREQUENCY_PENALTY, at.REPETITION_PENALTY)
-    for column, value in zip(columns, floats, strict=True):
-        state[column] = value
+    names = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    for name, value in zip(names, floats, strict=True):
+        state[at(name)] = value
     seed = np.array([row.seed & 0xFFFFFFFF, row.seed >> 32], np.uint32)
-    state[at.SEED_LOW : at.SEED_HIGH + 1] = seed.view(np.int32)
-    state[at.MIN_KV_LEN] = len(row.prompt) + s.min_tokens
-    state[at.NUM_STOP_IDS] = len(row.stop_ids)
-    state[at.STOP_IDS : at.STOP_IDS + len(row.stop_ids)] = row.stop_ids
-    state[at.NUM_BIAS] = len(s.logit_bias)
+    state[at("seed") : at("seed") + 2] = seed.view(np.int32)
+    state[at("min_kv_len")] = len(row.prompt) + s.min_tokens
+    state[at("num_stop_ids")] = len(row.stop_ids)
+    state[at("stop_ids") : at("stop_ids") + len(row.stop_ids)] = row.stop_ids
+    state[at("num_bias")] = len(s.logit_bias)
     for i, (token, value) in enumerate(s.logit_bias):
-        state[at.BIAS_IDS + i], state[at.BIAS_VALUES + i] = token, bits(value)[0]
-    state[at.WANTS_LOGPROBS] = s.logprobs is not None
-    state[at.PAGE_TABLE : at.PAGE_TABLE + len(row.pages)] = row.pages
+        state[at("bias_ids") + i], state[at("bias_values") + i] = token, bits(value)[0]
+    state[at("wants_logprobs")] = s.logprobs is not None
+    state[SlotLayout.PAGE_TABLE : SlotLayout.PAGE_TABLE + len(row.pages)] = row.pages
     return np.stack([row.slot * width + np.arange(width, dtype=np.int32), state])
 
 

@@ -28,7 +28,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from batcher.step import Bucket, PackedLayout, SlotLayout, Variant
+from batcher.slots import SlotLayout
+from batcher.step import Bucket, PackedLayout, Variant
 from model.compiling.compiler_options import compiler_options
 from model.execution.step import DeviceState, make_step
 from model.network.llama import Llama

@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax
 import pytest
 
-from batcher.step import SlotLayout
+from batcher.slots import SlotLayout
 from model.execution import kv_cache
 from model.execution.kv_cache import GIB, DeviceMemory, MemoryNeeds, plan_pages
 from tests.model.driver import TINY

@@ -13,7 +13,8 @@ import pytest
 from flax import nnx
 
 from batcher.request import SamplingParams
-from batcher.step import PATCH_BLOCK, Bucket, Capacity, PackedLayout, SlotLayout, StepInput, Variant
+from batcher.slots import SlotLayout
+from batcher.step import PATCH_BLOCK, Bucket, Capacity, PackedLayout, StepInput, Variant
 from model.config import LlamaConfig
 from model.execution import kv_cache
 from model.execution.runner import ModelRunner, RunnerConfig

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher.request import MAX_LOGPROBS, SamplingParams
-from batcher.step import Bucket, SlotLayout, Variant
+from batcher.slots import SlotLayout
+from batcher.step import Bucket, Variant
 from model.execution.step import HISTORY_BLOCK, OutputLayout, apply_patches, history_blocks, reset_history
 from model.sampling import sampling
 from tests.model.dense_attention import causal_attention

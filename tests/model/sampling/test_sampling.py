@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 
 import jax
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy import stats
 
-from batcher.request import MAX_DEVICE_STOP_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS
-from batcher.step import SlotLayout
+from batcher.pack import slot_state
+from batcher.request import MAX_DEVICE_STOP_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, Request, SamplingParams
+from batcher.sequence import Sequence
+from batcher.slots import SlotLayout
 from model.sampling import sampling
 from model.sampling.logprobs import logprobs
 from model.sampling.threshold import kept_threshold
@@ -420,13 +423,13 @@ def test_a_vocabulary_smaller_than_the_top_is_padded():
 
 def test_rows_are_read_from_the_columns_of_the_slot_layout():
     state = np.zeros((2, SlotLayout.width(3)), np.int32)
-    state[1, SlotLayout.TEMPERATURE] = np.float32(0.5).view(np.int32)
-    state[1, SlotLayout.TOP_K] = 7
-    state[1, SlotLayout.SEED_HIGH] = -1
-    state[1, SlotLayout.STOP_IDS + 2] = 9
-    state[1, SlotLayout.BIAS_IDS + MAX_LOGIT_BIAS - 1] = 11
-    state[1, SlotLayout.BIAS_VALUES] = np.float32(-2.5).view(np.int32)
-    state[1, SlotLayout.WANTS_LOGPROBS] = 1
+    state[1, SlotLayout.at("temperature")] = np.float32(0.5).view(np.int32)
+    state[1, SlotLayout.at("top_k")] = 7
+    state[1, SlotLayout.at("seed") + 1] = -1
+    state[1, SlotLayout.at("stop_ids") + 2] = 9
+    state[1, SlotLayout.at("bias_ids") + MAX_LOGIT_BIAS - 1] = 11
+    state[1, SlotLayout.at("bias_values")] = np.float32(-2.5).view(np.int32)
+    state[1, SlotLayout.at("wants_logprobs")] = 1
     rows = jax.jit(sampling.sampling_rows)(state)
     assert rows.temperature[1] == 0.5
     assert rows.top_k[1] == 7
@@ -435,3 +438,38 @@ def test_rows_are_read_from_the_columns_of_the_slot_layout():
     assert rows.bias_ids[1, -1] == 11
     assert rows.bias_values[1, 0] == -2.5
     assert rows.wants_logprobs.tolist() == [False, True]
+
+
+def test_what_the_packer_writes_is_what_the_device_reads():
+    """A new parameter's column is in both, or this fails."""
+    asked = SamplingParams(
+        max_tokens=9,
+        min_tokens=3,
+        temperature=0.7,
+        top_k=11,
+        top_p=0.6,
+        min_p=0.25,
+        presence_penalty=0.5,
+        frequency_penalty=-1.5,
+        repetition_penalty=1.25,
+        logit_bias=((5, -2.0), (7, 3.5)),
+        logprobs=0,
+    )
+    request = Request(request_id="a", prompt=(1, 2, 3, 4), sampling=asked)
+    sequence = Sequence(
+        request, np.arange(4, dtype=np.int32), limit=9, stop_ids=frozenset({8, 2}), seed=(5 << 32) + 0xFFFFFFFE,
+        arrived_s=0.0, on_output=print,
+    )  # fmt: skip
+    state = np.zeros((1, SlotLayout.width(2)), np.int32)
+    columns, values = slot_state(sequence, page_size=4)
+    state[0, columns] = values
+    rows = sampling.sampling_rows(jnp.asarray(state))
+    stop_ids, bias_ids, bias_values = [2, 8] + [0] * 14, [5, 7] + [0] * 298, [-2.0, 3.5] + [0] * 298
+    expected = make_rows(
+        1, temperature=0.7, top_k=11, top_p=0.6, min_p=0.25, presence_penalty=0.5, frequency_penalty=-1.5,
+        repetition_penalty=1.25, seed=[0xFFFFFFFE, 5], min_kv_len=7, num_stop_ids=2, stop_ids=stop_ids, num_bias=2,
+        bias_ids=bias_ids, bias_values=bias_values, wants_logprobs=True,
+    )  # fmt: skip
+    for field in dataclasses.fields(rows):
+        np.testing.assert_array_equal(getattr(rows, field.name), getattr(expected, field.name), field.name)
+    assert rows.has_penalty.tolist() == [True]

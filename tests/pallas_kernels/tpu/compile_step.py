@@ -16,7 +16,8 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from batcher.step import Bucket, PackedLayout, SlotLayout, Variant
+from batcher.slots import SlotLayout
+from batcher.step import Bucket, PackedLayout, Variant
 from model.execution.step import DeviceState, make_step
 from model.network.sharding import TENSOR_AXIS, abstract_model, make_mesh
 from model.presets import PRESETS

@@ -1,0 +1,38 @@
+"""The columns of a slot's state on the device."""
+
+from __future__ import annotations
+
+from batcher.sampling_table import PARAMETERS, Column
+
+_FIRST = 2
+
+
+def _starts() -> tuple[dict[str, int], int]:
+    """Where each sampling column begins, and where the last one ends."""
+    starts, end = {}, _FIRST
+    for column in sampling_columns():
+        starts[column.name] = end
+        end += column.width
+    return starts, end
+
+
+def sampling_columns() -> list[Column]:
+    """The columns that hold a request's sampling parameters, in their order."""
+    return [column for parameter in PARAMETERS.values() for column in parameter.columns]
+
+
+class SlotLayout:
+    """Columns of the slot state `i32[num_slots, width]`. Numbers of other types are held as their 32 bits."""
+
+    LAST_TOKEN = 0  # the token the next step reads where the host sends -1
+    KV_LEN = 1  # tokens of this request whose K/V are in pages
+    STARTS, PAGE_TABLE = _starts()  # of the sampling columns by name; [pages_per_seq], never read past the row's pages
+
+    @staticmethod
+    def at(name: str) -> int:
+        """The first column of a sampling parameter's `Column`."""
+        return SlotLayout.STARTS[name]
+
+    @staticmethod
+    def width(pages_per_seq: int) -> int:
+        return SlotLayout.PAGE_TABLE + pages_per_seq
