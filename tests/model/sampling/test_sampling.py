@@ -145,7 +145,7 @@ def test_kept_tokens_are_the_fewest_that_suffice(logits, temperature, top_k, top
 def sorted_threshold(weights, top_k, top_p, min_p, *, slack):
     """The least weight that is kept. `slack` moves top_p by what float32 sums may be off."""
     order = np.sort(weights)[::-1]
-    of_top_k = order[: top_k or None]
+    of_top_k = order[order >= order[min(top_k, len(order)) - 1]] if top_k else order  # ties are kept together
     share = np.cumsum(of_top_k) / of_top_k.sum()
     num_of_top_p = len(of_top_k) if top_p == 1 else np.searchsorted(share, top_p + slack) + 1
     least = of_top_k[min(num_of_top_p, len(of_top_k)) - 1]
