@@ -1,9 +1,15 @@
-"""The tests run on the CPU, whatever chip or plug-in is here, with eight CPU devices so that sharded code can run."""
+"""The tests run on the CPU, whatever chip or plug-in is here, with eight CPU devices so that sharded code can run.
+
+`scripts/test` runs them in a process per core (pytest-xdist).
+"""
+
+from __future__ import annotations
 
 import os
 from pathlib import Path
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # before anything imports jax; children inherit it
 _COUNT = "--xla_force_host_platform_device_count=8"
@@ -11,9 +17,43 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_COUNT}".strip()
 
 KERNELS = [Path(__file__).parent / "pallas_kernels" / room for room in ("gpu", "tpu")]
+COMPILING_FOR_CHIPS = ("test_compile.py", "test_compile_gpu_step.py")
+MAX_PROCESSES = 8  # each imports JAX and holds programs: a gigabyte or more
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if any(room in item.path.parents for room in KERNELS):
             item.add_marker(pytest.mark.kernels)
+    if hasattr(config, "workerinput"):  # the longest first, so that no process ends much later than the others
+        items.sort(key=lambda item: not any(map(item.get_closest_marker, ("slow", "e2e"))))
+
+
+class ByFile(LoadScopeScheduling):
+    """Tests of one file run in one process, one after the other: what they compile and start is made once.
+
+    All of `e2e` share a server. Tests that compile for chips share nothing: each takes a process of its own a minute.
+    """
+
+    def __init__(self, config: pytest.Config, log: object) -> None:
+        config.option.loadscopereorder = False  # the order is that of pytest_collection_modifyitems
+        super().__init__(config, log)
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = Path(nodeid.partition("::")[0])
+        if path.name in COMPILING_FOR_CHIPS:
+            return nodeid
+        return str(path.parent if path.parent.name == "e2e" else path)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling:
+    return ByFile(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """What `-n auto` means: none but pytest's own process (0) where paths are given or output is shown as it comes."""
+    if config.args_source is pytest.Config.ArgsSource.ARGS or config.option.capture == "no":
+        return 0
+    return min(os.cpu_count() or 1, MAX_PROCESSES)
