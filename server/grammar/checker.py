@@ -1,0 +1,76 @@
+"""Whether a grammar can be compiled, found out before its request enters the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
+
+from batcher.deep_threads import deep_threads
+from batcher.grammar import GrammarError
+from server.grammar.compiler import Vocabulary, compile_grammar
+from server.http.errors import RequestError, invalid, overloaded
+
+NUM_THREADS = 2
+MAX_WAITING = 64  # grammars that wait for a thread; each takes half a second at worst
+CACHE_SIZE = 1024  # verdicts
+
+
+class GrammarChecker:
+    """Makes and compiles grammars in threads of its own: a costly one holds up none but others of its kind."""
+
+    def __init__(self, *, timeout_s: float = 10.0) -> None:
+        self._timeout_s = timeout_s
+        self._threads: ThreadPoolExecutor | None = None  # from the first grammar on
+        self._vocabulary: Vocabulary | None = None
+        self._verdicts: OrderedDict[bytes, str] = OrderedDict()  # "" for what can be compiled; belongs to the loop
+        self._num_waiting = 0
+
+    async def make(self, form: Callable[[], str], *, param: str) -> str:
+        """The grammar that `form` makes, checked. Raises RequestError 400, naming `param`."""
+        try:
+            grammar = await self._aside(form, param)
+        except GrammarError as error:
+            raise invalid(param, str(error)) from error
+        await self.check(grammar, param=param)
+        return grammar
+
+    async def check(self, grammar: str, *, param: str) -> None:
+        """Raises RequestError 400 where the grammar cannot be compiled, or not in time."""
+        key = blake2b(grammar.encode(), digest_size=16).digest()
+        fault = self._verdicts.get(key)
+        if fault is None:
+            fault = await self._aside(lambda: self._fault(grammar), param)
+            self._verdicts[key] = fault
+            if len(self._verdicts) > CACHE_SIZE:
+                self._verdicts.popitem(last=False)
+        self._verdicts.move_to_end(key)
+        if fault:
+            raise invalid(param, fault)
+
+    def _fault(self, grammar: str) -> str:
+        if self._vocabulary is None:
+            self._vocabulary = Vocabulary.of_bytes()
+        try:
+            compile_grammar(grammar, self._vocabulary)
+        except GrammarError as error:
+            return str(error)
+        return ""
+
+    async def _aside[R](self, work: Callable[[], R], param: str) -> R:
+        """A thread cannot be stopped: work that is given up ends by the compiler's own limits."""
+        if self._num_waiting >= MAX_WAITING:
+            raise overloaded("Too many grammars wait to be compiled.")
+        if self._threads is None:
+            self._threads = deep_threads(NUM_THREADS, "grammar")
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except TimeoutError as error:
+            message = f"{param}: it takes longer than {self._timeout_s:g} s to compile."
+            raise RequestError(400, message, param=param) from error
+        finally:
+            self._num_waiting -= 1

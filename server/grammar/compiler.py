@@ -1,0 +1,111 @@
+"""Grammars to llguidance's matchers, within limits: no grammar costs more than its own request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from batcher.grammar import GrammarError
+from server.grammar.fault import place_of_fault
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+# Of llguidance's own limits those that bound one token's work, to a few milliseconds. An object may have about a
+# hundred optional properties; required ones are not counted.
+STEP_LIMITS = {"max_items_in_row": 500, "step_max_items": 5_000, "step_lexer_fuel": 50_000}
+COMPILE_LIMITS = {"initial_lexer_fuel": 500_000, "max_lexer_states": 50_000, "max_grammar_size": 200_000}
+MAX_MESSAGE_CHARS = 500
+
+
+class Vocabulary:
+    """A tokenizer as llguidance reads it.
+
+    Args:
+        token_bytes: by id; b"" for what no grammar may let through: special tokens and ids that mean nothing.
+        end_ids: what may follow a complete text.
+        encode: a text's ids. Bytes that a grammar forces are drawn as the tokens that the model has learnt for them.
+    """
+
+    def __init__(
+        self, token_bytes: Sequence[bytes], *, end_ids: Sequence[int], encode: Callable[[str], list[int]]
+    ) -> None:
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        self.size = len(token_bytes)
+        self.end_ids = tuple(end_ids)
+        wrapper = TokenizerWrapper(_Wrapped(token_bytes, end_ids[0], encode))
+        self.tokenizer: LLTokenizer = LLTokenizer(wrapper, n_vocab=self.size, eos_token=list(end_ids))
+
+    @classmethod
+    def of_bytes(cls) -> Vocabulary:
+        """The 256 bytes and an end: enough to see whether a grammar can be compiled."""
+        return cls([*(bytes([i]) for i in range(256)), b""], end_ids=[256], encode=lambda text: list(text.encode()))
+
+
+class _Wrapped:
+    """The attributes that `TokenizerWrapper` asks for."""
+
+    bos_token_id = None
+    special_token_ids: Sequence[int] = ()
+
+    def __init__(self, tokens: Sequence[bytes], end_id: int, encode: Callable[[str], list[int]]) -> None:
+        self.tokens = tokens
+        self.eos_token_id = end_id
+        self._encode = encode
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._encode(text.decode("utf-8", errors="replace"))
+
+
+def compile_grammar(grammar: str, vocabulary: Vocabulary) -> LLMatcher:
+    """A matcher at the grammar's start. Releases the GIL. Raises GrammarError, which names the place in a schema."""
+    matcher = _compile(grammar, vocabulary)
+    if matcher.is_error():
+        raise GrammarError(_fault_in_words(grammar, matcher, vocabulary))
+    return matcher
+
+
+def error_of(matcher: LLMatcher) -> str:
+    """Its error in one line."""
+    return _one_line(matcher.get_error())
+
+
+def _compile(grammar: str, vocabulary: Vocabulary) -> LLMatcher:
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(**STEP_LIMITS, **COMPILE_LIMITS, verbose_errors=False)
+    return LLMatcher(vocabulary.tokenizer, grammar, limits=limits, log_level=0)
+
+
+def _fault_in_words(grammar: str, matcher: LLMatcher, vocabulary: Vocabulary) -> str:
+    fault = matcher.get_error()
+    schema = _schema_of(grammar)
+    if schema is None:
+        return _one_line(fault)
+
+    def fault_of(inner: Any) -> str:
+        from llguidance import LLMatcher
+
+        return str(_compile(LLMatcher.grammar_from_json_schema(json.dumps(inner)), vocabulary).get_error())
+
+    return f"{_one_line(fault)} (at {place_of_fault(schema, fault, fault_of)})"
+
+
+def _schema_of(grammar: str) -> Any:
+    """The JSON schema that the grammar is made of; None where it is something else."""
+    try:
+        (only,) = json.loads(grammar)["grammars"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    schema = only.get("json_schema")
+    return schema if isinstance(schema, dict) else None
+
+
+def _one_line(message: str) -> str:
+    """Without the grammar's own text and the traces that follow it."""
+    if message.startswith("panic"):
+        return "the grammar's compiler failed on it"
+    lines = (line.strip() for line in message.split("<state>")[0].splitlines())
+    return " ".join(line for line in lines if line and not line.startswith("<"))[:MAX_MESSAGE_CHARS]

@@ -1,0 +1,118 @@
+"""The forms in which structured output is asked for, as one: a grammar, a text in llguidance's own format.
+
+    grammar = json_schema_grammar({"type": "object", "properties": {"city": {"type": "string"}}})
+    grammar = lark_grammar('start: "yes" | "no"')
+    await state.grammars.check(grammar, param="tools")   # RequestError 400 where it cannot be compiled
+    SamplingParams(..., grammar=grammar)                 # the output is a text of the grammar, and then an end
+
+In a Lark grammar `%json {...}` stands for a JSON schema, so that text and JSON may follow each other. Special tokens
+are no part of any grammar: the engine never lets them through.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from batcher.grammar import GrammarError
+
+MAX_GRAMMAR_CHARS = 2**16  # half a second to compile, at worst
+MAX_NESTING = 128  # brackets inside brackets, in a pattern or a grammar; JSON has the same limit
+# White space between JSON's marks is bounded: a model that has nothing to say would go on with it for ever. `lenient`
+# would ignore what a schema asks for and the compiler does not know; a schema's own options may not turn it on.
+JSON_OPTIONS = {"whitespace_pattern": r"[ \n]{0,16}", "lenient": False}
+
+
+def json_schema_grammar(schema: Mapping[str, Any] | bool) -> str:
+    """Texts that are JSON and valid by `schema`. GrammarError where it is larger than any schema may be."""
+    from llguidance import LLMatcher
+
+    if not isinstance(schema, Mapping | bool):
+        raise GrammarError("a schema must be an object or a boolean")
+    if schema is False:
+        raise GrammarError("nothing is valid by the schema `false`")
+    text = "{}" if schema is True else _checked_size(_dumps(schema))
+    try:
+        return str(LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS))
+    except ValueError as error:
+        raise GrammarError(f"the schema cannot be read: {error}") from error
+
+
+def json_object_grammar() -> str:
+    """Texts that are a JSON object, whatever it holds."""
+    return json_schema_grammar({"type": "object"})
+
+
+def regex_grammar(pattern: str) -> str:
+    """Texts that match the whole pattern, in the syntax of Rust's `regex`: without look-around and back-references."""
+    from llguidance import LLMatcher
+
+    return str(LLMatcher.grammar_from_regex(_checked_nesting(_checked_size(pattern))))
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """One of the texts."""
+    if not choices:
+        raise GrammarError("there must be at least one choice")
+    return lark_grammar("start: " + " | ".join(json.dumps(choice) for choice in choices), nesting=False)
+
+
+def lark_grammar(text: str, *, nesting: bool = True) -> str:
+    """A Lark grammar as llguidance reads it, or one in GBNF or EBNF (`root ::= ...`)."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    _checked_size(text)
+    if nesting:
+        _checked_nesting(text)
+    try:
+        lark = any_to_lark(text) if "::=" in text else text
+    except Exception as error:  # the converter raises bare ones
+        raise GrammarError(f"the EBNF cannot be read: {error}") from error
+    return str(LLMatcher.grammar_from_lark(lark))
+
+
+def structural_tag_grammar(structures: Sequence[Mapping[str, Any]], triggers: Sequence[str]) -> str:
+    """Free text in which every trigger begins one of the `structures`: its `begin`, JSON by its `schema`, its `end`."""
+    from llguidance import StructTag
+
+    tags = []
+    for number, structure in enumerate(structures):
+        begin, end, schema = structure.get("begin"), structure.get("end"), structure.get("schema", {})
+        trigger = next((t for t in triggers if isinstance(begin, str) and t and begin.startswith(t)), None)
+        if trigger is None or not isinstance(end, str) or not isinstance(schema, Mapping):
+            raise GrammarError(
+                f"structure {number} needs a `begin` that starts with one of the triggers, a `schema` and an `end`"
+            )
+        tags.append(StructTag(trigger=trigger, begin=begin, grammar=dict(schema), end=end))
+    if not tags:
+        raise GrammarError("there must be at least one structure")
+    return lark_grammar(StructTag.to_grammar(tags, assume_special=False), nesting=False)
+
+
+def _dumps(schema: Any) -> str:
+    try:
+        return json.dumps(schema)
+    except RecursionError as error:
+        raise GrammarError("the schema is nested too deeply") from error
+
+
+def _checked_size(text: str) -> str:
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise GrammarError(f"has {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are allowed")
+    return text
+
+
+def _checked_nesting(text: str) -> str:
+    """The compiler's own recursion ends with the process."""
+    depth = deepest = 0
+    for mark in text:
+        if mark in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif mark in ")]}":
+            depth -= 1
+    if deepest > MAX_NESTING:
+        raise GrammarError(f"is nested too deeply: {deepest} brackets; at most {MAX_NESTING} are allowed")
+    return text

@@ -1,0 +1,83 @@
+"""Matchers over the model's own tokens: where each request stands in its grammar, and what may come next."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from batcher.grammar import GrammarError, Permit, num_mask_words
+from server.grammar.compiler import Vocabulary, compile_grammar, error_of
+from server.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+CACHE_SIZE = 64  # compiled grammars
+
+
+def vocabulary_of(tokenizer: Tokenizer, *, vocab_size: int, end_ids: Sequence[int]) -> Vocabulary:
+    """The model's tokens, the special ones left out: a grammar lets none of them through but the ends."""
+    tokens = [b"" if id in tokenizer.special_ids else text for id, text in enumerate(tokenizer.token_bytes)]
+    tokens = [*tokens[:vocab_size], *[b""] * (vocab_size - len(tokens))]
+    return Vocabulary(tokens, end_ids=end_ids, encode=lambda text: tokenizer.encode_plain([text])[0])
+
+
+class TokenGrammars:
+    """`batcher.grammar.Grammars`. The first matcher loads the vocabulary, unless `load` has been called before."""
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        self._load = vocabulary
+        self._vocabulary: Vocabulary | None = None
+        self._loading, self._caching = Lock(), Lock()
+        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()  # each at its start; never advanced
+
+    def load(self) -> Vocabulary:
+        """Blocks until the vocabulary is there: a second for a hundred thousand tokens."""
+        with self._loading:
+            if self._vocabulary is None:
+                self._vocabulary = self._load()
+            return self._vocabulary
+
+    def matcher(self, grammar: str) -> TokenMatcher:
+        return TokenMatcher(self, grammar)
+
+    def compiled(self, grammar: str) -> LLMatcher:
+        """A matcher of its own for every call. Raises GrammarError."""
+        key = blake2b(grammar.encode(), digest_size=16).digest()
+        with self._caching:
+            if key in self._compiled:
+                self._compiled.move_to_end(key)
+                return self._compiled[key].deep_copy()
+        matcher = compile_grammar(grammar, self.load())
+        with self._caching:
+            self._compiled[key] = matcher
+            if len(self._compiled) > CACHE_SIZE:
+                self._compiled.popitem(last=False)
+            return matcher.deep_copy()
+
+
+class TokenMatcher:
+    """`batcher.grammar.Matcher`."""
+
+    def __init__(self, grammars: TokenGrammars, grammar: str) -> None:
+        self._grammars = grammars
+        self._grammar = grammar
+        self._matcher: LLMatcher | None = None
+
+    def advance(self, tokens: Sequence[int]) -> Permit:
+        if self._matcher is None:
+            self._matcher = self._grammars.compiled(self._grammar)
+        matcher, vocabulary = self._matcher, self._grammars.load()
+        for token in tokens:
+            if not matcher.consume_token(token):
+                raise GrammarError(f"a token that the grammar does not allow was drawn: {error_of(matcher)}")
+        mask = np.zeros(num_mask_words(vocabulary.size), np.int32)
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if matcher.is_error():
+            raise GrammarError(f"the grammar costs too much to go on with: {error_of(matcher)}")
+        return Permit(mask, matcher.is_stopped())
