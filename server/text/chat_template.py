@@ -13,7 +13,8 @@ token; it is used only where it gives the plain rendering and the very control t
 fails too, the text is rendered under a disguise that can be taken off afterwards. No user's text becomes a control
 token on any path.
 
-Roles are not disguised: they are checked against a fixed list before.
+Roles are not disguised: they are checked against a fixed list before. Nor are the names of fields by which templates
+look into messages, tools and documents (FIELDS); every other key is text.
 """
 
 from __future__ import annotations
@@ -21,10 +22,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jinja2.nodes
+
 from model.inputs.limits import MAX_TEMPLATE_BYTES
 from server.text.masking import Change, Mask, Substitution, free_characters, map_strings, translated
 from server.text.special_tokens import Part, SpecialTokens
 from server.text.template_environment import template_environment
+
+FIELDS = frozenset(
+    "role content name tool_calls tool_call_id id type function description parameters arguments strict return "
+    "properties required items enum default anyOf additionalProperties title text doc_id".split()
+)
+_TWO_CALLS = [{"type": "function", "id": id, "function": {"name": "f", "arguments": {}}} for id in ("call_1", "call_2")]
 
 
 class TemplateError(ValueError):
@@ -39,8 +48,11 @@ class ChatTemplate:
             raise TemplateError(
                 f"The chat template has {len(source)} characters; at most {MAX_TEMPLATE_BYTES} are read."
             )
+        environment = template_environment()
         try:
-            self._template = template_environment().from_string(source)
+            self._template = environment.from_string(source)
+            names = environment.parse(source).find_all(jinja2.nodes.Name)
+            self._reads = frozenset(name.name for name in names if name.ctx == "load")
         except Exception as error:  # Jinja's own errors, and Python's where it cannot compile what Jinja wrote
             raise TemplateError(f"The chat template is not valid: {error or type(error).__name__}") from error
         self._variables = dict(variables)
@@ -50,6 +62,10 @@ class ChatTemplate:
         self._initials = {token[0] for token in special_tokens}
         self._mask = Mask(self._letters)
 
+    def reads(self, variable: str) -> bool:
+        """Whether the template makes use of a variable, such as `tools` or `documents`."""
+        return variable in self._reads
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -58,12 +74,15 @@ class ChatTemplate:
         continue_final_message: bool = False,
         extra: Mapping[str, Any] | None = None,
     ) -> list[Part]:
-        """`extra` are further template variables; their text is as little trusted as the messages'.
+        """`extra` are further template variables, `tools` and `documents` among them; their text is as little trusted
+        as the messages'.
 
         `continue_final_message` ends the rendering with the last message's text, for the model to go on with.
         Raises TemplateError.
         """
         extra = dict(extra or {})
+        if any(len(message.get("tool_calls", ())) > 1 for message in messages) and not self._takes_two_calls():
+            messages = _with_single_calls(messages)
         end = ""
         if continue_final_message:
             (end,) = self._free_characters([messages, extra], 1)
@@ -117,12 +136,17 @@ class ChatTemplate:
     ) -> str:
         """The rendering of the conversation with every string of it changed, but for roles and names of fields."""
         changed = [_change_fields(message, change) | {"role": message["role"]} for message in messages]
-        own = {"messages": changed, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
-        variables = _change_fields(extra, change) | self._variables | own
+        own = {"messages": changed, "add_generation_prompt": add_generation_prompt}
+        variables = {"tools": None, "documents": None} | _change_fields(extra, change) | self._variables | own
         try:
             return self._template.render(variables)  # not as keywords: a variable may be called `self`
         except Exception as error:  # a template is a foreign program: whatever it raises, it refuses the conversation
             raise TemplateError(f"The chat template cannot render this conversation: {error}") from error
+
+    def _takes_two_calls(self) -> bool:
+        """Llama 3.1's own template takes one call a message, and raises where there are more."""
+        messages = [{"role": "user", "content": ""}, {"role": "assistant", "content": "", "tool_calls": _TWO_CALLS}]
+        return _try(lambda change: self._run(messages, True, {}, change), str) is not None
 
 
 def _try(rendering: Callable[[Change], str], change: Change) -> str | None:
@@ -133,7 +157,21 @@ def _try(rendering: Callable[[Change], str], change: Change) -> str | None:
 
 
 def _change_fields(fields: Mapping[str, Any], change: Change) -> dict[str, Any]:
-    return {name: map_strings(value, change) for name, value in fields.items()}
+    return {name: map_strings(value, change, FIELDS) for name, value in fields.items()}
+
+
+def _with_single_calls(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """A message with several tool calls becomes as many messages, the first with the content."""
+    single: list[Mapping[str, Any]] = []
+    for message in messages:
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            single.append(message)
+            continue
+        for i, call in enumerate(calls):
+            content = message["content"] if i == 0 else ""
+            single.append({**message, "content": content, "tool_calls": [call]})
+    return single
 
 
 def _with_end(message: Mapping[str, Any], end: str) -> dict[str, Any]:

@@ -82,12 +82,14 @@ def strings_of(value: Any) -> Iterator[str]:
             stack += item
 
 
-def map_strings(value: Any, change: Change) -> Any:
-    """A JSON-like value with every string in it changed, keys too."""
+def map_strings(value: Any, change: Change, fields: Collection[str] = ()) -> Any:
+    """A JSON-like value with every string in it changed, and every key but `fields`."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {map_strings(key, change): map_strings(item, change) for key, item in value.items()}
+        return {
+            key if key in fields else change(key): map_strings(item, change, fields) for key, item in value.items()
+        }
     if isinstance(value, Sequence):
-        return [map_strings(item, change) for item in value]
+        return [map_strings(item, change, fields) for item in value]
     return value
