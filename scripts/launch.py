@@ -22,6 +22,7 @@ from scripts.wiring.stand_in_tokenizer import tokenizer_folder
 from server.engine.scratch_folder import ScratchFolder
 from server.main import run
 from server.settings import DEFAULT_MAX_REQUEST_LOGPROBS, DEFAULT_METRICS_PREFIX, GenerationDefaults, Settings
+from server.text.tool_calls.formats import FORMATS
 
 ENGINE = "scripts.wiring.engine:build"
 KEY_VARIABLE = "PALLAS_SERVE_API_KEY"
@@ -52,6 +53,13 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument(
         "--chat-template", type=local_path, metavar="FILE", help="a Jinja file in place of the model's own"
     )
+    server.add_argument(
+        "--tool-call-parser", default="llama3_json", choices=FORMATS, help="how the model writes its tool calls"
+    )
+    server.add_argument(
+        "--enable-auto-tool-choice", action=argparse.BooleanOptionalAction, default=True,
+        help="the model may call tools by itself (default: it may)",
+    )  # fmt: skip
     server.add_argument("--allowed-origins", nargs="+", default=["*"], metavar="ORIGIN", help="CORS (default: all)")
     server.add_argument("--queue-timeout", type=float, metavar="S", help="refuse requests that waited so long")
     server.add_argument(
@@ -85,6 +93,8 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         api_keys=api_keys(args),
         allowed_origins=tuple(args.allowed_origins),
         chat_template=read_text(args.chat_template, MAX_TEMPLATE_BYTES) if args.chat_template else None,
+        enable_auto_tool_choice=args.enable_auto_tool_choice,
+        tool_call_parser=args.tool_call_parser,
         generation_defaults=GenerationDefaults.from_folder(source.folder) if source.folder else GenerationDefaults(),
         metrics_prefix=args.metrics_prefix,
         version=version(),

@@ -73,6 +73,8 @@ class Settings:
     api_keys: tuple[str, ...] = ()  # none: open to all
     allowed_origins: tuple[str, ...] = ("*",)
     chat_template: str | None = None  # replaces the tokenizer's own
+    enable_auto_tool_choice: bool = True  # the model may call tools without being made to
+    tool_call_parser: str = "llama3_json"  # the format of its calls
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     metrics_prefix: str = DEFAULT_METRICS_PREFIX
     version: str = "0.0.0"

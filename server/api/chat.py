@@ -16,6 +16,7 @@ from server.api.schemas import ChatRequest
 from server.api.score_limit import limit_scores
 from server.api.state import ServerState
 from server.api.submission import check_min_tokens, check_num_choices, read_generation, start_generation
+from server.api.tools import call_parsers, usable_tools
 from server.http.errors import invalid
 
 
@@ -37,7 +38,8 @@ class Chat:
         check_counts(asked, body.min_tokens, param=param)
         check_num_choices(state, 1, body.n)
 
-        prompt = await encode_chat(state, body)
+        tools = await usable_tools(state, body)
+        prompt = await encode_chat(state, body, tools)
         limit = output_limit(len(prompt), asked, state.client.info.max_model_len, param=param)
         (limit,) = limit_scores(
             [limit],
@@ -56,6 +58,7 @@ class Chat:
             [limit],
             logprobs=top_logprobs,
             prompt_logprobs=body.prompt_logprobs,
+            new_call_parser=None if tools is None else call_parsers(state.settings.tool_call_parser, tools),
         )
         options = ChatOptions(prompt=prompt, top_logprobs=top_logprobs, num_prompt_logprobs=body.prompt_logprobs)
         writer = ChatWriter(generation, head, state.tokenizer, options)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
+from batcher.request import FinishReason
 from server.api.choices_writer import ChoicesWriter
 from server.api.logprobs import chat_entries, prompt_logprobs
 from server.api.writer import AnswerHead
 from server.engine.generation import Choice, Gain, Generation, ScoredToken
-from server.http.json_pieces import LongText, list_of
+from server.http.json_pieces import LongText, event_pieces, list_of
 from server.http.sse import encode_json, event
 from server.text.tokenizer import Tokenizer
+from server.text.tool_calls.pieces import CallDelta, Piece
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,10 +39,31 @@ class ChatWriter(ChoicesWriter):
         chunk = self._chunk(choice, {"delta": {"role": "assistant", "content": ""}})
         return [event(encode_json(chunk))]
 
+    def gained(self, choice: Choice, gain: Gain) -> Iterable[bytes]:
+        if not gain.calls:
+            return super().gained(choice, gain)
+        chunks = [self._chunk(choice, self._piece_fields(piece)) for piece in gain.pieces]
+        if self._scores_shown:
+            chunks[0]["choices"][0]["logprobs"] = self._scores(choice, gain.scored)
+        return chain.from_iterable(map(event_pieces, chunks))
+
+    def _piece_fields(self, piece: Piece) -> dict[str, Any]:
+        if isinstance(piece, str):
+            return self._text_fields(LongText(piece))
+        return {"delta": {"tool_calls": [{"index": piece.index, **_call_fields(piece)}]}}
+
+    def _ending(self, choice: Choice) -> dict[str, Any]:
+        fields = super()._ending(choice)
+        if choice.num_calls and choice.finish_reason == FinishReason.STOP.value:
+            fields["finish_reason"] = "tool_calls"
+        return fields
+
     def _whole_choice(self, choice: Choice, gain: Gain) -> dict[str, Any]:
+        calls = {"tool_calls": [_call_fields(call) for call in gain.calls]} if gain.calls else {}
+        content = LongText(gain.text) if gain.text or not calls else None
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": LongText(gain.text), "refusal": None},
+            "message": {"role": "assistant", "content": content, "refusal": None, **calls},
             "logprobs": self._scores(choice, gain.scored) if self._scores_shown else None,
             **self._ending(choice),
         }
@@ -59,3 +84,11 @@ class ChatWriter(ChoicesWriter):
             return {}
         entries = prompt_logprobs(self._tokenizer, prompt, self._generation.choices[0].prompt_logprobs or [], num_top)
         return {"prompt_logprobs": list_of(entries, len(prompt))}
+
+
+def _call_fields(call: CallDelta) -> dict[str, Any]:
+    """The call's head comes with its first delta."""
+    arguments = {"arguments": LongText(call.arguments)}
+    if call.name is None:
+        return {"function": arguments}
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": {"name": call.name, **arguments}}

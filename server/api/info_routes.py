@@ -18,6 +18,7 @@ from server.api.route import ApiRoute
 from server.api.sampling import check_ids
 from server.api.schemas import DetokenizeRequest, TokenizeRequest
 from server.api.state import ServerState
+from server.api.tools import check_template, read_tools
 from server.http.body import read_body
 from server.http.errors import RequestError, invalid, model_not_found, unavailable
 from server.http.json_pieces import LongText, json_pieces, list_of
@@ -86,7 +87,10 @@ class Info:
         if (body.prompt is None) == (body.messages is None):
             raise RequestError(400, "Give either `prompt` or `messages`.", param="prompt")
         if body.messages is not None:
-            ids = await encode_chat(state, body)
+            tools = read_tools(body.tools, None, parallel=None)
+            if tools is not None:
+                check_template(state)
+            ids = await encode_chat(state, body, tools)
         else:
             check_text_length(len(body.prompt), state.tokenizer, state.client.info.max_model_len)
             ids = await state.aside.run(len(body.prompt), self._encode, body)

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from server.http.errors import INVALID_BODY, RequestError, invalid, unsupported
+from server.http.errors import unsupported
 
 
 class StreamOptions(msgspec.Struct):
@@ -65,14 +65,28 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 class ContentPart(msgspec.Struct):
     type: str
     text: str | None = None
+    refusal: str | None = None
+
+
+class FunctionCall(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any] | None = None  # JSON, or what it stands for
+
+
+class ToolCall(msgspec.Struct):
+    function: FunctionCall
+    id: str | None = None
+    type: str | None = None
 
 
 class Message(msgspec.Struct):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[Any] | None = None
-    function_call: Any = None
+    refusal: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    function_call: FunctionCall | None = None  # the older form of `tool_calls`
 
 
 class ResponseFormat(msgspec.Struct):
@@ -86,16 +100,17 @@ class ChatRequest(SamplingFields, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET  # `template_variables` reads it
-    # known and refused
-    tools: list[Any] | None = None
+    chat_template_kwargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET  # `server.api.template_input` reads it
+    documents: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET  # likewise
+    tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET  # `read_tools` reads them
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    # known and refused
     functions: list[Any] | None = None
     function_call: Any = None
     response_format: ResponseFormat | None = None
     modalities: list[str] | None = None
     audio: Any = None
-    documents: list[Any] | None = None
     echo: bool | None = None
     chat_template: str | None = None
 
@@ -117,6 +132,9 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
+    chat_template_kwargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    documents: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -124,26 +142,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: list[int]
 
 
-MAX_TEMPLATE_KWARGS_BYTES = 64 * 1024  # the template walks through every string of it, several times
-
-_decode_template_kwargs = msgspec.json.Decoder(dict[str, Any] | None).decode
-
 Body = ChatRequest | CompletionRequest | TokenizeRequest | DetokenizeRequest
-
-
-def template_variables(body: ChatRequest) -> dict[str, Any]:
-    """`chat_template_kwargs`. Raises RequestError 400 for anything but an object of a bearable size."""
-    param, raw = "chat_template_kwargs", body.chat_template_kwargs
-    if raw is msgspec.UNSET:
-        return {}
-    if len(raw) > MAX_TEMPLATE_KWARGS_BYTES:
-        raise invalid(param, f"is larger than {MAX_TEMPLATE_KWARGS_BYTES} bytes")
-    try:
-        return _decode_template_kwargs(raw) or {}
-    except RecursionError as error:
-        raise invalid(param, "is nested too deeply") from error
-    except ValueError as error:
-        raise RequestError(400, f"{param}: {error}", type=INVALID_BODY, param=param) from error
 
 
 def refuse_unsupported(body: SamplingFields) -> None:
@@ -174,19 +173,14 @@ def refuse_unsupported(body: SamplingFields) -> None:
 
 
 def _refuse_unsupported_chat(body: ChatRequest) -> None:
-    if body.tools or body.functions:
-        raise unsupported("tools" if body.tools else "functions", "tool calling is")
-    if body.tool_choice not in (None, "none"):
-        message = "tool_choice: it is only allowed together with tools, which are not supported yet."
-        raise RequestError(400, message, param="tool_choice")
+    if body.functions:
+        raise unsupported("functions", "this older form of `tools` is")
     if body.function_call not in (None, "none"):
-        raise unsupported("function_call", "tool calling is")
+        raise unsupported("function_call", "this older form of `tool_choice` is")
     if body.modalities is not None and body.modalities != ["text"]:
         raise unsupported("modalities", "output other than text is")
     if body.audio is not None:
         raise unsupported("audio", "audio output is")
-    if body.documents:
-        raise unsupported("documents", "retrieval documents are")
     if body.echo:
         raise unsupported("echo", "repeating the last message is")
     if body.chat_template:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 from starlette.requests import Request
@@ -21,6 +21,7 @@ from server.http.body import read_body
 from server.http.errors import RequestError, invalid
 from server.text.stop_strings import StopStrings
 from server.text.stream import TextStream
+from server.text.tool_calls.parser import CallParser
 
 
 async def read_generation[T: SamplingFields](
@@ -64,9 +65,11 @@ async def start_generation(
     *,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    new_call_parser: Callable[[], CallParser] | None = None,
 ) -> Generation:
     """Submits `head.n` sequences for each prompt, prompt by prompt; `limits` are the prompts' output limits.
 
+    `new_call_parser` gives each choice what finds tool calls in it; None: nothing does.
     Where nothing is streamed, only the first choice of each prompt has the prompt's log-probabilities.
     """
     generation = Generation(state.client, head.id, stream=bool(body.stream))
@@ -84,7 +87,10 @@ async def start_generation(
                 min_tokens=body.min_tokens or 0,
             )
             index = len(generation.choices)
-            generation.choices.append(Choice(generation, index, stream, len(prompt), include_stop=include_stop))
+            calls = None if new_call_parser is None else new_call_parser()
+            generation.choices.append(
+                Choice(generation, index, stream, len(prompt), include_stop=include_stop, calls=calls)
+            )
             sampling = sampling_params(
                 body,
                 state.settings.generation_defaults,

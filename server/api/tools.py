@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from server.http.errors import INVALID_BODY, RequestError, invalid, unsupported
+from server.api.raw_json import RawField, is_deeper_than, read_raw
+from server.api.schemas import ChatRequest
+from server.api.state import ServerState
+from server.http.errors import RequestError, invalid, unsupported
+from server.text.tool_calls.formats import FORMATS
+from server.text.tool_calls.parser import CallParser
 
 MAX_TOOLS = 128  # as many as OpenAI takes
 MAX_TOOLS_BYTES = 256 * 1024  # the template walks through every string of them, several times
@@ -54,12 +60,10 @@ class Tools:
         return [{"type": "function", "function": _given(spec)} for spec in self.specs]
 
 
-_decode_tools = msgspec.json.Decoder(list[ToolSpec] | None).decode
+_decoder = msgspec.json.Decoder(list[ToolSpec] | None)
 
 
-def read_tools(
-    raw: msgspec.Raw | msgspec.UnsetType, choice: str | Mapping[str, Any] | None, *, parallel: bool | None
-) -> Tools | None:
+def read_tools(raw: RawField, choice: str | Mapping[str, Any] | None, *, parallel: bool | None) -> Tools | None:
     """The request's `tools`, `tool_choice` and `parallel_tool_calls`. None: no tool may be called.
 
     Raises RequestError 400 for whatever cannot be meant.
@@ -80,17 +84,39 @@ def read_tools(
     return Tools(specs=tuple(specs), choice=kind, parallel=parallel is not False and kind is not ToolChoice.NAMED)
 
 
-def _read_specs(raw: msgspec.Raw | msgspec.UnsetType) -> list[FunctionSpec]:
-    if raw is msgspec.UNSET:
-        return []
-    if len(raw) > MAX_TOOLS_BYTES:
-        raise invalid("tools", f"are larger than {MAX_TOOLS_BYTES} bytes")
-    try:
-        tools = _decode_tools(raw) or []
-    except RecursionError as error:
-        raise invalid("tools", "are nested too deeply") from error
-    except ValueError as error:
-        raise RequestError(400, f"tools: {error}", type=INVALID_BODY, param="tools") from error
+async def usable_tools(state: ServerState, body: ChatRequest) -> Tools | None:
+    """The tools that the model is shown and may call. None: there are none, or it may call none.
+
+    Raises RequestError 400 for whatever cannot be meant, or cannot be had on this server.
+    """
+    raw = body.tools
+    size = 0 if raw is msgspec.UNSET else len(raw)
+    tools = await state.aside.run(size, read_tools, raw, body.tool_choice, parallel=body.parallel_tool_calls)
+    if tools is None:
+        return None
+    check_template(state)
+    if tools.choice is ToolChoice.AUTO and not state.settings.enable_auto_tool_choice:
+        message = "tool_choice: `auto` is switched off on this server (--no-enable-auto-tool-choice)."
+        raise RequestError(400, message, param="tool_choice")
+    if tools.choice in (ToolChoice.REQUIRED, ToolChoice.NAMED):
+        raise unsupported("tool_choice", "making the model call a tool is")
+    return tools
+
+
+def call_parsers(name: str, tools: Tools) -> Callable[[], CallParser]:
+    """What makes parsers of the named format."""
+    return partial(FORMATS[name], tools.names, most_calls=None if tools.parallel else 1)
+
+
+def check_template(state: ServerState) -> None:
+    """Raises RequestError 400 where the model would not be shown the tools."""
+    if state.chat_template is None or not state.chat_template.reads("tools"):
+        message = "tools: this model's chat template has no place for tools; --chat-template FILE gives it another."
+        raise RequestError(400, message, param="tools")
+
+
+def _read_specs(raw: RawField) -> list[FunctionSpec]:
+    tools = read_raw("tools", raw, _decoder, max_bytes=MAX_TOOLS_BYTES) or []
     if len(tools) > MAX_TOOLS:
         raise invalid("tools", f"at most {MAX_TOOLS} are allowed, got {len(tools)}")
     specs = [_checked(i, tool) for i, tool in enumerate(tools)]
@@ -128,20 +154,6 @@ def _read_choice(choice: str | Mapping[str, Any] | None) -> tuple[ToolChoice, st
         case {"type": str(kind)} if kind != "function":
             raise unsupported("tool_choice", f"the type `{kind[:40]}` is")
     raise invalid("tool_choice", 'must be none, auto, required or {"type": "function", "function": {"name": ...}}')
-
-
-def is_deeper_than(most: int, value: Any) -> bool:
-    """Whether lists and objects lie in each other more than `most` deep."""
-    level = [value]
-    for _ in range(most + 1):
-        level = [inner for item in level for inner in _items(item)]
-    return bool(level)
-
-
-def _items(value: Any) -> Sequence[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    return value if isinstance(value, list) else ()
 
 
 def _given(spec: FunctionSpec) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from server.engine import wire
 from server.engine.client import EngineClient
 from server.http.errors import RequestError, internal, overloaded, unavailable
 from server.text.stream import TextStream
+from server.text.tool_calls.parser import CallParser
+from server.text.tool_calls.pieces import CallDelta, Piece
 
 logger = logging.getLogger("pallas_serve")
 
@@ -32,19 +34,32 @@ class ScoredToken:
 class Gain:
     """What a choice has gained since it was asked before."""
 
-    text: str = ""
+    pieces: list[Piece] = field(default_factory=list)  # none is empty
     scored: list[ScoredToken] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The content alone."""
+        return "".join([piece for piece in self.pieces if isinstance(piece, str)])
+
+    @property
+    def calls(self) -> list[CallDelta]:
+        return [piece for piece in self.pieces if isinstance(piece, CallDelta)]
 
 
 class Choice:
-    """One sequence: outputs go in, text and scored tokens are taken out by the response."""
+    """One sequence: outputs go in, text, tool calls and scored tokens are taken out by the response.
+
+    `calls` finds tool calls in the text; None: it is all content.
+    """
 
     __slots__ = (
+        "_calls",
         "_generation",
         "_include_stop",
-        "_pieces",
         "_scored",
         "_stream",
+        "_texts",
         "finish_reason",
         "index",
         "num_cached_tokens",
@@ -56,12 +71,20 @@ class Choice:
     )
 
     def __init__(
-        self, generation: Generation, index: int, stream: TextStream, num_prompt_tokens: int, *, include_stop: bool
+        self,
+        generation: Generation,
+        index: int,
+        stream: TextStream,
+        num_prompt_tokens: int,
+        *,
+        include_stop: bool,
+        calls: CallParser | None = None,
     ) -> None:
         self._generation = generation
         self._stream = stream
         self._include_stop = include_stop
-        self._pieces: list[str] = []
+        self._calls = calls
+        self._texts: list[str] = []
         self._scored: list[ScoredToken] = []
         self.index = index
         self.request_id = f"{generation.request_id}-{index}"
@@ -74,9 +97,19 @@ class Choice:
 
     def take(self) -> Gain:
         """What has come since the last call."""
-        gain = Gain("".join(self._pieces), self._scored)
-        self._pieces, self._scored = [], []
+        if self._calls is not None:
+            pieces = self._calls.take()
+        else:
+            text = "".join(self._texts)
+            pieces = [text] if text else []
+        gain = Gain(pieces, self._scored)
+        self._texts, self._scored = [], []
         return gain
+
+    @property
+    def num_calls(self) -> int:
+        """Tool calls that have begun."""
+        return 0 if self._calls is None else self._calls.num_calls
 
     def on_output(self, output: wire.Output) -> None:
         if output.error is not None or output.finish_reason == FinishReason.ABORT:
@@ -102,17 +135,29 @@ class Choice:
                 self._scored.append(ScoredToken(token_id, stream.num_chars, output.logprobs[i]))
             if i == last and output.finish_reason == FinishReason.STOP and not self._include_stop:
                 break  # the token that ends the sequence is counted and scored, not shown
-            self._pieces.append(stream.push(token_id))
-            if stream.matched_stop is not None:
-                self.finish_reason, self.stop_reason = FinishReason.STOP.value, stream.matched_stop
+            self._add(stream.push(token_id))
+            if stream.matched_stop is not None or (self._calls is not None and self._calls.is_full):
+                self._finish(FinishReason.STOP.value, stream.matched_stop)
                 if output.finish_reason is None:
                     self._generation.stop_choice(self)
                 return
         if output.finish_reason is not None:
-            self._pieces.append(stream.finish())
-            self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+            self._add(stream.finish())
             if stream.matched_stop is not None:
-                self.finish_reason, self.stop_reason = FinishReason.STOP.value, stream.matched_stop
+                self._finish(FinishReason.STOP.value, stream.matched_stop)
+            else:
+                self._finish(output.finish_reason, output.stop_reason)
+
+    def _add(self, text: str) -> None:
+        if self._calls is None:
+            self._texts.append(text)
+        else:
+            self._calls.push(text)
+
+    def _finish(self, finish_reason: str, stop_reason: str | int | None) -> None:
+        if self._calls is not None:
+            self._calls.finish()
+        self.finish_reason, self.stop_reason = finish_reason, stop_reason
 
 
 class Generation:

@@ -87,9 +87,7 @@ def map_strings(value: Any, change: Change, fields: Collection[str] = ()) -> Any
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {
-            key if key in fields else change(key): map_strings(item, change, fields) for key, item in value.items()
-        }
+        return {key if key in fields else change(key): map_strings(item, change, fields) for key, item in value.items()}
     if isinstance(value, Sequence):
         return [map_strings(item, change, fields) for item in value]
     return value

@@ -52,20 +52,21 @@ class CallParser:
         """`most_calls` are complete: nothing that follows counts."""
         return self._read == self._drop
 
-    def push(self, text: str) -> list[Piece]:
-        """What this text makes certain."""
+    def push(self, text: str) -> None:
         at = 0
         while at < len(text):
             at = self._read(text, at)
+
+    def take(self) -> list[Piece]:
+        """What has become certain since the last call."""
         return self._pieces.take()
 
-    def finish(self) -> list[Piece]:
-        """What was held back, once it is known that nothing follows. White space after the last call is dropped."""
+    def finish(self) -> None:
+        """Nothing follows: what was held back is certain, too. White space after the last call is dropped."""
         self._end_call_early()
         self._held.append(self._tag)
         if not (self.num_calls and _DISPENSABLE.fullmatch("".join(self._held))):
             self._release()
-        return self._pieces.take()
 
     def _begin(self) -> None:
         """The opening character has been read and is held: sets `_read` to what reads the call."""

@@ -143,7 +143,6 @@ def test_messages_that_no_template_knows(echo, message, param):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"function_call": {"name": "f"}}, "function_call"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
@@ -160,9 +159,6 @@ def test_messages_that_no_template_knows(echo, message, param):
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
-        ({"documents": [{"text": "a"}]}, "documents"),
-        ({"messages": [{"role": "tool", "content": "5", "tool_call_id": "1"}]}, "messages.0.role"),
-        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, "messages.0.tool_calls"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

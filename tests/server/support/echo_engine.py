@@ -21,6 +21,7 @@ from tests.server.support.tokenizers import EOT, VOCAB_SIZE
 @dataclass(frozen=True, kw_only=True)
 class EchoConfig:
     reply: tuple[int, ...] | None = None  # None: the prompt
+    replies: tuple[tuple[int, ...], ...] = ()  # of requests with a seed: the one of that index
     step_s: float = 0.0  # pause between steps
     max_model_len: int = 4096
     max_live: int = 1000
@@ -59,9 +60,14 @@ class EchoEngine:
         with self._lock:
             if len(self._live) >= self._config.max_live:
                 raise QueueFullError("the queue is full: 0 requests wait already; try again later")
-            reply = request.prompt if self._config.reply is None else self._config.reply
+            reply = self._reply(request)
             self._live[request.request_id] = _Running(request, on_output, reply)
             self._lock.notify()
+
+    def _reply(self, request: Request) -> tuple[int, ...]:
+        if self._config.replies and request.sampling.seed is not None:
+            return self._config.replies[request.sampling.seed]
+        return request.prompt if self._config.reply is None else self._config.reply
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         with self._lock:

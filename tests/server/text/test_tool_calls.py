@@ -41,8 +41,14 @@ def joined(pieces: list[Piece]) -> list[str | tuple[str, str]]:
 
 def read(kind, text: str | list[str], **options):
     parser = kind(NAMES, **options)
-    pieces = [piece for part in ([text] if isinstance(text, str) else text) for piece in parser.push(part)]
-    return joined(pieces + parser.finish())
+    pieces = [piece for part in ([text] if isinstance(text, str) else text) for piece in pushed(parser, part)]
+    parser.finish()
+    return joined(pieces + parser.take())
+
+
+def pushed(parser, text: str) -> list[Piece]:
+    parser.push(text)
+    return parser.take()
 
 
 CALL = '{"name": "f", "parameters": {"a": 1}}'
@@ -165,26 +171,26 @@ def test_a_text_gives_these_pieces_however_it_is_cut_in_two(kind, text, expected
 
 
 def test_a_call_that_comes_in_one_piece_is_one_delta():
-    assert JSON(NAMES).push(f"Hm. {CALL}") == ["Hm. ", CallDelta(0, "f", '{"a": 1}')]
-    assert PYTHONIC(NAMES).push("[f(a=1), g()]") == [CallDelta(0, "f", '{"a": 1}'), CallDelta(1, "g", "{}")]
+    assert pushed(JSON(NAMES), f"Hm. {CALL}") == ["Hm. ", CallDelta(0, "f", '{"a": 1}')]
+    assert pushed(PYTHONIC(NAMES), "[f(a=1), g()]") == [CallDelta(0, "f", '{"a": 1}'), CallDelta(1, "g", "{}")]
 
 
 def test_arguments_come_as_they_are_written():
     parser = JSON(NAMES)
-    assert parser.push('{"name": "f", "parameters": {"a": "on') == [CallDelta(0, "f", '{"a": "on')]
-    assert parser.push("e tw") == [CallDelta(0, None, "e tw")]
-    assert parser.push('o"}}') == [CallDelta(0, None, 'o"}')]
+    assert pushed(parser, '{"name": "f", "parameters": {"a": "on') == [CallDelta(0, "f", '{"a": "on')]
+    assert pushed(parser, "e tw") == [CallDelta(0, None, "e tw")]
+    assert pushed(parser, 'o"}}') == [CallDelta(0, None, 'o"}')]
     parser = PYTHONIC(NAMES)
-    assert parser.push("[f(a='on") == [CallDelta(0, "f", '{"a": "on')]
-    assert parser.push("e') ") == [CallDelta(0, None, 'e"}')]
+    assert pushed(parser, "[f(a='on") == [CallDelta(0, "f", '{"a": "on')]
+    assert pushed(parser, "e') ") == [CallDelta(0, None, 'e"}')]
 
 
 def test_content_is_not_held_back_longer_than_it_may_be_a_call():
     parser = JSON(NAMES)
-    assert parser.push("a {") == ["a "]
-    assert parser.push('"name": "Al') == []
-    assert parser.push('ice", ') == ['{"name": "Alice", ']
-    assert parser.push('"age": 5}') == ['"age": 5}']
+    assert pushed(parser, "a {") == ["a "]
+    assert pushed(parser, '"name": "Al') == []
+    assert pushed(parser, 'ice", ') == ['{"name": "Alice", ']
+    assert pushed(parser, '"age": 5}') == ['"age": 5}']
 
 
 @pytest.mark.parametrize(("kind", "text"), [(JSON, f"{CALL}; {CALL} more"), (PYTHONIC, "[f(a=1), g()] more")])

@@ -1,0 +1,289 @@
+"""Tools in /v1/chat/completions: a scripted model calls them, real clients read the calls."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pydantic
+import pytest
+
+from tests.server.support.echo_engine import EchoConfig
+from tests.server.support.openai_schemas import validate
+from tests.server.support.requests import CHAT
+from tests.server.support.running import ECHO, running_server
+from tests.server.support.sse_events import stream_events
+from tests.server.support.tokenizers import PYTHON_TAG
+from tests.server.support.tool_template import TOOL_TEMPLATE
+
+ARGUMENTS = '{"city": "Århus 🙂", "days": 2}'
+CALL = f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}'
+TIME = '{"name": "get_time", "parameters": {}}'
+SCRIPTS = {
+    "call": CALL,
+    "tagged": CALL,  # after a python tag
+    "text first": f"Let me look.\n{CALL}",
+    "two calls": f"{CALL}; {TIME}",
+    "no call": 'I know {"name": "nothing", "parameters": {}} of it.',
+    "plain": "Fine weather.",
+}
+SEEDS = {name: seed for seed, name in enumerate(SCRIPTS)}
+REPLIES = tuple(((PYTHON_TAG,) if name == "tagged" else ()) + tuple(text.encode()) for name, text in SCRIPTS.items())
+MESSAGES = [{"role": "user", "content": "How is the weather?"}]
+
+
+class Weather(pydantic.BaseModel):
+    """The weather of some days."""
+
+    city: str
+    days: int
+
+
+def function(name: str = "get_weather", **fields):
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **fields}}
+
+
+TOOLS = [function(), function("get_time")]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    config = EchoConfig(reply=(), replies=REPLIES)
+    with running_server(tmp_path_factory.mktemp("tools"), ECHO, config, template=TOOL_TEMPLATE) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def fast_pythonic(tmp_path_factory):
+    """The pythonic format, and all tokens in one step."""
+    config = EchoConfig(reply=tuple(b"Hm. [get_weather(city='a', days=-1), get_time()]"), tokens_per_step=1000)
+    folder = tmp_path_factory.mktemp("pythonic")
+    with running_server(folder, ECHO, config, template=TOOL_TEMPLATE, tool_call_parser="pythonic") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def without_auto(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("without")
+    with running_server(folder, ECHO, EchoConfig(), template=TOOL_TEMPLATE, enable_auto_tool_choice=False) as running:
+        yield running
+
+
+def body(script: str, **fields):
+    return {"messages": MESSAGES, "tools": TOOLS, "seed": SEEDS[script], **fields}
+
+
+def post(server, fields):
+    with server.http() as http:
+        return http.post(CHAT, json=fields)
+
+
+def choice(server, fields):
+    response = post(server, fields)
+    assert response.status_code == 200, response.text
+    validate("CreateChatCompletionResponse", response.json())
+    return response.json()["choices"][0]
+
+
+def streamed(server, fields, index: int = 0):
+    """(content, calls, finish reason) of a stream, put together as clients do."""
+    with server.http() as http:
+        chunks = stream_events(http, CHAT, fields)
+    content, calls, finish = "", [], None
+    for chunk in chunks:
+        validate("CreateChatCompletionStreamResponse", chunk)
+        for part in chunk["choices"]:
+            if part["index"] != index:
+                continue
+            content += part["delta"].get("content") or ""
+            finish = part["finish_reason"] or finish
+            for delta in part["delta"].get("tool_calls", ()):
+                if "id" in delta:
+                    assert delta["index"] == len(calls)
+                    assert len(delta["id"]) >= 9
+                    assert delta["type"] == "function"
+                    calls.append([delta["function"]["name"], ""])
+                else:
+                    assert "name" not in delta["function"]
+                calls[delta["index"]][1] += delta["function"]["arguments"]
+    return content, [tuple(call) for call in calls], finish
+
+
+def calls_of(message):
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+
+
+W, T = ("get_weather", ARGUMENTS), ("get_time", "{}")
+EXPECTED = {
+    "call": (None, [W], "tool_calls"),
+    "tagged": (None, [W], "tool_calls"),
+    "text first": ("Let me look.\n", [W], "tool_calls"),
+    "two calls": (None, [W, T], "tool_calls"),
+    "no call": (SCRIPTS["no call"], [], "stop"),
+    "plain": (SCRIPTS["plain"], [], "stop"),
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_calls_are_the_same_streamed_and_whole(server, script):
+    content, calls, finish = EXPECTED[script]
+    whole = choice(server, body(script))
+    assert (whole["message"]["content"], calls_of(whole["message"]), whole["finish_reason"]) == (content, calls, finish)
+    assert streamed(server, body(script)) == (content or "", calls, finish)
+
+
+def test_a_call_that_comes_in_one_step_is_not_lost(fast_pythonic):
+    fields = {"messages": MESSAGES, "tools": TOOLS}
+    expected = [("get_weather", '{"city": "a", "days": -1}'), T]
+    assert streamed(fast_pythonic, fields) == ("Hm. ", expected, "tool_calls")
+    assert calls_of(choice(fast_pythonic, fields)["message"]) == expected
+
+
+def test_each_choice_has_its_own_calls(server):
+    fields = body("call", n=3)  # the seeds of the next scripts, too
+    message = [it["message"] for it in post(server, fields).json()["choices"]]
+    assert [calls_of(it) for it in message] == [[W], [W], [W]]
+    ids = [call["id"] for it in message for call in it["tool_calls"]]
+    assert len(set(ids)) == 3
+    assert streamed(server, fields, index=2) == ("Let me look.\n", [W], "tool_calls")
+
+
+def test_one_call_where_calls_are_not_parallel(server):
+    fields = body("two calls", parallel_tool_calls=False)
+    whole = choice(server, fields)
+    assert (calls_of(whole["message"]), whole["finish_reason"]) == ([W], "tool_calls")
+    assert streamed(server, fields) == ("", [W], "tool_calls")
+
+
+def test_a_call_that_the_limit_cuts_ends_with_length(server):
+    cut = len(CALL.partition("rhus")[0].encode())
+    fields = body("call", max_tokens=cut)
+    whole = choice(server, fields)
+    assert (calls_of(whole["message"]), whole["finish_reason"]) == ([("get_weather", '{"city": "Å')], "length")
+    assert streamed(server, fields) == ("", [("get_weather", '{"city": "Å')], "length")
+
+
+def test_scores_come_with_calls(server):
+    whole = choice(server, body("call", logprobs=True))
+    assert len(whole["logprobs"]["content"]) == len(CALL.encode()) + 1
+    with server.http() as http:
+        chunks = stream_events(http, CHAT, body("call", logprobs=True))
+    parts = [part["logprobs"]["content"] for c in chunks for part in c["choices"] if part["logprobs"]]
+    assert [entry for part in parts for entry in part] == whole["logprobs"]["content"]
+
+
+def test_no_call_is_looked_for_where_none_is_wanted(server):
+    for fields in ({"tool_choice": "none"}, {"tools": []}, {"tools": None}):
+        assert choice(server, body("call", **fields))["message"]["content"] == CALL
+
+
+def test_the_prompt_has_the_tools_unless_none_is_wanted(server):
+    def num_prompt_tokens(**fields):
+        return post(server, body("plain", **fields)).json()["usage"]["prompt_tokens"]
+
+    assert num_prompt_tokens() > num_prompt_tokens(tools=TOOLS[:1]) > num_prompt_tokens(tool_choice="none")
+    with server.http() as http:
+        counted = http.post("/tokenize", json={"messages": MESSAGES, "tools": TOOLS}).json()["count"]
+    assert counted == num_prompt_tokens()
+
+
+def test_the_official_client_streams_and_parses(server):
+    client = server.client()
+    tool = openai.pydantic_function_tool(Weather, name="get_weather")
+    options = {"model": "test-model", "messages": MESSAGES, "tools": [tool], "seed": SEEDS["text first"]}
+    parsed = client.chat.completions.parse(**options).choices[0].message
+    assert parsed.content == "Let me look.\n"
+    assert parsed.tool_calls[0].function.parsed_arguments == Weather(city="Århus 🙂", days=2)
+    with client.chat.completions.stream(**options) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion().choices[0]
+    assert "tool_calls.function.arguments.done" in kinds
+    assert final.message.tool_calls[0].function.parsed_arguments == Weather(city="Århus 🙂", days=2)
+    assert final.finish_reason == "tool_calls"
+
+
+def test_a_conversation_goes_on_after_a_call(server):
+    client = server.client()
+    options = {"model": "test-model", "tools": TOOLS}
+    said = client.chat.completions.create(messages=MESSAGES, seed=SEEDS["two calls"], **options).choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "5"} for call in said.tool_calls]
+    answer = client.chat.completions.create(messages=[*MESSAGES, said, *results], seed=SEEDS["plain"], **options)
+    assert answer.choices[0].message.content == SCRIPTS["plain"]
+
+
+HISTORY = [
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1'}}]},
+    {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}]},
+    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": {"b": [1]}}}}]},
+    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a":' * 90 + "1" + "}" * 90}}]},
+    {"role": "assistant", "function_call": {"name": "f", "arguments": "[1]"}},
+    {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+    {"role": "assistant", "content": None, "refusal": "no"},
+    {"role": "assistant", "content": "", "tool_calls": []},
+    {"role": "tool", "content": [{"type": "text", "text": "5"}], "tool_call_id": "1"},
+    {"role": "tool", "content": None},
+    {"role": "function", "name": "f", "content": "5"},
+    {"role": "ipython", "content": "5"},
+]
+
+
+@pytest.mark.parametrize("message", HISTORY, ids=range(len(HISTORY)))
+def test_every_history_is_rendered(server, message):
+    messages = [*MESSAGES, message, {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert choice(server, body("plain", messages=messages))["message"]["content"] == SCRIPTS["plain"]
+
+
+def test_documents_are_shown(server):
+    with server.http() as http:
+        documents = [{"title": "A", "text": "what it says"}]
+        ids = http.post("/tokenize", json={"messages": MESSAGES, "documents": documents}).json()["tokens"]
+        text = http.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+    assert "A: what it says\n" in text
+    assert choice(server, body("plain", documents=documents))["message"]["content"] == SCRIPTS["plain"]
+
+
+DEEP = {"type": "object", "properties": json.loads('{"a":' * 40 + "1" + "}" * 40)}
+REFUSED = [
+    ({"tool_choice": "auto", "tools": []}, "tool_choice"),
+    ({"tool_choice": "sometimes"}, "tool_choice"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+    ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
+    ({"tool_choice": 5}, "tool_choice"),
+    ({"tools": 5}, "tools"),
+    ({"tools": [5]}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools.0.function"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ({"tools": [function("a b")]}, "tools.0.function.name"),
+    ({"tools": [function("")]}, "tools.0.function.name"),
+    ({"tools": [function(), function()]}, "tools.1.function.name"),
+    ({"tools": [function(parameters=[])]}, "tools"),
+    ({"tools": [function(parameters=DEEP)]}, "tools.0.function.parameters"),
+    ({"tools": [function(description="a" * 2**18)]}, "tools"),
+    ({"tools": [function(f"f{i}") for i in range(129)]}, "tools"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"documents": "a"}, "documents"),
+    ({"messages": [{"role": "user", "content": "a", "tool_calls": [{"function": {"name": "f"}}]}]},
+     "messages.0.tool_calls"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "param"), REFUSED, ids=range(len(REFUSED)))
+def test_what_cannot_be_meant_is_refused_by_name(server, fields, param):
+    response = post(server, body("plain", **fields))
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+    validate("ErrorResponse", response.json())
+
+
+def test_a_server_without_auto_choice_says_so(without_auto):
+    error = post(without_auto, {"messages": MESSAGES, "tools": TOOLS}).json()["error"]
+    assert (error["param"], "--no-enable-auto-tool-choice" in error["message"]) == ("tool_choice", True)
+
+
+def test_a_template_without_tools_says_so(scripted):
+    for fields in ({"tools": TOOLS}, {"documents": [{"text": "a"}]}):
+        error = post(scripted, {"messages": MESSAGES, **fields}).json()["error"]
+        assert "chat template" in error["message"]
+        assert error["param"] in fields
