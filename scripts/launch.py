@@ -53,13 +53,9 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument(
         "--chat-template", type=local_path, metavar="FILE", help="a Jinja file in place of the model's own"
     )
-    server.add_argument(
-        "--tool-call-parser", default="llama3_json", choices=FORMATS, help="how the model writes its tool calls"
-    )
-    server.add_argument(
-        "--enable-auto-tool-choice", action=argparse.BooleanOptionalAction, default=True,
-        help="the model may call tools by itself (default: it may)",
-    )  # fmt: skip
+    server.add_argument("--tool-call-parser", default="llama3_json", choices=FORMATS, help="the form of tool calls")
+    server.add_argument("--no-enable-auto-tool-choice", dest="enable_auto_tool_choice", action="store_false")
+    server.add_argument("--enable-auto-tool-choice", action="store_true", default=True, help=argparse.SUPPRESS)
     server.add_argument("--allowed-origins", nargs="+", default=["*"], metavar="ORIGIN", help="CORS (default: all)")
     server.add_argument("--queue-timeout", type=float, metavar="S", help="refuse requests that waited so long")
     server.add_argument(
