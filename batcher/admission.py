@@ -83,8 +83,9 @@ def _token_ids(name: str, ids: Seq[int], vocab_size: int) -> np.ndarray:
 def _check_ranges(sampling: SamplingParams) -> None:
     """What is in its range is finite in float32, as which it travels, and divides no logit by zero."""
     for name, parameter in PARAMETERS.items():
-        value = getattr(sampling, name)
-        numbers = [bias for _, bias in value] if name == "logit_bias" else [] if value is None else [value]
-        for number in numbers if parameter.range is not None else ():
-            if number not in parameter.range:
-                raise InvalidRequestError(name, f"{name} must be {parameter.range}, not {number}")
+        value, interval = getattr(sampling, name), parameter.range
+        if value is None or interval is None:
+            continue
+        for number in [bias for _, bias in value] if name == "logit_bias" else [value]:
+            if number not in interval:
+                raise InvalidRequestError(name, f"{name} must be {interval}, not {number}")

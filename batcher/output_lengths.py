@@ -39,7 +39,8 @@ class OutputLengths:
 
     def bins(self, lengths: np.ndarray) -> np.ndarray:
         """The bin of each length (tokens), in the shape of `lengths`."""
-        return self._bins[np.minimum(lengths, self._longest)]
+        bins: np.ndarray = self._bins[np.minimum(lengths, self._longest)]
+        return bins
 
     def observe(self, length: int, *, stopped: bool) -> None:
         """An output has ended after `length` tokens: by itself (`stopped`), or cut off by a limit or its client."""

@@ -71,7 +71,7 @@ class PackedLayout:
         and a few short admissions. What does not fit goes ahead in `StepInput.patches`."""
         return 2 * self.bucket.num_rows + 64
 
-    def sections(self) -> dict[str, slice]:
+    def sections(self) -> dict[str, slice[int, int, None]]:
         """name -> slice of the buffer: header, slots[S], q_lens[S], emits[S], tokens[T], patch_indices[K],
         patch_values[K], and for SCORE targets[T].
 
