@@ -57,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument("--no-enable-auto-tool-choice", dest="enable_auto_tool_choice", action="store_false")
     server.add_argument("--enable-auto-tool-choice", action="store_true", default=True, help=argparse.SUPPRESS)
     server.add_argument("--allowed-origins", nargs="+", default=["*"], metavar="ORIGIN", help="CORS (default: all)")
+    server.add_argument("--strict-fields", action="store_true", help="refuse fields of a request that are unknown")
     server.add_argument("--queue-timeout", type=float, metavar="S", help="refuse requests that waited so long")
     server.add_argument(
         "--max-request-logprobs", type=int, default=DEFAULT_MAX_REQUEST_LOGPROBS, metavar="N",
@@ -95,6 +96,7 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         metrics_prefix=args.metrics_prefix,
         version=version(),
         queue_timeout_s=args.queue_timeout,
+        strict_fields=args.strict_fields,
         debug=args.debug,
         max_request_logprobs=args.max_request_logprobs,
         **{name: getattr(args, name) for name in CONNECTION_FLAGS},

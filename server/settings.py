@@ -82,6 +82,7 @@ class Settings:
     debug: bool = False  # the engine's process prints the traceback of what it fails with
     show_cached_tokens: bool = True  # usage.prompt_tokens_details
     queue_timeout_s: float | None = None  # a request that waits longer is refused; None: it may wait for ever
+    strict_fields: bool = False  # a field that the server does not know is refused, not ignored
     max_body_bytes: int = 8 * 2**20  # ids of a million tokens; the JSON of more would hold up every stream for long
     max_choices: int = 128  # sequences of one HTTP request: prompts times n
     max_request_logprobs: int = DEFAULT_MAX_REQUEST_LOGPROBS  # that one HTTP request may ask for: see score_limit

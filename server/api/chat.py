@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.answer import GenerationAnswer
+from server.api.body_reader import BodyReader
 from server.api.chat_writer import ChatOptions, ChatWriter
+from server.api.fields import CHAT_FIELDS
 from server.api.limits import check_counts, output_limit
 from server.api.prompt import encode_chat
 from server.api.route import ApiRoute
@@ -27,11 +28,11 @@ def chat_routes(state: ServerState) -> list[ApiRoute]:
 class Chat:
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._decoder = msgspec.json.Decoder(ChatRequest)
+        self._reader = BodyReader(ChatRequest, CHAT_FIELDS, strict=state.settings.strict_fields)
 
     async def __call__(self, request: Request) -> Response:
         state = self._state
-        body, head = await read_generation(state, request, self._decoder, id_prefix="chatcmpl")
+        body, head = await read_generation(state, request, self._reader, id_prefix="chatcmpl")
         top_logprobs = _top_logprobs(body)
         param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.answer import GenerationAnswer
+from server.api.body_reader import BodyReader
 from server.api.completion_writer import CompletionOptions, CompletionWriter, Prompt
+from server.api.fields import COMPLETION_FIELDS
 from server.api.limits import check_counts, check_text_length, output_limit
 from server.api.route import ApiRoute
 from server.api.sampling import check_ids, check_top_logprobs
@@ -36,12 +37,12 @@ def completion_routes(state: ServerState) -> list[ApiRoute]:
 class Completions:
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._decoder = msgspec.json.Decoder(CompletionRequest)
+        self._reader = BodyReader(CompletionRequest, COMPLETION_FIELDS, strict=state.settings.strict_fields)
         self._split = SpecialTokens(state.tokenizer.special_tokens).split
 
     async def __call__(self, request: Request) -> Response:
         state = self._state
-        body, head = await read_generation(state, request, self._decoder, id_prefix="cmpl")
+        body, head = await read_generation(state, request, self._reader, id_prefix="cmpl")
         for param, value in (("logprobs", body.logprobs), ("prompt_logprobs", body.prompt_logprobs)):
             if value is not None:
                 check_top_logprobs(param, value)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.answer import LongJson
+from server.api.body_reader import BodyReader
+from server.api.fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 from server.api.limits import check_text_length
 from server.api.logprobs import token_text
 from server.api.metrics import CONTENT_TYPE
@@ -19,7 +20,6 @@ from server.api.sampling import check_ids
 from server.api.schemas import DetokenizeRequest, TokenizeRequest
 from server.api.state import ServerState
 from server.api.tools import check_template, read_tools
-from server.http.body import read_body
 from server.http.errors import RequestError, invalid, model_not_found, unavailable
 from server.http.json_pieces import LongText, json_pieces, list_of
 from server.http.sse import encode_json
@@ -46,8 +46,9 @@ def info_routes(state: ServerState) -> list[ApiRoute]:
 class Info:
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._tokenize = msgspec.json.Decoder(TokenizeRequest)
-        self._detokenize = msgspec.json.Decoder(DetokenizeRequest)
+        strict = state.settings.strict_fields
+        self._tokenize = BodyReader(TokenizeRequest, TOKENIZE_FIELDS, strict=strict)
+        self._detokenize = BodyReader(DetokenizeRequest, DETOKENIZE_FIELDS, strict=strict)
         self._split = SpecialTokens(state.tokenizer.special_tokens).split
 
     async def health(self, request: Request) -> Response:
@@ -82,7 +83,7 @@ class Info:
 
     async def tokenize(self, request: Request) -> Response:
         state = self._state
-        body = await read_body(request, self._tokenize, state.body_limits)
+        body = await self._tokenize.read(request, state.body_limits, state.aside)
         state.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError(400, "Give either `prompt` or `messages`.", param="prompt")
@@ -109,7 +110,7 @@ class Info:
 
     async def detokenize(self, request: Request) -> Response:
         state = self._state
-        body = await read_body(request, self._detokenize, state.body_limits)
+        body = await self._detokenize.read(request, state.body_limits, state.aside)
         state.check_model(body.model)
         if len(body.tokens) > MAX_DETOKENIZED:
             raise invalid("tokens", f"at most {MAX_DETOKENIZED} are decoded at once, got {len(body.tokens)}")

@@ -7,17 +7,16 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 
-import msgspec
 from starlette.requests import Request
 
+from server.api.body_reader import BodyReader
 from server.api.sampling import check_sampling, sampling_params, stop_strings
-from server.api.schemas import SamplingFields, refuse_unsupported
+from server.api.schemas import SamplingFields
 from server.api.state import ServerState
 from server.api.usage import UsageOptions
 from server.api.writer import AnswerHead
 from server.engine import wire
 from server.engine.generation import Choice, Generation
-from server.http.body import read_body
 from server.http.errors import RequestError, invalid
 from server.text.stop_strings import StopStrings
 from server.text.stream import TextStream
@@ -25,12 +24,11 @@ from server.text.tool_calls.parser import CallParser
 
 
 async def read_generation[T: SamplingFields](
-    state: ServerState, request: Request, decoder: msgspec.json.Decoder[T], *, id_prefix: str
+    state: ServerState, request: Request, reader: BodyReader[T], *, id_prefix: str
 ) -> tuple[T, AnswerHead]:
     """The body, with everything checked that both routes check, and the head of its answer. Raises RequestError."""
-    body = await read_body(request, decoder, state.body_limits)
+    body = await reader.read(request, state.body_limits, state.aside)
     model = state.check_model(body.model)
-    refuse_unsupported(body)
     check_sampling(body, vocab_size=state.client.info.vocab_size)
     head = AnswerHead(
         id=f"{id_prefix}-{uuid.uuid4().hex}",

@@ -23,11 +23,14 @@ class BodyLimits:
     max_marks: int  # those in texts count too
 
 
-async def read_body[T: msgspec.Struct](request: Request, decoder: msgspec.json.Decoder[T], limits: BodyLimits) -> T:
-    """The decoded body.
+class UnknownFieldError(RequestError):
+    """The JSON has a field that its type does not declare."""
 
-    Raises RequestError: 415 for another content type, 413 for too many bytes, 400 for too many marks and for anything
-    but the schema.
+
+async def read_body(request: Request, limits: BodyLimits) -> bytes:
+    """The body, which may be JSON.
+
+    Raises RequestError: 415 for another content type, 413 for too many bytes, 400 for too many marks.
     """
     max_bytes = limits.max_bytes
     content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
@@ -51,15 +54,16 @@ async def read_body[T: msgspec.Struct](request: Request, decoder: msgspec.json.D
     if size > limits.max_marks and (marks := sum(map(body.count, _MARKS))) > limits.max_marks:
         message = f"The body has {marks} opening brackets and colons. At most {limits.max_marks} are read."
         raise RequestError(400, message, type=INVALID_BODY)
-    return decode_body(decoder, body)
+    return body
 
 
 def _too_large(max_bytes: int) -> RequestError:
     return RequestError(413, f"The body is larger than {max_bytes} bytes.", type=INVALID_BODY)
 
 
-def decode_body[T: msgspec.Struct](decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """Raises RequestError 400 with the dotted path of the first field that is wrong."""
+def decode_body[T](decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """Raises RequestError 400 with the dotted path of the first field that is wrong, UnknownFieldError where the type
+    forbids unknown fields and the JSON has one."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -67,9 +71,10 @@ def decode_body[T: msgspec.Struct](decoder: msgspec.json.Decoder[T], body: bytes
         where = _AT.search(message)
         param = _dotted(where["path"]) if where else None
         text = message[: where.start()] if where else message
+        kind = UnknownFieldError if text.startswith("Object contains unknown field `") else RequestError
         if text.startswith("Object missing required field `"):
             param = ".".join(filter(None, (param, text.split("`")[1])))
-        raise RequestError(400, f"{param}: {text}" if param else text, type=INVALID_BODY, param=param) from error
+        raise kind(400, f"{param}: {text}" if param else text, type=INVALID_BODY, param=param) from error
     except RecursionError as error:
         raise RequestError(400, "The JSON body is nested too deeply.", type=INVALID_BODY) from error
     except ValueError as error:  # malformed JSON, or text that is not UTF-8

@@ -36,7 +36,8 @@ def refusal(server, path=CHAT, *, status=400, **fields):
     "fields",
     [
         {"temperature": -0.1},
-        {"temperature": 2.1},
+        {"temperature": 1001},
+        {"temperature": "nan"},
         {"top_p": 0},
         {"top_p": 1.1},
         {"min_p": -0.1},
@@ -117,7 +118,7 @@ def test_prompts_that_are_none(echo, prompt):
         ({"n": True}, "n"),
         ({"stop": [1]}, "stop.0"),
         ({"stream": "yes"}, "stream"),
-        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"stream_options": {"include_usage": 2}}, "stream_options.include_usage"),
         ({"logit_bias": [1]}, "logit_bias"),
         ({"stop_token_ids": [1, "a"]}, "stop_token_ids.1"),
     ],

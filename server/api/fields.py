@@ -1,0 +1,149 @@
+"""What becomes of a field that a request type does not declare: refused by name, accepted without effect, or unknown.
+
+A field is refused where ignoring it would give another answer than the one asked for. A refused field with a value
+that changes nothing (null, false, 0, an empty text or list, or a value listed with it) is accepted. A field that no
+table here holds is ignored, with a warning in the log the first time, or refused (`--strict-fields`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from server.api.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    ContentPart,
+    DetokenizeRequest,
+    FunctionCall,
+    Message,
+    StreamOptions,
+    TokenizeRequest,
+    ToolCall,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    why: str  # ends the sentence "FIELD: ..."
+    harmless: tuple[Any, ...] = ()  # values that change nothing, besides those that never do
+
+    def concerns(self, value: Any) -> bool:
+        """Whether the value changes the answer. An empty object may be a schema, which everything fits."""
+        return (bool(value) or value == {}) and value not in self.harmless
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FieldTable:
+    """The fields of one request type that its struct does not declare."""
+
+    kind: type[msgspec.Struct]
+    refused: Mapping[str, Refused] = field(default_factory=dict)
+    without_effect: frozenset[str] = frozenset()  # about accounts, storage or speed: the answer is the same
+    inner: Mapping[str, FieldTable] = field(default_factory=dict)  # declared fields that hold objects, or lists of them
+
+
+_NO_REASONING = Refused("reasoning apart from the answer is not supported yet", ("none",))
+_STRUCTURED = Refused("structured output is not supported yet")
+_ANOTHER_SAMPLER = "this sampler is not supported yet: there are temperature, top_k, top_p and min_p"
+
+_GENERATION = {
+    "allowed_token_ids": Refused("barring tokens other than by `logit_bias` is not supported yet"),
+    "bad_words": Refused("barring tokens other than by `logit_bias` is not supported yet"),
+    "best_of": Refused("drawing more sequences than are returned is not supported yet: ask for `n`", (1,)),
+    "dry_multiplier": Refused(_ANOTHER_SAMPLER),
+    "dynatemp_range": Refused(_ANOTHER_SAMPLER),
+    "early_stopping": Refused("beam search is not supported yet"),
+    "enable_thinking": _NO_REASONING,
+    "grammar": _STRUCTURED,
+    "guided_choice": _STRUCTURED,
+    "guided_grammar": _STRUCTURED,
+    "guided_json": _STRUCTURED,
+    "guided_regex": _STRUCTURED,
+    "include_reasoning": _NO_REASONING,
+    "kv_transfer_params": Refused("moving K/V between servers is not supported yet", ({},)),
+    "length_penalty": Refused("beam search is not supported yet", (1,)),
+    "logits_processors": Refused("code that comes with a request is not supported yet; there is `logit_bias`"),
+    "logprob_token_ids": Refused("log-probabilities of chosen tokens are not supported yet; there is `logprobs`"),
+    "mirostat": Refused(_ANOTHER_SAMPLER),
+    "mm_processor_kwargs": Refused("input other than text is not supported yet"),
+    "n_predict": Refused("this name of `max_tokens` is not supported yet", (-1,)),
+    "reasoning": _NO_REASONING,
+    "reasoning_effort": _NO_REASONING,
+    "repeat_penalty": Refused("this name of `repetition_penalty` is not supported yet", (1,)),
+    "repetition_detection": Refused("ending outputs that repeat themselves is not supported yet"),
+    "return_tokens_as_token_ids": Refused("naming tokens by their ids is not supported yet"),
+    "structural_tag": _STRUCTURED,
+    "structured_outputs": _STRUCTURED,
+    "tfs_z": Refused(_ANOTHER_SAMPLER, (1,)),
+    "thinking": _NO_REASONING,
+    "thinking_token_budget": _NO_REASONING,
+    "top_a": Refused(_ANOTHER_SAMPLER),
+    "truncate_prompt_tokens": Refused("cutting prompts is not supported yet"),
+    "typical_p": Refused(_ANOTHER_SAMPLER, (1,)),
+    "use_beam_search": Refused("beam search is not supported yet"),
+    "vllm_xargs": Refused("arguments of vLLM's plug-ins are not supported yet", ({},)),
+    "xtc_probability": Refused(_ANOTHER_SAMPLER),
+}
+
+_CHAT = {
+    "audio": Refused("audio output is not supported yet"),
+    "chat_template": Refused("a template that comes with a request is not supported yet"),
+    "echo": Refused("repeating the last message is not supported yet"),
+    "function_call": Refused("this older form of `tool_choice` is not supported yet", ("none", "auto")),
+    "functions": Refused("this older form of `tools` is not supported yet"),
+    "moderation": Refused("moderation is not supported yet"),
+    "modalities": Refused("output other than text is not supported yet", (["text"],)),
+    "response_format": Refused("structured output is not supported yet", ({"type": "text"},)),
+    "verbosity": Refused("a level of verbosity is not supported yet: say it in a message", ("medium",)),
+    "web_search_options": Refused("searching the web is not supported yet"),
+}
+
+_COMPLETION = {
+    "prompt_embeds": Refused("a prompt of embeddings is not supported yet"),
+    "response_format": Refused("structured output is not supported yet", ({"type": "text"},)),
+    "suffix": Refused("inserting text before a suffix is not supported yet"),
+}
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        *("safety_identifier", "service_tier", "store", "user"),
+        "spaces_between_special_tokens",  # byte-level tokens bring their own spaces
+    }
+)
+
+_STREAM_OPTIONS = FieldTable(kind=StreamOptions, without_effect=frozenset({"include_obfuscation"}))
+# a part that is no text is refused for its `type`
+_CONTENT_PART = FieldTable(
+    kind=ContentPart,
+    without_effect=frozenset({"annotations", "cache_control", "file", "image_url", "input_audio"}),
+)
+_FUNCTION_CALL = FieldTable(kind=FunctionCall)
+_TOOL_CALL = FieldTable(kind=ToolCall, without_effect=frozenset({"index"}), inner={"function": _FUNCTION_CALL})
+_MESSAGE = FieldTable(
+    kind=Message,
+    refused={
+        "audio": Refused("audio is not supported yet"),
+    },
+    without_effect=frozenset({"annotations"}),
+    inner={"content": _CONTENT_PART, "function_call": _FUNCTION_CALL, "tool_calls": _TOOL_CALL},
+)
+
+CHAT_FIELDS = FieldTable(
+    kind=ChatRequest,
+    refused=_GENERATION | _CHAT,
+    without_effect=_WITHOUT_EFFECT,
+    inner={"messages": _MESSAGE, "stream_options": _STREAM_OPTIONS},
+)
+COMPLETION_FIELDS = FieldTable(
+    kind=CompletionRequest,
+    refused=_GENERATION | _COMPLETION,
+    without_effect=_WITHOUT_EFFECT,
+    inner={"stream_options": _STREAM_OPTIONS},
+)
+TOKENIZE_FIELDS = FieldTable(kind=TokenizeRequest, inner={"messages": _MESSAGE})
+DETOKENIZE_FIELDS = FieldTable(kind=DetokenizeRequest)

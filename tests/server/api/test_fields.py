@@ -1,0 +1,181 @@
+"""Fields that a request type does not declare: refused by name, without effect, or unknown. And values in lax forms."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.api import fields as tables
+from server.api.body_reader import MAX_NAMES, BodyReader
+from server.api.fields import CHAT_FIELDS, COMPLETION_FIELDS, FieldTable
+from server.api.schemas import ChatRequest
+from tests.server.support.echo_engine import EchoConfig
+from tests.server.support.openai_schemas import SCHEMAS
+from tests.server.support.running import ECHO, RunningServer, running_server
+from tests.server.support.stub_app import DONE, StubClient, call, state_of
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TEXT_PART = {"type": "text", "text": "a"}
+HELLO = [{"role": "user", "content": "hello"}]
+BASE = {CHAT: {"messages": HELLO, "max_tokens": 1}, COMPLETIONS: {"prompt": "hello", "max_tokens": 1}}
+ALL_TABLES = [table for table in vars(tables).values() if isinstance(table, FieldTable)]
+REFUSED = [(CHAT, name) for name in CHAT_FIELDS.refused] + [(COMPLETIONS, name) for name in COMPLETION_FIELDS.refused]
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory) -> Iterator[RunningServer]:
+    with running_server(tmp_path_factory.mktemp("strict"), ECHO, EchoConfig(), strict_fields=True) as server:
+        yield server
+
+
+def post(server, path=CHAT, **fields):
+    with server.http() as http:
+        return http.post(path, json=BASE[path] | fields)
+
+
+@pytest.mark.parametrize(("path", "name"), REFUSED)
+def test_a_field_that_would_change_the_answer_is_refused_by_name(path, name):
+    state = state_of(StubClient(DONE))
+    response = call(state, "POST", path, json=BASE[path] | {name: {"a": "value that is none of the harmless ones"}})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+    assert error["message"].startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize(("path", "name"), REFUSED)
+def test_it_is_accepted_with_a_value_that_changes_nothing(path, name):
+    table = CHAT_FIELDS if path == CHAT else COMPLETION_FIELDS
+    state = state_of(StubClient(DONE))
+    for value in (None, False, *table.refused[name].harmless):
+        assert call(state, "POST", path, json=BASE[path] | {name: value}).status_code == 200
+
+
+@pytest.mark.parametrize("table", ALL_TABLES, ids=lambda table: table.kind.__name__)
+def test_a_field_is_of_one_kind_only(table):
+    declared = set(table.kind.__struct_fields__)
+    assert not declared & (table.refused.keys() | table.without_effect)
+    assert not table.refused.keys() & table.without_effect
+    assert table.inner.keys() <= declared
+
+
+@pytest.mark.skipif(not SCHEMAS.is_file(), reason="OpenAI's schemas are not in ../shared/data: no field is compared")
+@pytest.mark.parametrize(
+    ("table", "name"),
+    [(CHAT_FIELDS, "CreateChatCompletionRequest"), (COMPLETION_FIELDS, "CreateCompletionRequest")],
+)
+def test_every_field_of_the_published_schema_is_known(table, name):
+    schemas = json.loads(SCHEMAS.read_text())["components"]["schemas"]
+
+    def properties(schema: dict) -> set[str]:
+        if "$ref" in schema:
+            return properties(schemas[schema["$ref"].rpartition("/")[2]])
+        return set(schema.get("properties", ())).union(*map(properties, schema.get("allOf", ())))
+
+    published = properties(schemas[name])
+    assert len(published) > 15
+    assert published - set(table.kind.__struct_fields__) - table.refused.keys() - table.without_effect == set()
+
+
+def test_an_unknown_field_is_ignored_and_warned_of_once(tmp_path):
+    with running_server(tmp_path, ECHO, EchoConfig()) as server:
+        for _ in range(3):
+            message = HELLO[0] | {"mood": "fine"}
+            response = post(server, messages=[message], frobnicate=1, user="me", stream_options=None)
+            assert response.status_code == 200
+    assert server.log.count("frobnicate") == 1
+    assert server.log.count("messages.0.mood") == 1
+    assert "user" not in server.log
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"frobnicate": 1}, "frobnicate"),
+        ({"messages": [HELLO[0], HELLO[0] | {"mood": 1}]}, "messages.1.mood"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]},
+            "messages.0.content.0.x",
+        ),
+        ({"stream": True, "stream_options": {"include": True}}, "stream_options.include"),
+    ],
+    ids=str,
+)
+def test_strict_fields_refuse_what_is_unknown(strict, fields, param):
+    response = post(strict, **fields)
+    assert response.status_code == 400
+    assert (response.json()["error"]["param"], response.json()["error"]["code"]) == (param, "unknown_parameter")
+    assert post(strict, user="me", store=True, tools=None).status_code == 200
+
+
+def test_strict_fields_hold_for_tokenize(strict):
+    with strict.http() as http:
+        assert http.post("/tokenize", json={"prompt": "a", "x": 1}).json()["error"]["param"] == "x"
+        assert http.post("/detokenize", json={"tokens": [97], "x": 1}).json()["error"]["param"] == "x"
+
+
+def test_the_official_client_sees_the_refusal(echo):
+    import openai
+
+    with pytest.raises(openai.BadRequestError, match="best_of"):
+        echo.client().completions.create(model="test-model", prompt="a", n=1, best_of=3)
+    with pytest.raises(openai.BadRequestError, match="vllm_xargs"):
+        echo.client().chat.completions.create(model="test-model", messages=HELLO, extra_body={"vllm_xargs": {"a": 1}})
+
+
+def test_names_of_unknown_fields_do_not_fill_the_log(caplog):
+    reader = BodyReader(ChatRequest, CHAT_FIELDS, strict=False)
+    for i in range(3 * MAX_NAMES):
+        reader._unknown("x" * 10, f"x{i}")
+    assert len(caplog.records) == MAX_NAMES
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3),
+)
+
+
+unknown_fields = st.dictionaries(st.text().map("§{}".format), json_values)
+
+
+@given(unknown_fields, st.lists(unknown_fields, max_size=3))
+def test_what_is_declared_stays_as_it_was(others, message_others):
+    reader = BodyReader(ChatRequest, CHAT_FIELDS, strict=False)
+    messages = [{"role": "user", "content": f"text {i}"} for i in range(len(message_others))]
+    fields = {"messages": messages, "seed": 5, "chat_template_kwargs": {"a": [1, {"b": None}]}}
+    body = others | fields | {"messages": [more | own for more, own in zip(message_others, messages, strict=True)]}
+    assert json.loads(reader._declared(json.dumps(body).encode(), CHAT_FIELDS, "")) == fields
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 3.0},
+        {"max_tokens": "3"},
+        {"n": 1e0, "max_tokens": "3.0"},
+        {"temperature": "0.5", "max_tokens": 3},
+        {"temperature": 2.5, "max_tokens": 3},
+        {"seed": "5", "stream": "false", "max_tokens": 3},
+        {"stream": 0, "max_tokens": 3},
+    ],
+    ids=str,
+)
+def test_numbers_in_other_forms(echo, fields):
+    """As pydantic's lax mode, which clients of other servers rely on."""
+    for path in (CHAT, COMPLETIONS):
+        response = post(echo, path, **fields)
+        assert response.status_code == 200, response.text
+        assert response.json()["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("text", ["null", "5", "true"])
+def test_texts_stay_texts(text):
+    decode = msgspec.json.Decoder(ChatRequest, strict=False).decode
+    body = decode(json.dumps({"messages": [{"role": "user", "content": text}], "stop": text, "model": text}))
+    assert (body.messages[0].content, body.stop, body.model) == (text, text, text)
