@@ -123,7 +123,7 @@ PARAMETERS: dict[str, Parameter] = {
         off=0,
         variant=Variant.SAMPLE,
     ),
-    "temperature": _number("temperature", "float32", Range(0, 2), off=0, variant=Variant.SAMPLE),
+    "temperature": _number("temperature", "float32", Range(0, 1e3), off=0, variant=Variant.SAMPLE),
     "top_k": Parameter(range=Range(0), columns=(Column("top_k", "int32"),), values=_top_k),
     "top_p": _number("top_p", "float32", Range(0, 1, low_open=True)),
     "min_p": _number("min_p", "float32", Range(0, 1)),

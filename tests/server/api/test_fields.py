@@ -135,6 +135,7 @@ def test_names_of_unknown_fields_do_not_fill_the_log(caplog):
     assert len(caplog.records) == MAX_NAMES
 
 
+leaves = st.none() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 json_values = st.recursive(
     st.none() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3),
