@@ -167,10 +167,14 @@ def attend(
 def _decode(queries, kv_pages, schedule: Schedule, first_page, *, spec, gpu, interpret) -> jax.Array:
     """[T * N, H], of which only the decode rows are written."""
     _, num_heads, head_dim = queries.shape
+    operands = decode.Operands(queries.reshape(-1, head_dim), kv_pages, schedule.page_table, first_page, schedule.items)
     output, partial_results, sums = decode.decode(
-        queries.reshape(-1, head_dim), kv_pages, schedule.page_table, first_page, schedule.items,
-        num_query_heads=num_heads, scale=spec.scale, tiles=tuning.decode_tiles(gpu, spec), interpret=interpret,
-    )  # fmt: skip
+        operands,
+        num_query_heads=num_heads,
+        scale=spec.scale,
+        tiles=tuning.decode_tiles(gpu, spec),
+        interpret=interpret,
+    )
     output_ref = jax.new_ref(output)
     combine.combine(
         output_ref, partial_results, sums, schedule.row_items, num_query_heads=num_heads, interpret=interpret

@@ -1,4 +1,4 @@
-"""What the two prefill kernels are given, and what is static about either."""
+"""The operands and references of both prefill kernels, and their static parts."""
 
 from __future__ import annotations
 
@@ -21,6 +21,19 @@ class PrefillOperands(NamedTuple):
     first_page: jax.Array  # i32[1]
     tiles: jax.Array  # i32[NT, TILE_FIELDS]
     num_tiles: jax.Array  # i32[1]
+
+
+@dataclass(frozen=True)
+class PrefillRefs:
+    """What both kernels are called with, in this order; each adds its scratch, by name."""
+
+    queries: Any
+    kv_pages: Any
+    page_table: Any
+    first_page: Any
+    tiles: Any
+    num_tiles: Any
+    out: Any  # [T, N * H]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.spec import AttentionSpec, RaggedBatch
-from pallas_kernels.tpu import append, blocks, decode, layout, mixed, paging
+from pallas_kernels.tpu import append, blocks, decode, decode_memory, layout, mixed, mixed_memory, paging
 from pallas_kernels.tpu.layout import LANES, Geometry
 
 
@@ -121,33 +121,28 @@ def append_and_attend(
 
     num_tokens, max_singles = queries.shape[0], schedule.decode_shift.shape[0]
     new_words = new_kv[:max_singles] << schedule.decode_shift[:, None, None]
-    out, kv_pages = decode.attend(
-        rows[:max_singles],
-        new_words.swapaxes(0, 1),
-        kv_pages,
-        schedule.kv_lens,
-        schedule.decode_pages,
-        schedule.page_table,
-        jnp.stack([schedule.num_singles, first_page]),
-        g=g,
-        blocks=sizes.decode,
-        interpret=interpret,
+    decodes = decode_memory.Operands(
+        rows=rows[:max_singles],
+        new_words=new_words.swapaxes(0, 1),
+        kv_pages=kv_pages,
+        kv_lens=schedule.kv_lens,
+        new_pages=schedule.decode_pages,
+        page_table=schedule.page_table,
+        scalars=jnp.stack([schedule.num_singles, first_page]),
     )
+    out, kv_pages = decode.attend(decodes, g=g, blocks=sizes.decode, interpret=interpret)
     if not schedule.decode_only:
-        by_plane = _pack_rows(rows.swapaxes(0, 1).reshape(g.num_k_planes, -1, LANES), g)
-        others, kv_pages = mixed.attend(
-            by_plane,
-            _gather_words(new_kv, schedule.word_tokens, g),
-            kv_pages,
-            schedule.kv_lens,
-            schedule.query_starts,
-            schedule.new_pages,
-            schedule.page_table,
-            jnp.stack([schedule.num_singles, schedule.num_rows, first_page]),
-            g=g,
-            blocks=sizes.mixed,
-            interpret=interpret,
+        others = mixed_memory.Operands(
+            queries=_pack_rows(rows.swapaxes(0, 1).reshape(g.num_k_planes, -1, LANES), g),
+            new_words=_gather_words(new_kv, schedule.word_tokens, g),
+            kv_pages=kv_pages,
+            kv_lens=schedule.kv_lens,
+            query_starts=schedule.query_starts,
+            new_pages=schedule.new_pages,
+            page_table=schedule.page_table,
+            scalars=jnp.stack([schedule.num_singles, schedule.num_rows, first_page]),
         )
+        others, kv_pages = mixed.attend(others, g=g, blocks=sizes.mixed, interpret=interpret)
         others = _unpack_rows(others, g).reshape(g.num_k_planes, num_tokens, -1, LANES).swapaxes(0, 1)
         out = jnp.pad(out, ((0, num_tokens - max_singles), (0, 0), (0, 0), (0, 0)))
         is_single = jnp.arange(num_tokens) < schedule.num_singles

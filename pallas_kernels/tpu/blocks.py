@@ -8,14 +8,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import chips, tuning
 from pallas_kernels.tpu import mixed_memory, paging
-from pallas_kernels.tpu.decode import DecodeBlocks
+from pallas_kernels.tpu.decode_memory import DecodeBlocks
 from pallas_kernels.tpu.layout import LANES, Geometry
 from pallas_kernels.tpu.tiles import MixedBlocks
 
 DECODE_TURN_BYTES = 8 << 20  # K/V of one turn: enough to hide a copy's latency
 UNKNOWN_PAGE_SIZE = 128  # tokens, on a generation that the table lacks: the middle one
 LONGEST = 1 << 20  # tokens: no block is shortened for a sequence of so many
-LARGEST_VMEM = max(chip.vmem_bytes for chip in chips.TPUS.values())
+SMALLEST_VMEM = min(chip.vmem_bytes for chip in chips.TPUS.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,14 +43,8 @@ class BlockSizes:
 
 
 def validate_memory(g: Geometry) -> None:
-    """ValueError for heads whose blocks fit no chip's VMEM."""
-    size = mixed_memory.vmem_bytes(g, _mixed(g, LONGEST // g.page_size))
-    if size > LARGEST_VMEM:
-        raise ValueError(
-            f"the TPU kernel's blocks take {size >> 20} MiB of VMEM for {g.queries_per_plane} query rows in each of "
-            f"{g.num_k_planes} planes of 128 lanes; a chip has {LARGEST_VMEM >> 20} MiB at most: split the heads over "
-            f"more chips"
-        )
+    """ValueError for heads with which not even the smallest blocks fit every chip's VMEM."""
+    _mixed(g, LONGEST // g.page_size, SMALLEST_VMEM)
 
 
 def this_chip() -> str:
@@ -64,9 +58,11 @@ def default_page_size(chip: str | None) -> int:
 
 
 def choose(g: Geometry, pages_per_seq: int, chip: str | None = None) -> BlockSizes:
-    """The tuned sizes of `chip` (a name in `chips`) where there are some, otherwise by rule."""
+    """The tuned sizes of `chip` (a name in `chips`) where there are some, otherwise by rule. ValueError where none fit
+    its VMEM; a chip that is not in the table is taken to have the smallest."""
     tuned = {} if chip is None else tuning.lookup(chip, key(g)) or {}
-    decode, mixed = _decode(g, pages_per_seq), _mixed(g, pages_per_seq)
+    vmem = chips.TPUS[chip].vmem_bytes if chip in chips.TPUS else SMALLEST_VMEM
+    decode, mixed = _decode(g, pages_per_seq), _mixed(g, pages_per_seq, vmem)
     if "decode" in tuned:
         decode = _shorten(DecodeBlocks(**tuned["decode"]), g, pages_per_seq)
     if "mixed" in tuned:
@@ -97,7 +93,8 @@ def _decode(g: Geometry, pages_per_seq: int) -> DecodeBlocks:
     return DecodeBlocks(kv_block=kv_block, items_per_turn=max(1, min(8, DECODE_TURN_BYTES // item_bytes)))
 
 
-def _mixed(g: Geometry, pages_per_seq: int) -> MixedBlocks:
+def _mixed(g: Geometry, pages_per_seq: int, vmem: int) -> MixedBlocks:
+    """The largest blocks of the rule with which the mixed kernel takes at most `vmem` bytes."""
     # Powers of two of tokens, so that whole tiles fill a block of queries; two tiles where they are little work.
     tile_queries, tiles = 128, 2 if g.num_k_planes <= 4 else 1
     while tile_queries < 512 and tile_queries * g.queries_per_plane < 1024:
@@ -109,7 +106,31 @@ def _mixed(g: Geometry, pages_per_seq: int) -> MixedBlocks:
         tile_tokens=256,
         units_per_turn=8,
     )
+    while (needed := mixed_memory.vmem_bytes(g, sizes)) > vmem:
+        smaller = _smaller(sizes, g)
+        if smaller == sizes:
+            raise ValueError(
+                f"the TPU kernel's smallest blocks take {needed >> 20} MiB of VMEM for {g.queries_per_plane} query "
+                f"rows in each of {g.num_k_planes} planes of 128 lanes, and the chip has {vmem >> 20} MiB: split the "
+                f"heads over more chips"
+            )
+        sizes = smaller
     return _shorten(sizes, g, pages_per_seq)
+
+
+def _smaller(blocks: MixedBlocks, g: Geometry) -> MixedBlocks:
+    """The next smaller blocks; the same where there are none. First of one tile of queries, then of fewer tokens, last
+    of fewer queries, whose rows stay a multiple of 128."""
+    queries = blocks.tile_queries(g)
+    if blocks.q_block > queries:
+        return replace(blocks, q_block=queries)
+    if blocks.tile_tokens > LANES:
+        return replace(blocks, tile_tokens=LANES)
+    if queries > 1 and blocks.tile_rows % (2 * LANES) == 0:
+        return replace(blocks, q_block=queries // 2, tile_rows=blocks.tile_rows // 2)
+    if blocks.kv_block > 2 * LANES:
+        return replace(blocks, kv_block=blocks.kv_block // 2)
+    return blocks
 
 
 def _kv_block(wanted: int, g: Geometry, pages_per_seq: int) -> int:

@@ -11,7 +11,7 @@ from pallas_kernels.chips import TPUS, tpu_name
 from pallas_kernels.layout import default_page_size
 from pallas_kernels.spec import AttentionSpec, Backend
 from pallas_kernels.tpu import blocks, layout
-from pallas_kernels.tpu.decode import DecodeBlocks
+from pallas_kernels.tpu.decode_memory import DecodeBlocks
 from pallas_kernels.tpu.entries import entry_at
 from pallas_kernels.tpu.tiles import MixedBlocks, Tiles
 
