@@ -35,10 +35,12 @@ class PagedAttention:
 
     @property
     def num_shards(self) -> int:
+        """Chips over which the KV heads are split."""
         return 1 if self.mesh is None else self.mesh.shape[self.axis]
 
     @property
     def local_spec(self) -> AttentionSpec:
+        """The spec that each chip's kernels see."""
         return self.spec.shard(self.num_shards)
 
     def kv_pages(self, num_pages: int) -> jax.ShapeDtypeStruct:
@@ -55,9 +57,10 @@ class PagedAttention:
         return one.size * one.dtype.itemsize
 
     def make_schedule(self, batch: RaggedBatch, *, num_tokens: int, decode_only: bool) -> Any:
-        """What the layers of one step share: computed once per step, inside the program. A pytree of small arrays.
+        """The arrays that all layers of a step share, computed once per step inside the program: a pytree.
 
-        `decode_only` is static: every row of the program brings at most one token (num_tokens == S).
+        `decode_only` is static: every row of the program brings at most one token (num_tokens == S). ValueError where
+        the shapes of `batch` do not fit together.
         """
         validate.batch(batch, num_tokens=num_tokens, decode_only=decode_only)
         return _implementation(self.backend).make_schedule(
@@ -123,8 +126,8 @@ def choose_backend(requested: str | None, platform: str) -> Backend:
 
 
 def _implementation(backend: Backend) -> Any:
-    """The module with `make_schedule` and `append_and_attend`. Kernels are imported where they are used only: their
-    toolchains take seconds to import."""
+    """The module with `make_schedule` and `append_and_attend`. Kernels are imported only where they are used, because
+    their toolchains take seconds to import."""
     if backend is Backend.REFERENCE:
         return reference
     if backend in (Backend.TPU, Backend.TPU_INTERPRET):

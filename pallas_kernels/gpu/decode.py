@@ -8,10 +8,10 @@ which `combine` merges.
 
 Source of the algorithm: Dao et al., Flash-Decoding for long-context inference (2023); online softmax in base 2.
 
-What interpret mode does not see: cp.async (its form is only compiled here; the tests run the TMA form), mma (a plain
-product stands in its place), fragment layouts, swizzles, the alignment that TMA needs, and races between CTAs, which it
-runs one after another. A page id out of range is silently wrong, there as on the chip. It does see missing waits and
-slots refilled too early; a wait for what never comes hangs it.
+Interpret mode does not show cp.async (that form is only compiled; the tests run the TMA form), mma (a plain product
+takes its place), fragment layouts, swizzles, the alignment that TMA needs, and races between CTAs, which it runs one
+after another. It notices no page id out of range, nor does the chip. It does show missing waits and slots refilled too
+early; a wait without an arrival hangs it.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ LOG2E = math.log2(math.e)
 
 @dataclass(frozen=True, kw_only=True)
 class RingTiles:
+    """The tiles of a `Ring`."""
+
     block_kv: int  # keys per step of the loop
     num_stages: int  # SMEM tiles in the ring, of K and of V
     use_tma: bool
@@ -50,10 +52,10 @@ class RingTiles:
 
 @dataclass(frozen=True)
 class GroupRows:
-    """Where the query heads of one KV head stand in the 16 rows that a CTA loads.
+    """The place of one KV head's query heads in the 16 rows that a CTA loads.
 
-    The rows are read from [tokens * heads, H] as they lie, without packing: 16 rows from the group's first on, or the
-    last 16 where the array ends before that.
+    The rows are read from [tokens * heads, H] in place, without packing: 16 rows from the group's first on, or the last
+    16 where the array ends before that.
     """
 
     num_rows: int  # of the flat array, at least 16
@@ -61,9 +63,11 @@ class GroupRows:
     group: int
 
     def first(self, token: jax.Array, kv_head: jax.Array) -> jax.Array:
+        """The group's first row in the array."""
         return token * self.num_query_heads + kv_head * self.group
 
     def loaded(self, first: jax.Array) -> jax.Array:
+        """The first of the 16 rows that are loaded for the group whose first row is `first`."""
         return jnp.minimum(first, self.num_rows - TILE_M)
 
 
@@ -212,7 +216,7 @@ class _Body:
             p = plgpu.load(p_smem, layout=lhs, optimized=False)
             v = plgpu.load(ring.v_smem.at[slot], layout=rhs, optimized=False)
             if tail:
-                # What lies behind the last key was never written by this sequence. 0 * NaN is NaN.
+                # The places behind the last key may hold anything, and 0 * NaN is NaN.
                 key = plgpu.broadcasted_iota(jnp.int32, (block_kv, self.head_dim), 0, layout=rhs)
                 v = jnp.where(key < valid, v, jnp.zeros_like(v))
             acc = online_softmax.scaled(acc, alpha)

@@ -46,12 +46,13 @@ class PrefillBody:
     blocks: BlockShape
     dtype: Any
     scale_log2: float
-    sizes: Any  # block_kv, num_stages and what else the kernel's tiles have
+    sizes: Any  # the kernel's own tiles; all have block_kv and num_stages
     num_ctas: int
     interpret: Any
 
     @classmethod
     def of(cls, operands: PrefillOperands, *, scale: float, sizes: Any, num_ctas: int, interpret: Any) -> Self:
+        """The body for these operands' shapes."""
         _, _, num_kv_heads, page_size, head_dim = operands.kv_pages.shape
         num_heads = operands.queries.shape[1] // head_dim
         pages_per_seq = operands.page_table.shape[1]

@@ -1,14 +1,14 @@
 """Prefill on Hopper: ragged causal chunks against their pages, warp-specialised, on wgmma.
 
-A persistent CTA per multiprocessor takes tiles from the list: one warpgroup feeds the ring of K and V tiles by TMA, two
-multiply 64 rows each and take turns at the tensor cores, so that one's softmax hides behind the other's products.
+A persistent CTA per multiprocessor takes tiles from the list. One warpgroup feeds the ring of K and V tiles by TMA. Two
+others multiply 64 rows each and take turns at the tensor cores, so that one's softmax runs during the other's products.
 
 Source of the algorithm: Shah et al., FlashAttention-3 (2024).
 
-What interpret mode does not see: wgmma (plain products stand in its place, so that nothing is left of its asynchrony
-and of P in registers), fragment layouts, swizzles, the alignment that TMA needs, `set_max_registers`, and races between
-CTAs, which it runs one after another. It does see missing waits, slots given back too early, missing fences before
-copies out, and wrong masks. A fault that leaves a warpgroup waiting may hang it instead of being reported.
+Interpret mode does not show wgmma (plain products take its place, without its asynchrony), fragment layouts, swizzles,
+the alignment that TMA needs, `set_max_registers`, and races between CTAs, which it runs one after another. It does show
+missing waits, slots given back too early, missing fences before copies out, and wrong masks. A fault that leaves a
+warpgroup waiting may hang it instead of being reported.
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ TAIL_ROWS = 16  # of V that the memory warpgroup clears at a time: few registers
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillTiles:
-    block_kv: int
+    """The ring's tiles, of K and of V."""
+
+    block_kv: int  # keys per step of the loop
     num_stages: int
 
 
 def prefill(
     output: Any, operands: PrefillOperands, *, scale: float, sizes: PrefillTiles, num_ctas: int, interpret: Any = None
 ) -> None:
+    """Writes the rows of the list's tiles to `output`, a Ref [T, N * H], in place."""
     body = _Body.of(operands, scale=scale, sizes=sizes, num_ctas=num_ctas, interpret=interpret)
     blocks, head_dim, dtype = body.blocks, body.head_dim, body.dtype
     ring = plgpu.SMEM((sizes.num_stages, sizes.block_kv, head_dim), dtype, transforms=matmul.swizzled(head_dim, dtype))
@@ -57,7 +60,8 @@ def prefill(
             "q_arrived": plgpu.Barrier(num_arrivals=body.shape.heads, num_barriers=COMPUTE_WARPGROUPS),
             "arrived": plgpu.Barrier(num_arrivals=blocks.copies, num_barriers=2 * stages),
             "tail_arrived": plgpu.Barrier(num_arrivals=blocks.copies),  # awaited by the memory warpgroup
-            # Those at which both compute warpgroups arrive: K and V slots, the queries' place, and the turns.
+            # Both compute warpgroups arrive at these: one for each K and V slot, one for the queries' place, one for
+            # the turns.
             "met": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=2 * stages + 2),
         },
         grid=(num_ctas,),
@@ -129,7 +133,7 @@ class _Compute:
         self.q_free, self.turn = self.met.at[2 * stages], self.met.at[2 * stages + 1]
 
     def take_turn(self) -> None:
-        """Meets the other warpgroup. One of them starts half a step later, so that they alternate at the cores."""
+        """Meets the other warpgroup. One of them starts half a step later, so that they alternate."""
         plgpu.barrier_arrive(self.turn)
         plgpu.barrier_wait(self.turn)
 
@@ -254,7 +258,7 @@ class _Memory:
             )
 
     def clear_tail(self, num_valid, slot) -> None:
-        """Zeroes the values behind the sequence's last key, which it never wrote: 0 * NaN is NaN."""
+        """Zeroes the values behind the sequence's last key, which may be anything: 0 * NaN is NaN."""
 
         @pl.loop(lax.div(num_valid, jnp.int32(TAIL_ROWS)), self.body.sizes.block_kv // TAIL_ROWS)
         def _(part):
@@ -268,7 +272,7 @@ class _Memory:
         plgpu.commit_smem()
 
     def drain(self, num_blocks) -> None:
-        """Waits until the other warpgroups have given everything back, so that no arrival is left unawaited."""
+        """Waits for all slots that the other warpgroups give back, so that every arrival is waited for."""
         stages = self.body.sizes.num_stages
         plgpu.barrier_wait(self.q_free)
 

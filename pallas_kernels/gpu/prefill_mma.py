@@ -1,11 +1,11 @@
 """Prefill where there is no wgmma (Ampere, Ada, Blackwell): ragged causal chunks, one warpgroup per CTA, on mma.
 
 The tiles, their order and the masks are those of `prefill_hopper`; the ring of K and V tiles is that of `decode`. On
-Blackwell this leaves tcgen05 unused: correct first, measured next.
+Blackwell tcgen05 stays unused.
 
-What interpret mode does not see: cp.async (its form is only compiled here; the tests run the TMA form), mma (a plain
-product stands in its place), fragment layouts, swizzles, the alignment that TMA needs, and races between CTAs, which it
-runs one after another. It does see missing waits, slots refilled too early and wrong masks.
+Interpret mode does not show cp.async (that form is only compiled; the tests run the TMA form), mma (a plain product
+takes its place), fragment layouts, swizzles, the alignment that TMA needs, and races between CTAs, which it runs one
+after another. It does show missing waits, slots refilled too early and wrong masks.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from pallas_kernels.gpu.ring import Ring, Source
 def prefill(
     output: Any, operands: PrefillOperands, *, scale: float, sizes: RingTiles, num_ctas: int, interpret: Any = None
 ) -> None:
+    """Writes the rows of the list's tiles to `output`, a Ref [T, N * H], in place."""
     body = _Body.of(operands, scale=scale, sizes=sizes, num_ctas=num_ctas, interpret=interpret)
     blocks, head_dim, dtype = body.blocks, body.head_dim, body.dtype
 
@@ -125,7 +126,7 @@ class _Body(PrefillBody):
             p = plgpu.load(p_smem, layout=lhs, optimized=False)
             v = plgpu.load(ring.v_smem.at[slot], layout=rhs, optimized=False)
             if masked:
-                # What lies behind the last key was never written by this sequence. 0 * NaN is NaN.
+                # The places behind the last key may hold anything, and 0 * NaN is NaN.
                 key = plgpu.broadcasted_iota(jnp.int32, (block_kv, self.head_dim), 0, layout=rhs)
                 v = jnp.where(key < tile.kv_len - i * block_kv, v, jnp.zeros_like(v))
             acc = online_softmax.scaled(acc, alpha)

@@ -1,9 +1,9 @@
-"""Appending the new K/V of rows of any length to their pages: copies from HBM to HBM, whole words.
+"""Appends the new K/V of rows of any length to their pages: copies of whole words from HBM to HBM.
 
-The new words of all rows stand one row after the other in `new_words`, each token in its part of its word, as in the
-pages. Only a row's first word may be shared with an older token, which lies in the page: that word is merged in VMEM.
-The pages that they go to stand likewise in `new_pages`, taken out of the page table once per step: they are few.
-(Decodes have a kernel of their own, where the last word is in VMEM anyway.)
+`new_words` holds the new words of all rows, one row after the other, each token in its part of its word, as in the
+pages. A row's first word may be shared with older tokens, which lie in the page: that word is merged in VMEM.
+`new_pages` holds the destination pages in the same order. They are few, and are taken out of the page table once per
+step. (The decode kernel appends its rows' tokens itself: it has their words in VMEM.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pallas_kernels.tpu.mixed_memory import Refs
 
 
 def word_base(row: Any, query_start: Any, packing: int) -> Any:
-    """Where a row's new words begin. A row of n tokens touches at most n // packing + 1 words."""
+    """The index of a row's first new word. A row of n tokens touches at most n // packing + 1 words."""
     return query_start if packing == 1 else lax.div(query_start, packing) + row
 
 
@@ -30,7 +30,7 @@ def num_word_slots(num_tokens: int, num_rows: int, packing: int) -> int:
 
 
 def page_base(row: Any, query_start: Any, page_size: int) -> Any:
-    """Where a row's new pages begin. A row of n tokens touches at most n // page_size + 2 pages."""
+    """The index of a row's first new page. A row of n tokens touches at most n // page_size + 2 pages."""
     return lax.div(query_start, page_size) + 2 * row
 
 
@@ -55,7 +55,7 @@ def append_rows(begin_row: Any, end_row: Any, refs: Refs, pages: paging.Pages) -
 
         @pl.when(shared > 0)
         def _() -> None:
-            # The semaphore counts earlier rows' words too: those first.
+            # The semaphore counts earlier rows' words, too: wait for those first.
             paging.wait_words(new_words, num_sent, sem)
             page = refs.new_pages[first_page + lax.div(position, g.page_size)]
             _merge_word(new_words.at[:, pl.ds(base, 1)], pages.words(page, begin, 1), refs.edge, sem)

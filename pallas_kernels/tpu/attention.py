@@ -31,7 +31,7 @@ from pallas_kernels.tpu.layout import LANES, Geometry
 )
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What all layers of a step share. Computed once per step, from values only: nothing here recompiles."""
+    """The arrays that all layers of a step share. They are computed once per step and are data: nothing recompiles."""
 
     kv_lens: jax.Array  # i32[S]
     page_table: jax.Array  # i32[S * windows_per_seq, 1, 128], see `paging.pages_of_table`
@@ -47,6 +47,7 @@ class Schedule:
 
 
 def make_schedule(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, decode_only: bool) -> Schedule:
+    """See `pallas_kernels.api.PagedAttention.make_schedule`."""
     g = layout.geometry(spec)
     num_rows, pages_per_seq = batch.page_table.shape
     bits = 32 // g.packing
@@ -107,19 +108,18 @@ def append_and_attend(
     interpret: bool | pltpu.InterpretParams,
     block_sizes: blocks.BlockSizes | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.api.PagedAttention`. `interpret` runs the very same kernels on a CPU; `block_sizes` replaces
-    the chosen ones."""
+    """See `pallas_kernels.api.PagedAttention.__call__`. `interpret` runs the same kernels on a CPU; `block_sizes`
+    replaces the chosen ones. ValueError where the sizes do not fit together."""
     g = layout.geometry(spec)
     if interpret is True:
         interpret = pltpu.InterpretParams()
     chip = None if interpret else blocks.this_chip()
-    sizes = block_sizes or blocks.choose(g, schedule.pages_per_seq, chip)
+    num_tokens, max_singles = queries.shape[0], schedule.decode_shift.shape[0]
+    sizes = block_sizes or blocks.choose(g, schedule.pages_per_seq, chip, max_decodes=max_singles)
     sizes.validate(g)
     rows = layout.queries_to_rows(queries, g)
     new_kv = _as_words(layout.kv_to_planes(keys, values, g))  # uint32[T, planes, 128]
     first_page = jnp.int32(first_page)
-
-    num_tokens, max_singles = queries.shape[0], schedule.decode_shift.shape[0]
     new_words = new_kv[:max_singles] << schedule.decode_shift[:, None, None]
     decodes = decode_memory.Operands(
         rows=rows[:max_singles],

@@ -1,14 +1,13 @@
 """The decode kernel: rows of one token each, several sequences at a time.
 
-The work is a list of items, an item being one block of `kv_block` tokens of one sequence; a long sequence has many, and
-they follow one another. Nothing of the list is stored: a cursor (row, block) steps through it. One turn of the loop
-takes `items_per_turn` consecutive items, whoever they belong to, so that sequences of unlike length never wait for each
-other.
+The work is a list of items. An item is one block of `kv_block` tokens of one sequence; the items of a long sequence
+follow one another. The list is not stored: a cursor (row, block) steps through it. One turn of the loop takes
+`items_per_turn` consecutive items, of any sequences, so that sequences of different lengths never wait for each other.
 
     turn i:   wait for the windows of the page table that turn i+1's items need, start the copies of its items into the
                   other half of `kv_blocks` (HBM -> VMEM, live words only), and of turn i+2's windows (HBM -> SMEM)
               wait for the copies of turn i's items
-              last block of a sequence: merge the new token's word into the block, start its write-back (VMEM -> HBM)
+              last block of a sequence: merge the new token into its word, start that word's write-back (VMEM -> HBM)
               for every item, in straight-line code so that the scheduler interleaves them:
                   scores = q K^T, masked; softmax over this block alone; its sum and P V; fold into the running state
                   last block of a sequence: divide, store the row's output over its query
@@ -19,8 +18,8 @@ An example: rows of 600, 100 and 1030 tokens, their new ones included; blocks of
     turn 1:   row 1, tokens 0-99      row 2, tokens 0-511         row 1 needs one block only: output
     turn 2:   row 2, tokens 512-1023  row 2, tokens 1024-1029     output; the running state went from turn to turn
 
-While turn 0 computes, turn 1's copies run: of row 1 its 99 cached tokens, 50 words. Its new token, number 99, is then
-put next to token 98 into the last of them in VMEM, and this word alone goes back to the row's page.
+While turn 0 computes, turn 1's copies run: those of row 1 are 99 cached tokens in 50 words. In VMEM its new token,
+number 99, is then merged into the last word, next to token 98. Only this word is written back to the row's page.
 
 Who waits for what:
 - `kv_sems[half]`    copies into that half of `kv_blocks`; waited for at the beginning of the turn that computes on it.
@@ -30,9 +29,9 @@ Who waits for what:
 - `append_sem`       the write-backs, all at once, after the last turn: their source `new_words` is never reused.
 - `store_sem`        the outputs, once, after the last turn.
 
-The heads: planes are taken in groups whose query rows fill one bf16 register tile (16 rows). A group's queries stand on
-a block diagonal, [rows, planes x 128] with zeros elsewhere, so that one product scores all its heads: what the matrix
-unit pays for in decode is pushing K and V into it, not multiplying zeros.
+The heads: planes are grouped so that their query rows fill one bf16 register tile (16 rows). A group's queries stand on
+a block diagonal, [rows, planes x 128] with zeros elsewhere, so that one product scores all its heads. In decode the
+matrix unit's time goes into loading K and V; multiplying zeros costs nothing.
 """
 
 from __future__ import annotations
@@ -224,7 +223,7 @@ def _attend(
         tile = pl.ds(i * groups.rows, groups.rows)
         q = row[tile]
         k = jnp.concatenate([paging.unpack(kv[p], g) for p in planes], axis=1)
-        # V past the live words is zeroed: what lies there may be anything, and 0 x NaN is NaN.
+        # V past the live words may be anything, and 0 x NaN is NaN: it is zeroed.
         v = jnp.concatenate(
             [paging.unpack(paging.live_words_only(kv[g.v_plane(p)], live_words), g) for p in planes], axis=1
         )

@@ -1,8 +1,8 @@
 """The mixed kernel: rows of any number of tokens, prompt chunks above all.
 
-First every row's new K/V go from HBM to their pages in HBM (`append`), then attention reads pages only. The attention
-walks the rows' query blocks, and for each the KV blocks that it sees, in one list with a cursor (row, query block, KV
-block), an entry; the copies of the next entry, whoever's it is, run while this one computes.
+First every row's new K/V are copied from HBM to their pages in HBM (`append`); attention then reads pages only. It
+takes the rows' query blocks, and for each the KV blocks that it sees, as one list of entries with a cursor (row, query
+block, KV block). The copies of the next entry, of any row, run while this one computes.
 
     entry i:  wait for the window of the page table that names entry i+1's pages, start the copies of entry i+1's KV
               block into the other half of `kv_blocks` and of entry i+2's window; where entry i+1 begins a query block,
@@ -13,9 +13,9 @@ block), an entry; the copies of the next entry, whoever's it is, run while this 
               at a query block's last KV block: divide, transpose back, store into `out_blocks`, start the copy to HBM
 
 A unit is one plane, one tile of query rows and one tile of the block's tokens (see `tiles`). `prepare` runs one unit
-ahead of `fold`, in the other of two sets of buffers, both in slices of `SLICE_ROWS` query rows by turns: nothing of the
-one depends on the other, so the compiler fills the matrix unit and the vector units at once, and weights go to the
-matrix unit as they are made, before the registers run out.
+ahead of `fold`, in the other of two sets of buffers, and both alternate in slices of `SLICE_ROWS` query rows. They do
+not depend on each other, so that the compiler fills the matrix unit and the vector units at the same time, and weights
+go to the matrix unit as soon as they are computed, before the registers run out.
 
 Everything is computed transposed, tokens down and query rows across:
 
@@ -23,20 +23,20 @@ Everything is computed transposed, tokens down and query rows across:
     weights^T [tokens, rows]   = exp2(scores^T - maximum over tokens)
     values^T  [128 + 16, rows] = [V | 1]^T weights^T
 
-Then the maximum over tokens is taken between registers, not within them; the weights stand as the matrix unit wants its
-stationary operand; and 128 rows of V^T stream past it, so that head_dim 128 fills a 256 x 256 unit that V as it lies
-would leave half empty. Ones below V^T make the sum of the weights one more row of the values: it costs no vector
+Thus the maximum over tokens is taken between registers, not within them. The weights lie as the matrix unit takes its
+stationary operand. 128 rows of V^T stream past it, so that head_dim 128 fills a 256 x 256 unit; V without the transpose
+would leave half of it empty. Ones below V^T make the sum of the weights one more row of the values, without any vector
 instruction.
 
-The masks that a row's units need lie ready in `masks`, number 0 masks nothing. They are made anew only where a row's
-differ from those of the row before.
+`masks` holds the masks of a row's units; number 0 masks nothing. They are computed again only where they differ from
+those of the row before.
 
-Which buffer lives where is said in `mixed_memory`; the order of entries, with an example, in `entries`.
+`mixed_memory` lists the buffers; `entries` has the order of entries, with an example.
 
 Who waits for what: `kv_sems[half]`, `q_sems[half]` and `out_sems[half]` belong to the halves of their buffers, and
-`window_sems[half]` to the window of the entry that will fill that half of `kv_blocks`; a half of `out_blocks` is waited
-for when it is stored into again, and at the end. `append_sem` counts the new words written to pages; all of them have
-arrived before the first KV block is fetched.
+`window_sems[half]` to the window of the entry that will fill that half of `kv_blocks`. The copies out of a half of
+`out_blocks` are waited for when it is stored into again, and at the end. `append_sem` counts the new words written to
+pages; all of them have arrived before the first KV block is fetched.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class _Body:
         append.append_rows(self.begin_row, self.end_row, refs, self.pages)
         for v_t in (refs.v_t_even, refs.v_t_odd):
             v_t[LANES:] = jnp.ones((SUM_ROWS, self.blocks.tile_tokens), v_t.dtype)
-        # What only the loop over units touches, the compiler would keep in registers, and spill all of it.
+        # A buffer that only the loop over units touches would be kept in registers by the compiler, and spilled.
         refs.scores_odd[:8, :LANES] = jnp.zeros((8, LANES), jnp.float32)
         refs.masks[0] = jnp.full(refs.masks.shape[1:], -paging.MASKED, jnp.float32)
         refs.mask_phase[0] = -1
@@ -171,7 +171,7 @@ def _kernel(*refs: Any, g: Geometry, blocks: MixedBlocks) -> None:
 
 
 def _begin_q_block(refs: Refs, entry: Entry, q_half: Any, g: Geometry, blocks: MixedBlocks) -> None:
-    """Scales the queries once for all KV blocks, so that exp2 of a score needs no product, and empties the state."""
+    """Scales the queries once for all KV blocks, so that exp2 of a score needs no factor, and empties the state."""
 
     def plane(p: Any, carry: None) -> None:
         q = paging.unpack(refs.q_blocks[q_half, p], g)
@@ -223,7 +223,7 @@ def _attend(refs: Refs, entry: Entry, kv: Any, live_words: Any, g: Geometry, blo
     def fold(unit: tuple[Any, Any, Any], buffers: tuple[Any, Any, Any], rows: slice) -> None:
         scores, unit_tops, v_t = buffers
         plane, q_tile, _ = unit
-        plane = jnp.minimum(plane, g.num_k_planes)  # past the last unit: a state that is never read
+        plane = jnp.minimum(plane, g.num_k_planes)  # units past the last one: a state that is never read
         old_top = refs.tops[plane, q_tile, :, rows]
         top = jnp.maximum(old_top, unit_tops[:, rows])
         weights = jnp.exp2(scores[:, rows] - top).astype(g.dtype)
@@ -246,7 +246,7 @@ def _attend(refs: Refs, entry: Entry, kv: Any, live_words: Any, g: Geometry, blo
 
 
 def _clear_dead_words(kv: Any, live_words: Any, tile_words: int) -> None:
-    """Zeros behind the live words of the last tile: what lies there may be anything, and 0 x NaN is NaN."""
+    """Zeroes the last tile behind the live words: the content may be anything there, and 0 x NaN is NaN."""
     live = lax.rem(live_words, tile_words)
     begin = pl.multiple_of(live_words - live, tile_words)
 

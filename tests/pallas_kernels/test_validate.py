@@ -88,9 +88,9 @@ def test_the_query_heads_per_kv_head_that_each_backend_takes() -> None:
             return False
         return True
 
-    groups = (1, 5, 12, 16, 17, 64, 71, 256)
+    groups = (1, 5, 12, 16, 17, 64, 71, 256, 512)
     assert [group for group in groups if takes(Backend.GPU, group)] == [1, 5, 12, 16]
-    assert [group for group in groups if takes(Backend.TPU, group)] == [1, 5, 12, 16, 17, 64, 71]
+    assert [group for group in groups if takes(Backend.TPU, group)] == [1, 5, 12, 16, 17, 64, 71, 256]
     assert [group for group in groups if takes(Backend.REFERENCE, group)] == list(groups)
 
 
