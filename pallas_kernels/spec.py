@@ -38,7 +38,12 @@ class AttentionSpec:
     head_dim: int
     page_size: int  # tokens
     dtype: Any  # of queries, new keys and values, and the output
-    kv_dtype: Any  # of the pages. A hook for 8-bit K/V (see `kv_scales`): today it equals dtype
+    kv_dtype: Any  # of the pages: `dtype`, or an 8-bit one of `quantised.LARGEST`, which comes with scales
+
+    @property
+    def has_kv_scales(self) -> bool:
+        """The pages are of 8 bits: their values count in units of a scale."""
+        return jax.numpy.dtype(self.kv_dtype) != self.dtype
 
     @property
     def scale(self) -> float:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import quantised
 from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -32,8 +33,12 @@ def spec(spec: AttentionSpec, backend: Backend) -> None:
         raise ValueError(f"a page holds at least one token: {spec.page_size=}")
     if spec.dtype not in [jnp.dtype(name) for name in DTYPES]:
         raise ValueError(f"attention takes activations of {', '.join(DTYPES)}: {spec.dtype=}")
-    if jnp.dtype(spec.dtype) != spec.kv_dtype:
-        raise ValueError(f"K/V are stored in the activations' dtype: {spec.kv_dtype=} {spec.dtype=}")
+    stored = [jnp.dtype(spec.dtype), *quantised.LARGEST]
+    if spec.kv_dtype not in stored:
+        raise ValueError(
+            f"K/V are stored in the activations' dtype, or in {' or '.join(map(str, quantised.LARGEST))}: "
+            f"{spec.kv_dtype=} {spec.dtype=}"
+        )
     family = backend.split("-")[0]
     if family == "tpu":
         from pallas_kernels.tpu import blocks
@@ -66,21 +71,21 @@ def operands(
     queries: jax.Array,
     keys: jax.Array,
     values: jax.Array,
-    kv_pages: jax.Array,
+    kv_scales: jax.Array | None,
     spec: AttentionSpec,
-    kv_scales: jax.Array | None = None,
 ) -> None:
     """Checks the shapes and dtypes of one layer's arrays against `spec`, which is the whole model's."""
     tokens = queries.shape[0]
-    if kv_scales is not None:
-        raise ValueError(f"scales are of 8-bit K/V, which no backend stores: {kv_scales.shape=} {spec.kv_dtype=}")
+    shape = None if kv_scales is None else kv_scales.shape
+    if shape != ((2, spec.num_kv_heads) if spec.has_kv_scales else None):
+        raise ValueError(f"8-bit K/V have scales [2, KV heads], others have none: {spec.kv_dtype=} kv_scales: {shape}")
     if queries.shape != (tokens, spec.num_query_heads, spec.head_dim):
         raise ValueError(f"queries do not fit {spec=}: {queries.shape=}")
     for name, array in (("keys", keys), ("values", values)):
         if array.shape != (tokens, spec.num_kv_heads, spec.head_dim):
             raise ValueError(f"{name} do not fit {spec=}: {array.shape=} {tokens=}")
-        if array.dtype != jnp.dtype(spec.kv_dtype):  # kv_pages may hold it packed in words
-            raise ValueError(f"{name} must have the pages' dtype: {array.dtype=} {spec.kv_dtype=}")
+        if array.dtype != jnp.dtype(spec.dtype):
+            raise ValueError(f"{name} must have the activations' dtype: {array.dtype=} {spec.dtype=}")
 
 
 def page_table(batch: RaggedBatch, *, num_pages: int, page_size: int) -> None:

@@ -53,6 +53,10 @@ def validate(spec: AttentionSpec) -> None:
         raise ValueError(f"the GPU kernels take page_size in {PAGE_SIZES}: {spec.page_size=}")
     if jnp.dtype(spec.dtype) not in [jnp.dtype(dtype) for dtype in DTYPES]:
         raise ValueError(f"the GPU kernels take bfloat16 or float16: {spec.dtype=}")
+    if spec.has_kv_scales:
+        raise ValueError(
+            f"the GPU kernels store K and V in the activations' dtype only: {spec.kv_dtype=} {spec.dtype=}"
+        )
     group = spec.num_query_heads // spec.num_kv_heads
     if group > decode.TILE_M:
         raise ValueError(f"the GPU kernels take up to {decode.TILE_M} query heads per KV head: {group=}")
