@@ -18,6 +18,8 @@ from server.api.score_limit import limit_scores
 from server.api.state import ServerState
 from server.api.submission import check_min_tokens, check_num_choices, read_generation, start_generation
 from server.api.tools import call_parsers, usable_tools
+from server.api.writer import AnswerHead
+from server.engine.generation import Generation
 from server.http.errors import invalid
 
 
@@ -33,37 +35,43 @@ class Chat:
     async def __call__(self, request: Request) -> Response:
         state = self._state
         body, head = await read_generation(state, request, self._reader, id_prefix="chatcmpl")
-        top_logprobs = _top_logprobs(body)
-        param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        check_counts(asked, body.min_tokens, param=param)
-        check_num_choices(state, 1, body.n)
-
-        tools = await usable_tools(state, body)
-        prompt = await encode_chat(state, body, tools)
-        limit = output_limit(len(prompt), asked, state.client.info.max_model_len, param=param)
-        (limit,) = limit_scores(
-            [limit],
-            n=head.n,
-            logprobs=top_logprobs,
-            num_prompt_scores=0 if body.prompt_logprobs is None else len(prompt) * (body.prompt_logprobs + 1),
-            fixed=asked is not None,
-            most=state.settings.max_request_logprobs,
-        )
-        check_min_tokens(body, limit)
-        generation = await start_generation(
-            state,
-            body,
-            head,
-            [prompt],
-            [limit],
-            logprobs=top_logprobs,
-            prompt_logprobs=body.prompt_logprobs,
-            new_call_parser=None if tools is None else call_parsers(state.settings.tool_call_parser, tools),
-        )
-        options = ChatOptions(prompt=prompt, top_logprobs=top_logprobs, num_prompt_logprobs=body.prompt_logprobs)
+        generation, options = await start_chat(state, body, head)
         writer = ChatWriter(generation, head, state.tokenizer, options)
         return GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream))
+
+
+async def start_chat(state: ServerState, body: ChatRequest, head: AnswerHead) -> tuple[Generation, ChatOptions]:
+    """Checks what remains to be checked, renders the prompt and submits it. Raises RequestError."""
+    top_logprobs = _top_logprobs(body)
+    param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    check_counts(asked, body.min_tokens, param=param)
+    check_num_choices(state, 1, body.n)
+
+    tools = await usable_tools(state, body)
+    prompt = await encode_chat(state, body, tools)
+    limit = output_limit(len(prompt), asked, state.client.info.max_model_len, param=param)
+    (limit,) = limit_scores(
+        [limit],
+        n=head.n,
+        logprobs=top_logprobs,
+        num_prompt_scores=0 if body.prompt_logprobs is None else len(prompt) * (body.prompt_logprobs + 1),
+        fixed=asked is not None,
+        most=state.settings.max_request_logprobs,
+    )
+    check_min_tokens(body, limit)
+    generation = await start_generation(
+        state,
+        body,
+        head,
+        [prompt],
+        [limit],
+        logprobs=top_logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+        new_call_parser=None if tools is None else call_parsers(state.settings.tool_call_parser, tools),
+    )
+    options = ChatOptions(prompt=prompt, top_logprobs=top_logprobs, num_prompt_logprobs=body.prompt_logprobs)
+    return generation, options
 
 
 def _top_logprobs(body: ChatRequest) -> int | None:

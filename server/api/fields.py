@@ -46,7 +46,7 @@ class FieldTable:
     inner: Mapping[str, FieldTable] = field(default_factory=dict)  # declared fields that hold objects, or lists of them
 
 
-_NO_REASONING = Refused("reasoning apart from the answer is not supported yet", ("none",))
+NO_REASONING = Refused("reasoning apart from the answer is not supported yet", ("none",))
 _STRUCTURED = Refused("structured output is not supported yet")
 _ANOTHER_SAMPLER = "this sampler is not supported yet: there are temperature, top_k, top_p and min_p"
 
@@ -57,13 +57,13 @@ _GENERATION = {
     "dry_multiplier": Refused(_ANOTHER_SAMPLER),
     "dynatemp_range": Refused(_ANOTHER_SAMPLER),
     "early_stopping": Refused("beam search is not supported yet"),
-    "enable_thinking": _NO_REASONING,
+    "enable_thinking": NO_REASONING,
     "grammar": _STRUCTURED,
     "guided_choice": _STRUCTURED,
     "guided_grammar": _STRUCTURED,
     "guided_json": _STRUCTURED,
     "guided_regex": _STRUCTURED,
-    "include_reasoning": _NO_REASONING,
+    "include_reasoning": NO_REASONING,
     "kv_transfer_params": Refused("moving K/V between servers is not supported yet", ({},)),
     "length_penalty": Refused("beam search is not supported yet", (1,)),
     "logits_processors": Refused("code that comes with a request is not supported yet; there is `logit_bias`"),
@@ -71,16 +71,16 @@ _GENERATION = {
     "mirostat": Refused(_ANOTHER_SAMPLER),
     "mm_processor_kwargs": Refused("input other than text is not supported yet"),
     "n_predict": Refused("this name of `max_tokens` is not supported yet", (-1,)),
-    "reasoning": _NO_REASONING,
-    "reasoning_effort": _NO_REASONING,
+    "reasoning": NO_REASONING,
+    "reasoning_effort": NO_REASONING,
     "repeat_penalty": Refused("this name of `repetition_penalty` is not supported yet", (1,)),
     "repetition_detection": Refused("ending outputs that repeat themselves is not supported yet"),
     "return_tokens_as_token_ids": Refused("naming tokens by their ids is not supported yet"),
     "structural_tag": _STRUCTURED,
     "structured_outputs": _STRUCTURED,
     "tfs_z": Refused(_ANOTHER_SAMPLER, (1,)),
-    "thinking": _NO_REASONING,
-    "thinking_token_budget": _NO_REASONING,
+    "thinking": NO_REASONING,
+    "thinking_token_budget": NO_REASONING,
     "top_a": Refused(_ANOTHER_SAMPLER),
     "truncate_prompt_tokens": Refused("cutting prompts is not supported yet"),
     "typical_p": Refused(_ANOTHER_SAMPLER, (1,)),

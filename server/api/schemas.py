@@ -10,16 +10,16 @@ from typing import Any
 import msgspec
 
 
-class _Declared(msgspec.Struct, forbid_unknown_fields=True):
+class Declared(msgspec.Struct, forbid_unknown_fields=True):
     """Decoding says where a field is that the type does not declare."""
 
 
-class StreamOptions(_Declared):
+class StreamOptions(Declared):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(_Declared, kw_only=True):
+class SamplingFields(Declared, kw_only=True):
     """What chat and completions share. None: not given."""
 
     model: str | None = None
@@ -49,24 +49,24 @@ class SamplingFields(_Declared, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-class ContentPart(_Declared):
+class ContentPart(Declared):
     type: str
     text: str | None = None
     refusal: str | None = None
 
 
-class FunctionCall(_Declared):
+class FunctionCall(Declared):
     name: str
     arguments: str | dict[str, Any] | None = None  # JSON, or what it stands for
 
 
-class ToolCall(_Declared):
+class ToolCall(Declared):
     function: FunctionCall
     id: str | None = None
     type: str | None = None
 
 
-class Message(_Declared):
+class Message(Declared):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
@@ -96,7 +96,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
     logprobs: int | None = None
 
 
-class TokenizeRequest(_Declared, kw_only=True):
+class TokenizeRequest(Declared, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
@@ -109,6 +109,6 @@ class TokenizeRequest(_Declared, kw_only=True):
     tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
-class DetokenizeRequest(_Declared, kw_only=True):
+class DetokenizeRequest(Declared, kw_only=True):
     model: str | None = None
     tokens: list[int]

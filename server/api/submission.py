@@ -28,16 +28,20 @@ async def read_generation[T: SamplingFields](
 ) -> tuple[T, AnswerHead]:
     """The body, with everything checked that both routes check, and the head of its answer. Raises RequestError."""
     body = await reader.read(request, state.body_limits, state.aside)
+    return body, check_generation(state, body, id_prefix=id_prefix)
+
+
+def check_generation(state: ServerState, body: SamplingFields, *, id_prefix: str) -> AnswerHead:
+    """The head of the answer. Raises RequestError where the model or how to draw tokens cannot be had."""
     model = state.check_model(body.model)
     check_sampling(body, vocab_size=state.client.info.vocab_size)
-    head = AnswerHead(
+    return AnswerHead(
         id=f"{id_prefix}-{uuid.uuid4().hex}",
         model=model,
         created=int(time.time()),
         n=body.n or 1,
         usage=_usage_options(state, body),
     )
-    return body, head
 
 
 def _usage_options(state: ServerState, body: SamplingFields) -> UsageOptions:

@@ -139,6 +139,8 @@ def _checked(index: int, tool: ToolSpec) -> FunctionSpec:
         raise invalid(f"{where}.function.name", message)
     if is_deeper_than(MAX_DEPTH, tool.function.parameters):
         raise invalid(f"{where}.function.parameters", f"are nested more than {MAX_DEPTH} deep")
+    if (tool.function.parameters or {}).get("type", "object") != "object":
+        raise invalid(f"{where}.function.parameters.type", "must be `object`: arguments have names")
     return tool.function
 
 

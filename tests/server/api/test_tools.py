@@ -259,6 +259,7 @@ REFUSED = [
     ({"tools": [function("")]}, "tools.0.function.name"),
     ({"tools": [function(), function()]}, "tools.1.function.name"),
     ({"tools": [function(parameters=[])]}, "tools"),
+    ({"tools": [function(parameters={"type": "string"})]}, "tools.0.function.parameters.type"),
     ({"tools": [function(parameters=DEEP)]}, "tools.0.function.parameters"),
     ({"tools": [function(description="a" * 2**18)]}, "tools"),
     ({"tools": [function(f"f{i}") for i in range(129)]}, "tools"),

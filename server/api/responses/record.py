@@ -1,0 +1,174 @@
+"""One response: what was asked, the output items as they grow, and how it ended."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from batcher.request import FinishReason
+from server.api.responses.translation import call_message
+from server.api.schemas import Message
+from server.engine.generation import Choice
+from server.http.errors import RequestError
+from server.http.json_pieces import LongText, NestedList
+from server.text.tool_calls.pieces import CallDelta, Piece
+
+IN_PROGRESS, COMPLETED, INCOMPLETE, CANCELLED, FAILED = "in_progress", "completed", "incomplete", "cancelled", "failed"
+LIMIT_REACHED = {"reason": "max_output_tokens"}
+
+
+class TextItem:
+    """A message of the model."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index  # in the output
+        self.id = f"msg_{uuid.uuid4().hex}"
+        self._texts: list[str] = []
+
+    def add(self, text: str) -> None:
+        self._texts.append(text)
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    def part(self) -> dict[str, Any]:
+        return {"type": "output_text", "text": LongText(self.text), "annotations": [], "logprobs": []}
+
+    def fields(self, status: str) -> dict[str, Any]:
+        content = [] if status == IN_PROGRESS else [self.part()]
+        return {"type": "message", "id": self.id, "status": status, "role": "assistant", "content": content}
+
+
+class CallItem:
+    """A call of a function."""
+
+    def __init__(self, index: int, name: str) -> None:
+        self.index = index
+        self.id = f"fc_{uuid.uuid4().hex}"
+        self.call_id = f"call_{uuid.uuid4().hex}"
+        self.name = name
+        self._texts: list[str] = []
+
+    def add(self, text: str) -> None:
+        self._texts.append(text)
+
+    @property
+    def text(self) -> str:
+        """The arguments."""
+        return "".join(self._texts)
+
+    def fields(self, status: str) -> dict[str, Any]:
+        return {
+            "type": "function_call",
+            "id": self.id,
+            "call_id": self.call_id,
+            "name": self.name,
+            "arguments": "" if status == IN_PROGRESS else LongText(self.text),
+            "status": status,
+        }
+
+
+Item = TextItem | CallItem
+
+
+class ResponseRecord:
+    """Belongs to the event loop.
+
+    Args:
+        fields: those of the response that repeat what the request said.
+        messages: the conversation up to the answer, without the instructions.
+        num_chars: about as many as these messages have.
+    """
+
+    def __init__(self, id: str, fields: dict[str, Any], messages: Sequence[Message], num_chars: int) -> None:
+        self.id = id
+        self.status = IN_PROGRESS
+        self.items: list[Item] = []
+        self._fields = fields
+        self._messages = messages
+        self._num_chars = num_chars
+        self._usage: dict[str, Any] | None = None
+        self._error: dict[str, Any] | None = None
+        self._created = int(time.time())
+
+    @property
+    def is_over(self) -> bool:
+        return self.status != IN_PROGRESS
+
+    @property
+    def num_chars(self) -> int:
+        """About as many as the record keeps."""
+        return self._num_chars + sum(len(item.text) for item in self.items)
+
+    def add(self, piece: Piece) -> tuple[Item, str, bool]:
+        """(the item that it belongs to, its text, whether the item is new)"""
+        is_call = isinstance(piece, CallDelta)
+        text = piece.arguments if isinstance(piece, CallDelta) else piece
+        is_new = not self.items or isinstance(self.items[-1], CallItem) != is_call
+        if isinstance(piece, CallDelta) and piece.name is not None:
+            is_new = True
+            self.items.append(CallItem(len(self.items), piece.name))
+        elif is_new:
+            self.items.append(TextItem(len(self.items)))
+        self.items[-1].add(text)
+        return self.items[-1], text, is_new
+
+    def finish(self, choice: Choice) -> None:
+        """The choice has ended, and all of its pieces were added. An empty answer has one item all the same."""
+        if not self.items:
+            self.add("")
+        self._usage = _usage(choice)
+        self.status = INCOMPLETE if choice.finish_reason == FinishReason.LENGTH.value else COMPLETED
+
+    def fail(self, error: RequestError) -> None:
+        if not self.is_over:
+            self.status = FAILED
+            code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+            self._error = {"code": code, "message": error.message}
+
+    def cancel(self) -> None:
+        if not self.is_over:
+            self.status = CANCELLED
+
+    def item_status(self, item: Item) -> str:
+        """Of an item that will not grow."""
+        return INCOMPLETE if self.status != COMPLETED and self.is_over and item is self.items[-1] else COMPLETED
+
+    def body(self) -> dict[str, Any]:
+        """The response as JSON that may hold long texts."""
+        items = [] if self.status == IN_PROGRESS else self.items
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "status": self.status,
+            "error": self._error,
+            "incomplete_details": LIMIT_REACHED if self.status == INCOMPLETE else None,
+            **self._fields,
+            "output": NestedList(item.fields(self.item_status(item)) for item in items),
+            "usage": self._usage,
+        }
+
+    def conversation(self) -> list[Message]:
+        """The messages with which the next response of this conversation begins."""
+        answer: list[Message] = []
+        for is_call, group in groupby(self.items, key=lambda item: isinstance(item, CallItem)):
+            if is_call:
+                answer.append(call_message((item.call_id, item.name, item.text) for item in group))
+            else:
+                answer += [Message("assistant", item.text) for item in group]
+        return [*self._messages, *answer]
+
+
+def _usage(choice: Choice) -> dict[str, Any]:
+    return {
+        "input_tokens": choice.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": choice.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": choice.num_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": choice.num_prompt_tokens + choice.num_tokens,
+    }

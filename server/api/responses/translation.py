@@ -1,0 +1,139 @@
+"""A request of /v1/responses as a request of /v1/chat/completions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from server.api.raw_json import read_raw
+from server.api.responses.schemas import InputItem, InputPart, ResponsesRequest
+from server.api.schemas import ChatRequest, ContentPart, FunctionCall, Message, ToolCall
+from server.api.template_input import ROLES
+from server.api.tools import MAX_TOOLS_BYTES
+from server.http.errors import RequestError, invalid, unsupported
+
+_OTHER_NAMES = {"max_completion_tokens": "max_output_tokens", "messages": "input"}  # chat's, and those of this route
+_PART_TYPES = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+# fields that mean the same in both
+_SAME = (
+    *("model", "stream", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "seed", "stop", "ignore_eos", "priority", "cache_salt", "chat_template_kwargs"),
+    "parallel_tool_calls",
+)
+
+
+class FunctionTool(msgspec.Struct):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+_tools = msgspec.json.Decoder(list[FunctionTool] | None)
+
+
+@contextlib.contextmanager
+def own_names() -> Iterator[None]:
+    """Errors of the chat name the fields of this route."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param in _OTHER_NAMES:
+            own = _OTHER_NAMES[error.param]
+            error.message = error.message.replace(error.param, own)
+            error.param = own
+        raise
+
+
+def read_function_tools(body: ResponsesRequest) -> list[FunctionTool]:
+    """Raises RequestError 400."""
+    tools = read_raw("tools", body.tools, _tools, max_bytes=MAX_TOOLS_BYTES) or []
+    for i, tool in enumerate(tools):
+        if tool.type != "function":
+            raise unsupported(f"tools.{i}.type", f"tools of the type `{tool.type[:40]}` are")
+        if tool.name is None:
+            raise invalid(f"tools.{i}.name", "is missing")
+    return tools
+
+
+def chat_request(body: ResponsesRequest, tools: Sequence[FunctionTool], messages: Sequence[Message]) -> ChatRequest:
+    """`messages` are the conversation up to now, the instructions left out. Raises RequestError 400."""
+    if body.text is not None and body.text.format is not None and body.text.format.type != "text":
+        raise unsupported("text.format", f"the type `{body.text.format.type[:40]}` is")
+    instructions = [] if body.instructions is None else [Message("system", body.instructions)]
+    return ChatRequest(
+        messages=[*instructions, *messages],
+        max_completion_tokens=body.max_output_tokens,
+        tools=msgspec.Raw(msgspec.json.encode(list(map(_chat_tool, tools)))) if tools else msgspec.UNSET,
+        tool_choice=_tool_choice(body.tool_choice),
+        **{name: getattr(body, name) for name in _SAME},
+    )
+
+
+def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
+    fields = msgspec.structs.asdict(tool)
+    return {"type": fields.pop("type"), "function": fields}
+
+
+def _tool_choice(choice: str | Mapping[str, Any] | None) -> str | dict[str, Any] | None:
+    match choice:
+        case {"type": "function", "name": name}:
+            return {"type": "function", "function": {"name": name}}
+        case Mapping():
+            return dict(choice)
+    return choice
+
+
+def input_messages(body: ResponsesRequest) -> list[Message]:
+    """Calls that follow each other are calls of one message. Raises RequestError 400."""
+    if isinstance(body.input, str):
+        return [Message("user", body.input)]
+    messages: list[Message] = []
+    for i, item in enumerate(body.input):
+        message = _message(f"input.{i}", item)
+        if message.tool_calls and messages and messages[-1].tool_calls:
+            messages[-1].tool_calls.extend(message.tool_calls)
+        else:
+            messages.append(message)
+    return messages
+
+
+def call_message(calls: Iterable[tuple[str, str, str]]) -> Message:
+    """The assistant's, with calls given as (call id, name, arguments)."""
+    return Message("assistant", tool_calls=[ToolCall(FunctionCall(name, text), id) for id, name, text in calls])
+
+
+def _message(where: str, item: InputItem) -> Message:
+    match item.type or "message":
+        case "message":
+            if item.role is None:
+                raise invalid(f"{where}.role", "is missing")
+            if item.role not in ROLES:
+                raise invalid(f"{where}.role", f"must be one of {', '.join(ROLES)}, got {item.role[:40]!r}")
+            return Message(item.role, _content(f"{where}.content", item.content))
+        case "function_call":
+            if item.name is None or item.call_id is None or item.arguments is None:
+                raise invalid(where, "a function_call needs `call_id`, `name` and `arguments`")
+            return call_message([(item.call_id, item.name, item.arguments)])
+        case "function_call_output":
+            if item.call_id is None or item.output is None:
+                raise invalid(where, "a function_call_output needs `call_id` and `output`")
+            return Message("tool", _content(f"{where}.output", item.output), tool_call_id=item.call_id)
+    raise unsupported(f"{where}.type", f"items of the type `{item.type[:40]}` are")
+
+
+def _content(where: str, content: str | list[InputPart] | None) -> str | list[ContentPart] | None:
+    if not isinstance(content, list):
+        return content
+    parts = []
+    for i, part in enumerate(content):
+        if part.type not in _PART_TYPES:
+            raise unsupported(f"{where}.{i}", f"content of the type `{part.type[:40]}` is")
+        if (part.refusal if part.type == "refusal" else part.text) is None:
+            raise invalid(f"{where}.{i}.{_PART_TYPES[part.type]}", "is missing")
+        parts.append(ContentPart(_PART_TYPES[part.type], part.text, part.refusal))
+    return parts

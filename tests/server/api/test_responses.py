@@ -1,0 +1,275 @@
+"""/v1/responses through real sockets, with the official client and without it."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pydantic
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+
+from server.api.responses.record import ResponseRecord
+from server.api.responses.store import ResponseStore
+from tests.server.support.echo_engine import EchoConfig
+from tests.server.support.requests import wait_until
+from tests.server.support.running import ECHO, running_server
+from tests.server.support.tool_template import TOOL_TEMPLATE
+
+PATH = "/v1/responses"
+ARGUMENTS = '{"city": "Århus"}'
+CALL = f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}'
+SCRIPTS = {
+    "plain": "Fine, thänks 🙂.",
+    "call": CALL,
+    "both": f"Let me see. {CALL}; {CALL} Done.",
+    "nothing": "",
+}
+SEEDS = {name: seed for seed, name in enumerate(SCRIPTS)}
+WEATHER = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "The weather.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+EVENT = pydantic.TypeAdapter(ResponseStreamEvent)
+TEXT_EVENTS = ["output_item.added", "content_part.added", "output_text.delta"]
+TEXT_EVENTS += ["output_text.done", "content_part.done", "output_item.done"]
+CALL_EVENTS = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    config = EchoConfig(reply=(), replies=tuple(tuple(text.encode()) for text in SCRIPTS.values()))
+    with running_server(tmp_path_factory.mktemp("responses"), ECHO, config, template=TOOL_TEMPLATE) as running:
+        yield running
+
+
+def post(server, script: str = "plain", **fields):
+    with server.http() as http:
+        return http.post(PATH, json={"input": "hello", "seed": SEEDS[script], **fields})
+
+
+def created(server, script: str = "plain", **fields):
+    response = post(server, script, **fields)
+    assert response.status_code == 200, response.text
+    Response.model_validate(response.json(), strict=True)
+    return response.json()
+
+
+def events(server, script: str = "plain", **fields):
+    """The events of a stream, checked for their form and numbers."""
+    response = post(server, script, stream=True, **fields)
+    assert response.status_code == 200, response.text
+    *frames, last = response.text.split("\n\n")
+    assert last == ""
+    found = []
+    for number, frame in enumerate(frames):
+        kind, data = frame.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert kind == f"event: {found[-1]['type']}"
+        assert found[-1]["sequence_number"] == number
+        EVENT.validate_python(found[-1])
+    return found
+
+
+def kinds(found):
+    """Their types, equal neighbours once."""
+    names = [event["type"].removeprefix("response.") for event in found]
+    return [name for i, name in enumerate(names) if i == 0 or names[i - 1] != name]
+
+
+def shape(output):
+    """An output's items without their ids."""
+    return [
+        item["content"][0]["text"] if item["type"] == "message" else (item["name"], item["arguments"])
+        for item in output
+    ]  # fmt: skip
+
+
+W = ("get_weather", ARGUMENTS)
+OUTPUTS = {
+    "plain": [SCRIPTS["plain"]],
+    "call": [W],
+    "both": ["Let me see. ", W, W, " Done."],
+    "nothing": [""],
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_response_is_the_same_streamed_and_whole(server, script):
+    whole = created(server, script, tools=[WEATHER])
+    assert shape(whole["output"]) == OUTPUTS[script]
+    assert (whole["status"], whole["object"], whole["error"]) == ("completed", "response", None)
+    found = events(server, script, tools=[WEATHER])
+    final = found[-1]["response"]
+    assert shape(final["output"]) == OUTPUTS[script]
+    assert found[-1]["type"] == "response.completed"
+    assert final["usage"] == whole["usage"]
+    assert final["usage"]["output_tokens"] == len(SCRIPTS[script].encode()) + 1
+
+
+def test_events_come_in_order(server):
+    start, end = ["created", "in_progress"], ["completed"]
+    assert kinds(events(server)) == [*start, *TEXT_EVENTS, *end]
+    assert kinds(events(server, "call", tools=[WEATHER])) == [*start, *CALL_EVENTS, *end]
+    both = kinds(events(server, "both", tools=[WEATHER]))
+    assert both == [*start, *TEXT_EVENTS, *CALL_EVENTS, *CALL_EVENTS, *TEXT_EVENTS, *end]
+    assert kinds(events(server, "nothing")) == [*start, *[it for it in TEXT_EVENTS if "delta" not in it], *end]
+
+
+def test_deltas_make_up_the_items_that_are_done(server):
+    found = events(server, "both", tools=[WEATHER])
+    for index, item in enumerate(found[-1]["response"]["output"]):
+        own = [event for event in found if event.get("output_index") == index]
+        assert {event.get("item_id", item["id"]) for event in own} == {item["id"]}
+        text = "".join(event["delta"] for event in own if event["type"].endswith(".delta"))
+        assert text == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
+        assert own[-1]["item"] == item
+
+
+def test_the_official_client(server):
+    client = server.client()
+    options = {"model": "test-model", "input": "hello", "extra_body": {"seed": SEEDS["plain"]}}
+    assert client.responses.create(**options).output_text == SCRIPTS["plain"]
+    with client.responses.stream(**options) as stream:
+        deltas = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        assert stream.get_final_response().output_text == deltas == SCRIPTS["plain"]
+    response = client.responses.create(**options, metadata={"a": "b"}, instructions="Be kind.")
+    assert client.responses.retrieve(response.id) == response
+    assert (response.metadata, response.instructions) == ({"a": "b"}, "Be kind.")
+    client.responses.delete(response.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(response.id)
+
+
+def test_the_official_client_goes_on_after_a_call(server):
+    client = server.client()
+    options = {"model": "test-model", "tools": [WEATHER | {"strict": False}]}
+    first = client.responses.create(input="weather?", extra_body={"seed": SEEDS["call"]}, **options)
+    (call,) = first.output
+    assert json.loads(call.arguments) == {"city": "Århus"}
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    plain = {"seed": SEEDS["plain"]}
+    second = client.responses.create(previous_response_id=first.id, input=[result], extra_body=plain, **options)
+    assert second.output_text == SCRIPTS["plain"]
+    again = [{"role": "user", "content": "weather?"}, *first.output, result]
+    apart = client.responses.create(input=again, extra_body=plain, **options)
+    assert apart.usage.input_tokens == second.usage.input_tokens > first.usage.input_tokens
+
+
+def test_a_conversation_goes_on_without_its_instructions(server):
+    first = created(server, instructions="A very long instruction.")
+    second = created(server, previous_response_id=first["id"], input=[{"role": "user", "content": "and?"}])
+    turns = [
+        {"role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+        first["output"][0],
+        {"type": "message", "role": "user", "content": "and?"},
+    ]
+    assert created(server, input=turns)["usage"]["input_tokens"] == second["usage"]["input_tokens"]
+    assert second["previous_response_id"] == first["id"]
+
+
+def test_a_limit_makes_a_response_incomplete(server):
+    whole = created(server, max_output_tokens=3)
+    assert (whole["status"], whole["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert whole["output"][0]["status"] == "incomplete"
+    found = events(server, max_output_tokens=3)
+    assert found[-1]["type"] == "response.incomplete"
+    assert shape(found[-1]["response"]["output"]) == [SCRIPTS["plain"][:3]]
+
+
+def test_what_is_not_stored_is_not_found(server):
+    response = created(server, store=False)
+    with server.http() as http:
+        assert http.get(f"{PATH}/{response['id']}").status_code == 404
+        assert http.delete(f"{PATH}/{response['id']}").status_code == 404
+        assert http.post(f"{PATH}/{response['id']}/cancel").status_code == 404
+    error = post(server, previous_response_id=response["id"]).json()["error"]
+    assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
+
+
+def test_a_response_that_is_over_cannot_be_cancelled(server):
+    response = created(server)
+    with server.http() as http:
+        assert http.post(f"{PATH}/{response['id']}/cancel").status_code == 400
+
+
+def test_a_stream_can_be_cancelled(slow):
+    found = []
+    with slow.http() as http:
+        body = {"input": "hello", "stream": True, "ignore_eos": True}
+        with http.stream("POST", PATH, json=body) as stream:
+            lines = (line for line in stream.iter_lines() if line.startswith("data: "))
+            response = json.loads(next(lines).removeprefix("data: "))["response"]
+            with slow.http() as other:
+                assert other.get(f"{PATH}/{response['id']}").json()["status"] == "in_progress"
+                error = other.post(PATH, json={"input": "a", "previous_response_id": response["id"]}).json()["error"]
+                assert error["param"] == "previous_response_id"
+                assert other.post(f"{PATH}/{response['id']}/cancel").json()["status"] == "cancelled"
+                assert other.post(f"{PATH}/{response['id']}/cancel").json()["status"] == "cancelled"
+            found = [json.loads(line.removeprefix("data: ")) for line in lines]
+        assert (found[-1]["type"], found[-1]["response"]["status"]) == ("response.failed", "cancelled")
+        assert http.get(f"{PATH}/{response['id']}").json()["status"] == "cancelled"
+
+
+def test_a_client_that_goes_away_cancels_its_response(slow):
+    with slow.http() as http:
+        with http.stream("POST", PATH, json={"input": "hello", "stream": True, "ignore_eos": True}) as stream:
+            line = next(line for line in stream.iter_lines() if line.startswith("data: "))
+            response = json.loads(line.removeprefix("data: "))["response"]
+        wait_until(lambda: http.get(f"{PATH}/{response['id']}").json()["status"] == "cancelled")
+
+
+REFUSED = [
+    ({"input": 5}, "input"),
+    ({"input": [{"type": "reasoning"}]}, "input.0.type"),
+    ({"input": [{"content": "a"}]}, "input.0.role"),
+    ({"input": [{"type": "function_call", "name": "f"}]}, "input.0"),
+    ({"input": [{"type": "function_call_output", "output": "a"}]}, "input.0"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ({"tools": [{"type": "function"}]}, "tools.0.name"),
+    ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+    ({"background": True}, "background"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"include": ["message.output_text.logprobs"]}, "include"),
+    ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
+    ({"metadata": {"a": "b" * 513}}, "metadata"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"input": []}, "input"),
+    ({"input": [{"role": "wizard", "content": "a"}]}, "input.0.role"),
+    ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input.0.content.0.text"),
+    ({"max_output_tokens": 5000}, "max_output_tokens"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), REFUSED, ids=range(len(REFUSED)))
+def test_what_cannot_be_meant_is_refused_by_name(server, fields, param):
+    response = post(server, **fields)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+def record(id: str, num_chars: int) -> ResponseRecord:
+    return ResponseRecord(id, {}, [], num_chars)
+
+
+def test_the_oldest_responses_are_forgotten():
+    store = ResponseStore(max_responses=3, max_chars=100)
+    for id in "abcd":
+        store.put(record(id, 10))
+    assert [id for id in "abcd" if store.get(id)] == ["b", "c", "d"]
+    store.put(record("e", 85))
+    assert [id for id in "abcde" if store.get(id)] == ["d", "e"]
+    store.put(record("f", 200))
+    assert [id for id in "def" if store.get(id)] == []
+    grown = record("g", 50)
+    store.put(grown)
+    grown.add("a" * 40)
+    store.put(grown)
+    store.put(record("h", 20))
+    assert [id for id in "gh" if store.get(id)] == ["h"]
+    assert store.remove("h")
+    assert not store.remove("h")
