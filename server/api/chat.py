@@ -9,7 +9,7 @@ from server.api.answer import GenerationAnswer
 from server.api.body_reader import BodyReader
 from server.api.chat_writer import ChatOptions, ChatWriter
 from server.api.fields import CHAT_FIELDS
-from server.api.limits import check_counts, output_limit
+from server.api.limits import check_counts, output_limit, truncation
 from server.api.prompt import encode_chat
 from server.api.route import ApiRoute
 from server.api.sampling import check_top_logprobs
@@ -17,6 +17,7 @@ from server.api.schemas import ChatRequest
 from server.api.score_limit import limit_scores
 from server.api.state import ServerState
 from server.api.submission import check_min_tokens, check_num_choices, read_generation, start_generation
+from server.api.template_input import content_text
 from server.api.tools import call_parsers, usable_tools
 from server.api.writer import AnswerHead
 from server.engine.generation import Generation
@@ -50,6 +51,8 @@ async def start_chat(state: ServerState, body: ChatRequest, head: AnswerHead) ->
 
     tools = await usable_tools(state, body)
     prompt = await encode_chat(state, body, tools)
+    kept = truncation(body.truncate_prompt_tokens, state.client.info.max_model_len, asked or 1)
+    prompt = prompt if kept is None else prompt[-kept:]
     limit = output_limit(len(prompt), asked, state.client.info.max_model_len, param=param)
     (limit,) = limit_scores(
         [limit],
@@ -70,8 +73,16 @@ async def start_chat(state: ServerState, body: ChatRequest, head: AnswerHead) ->
         prompt_logprobs=body.prompt_logprobs,
         new_call_parser=None if tools is None else call_parsers(state.settings.tool_call_parser, tools),
     )
-    options = ChatOptions(prompt=prompt, top_logprobs=top_logprobs, num_prompt_logprobs=body.prompt_logprobs)
+    options = ChatOptions(
+        prompt=prompt, top_logprobs=top_logprobs, num_prompt_logprobs=body.prompt_logprobs, echo=_echo(body)
+    )
     return generation, options
+
+
+def _echo(body: ChatRequest) -> str:
+    """With `echo`, the text of a last message of the assistant: what its continuation belongs to."""
+    last = body.messages[-1]
+    return content_text(last) if body.echo and last.role == "assistant" else ""
 
 
 def _top_logprobs(body: ChatRequest) -> int | None:

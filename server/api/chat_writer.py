@@ -14,7 +14,6 @@ from server.api.logprobs import chat_entries, prompt_logprobs
 from server.api.writer import AnswerHead
 from server.engine.generation import Choice, Gain, Generation, ScoredToken
 from server.http.json_pieces import LongText, event_pieces, list_of
-from server.http.sse import encode_json, event
 from server.text.tokenizer import Tokenizer
 from server.text.tool_calls.pieces import CallDelta, Piece
 
@@ -24,6 +23,7 @@ class ChatOptions:
     prompt: list[int]
     top_logprobs: int | None  # None: no log-probabilities
     num_prompt_logprobs: int | None
+    echo: str = ""  # the text that comes before the answer's own
 
 
 class ChatWriter(ChoicesWriter):
@@ -36,16 +36,18 @@ class ChatWriter(ChoicesWriter):
         self._options = options
 
     def opening(self, choice: Choice) -> Iterable[bytes]:
-        chunk = self._chunk(choice, {"delta": {"role": "assistant", "content": ""}})
-        return [event(encode_json(chunk))]
-
-    def gained(self, choice: Choice, gain: Gain) -> Iterable[bytes]:
-        if not gain.calls:
-            return super().gained(choice, gain)
-        chunks = [self._chunk(choice, self._piece_fields(piece)) for piece in gain.pieces]
-        if self._scores_shown:
-            chunks[0]["choices"][0]["logprobs"] = self._scores(choice, gain.scored)
+        first = self._chunk(choice, {"delta": {"role": "assistant", "content": ""}}, opens=True)
+        chunks = [first | self._prompt_ids()]
+        if self._options.echo:
+            chunks.append(self._chunk(choice, self._text_fields(LongText(self._options.echo)), opens=True))
         return chain.from_iterable(map(event_pieces, chunks))
+
+    def _gain_fields(self, gain: Gain) -> list[dict[str, Any]]:
+        return [self._piece_fields(piece) for piece in gain.pieces] if gain.calls else super()._gain_fields(gain)
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        prompt = self._options.prompt
+        return {"prompt_token_ids": list_of(prompt, len(prompt))} if self._head.token_ids else {}
 
     def _piece_fields(self, piece: Piece) -> dict[str, Any]:
         if isinstance(piece, str):
@@ -60,12 +62,14 @@ class ChatWriter(ChoicesWriter):
 
     def _whole_choice(self, choice: Choice, gain: Gain) -> dict[str, Any]:
         calls = {"tool_calls": [_call_fields(call) for call in gain.calls]} if gain.calls else {}
-        content = LongText(gain.text) if gain.text or not calls else None
+        text = self._options.echo + gain.text
+        content = LongText(text) if text or not calls else None
         return {
             "index": choice.index,
             "message": {"role": "assistant", "content": content, "refusal": None, **calls},
             "logprobs": self._scores(choice, gain.scored) if self._scores_shown else None,
             **self._ending(choice),
+            **self._ids_fields(gain),
         }
 
     def _text_fields(self, text: str | LongText) -> dict[str, Any]:
@@ -75,15 +79,16 @@ class ChatWriter(ChoicesWriter):
         return {"delta": {}}
 
     def _scores(self, choice: Choice, scored: list[ScoredToken]) -> dict[str, Any]:
-        entries = chat_entries(self._tokenizer, scored, self._options.top_logprobs or 0)
+        num_top = self._options.top_logprobs or 0
+        entries = chat_entries(self._tokenizer, scored, num_top, as_ids=self._head.names_are_ids)
         return {"content": list_of(entries, len(scored)), "refusal": None}
 
     def _whole_fields(self) -> dict[str, Any]:
         prompt, num_top = self._options.prompt, self._options.num_prompt_logprobs
         if num_top is None:
-            return {}
+            return self._prompt_ids()
         entries = prompt_logprobs(self._tokenizer, prompt, self._generation.choices[0].prompt_logprobs or [], num_top)
-        return {"prompt_logprobs": list_of(entries, len(prompt))}
+        return {"prompt_logprobs": list_of(entries, len(prompt)), **self._prompt_ids()}
 
 
 def _call_fields(call: CallDelta) -> dict[str, Any]:

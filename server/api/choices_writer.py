@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any, ClassVar
 
 from server.api.usage import usage
 from server.api.writer import AnswerHead
 from server.engine.generation import Choice, Gain, Generation, ScoredToken
 from server.http.errors import RequestError
-from server.http.json_pieces import LongText, NestedList, event_pieces, json_pieces
+from server.http.json_pieces import LongText, NestedList, event_pieces, json_pieces, list_of
 from server.http.sse import DONE, ChunkTemplate, encode_json, event
 
 Fields = dict[str, Any]
@@ -34,7 +35,7 @@ class ChoicesWriter(ABC):
         self._hidden_tokens = hidden_tokens
         self._templates: dict[int, ChunkTemplate] = {}
         # a chunk of which only the text changes is encoded from a template
-        self._plain = not scores and not head.usage.in_every_chunk
+        self._plain = not (scores or head.usage.in_every_chunk or head.token_ids)
 
     # what a choice holds
 
@@ -44,6 +45,10 @@ class ChoicesWriter(ABC):
     @abstractmethod
     def _text_fields(self, text: str | LongText) -> Fields:
         """The field of a chunk's choice that holds its text."""
+
+    def _gain_fields(self, gain: Gain) -> list[Fields]:
+        """The same for what was gained, chunk by chunk."""
+        return [self._text_fields(LongText(gain.text))]
 
     @abstractmethod
     def _end_fields(self) -> Fields:
@@ -55,6 +60,10 @@ class ChoicesWriter(ABC):
 
     def _ending(self, choice: Choice) -> Fields:
         return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+
+    def _ids_fields(self, gain: Gain) -> Fields:
+        """`token_ids` of a whole choice, where they are asked for."""
+        return {"token_ids": list_of(gain.token_ids, len(gain.token_ids))} if self._head.token_ids else {}
 
     def _whole_fields(self) -> Fields:
         """Further fields of the whole answer."""
@@ -71,16 +80,24 @@ class ChoicesWriter(ABC):
         return ()
 
     def gained(self, choice: Choice, gain: Gain) -> Iterable[bytes]:
-        if self._plain:
-            return map(self._template(choice).fill, [gain.text]) if gain.text else ()
-        if not (gain.text or gain.scored or self._head.usage.in_every_chunk):
+        ends = self._ends_in_gain(choice)
+        if not (gain.pieces or gain.scored or ends or (self._moves_without_text and gain.token_ids)):
             return ()
-        chunk = self._chunk(choice, self._text_fields(gain.text))
+        if self._plain and not gain.calls:
+            return map(self._template(choice).fill, [gain.text])
+        chunks = [self._chunk(choice, fields) for fields in self._gain_fields(gain)]
+        first, last = chunks[0]["choices"][0], chunks[-1]["choices"][0]
         if self._scores_shown:
-            chunk["choices"][0]["logprobs"] = self._scores(choice, gain.scored)
-        return event_pieces(chunk)
+            first["logprobs"] = self._scores(choice, gain.scored)
+        if self._head.token_ids:
+            first["token_ids"] = list_of(gain.token_ids, len(gain.token_ids))
+        if ends:
+            last |= self._ending(choice)
+        return chain.from_iterable(map(event_pieces, chunks))
 
     def ending(self, choice: Choice) -> Iterable[bytes]:
+        if self._ends_in_gain(choice):
+            return ()
         chunk = self._chunk(choice, self._end_fields())
         chunk["choices"][0] |= self._ending(choice)
         return [event(encode_json(chunk))]
@@ -94,22 +111,39 @@ class ChoicesWriter(ABC):
     def failed(self, error: RequestError) -> bytes:
         return event(error.encode()) + DONE
 
+    @property
+    def _moves_without_text(self) -> bool:
+        """Whether a token whose text is empty, or held back, has a chunk of its own."""
+        return self._head.every_token or self._head.token_ids or self._head.usage.in_every_chunk
+
+    def _ends_in_gain(self, choice: Choice) -> bool:
+        """Whether a choice's last gain tells the finish reason, so that each chunk counts more tokens than the last."""
+        return self._head.usage.in_every_chunk and choice.finish_reason is not None
+
     def _template(self, choice: Choice) -> ChunkTemplate:
         if choice.index not in self._templates:
             chunk = self._chunk(choice, self._text_fields(ChunkTemplate.HOLE))
             self._templates[choice.index] = ChunkTemplate(chunk)
         return self._templates[choice.index]
 
-    def _chunk(self, choice: Choice, fields: Fields) -> Fields:
+    def _chunk(self, choice: Choice, fields: Fields, *, opens: bool = False) -> Fields:
+        """`opens` marks a chunk before a choice's first token."""
         part = {"index": choice.index, **fields, "logprobs": None, "finish_reason": None}
         chunk = self._object(self.CHUNK, [part])
         if self._head.usage.in_stream:
-            chunk["usage"] = self._usage([choice], 1) if self._head.usage.in_every_chunk else None
+            in_every_chunk = self._head.usage.in_every_chunk
+            chunk["usage"] = self._usage([choice], 1, no_output=opens) if in_every_chunk else None
         return chunk
 
     def _object(self, kind: str, choices: list[Fields] | NestedList) -> Fields:
         head = self._head
         return {"id": head.id, "object": kind, "created": head.created, "model": head.model, "choices": choices}
 
-    def _usage(self, choices: list[Choice], n: int) -> Fields:
-        return usage(choices, n, show_cached=self._head.usage.show_cached, hidden_tokens=self._hidden_tokens)
+    def _usage(self, choices: list[Choice], n: int, *, no_output: bool = False) -> Fields:
+        return usage(
+            choices,
+            n,
+            show_cached=self._head.usage.show_cached,
+            hidden_tokens=self._hidden_tokens,
+            no_output=no_output,
+        )

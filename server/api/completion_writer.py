@@ -44,10 +44,11 @@ class CompletionWriter(ChoicesWriter):
         self._options = options
 
     def opening(self, choice: Choice) -> Iterable[bytes]:
-        if not self._options.echo:
+        if not (self._options.echo or self._head.token_ids):
             return ()
-        chunk = self._chunk(choice, self._text_fields(LongText(self._prompt(choice).text)))
-        if self._scores_shown:
+        text = self._prompt(choice).text if self._options.echo else ""
+        chunk = self._chunk(choice, self._text_fields(LongText(text)) | self._prompt_ids(choice), opens=True)
+        if self._scores_shown and self._options.echo:
             chunk["choices"][0]["logprobs"] = self._scores(choice, [], prompt=True)
         return event_pieces(chunk)
 
@@ -64,6 +65,8 @@ class CompletionWriter(ChoicesWriter):
             "text": LongText(self._prompt(choice).text + shown.text if options.echo else shown.text),
             "logprobs": self._scores(choice, shown.scored, prompt=options.echo) if self._scores_shown else None,
             **self._ending(choice),
+            **self._prompt_ids(choice),
+            **self._ids_fields(shown),
         }
         if options.num_prompt_logprobs is not None:
             ids, scores = self._prompt(choice).ids, self._prompt_logprobs(choice)
@@ -81,6 +84,10 @@ class CompletionWriter(ChoicesWriter):
         if self._options.discard_output:
             return {"finish_reason": "length", "stop_reason": None}
         return super()._ending(choice)
+
+    def _prompt_ids(self, choice: Choice) -> dict[str, Any]:
+        ids = self._prompt(choice).ids
+        return {"prompt_token_ids": list_of(ids, len(ids))} if self._head.token_ids else {}
 
     def _prompt(self, choice: Choice) -> Prompt:
         return self._options.prompts[choice.index // self._head.n]
@@ -101,7 +108,8 @@ class CompletionWriter(ChoicesWriter):
                 yield ScoredToken(token.token_id, base + token.offset, token.scores)
 
         count = len(scored) + (len(self._prompt(choice).ids) if prompt else 0)
-        return completion_logprobs(self._tokenizer, tokens, count, self._options.logprobs or 0)
+        num_top = self._options.logprobs or 0
+        return completion_logprobs(self._tokenizer, tokens, count, num_top, as_ids=self._head.names_are_ids)
 
     def _prompt_tokens(self, choice: Choice) -> Iterator[ScoredToken]:
         stream = TextStream(self._tokenizer)

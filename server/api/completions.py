@@ -16,7 +16,7 @@ from server.api.answer import GenerationAnswer
 from server.api.body_reader import BodyReader
 from server.api.completion_writer import CompletionOptions, CompletionWriter, Prompt
 from server.api.fields import COMPLETION_FIELDS
-from server.api.limits import check_counts, check_text_length, output_limit
+from server.api.limits import check_counts, check_text_length, output_limit, truncation
 from server.api.route import ApiRoute
 from server.api.sampling import check_ids, check_top_logprobs
 from server.api.schemas import CompletionRequest
@@ -54,7 +54,8 @@ class Completions:
         for prompt in given:
             self._check_length(body, prompt)  # one that is too long is not read first
         _check_kinds(body.prompt)
-        prompts = await state.aside.run(sum(map(len, given)), self._encode, body, given)
+        kept = truncation(body.truncate_prompt_tokens, state.client.info.max_model_len, body.max_tokens or 1)
+        prompts = await state.aside.run(sum(map(len, given)), self._encode, body, given, kept)
         # max_tokens 0 (with echo): one hidden step computes the prompt's log-probabilities
         limits = [self._limit(body, len(prompt.ids)) for prompt in prompts]
         for limit in limits:
@@ -95,11 +96,12 @@ class Completions:
 
     def _check_length(self, body: CompletionRequest, prompt: str | list[int]) -> None:
         if isinstance(prompt, list):
-            self._limit(body, len(prompt))
+            if body.truncate_prompt_tokens is None:
+                self._limit(body, len(prompt))
         elif isinstance(prompt, str):
             check_text_length(len(prompt), self._state.tokenizer, self._state.client.info.max_model_len)
 
-    def _encode(self, body: CompletionRequest, given: Sequence[str | list[int]]) -> list[Prompt]:
+    def _encode(self, body: CompletionRequest, given: Sequence[str | list[int]], kept: int | None) -> list[Prompt]:
         """Not on the event loop where the prompts are long together: all of it grows with them."""
         tokenizer = self._state.tokenizer
         texts = [prompt for prompt in given if isinstance(prompt, str)]
@@ -109,10 +111,14 @@ class Completions:
             if isinstance(prompt, str):
                 ids = next(encoded)
                 ids = ids if body.add_special_tokens is False else tokenizer.with_affixes(ids)
-                prompts.append(Prompt(ids=ids, text=prompt))
+                if kept is None or len(ids) <= kept:
+                    prompts.append(Prompt(ids=ids, text=prompt))
+                    continue
+                ids = ids[-kept:]
             else:
                 check_ids("prompt", prompt, self._state.client.info.vocab_size)
-                prompts.append(Prompt(ids=prompt, text=decode_text(tokenizer, prompt) if body.echo else ""))
+                ids = prompt if kept is None else prompt[-kept:]
+            prompts.append(Prompt(ids=ids, text=decode_text(tokenizer, ids) if body.echo else ""))
         return prompts
 
 

@@ -12,7 +12,6 @@ from server.api.answer import LongJson
 from server.api.body_reader import BodyReader
 from server.api.fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 from server.api.limits import check_text_length
-from server.api.logprobs import token_text
 from server.api.metrics import CONTENT_TYPE
 from server.api.prompt import encode_chat
 from server.api.route import ApiRoute
@@ -95,7 +94,7 @@ class Info:
         else:
             check_text_length(len(body.prompt), state.tokenizer, state.client.info.max_model_len)
             ids = await state.aside.run(len(body.prompt), self._encode, body)
-        strings = list_of((token_text(state.tokenizer, id) for id in ids), len(ids))
+        strings = list_of(map(state.tokenizer.vocabulary_string, ids), len(ids))
         answer = {
             "count": len(ids),
             "max_model_len": state.client.info.max_model_len,

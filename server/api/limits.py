@@ -27,6 +27,22 @@ def check_num_messages(count: int, max_model_len: int) -> None:
         )
 
 
+def truncation(wanted: int | None, max_model_len: int, least_output: int) -> int | None:
+    """How many tokens of a prompt are kept, its last ones; None: all. -1 keeps as many as fit. Raises RequestError 400.
+
+    `least_output` are the tokens of output for which there must be room.
+    """
+    if wanted is None:
+        return None
+    if wanted < -1 or wanted == 0:
+        raise invalid("truncate_prompt_tokens", f"must be at least 1, or -1 for as many as fit, got {wanted}")
+    if wanted > max_model_len:
+        raise invalid(
+            "truncate_prompt_tokens", f"must not be above the context of {max_model_len} tokens, got {wanted}"
+        )
+    return max(1, max_model_len - least_output) if wanted == -1 else wanted
+
+
 def output_limit(num_prompt: int, asked: int | None, max_model_len: int, *, param: str) -> int:
     """The most tokens that may come; `asked` None fills the context. Raises RequestError 400 where nothing fits.
 

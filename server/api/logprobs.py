@@ -19,24 +19,34 @@ def finite(value: float) -> float:
     return value if math.isfinite(value) and value > FLOOR else FLOOR
 
 
-def chat_entries(tokenizer: Tokenizer, scored: Iterable[ScoredToken], num_top: int) -> Iterator[dict[str, Any]]:
-    """`choices[].logprobs.content` of chat."""
+def chat_entries(
+    tokenizer: Tokenizer, scored: Iterable[ScoredToken], num_top: int, *, as_ids: bool = False
+) -> Iterator[dict[str, Any]]:
+    """`choices[].logprobs.content` of chat. `as_ids` names tokens by their ids."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        raw = _bytes(tokenizer, token_id)
+        name = _id_name(token_id) if as_ids else raw.decode("utf-8", "replace")
+        return {"token": name, "logprob": finite(logprob), "bytes": list(raw)}
+
     for token in scored:
-        entry = _chat_entry(tokenizer, token.token_id, token.scores.logprob)
-        entry["top_logprobs"] = [_chat_entry(tokenizer, id, logprob) for id, logprob in token.scores.top(num_top)]
-        yield entry
-
-
-def _chat_entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
-    raw = _bytes(tokenizer, token_id)
-    return {"token": raw.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(raw)}
+        top = [entry(id, logprob) for id, logprob in token.scores.top(num_top)]
+        yield entry(token.token_id, token.scores.logprob) | {"top_logprobs": top}
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, tokens: Callable[[], Iterable[ScoredToken]], count: int, num_top: int
+    tokenizer: Tokenizer,
+    tokens: Callable[[], Iterable[ScoredToken]],
+    count: int,
+    num_top: int,
+    *,
+    as_ids: bool = False,
 ) -> dict[str, list[Any] | LongList]:
     """`choices[].logprobs` of completions: four lists of `count` entries, for each of which `tokens` gives the tokens
-    anew. The token that was drawn is always among `top_logprobs`."""
+    anew. The token that was drawn is always among `top_logprobs`. `as_ids` names tokens by their ids."""
+
+    def name(token_id: int) -> str:
+        return _id_name(token_id) if as_ids else token_text(tokenizer, token_id)
 
     def entries(entry: Callable[[ScoredToken], Any]) -> list[Any] | LongList:
         return list_of(map(entry, tokens()), count)
@@ -46,12 +56,12 @@ def completion_logprobs(
             return None
         values = {token.token_id: token.scores.logprob} | dict(token.scores.top(num_top))
         ranked = sorted(values.items(), key=lambda item: -item[1])
-        return {token_text(tokenizer, id): finite(logprob) for id, logprob in ranked}
+        return {name(id): finite(logprob) for id, logprob in ranked}
 
     return {
         "text_offset": entries(lambda token: token.offset),
         "token_logprobs": entries(lambda token: None if token.scores is None else finite(token.scores.logprob)),
-        "tokens": entries(lambda token: token_text(tokenizer, token.token_id)),
+        "tokens": entries(lambda token: name(token.token_id)),
         "top_logprobs": entries(top),
     }
 
@@ -77,6 +87,10 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _id_name(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 def _bytes(tokenizer: Tokenizer, token_id: int) -> bytes:

@@ -45,7 +45,8 @@ async def encode_chat(state: ServerState, body: ChatRequest | TokenizeRequest, t
             parts = template.render(
                 messages, add_generation_prompt=generates, continue_final_message=continues, extra=extra
             )
-        return encode_parts(state.tokenizer, parts)
+        ids = encode_parts(state.tokenizer, parts)
+        return state.tokenizer.with_affixes(ids) if body.add_special_tokens else ids  # templates write their own
 
     # what a template does with its variables cannot be told from their size: it may count up to one
     size = LONG_WORK if extra else num_chars + CHARS_OF_A_MESSAGE * len(messages)

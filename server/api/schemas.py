@@ -47,6 +47,9 @@ class SamplingFields(Declared, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
 
 class ContentPart(Declared):
@@ -79,6 +82,7 @@ class Message(Declared):
 class ChatRequest(SamplingFields, kw_only=True):
     messages: list[Message]
     max_completion_tokens: int | None = None
+    echo: bool | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None

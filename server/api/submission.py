@@ -41,6 +41,9 @@ def check_generation(state: ServerState, body: SamplingFields, *, id_prefix: str
         created=int(time.time()),
         n=body.n or 1,
         usage=_usage_options(state, body),
+        every_token=bool(body.ignore_eos),
+        token_ids=bool(body.return_token_ids),
+        names_are_ids=bool(body.return_tokens_as_token_ids),
     )
 
 

@@ -78,6 +78,11 @@ def template_message(index: int, message: Message) -> dict[str, Any]:
     return fields | ({"tool_calls": calls} if calls else {})
 
 
+def content_text(message: Message) -> str:
+    """The text of a message that `template_message` has passed."""
+    return _content("", ROLES[message.role], message)
+
+
 def num_characters(message: dict[str, Any]) -> int:
     """About as many as the message puts into a prompt."""
     calls = [call["function"] for call in message.get("tool_calls", ())]

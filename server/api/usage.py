@@ -18,11 +18,14 @@ class UsageOptions:
     show_cached: bool  # prompt_tokens_details
 
 
-def usage(choices: Iterable[Choice], n: int, *, show_cached: bool, hidden_tokens: int = 0) -> dict[str, Any]:
-    """Each prompt counts once, however many of the `n` choices it has; `hidden_tokens` of each output do not count."""
+def usage(
+    choices: Iterable[Choice], n: int, *, show_cached: bool, hidden_tokens: int = 0, no_output: bool = False
+) -> dict[str, Any]:
+    """Each prompt counts once, however many of the `n` choices it has; `hidden_tokens` of each output do not count, and
+    with `no_output` none does."""
     choices = list(choices)
     prompt = sum(choice.num_prompt_tokens for choice in choices[::n])
-    completion = sum(max(0, choice.num_tokens - hidden_tokens) for choice in choices)
+    completion = 0 if no_output else sum(max(0, choice.num_tokens - hidden_tokens) for choice in choices)
     counts: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

@@ -36,6 +36,7 @@ class Gain:
 
     pieces: list[Piece] = field(default_factory=list)  # none is empty
     scored: list[ScoredToken] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # those that are not shown as text, too
 
     @property
     def text(self) -> str:
@@ -60,6 +61,7 @@ class Choice:
         "_scored",
         "_stream",
         "_texts",
+        "_token_ids",
         "finish_reason",
         "index",
         "num_cached_tokens",
@@ -86,6 +88,7 @@ class Choice:
         self._calls = calls
         self._texts: list[str] = []
         self._scored: list[ScoredToken] = []
+        self._token_ids: list[int] = []
         self.index = index
         self.request_id = f"{generation.request_id}-{index}"
         self.num_prompt_tokens = num_prompt_tokens
@@ -102,8 +105,8 @@ class Choice:
         else:
             text = "".join(self._texts)
             pieces = [text] if text else []
-        gain = Gain(pieces, self._scored)
-        self._texts, self._scored = [], []
+        gain = Gain(pieces, self._scored, self._token_ids)
+        self._texts, self._scored, self._token_ids = [], [], []
         return gain
 
     @property
@@ -131,6 +134,7 @@ class Choice:
         stream, last = self._stream, len(output.token_ids) - 1
         for i, token_id in enumerate(output.token_ids):
             self.num_tokens += 1
+            self._token_ids.append(token_id)
             if output.logprobs is not None:
                 self._scored.append(ScoredToken(token_id, stream.num_chars, output.logprobs[i]))
             if i == last and output.finish_reason == FinishReason.STOP and not self._include_stop:

@@ -42,6 +42,9 @@ class Tokenizer(Protocol):
     def encode_plain(self, texts: list[str]) -> list[list[int]]:
         """Each text's ids; what looks like a special token is text like any other. Releases the GIL."""
 
+    def vocabulary_string(self, token_id: int) -> str:
+        """How the vocabulary writes a token: bytes as letters, `Ġ` for a space. Empty where there is none."""
+
     def with_affixes(self, ids: list[int]) -> list[int]:
         """The ids with what the tokenizer adds around a text of its own accord (Llama 3: begin-of-text)."""
 
@@ -127,6 +130,9 @@ class ByteLevelTokenizer:
         if sum(map(len, texts)) < LONG_TEXT_CHARS:
             return [self._backend.encode(text, add_special_tokens=False).ids for text in texts]
         return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def vocabulary_string(self, token_id: int) -> str:
+        return self._backend.id_to_token(token_id) or ""
 
     def with_affixes(self, ids: list[int]) -> list[int]:
         before, after = self._affixes

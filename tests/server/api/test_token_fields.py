@@ -1,0 +1,168 @@
+"""Token ids in answers, prompts that are cut, usage in every chunk, and chunks for tokens without text."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.server.conftest import REPLY
+from tests.server.support.openai_schemas import validate
+from tests.server.support.sse_events import stream_events
+from tests.server.support.tokenizers import BOS, END_HEADER, EOT, START_HEADER
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+BASE = {CHAT: {"messages": HELLO}, COMPLETIONS: {"prompt": "hello", "max_tokens": 100}}
+CHUNK = {CHAT: "CreateChatCompletionStreamResponse", COMPLETIONS: "CreateCompletionResponse"}
+REPLY_IDS = [*REPLY.encode(), EOT]
+HELLO_IDS = [
+    *(BOS, START_HEADER, *b"user", END_HEADER, *b"\n\nhello", EOT),
+    *(START_HEADER, *b"assistant", END_HEADER, *b"\n\n"),
+]
+PROMPT_IDS = {CHAT: HELLO_IDS, COMPLETIONS: [BOS, *b"hello"]}
+USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+BOTH = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+
+
+def post(server, path, *, status=200, **fields):
+    with server.http() as http:
+        response = http.post(path, json=BASE[path] | fields)
+        assert response.status_code == status, response.text
+        return response.json()
+
+
+def events(server, path, **fields):
+    with server.http() as http:
+        chunks = stream_events(http, path, BASE[path] | fields)
+    for chunk in chunks:
+        if path == CHAT:
+            validate(CHUNK[path], chunk)
+    return chunks
+
+
+def texts(chunks):
+    return [c["delta"].get("content") if "delta" in c else c["text"] for chunk in chunks for c in chunk["choices"]]
+
+
+@BOTH
+def test_token_ids_of_prompt_and_output(scripted, path):
+    answer = post(scripted, path, return_token_ids=True)
+    (choice,) = answer["choices"]
+    assert choice["token_ids"] == REPLY_IDS
+    assert (answer if path == CHAT else choice)["prompt_token_ids"] == PROMPT_IDS[path]
+    assert "token_ids" not in post(scripted, path)["choices"][0]
+
+
+@BOTH
+def test_streamed_token_ids_are_those_of_the_whole(scripted, path):
+    chunks = events(scripted, path, return_token_ids=True)
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert [id for choice in choices for id in choice.get("token_ids", ())] == REPLY_IDS
+    holders = [holder for holder in [*chunks, *choices] if "prompt_token_ids" in holder]
+    assert [holder["prompt_token_ids"] for holder in holders] == [PROMPT_IDS[path]]
+    assert "".join(text or "" for text in texts(chunks)) == REPLY
+
+
+def test_token_ids_of_several_prompts(scripted):
+    answer = post(scripted, COMPLETIONS, prompt=[[97, 98], [99]], n=2, max_tokens=1, return_token_ids=True)
+    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [[97, 98]] * 2 + [[99]] * 2
+    assert [choice["token_ids"] for choice in answer["choices"]] == [REPLY_IDS[:1]] * 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_are_named_by_their_ids_in_log_probabilities(scripted, stream):
+    fields = {"return_tokens_as_token_ids": True, "max_tokens": 2, "stream": stream}
+    names = [f"token_id:{id}" for id in REPLY_IDS[:2]]
+    get = (lambda path, **more: events(scripted, path, **more)) if stream else None
+    chat = fields | {"logprobs": True, "top_logprobs": 1}
+    answers = get(CHAT, **chat) if get else [post(scripted, CHAT, **chat)]
+    entries = [e for a in answers for c in a["choices"] for e in (c["logprobs"] or {}).get("content", ())]
+    assert [entry["token"] for entry in entries] == names
+    assert [entry["top_logprobs"][0]["token"] for entry in entries] == names
+    completion = fields | {"logprobs": 1}
+    answers = get(COMPLETIONS, **completion) if get else [post(scripted, COMPLETIONS, **completion)]
+    parts = [c["logprobs"] for a in answers for c in a["choices"] if c["logprobs"]]
+    assert [name for part in parts for name in part["tokens"]] == names
+    assert [name for part in parts for top in part["top_logprobs"] for name in top] == names
+
+
+@BOTH
+@pytest.mark.parametrize("kept", [1, 4, 1000])
+def test_a_prompt_is_cut_to_its_last_tokens(scripted, path, kept):
+    answer = post(scripted, path, truncate_prompt_tokens=kept, return_token_ids=True, max_tokens=1)
+    holder = answer if path == CHAT else answer["choices"][0]
+    assert holder["prompt_token_ids"] == PROMPT_IDS[path][-kept:]
+    assert answer["usage"]["prompt_tokens"] == min(kept, len(PROMPT_IDS[path]))
+
+
+def test_a_prompt_is_cut_to_what_fits(echo):
+    ids = [65 + i % 26 for i in range(5000)]
+    answer = post(echo, COMPLETIONS, prompt=ids, truncate_prompt_tokens=-1, max_tokens=96, return_token_ids=True)
+    assert answer["choices"][0]["prompt_token_ids"] == ids[-4000:]
+    assert post(echo, COMPLETIONS, status=400, prompt=ids, max_tokens=96)["error"]["param"] == "input_tokens"
+
+
+def test_echo_shows_what_is_left_of_a_cut_prompt(scripted):
+    answer = post(scripted, COMPLETIONS, truncate_prompt_tokens=2, echo=True, max_tokens=1)
+    assert answer["choices"][0]["text"] == "loH"
+
+
+@BOTH
+@pytest.mark.parametrize("kept", [0, -2, 4097])
+def test_a_cut_that_cannot_be(echo, path, kept):
+    assert post(echo, path, status=400, truncate_prompt_tokens=kept)["error"]["param"] == "truncate_prompt_tokens"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat_echo_puts_the_text_that_is_continued_before_its_continuation(scripted, stream):
+    messages = [*HELLO, {"role": "assistant", "content": "So: "}]
+    fields = {"messages": messages, "echo": True, "continue_final_message": True, "max_tokens": 1}
+    if stream:
+        assert texts(events(scripted, CHAT, **fields)) == ["", "So: ", "H", None]
+    else:
+        assert post(scripted, CHAT, **fields)["choices"][0]["message"]["content"] == "So: H"
+
+
+def test_chat_echo_repeats_no_user(scripted):
+    assert post(scripted, CHAT, echo=True, max_tokens=1)["choices"][0]["message"]["content"] == "H"
+
+
+def test_a_chat_with_the_tokenizers_own_tokens_around_it(scripted):
+    answer = post(scripted, CHAT, add_special_tokens=True, return_token_ids=True, max_tokens=1)
+    assert answer["prompt_token_ids"] == [BOS, *HELLO_IDS]
+
+
+@BOTH
+@pytest.mark.parametrize("more", [{}, {"stop": "text and more"}, {"n": 2}, {"ignore_eos": True, "max_tokens": 60}])
+def test_usage_grows_with_every_chunk(scripted, path, more):
+    *chunks, last = events(scripted, path, **USAGE, **more)
+    for index in range(more.get("n", 1)):
+        own = [chunk for chunk in chunks if chunk["choices"][0]["index"] == index]
+        counts = [chunk["usage"]["completion_tokens"] for chunk in own]
+        assert counts == sorted(set(counts))
+        assert path == COMPLETIONS or counts[0] == 0  # with the role
+        assert counts[-1] == more.get("max_tokens", len(REPLY_IDS))
+        assert own[-1]["choices"][0]["finish_reason"] is not None
+        assert all(chunk["choices"][0]["finish_reason"] is None for chunk in own[:-1])
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == sum(
+        max(c["usage"]["completion_tokens"] for c in chunks if c["choices"][0]["index"] == i)
+        for i in range(more.get("n", 1))
+    )
+
+
+@BOTH
+def test_tokens_without_text_move_the_stream_where_eos_is_ignored(slow, path):
+    """A load generator counts chunks: one whose text is held back, here for a stop string, is one too."""
+    fields = {"ignore_eos": True, "max_tokens": 12, "stop": "abcdefghijabcdefghij"}
+    chunks = events(slow, path, **fields)
+    assert len(texts(chunks)) >= 12
+    assert "".join(text or "" for text in texts(chunks)) == "abcdefghijab"
+    assert len(texts(events(slow, path, **(fields | {"ignore_eos": False})))) <= 4
+
+
+def test_token_strings_are_the_vocabularys(echo):
+    with echo.http() as http:
+        answer = http.post("/tokenize", json={"prompt": "a é", "return_token_strs": True}).json()
+        assert answer["token_strs"] == ["<|begin_of_text|>", "a", "Ġ", "Ã", "©"]
+        chat = {"messages": HELLO, "add_special_tokens": True}
+        assert http.post("/tokenize", json=chat).json()["tokens"] == [BOS, *HELLO_IDS]
