@@ -14,6 +14,7 @@ from server.api.chat import chat_routes
 from server.api.completions import completion_routes
 from server.api.gate import Gate
 from server.api.info_routes import info_routes
+from server.api.messages.routes import messages_routes
 from server.api.metrics import ServerMetrics
 from server.api.responses.routes import responses_routes
 from server.api.state import ServerState
@@ -40,7 +41,13 @@ def create_state(settings: Settings, client: EngineClient, tokenizer: Tokenizer)
 
 
 def create_app(state: ServerState) -> Starlette:
-    routes = [*chat_routes(state), *completion_routes(state), *responses_routes(state), *info_routes(state)]
+    routes = [
+        *chat_routes(state),
+        *completion_routes(state),
+        *responses_routes(state),
+        *messages_routes(state),
+        *info_routes(state),
+    ]
     cors = Middleware(
         CORSMiddleware,
         allow_origins=list(state.settings.allowed_origins),

@@ -32,13 +32,25 @@ class ClientGone(Exception):  # noqa: N818 - it is no error
 
 
 class GenerationAnswer(Response):
-    """An ASGI response that runs until the generation has ended or its client has gone."""
+    """An ASGI response that runs until the generation has ended or its client has gone.
 
-    def __init__(self, generation: Generation, writer: Writer, turns: Turns, *, stream: bool) -> None:
+    `refuse` words an error that comes before anything has been sent.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        writer: Writer,
+        turns: Turns,
+        *,
+        stream: bool,
+        refuse: Callable[[RequestError], Response] | None = None,
+    ) -> None:
         self._generation = generation
         self._turns = turns
         self._writer = writer
         self._stream = stream
+        self._refuse = refuse or error_response
         self._opened: set[int] = set()  # choices whose first event has been made
         self.background = None
 
@@ -68,7 +80,7 @@ class GenerationAnswer(Response):
         try:
             await self._generation.wait()
         except RequestError as error:
-            await error_response(error)(scope, receive, send)
+            await self._refuse(error)(scope, receive, send)
             return
         await LongJson(self._turns, self._writer.whole(), self._check_client)(scope, receive, send)
 
@@ -76,7 +88,7 @@ class GenerationAnswer(Response):
         try:
             choices = await self._generation.wait()
         except RequestError as error:
-            await error_response(error)(scope, receive, send)
+            await self._refuse(error)(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         try:

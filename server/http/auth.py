@@ -1,4 +1,4 @@
-"""API keys in the Authorization header."""
+"""API keys in the Authorization header, or in Anthropic's, X-Api-Key."""
 
 from __future__ import annotations
 
@@ -18,8 +18,12 @@ class KeyRing:
         """The 401 that a request deserves, None where it brings a key. Takes the same time for every wrong key."""
         if not self._keys:
             return None
-        given = next((value for name, value in headers if name == b"authorization"), b"")
+        fields = dict(headers)
+        given = fields.get(b"authorization", b"")
         scheme, _, key = given.partition(b" ")
+        if not given:
+            scheme, given = b"bearer", fields.get(b"x-api-key", b"")
+            key = given
         matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
         if scheme.lower() == b"bearer" and any(matches):
             return None

@@ -1,0 +1,188 @@
+"""/v1/messages through real sockets: with Anthropic's own client where it is installed, and without it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.server.support.echo_engine import EchoConfig
+from tests.server.support.running import ECHO, running_server
+from tests.server.support.tool_template import TOOL_TEMPLATE
+
+PATH = "/v1/messages"
+ARGUMENTS = '{"city": "Århus"}'
+CALL = f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}'
+SCRIPTS = {"plain": "Fine, thänks 🙂.", "call": CALL, "both": f"Let me see. {CALL}; {CALL} Done.", "nothing": ""}
+SEEDS = {name: seed for seed, name in enumerate(SCRIPTS)}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER = {"name": "get_weather", "description": "The weather.", "input_schema": SCHEMA}
+HELLO = [{"role": "user", "content": "hello"}]
+W = ("get_weather", {"city": "Århus"})
+EXPECTED = {
+    "plain": ([SCRIPTS["plain"]], "end_turn"),
+    "call": ([W], "tool_use"),
+    "both": (["Let me see. ", W, W, " Done."], "tool_use"),
+    "nothing": ([], "end_turn"),
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    config = EchoConfig(reply=(), replies=tuple(tuple(text.encode()) for text in SCRIPTS.values()))
+    with running_server(tmp_path_factory.mktemp("messages"), ECHO, config, template=TOOL_TEMPLATE) as running:
+        yield running
+
+
+def post(server, script: str = "plain", path: str = PATH, **fields):
+    body = {"messages": HELLO, "max_tokens": 500, "seed": SEEDS[script], **fields}
+    with server.http() as http:
+        return http.post(path, json=body)
+
+
+def created(server, script: str = "plain", **fields):
+    response = post(server, script, **fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def events(server, script: str = "plain", **fields):
+    response = post(server, script, stream=True, **fields)
+    assert response.status_code == 200, response.text
+    *frames, last = response.text.split("\n\n")
+    assert last == ""
+    found = []
+    for frame in frames:
+        kind, data = frame.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert kind == f"event: {found[-1]['type']}"
+    return found
+
+
+def blocks_of(content):
+    return [block["text"] if block["type"] == "text" else (block["name"], block["input"]) for block in content]
+
+
+def put_together(found):
+    """The blocks of a stream, as clients make them of its events."""
+    blocks = []
+    for event in found:
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(blocks)
+            blocks.append([event["content_block"], ""])
+        elif event["type"] == "content_block_delta":
+            assert event["index"] == len(blocks) - 1
+            blocks[-1][1] += event["delta"].get("text") or event["delta"].get("partial_json") or ""
+    return [text if block["type"] == "text" else (block["name"], json.loads(text)) for block, text in blocks]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_message_is_the_same_streamed_and_whole(server, script):
+    blocks, reason = EXPECTED[script]
+    whole = created(server, script, tools=[WEATHER])
+    assert (whole["type"], whole["role"], whole["model"]) == ("message", "assistant", "test-model")
+    assert (blocks_of(whole["content"]), whole["stop_reason"], whole["stop_sequence"]) == (blocks, reason, None)
+    found = events(server, script, tools=[WEATHER])
+    assert put_together(found) == blocks
+    assert [found[0]["type"], found[-2]["type"], found[-1]["type"]] == [
+        "message_start",
+        "message_delta",
+        "message_stop",
+    ]
+    assert found[-2]["delta"] == {"stop_reason": reason, "stop_sequence": None}
+    assert found[-2]["usage"]["output_tokens"] == whole["usage"]["output_tokens"] == len(SCRIPTS[script].encode()) + 1
+    assert found[0]["message"]["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+    starts = [event["type"] for event in found].count("content_block_start")
+    assert starts == [event["type"] for event in found].count("content_block_stop") == len(blocks)
+
+
+def test_why_a_message_ends(server):
+    assert created(server, max_tokens=3)["stop_reason"] == "max_tokens"
+    stopped = created(server, stop_sequences=["than", "thä"])
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "thä")
+    assert blocks_of(stopped["content"]) == ["Fine, "]
+
+
+def test_a_call_that_the_limit_cuts_is_shown_all_the_same(server):
+    whole = created(server, "call", tools=[WEATHER], max_tokens=len(CALL.partition("rhus")[0].encode()))
+    assert blocks_of(whole["content"]) == [("get_weather", {"arguments": '{"city": "Å'})]
+
+
+def test_tokens_are_counted_without_an_answer(server):
+    counted = post(server, path=f"{PATH}/count_tokens", tools=[WEATHER], system="Be kind.").json()
+    assert counted == {"input_tokens": created(server, tools=[WEATHER], system="Be kind.")["usage"]["input_tokens"]}
+
+
+def test_a_conversation_goes_on_after_a_call(server):
+    first = created(server, "call", tools=[WEATHER])
+    result = {
+        "type": "tool_result",
+        "tool_use_id": first["content"][0]["id"],
+        "content": [{"type": "text", "text": "5"}],
+    }
+    turns = [*HELLO, {"role": "assistant", "content": first["content"]}, {"role": "user", "content": [result]}]
+    second = created(server, tools=[WEATHER], messages=turns)
+    chat = [
+        *HELLO,
+        {"role": "assistant", "tool_calls": [{"function": {"name": "get_weather", "arguments": ARGUMENTS}}]},
+        {"role": "tool", "content": "5"},
+    ]
+    function = {"name": "get_weather", "description": "The weather.", "parameters": SCHEMA}
+    with server.http() as http:
+        tools = [{"type": "function", "function": function}]
+        counted = http.post("/tokenize", json={"messages": chat, "tools": tools}).json()["count"]
+    assert second["usage"]["input_tokens"] == counted
+
+
+REFUSED = [
+    {"max_tokens": None},
+    {"max_tokens": 0},
+    {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+    {"messages": [{"role": "wizard", "content": "a"}]},
+    {"tools": [{"type": "bash_20250124", "name": "bash"}]},
+    {"tools": [{"name": "a b"}]},
+    {"tool_choice": {"type": "sometimes"}},
+    {"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}},
+    {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+]
+
+
+@pytest.mark.parametrize("fields", REFUSED, ids=range(len(REFUSED)))
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_have_anthropics_form(server, fields, stream):
+    response = post(server, stream=stream, **fields)
+    assert response.status_code == 400
+    error = response.json()
+    assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+    assert error["error"]["message"]
+
+
+def test_another_model_is_not_found(server):
+    response = post(server, model="other")
+    assert (response.status_code, response.json()["error"]["type"]) == (404, "not_found_error")
+
+
+def test_the_key_may_be_in_anthropics_field(tmp_path):
+    with running_server(tmp_path, ECHO, EchoConfig(reply=(65,)), api_keys=("secret",)) as server, server.http() as http:
+        body = {"messages": HELLO, "max_tokens": 5}
+        statuses = [http.post(PATH, json=body, headers={"x-api-key": key}).status_code for key in ("secret", "other")]
+        assert statuses == [200, 401]
+        assert http.post(PATH, json=body, headers={"Authorization": "Bearer secret"}).status_code == 200
+
+
+def test_anthropics_own_client(server):
+    anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed: `scripts/test --all` installs it")
+    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    options = {"model": "test-model", "max_tokens": 500, "messages": HELLO, "tools": [WEATHER]}
+    with client.messages.stream(**options, extra_body={"seed": SEEDS["both"]}) as stream:
+        assert "".join(stream.text_stream) == "Let me see.  Done."
+        final = stream.get_final_message()
+    assert [block.type for block in final.content] == ["text", "tool_use", "tool_use", "text"]
+    assert final.content[1].input == {"city": "Århus"}
+    assert final.stop_reason == "tool_use"
+    whole = client.messages.create(**options, extra_body={"seed": SEEDS["plain"]})
+    assert whole.content[0].text == SCRIPTS["plain"]
+    counted = client.messages.count_tokens(**{name: options[name] for name in ("model", "messages", "tools")})
+    assert counted.input_tokens == whole.usage.input_tokens
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
+        client.messages.create(**options | {"max_tokens": 0})
