@@ -1,6 +1,7 @@
 """The tests run on the CPU, whatever chip or plug-in is here, with eight CPU devices so that sharded code can run.
 
-`scripts/test` runs them in a process per core (pytest-xdist).
+`scripts/test` runs them in a process per core (pytest-xdist). What takes long to compile is compiled once for all
+processes, the servers that tests start included, and kept from one run to the next.
 """
 
 from __future__ import annotations
@@ -15,6 +16,11 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # before anything imports jax; children inh
 _COUNT = "--xla_force_host_platform_device_count=8"
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_COUNT}".strip()
+os.environ |= {
+    "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).parents[1] / ".pytest_cache/d/compiled"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    "JAX_COMPILATION_CACHE_MAX_SIZE": str(1 << 30),  # with a limit JAX locks the folder: processes write to it at once
+}
 
 KERNELS = [Path(__file__).parent / "pallas_kernels" / room for room in ("gpu", "tpu")]
 COMPILING_FOR_CHIPS = ("test_compile.py", "test_compile_gpu_step.py")

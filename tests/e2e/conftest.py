@@ -6,6 +6,7 @@ Both have the same shapes and one compilation cache, so that every program is co
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -25,9 +26,8 @@ PREFIX = "pallas_serve:"
 
 
 @pytest.fixture(scope="session")
-def settings(pytestconfig) -> EngineSettings:
-    """Compiled programs are kept from one test run to the next, as they are between two starts of the server."""
-    return EngineSettings(device="cpu", compile_cache=str(pytestconfig.cache.mkdir("compiled")), **LIMITS)
+def settings() -> EngineSettings:
+    return EngineSettings(device="cpu", compile_cache=os.environ["JAX_COMPILATION_CACHE_DIR"], **LIMITS)
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gpu import attention, device, prefill_tile, tuning
 from pallas_kernels.gpu.schedule import ITEM_NUM_BLOCKS
 from pallas_kernels.spec import AttentionSpec, RaggedBatch
-from tests.pallas_kernels.dense import Case
+from tests.pallas_kernels.dense import QUICKLY_COMPILED, Case
 
 HOPPER = device.INTERPRETED
 BLACKWELL = device.Gpu(arch=(10, 0), num_multiprocessors=2)  # the mma kernels, with TMA; cp.async is not interpreted
@@ -102,7 +102,7 @@ def compiled_step(spec: AttentionSpec, gpu: device.Gpu, decode_only: bool) -> Ca
     del gpu  # tells programs apart; the kernels ask for it while they are traced
     interpret = plgpu.InterpretGPUParams(detect_races=True)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=QUICKLY_COMPILED)
     def step(batch: RaggedBatch, queries: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
         keys, values, pages, first_page = operands
         schedule = attention.make_schedule(batch, spec, num_tokens=queries.shape[0], decode_only=decode_only)

@@ -6,7 +6,7 @@ import contextlib
 import io
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from pallas_kernels.tpu import attention, layout
 from pallas_kernels.tpu.blocks import BlockSizes
 from pallas_kernels.tpu.decode import DecodeBlocks
 from pallas_kernels.tpu.tiles import MixedBlocks
-from tests.pallas_kernels.dense import Case
+from tests.pallas_kernels.dense import QUICKLY_COMPILED, Case
 
 DMA_MODES = ("on_wait", "eager")  # as late as allowed, as early as possible: each hides what the other shows
 SMALL = BlockSizes(
@@ -118,7 +118,7 @@ def _poisoned(case: Case, name: str) -> np.ndarray:
 def compiled_step(spec: AttentionSpec, dma_mode: str, decode_only: bool, block_sizes: BlockSizes | None) -> Callable:
     interpret = pltpu.InterpretParams(detect_races=True, dma_execution_mode=dma_mode)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=QUICKLY_COMPILED)
     def step(batch: RaggedBatch, queries: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
         keys, values, pages, first_page = operands
         schedule = attention.make_schedule(batch, spec, num_tokens=queries.shape[0], decode_only=decode_only)
