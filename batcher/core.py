@@ -18,6 +18,7 @@ from batcher.sequence import Sequence, State
 from batcher.static import StaticScheduler
 from batcher.stats import EngineStats
 from batcher.step import Runner, StepHandle, StepOutput, Variant
+from batcher.step_log import StepLog
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class EngineCore:
         self._clock = clock
         self._packer = Packer(capacity, ladder.config.max_num_seqs)
         self._counts = EngineStats(num_pages=capacity.num_pages)
+        self._step_log = StepLog()
         self._deadlines: list[
             tuple[float, int, Sequence]
         ] = []  # a heap; entries of those who were let in or left are stale
@@ -102,6 +104,7 @@ class EngineCore:
         if plan is None:
             return None
         self._count_plan(plan)
+        self._step_log.dispatched(plan, self._clock())
         try:
             handle = self._runner.execute(self._packer.pack(plan))
         except Exception as error:
@@ -161,6 +164,7 @@ class EngineCore:
         counts.prefix_cache_queries = scheduler.prefix_queries
         counts.prefix_cache_hits = scheduler.prefix_hits
         counts.num_compiles_after_warm_up = self._runner.num_compiles - self._num_compiles_at_start
+        counts.recent_steps = self._step_log.recent()
         return counts.copy()
 
     def check_integrity(self) -> None:

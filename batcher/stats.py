@@ -10,6 +10,8 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from functools import partial
 
+from batcher.step_log import StepRecord
+
 TTFT_BOUNDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
     20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
@@ -55,6 +57,7 @@ class EngineStats:
     num_pages: int = 0
     num_pages_used: int = 0
     num_pages_reusable: int = 0  # held by the prefix cache alone
+    recent_steps: list[StepRecord] = field(default_factory=list)  # a sample of the last seconds' steps
     # counters
     num_preemptions: int = 0
     prompt_tokens: int = 0  # of requests as they are first admitted

@@ -1,0 +1,234 @@
+// The chat: one conversation in OpenAI's form, streamed answers, tool calls that the reader answers by hand.
+
+import { ApiError, events, request } from "/ui/api.js";
+
+const $ = (id) => document.getElementById(id);
+const messages = []; // as the API takes them, without the system prompt
+let running = null; // the AbortController of the answer that is streamed
+
+export function startChat() {
+  $("composer").addEventListener("submit", (event) => {
+    event.preventDefault();
+    const text = $("prompt").value.trim();
+    if (!text || running) return;
+    $("prompt").value = "";
+    add({ role: "user", content: text });
+    answer();
+  });
+  $("prompt").addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    $("composer").requestSubmit();
+  });
+  $("prompt").addEventListener("input", fitPrompt);
+  $("stop").addEventListener("click", () => running?.abort());
+  $("clear").addEventListener("click", () => {
+    running?.abort();
+    messages.length = 0;
+    $("log").replaceChildren();
+    $("prompt").focus();
+  });
+  $("settings").addEventListener("submit", (event) => event.preventDefault());
+  $("settings").addEventListener("input", showSettings);
+  showSettings();
+}
+
+function fitPrompt() {
+  $("prompt").style.height = "auto";
+  $("prompt").style.height = `${$("prompt").scrollHeight + 2}px`;
+}
+
+function showSettings() {
+  for (const output of document.querySelectorAll("#settings output")) output.value = $(output.htmlFor.value).value;
+  for (const part of document.querySelectorAll("#settings [data-for]")) part.hidden = part.dataset.for !== $("format").value;
+}
+
+/** The request's body; throws SyntaxError, naming the field, where the schema or the tools are not JSON. */
+function body() {
+  const system = $("system").value.trim();
+  const seed = $("seed").value.trim();
+  const tools = parsed("tools", "Tools");
+  const format = $("format").value;
+  const schema = format === "json_schema" ? parsed("schema", "JSON schema") : null;
+  return {
+    model: null,
+    messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
+    stream: true,
+    stream_options: { include_usage: true },
+    temperature: Number($("temperature").value),
+    top_p: Number($("top_p").value),
+    max_completion_tokens: Number($("max_tokens").value) || undefined,
+    seed: seed ? Number(seed) : undefined,
+    tools: tools ?? undefined,
+    response_format:
+      format === "text" ? undefined
+      : format === "json_object" ? { type: format }
+      : { type: format, json_schema: { name: "answer", schema, strict: true } },
+  };
+}
+
+function parsed(id, name) {
+  const text = $(id).value.trim();
+  if (!text) return null;
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    throw new SyntaxError(`${name}: ${error.message}`);
+  }
+}
+
+/** Streams the next assistant message from all messages so far. */
+async function answer() {
+  const view = new MessageView("assistant");
+  const message = { role: "assistant", content: "" };
+  const calls = [];
+  const started = performance.now();
+  let first = 0;
+  let usage = null;
+  let reason = "";
+  running = new AbortController();
+  setRunning(true);
+  try {
+    const response = await request("/v1/chat/completions", { method: "POST", body: JSON.stringify(body()), signal: running.signal });
+    for await (const chunk of events(response)) {
+      if (chunk.error) throw new ApiError(chunk.error.message);
+      usage = chunk.usage ?? usage;
+      const choice = chunk.choices?.[0];
+      if (!choice) continue;
+      reason = choice.finish_reason ?? reason;
+      const { content, tool_calls: deltas } = choice.delta ?? {};
+      if ((content || deltas) && !first) first = performance.now();
+      if (content) view.setText((message.content += content));
+      for (const delta of deltas ?? []) mergeCall(calls, delta);
+      if (deltas) view.setCalls(calls);
+    }
+  } catch (error) {
+    if (error.name === "AbortError") reason = "stopped";
+    else view.fail(error.message);
+  }
+  running = null;
+  setRunning(false);
+  if (calls.length) message.tool_calls = calls;
+  if (message.content || calls.length) messages.push(message);
+  view.finish({ reason, usage, started, first, wantsJson: $("format").value !== "text" });
+  if (calls.length && reason === "tool_calls") view.askForResults(calls, (results) => {
+    for (const result of results) add(result);
+    answer();
+  });
+  $("prompt").focus();
+}
+
+function mergeCall(calls, delta) {
+  const call = (calls[delta.index] ??= { id: "", type: "function", function: { name: "", arguments: "" } });
+  call.id = delta.id ?? call.id;
+  call.function.name += delta.function?.name ?? "";
+  call.function.arguments += delta.function?.arguments ?? "";
+}
+
+function add(message) {
+  messages.push(message);
+  new MessageView(message.role).show(message.content);
+}
+
+function retry() {
+  if (running) return;
+  while (messages.length && messages.at(-1).role === "assistant") messages.pop();
+  const views = [...$("log").children];
+  while (views.length && views.at(-1).dataset.role === "assistant") views.pop().remove();
+  if (messages.length) answer();
+}
+
+function setRunning(is) {
+  $("send").hidden = is;
+  $("stop").hidden = !is;
+}
+
+const NAMES = { user: "You", assistant: "Answer", tool: "Tool result" };
+
+class MessageView {
+  constructor(role) {
+    this.root = element("article", { className: `message ${role}` });
+    this.root.dataset.role = role;
+    this.text = element("div", { className: "text" });
+    this.cards = element("div");
+    this.root.append(element("h3", { textContent: NAMES[role] ?? role }), this.text, this.cards);
+    this.root.setAttribute("aria-busy", String(role === "assistant"));
+    $("log").append(this.root);
+    this.root.scrollIntoView({ block: "end" });
+  }
+
+  show(text) {
+    this.setText(text);
+  }
+
+  setText(text) {
+    const log = $("log");
+    const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
+    this.text.textContent = text;
+    if (atEnd) log.scrollTop = log.scrollHeight;
+  }
+
+  setCalls(calls) {
+    this.cards.replaceChildren(...calls.map((call) => {
+      const card = element("div", { className: "card" });
+      card.append(element("b", { textContent: call.function.name }), element("pre", { textContent: call.function.arguments }));
+      return card;
+    }));
+  }
+
+  /** One field for each call; `onResults` gets the tool messages when all are given. */
+  askForResults(calls, onResults) {
+    const results = new Map();
+    [...this.cards.children].forEach((card, i) => {
+      const form = element("form");
+      const field = element("input", { required: true, placeholder: "result of this call" });
+      field.setAttribute("aria-label", `Result of ${calls[i].function.name}`);
+      form.append(field, element("button", { type: "submit", textContent: "Give" }));
+      form.addEventListener("submit", (event) => {
+        event.preventDefault();
+        results.set(i, { role: "tool", tool_call_id: calls[i].id, content: field.value });
+        form.remove();
+        if (results.size === calls.length) onResults(calls.map((_, j) => results.get(j)));
+      });
+      card.append(form);
+    });
+  }
+
+  fail(message) {
+    this.root.append(element("p", { className: "error", textContent: message }));
+  }
+
+  finish({ reason, usage, started, first, wantsJson }) {
+    this.root.setAttribute("aria-busy", "false");
+    if (wantsJson) this.showAsJson();
+    for (const other of document.querySelectorAll(".retry")) other.remove();
+    const foot = element("div", { className: "foot" });
+    if (usage && first) {
+      const seconds = (performance.now() - first) / 1000;
+      const rate = usage.completion_tokens > 1 ? `, ${((usage.completion_tokens - 1) / seconds).toFixed(0)}/s` : "";
+      foot.append(`${usage.completion_tokens} tokens${rate}, first after ${(first - started).toFixed(0)} ms`);
+    }
+    if (reason && reason !== "stop") foot.append(element("span", { textContent: reason }));
+    const button = element("button", { type: "button", className: "link retry", textContent: "Try again" });
+    button.addEventListener("click", retry);
+    foot.append(button);
+    this.root.append(foot);
+    this.root.scrollIntoView({ block: "end" });
+  }
+
+  showAsJson() {
+    let value;
+    try {
+      value = JSON.parse(this.text.textContent);
+    } catch {
+      return; // cut at the token limit, or an error: it stays as it came
+    }
+    const card = element("div", { className: "card json" });
+    card.append(element("pre", { textContent: JSON.stringify(value, null, 2) }));
+    this.text.replaceChildren(card);
+  }
+}
+
+function element(tag, properties = {}) {
+  return Object.assign(document.createElement(tag), properties);
+}

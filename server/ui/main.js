@@ -1,0 +1,60 @@
+// The frame of the page: which view is shown, the theme, and whether the server is well.
+
+import { request } from "/ui/api.js";
+import { startChat } from "/ui/chat.js";
+import { Dashboard } from "/ui/dashboard.js";
+
+const POLL_MS = 1000;
+const QUIET_POLL_MS = 5000; // while the dashboard is not shown
+const dashboard = new Dashboard();
+const health = document.querySelector("#health");
+
+function showView() {
+  const view = location.hash === "#dashboard" ? "dashboard" : "chat";
+  for (const main of document.querySelectorAll("main")) main.hidden = main.id !== view;
+  for (const link of document.querySelectorAll("[data-view]")) {
+    if (link.dataset.view === view) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  dashboard.show(view === "dashboard");
+  poll();
+}
+
+function startTheme() {
+  const dark = () =>
+    (document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+  document.querySelector("#theme").addEventListener("click", () => {
+    document.documentElement.dataset.theme = dark() ? "light" : "dark";
+    dashboard.draw();
+  });
+}
+
+function setHealth(state, text) {
+  if (health.textContent !== text) health.textContent = text;
+  health.dataset.state = state;
+}
+
+let timer = 0;
+let polling = false;
+
+async function poll() {
+  clearTimeout(timer);
+  if (polling) return;
+  polling = true;
+  try {
+    const state = await (await request(`/ui/state?after=${dashboard.lastStep}`)).json();
+    document.querySelector("#model").textContent = `${state.model} · ${state.max_model_len.toLocaleString()} tokens`;
+    setHealth(state.alive ? "serving" : "down", state.alive ? "serving" : "engine down");
+    dashboard.add(state);
+  } catch {
+    setHealth("down", "not reachable");
+  }
+  polling = false;
+  timer = setTimeout(poll, document.hidden || !dashboard.shown ? QUIET_POLL_MS : POLL_MS);
+}
+
+startTheme();
+startChat();
+window.addEventListener("hashchange", showView);
+document.addEventListener("visibilitychange", () => document.hidden || poll());
+showView();
