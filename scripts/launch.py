@@ -72,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
         flag = f"--{name.removesuffix('_s').replace('_', '-')}"
         server.add_argument(flag, dest=name, type=kind, default=default, metavar=metavar, help=text)
     server.add_argument("--metrics-prefix", default=DEFAULT_METRICS_PREFIX, help="vllm: keeps existing dashboards")
+    server.add_argument("--no-ui", dest="ui", action="store_false", help="no page at /")
     server.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     add_debug_flag(p)
     return p
@@ -94,6 +95,7 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         tool_call_parser=args.tool_call_parser,
         generation_defaults=GenerationDefaults.from_folder(source.folder) if source.folder else GenerationDefaults(),
         metrics_prefix=args.metrics_prefix,
+        ui=args.ui,
         version=version(),
         queue_timeout_s=args.queue_timeout,
         strict_fields=args.strict_fields,

@@ -18,6 +18,7 @@ from server.api.messages.routes import messages_routes
 from server.api.metrics import ServerMetrics
 from server.api.responses.routes import responses_routes
 from server.api.state import ServerState
+from server.api.ui import ui_routes
 from server.engine.client import EngineClient
 from server.http.errors import NOT_FOUND, RequestError
 from server.settings import Settings
@@ -47,6 +48,7 @@ def create_app(state: ServerState) -> Starlette:
         *responses_routes(state),
         *messages_routes(state),
         *info_routes(state),
+        *ui_routes(state),
     ]
     cors = Middleware(
         CORSMiddleware,

@@ -78,6 +78,7 @@ class Settings:
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     metrics_prefix: str = DEFAULT_METRICS_PREFIX
     version: str = "0.0.0"
+    ui: bool = True  # the page at `/`
     force_usage: bool = False  # streams carry usage whether or not they ask for it
     debug: bool = False  # the engine's process prints the traceback of what it fails with
     show_cached_tokens: bool = True  # usage.prompt_tokens_details

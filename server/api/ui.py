@@ -56,9 +56,7 @@ def _file_route(path: Path) -> ApiRoute:
             return Response(status_code=304, headers=headers)
         return Response(content, headers=headers)
 
-    return ApiRoute(
-        path="/" if path.name == "index.html" else f"/ui/{path.name}", endpoint=serve, needs_key=False
-    )
+    return ApiRoute(path="/" if path.name == "index.html" else f"/ui/{path.name}", endpoint=serve, needs_key=False)
 
 
 class Dashboard:

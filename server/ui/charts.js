@@ -88,8 +88,8 @@ export function drawLanes(canvas, steps, { span, numSlots }) {
   context.rect(PAD.left, 0, width - PAD.left - PAD.right, height);
   context.clip();
   for (const { ago, length, slots } of steps) {
-    const left = x(ago);
-    const wide = Math.max(1, length * perSecond + 0.5);
+    const left = Math.round(x(ago));
+    const wide = Math.max(1, Math.round(x(ago - length)) - left);
     for (let slot = 0; slot < slots.length; slot++) {
       if (slots[slot] === ".") continue;
       context.fillStyle = slots[slot] === "p" ? paint.second : paint.first;

@@ -104,7 +104,7 @@ export class Dashboard {
     }
     const figure = this.tiles.get(name);
     const small = document.createElement("small");
-    small.textContent = ` ${note}`;
+    small.textContent = note;
     figure.replaceChildren(String(value), small);
     figure.parentElement.classList.toggle("bad", bad);
   }

@@ -1,0 +1,122 @@
+"""The page at `/` in a real browser: a message is sent and its answer seen, the charts move, the console is silent."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+from tests.server.echo_engine import EchoConfig
+from tests.server.running import ECHO, RunningServer, running_server
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: scripts/test --all does it")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: `apt-get install chromium` gives one"),
+]
+DONE = ".message.assistant[aria-busy=false]"
+CANVAS = "document.querySelector('#{}').toDataURL()"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[sync_api.Browser]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: sync_api.Browser) -> Iterator[sync_api.Page]:
+    """A page whose console must stay silent."""
+    page = browser.new_page()
+    said: list[str] = []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    yield page
+    page.close()
+    assert said == []
+
+
+def send(page: sync_api.Page, text: str) -> str:
+    """The text of the answer to `text`, which is sent by keyboard."""
+    answers = page.locator(".message.assistant").count()
+    page.get_by_label("Message").fill(text)
+    page.keyboard.press("Enter")
+    answer = page.locator(DONE).nth(answers)
+    answer.wait_for()
+    return answer.locator(".text").inner_text()
+
+
+def test_a_message_is_answered_and_a_second_turn_follows(server: RunningServer, page: sync_api.Page) -> None:
+    page.goto(server.url)
+    page.get_by_label("Temperature").fill("0")
+    assert "82" in send(page, "What is 47 + 35?")
+    assert "57" in send(page, "Which is larger, 31 or 57?")
+    assert page.get_by_text("tokens,").count() == 2
+    page.get_by_role("button", name="Try again").click()
+    page.locator(DONE).nth(1).wait_for()
+    assert page.locator(".message.user").count() == 2
+
+
+def test_an_answer_is_stopped(server: RunningServer, page: sync_api.Page) -> None:
+    """The answer is as long as the context unless it is stopped; what came until then stays."""
+    requests: list[dict[str, object]] = []
+
+    def without_an_end(route: sync_api.Route) -> None:
+        body = json.loads(route.request.post_data) | {"ignore_eos": True}
+        requests.append(body)
+        route.continue_(post_data=json.dumps(body))
+
+    page.route("**/v1/chat/completions", without_an_end)
+    page.goto(server.url)
+    page.get_by_label("Message").fill("Count from 4 to 9.")
+    page.get_by_role("button", name="Send").click()
+    page.locator(".message.assistant .text:not(:empty)").wait_for()
+    page.get_by_role("button", name="Stop").click()
+    page.locator(DONE).wait_for()
+    assert page.locator(".message.assistant .foot").inner_text().startswith("stopped")
+    assert requests[0]["stream"] is True
+
+
+def test_what_is_not_json_in_a_setting_is_said(server: RunningServer, page: sync_api.Page) -> None:
+    page.goto(server.url)
+    page.get_by_text("Tools", exact=True).click()
+    page.get_by_label("Functions").fill("[{")
+    send(page, "What is 47 + 35?")
+    assert page.locator(".error").inner_text().startswith("Tools: ")
+
+
+def test_the_charts_move(server: RunningServer, page: sync_api.Page) -> None:
+    page.goto(f"{server.url}/#dashboard")
+    page.get_by_text("after warm-up").wait_for()
+    before = {name: page.evaluate(CANVAS.format(name)) for name in ("occupancy", "throughput")}
+    with server.client() as client:
+        client.completions.create(model="demo", prompt="Once", max_tokens=200, extra_body={"ignore_eos": True})
+    for name, picture in before.items():
+        page.wait_for_function(f"old => {CANVAS.format(name)} !== old", arg=picture)
+    page.get_by_text("decode, 0 prefill").wait_for()
+
+
+def test_a_key_is_asked_for_and_used(keyed_server: RunningServer, browser: sync_api.Browser) -> None:
+    page = browser.new_page()  # the browser itself writes each 401 on the console
+    page.goto(keyed_server.url)
+    page.get_by_label("Key").fill("wrong")
+    page.keyboard.press("Enter")
+    page.get_by_label("Key").fill("right")
+    page.keyboard.press("Enter")
+    page.get_by_text("serving", exact=True).wait_for()
+    assert send(page, "abc")
+    assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
+    page.close()
+
+
+@pytest.fixture(scope="module")
+def keyed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    config = EchoConfig(reply=tuple(b"an answer"))
+    with running_server(tmp_path_factory.mktemp("keyed"), ECHO, config, api_keys=("right",)) as server:
+        yield server
