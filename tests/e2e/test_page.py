@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.server.echo_engine import EchoConfig
-from tests.server.running import ECHO, RunningServer, running_server
+from tests.server.support.echo_engine import EchoConfig
+from tests.server.support.running import ECHO, RunningServer, running_server
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: scripts/test --all does it")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -105,9 +105,9 @@ def test_the_charts_move(server: RunningServer, page: sync_api.Page) -> None:
 def test_a_key_is_asked_for_and_used(keyed_server: RunningServer, browser: sync_api.Browser) -> None:
     page = browser.new_page()  # the browser itself writes each 401 on the console
     page.goto(keyed_server.url)
-    page.get_by_label("Key").fill("wrong")
+    page.get_by_role("textbox", name="Key").fill("wrong")
     page.keyboard.press("Enter")
-    page.get_by_label("Key").fill("right")
+    page.get_by_role("textbox", name="Key").fill("right")
     page.keyboard.press("Enter")
     page.get_by_text("serving", exact=True).wait_for()
     assert send(page, "abc")

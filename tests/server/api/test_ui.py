@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from server.api.ui import FOLDER
-from tests.server.echo_engine import EchoConfig
-from tests.server.running import ECHO, RunningServer, running_server
+from tests.server.support.echo_engine import EchoConfig
+from tests.server.support.running import ECHO, RunningServer, running_server
 
 
 def test_the_page_and_every_file_that_it_names_are_served(echo: RunningServer) -> None:
