@@ -39,7 +39,7 @@ def save_hf(model: Llama, folder: Path, *, dtype: Any = jnp.bfloat16) -> None:
 
 
 def hf_tensors(config: LlamaConfig, params: Mapping[str, jax.Array], *, dtype: Any) -> dict[str, np.ndarray]:
-    """Checkpoint key -> tensor [out, in], the fused parameters ("layers.0.attention.qkv") cut apart."""
+    """Checkpoint key -> tensor [out, in], the fused parameters ("layers.0.attention.qkv.kernel") cut apart."""
     shapes = expected_shapes(config)
     tensors: dict[str, np.ndarray] = {}
     for name, param in params.items():

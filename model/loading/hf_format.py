@@ -26,26 +26,26 @@ HEAD = Source("lm_head.weight")
 _TOP: dict[str, tuple[Source, ...]] = {
     "embedding": (EMBEDDING,),
     "norm.scale": (Source("model.norm.weight"),),
-    "head": (HEAD,),
+    "head.kernel": (HEAD,),
 }
 _LAYER: dict[str, tuple[Source, ...]] = {
     "attention_norm.scale": (Source("input_layernorm.weight"),),
-    "attention.qkv": (
+    "attention.qkv.kernel": (
         Source("self_attn.q_proj.weight"),
         Source("self_attn.k_proj.weight", is_kv=True),
         Source("self_attn.v_proj.weight", is_kv=True),
     ),
-    "attention.out": (Source("self_attn.o_proj.weight"),),
+    "attention.out.kernel": (Source("self_attn.o_proj.weight"),),
     "mlp_norm.scale": (Source("post_attention_layernorm.weight"),),
-    "mlp.gate_up": (Source("mlp.gate_proj.weight"), Source("mlp.up_proj.weight")),
-    "mlp.down": (Source("mlp.down_proj.weight"),),
+    "mlp.gate_up.kernel": (Source("mlp.gate_proj.weight"), Source("mlp.up_proj.weight")),
+    "mlp.down.kernel": (Source("mlp.down_proj.weight"),),
 }
 # Constants that older exporters wrote among the weights; the config says them better.
 IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
 def sources(path: str) -> tuple[Source, ...]:
-    """The tensors of the parameter at `path` ("layers.3.mlp.down"), in the order in which they are joined."""
+    """The tensors of the parameter at `path` ("layers.3.mlp.down.kernel"), in the order in which they are joined."""
     if path in _TOP:
         return _TOP[path]
     _, layer, name = path.split(".", 2)

@@ -27,7 +27,7 @@ from model.loading.weights import fill
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, num_shards_of
 
-FORMAT = 3
+FORMAT = 4
 DTYPES = ("bfloat16", "float32")
 DESCRIPTION_FILE = "stored.json"
 _ARRAYS = "arrays"

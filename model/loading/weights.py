@@ -21,7 +21,7 @@ from jax.sharding import Mesh, Sharding
 from model.config import LlamaConfig
 from model.loading.hf_format import Source, sources
 from model.loading.tensor_files import TensorFiles
-from model.network.layers import INIT_STDDEV
+from model.network.linear import INIT_STDDEV
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, num_shards_of, sharding_of
 

@@ -16,32 +16,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from model.config import LlamaConfig
-from model.network.cpu_products import multiply_few
+from model.network.linear import Linear
 from model.network.rope import rotate
-
-INIT_STDDEV = 0.02
 
 # q [T, N, H], k [T, K, H], v [T, K, H], one layer's K/V -> output [T, N, H], the layer's K/V
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
-
-
-def project(inputs: jax.Array, kernel: jax.Array, *, for_cpu: bool, out_dtype: Any = None) -> jax.Array:
-    """inputs [T, in] times the transpose of kernel [out, in]: [T, out]. Float32 means float32 on every chip, not its
-    fast mode. `for_cpu`: in the forms of `cpu_products`, where those gain."""
-    out_dtype = out_dtype or inputs.dtype
-    if for_cpu and (product := multiply_few(inputs, kernel, out_dtype)) is not None:
-        return product
-    return jax.lax.dot_general(
-        inputs,
-        kernel,
-        (((1,), (1,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST if inputs.dtype == jnp.float32 else None,
-        preferred_element_type=out_dtype,
-    )
-
-
-def normal_param(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: Any, axes: tuple[str, ...]) -> nnx.Param[jax.Array]:
-    return nnx.Param(INIT_STDDEV * jax.random.normal(rngs.params(), shape, dtype), axes=axes)
+# (shape (out, in), logical axes of both) -> the product's weights, in the form that the whole model is made in
+MakeLinear = Callable[[tuple[int, int], tuple[str, str]], Linear]
 
 
 class RMSNorm(nnx.Module):
@@ -65,24 +46,21 @@ class Attention(nnx.Module):
     head instead made the TPU compiler re-lay the activations; three products leave small GPU kernels half empty.
     """
 
-    def __init__(self, config: LlamaConfig, *, dtype: Any, rngs: nnx.Rngs, num_shards: int, for_cpu: bool):
+    def __init__(self, config: LlamaConfig, linear: MakeLinear, *, num_shards: int):
         self.head_dim = config.head_dim
         self.num_shards = num_shards
-        self.for_cpu = for_cpu
         self.query_width = config.num_heads * config.head_dim // num_shards  # rows of one group
         self.kv_width = config.num_kv_heads * config.head_dim // num_shards
         width = num_shards * (self.query_width + 2 * self.kv_width)
-        self.qkv = normal_param(rngs, (width, config.hidden_size), dtype, ("heads", "embed"))
-        self.out = normal_param(
-            rngs, (config.hidden_size, config.num_heads * config.head_dim), dtype, ("embed", "heads")
-        )
+        self.qkv = linear((width, config.hidden_size), ("heads", "embed"))
+        self.out = linear((config.hidden_size, config.num_heads * config.head_dim), ("embed", "heads"))
 
     def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, kv: Any, attend: Attend) -> tuple[jax.Array, Any]:
-        groups = project(x, self.qkv[...], for_cpu=self.for_cpu).reshape(x.shape[0], self.num_shards, -1)
+        groups = self.qkv(x).reshape(x.shape[0], self.num_shards, -1)
         cuts = (self.query_width, self.query_width + self.kv_width)
         queries, keys, values = (self._heads(part) for part in jnp.split(groups, cuts, axis=-1))
         attended, kv = attend(rotate(queries, cos, sin), rotate(keys, cos, sin), values, kv)
-        return project(attended.reshape(x.shape[0], -1), self.out[...], for_cpu=self.for_cpu), kv
+        return self.out(attended.reshape(x.shape[0], -1)), kv
 
     def _heads(self, columns: jax.Array) -> jax.Array:
         return columns.reshape(columns.shape[0], -1, self.head_dim)  # [T, N or K, H]
@@ -91,28 +69,28 @@ class Attention(nnx.Module):
 class Mlp(nnx.Module):
     """SwiGLU (arXiv 2002.05202). The rows of `gate_up` are [gate | up] of the first chip's part of F, and so on."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: Any, rngs: nnx.Rngs, num_shards: int, for_cpu: bool):
+    def __init__(self, config: LlamaConfig, linear: MakeLinear, *, num_shards: int):
         embed, mlp = config.hidden_size, config.intermediate_size
         self.num_shards = num_shards
-        self.for_cpu = for_cpu
-        self.gate_up = normal_param(rngs, (2 * mlp, embed), dtype, ("mlp", "embed"))
-        self.down = normal_param(rngs, (embed, mlp), dtype, ("embed", "mlp"))
+        self.gate_up = linear((2 * mlp, embed), ("mlp", "embed"))
+        self.down = linear((embed, mlp), ("embed", "mlp"))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         tokens = x.shape[0]
-        groups = project(x, self.gate_up[...], for_cpu=self.for_cpu).reshape(tokens, self.num_shards, -1)
+        groups = self.gate_up(x).reshape(tokens, self.num_shards, -1)
         gate, up = jnp.split(groups, 2, axis=-1)
         gated = (jax.nn.silu(gate) * up).reshape(tokens, -1)
-        return project(gated, self.down[...], for_cpu=self.for_cpu)
+        return self.down(gated)
 
 
 class DecoderLayer(nnx.Module):
-    def __init__(self, config: LlamaConfig, *, dtype: Any, rngs: nnx.Rngs, num_shards: int, for_cpu: bool):
-        form = {"dtype": dtype, "rngs": rngs, "num_shards": num_shards, "for_cpu": for_cpu}
+    """One layer: both halves read a normed copy of the residual stream and add to it."""
+
+    def __init__(self, config: LlamaConfig, linear: MakeLinear, *, dtype: Any, num_shards: int):
         self.attention_norm = RMSNorm(config, dtype=dtype)
-        self.attention = Attention(config, **form)
+        self.attention = Attention(config, linear, num_shards=num_shards)
         self.mlp_norm = RMSNorm(config, dtype=dtype)
-        self.mlp = Mlp(config, **form)
+        self.mlp = Mlp(config, linear, num_shards=num_shards)
 
     def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, kv: Any, attend: Attend) -> tuple[jax.Array, Any]:
         attended, kv = self.attention(self.attention_norm(x), cos, sin, kv, attend)

@@ -7,6 +7,7 @@ paged attention, training and tests plain causal attention.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from model.config import LlamaConfig
-from model.network.layers import Attend, DecoderLayer, RMSNorm, normal_param, project
+from model.network.layers import Attend, DecoderLayer, RMSNorm
+from model.network.linear import Linear, multiply, normal_param
 from model.network.rope import inverse_frequencies, rotation
 
 
@@ -48,11 +50,12 @@ class Llama(nnx.Module):
         self.for_cpu = for_cpu
         vocab, embed = config.vocab_size, config.hidden_size
         self.embedding = normal_param(rngs, (vocab, embed), dtype, ("vocab", "embed"))
-        form = {"dtype": dtype, "rngs": rngs, "num_shards": num_shards, "for_cpu": for_cpu}
-        self.layers = nnx.List([DecoderLayer(config, **form) for _ in range(config.num_layers)])
+        linear = partial(Linear, dtype=dtype, rngs=rngs, for_cpu=for_cpu)
+        layers = range(config.num_layers)
+        self.layers = nnx.List([DecoderLayer(config, linear, dtype=dtype, num_shards=num_shards) for _ in layers])
         self.norm = RMSNorm(config, dtype=dtype)
-        tied = config.tie_word_embeddings
-        self.head = None if tied else normal_param(rngs, (vocab, embed), dtype, ("vocab", "embed"))
+        # None: the embedding is the head's kernel, too.
+        self.head = None if config.tie_word_embeddings else linear((vocab, embed), ("vocab", "embed"))
 
     def __call__(
         self,
@@ -77,5 +80,6 @@ class Llama(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """f32[S, V] of hidden [S, D] as `__call__` returned it."""
-        head = self.embedding if self.head is None else self.head
-        return project(hidden, head[...], for_cpu=self.for_cpu, out_dtype=jnp.float32)
+        if self.head is None:
+            return multiply(hidden, self.embedding[...], for_cpu=self.for_cpu, out_dtype=jnp.float32)
+        return self.head(hidden, out_dtype=jnp.float32)

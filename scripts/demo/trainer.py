@@ -95,7 +95,7 @@ def row_logits(
 
 
 class Trainer:
-    """Parameters as a flat dictionary by path ("layers.0.mlp.down"), and the compiled step."""
+    """Parameters as a flat dictionary by path ("layers.0.mlp.down.kernel"), and the compiled step."""
 
     def __init__(self, config: LlamaConfig, schedule: Schedule):
         self.config = config

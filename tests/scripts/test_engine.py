@@ -93,7 +93,7 @@ def test_a_head_of_its_own_under_a_tied_config_is_planned_for_used_and_announced
         folder = tmp_path / "out"
     found = find_weights(folder, LlamaConfig.from_file(folder))
     assert not found.config.tie_word_embeddings
-    head = flat(found.load(dtype=jnp.float32))["head"]
+    head = flat(found.load(dtype=jnp.float32))["head.kernel"]
     np.testing.assert_array_equal(head, checkpoints.tensors("gqa2")["lm_head.weight"])
     line = start(folder)  # its runner was planned for that head: it takes the weights
     assert ("lm_head.weight differs from the embedding and is used" in line) is not is_converted

@@ -40,8 +40,8 @@ def test_what_is_saved_is_restored_where_it_was(variant, num_shards, tmp_path):
     save_orbax(model, tmp_path / "orbax", config)
     restored = load_orbax(tmp_path / "orbax", config, dtype=jnp.bfloat16, mesh=mesh)
     same(restored, model)
-    expected = model.layers[0].attention.qkv[...].sharding
-    assert restored.layers[0].attention.qkv[...].sharding == expected
+    expected = model.layers[0].attention.qkv.kernel[...].sharding
+    assert restored.layers[0].attention.qkv.kernel[...].sharding == expected
 
 
 def test_it_is_cast_to_the_dtype_that_is_asked_for(tmp_path):
@@ -84,8 +84,8 @@ def test_a_changed_byte_is_found_and_its_array_and_shard_are_named(num_shards, t
     if num_shards is None:
         assert named == matrices.keys()
     else:
-        assert {"shard 2 of 2 of embedding", "shard 2 of 2 of layers.0.attention.qkv"} <= named
-        assert "shard 1 of 2 of layers.1.mlp.down" in named
+        assert {"shard 2 of 2 of embedding", "shard 2 of 2 of layers.0.attention.qkv.kernel"} <= named
+        assert "shard 1 of 2 of layers.1.mlp.down.kernel" in named
     same(load_orbax(tmp_path / "orbax", config, dtype=jnp.float32, mesh=mesh), model)
 
 

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from model.config import LlamaConfig
 from model.loading import tensor_files
 from model.loading.weights import load_hf, random_weights
-from model.network.layers import INIT_STDDEV
+from model.network.linear import INIT_STDDEV
 from model.network.sharding import make_mesh
 from tests.model import checkpoints
 from tests.model.network.test_llama import TINY
@@ -37,16 +37,16 @@ def test_fused_rows_by_hand(tmp_path):
     gate, up = (given[f"model.layers.2.mlp.{x}_proj.weight"] for x in ("gate", "up"))
 
     one = flat(load_hf(folder, config, dtype=jnp.float32))
-    np.testing.assert_array_equal(one["layers.2.attention.qkv"], np.concatenate([q, k, v]))
-    np.testing.assert_array_equal(one["layers.2.mlp.gate_up"], np.concatenate([gate, up]))
-    np.testing.assert_array_equal(one["head"], given["lm_head.weight"])
+    np.testing.assert_array_equal(one["layers.2.attention.qkv.kernel"], np.concatenate([q, k, v]))
+    np.testing.assert_array_equal(one["layers.2.mlp.gate_up.kernel"], np.concatenate([gate, up]))
+    np.testing.assert_array_equal(one["head.kernel"], given["lm_head.weight"])
 
     four = flat(load_hf(folder, config, dtype=jnp.float32, mesh=make_mesh(4)))
     head = 16
     third_chip = np.concatenate([q[2 * head : 3 * head], k[head:], v[head:]])  # query 2 belongs to KV head 1
-    np.testing.assert_array_equal(four["layers.2.attention.qkv"][96:144], third_chip)
+    np.testing.assert_array_equal(four["layers.2.attention.qkv.kernel"][96:144], third_chip)
     second_chip = np.concatenate([gate[40:80], up[40:80]])
-    np.testing.assert_array_equal(four["layers.2.mlp.gate_up"][80:160], second_chip)
+    np.testing.assert_array_equal(four["layers.2.mlp.gate_up.kernel"][80:160], second_chip)
 
 
 @pytest.mark.parametrize("num_files", [1, 3])
@@ -57,7 +57,7 @@ def test_one_file_or_several_give_the_same_weights_in_the_asked_dtype(num_files,
     given = checkpoints.tensors("bf16")
     assert {w.dtype for w in weights.values()} == {np.dtype(dtype)}
     np.testing.assert_array_equal(
-        weights["layers.0.mlp.down"], given["model.layers.0.mlp.down_proj.weight"].astype(dtype)
+        weights["layers.0.mlp.down.kernel"], given["model.layers.0.mlp.down_proj.weight"].astype(dtype)
     )
 
 
@@ -95,7 +95,7 @@ def test_known_harmless_tensors_are_ignored(tmp_path):
     given["lm_head.weight"] = given["model.embed_tokens.weight"].copy()  # tied: the embedding is the head
     checkpoints.write_tensors(tmp_path, given)
     weights = flat(load_hf(tmp_path, config, dtype=jnp.float32))
-    assert "head" not in weights
+    assert "head.kernel" not in weights
     np.testing.assert_array_equal(weights["embedding"], given["model.embed_tokens.weight"])
 
 
@@ -152,12 +152,12 @@ def test_a_tied_config_takes_the_head_that_the_files_hold_where_it_differs(dtype
     given["model.embed_tokens.weight"] = head.astype(np.float32)  # the same values in another type are no other head
     given["lm_head.weight"] = head.copy()
     checkpoints.write_tensors(tmp_path, given)
-    assert "head" not in flat(load_hf(tmp_path, config, dtype=jnp.float32))
+    assert "head.kernel" not in flat(load_hf(tmp_path, config, dtype=jnp.float32))
     given["lm_head.weight"][-1 if is_last else 0, 3] = 7
     checkpoints.write_tensors(tmp_path, given)
     model = load_hf(tmp_path, config, dtype=jnp.float32)
     assert not model.config.tie_word_embeddings
-    np.testing.assert_array_equal(flat(model)["head"], given["lm_head.weight"].astype(np.float32))
+    np.testing.assert_array_equal(flat(model)["head.kernel"], given["lm_head.weight"].astype(np.float32))
 
 
 def test_a_head_of_another_shape_is_refused_though_it_is_tied(tmp_path):
@@ -232,12 +232,12 @@ def test_random_weights_are_noise_of_the_usual_size(num_shards):
             assert abs(value.mean()) < INIT_STDDEV / 8
             assert abs(value.std() / INIT_STDDEV - 1) < 0.1
             assert len(np.unique(value)) > 100
-    assert not np.array_equal(weights["layers.0.mlp.down"], weights["layers.1.mlp.down"])
+    assert not np.array_equal(weights["layers.0.mlp.down.kernel"], weights["layers.1.mlp.down.kernel"])
 
 
 def test_random_weights_repeat_for_a_seed_and_differ_between_seeds():
     first, again, other = (
-        flat(random_weights(TINY, dtype=jnp.float32, seed=s))["layers.0.mlp.down"] for s in (1, 1, 2)
+        flat(random_weights(TINY, dtype=jnp.float32, seed=s))["layers.0.mlp.down.kernel"] for s in (1, 1, 2)
     )
     np.testing.assert_array_equal(first, again)
     assert not np.array_equal(first, other)

@@ -71,11 +71,11 @@ def test_each_chip_holds_its_part_only(tmp_path):
     layer = model.layers[1]
     shard_shapes = {
         "embedding": model.embedding[...].sharding.shard_shape(model.embedding.shape),
-        "head": model.head[...].sharding.shard_shape(model.head.shape),
-        "qkv": layer.attention.qkv[...].sharding.shard_shape(layer.attention.qkv.shape),
-        "out": layer.attention.out[...].sharding.shard_shape(layer.attention.out.shape),
-        "gate_up": layer.mlp.gate_up[...].sharding.shard_shape(layer.mlp.gate_up.shape),
-        "down": layer.mlp.down[...].sharding.shard_shape(layer.mlp.down.shape),
+        "head": model.head.kernel[...].sharding.shard_shape(model.head.kernel.shape),
+        "qkv": layer.attention.qkv.kernel[...].sharding.shard_shape(layer.attention.qkv.kernel.shape),
+        "out": layer.attention.out.kernel[...].sharding.shard_shape(layer.attention.out.kernel.shape),
+        "gate_up": layer.mlp.gate_up.kernel[...].sharding.shard_shape(layer.mlp.gate_up.kernel.shape),
+        "down": layer.mlp.down.kernel[...].sharding.shard_shape(layer.mlp.down.kernel.shape),
         "norm": layer.mlp_norm.scale[...].sharding.shard_shape(layer.mlp_norm.scale.shape),
     }
     assert shard_shapes == {

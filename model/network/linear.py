@@ -1,0 +1,56 @@
+"""Products with weights: every projection of a layer and the head goes through here.
+
+How weights are stored, how they are multiplied on each platform and how they are split over chips is known in this file
+and nowhere else in the network.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from model.network.cpu_products import multiply_few
+
+INIT_STDDEV = 0.02
+
+
+def normal_param(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: Any, axes: tuple[str, ...]) -> nnx.Param[jax.Array]:
+    """Normally distributed weights. `axes`: the logical names of their dimensions."""
+    return nnx.Param(INIT_STDDEV * jax.random.normal(rngs.params(), shape, dtype), axes=axes)
+
+
+class Linear(nnx.Module):
+    """Inputs [T, in] times the transpose of a kernel [out, in]: [T, out].
+
+    Args:
+        shape: of the kernel, (out, in).
+        axes: the logical names of both; `sharding.RULES` says which of them is split over chips.
+        for_cpu: multiply a few rows in the forms of `cpu_products`, where those gain.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int], axes: tuple[str, str], *, dtype: Any, rngs: nnx.Rngs, for_cpu: bool = False
+    ):
+        self.for_cpu = for_cpu
+        self.kernel = normal_param(rngs, shape, dtype, axes)
+
+    def __call__(self, inputs: jax.Array, out_dtype: Any = None) -> jax.Array:
+        return multiply(inputs, self.kernel[...], for_cpu=self.for_cpu, out_dtype=out_dtype)
+
+
+def multiply(inputs: jax.Array, kernel: jax.Array, *, for_cpu: bool, out_dtype: Any = None) -> jax.Array:
+    """inputs [T, in] times the transpose of kernel [out, in]: [T, out]. Float32 means float32 on every chip, not its
+    fast mode."""
+    out_dtype = out_dtype or inputs.dtype
+    if for_cpu and (product := multiply_few(inputs, kernel, out_dtype)) is not None:
+        return product
+    return jax.lax.dot_general(
+        inputs,
+        kernel,
+        (((1,), (1,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if inputs.dtype == jnp.float32 else None,
+        preferred_element_type=out_dtype,
+    )
