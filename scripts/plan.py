@@ -7,7 +7,6 @@ python -m scripts.plan --model ~/models/Llama-3.3-70B-Instruct --device-memory 8
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 
 from model.loading.source import resolve
@@ -31,61 +30,51 @@ def parser() -> argparse.ArgumentParser:
 def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
     """The report. ValueError, with the GiB of each part, where not even one request fits."""
     import jax
-    from flax import nnx
 
     jax.config.update("jax_platforms", "cpu")
+    from jax.sharding import AbstractMesh
+
     from batcher.buckets import BucketLadder
-    from model.execution import kv_cache
-    from model.network.llama import Llama
-    from model.network.sharding import partition, stored_config
-    from pallas_kernels.api import PagedAttention
+    from model.execution.device_memory import DeviceMemory
+    from model.execution.memory_plan import memory_needs, plan_pages
+    from model.loading.stored_weights import find_weights, has_weights
+    from model.network.sharding import TENSOR_AXIS, abstract_model
     from pallas_kernels.layout import default_page_size
-    from pallas_kernels.spec import AttentionSpec, Backend
-    from scripts.wiring.engine import GPU_POOL_SHARE, bucket_config, choose_dtype, choose_model_len
+    from pallas_kernels.spec import Backend
+    from scripts.wiring.engine import (
+        GPU_POOL_SHARE,
+        bucket_config,
+        choose_dtype,
+        choose_model_len,
+        paged_attention,
+        runner_config,
+    )
 
     platform = "tpu" if chip in TPUS else "gpu"
     source = resolve(settings.model, weights=False)
+    config = source.config
+    if settings.load_format != "dummy" and source.folder is not None and has_weights(source.folder):
+        config = find_weights(source.folder, config, settings.load_format).config
     chips = settings.tensor_parallel_size
-    stored = stored_config(source.config, chips)
-    dtype, _ = choose_dtype(settings.dtype, source.config.checkpoint_dtype, platform)
-    max_model_len = choose_model_len(settings.max_model_len, source.config.max_position_embeddings)
+    mesh = AbstractMesh((chips,), (TENSOR_AXIS,))
+    dtype, _ = choose_dtype(settings.dtype, config.checkpoint_dtype, platform)
+    max_model_len = choose_model_len(settings.max_model_len, config.max_position_embeddings)
     buckets = bucket_config(settings, platform)
-    model = nnx.eval_shape(lambda: Llama(stored, dtype=dtype, rngs=nnx.Rngs(0), num_shards=chips))
-    weights = 0
-    for _, variable in nnx.to_flat_state(nnx.state(model)):
-        value = variable.get_value()
-        share = chips if partition(variable.get_metadata("axes")) else 1
-        weights += math.prod(value.shape) * value.dtype.itemsize // share
+    model = abstract_model(config, dtype=dtype, mesh=mesh)
     backend = Backend(platform)
     page_size = settings.page_size or default_page_size(backend, max_model_len, chip)
-    heads = {"num_query_heads": stored.num_heads // chips, "num_kv_heads": stored.num_kv_heads // chips}
-    spec = AttentionSpec(**heads, head_dim=stored.head_dim, page_size=page_size, dtype=dtype, kv_dtype=dtype)
-    page_bytes = PagedAttention(spec, backend).page_bytes() * stored.num_layers
-    pages_per_seq = -(-max_model_len // page_size)
-    rows = buckets.max_num_seqs
-    state = kv_cache.state_bytes(stored, num_slots=rows, pages_per_seq=pages_per_seq, num_shards=chips)
-    temporaries = kv_cache.temporaries_bound(
-        stored,
-        num_tokens=buckets.max_num_batched_tokens,
-        num_rows=rows,
-        itemsize=jax.numpy.dtype(dtype).itemsize,
-        num_shards=chips,
-    )
+    attention = paged_attention(model.config, backend, dtype=dtype, page_size=page_size, mesh=mesh)
+    limits = runner_config(settings, buckets, max_model_len)
+    needs = memory_needs(model, attention, limits)
     total = int(device_gib * GIB * (GPU_POOL_SHARE if platform == "gpu" else 1))
-    num_pages = settings.num_pages or kv_cache.plan_pages(
-        memory=kv_cache.DeviceMemory(total=total, free=total - weights, is_host=False),
-        needs=kv_cache.MemoryNeeds(weights=weights, state=state, temporaries=temporaries),
-        memory_utilization=settings.memory_utilization,
-        page_bytes=page_bytes,
-        page_size=page_size,
-        max_num_seqs=rows,
-        max_model_len=max_model_len,
-    )
+    memory = DeviceMemory(total=total, free=total - needs.weights, is_host=False)
+    num_pages = settings.num_pages or plan_pages(memory, needs, limits, page_size=page_size)
+    pages_per_seq = -(-max_model_len // page_size)
     parts = {
-        f"weights, {dtype}": weights,
-        f"K/V, {num_pages} pages of {page_size} tokens": (num_pages + 1) * page_bytes,
-        f"temporaries of the largest step (at most), {buckets.max_num_batched_tokens} tokens": temporaries,
-        f"state of {rows} request slots": state,
+        f"weights, {dtype}": needs.weights,
+        f"K/V, {num_pages} pages of {page_size} tokens": (num_pages + 1) * needs.page,
+        f"temporaries of the largest step (at most), {limits.max_num_batched_tokens} tokens": needs.temporaries,
+        f"state of {limits.max_num_seqs} request slots": needs.state,
     }
     pool = f", {GPU_POOL_SHARE:.0%} of it JAX's" if platform == "gpu" else ""
     share = f"{settings.memory_utilization:.0%} of that to be used"

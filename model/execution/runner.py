@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,9 @@ from batcher.step import (
 from model.compiling.compilation import Compilation
 from model.compiling.compile_cache import CompileCounter
 from model.compiling.compiler_options import compiler_options
-from model.execution import kv_cache
+from model.execution import memory_plan
+from model.execution.device_memory import device_memory
+from model.execution.memory_plan import RunnerConfig
 from model.execution.step import (
     HISTORY_BLOCK_SIZE,
     DeviceState,
@@ -44,25 +46,6 @@ from model.network.sharding import sharding_of
 from pallas_kernels.api import PagedAttention
 
 CPU_FIRST_RUNS_S = 2.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunnerConfig:
-    """The limits that shape the programs and the state."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int  # tokens of prompt and output of one request
-    memory_utilization: float = 0.9  # of the device's memory, for everything together
-    num_pages: int | None = None  # None: as many as fit and can be of use
-
-    def __post_init__(self) -> None:
-        if min(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len) < 1:
-            raise ValueError(
-                f"limits are positive: {self.max_num_seqs=} {self.max_num_batched_tokens=} {self.max_model_len=}"
-            )
-        if not 0 < self.memory_utilization <= 1:
-            raise ValueError(f"a share of the memory is above 0 and at most 1: {self.memory_utilization=}")
 
 
 class StepResult:
@@ -90,7 +73,7 @@ class ModelRunner:
         config: limits. Memory is planned at once; the K/V pages are allocated when the weights are in place.
 
     Raises:
-        ValueError: it does not fit (see `kv_cache.plan_pages`).
+        ValueError: it does not fit (see `memory_plan.plan_pages`).
     """
 
     def __init__(self, model: Llama, attention: PagedAttention, config: RunnerConfig) -> None:
@@ -110,10 +93,9 @@ class ModelRunner:
         else:
             self._everywhere = NamedSharding(attention.mesh, P())
             self._by_vocab = sharding_of(("rows", "vocab"), attention.mesh)
-        in_place = all(isinstance(leaf, jax.Array) for leaf in leaves)
 
         self._pages_per_seq = -(-config.max_model_len // attention.spec.page_size)
-        self._num_pages = self._plan_pages(in_place) if config.num_pages is None else config.num_pages
+        self._num_pages = self._plan_pages(model) if config.num_pages is None else config.num_pages
         if self._num_pages < self._pages_per_seq:
             raise ValueError(
                 f"one request of {config.max_model_len=} tokens needs {self._pages_per_seq} pages of "
@@ -122,7 +104,7 @@ class ModelRunner:
         self._state_like = self._describe_state()
         self._programs: dict[Bucket, Any] = {}
         self._compilation: Compilation[Bucket | str] | None = None
-        if in_place:
+        if _is_in_place(model):
             self.place(model)
 
     def place(self, model: Llama) -> None:
@@ -288,51 +270,31 @@ class ModelRunner:
     def _allocate(self) -> DeviceState:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), self._state_like)
 
-    def _plan_pages(self, weights_in_place: bool) -> int:
-        config, attention = self._config, self._attention
-        needs = kv_cache.MemoryNeeds(
-            weights=sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in self._weights_like),
-            state=kv_cache.state_bytes(
-                self._model_config,
-                num_slots=config.max_num_seqs,
-                pages_per_seq=self._pages_per_seq,
-                num_shards=attention.num_shards,
-            ),
-            temporaries=kv_cache.temporaries_bound(
-                self._model_config,
-                num_tokens=config.max_num_batched_tokens,
-                num_rows=config.max_num_seqs,
-                itemsize=jnp.dtype(attention.spec.dtype).itemsize,
-                num_shards=attention.num_shards,
-            ),
-        )
-        memory = kv_cache.device_memory(self._a_device())
-        if not weights_in_place:
+    def _plan_pages(self, model: Llama) -> int:
+        needs = memory_plan.memory_needs(model, self._attention, self._config)
+        memory = device_memory(self._a_device())
+        if not _is_in_place(model):
             memory = replace(memory, free=memory.free - needs.weights)
-        return kv_cache.plan_pages(
-            memory=memory,
-            needs=needs,
-            memory_utilization=config.memory_utilization,
-            page_bytes=attention.page_bytes() * self._model_config.num_layers,
-            page_size=attention.spec.page_size,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=config.max_model_len,
-        )
+        return memory_plan.plan_pages(memory, needs, self._config, page_size=self._attention.spec.page_size)
 
     def _check_temporaries(self) -> None:
         """The plan had only a bound by shapes; the compiler knows."""
         if self._config.num_pages is not None:
             return  # then the memory is the caller's affair
         largest = max(program.memory_analysis().temp_size_in_bytes for program in self._programs.values())
-        free = kv_cache.device_memory(self._a_device()).free
+        free = device_memory(self._a_device()).free
         if largest > free:
             raise ValueError(
-                f"the largest program needs {largest / kv_cache.GIB:.2f} GiB besides its arguments and only "
-                f"{free / kv_cache.GIB:.2f} GiB are free: lower --memory-utilization or --max-num-batched-tokens"
+                f"the largest program needs {largest / memory_plan.GIB:.2f} GiB besides its arguments and only "
+                f"{free / memory_plan.GIB:.2f} GiB are free: lower --memory-utilization or --max-num-batched-tokens"
             )
 
     def _a_device(self) -> jax.Device:
         return min(self._everywhere.addressable_devices, key=lambda device: device.id)
+
+
+def _is_in_place(model: Llama) -> bool:
+    return all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(nnx.state(model)))
 
 
 def _described(arrays: Any) -> Any:

@@ -41,6 +41,11 @@ class StoredWeights:
         return load_hf(self.folder, self.config, dtype=dtype, mesh=mesh, for_cpu=for_cpu)
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether `folder` holds weights of any form, or only the files that describe a model."""
+    return (folder / CONVERTED).is_dir() or any(folder.glob("*.safetensors"))
+
+
 def find_weights(folder: Path, config: LlamaConfig, load_format: str = "auto") -> StoredWeights:
     """The weights of the checkpoint in `folder`.
 

@@ -64,22 +64,24 @@ class TensorFiles:
         self._slices |= {key: file.get_slice(key) for key in keys}
 
     def shape(self, key: str) -> tuple[int, ...]:
-        return tuple(self._slices[key].get_shape())
+        return tuple(self._slice(key).get_shape())
 
     def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
-        return self._slices[key][index]
+        return self._slice(key)[index]
+
+    def _slice(self, key: str) -> Any:
+        """The stored tensor. An embedding that is stored as the head only is read from there: see `_expected`."""
+        return self._slices[HEAD.key if key == EMBEDDING.key and key not in self._slices else key]
 
     def dtypes(self, config: LlamaConfig) -> tuple[str, ...]:
         """What the model's tensors are stored in, each type once: ("bfloat16", "float32")."""
-        used = expected_shapes(config).keys() & self._slices.keys()
+        used = self._expected(config).keys() & self._slices.keys()
         return tuple(sorted({DTYPES[self._slices[key].get_dtype()] for key in used}))
 
     def check(self, config: LlamaConfig) -> None:
         """Raises ValueError naming every tensor that is missing, repeated, unexpected, mis-shaped or of an unreadable
         type."""
-        expected = expected_shapes(config)
-        if HEAD.key in self._slices:  # it may be there where the config ties it: `with_own_head` reads it then
-            expected[HEAD.key] = expected[EMBEDDING.key]
+        expected = self._expected(config)
         missing = expected.keys() - self._slices.keys() - set().union(*self._lacking.values())
         extra = {key for key in self._slices.keys() - expected.keys() if not IGNORED.fullmatch(key)}
         present = expected.keys() & self._slices.keys()
@@ -102,12 +104,22 @@ class TensorFiles:
         if problems:
             raise ValueError(f"{self._folder} does not hold this model's weights: " + "; ".join(problems))
 
+    def _expected(self, config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+        """The shapes of the tensors that must be there. Where the config ties the head to the embedding, the files may
+        hold either of them or both (`with_own_head` compares them), as for the reference implementation."""
+        expected = expected_shapes(config)
+        if HEAD.key in self._slices:
+            expected[HEAD.key] = expected[EMBEDDING.key]
+            if config.tie_word_embeddings and EMBEDDING.key not in self._slices:
+                del expected[EMBEDDING.key]
+        return expected
+
     def with_own_head(self, config: LlamaConfig) -> LlamaConfig:
         """`config`, untied where it ties the head to the embedding and the files hold a head of other values.
 
         The reference implementation decides in the same way. The files must have passed `check`.
         """
-        if not config.tie_word_embeddings or HEAD.key not in self._slices:
+        if not config.tie_word_embeddings or not self._slices.keys() >= {HEAD.key, EMBEDDING.key}:
             return config
         return config if self._are_equal(HEAD.key, EMBEDDING.key) else replace(config, tie_word_embeddings=False)
 

@@ -24,11 +24,15 @@ from server.engine.wire import EngineInfo
 
 if TYPE_CHECKING:
     import jax
+    from jax.sharding import AbstractMesh, Mesh
 
     from model.config import LlamaConfig
+    from model.execution.memory_plan import RunnerConfig
     from model.execution.runner import ModelRunner
     from model.loading.stored_weights import StoredWeights
     from model.network.llama import Llama
+    from pallas_kernels.api import PagedAttention
+    from pallas_kernels.spec import Backend
 
 Report = Callable[[str], None]
 GIB = 1 << 30
@@ -105,11 +109,10 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
     with _phase("start", report) as say:
         platform = _start_jax(settings)
         say(f"jax on {_describe_devices(settings)}")
-    from model.execution.runner import ModelRunner, RunnerConfig
+    from model.execution.runner import ModelRunner
     from model.network.sharding import abstract_model
-    from pallas_kernels.api import PagedAttention, choose_backend
+    from pallas_kernels.api import choose_backend
     from pallas_kernels.layout import default_page_size
-    from pallas_kernels.spec import AttentionSpec
 
     source = resolve(settings.model, weights=settings.load_format != "dummy")
     stored = _find_weights(settings, source)
@@ -120,33 +123,14 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
     )
     max_model_len = choose_model_len(settings.max_model_len, config.max_position_embeddings)
     buckets = bucket_config(settings, platform)
-    max_num_seqs, max_num_batched_tokens = buckets.max_num_seqs, buckets.max_num_batched_tokens
     mesh = _mesh(settings.tensor_parallel_size)
     # The CPU's forms cut a kernel's rows in their own way, not in the mesh's.
     options = {"dtype": dtype, "mesh": mesh, "for_cpu": platform == "cpu" and mesh is None}
     planned = abstract_model(config, **options)
     placed = planned.config  # its KV heads repeated where chips outnumber them
     page_size = settings.page_size or default_page_size(backend, max_model_len)
-    attention = PagedAttention(
-        AttentionSpec(
-            num_query_heads=placed.num_heads,
-            num_kv_heads=placed.num_kv_heads,
-            head_dim=placed.head_dim,
-            page_size=page_size,
-            dtype=dtype,
-            kv_dtype=dtype,
-        ),
-        backend,
-        options["mesh"],
-    )
-    limits = RunnerConfig(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
-        memory_utilization=settings.memory_utilization,
-        num_pages=settings.num_pages,
-    )
-    runner = ModelRunner(planned, attention, limits)
+    attention = paged_attention(placed, backend, dtype=dtype, page_size=page_size, mesh=mesh)
+    runner = ModelRunner(planned, attention, runner_config(settings, buckets, max_model_len))
     capacity = runner.capacity()
     ladder = BucketLadder(buckets)
     # XLA's autotuner times kernels on a GPU while it compiles, and keeps what it found: nothing else may run meanwhile.
@@ -165,7 +149,8 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
             say(
                 f"{capacity.num_pages} K/V pages of {page_size} tokens, {kv_bytes / GIB:.2f} GiB: "
                 f"{capacity.num_pages // capacity.pages_per_seq} requests of {max_model_len} tokens at once; attention "
-                f"backend {backend}, at most {max_num_seqs} sequences and {max_num_batched_tokens} tokens a step"
+                f"backend {backend}, at most {buckets.max_num_seqs} sequences and "
+                f"{buckets.max_num_batched_tokens} tokens a step"
             )
     except BaseException:
         runner.stop_compiling()
@@ -202,6 +187,42 @@ def bucket_config(settings: EngineSettings, platform: str) -> BucketConfig:
         max_num_batched_tokens=asked_tokens or max(defaults.max_num_batched_tokens, 2 * max_num_seqs),
         max_num_seqs=max_num_seqs,
     )
+
+
+def runner_config(settings: EngineSettings, buckets: BucketConfig, max_model_len: int) -> RunnerConfig:
+    """The limits that the memory is planned for."""
+    from model.execution.memory_plan import RunnerConfig
+
+    return RunnerConfig(
+        max_num_seqs=buckets.max_num_seqs,
+        max_num_batched_tokens=buckets.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        memory_utilization=settings.memory_utilization,
+        num_pages=settings.num_pages,
+    )
+
+
+def paged_attention(
+    config: LlamaConfig,
+    backend: Backend,
+    *,
+    dtype: str,
+    page_size: int,
+    mesh: Mesh | AbstractMesh | None,
+) -> PagedAttention:
+    """Of a model in its stored form: `config` has its KV heads repeated where chips outnumber them."""
+    from pallas_kernels.api import PagedAttention
+    from pallas_kernels.spec import AttentionSpec
+
+    spec = AttentionSpec(
+        num_query_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_size=page_size,
+        dtype=dtype,
+        kv_dtype=dtype,
+    )
+    return PagedAttention(spec, backend, mesh)
 
 
 def choose_dtype(

@@ -12,7 +12,8 @@ from batcher.request import SamplingParams
 from batcher.slots import SlotLayout
 from batcher.step import PATCH_BLOCK, Bucket, PackedLayout, PenaltyReset, StepInput, StepOutput
 from model.config import LlamaConfig
-from model.execution.runner import ModelRunner, RunnerConfig
+from model.execution.memory_plan import RunnerConfig
+from model.execution.runner import ModelRunner
 from model.network.llama import Llama
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, Backend

@@ -3,8 +3,11 @@
 import re
 
 import pytest
+from safetensors.numpy import load_file
 
+from model.loading.source import DEMO_FOLDER
 from scripts import plan
+from tests.model import checkpoints
 
 
 def gib(report: str, part: str) -> float:
@@ -38,6 +41,18 @@ def test_chips_share_the_token_histories(capsys):
     two, eight = (report_of(capsys, *flags, "--tensor-parallel-size", n) for n in ("2", "8"))
     history = 1024 * 128256 * 4 / 2**30
     assert gib(two, "state") - gib(eight, "state") == pytest.approx(history * (1 / 2 - 1 / 8), abs=0.011)
+
+
+def test_a_head_that_the_files_hold_counts_although_the_config_ties_it(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "GIB", 1)  # the report is in bytes then
+    flags = ("--model", str(tmp_path), "--device-memory", "1e9")
+    given = load_file(DEMO_FOLDER / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((DEMO_FOLDER / "config.json").read_bytes())
+    checkpoints.write_tensors(tmp_path, given)
+    tied = gib(report_of(capsys, *flags), "weights")
+    head = given["model.embed_tokens.weight"] + 1
+    checkpoints.write_tensors(tmp_path, given | {"lm_head.weight": head})
+    assert gib(report_of(capsys, *flags), "weights") - tied == head.nbytes
 
 
 def test_what_does_not_fit_is_said_in_gib_with_the_flags(capsys):

@@ -16,8 +16,11 @@ from batcher.request import SamplingParams
 from batcher.slots import SlotLayout
 from batcher.step import PATCH_BLOCK, Bucket, Capacity, PackedLayout, StepInput, Variant
 from model.config import LlamaConfig
-from model.execution import kv_cache
-from model.execution.runner import ModelRunner, RunnerConfig
+from model.execution import memory_plan
+from model.execution import runner as runner_module
+from model.execution.device_memory import DeviceMemory
+from model.execution.memory_plan import RunnerConfig
+from model.execution.runner import ModelRunner
 from model.loading import weights
 from model.network.sharding import abstract_model, make_mesh
 from tests.model import checkpoints
@@ -200,13 +203,13 @@ def test_memory_for_weights_that_are_still_to_come_is_kept_free(monkeypatch):
     loaded = tiny_model()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(loaded)))
     limits = RunnerConfig(max_num_seqs=SLOTS, max_num_batched_tokens=24, max_model_len=64)
-    temporaries = kv_cache.temporaries_bound(TINY, num_tokens=24, num_rows=SLOTS, itemsize=4, num_shards=1)
+    temporaries = memory_plan.temporaries_bound(TINY, num_tokens=24, num_rows=SLOTS, itemsize=4, num_shards=1)
     slots = SLOTS * 4 * (SlotLayout.width(64 // paged_attention().spec.page_size) + TINY.vocab_size)
     free = size + temporaries + slots + 41 * TINY.num_layers * paged_attention().page_bytes()
     found = []
     for model, taken in ((loaded, size), (abstract_model(TINY, dtype=jnp.float32), 0)):
-        memory = kv_cache.DeviceMemory(total=1 << 40, free=free - taken, is_host=False)
-        monkeypatch.setattr(kv_cache, "device_memory", lambda _device, memory=memory: memory)
+        memory = DeviceMemory(total=1 << 40, free=free - taken, is_host=False)
+        monkeypatch.setattr(runner_module, "device_memory", lambda _device, memory=memory: memory)
         found.append(ModelRunner(model, paged_attention(), limits).capacity().num_pages)
     assert found == [40, 40]  # and page 0
 

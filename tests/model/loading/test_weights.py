@@ -99,6 +99,20 @@ def test_known_harmless_tensors_are_ignored(tmp_path):
     np.testing.assert_array_equal(weights["embedding"], given["model.embed_tokens.weight"])
 
 
+def test_a_tied_embedding_may_be_stored_as_the_head_alone(tmp_path):
+    config = config_of("tied", tmp_path)
+    given = checkpoints.tensors("tied")
+    given["lm_head.weight"] = embedding = given.pop("model.embed_tokens.weight")
+    checkpoints.write_tensors(tmp_path, given)
+    model = load_hf(tmp_path, config, dtype=jnp.float32)
+    assert model.config.tie_word_embeddings
+    np.testing.assert_array_equal(flat(model)["embedding"], embedding.astype(np.float32))
+    del given["lm_head.weight"]
+    checkpoints.write_tensors(tmp_path, given)
+    with pytest.raises(ValueError, match=r"missing: model\.embed_tokens\.weight"):
+        load_hf(tmp_path, config, dtype=jnp.float32)
+
+
 def test_a_head_is_missed_where_embeddings_are_not_tied(tmp_path):
     config = config_of("gqa2", tmp_path)
     given = checkpoints.tensors("gqa2")

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from batcher.step import Bucket, Variant
 from model.config import LlamaConfig
-from model.execution.runner import ModelRunner, RunnerConfig
+from model.execution.memory_plan import RunnerConfig
+from model.execution.runner import ModelRunner
 from model.loading.weights import load_hf
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, make_mesh, partition, sharding_of, stored_config

@@ -1,0 +1,138 @@
+"""What one device must hold, and how many K/V pages that leaves room for: planned from shapes, before anything is
+loaded or compiled."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from batcher.slots import SlotLayout
+from model.config import LlamaConfig
+from model.execution.device_memory import DeviceMemory
+from model.network.llama import Llama
+from model.sampling.threshold import PARTS_ON_CHIPS
+from pallas_kernels.api import PagedAttention
+
+GIB = 1 << 30
+
+# On a CPU the K/V share the memory with everything else on the machine, and no CPU is fast enough to fill much more.
+MAX_CPU_KV_BYTES = 4 * GIB
+# Pages beyond what all running requests can need at once hold the prefix cache.
+PREFIX_CACHE_SHARE = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerConfig:
+    """The limits that shape the programs and the state."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int  # tokens of prompt and output of one request
+    memory_utilization: float = 0.9  # of the device's memory, for everything together
+    num_pages: int | None = None  # None: as many as fit and can be of use
+
+    def __post_init__(self) -> None:
+        if min(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len) < 1:
+            raise ValueError(
+                f"limits are positive: {self.max_num_seqs=} {self.max_num_batched_tokens=} {self.max_model_len=}"
+            )
+        if not 0 < self.memory_utilization <= 1:
+            raise ValueError(f"a share of the memory is above 0 and at most 1: {self.memory_utilization=}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryNeeds:
+    """Of one device, in bytes."""
+
+    weights: int
+    state: int  # slot state and token histories
+    temporaries: int  # of the largest program: an upper bound
+    page: int  # the K/V of one page, of all layers
+
+
+def memory_needs(model: Llama, attention: PagedAttention, limits: RunnerConfig) -> MemoryNeeds:
+    """Of a model whose parameters are in place, or described with their sharding (`sharding.abstract_model`)."""
+    num_shards = attention.num_shards
+    return MemoryNeeds(
+        weights=weights_bytes(model),
+        state=state_bytes(
+            model.config,
+            num_slots=limits.max_num_seqs,
+            pages_per_seq=-(-limits.max_model_len // attention.spec.page_size),
+            num_shards=num_shards,
+        ),
+        temporaries=temporaries_bound(
+            model.config,
+            num_tokens=limits.max_num_batched_tokens,
+            num_rows=limits.max_num_seqs,
+            itemsize=jnp.dtype(attention.spec.dtype).itemsize,
+            num_shards=num_shards,
+        ),
+        page=attention.page_bytes() * model.config.num_layers,
+    )
+
+
+def weights_bytes(model: Llama) -> int:
+    """On one device."""
+    leaves = jax.tree.leaves(nnx.state(model))
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+
+def state_bytes(config: LlamaConfig, *, num_slots: int, pages_per_seq: int, num_shards: int) -> int:
+    """Of the slots, which every device holds, and of its part of their token histories."""
+    return 4 * num_slots * (SlotLayout.width(pages_per_seq) + config.vocab_size // num_shards)
+
+
+def temporaries_bound(config: LlamaConfig, *, num_tokens: int, num_rows: int, itemsize: int, num_shards: int) -> int:
+    """Bytes that the largest program may need besides its arguments, on one device: an upper bound by shapes.
+
+    `ModelRunner.warm_up` compares it with what the compiler says.
+    """
+    attention = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    per_token = 6 * config.hidden_size + (3 * attention + 3 * config.intermediate_size) // num_shards
+    bytes_per_logit = 6 * 4  # adjusted, weights, kept ones and what a partial fusion leaves
+    if num_shards > 1:
+        bytes_per_logit += PARTS_ON_CHIPS  # which of so many thresholds it reaches, where a compiler writes that out
+    logits = num_rows * (config.vocab_size // num_shards) * bytes_per_logit
+    return num_tokens * per_token * max(itemsize, 4) + logits + 64 * 2**20
+
+
+def plan_pages(memory: DeviceMemory, needs: MemoryNeeds, limits: RunnerConfig, *, page_size: int) -> int:
+    """Pages that can be owned, so many that every running request may reach max_model_len if memory allows.
+
+    Args:
+        memory: what is free once the weights are there.
+        page_size: in tokens.
+
+    Raises:
+        ValueError: not even one request of max_model_len fits. The message has the GiB of each part and the flags.
+    """
+    pages_per_seq = -(-limits.max_model_len // page_size)
+    beside_weights = min(int(memory.total * limits.memory_utilization) - needs.weights, memory.free)
+    budget = beside_weights - needs.state - needs.temporaries
+    fitting = budget // needs.page - 1  # without the null page
+    if fitting < pages_per_seq:
+        raise ValueError(_does_not_fit(memory, needs, limits, pages_per_seq * needs.page))
+    wanted = int(pages_per_seq * limits.max_num_seqs * (1 + PREFIX_CACHE_SHARE))
+    if memory.is_host:
+        wanted = min(wanted, max(MAX_CPU_KV_BYTES // needs.page, pages_per_seq))
+    return min(fitting, wanted)
+
+
+def _does_not_fit(memory: DeviceMemory, needs: MemoryNeeds, limits: RunnerConfig, sequence_bytes: int) -> str:
+    def gib(size: int) -> str:
+        return f"{size / GIB:.2f} GiB"
+
+    where = "this machine" if memory.is_host else "each device"
+    return (
+        f"the model does not fit: {where} has {gib(memory.total)}, of which {limits.memory_utilization:.0%} may be "
+        f"used and {gib(max(memory.free, 0))} are free besides the weights. Needed: weights {gib(needs.weights)}, "
+        f"temporaries of the largest step {gib(needs.temporaries)}, state of the request slots {gib(needs.state)}, K/V "
+        f"pages of one request of {limits.max_model_len} tokens {gib(sequence_bytes)}. Lower --max-model-len (K/V), "
+        f"--max-num-batched-tokens (temporaries) or --max-num-seqs (state, temporaries), raise --memory-utilization, "
+        f"take --dtype bfloat16, or spread the model over more devices with --tensor-parallel-size"
+    )
