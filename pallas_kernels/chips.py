@@ -29,6 +29,9 @@ class TpuChip:
     # memories (v5p, tpu7x) only come near to that, with the largest. Smaller pages waste less behind a sequence's end
     # and share more prefixes. The counts are in scripts/benchmarks/results/2026-11-21-tpu-static.md.
     page_size: int
+    # Weights in fp8 are widened inside a product at the memory's speed. Others convert fp8 slowly, and int8 quickly:
+    # the compilers' accounts are in scripts/benchmarks/results/2026-11-22-quantisation.md.
+    reads_fp8: bool = False
 
     @property
     def memory_bytes_per_cycle(self) -> float:
@@ -73,6 +76,7 @@ TPUS = {
             flops_per_cycle=524288,
             vmem_bytes=64 * MIB,
             page_size=256,
+            reads_fp8=True,
         ),
     )
 }
@@ -103,6 +107,11 @@ SHARED_MEMORY = {
 }
 
 
+def arch_reads_fp8(arch: tuple[int, int]) -> bool:
+    """Whether weights in fp8 are widened inside a product. Below Hopper a wide copy of them is written every time."""
+    return arch >= (9, 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GpuChip:
     """One of NVIDIA's GPUs. Figures without a source of their own are those of its data sheet."""
@@ -126,6 +135,10 @@ class GpuChip:
     @property
     def shared_memory(self) -> SharedMemory:
         return SHARED_MEMORY[self.arch]
+
+    @property
+    def reads_fp8(self) -> bool:
+        return arch_reads_fp8(self.arch)
 
 
 GPUS = {

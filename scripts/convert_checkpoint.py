@@ -23,6 +23,7 @@ from model.config import read_object
 from model.inputs.paths import local_path
 from model.loading.source import ModelSource, resolve
 from scripts.wiring.errors import add_debug_flag, failed
+from scripts.wiring.settings import QUANTIZATIONS
 
 if TYPE_CHECKING:
     from model.config import LlamaConfig
@@ -40,6 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", type=local_path, help="where to write; new or empty")
     parser.add_argument("--revision", help="of a hub model")
     parser.add_argument("--dtype", choices=DTYPES, help="what to store (default: what keeps every value exactly)")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="8 bits a weight, for projections and head")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="chips that will serve it")
     add_debug_flag(parser)
     args = parser.parse_args(arguments)
@@ -47,13 +49,22 @@ def main(arguments: list[str] | None = None) -> int:
         source = resolve(args.model, revision=args.revision)
         if source.folder is None:
             raise ValueError(f"{args.model} has no weights to convert")
-        convert(source, source.folder, args.folder, dtype=args.dtype, num_shards=args.tensor_parallel_size)
+        form = {"dtype": args.dtype, "quantization": args.quantization, "num_shards": args.tensor_parallel_size}
+        convert(source, source.folder, args.folder, **form)
     except (Exception, KeyboardInterrupt) as error:
         return failed("convert_checkpoint", error, debug=args.debug)
     return 0
 
 
-def convert(source: ModelSource, origin: Path, folder: Path, *, dtype: str | None, num_shards: int) -> None:
+def convert(
+    source: ModelSource,
+    origin: Path,
+    folder: Path,
+    *,
+    dtype: str | None,
+    num_shards: int,
+    quantization: str | None = None,
+) -> None:
     """`origin` is the folder of `source`, which has weights."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not an empty folder")
@@ -65,12 +76,13 @@ def convert(source: ModelSource, origin: Path, folder: Path, *, dtype: str | Non
     from model.loading.orbax_format import save_orbax
     from model.loading.stored_weights import CONVERTED, find_weights
     from model.network.sharding import make_mesh
+    from model.quantization.eight_bit import EightBit
 
     started = time.perf_counter()
     stored = find_weights(origin, source.config, "safetensors")
     kept, reason = choose_dtype(dtype, stored)
     mesh = make_mesh(num_shards) if num_shards > 1 else None
-    model = stored.load(dtype=kept, mesh=mesh)
+    model = stored.load(dtype=kept, mesh=mesh, quantization=quantization and EightBit(quantization))
     loaded = time.perf_counter()
     save_orbax(model, folder / CONVERTED, stored.config)
     for pattern in _BESIDE:
@@ -80,6 +92,8 @@ def convert(source: ModelSource, origin: Path, folder: Path, *, dtype: str | Non
     write_config(origin, folder, stored.config, kept)
     written = time.perf_counter()
     print(f"{folder}: read in {loaded - started:.1f} s, written in {written - loaded:.1f} s as {kept} ({reason})")
+    if quantization:
+        print(f"projections and head are {quantization}")
     if stored.remark:
         print(stored.remark)
 

@@ -46,21 +46,25 @@ def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
         bucket_config,
         choose_dtype,
         choose_model_len,
+        choose_quantization,
         paged_attention,
         runner_config,
     )
 
     platform = "tpu" if chip in TPUS else "gpu"
     source = resolve(settings.model, weights=False)
-    config = source.config
+    config, stored_form = source.config, None
     if settings.load_format != "dummy" and source.folder is not None and has_weights(source.folder):
-        config = find_weights(source.folder, config, settings.load_format).config
+        stored = find_weights(source.folder, config, settings.load_format)
+        config, stored_form = stored.config, stored.quantization
+    reads_fp8 = CHIPS[chip].reads_fp8
+    quantization, _ = choose_quantization(settings.quantization, stored_form, reads_fp8=reads_fp8)
     chips = settings.tensor_parallel_size
     mesh = AbstractMesh((chips,), (TENSOR_AXIS,))
     dtype, _ = choose_dtype(settings.dtype, config.checkpoint_dtype, platform)
     max_model_len = choose_model_len(settings.max_model_len, config.max_position_embeddings)
     buckets = bucket_config(settings, platform)
-    model = abstract_model(config, dtype=dtype, mesh=mesh)
+    model = abstract_model(config, dtype=dtype, mesh=mesh, quantization=quantization)
     backend = Backend(platform)
     page_size = settings.page_size or default_page_size(backend, max_model_len, chip)
     attention = paged_attention(model.config, backend, dtype=dtype, page_size=page_size, mesh=mesh)
@@ -71,7 +75,7 @@ def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
     num_pages = settings.num_pages or plan_pages(memory, needs, limits, page_size=page_size)
     pages_per_seq = -(-max_model_len // page_size)
     parts = {
-        f"weights, {dtype}": needs.weights,
+        f"weights, {dtype}" + (f" and {quantization}" if quantization else ""): needs.weights,
         f"K/V, {num_pages} pages of {page_size} tokens": (num_pages + 1) * needs.page,
         f"temporaries of the largest step (at most), {limits.max_num_batched_tokens} tokens": needs.temporaries,
         f"state of {limits.max_num_seqs} request slots": needs.state,

@@ -23,10 +23,13 @@ def save_hf(model: Llama, folder: Path, *, dtype: Any = jnp.bfloat16) -> None:
     """`config.json` and one `model.safetensors` of `dtype`. The model must be in the form of one chip.
 
     Raises:
-        ValueError: the model is stored for several chips, its projections cut and its KV heads repeated for them.
+        ValueError: the model is quantised, or stored for several chips, its projections cut and its KV heads repeated
+            for them.
     """
     if model.num_shards != 1:
         raise ValueError(f"only a model stored for one chip can be exported: {model.num_shards=}")
+    if model.quantization is not None:
+        raise ValueError(f"quantised weights are not exported: {model.quantization=}")
     dtype = jnp.dtype(dtype)
     items = nnx.to_flat_state(nnx.state(model))
     params = {".".join(map(str, path)): variable.get_value() for path, variable in items}

@@ -23,9 +23,10 @@ from flax import nnx
 from jax.sharding import Mesh, Sharding
 
 from model.config import LlamaConfig, read_object
-from model.loading.weights import fill
+from model.loading.weights import fill_each
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, num_shards_of
+from model.quantization.eight_bit import EightBit
 
 FORMAT = 4
 DTYPES = ("bfloat16", "float32")
@@ -41,7 +42,8 @@ class Description:
     """`stored.json`: what was converted, for how many chips, and the checksums of all that was written."""
 
     num_shards: int
-    dtype: str
+    dtype: str  # of what is not quantised
+    quantization: str | None  # of the projections and the head
     config: Mapping[str, Any]  # what makes it this model, as `config.json` spells it
     checksums: Mapping[str, list[int]]  # array -> CRC-32 of each shard, in the order of the chips
 
@@ -58,8 +60,16 @@ class Description:
         if raw.get("format") != FORMAT:
             raise ValueError(f"{path} has format {raw.get('format')}, this version reads {FORMAT}: convert again")
         match raw:
-            case {"num_shards": int(), "dtype": str(dtype), "config": dict(), "checksums": dict(checksums)} if (
-                dtype in DTYPES and all(isinstance(listed, list) for listed in checksums.values())
+            case {
+                "num_shards": int(),
+                "dtype": str(dtype),
+                "quantization": form,
+                "config": dict(),
+                "checksums": dict(checksums),
+            } if (
+                dtype in DTYPES
+                and form in (None, *EightBit)
+                and all(isinstance(listed, list) for listed in checksums.values())
             ):
                 return cls(**{name: raw[name] for name in cls.__dataclass_fields__})
         raise ValueError(f"{path} is damaged: convert again")
@@ -100,6 +110,7 @@ def save_orbax(model: Llama, folder: Path | str, config: LlamaConfig) -> None:
     description = Description(
         num_shards=model.num_shards,
         dtype=model.dtype.name,
+        quantization=model.quantization,
         config=_identity(config),
         # Of what is in memory: a byte that changes while it is written is found, too.
         checksums={name: _checksums(array) for name, array in arrays.items()},
@@ -115,7 +126,9 @@ def load_orbax(
     mesh: Mesh | None = None,
     for_cpu: bool = False,
 ) -> Llama:
-    """The model that `save_orbax` wrote, cast to `dtype`, each shard read and verified on its way to its chip.
+    """The model that `save_orbax` wrote, each shard read and verified on its way to its chip.
+
+    What is not quantised is cast to `dtype`; quantised weights stay as they were stored.
 
     Raises:
         ValueError: the folder is unfinished, holds another model, format, or the form of another number of chips, or
@@ -124,18 +137,23 @@ def load_orbax(
     folder = Path(folder).absolute()
     description = Description.read(folder)
     description.check(folder, config, num_shards_of(mesh))
-    model = abstract_model(config, dtype=dtype, mesh=mesh, for_cpu=for_cpu)
+    form = {"mesh": mesh, "quantization": description.quantization and EightBit(description.quantization)}
+    as_stored = abstract_model(config, dtype=description.dtype, **form)
+    stored_dtypes = [variable.get_value().dtype for _, variable in nnx.to_flat_state(nnx.state(as_stored))]
+    model = abstract_model(config, dtype=dtype, for_cpu=for_cpu, **form)
+    names = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))]
     context = ts.Context({"cache_pool": {"total_bytes_limit": _INDEX_CACHE_BYTES}})
-    return fill(model, partial(_restore, folder=folder, description=description, context=context))
+    dtypes = dict(zip(names, stored_dtypes, strict=True))
+    return fill_each(model, partial(_restore, folder=folder, description=description, dtypes=dtypes, context=context))
 
 
 def _restore(
     name: str,
     like: jax.ShapeDtypeStruct,
-    axes: tuple[str, ...],
     *,
     folder: Path,
     description: Description,
+    dtypes: Mapping[str, Any],
     context: ts.Context,
 ) -> jax.Array:
     expected = description.checksums.get(name)
@@ -143,10 +161,10 @@ def _restore(
     if expected is None or len(expected) != len(shards):
         raise ValueError(f"{folder / DESCRIPTION_FILE} lacks checksums of {name}: convert again")
     stored = _open(folder, name, context)
-    if (stored.shape, stored.dtype.name) != (like.shape, description.dtype):
+    if (stored.shape, stored.dtype.name) != (like.shape, dtypes[name].name):
         raise ValueError(
             f"{folder}: {name} is {stored.dtype.name}{list(stored.shape)} and should be "
-            f"{description.dtype}{list(like.shape)}: convert again"
+            f"{dtypes[name].name}{list(like.shape)}: convert again"
         )
 
     def read(index: Index) -> np.ndarray:

@@ -13,6 +13,7 @@ from model.loading.hf_format import HEAD
 from model.loading.tensor_files import TensorFiles
 from model.loading.weights import load_hf
 from model.network.llama import Llama
+from model.quantization.eight_bit import EightBit
 
 CONVERTED = "orbax"  # the subfolder that scripts/convert_checkpoint.py writes
 
@@ -26,19 +27,41 @@ class StoredWeights:
     config: LlamaConfig  # as the weights are: not tied where they have a head of their own
     dtypes: tuple[str, ...]  # what they are stored in, each type once
     remark: str | None  # how they differ from what `config.json` says
+    quantization: EightBit | None = None  # of the projections and the head, as they are stored
 
     @property
     def exact_dtype(self) -> str:
         """The narrower of bfloat16 and float32 that holds every stored value exactly."""
         return "bfloat16" if self.dtypes == ("bfloat16",) else "float32"
 
-    def load(self, *, dtype: Any, mesh: Mesh | None = None, for_cpu: bool = False) -> Llama:
-        """The model on `mesh`, cast to `dtype`. Raises ValueError where the weights are damaged."""
+    def load(
+        self,
+        *,
+        dtype: Any,
+        mesh: Mesh | None = None,
+        quantization: EightBit | None = None,
+        for_cpu: bool = False,
+    ) -> Llama:
+        """The model on `mesh`, cast to `dtype`, its projections and head quantised where that is asked for.
+
+        Raises:
+            ValueError: the weights are damaged, or stored in another form than `quantization` asks for.
+        """
         if self.is_converted:
             from model.loading.orbax_format import load_orbax
 
+            self._check_form(quantization)
             return load_orbax(self.folder, self.config, dtype=dtype, mesh=mesh, for_cpu=for_cpu)
-        return load_hf(self.folder, self.config, dtype=dtype, mesh=mesh, for_cpu=for_cpu)
+        form = {"dtype": dtype, "mesh": mesh, "quantization": quantization, "for_cpu": for_cpu}
+        return load_hf(self.folder, self.config, **form)
+
+    def _check_form(self, asked: EightBit | None) -> None:
+        if asked is not self.quantization:
+            held = self.quantization or "weights that are not quantised"
+            raise ValueError(
+                f"{self.folder} holds {held}, and {asked or 'none'} is asked for: convert again with --quantization, "
+                f"or load the safetensors"
+            )
 
 
 def has_weights(folder: Path) -> bool:
@@ -73,6 +96,13 @@ def find_weights(folder: Path, config: LlamaConfig, load_format: str = "auto") -
 def _converted(folder: Path, config: LlamaConfig) -> StoredWeights:
     from model.loading.orbax_format import Description
 
-    dtype = Description.read(folder).dtype
-    found = replace(config, checkpoint_dtype=dtype)
-    return StoredWeights(folder=folder, is_converted=True, config=found, dtypes=(dtype,), remark=None)
+    description = Description.read(folder)
+    dtype, form = description.dtype, description.quantization
+    return StoredWeights(
+        folder=folder,
+        is_converted=True,
+        config=replace(config, checkpoint_dtype=dtype),
+        dtypes=(dtype,),
+        remark=None,
+        quantization=form and EightBit(form),
+    )

@@ -70,8 +70,9 @@ class TensorFiles:
         return self._slice(key)[index]
 
     def _slice(self, key: str) -> Any:
-        """The stored tensor. An embedding that is stored as the head only is read from there: see `_expected`."""
-        return self._slices[HEAD.key if key == EMBEDDING.key and key not in self._slices else key]
+        """The stored tensor. Where the head is tied to the embedding, either may be stored alone: see `_expected`."""
+        other = {EMBEDDING.key: HEAD.key, HEAD.key: EMBEDDING.key}
+        return self._slices[key if key in self._slices else other[key]]
 
     def dtypes(self, config: LlamaConfig) -> tuple[str, ...]:
         """What the model's tensors are stored in, each type once: ("bfloat16", "float32")."""

@@ -6,7 +6,7 @@ from the file, put on the chip as they are, and joined there: the host never hol
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,8 @@ from model.loading.hf_format import Source, sources
 from model.loading.tensor_files import TensorFiles
 from model.network.linear import INIT_STDDEV
 from model.network.llama import Llama
-from model.network.sharding import abstract_model, num_shards_of, sharding_of
+from model.network.sharding import abstract_model, num_shards_of
+from model.quantization.eight_bit import EightBit, quantize
 
 MAX_PARAMETERS_IN_FLIGHT = 4  # read ahead while earlier ones are joined; bounds the host's memory
 
@@ -34,9 +35,10 @@ def load_hf(
     *,
     dtype: Any,
     mesh: Mesh | None = None,
+    quantization: EightBit | None = None,
     for_cpu: bool = False,
 ) -> Llama:
-    """The checkpoint in `folder`, cast to `dtype`, in its stored form on `mesh`.
+    """The checkpoint in `folder`, cast to `dtype` or quantised, in its stored form on `mesh`.
 
     Args:
         config: the checkpoint's own, before any replication of KV heads. Where it ties the head to the embedding and
@@ -49,8 +51,8 @@ def load_hf(
     with TensorFiles(Path(folder)) as files:
         files.check(config)
         config = files.with_own_head(config)
-        model = abstract_model(config, dtype=dtype, mesh=mesh, for_cpu=for_cpu)
-        return fill(model, partial(_read_parameter, files=files, config=config, mesh=mesh))
+        model = abstract_model(config, dtype=dtype, mesh=mesh, quantization=quantization, for_cpu=for_cpu)
+        return fill(model, partial(_read_module, files=files, config=config, mesh=mesh))
 
 
 def random_weights(
@@ -58,54 +60,81 @@ def random_weights(
     *,
     dtype: Any,
     mesh: Mesh | None = None,
+    quantization: EightBit | None = None,
     for_cpu: bool = False,
     seed: int = 0,
 ) -> Llama:
     """Weights of the right shapes and sizes and no meaning, made on the chips at the speed of their memory."""
-    model = abstract_model(config, dtype=dtype, mesh=mesh, for_cpu=for_cpu)
+    model = abstract_model(config, dtype=dtype, mesh=mesh, quantization=quantization, for_cpu=for_cpu)
     seeds = np.random.default_rng(seed).integers(1 << 32, size=len(jax.tree.leaves(nnx.state(model))))
     remaining = iter(seeds.astype(np.uint32))
 
-    def make(path: str, like: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> jax.Array:
-        return _random(next(remaining), shape=like.shape, dtype=like.dtype, sharding=like.sharding)
+    def make(_: str, likes: Described) -> Mapping[str, jax.Array]:
+        first, *_ = [next(remaining) for _ in likes]
+        return dict(zip(likes, _random(first, likes=tuple(likes.values())), strict=True))
 
     return fill(model, make, threads=1)
 
 
+Described = Mapping[str, jax.ShapeDtypeStruct]  # a module's own parameters, by name, each with its sharding
+
+
 def fill(
     model: Llama,
-    make: Callable[[str, jax.ShapeDtypeStruct, tuple[str, ...]], jax.Array],
+    make: Callable[[str, Described], Mapping[str, jax.Array]],
     threads: int = MAX_PARAMETERS_IN_FLIGHT,
 ) -> Llama:
-    """Replaces every abstract parameter by `make(path, abstract value, logical axes)`, several at a time."""
-    graphdef, state = nnx.split(model)
-    flat = list(nnx.to_flat_state(state))
+    """Replaces every abstract parameter, several modules at a time.
 
-    def one(item: tuple[tuple[Any, ...], nnx.Variable[Any]]) -> tuple[tuple[Any, ...], nnx.Variable[Any]]:
-        path, variable = item
-        name = ".".join(map(str, path))
-        return path, variable.replace(make(name, variable.get_value(), variable.get_metadata("axes")))
+    Args:
+        make: (path of a module, its abstract parameters) -> their values. A quantised projection has two.
+    """
+    graphdef, state = nnx.split(model)
+    flat = dict(nnx.to_flat_state(state))
+    modules: dict[str, dict[str, tuple[Any, ...]]] = {}
+    for path in flat:
+        *module, name = map(str, path)
+        modules.setdefault(".".join(module), {})[name] = path
+
+    def one(module: str) -> list[tuple[tuple[Any, ...], nnx.Variable[Any]]]:
+        paths = modules[module]
+        values = make(module, {name: flat[path].get_value() for name, path in paths.items()})
+        return [(path, flat[path].replace(values[name])) for name, path in paths.items()]
 
     with ThreadPoolExecutor(threads) as pool:
-        filled = list(pool.map(one, flat))
+        filled = [item for items in pool.map(one, modules) for item in items]
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
-def _read_parameter(
-    path: str,
-    like: jax.ShapeDtypeStruct,
-    axes: tuple[str, ...],
-    *,
-    files: TensorFiles,
-    config: LlamaConfig,
-    mesh: Mesh | None,
-) -> jax.Array:
-    parts = sources(path)
-    raw = [_read(files, part, config, num_shards_of(mesh), sharding_of(axes, mesh)) for part in parts]
+def fill_each(
+    model: Llama,
+    make: Callable[[str, jax.ShapeDtypeStruct], jax.Array],
+    threads: int = MAX_PARAMETERS_IN_FLIGHT,
+) -> Llama:
+    """As `fill`, for parameters that are made one by one: `make(path, abstract value)`."""
+
+    def module(path: str, likes: Described) -> dict[str, jax.Array]:
+        return {name: make(f"{path}.{name}" if path else name, like) for name, like in likes.items()}
+
+    return fill(model, module, threads)
+
+
+def _read_module(
+    module: str, likes: Described, *, files: TensorFiles, config: LlamaConfig, mesh: Mesh | None
+) -> Mapping[str, jax.Array]:
+    (name, like), *rest = likes.items()  # the weights, and the scale that they are quantised with
+    parts = sources(f"{module}.{name}" if module else name)
+    raw = [_read(files, part, config, num_shards_of(mesh), like.sharding) for part in parts]
     groups = num_shards_of(mesh) if len(parts) > 1 else 1
-    array = _join(raw, groups=groups, dtype=like.dtype, sharding=like.sharding)
+    if rest:
+        ((_, scale),) = rest
+        arrays = _join_quantized(
+            raw, groups=groups, form=_form_of(like.dtype), shardings=(like.sharding, scale.sharding)
+        )
+    else:
+        arrays = (_join(raw, groups=groups, dtype=like.dtype, sharding=like.sharding),)
     # Waiting here keeps what is in flight to the few parameters that the pool works on.
-    return jax.block_until_ready(array)
+    return dict(zip(likes, jax.block_until_ready(arrays), strict=True))
 
 
 def _read(files: TensorFiles, source: Source, config: LlamaConfig, num_shards: int, sharding: Sharding) -> jax.Array:
@@ -128,24 +157,43 @@ def _read(files: TensorFiles, source: Source, config: LlamaConfig, num_shards: i
 
 @partial(jax.jit, static_argnames=("groups", "dtype", "sharding"))
 def _join(raw: list[jax.Array], *, groups: int, dtype: Any, sharding: Sharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(_joined(raw, groups).astype(dtype), sharding)
+
+
+@partial(jax.jit, static_argnames=("groups", "form", "shardings"))
+def _join_quantized(
+    raw: list[jax.Array], *, groups: int, form: EightBit, shardings: tuple[Sharding, Sharding]
+) -> tuple[jax.Array, jax.Array]:
+    """The kernel and its scale. Rows are quantised one by one: the values are the same for any number of chips."""
+    return jax.lax.with_sharding_constraint(quantize(_joined(raw, groups), form), shardings)
+
+
+def _joined(raw: list[jax.Array], groups: int) -> jax.Array:
     """[out, in] tensors, cut into one group per chip and joined group by group, as the rows of one."""
-    joined = raw[0]
-    if len(raw) > 1:
-        cut = [part.reshape(groups, part.shape[0] // groups, part.shape[1]) for part in raw]
-        joined = jnp.concatenate(cut, axis=1).reshape(-1, raw[0].shape[1])
-    return jax.lax.with_sharding_constraint(joined.astype(dtype), sharding)
+    if len(raw) == 1:
+        return raw[0]
+    cut = [part.reshape(groups, part.shape[0] // groups, part.shape[1]) for part in raw]
+    return jnp.concatenate(cut, axis=1).reshape(-1, raw[0].shape[1])
 
 
-def _random(seed: np.uint32, *, shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.Array:
-    make = _ones if len(shape) == 1 else _noise
-    return jax.jit(make, static_argnames=("shape", "dtype"), out_shardings=sharding)(seed, shape=shape, dtype=dtype)
+def _form_of(dtype: Any) -> EightBit:
+    return next(form for form in EightBit if form.dtype == dtype)
 
 
-def _ones(seed: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    return jnp.ones(shape, dtype)
+@partial(jax.jit, static_argnames="likes")
+def _random(seed: jax.Array, *, likes: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[jax.Array, ...]:
+    """Noise in a matrix, ones in a norm; with a scale, the noise quantised."""
+    like = likes[0]
+    if len(like.shape) == 1:
+        made = (jnp.ones(like.shape, like.dtype),)
+    elif len(likes) == 1:
+        made = (_noise(seed, like.shape).astype(like.dtype),)
+    else:
+        made = quantize(_noise(seed, like.shape), _form_of(like.dtype))
+    return jax.lax.with_sharding_constraint(made, tuple(like.sharding for like in likes))
 
 
-def _noise(seed: jax.Array, *, shape: tuple[int, int], dtype: Any) -> jax.Array:
+def _noise(seed: jax.Array, shape: tuple[int, int]) -> jax.Array:
     """Uniform noise of the usual spread: a hash of the element's number, so that any shard is made by itself."""
     row = jax.lax.broadcasted_iota(jnp.uint32, shape, 0)
     column = jax.lax.broadcasted_iota(jnp.uint32, shape, 1)
@@ -154,4 +202,4 @@ def _noise(seed: jax.Array, *, shape: tuple[int, int], dtype: Any) -> jax.Array:
         x = (x ^ (x >> shift)) * np.uint32(factor)
     x = x ^ (x >> 16)
     unit = x.astype(jnp.float32) * np.float32(2.0**-31) - 1.0  # [-1, 1)
-    return (unit * np.float32(INIT_STDDEV * 3**0.5)).astype(dtype)
+    return unit * np.float32(INIT_STDDEV * 3**0.5)

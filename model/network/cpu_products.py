@@ -6,6 +6,7 @@ loop is not vectorised, and slower than a plain product. `scripts/benchmarks/res
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ from jax import lax
 
 MAX_ROWS_FROM_LEFT = 32
 STREAMS = 4
+MAX_ROWS_INT8_STREAMED = 8
+BLOCK_WEIGHTS = 1 << 18  # 1 MiB once widened
 
 
 def multiply_few(inputs: jax.Array, kernel: jax.Array, out_dtype: Any) -> jax.Array | None:
@@ -27,6 +30,33 @@ def multiply_few(inputs: jax.Array, kernel: jax.Array, out_dtype: Any) -> jax.Ar
         # Without the barrier XLA would swap the operands back to save the transposition.
         return lax.optimization_barrier(product).T
     return None
+
+
+def multiply_int8(inputs: jax.Array, kernel: jax.Array) -> jax.Array:
+    """inputs [T, in] times the transpose of kernel i8[out, in]: f32[T, out], for any T.
+
+    A plain product would write the whole kernel in float32 first. Here as much of it is widened at a time as stays in
+    a core's cache.
+    """
+    num_out, width = kernel.shape
+    if inputs.shape[0] <= MAX_ROWS_INT8_STREAMED and num_out % STREAMS == 0:
+        return _streamed(inputs, kernel)
+    return _in_blocks(inputs, kernel, max(1, min(num_out, BLOCK_WEIGHTS // width)))
+
+
+@partial(jax.jit, static_argnums=2)  # traced once for all layers
+def _in_blocks(inputs: jax.Array, kernel: jax.Array, block: int) -> jax.Array:
+    """f32[T, out], `block` rows of the kernel at a time."""
+    inputs = inputs.astype(jnp.float32)
+    num_blocks, num_out = kernel.shape[0] // block, kernel.shape[0]
+
+    def products(first: jax.Array | int, rows: int) -> jax.Array:
+        part = lax.dynamic_slice_in_dim(kernel, first, rows).astype(jnp.float32)
+        return lax.dot_general(part, inputs, (((1,), (1,)), ((), ())))  # [rows, T]
+
+    whole = lax.map(lambda i: products(i * block, block), jnp.arange(num_blocks)).reshape(num_blocks * block, -1)
+    rest = num_out - num_blocks * block
+    return (jnp.concatenate([whole, products(num_out - rest, rest)]) if rest else whole).T
 
 
 def max_rows_streamed(dtype: Any) -> int:

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from model.network.cpu_products import multiply_few
+from model.network.cpu_products import multiply_few, multiply_int8
+from model.quantization.eight_bit import EightBit, quantize
 
 INIT_STDDEV = 0.02
 
@@ -28,17 +29,39 @@ class Linear(nnx.Module):
     Args:
         shape: of the kernel, (out, in).
         axes: the logical names of both; `sharding.RULES` says which of them is split over chips.
-        for_cpu: multiply a few rows in the forms of `cpu_products`, where those gain.
+        dtype: of the kernel, where it is not quantised.
+        quantization: keep the kernel in 8 bits, with a scale f32[out] that is split as the outputs are.
+        for_cpu: multiply in the forms of `cpu_products`, where those gain.
     """
 
     def __init__(
-        self, shape: tuple[int, int], axes: tuple[str, str], *, dtype: Any, rngs: nnx.Rngs, for_cpu: bool = False
+        self,
+        shape: tuple[int, int],
+        axes: tuple[str, str],
+        *,
+        dtype: Any,
+        rngs: nnx.Rngs,
+        quantization: EightBit | None = None,
+        for_cpu: bool = False,
     ):
         self.for_cpu = for_cpu
-        self.kernel = normal_param(rngs, shape, dtype, axes)
+        kernel = normal_param(rngs, shape, dtype, axes)
+        if quantization is None:
+            self.kernel, self.scale = kernel, None
+        else:
+            narrow, scale = quantize(kernel[...], quantization)
+            self.kernel, self.scale = nnx.Param(narrow, axes=axes), nnx.Param(scale, axes=axes[:1])
 
     def __call__(self, inputs: jax.Array, out_dtype: Any = None) -> jax.Array:
-        return multiply(inputs, self.kernel[...], for_cpu=self.for_cpu, out_dtype=out_dtype)
+        kernel, out_dtype = self.kernel[...], out_dtype or inputs.dtype
+        if self.scale is None:
+            return multiply(inputs, kernel, for_cpu=self.for_cpu, out_dtype=out_dtype)
+        if self.for_cpu and kernel.dtype == jnp.int8:
+            product = multiply_int8(inputs, kernel)
+        else:
+            # XLA widens the kernel inside the product: no wide copy of it is written.
+            product = multiply(inputs, kernel.astype(inputs.dtype), for_cpu=False, out_dtype=jnp.float32)
+        return (product * self.scale[...]).astype(out_dtype)
 
 
 def multiply(inputs: jax.Array, kernel: jax.Array, *, for_cpu: bool, out_dtype: Any = None) -> jax.Array:

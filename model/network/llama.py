@@ -18,6 +18,7 @@ from model.config import LlamaConfig
 from model.network.layers import Attend, DecoderLayer, RMSNorm
 from model.network.linear import Linear, multiply, normal_param
 from model.network.rope import inverse_frequencies, rotation
+from model.quantization.eight_bit import EightBit
 
 
 class Llama(nnx.Module):
@@ -29,6 +30,8 @@ class Llama(nnx.Module):
         rngs: for random weights; under `nnx.eval_shape` none are made.
         num_shards: chips over which the heads are split. It orders the rows of the fused projections
             (`layers`), so weights stored for one number do not serve another.
+        quantization: of the projections and the head. A tied head becomes a kernel of its own then: the embedding
+            stays as it is.
         for_cpu: multiply a few rows in forms that XLA's CPU backend runs well (`cpu_products`), on one device.
     """
 
@@ -39,6 +42,7 @@ class Llama(nnx.Module):
         dtype: Any,
         rngs: nnx.Rngs,
         num_shards: int = 1,
+        quantization: EightBit | None = None,
         for_cpu: bool = False,
     ):
         for name in ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size"):
@@ -47,15 +51,17 @@ class Llama(nnx.Module):
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.num_shards = num_shards
+        self.quantization = quantization
         self.for_cpu = for_cpu
         vocab, embed = config.vocab_size, config.hidden_size
         self.embedding = normal_param(rngs, (vocab, embed), dtype, ("vocab", "embed"))
-        linear = partial(Linear, dtype=dtype, rngs=rngs, for_cpu=for_cpu)
+        linear = partial(Linear, dtype=dtype, rngs=rngs, quantization=quantization, for_cpu=for_cpu)
         layers = range(config.num_layers)
         self.layers = nnx.List([DecoderLayer(config, linear, dtype=dtype, num_shards=num_shards) for _ in layers])
         self.norm = RMSNorm(config, dtype=dtype)
         # None: the embedding is the head's kernel, too.
-        self.head = None if config.tie_word_embeddings else linear((vocab, embed), ("vocab", "embed"))
+        is_shared = config.tie_word_embeddings and quantization is None
+        self.head = None if is_shared else linear((vocab, embed), ("vocab", "embed"))
 
     def __call__(
         self,

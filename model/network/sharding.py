@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from model.config import LlamaConfig
 from model.network.llama import Llama
+from model.quantization.eight_bit import EightBit
 
 TENSOR_AXIS = "tensor"
 
@@ -37,7 +38,7 @@ def make_mesh(num_shards: int, devices: Sequence[jax.Device] | None = None) -> M
     return jax.make_mesh((num_shards,), (TENSOR_AXIS,), devices=devices[:num_shards], axis_types=(AxisType.Auto,))
 
 
-def num_shards_of(mesh: Mesh | None) -> int:
+def num_shards_of(mesh: Mesh | AbstractMesh | None) -> int:
     return 1 if mesh is None else mesh.shape[TENSOR_AXIS]
 
 
@@ -49,7 +50,7 @@ def partition(axes: Sequence[str]) -> P:
     return P(*entries)
 
 
-def sharding_of(axes: Sequence[str], mesh: Mesh | None) -> Sharding:
+def sharding_of(axes: Sequence[str], mesh: Mesh | AbstractMesh | None) -> Sharding:
     """Where an array with these logical axes lies; without a mesh, on the default device."""
     if mesh is None:
         return SingleDeviceSharding(jax.devices()[0])
@@ -79,20 +80,28 @@ def stored_config(config: LlamaConfig, num_shards: int) -> LlamaConfig:
     return replace(config, num_kv_heads=kv_heads)
 
 
-def abstract_model(config: LlamaConfig, *, dtype: Any, mesh: Mesh | None = None, for_cpu: bool = False) -> Llama:
+def abstract_model(
+    config: LlamaConfig,
+    *,
+    dtype: Any,
+    mesh: Mesh | AbstractMesh | None = None,
+    quantization: EightBit | None = None,
+    for_cpu: bool = False,
+) -> Llama:
     """The model in its stored form on `mesh`, every parameter a ShapeDtypeStruct with its sharding.
 
     Weights are loaded into it, and its programs can be compiled before they are there.
     """
     num_shards = num_shards_of(mesh)
     stored = stored_config(config, num_shards)
-    model = nnx.eval_shape(lambda: Llama(stored, dtype=dtype, rngs=nnx.Rngs(0), num_shards=num_shards, for_cpu=for_cpu))
+    form = {"dtype": dtype, "num_shards": num_shards, "quantization": quantization, "for_cpu": for_cpu}
+    model = nnx.eval_shape(lambda: Llama(stored, rngs=nnx.Rngs(0), **form))
     graphdef, state = nnx.split(model)
     placed = [(path, variable.replace(_placed(variable, mesh))) for path, variable in nnx.to_flat_state(state)]
     return nnx.merge(graphdef, nnx.from_flat_state(placed))
 
 
-def _placed(variable: nnx.Variable[Any], mesh: Mesh | None) -> jax.ShapeDtypeStruct:
+def _placed(variable: nnx.Variable[Any], mesh: Mesh | AbstractMesh | None) -> jax.ShapeDtypeStruct:
     value = variable.get_value()
     sharding = sharding_of(variable.get_metadata("axes"), mesh)
     return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from model.execution.runner import ModelRunner
     from model.loading.stored_weights import StoredWeights
     from model.network.llama import Llama
+    from model.quantization.eight_bit import EightBit
     from pallas_kernels.api import PagedAttention
     from pallas_kernels.spec import Backend
 
@@ -124,8 +125,11 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
     max_model_len = choose_model_len(settings.max_model_len, config.max_position_embeddings)
     buckets = bucket_config(settings, platform)
     mesh = _mesh(settings.tensor_parallel_size)
+    stored_form = None if stored is None else stored.quantization
+    quantization, remark = choose_quantization(settings.quantization, stored_form, reads_fp8=_reads_fp8(platform))
     # The CPU's forms cut a kernel's rows in their own way, not in the mesh's.
-    options = {"dtype": dtype, "mesh": mesh, "for_cpu": platform == "cpu" and mesh is None}
+    for_cpu = platform == "cpu" and mesh is None
+    options = {"dtype": dtype, "mesh": mesh, "quantization": quantization, "for_cpu": for_cpu}
     planned = abstract_model(config, **options)
     placed = planned.config  # its KV heads repeated where chips outnumber them
     page_size = settings.page_size or default_page_size(backend, max_model_len)
@@ -141,8 +145,9 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
             model = _random(settings, config, **options) if stored is None else stored.load(**options)
             origin = "nowhere (random)" if stored is None else source.folder
             say(f"{_size_of(model) / GIB:.2f} GiB of weights from {origin}, as {dtype} ({reason})")
-            if stored is not None and stored.remark:
-                say(stored.remark)
+            for line in (remark, stored and stored.remark):
+                if line:
+                    say(line)
         with _phase("allocate", report) as say:
             runner.place(model)
             kv_bytes = capacity.num_pages * attention.page_bytes() * placed.num_layers
@@ -252,6 +257,37 @@ def choose_dtype(
     return "bfloat16", f"its {held} is rounded to it; --dtype float32 keeps every value"
 
 
+def choose_quantization(
+    asked: str | None, stored: EightBit | None, *, reads_fp8: bool
+) -> tuple[EightBit | None, str | None]:
+    """How to keep the weights of projections and head, None for what they are computed in, and what to say of it.
+
+    Args:
+        stored: what a converted checkpoint holds.
+        reads_fp8: of the chip, see `chips`.
+
+    Raises:
+        ValueError: the checkpoint holds another form than the one asked for, or one that the chip reads slowly.
+    """
+    from model.quantization.eight_bit import EightBit
+
+    form = stored if asked is None else EightBit(asked)
+    if stored is not None:
+        if form is not stored:
+            raise ValueError(f"--quantization {asked}: the checkpoint was converted to {stored}; convert again")
+        if form is EightBit.FP8 and not reads_fp8:
+            raise ValueError(
+                "the checkpoint was converted to fp8, which this device reads no faster than bfloat16: convert again "
+                "with --quantization int8"
+            )
+        return form, f"projections and head are {form}, as converted"
+    if form is None:
+        return None, None
+    if form is EightBit.FP8 and not reads_fp8:
+        return EightBit.INT8, "projections and head in int8 instead of fp8, which this device reads slowly"
+    return form, f"projections and head in {form}, one scale for each row"
+
+
 def choose_model_len(asked: int | None, trained: int) -> int:
     """ValueError where more is asked for than the model was trained for: its text would decay without a word."""
     if asked is not None and asked > trained:
@@ -301,6 +337,22 @@ def find_device() -> str:
     if found.returncode:
         raise ValueError(found.stderr.strip())
     return found.stdout.strip()
+
+
+def _reads_fp8(platform: str) -> bool:
+    """Of the attached devices."""
+    import jax
+
+    from pallas_kernels.chips import TPUS, arch_reads_fp8
+
+    if platform == "gpu":
+        major, minor = jax.devices()[0].compute_capability.split(".")
+        return arch_reads_fp8((int(major), int(minor)))
+    if platform == "tpu":
+        from pallas_kernels.tpu.blocks import this_chip
+
+        return TPUS[this_chip()].reads_fp8
+    return False
 
 
 def _describe_devices(settings: EngineSettings) -> str:

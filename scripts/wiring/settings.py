@@ -12,6 +12,7 @@ from model.loading.source import DEMO
 
 DEVICES = ("auto", "cpu", "tpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float32")
+QUANTIZATIONS = ("int8", "fp8")
 LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
 SCHEDULING = ("continuous", "static")
 
@@ -24,6 +25,7 @@ class EngineSettings:
     device: str = "auto"
     dtype: str = "auto"
     load_format: str = "auto"
+    quantization: str | None = None  # None: as the weights are stored
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -44,11 +46,14 @@ class EngineSettings:
             "device": DEVICES,
             "dtype": DTYPES,
             "load_format": LOAD_FORMATS,
+            "quantization": (None, *QUANTIZATIONS),
             "scheduling": SCHEDULING,
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{flag(name)} {getattr(self, name)!r}: it can be one of {', '.join(allowed)}")
+                raise ValueError(
+                    f"{flag(name)} {getattr(self, name)!r}: it can be one of {', '.join(filter(None, allowed))}"
+                )
         for name in ("model", "compile_cache"):
             check_local(getattr(self, name) or "", flag(name))
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages"):
@@ -95,6 +100,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--load-format", default="auto", choices=LOAD_FORMATS, help="dummy: random weights")
     model.add_argument("--dtype", default="auto", choices=DTYPES, help="auto: the checkpoint's; float32 on a CPU")
+    model.add_argument(
+        "--quantization", choices=QUANTIZATIONS, help="8 bits a weight, made while loading (default: as stored)"
+    )
     model.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and output together")
     engine = parser.add_argument_group("engine")
     engine.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences that run at once")

@@ -1,0 +1,48 @@
+"""The 8-bit form of a kernel: one number of 8 bits for each weight and one float32 scale for each row of outputs.
+
+A weight is `kernel * scale`. The scale belongs to an output, so a product is scaled after it has been summed up, rows
+of fused projections keep their own scales, and scales are split over chips as the outputs are.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class EightBit(StrEnum):
+    """The type of the kernel."""
+
+    INT8 = "int8"
+    FP8 = "fp8"  # e4m3, finite values only
+
+    @property
+    def dtype(self) -> Any:
+        return jnp.int8 if self is EightBit.INT8 else jnp.float8_e4m3fn
+
+    @property
+    def largest(self) -> float:
+        """The value that a row's largest weight becomes."""
+        return 127.0 if self is EightBit.INT8 else 448.0
+
+
+def quantize(weights: jax.Array, form: EightBit) -> tuple[jax.Array, jax.Array]:
+    """weights [out, in] of any float type -> kernel [out, in], scale f32[out]. Each weight is rounded to nearest even.
+
+    A row that is not finite gets a scale that is not, so that no product hides it.
+    """
+    weights = weights.astype(jnp.float32)
+    # XLA makes a product of a division by a constant: written as one, it is the same product everywhere.
+    scale = jnp.max(jnp.abs(weights), axis=1) * np.float32(1 / form.largest)
+    scale = jnp.where(scale == 0, 1.0, scale)  # a row of zeros
+    scaled = jnp.clip(weights / scale[:, None], -form.largest, form.largest)
+    return (jnp.round(scaled) if form is EightBit.INT8 else scaled).astype(form.dtype), scale
+
+
+def dequantize(kernel: jax.Array, scale: jax.Array) -> jax.Array:
+    """f32[out, in]"""
+    return kernel.astype(jnp.float32) * scale[:, None]

@@ -1,0 +1,59 @@
+"""Compiles a quantised product for a chip that is not here and prints what the compiler says, one JSON object a line.
+
+Run in a process of its own: `python -m tests.model.network.compile_linear h200`, or `v6e:1x1` in place of `h200`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from model.compiling.compiler_options import compiler_options
+from model.network.linear import Linear
+from model.quantization.eight_bit import EightBit
+from pallas_kernels.chips import GPUS
+from scripts.benchmarks.accounts.targets import gpu_target, tpu_target
+
+SHAPE = (14336, 4096)  # of Llama 3.1 8B: half of gate_up
+ROWS = (1, 16, 64, 512)
+
+
+def main(name: str) -> None:
+    is_gpu = name in GPUS
+    target = gpu_target(name) if is_gpu else tpu_target(name)
+    mesh = Mesh(np.array(target.devices()), ("tensor",))
+    everywhere = NamedSharding(mesh, P())
+    for form in (None, *EightBit):
+        if form is EightBit.FP8 and not target.chip.reads_fp8:
+            continue
+        like = nnx.eval_shape(
+            lambda form=form: Linear(SHAPE, ("mlp", "embed"), dtype=jnp.bfloat16, rngs=nnx.Rngs(0), quantization=form)
+        )
+        structure, state = nnx.split(like)
+        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), state)
+        for rows in ROWS:
+            inputs = jax.ShapeDtypeStruct((rows, SHAPE[1]), jnp.bfloat16, sharding=everywhere)
+            with target.compiling(mesh) if is_gpu else contextlib.nullcontext():
+                program = jax.jit(lambda state, x, structure=structure: nnx.merge(structure, state)(x))
+                lowered = program.trace(state, inputs).lower(lowering_platforms=("cuda" if is_gpu else "tpu",))
+                compiled = lowered.compile(compiler_options=compiler_options("gpu" if is_gpu else "tpu"))
+            memory = compiled.memory_analysis()
+            result = {
+                "form": form,
+                "rows": rows,
+                "argument_bytes": memory.argument_size_in_bytes,
+                "temp_bytes": memory.temp_size_in_bytes,
+            }
+            print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

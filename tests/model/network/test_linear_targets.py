@@ -1,0 +1,45 @@
+"""Quantised products compiled by the chips' own compilers: the kernel is read in place and never written out wide."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pallas_kernels.chips import GPUS, TPUS
+from tests.model.network.compile_linear import ROWS, SHAPE
+
+TARGETS = ("v5e:1x1", "v6e:1x1", "v5p:1x1x1", "tpu7x:1x1x1", "a100", "l4", "h200", "b200", "rtx5090")
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
+pytestmark = [pytest.mark.targets, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_wide_copy_is_written(target):
+    needed = "jax_cuda13_plugin" if target in GPUS else "libtpu"
+    if importlib.util.find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed")
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.model.network.compile_linear", target],
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    results = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
+    print(target, *results, sep="\n")  # what `pytest -rP` shows
+    reads_fp8 = (GPUS[target] if target in GPUS else TPUS[target.split(":")[0]]).reads_fp8
+    assert len(results) == len(ROWS) * (3 if reads_fp8 else 2)
+    dense = {result["rows"]: result for result in results if result["form"] is None}
+    for result in results:
+        if result["form"] is not None:
+            wide = dense[result["rows"]]
+            assert result["temp_bytes"] <= wide["temp_bytes"] + (1 << 20), result
+            assert wide["argument_bytes"] - result["argument_bytes"] >= SHAPE[0] * (SHAPE[1] - 8), result
