@@ -30,7 +30,7 @@ class TpuChip:
     # and share more prefixes. The counts are in scripts/benchmarks/results/2026-11-21-tpu-static.md.
     page_size: int
     # Weights in fp8 are widened inside a product at the memory's speed. Others convert fp8 slowly, and int8 quickly:
-    # the compilers' accounts are in scripts/benchmarks/results/2026-11-22-quantisation.md.
+    # the compilers' accounts are in scripts/benchmarks/results/decisions.md.
     reads_fp8: bool = False
 
     @property
