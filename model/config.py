@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -17,13 +17,13 @@ from model.inputs.words import shown
 ARCHITECTURE = "LlamaForCausalLM"
 CHECKPOINT_DTYPES = ("bfloat16", "float16", "float32")
 
-_Size = integer(1, 1 << 24)
-_Count = integer(1, 1 << 16)
-_Tokens = integer(1, 1 << 30)  # positions are int32 on the device
-_End = described_as(int | list[int], "an integer or a list of integers")
+_Size = Annotated[int, integer(1, 1 << 24)]
+_Count = Annotated[int, integer(1, 1 << 16)]
+_Tokens = Annotated[int, integer(1, 1 << 30)]  # positions are int32 on the device
+_End = Annotated[int | list[int], described_as("an integer or a list of integers")]
 # Within these bounds no frequency overflows float32 and none is NaN.
-_Factor = number(1e-6, 1e9)
-_Theta = number(1e-6, 1e30)
+_Factor = Annotated[float, number(1e-6, 1e9)]
+_Theta = Annotated[float, number(1e-6, 1e30)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,17 +163,17 @@ _POSITIVE = (
 class _ConfigFile(msgspec.Struct, kw_only=True):
     """The fields of `config.json` that are read as they are. Those of rotary embeddings are in `_RopeFields`."""
 
-    vocab_size: integer(1, MAX_VOCAB_SIZE)
+    vocab_size: Annotated[int, integer(1, MAX_VOCAB_SIZE)]
     hidden_size: _Size
     intermediate_size: _Size
     num_hidden_layers: _Count
     num_attention_heads: _Count
     num_key_value_heads: _Count | None = None
     head_dim: _Count | None = None
-    rms_norm_eps: described_as(float, "a number above 0 and below 1", gt=0, lt=1)
+    rms_norm_eps: Annotated[float, described_as("a number above 0 and below 1", gt=0, lt=1)]
     max_position_embeddings: _Tokens
     tie_word_embeddings: TRUTH | None = None
-    bos_token_id: described_as(int, "an integer") | None = None
+    bos_token_id: Annotated[int, described_as("an integer")] | None = None
     eos_token_id: _End | None = None
 
 
@@ -186,8 +186,10 @@ class _RopeFields(msgspec.Struct):
     factor: _Factor | None = None
     low_freq_factor: _Factor | None = None
     high_freq_factor: _Factor | None = None
-    original_max_position_embeddings: _Tokens | number(1, 1 << 30) | None = None
-    partial_rotary_factor: described_as(float, "1 (another share is not supported)", ge=1, le=1) | None = None
+    original_max_position_embeddings: _Tokens | Annotated[float, number(1, 1 << 30)] | None = None
+    partial_rotary_factor: Annotated[float, described_as("1 (another share is not supported)", ge=1, le=1)] | None = (
+        None
+    )
 
     def scaling(self) -> dict[str, Any]:
         """What it says of the scaling, with its kind as `rope_type`; empty where it only gives the base."""

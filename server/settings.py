@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import msgspec
 
@@ -19,8 +19,8 @@ MOST_SECONDS = 10**6
 TOP_K_OFF = -1  # as requests and files write it; to the engine 0 is off
 
 
-def _number_of(name: str) -> Any:
-    """The schema of a sampling parameter's range."""
+def _range_of(name: str) -> msgspec.Meta:
+    """That of a sampling parameter."""
     interval = PARAMETERS[name].range
     assert interval is not None
     return (number_above if interval.low_open else number)(interval.low, interval.high)
@@ -30,11 +30,11 @@ class _GenerationFile(msgspec.Struct):
     """Of `generation_config.json`, how to draw. A default out of a request's own range would fail every request."""
 
     do_sample: TRUTH | None = None
-    temperature: _number_of("temperature") | None = None
-    top_p: _number_of("top_p") | None = None
-    top_k: integer(TOP_K_OFF, 2**31 - 1) | None = None
-    min_p: _number_of("min_p") | None = None
-    repetition_penalty: _number_of("repetition_penalty") | None = None
+    temperature: Annotated[float, _range_of("temperature")] | None = None
+    top_p: Annotated[float, _range_of("top_p")] | None = None
+    top_k: Annotated[int, integer(TOP_K_OFF, 2**31 - 1)] | None = None
+    min_p: Annotated[float, _range_of("min_p")] | None = None
+    repetition_penalty: Annotated[float, _range_of("repetition_penalty")] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """JSON objects with typed fields: the types with their ranges, and a reader that names every problem at once.
 
-A schema is a `msgspec.Struct`. Fields of the object that it does not have are ignored. null is the same as absent.
+A schema is a `msgspec.Struct`; its fields are `Annotated[TYPE, RANGE]`, the range made by a function here. Fields of the object that it does not have are ignored. null is the same as absent.
 """
 
 from __future__ import annotations
@@ -13,25 +13,28 @@ import msgspec
 from model.inputs.words import shown
 
 
-def described_as[T](kind: type[T], words: str, **limits: Any) -> Any:
-    """`kind`, to be called `words` where a value is refused. `limits` are those of `msgspec.Meta`."""
-    return Annotated[kind, msgspec.Meta(description=words, **limits)]
+def described_as(words: str, **limits: Any) -> msgspec.Meta:
+    """What a field is called where a value is refused. `limits` are those of `msgspec.Meta`."""
+    return msgspec.Meta(description=words, **limits)
 
 
-def integer(low: int, high: int) -> Any:
-    return described_as(int, f"an integer from {low} to {high}", ge=low, le=high)
+def integer(low: int, high: int) -> msgspec.Meta:
+    """Of an `int`."""
+    return described_as(f"an integer from {low} to {high}", ge=low, le=high)
 
 
-def number(low: float, high: float) -> Any:
-    return described_as(float, f"a number from {low:g} to {high:g}", ge=low, le=high)
+def number(low: float, high: float) -> msgspec.Meta:
+    """Of a `float`."""
+    return described_as(f"a number from {low:g} to {high:g}", ge=low, le=high)
 
 
-def number_above(low: float, high: float) -> Any:
-    return described_as(float, f"a number above {low:g} and at most {high:g}", gt=low, le=high)
+def number_above(low: float, high: float) -> msgspec.Meta:
+    """Of a `float`."""
+    return described_as(f"a number above {low:g} and at most {high:g}", gt=low, le=high)
 
 
-TRUTH = described_as(bool, "true or false")
-TEXT = described_as(str, "a text")
+TRUTH = Annotated[bool, described_as("true or false")]
+TEXT = Annotated[str, described_as("a text")]
 
 
 def decode[S: msgspec.Struct](raw: Mapping[str, Any], schema: type[S]) -> S:
@@ -62,5 +65,6 @@ def check[S: msgspec.Struct](raw: Mapping[str, Any], schema: type[S]) -> tuple[S
 
 
 def _words(kind: Any) -> str:
-    """The description of a type that `described_as` made, alone or in a union with None."""
-    return next(meta.description for part in (kind, *get_args(kind)) for meta in getattr(part, "__metadata__", ()))
+    """The description of an annotated type, alone or in a union with None."""
+    metas = (meta for part in (kind, *get_args(kind)) for meta in getattr(part, "__metadata__", ()))
+    return str(next(metas).description)

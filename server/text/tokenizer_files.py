@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -15,7 +16,7 @@ class _SpecialToken(msgspec.Struct):
     content: TEXT
 
 
-_Token = described_as(str | _SpecialToken, "a text, or an object with a text as its content")
+_Token = Annotated[str | _SpecialToken, described_as("a text, or an object with a text as its content")]
 
 
 class _SpecialTokensFile(msgspec.Struct):
@@ -43,10 +44,12 @@ class _TokenizerConfigFile(_SpecialTokensFile):
     """`tokenizer_config.json`. Of several templates, the one called "default" is that of plain conversations."""
 
     chat_template: (
-        described_as(
+        Annotated[
             str | list[_NamedTemplate] | dict[str, str],
-            "a text, a list of objects with a text each as name and template, or an object of texts by name",
-        )
+            described_as(
+                "a text, a list of objects with a text each as name and template, or an object of texts by name"
+            ),
+        ]
         | None
     ) = None
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import msgspec
 import pytest
@@ -9,12 +10,12 @@ from model.inputs.schema import TEXT, TRUTH, check, decode, described_as, intege
 
 
 class Fields(msgspec.Struct, kw_only=True):
-    size: integer(1, 10)
-    share: number(0, 1) | None = None
-    factor: number_above(0, 2) | None = None
+    size: Annotated[int, integer(1, 10)]
+    share: Annotated[float, number(0, 1)] | None = None
+    factor: Annotated[float, number_above(0, 2)] | None = None
     is_tied: TRUTH | None = None
     name: TEXT | None = None
-    ids: described_as(int | list[int], "an integer or a list of integers") | None = None
+    ids: Annotated[int | list[int], described_as("an integer or a list of integers")] | None = None
 
 
 def test_fields_are_converted_and_unknown_ones_ignored():
