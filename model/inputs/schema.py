@@ -1,6 +1,7 @@
 """JSON objects with typed fields: the types with their ranges, and a reader that names every problem at once.
 
-A schema is a `msgspec.Struct`; its fields are `Annotated[TYPE, RANGE]`, the range made by a function here. Fields of the object that it does not have are ignored. null is the same as absent.
+A schema is a `msgspec.Struct`. Its fields are `Annotated[TYPE, RANGE]`, with a range from a function of this module.
+Fields of the object that the schema does not have are ignored. null is the same as absent.
 """
 
 from __future__ import annotations

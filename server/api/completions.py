@@ -134,6 +134,6 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
     return cast("list[str | list[int]]", [prompt] if isinstance(prompt[0], int) else prompt)
 
 
-def _check_kinds(prompt: str | Sequence[str | int | list[int]]) -> None:
-    if not isinstance(prompt, str) and len(set(map(type, prompt))) > 1:
+def _check_kinds(prompt: str | Sequence[str | int | list[int]] | None) -> None:
+    if isinstance(prompt, list) and len(set(map(type, prompt))) > 1:
         raise invalid("prompt", "must be a text, a list of texts, a list of token ids or a list of such lists")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -78,7 +78,8 @@ class Gate:
 
 
 def _request_id(scope: Scope) -> bytes:
-    for name, value in scope["headers"]:
+    headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
+    for name, value in headers:
         if name == b"x-request-id" and 0 < len(value) <= MAX_ID_CHARS:
             return value
     return uuid.uuid4().hex.encode()

@@ -84,16 +84,17 @@ class Info:
         state = self._state
         body = await self._tokenize.read(request, state.body_limits, state.aside)
         state.check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise RequestError(400, "Give either `prompt` or `messages`.", param="prompt")
-        if body.messages is not None:
+        if body.messages is not None and body.prompt is None:
             tools = read_tools(body.tools, None, parallel=None)
             if tools is not None:
                 check_template(state)
             ids = await encode_chat(state, body, tools)
-        else:
+        elif body.prompt is not None and body.messages is None:
             check_text_length(len(body.prompt), state.tokenizer, state.client.info.max_model_len)
-            ids = await state.aside.run(len(body.prompt), self._encode, body)
+            affixes = body.add_special_tokens is not False
+            ids = await state.aside.run(len(body.prompt), self._encode, body.prompt, affixes)
+        else:
+            raise RequestError(400, "Give either `prompt` or `messages`.", param="prompt")
         strings = list_of(map(state.tokenizer.vocabulary_string, ids), len(ids))
         answer = {
             "count": len(ids),
@@ -103,9 +104,9 @@ class Info:
         }
         return LongJson(state.turns, json_pieces(answer))
 
-    def _encode(self, body: TokenizeRequest) -> list[int]:
-        ids = encode_parts(self._state.tokenizer, self._split(body.prompt))
-        return ids if body.add_special_tokens is False else self._state.tokenizer.with_affixes(ids)
+    def _encode(self, text: str, affixes: bool) -> list[int]:
+        ids = encode_parts(self._state.tokenizer, self._split(text))
+        return self._state.tokenizer.with_affixes(ids) if affixes else ids
 
     async def detokenize(self, request: Request) -> Response:
         state = self._state

@@ -30,6 +30,7 @@ def chat_entries(
         return {"token": name, "logprob": finite(logprob), "bytes": list(raw)}
 
     for token in scored:
+        assert token.scores is not None  # chat scores generated tokens only
         top = [entry(id, logprob) for id, logprob in token.scores.top(num_top)]
         yield entry(token.token_id, token.scores.logprob) | {"top_logprobs": top}
 
@@ -72,7 +73,9 @@ def prompt_logprobs(
     """vLLM's `prompt_logprobs`: for each token but the first, token id -> its score. An unknown rank is null."""
     yield None
     for token_id, score in zip(islice(prompt, 1, None), scores, strict=True):
-        ranked = {id: (logprob, rank) for rank, (id, logprob) in enumerate(score.top(num_top), start=1)}
+        ranked: dict[int, tuple[float, int | None]] = {}
+        for rank, (id, logprob) in enumerate(score.top(num_top), start=1):
+            ranked[id] = (logprob, rank)
         ranked.setdefault(token_id, (score.logprob, None))
         yield {
             str(id): {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(tokenizer, id)}

@@ -122,7 +122,9 @@ class ServerMetrics:
             durations.add_metric(list(labels), *_cumulated(histogram))
         yield durations
 
-    def _family[F: Metric](self, kind: type[F], name: str, doc: str, more: list[str] | None = None) -> F:
+    def _family[F: (GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily)](
+        self, kind: type[F], name: str, doc: str, more: list[str] | None = None
+    ) -> F:
         return kind(f"{self._prefix}{name}", doc, labels=[*self._labels, *(more or [])])
 
     def _gauge(self, name: str, doc: str, value: float) -> Metric:

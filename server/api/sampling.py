@@ -34,9 +34,10 @@ def check_sampling(body: SamplingFields, *, vocab_size: int) -> None:
         raise invalid("priority", f"must fit in 32 bits, got {body.priority}")
     _check_seed(body.seed)
     _check_stops(body.stop)
-    if len(body.stop_token_ids or []) > MAX_STOP_TOKEN_IDS:
-        raise invalid("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} are allowed, got {len(body.stop_token_ids)}")
-    check_ids("stop_token_ids", body.stop_token_ids or [], vocab_size)
+    stop_token_ids = body.stop_token_ids or []
+    if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise invalid("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} are allowed, got {len(stop_token_ids)}")
+    check_ids("stop_token_ids", stop_token_ids, vocab_size)
     parse_logit_bias(body.logit_bias, vocab_size)
 
 
@@ -82,12 +83,13 @@ def check_top_logprobs(param: str, value: int) -> None:
 
 
 def parse_logit_bias(bias: dict[str, float] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    if len(bias or {}) > MAX_LOGIT_BIAS:
+    bias = bias or {}
+    if len(bias) > MAX_LOGIT_BIAS:
         raise invalid("logit_bias", f"at most {MAX_LOGIT_BIAS} tokens are allowed, got {len(bias)}")
     pairs: dict[int, float] = {}
     biases = PARAMETERS["logit_bias"].range
     assert biases is not None
-    for key, value in (bias or {}).items():
+    for key, value in bias.items():
         if not key.isascii() or not key.isdigit() or len(key) > 9 or int(key) >= vocab_size:
             raise invalid("logit_bias", f"a key must be a token id below {vocab_size}, got {key[:40]!r}")
         if value not in biases:

@@ -91,7 +91,7 @@ class ProcessEngineClient:
         )
         self.process.start()
 
-    def _bind(self, kind: int, high_water_mark: int, address: str) -> zmq.Socket:
+    def _bind(self, kind: int, high_water_mark: int, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.setsockopt(high_water_mark, 0)  # unlimited: nothing is dropped, nothing blocks
         socket.setsockopt(zmq.LINGER, 0)
@@ -102,7 +102,7 @@ class ProcessEngineClient:
         """Waits until the engine is ready. Raises EngineFailedError with the reason where it cannot start."""
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
-        loop.add_reader(self._events.getsockopt(zmq.FD), self._on_readable)
+        loop.add_reader(self._events.FD, self._on_readable)
         loop.add_reader(self.process.sentinel, self._on_exit)
         self._on_readable()  # the descriptor only signals changes: what came before would wait for the next one
         self.info = await self._ready
@@ -138,7 +138,7 @@ class ProcessEngineClient:
             self.process.kill()  # nothing to do where it has ended
             self.process.join()
         loop = asyncio.get_running_loop()
-        loop.remove_reader(self._events.getsockopt(zmq.FD))
+        loop.remove_reader(self._events.FD)
         loop.remove_reader(self.process.sentinel)
         if self._read_on is not None:
             self._read_on.cancel()
@@ -164,7 +164,7 @@ class ProcessEngineClient:
 
     def _read(self, deadline: float = math.inf) -> bool:
         """Whether everything that has come has been read."""
-        while self._events.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while int(self._events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._on_event(self._decode(self._events.recv()))
             if time.monotonic() >= deadline:
                 return False
@@ -216,8 +216,7 @@ class ProcessEngineClient:
             logger.error("engine failure: %s", reason)
         sinks, self._sinks = self._sinks, {}
         for request_id, sink in sinks.items():
-            fields = {"finish_reason": FinishReason.ERROR.value, "error": f"The engine has failed: {reason}"}
-            sink.on_output(wire.Output(request_id, [], status=500, **fields))
+            sink.on_output(wire.failure(request_id, f"The engine has failed: {reason}", status=500))
         self.died.set()
 
 

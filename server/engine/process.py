@@ -50,6 +50,7 @@ class ServedEngine(Protocol):
     def shutdown(self) -> None: ...
 
 
+ZmqContext = zmq.Context[zmq.Socket[bytes]]
 EngineFactory = Callable[[object, Callable[[str], None]], tuple[ServedEngine, wire.EngineInfo]]
 
 
@@ -58,7 +59,8 @@ def load_factory(target: str) -> EngineFactory:
     module, _, name = target.partition(":")
     if not name:
         raise ValueError(f"an engine factory is named as package.module:function: {target=}")
-    return getattr(importlib.import_module(module), name)
+    factory: EngineFactory = getattr(importlib.import_module(module), name)
+    return factory
 
 
 def main(addresses: tuple[str, str], target: str, engine_args: object, debug: bool) -> None:
@@ -94,7 +96,7 @@ def main(addresses: tuple[str, str], target: str, engine_args: object, debug: bo
         sys.exit(EXIT_FAILED)
 
 
-def _serve(context: zmq.Context, address: str, engine: ServedEngine, sender: _Sender) -> None:
+def _serve(context: ZmqContext, address: str, engine: ServedEngine, sender: _Sender) -> None:
     """Commands until Stop or the engine's death, and the statistics at their interval."""
     socket = context.socket(zmq.PULL)
     socket.setsockopt(zmq.RCVHWM, 0)
@@ -107,7 +109,7 @@ def _serve(context: zmq.Context, address: str, engine: ServedEngine, sender: _Se
             if time.monotonic() >= next_stats:
                 sender.put(wire.Stats(engine.stats()))
                 next_stats = time.monotonic() + STATS_INTERVAL_S
-            if not socket.poll(max(0, next_stats - time.monotonic()) * 1000):
+            if not socket.poll(int(max(0, next_stats - time.monotonic()) * 1000)):
                 continue
             match decode(socket.recv()):
                 case wire.Submit(requests=requests):
@@ -130,8 +132,8 @@ def _submit(engine: ServedEngine, requests: Sequence[Request], sender: _Sender) 
             status, param = _status_of(error)
             if status == 500:
                 traceback.print_exc()
-            fields = {"finish_reason": FinishReason.ERROR.value, "error": str(error), "status": status}
-            sender.put(wire.Output(request.request_id, [], param=param, **fields))  # first: the aborts speak too
+            refusal = wire.failure(request.request_id, str(error), status=status, param=param)
+            sender.put(refusal)  # first: the aborts speak too
             for added in requests[:i]:
                 engine.abort(added.request_id)
             return
@@ -152,7 +154,7 @@ def _status_of(error: Exception) -> tuple[int, str | None]:
 class _Sender:
     """The outgoing socket and the thread that owns it. `put` may be called from any thread and never blocks."""
 
-    def __init__(self, context: zmq.Context, address: str) -> None:
+    def __init__(self, context: ZmqContext, address: str) -> None:
         self._queue: SimpleQueue[RequestOutput | wire.Output | wire.Event | None] = SimpleQueue()
         self.put = self._queue.put
         self._thread = threading.Thread(target=self._run, args=(context, address), name="sender", daemon=True)
@@ -163,7 +165,7 @@ class _Sender:
         self.put(None)
         self._thread.join()
 
-    def _run(self, context: zmq.Context, address: str) -> None:
+    def _run(self, context: ZmqContext, address: str) -> None:
         socket = context.socket(zmq.PUSH)
         socket.setsockopt(zmq.SNDHWM, 0)  # nothing is dropped and nothing blocks; the server reads at once
         socket.setsockopt(zmq.LINGER, 1000)

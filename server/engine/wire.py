@@ -146,5 +146,11 @@ def output_to_wire(output: RequestOutput) -> Output:
     )
 
 
+def failure(request_id: str, error: str, *, status: int, param: str | None = None) -> Output:
+    """The last output of a request that the engine has not taken, or will not finish."""
+    reason = FinishReason.ERROR.value
+    return Output(request_id, [], finish_reason=reason, error=error, status=status, param=param)
+
+
 def _logprobs(entry: TokenLogprobs) -> Logprobs:
     return Logprobs.packed(entry.logprob, entry.top_ids, entry.top_logprobs)

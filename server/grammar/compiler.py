@@ -75,7 +75,8 @@ def error_of(matcher: LLMatcher) -> str:
 def _compile(grammar: str, vocabulary: Vocabulary) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(**STEP_LIMITS, **COMPILE_LIMITS, verbose_errors=False)
+    options: dict[str, Any] = {**STEP_LIMITS, **COMPILE_LIMITS}
+    limits = LLParserLimits(**options, verbose_errors=False)
     return LLMatcher(vocabulary.tokenizer, grammar, limits=limits, log_level=0)
 
 

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batcher.grammar import GrammarError
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 MAX_GRAMMAR_CHARS = 2**16  # half a second to compile, at worst
 MAX_NESTING = 128  # brackets inside brackets, in a pattern or a grammar; JSON has the same limit
 # White space between JSON's marks is bounded: a model that has nothing to say would go on with it for ever. `lenient`
 # would ignore what a schema asks for and the compiler does not know; a schema's own options may not turn it on.
-JSON_OPTIONS = {"whitespace_pattern": r"[ \n]{0,16}", "lenient": False}
+JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[ \n]{0,16}", "lenient": False}
 
 
 def json_schema_grammar(schema: Mapping[str, Any] | bool) -> str:
@@ -81,7 +84,7 @@ def structural_tag_grammar(structures: Sequence[Mapping[str, Any]], triggers: Se
     for number, structure in enumerate(structures):
         begin, end, schema = structure.get("begin"), structure.get("end"), structure.get("schema", {})
         trigger = next((t for t in triggers if isinstance(begin, str) and t and begin.startswith(t)), None)
-        if trigger is None or not isinstance(end, str) or not isinstance(schema, Mapping):
+        if trigger is None or not isinstance(begin, str) or not isinstance(end, str) or not isinstance(schema, Mapping):
             raise GrammarError(
                 f"structure {number} needs a `begin` that starts with one of the triggers, a `schema` and an `end`"
             )

@@ -50,7 +50,7 @@ class Phase(enum.Enum):
 class HttpProtocol(HttpToolsProtocol):
     """What is refused before the application sees it is answered here."""
 
-    cycle: Exchange | None
+    cycle: Exchange  # None before the first request
 
     def __init__(self, *, connections: Connections, **options: Any) -> None:
         super().__init__(**options)
@@ -101,7 +101,7 @@ class HttpProtocol(HttpToolsProtocol):
             case Phase.CLOSING:
                 self._drop(len(data))
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's always closes
         """Whether the connection stays open for an answer."""
         match self._phase:
             case Phase.HEAD | Phase.BODY:

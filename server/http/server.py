@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+from collections.abc import Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -37,18 +38,27 @@ class HttpServer(uvicorn.Server):
     """Serves the sockets given to `serve` until `should_exit`. Leaves signals alone."""
 
     def __init__(self, app: ASGIApp, limits: ConnectionLimits) -> None:
-        options = {"ws": "none", "lifespan": "off", "access_log": False, "log_config": None, "log_level": "warning"}
         config = uvicorn.Config(
-            app, http=HttpProtocol, server_header=False, timeout_graceful_shutdown=int(FLUSH_S), **options
+            app,
+            http=HttpProtocol,
+            ws="none",
+            lifespan="off",
+            server_header=False,
+            access_log=False,
+            log_config=None,
+            log_level="warning",
+            timeout_graceful_shutdown=int(FLUSH_S),
         )
         super().__init__(config)
         self._connections = Connections(limits, NUM_REFUSALS)
 
-    def capture_signals(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self.servers = [Listener(listener, self._connections, self._protocol) for listener in sockets or ()]
+        listeners = [Listener(listener, self._connections, self._protocol) for listener in sockets or ()]
+        self.servers = listeners  # type: ignore[assignment]  # asyncio's servers, of which uvicorn only closes and waits
         self.started = True
         logger.info("at most %d connections", self._connections.limits.max_connections)
 
@@ -56,6 +66,7 @@ class HttpServer(uvicorn.Server):
         """Refuses what has not been read. What is being answered goes on; a new request is its connection's last."""
         self._connections.draining = True
         for connection in list(self.server_state.connections):
+            assert isinstance(connection, HttpProtocol)
             connection.drain()
 
     def _protocol(self) -> asyncio.Protocol:

@@ -145,7 +145,8 @@ class ChatTemplate:
 
     def _takes_two_calls(self) -> bool:
         """Llama 3.1's own template takes one call a message, and raises where there are more."""
-        messages = [{"role": "user", "content": ""}, {"role": "assistant", "content": "", "tool_calls": _TWO_CALLS}]
+        asked: dict[str, Any] = {"role": "user", "content": ""}
+        messages = [asked, {"role": "assistant", "content": "", "tool_calls": _TWO_CALLS}]
         return _try(lambda change: self._run(messages, True, {}, change), str) is not None
 
 

@@ -63,7 +63,9 @@ class StopStrings:
             for stop, parent in states.items():
                 if depth >= len(stop):
                     continue
-                states[stop] = state = self._child(parent, ord(stop[depth]))
+                state = self._child(parent, ord(stop[depth]))
+                assert state is not None
+                states[stop] = state
                 if parent:
                     fallback = self._fallbacks[state] = self._step(self._fallbacks[parent], ord(stop[depth]))
                     self._lengths[state] = self._lengths[state] or self._lengths[fallback]

@@ -8,7 +8,7 @@ one look-up per token, without ever decoding the same text twice.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -32,7 +32,7 @@ LONG_TEXT_CHARS = 20_000  # from here on encoding takes so long (10 ms) that it 
 class Tokenizer(Protocol):
     """What the server asks of a tokenizer. `ByteLevelTokenizer` is the real one."""
 
-    token_bytes: Sequence[bytes]  # by id; b"" for ids that mean nothing
+    token_bytes: list[bytes]  # by id; b"" for ids that mean nothing
     special_ids: frozenset[int]
     special_tokens: dict[str, int]
     max_token_chars: int  # no token stands for more characters of text than this

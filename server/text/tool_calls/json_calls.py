@@ -117,4 +117,4 @@ class JsonCallParser(CallParser):
 
 
 def _decoded(raw: str) -> str:
-    return json.loads(f'"{raw}"')
+    return str(json.loads(f'"{raw}"'))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 import re
 
+from server.text.tool_calls.matching import end_of_run
+
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null", re.ASCII)
 _SCALAR_CHARACTERS = frozenset("0123456789+-.eEtrufalsn")
@@ -59,7 +61,7 @@ class JsonScanner:
         """
         expects = self.expects
         if expects is Expects.STRING:
-            end = _PLAIN.match(text, at).end()
+            end = end_of_run(_PLAIN, text, at)
             if end > at:
                 self._keep(text[at:end])
                 return end

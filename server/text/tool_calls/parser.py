@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import ClassVar
 
+from server.text.tool_calls.matching import end_of_run
 from server.text.tool_calls.pieces import Piece, Pieces
 
 PYTHON_TAG = "<|python_tag|>"  # Llama 3.1 writes it before calls; a text has it where special tokens are shown
@@ -107,7 +108,7 @@ class CallParser:
         """White space, separators and python tags, at the start, after a call, or where content has `<` or a start."""
         if self._tag:
             return self._read_tag(text, at)
-        end = _SEPARATORS.match(text, at).end()
+        end = end_of_run(_SEPARATORS, text, at)
         self._held.append(text[at:end])
         if end < len(text):
             if text[end] == "<":

@@ -8,6 +8,8 @@ import json
 import math
 import re
 
+from server.text.tool_calls.matching import end_of_run
+
 _PLAIN = {quote: re.compile(rf"[^{quote}\\\n]*") for quote in "'\""}
 _SCALAR = re.compile(r"[A-Za-z0-9_.+-]+")
 _NUMBER = re.compile(r"[+-]?(?:\d+(?P<point>\.\d*)?|(?P<bare>\.\d+))(?P<exponent>[eE][+-]?\d+)?", re.ASCII)
@@ -51,7 +53,8 @@ class PythonValue:
 
     def read(self, text: str, at: int) -> tuple[int, str]:
         """Reads a character, or as many as a string or a number has in a row: (the index after them, their JSON)."""
-        match self._expects:
+        expects = self._expects
+        match expects:
             case _Expects.STRING:
                 return self._read_string(text, at)
             case _Expects.ESCAPE:
@@ -115,7 +118,7 @@ class PythonValue:
         self.done = not self._stack
 
     def _read_string(self, text: str, at: int) -> tuple[int, str]:
-        end = _PLAIN[self._quote].match(text, at).end()
+        end = end_of_run(_PLAIN[self._quote], text, at)
         if end > at:
             return end, _escaped(text[at:end])
         if text[at] == self._quote:
