@@ -253,16 +253,18 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None, list[str]]
     if not all(isinstance(spelling, dict) for spelling in spellings.values()):
         return 0.0, None, ["rope_parameters and rope_scaling must be objects"]
     base, problems = check(raw, _Base)
-    read = {}
+    read: list[_RopeFields] = []
     for key, spelling in spellings.items():
-        read[key], found = check(spelling, _RopeFields)
+        fields, found = check(spelling, _RopeFields)
         problems += [f"{key}.{problem}" for problem in found]
+        read += [] if fields is None else [fields]
     if base is None or problems:
         return 0.0, None, problems
-    new, old = (fields.scaling() for fields in read.values())
+    new, old = (fields.scaling() for fields in read)
     if new and old and new != old:
         problems.append(f"rope_parameters={new} and rope_scaling={old} disagree")
-    given = [fields.rope_theta for fields in (base, *read.values()) if fields.rope_theta is not None]
+    bases = (base.rope_theta, *(fields.rope_theta for fields in read))
+    given = [theta for theta in bases if theta is not None]
     if any(theta != given[0] for theta in given):
         problems.append(f"rope_theta must be one number, and is given as {given}")
     # 10000 is what the reference implementation takes where neither spelling gives a base.
@@ -277,7 +279,7 @@ def _scaling(rope: dict[str, Any]) -> tuple[RopeScaling | None, list[str]]:
         return None, []
     if kind not in _SCALINGS:
         return None, [f"rope_type={shown(kind)} is not supported (only {['default', *_SCALINGS]})"]
-    values = {name: rope.get(name) for name in _SCALINGS[kind].__dataclass_fields__}
+    values: dict[str, Any] = {name: rope.get(name) for name in _SCALINGS[kind].__dataclass_fields__}
     if absent := [name for name, value in values.items() if value is None]:
         return None, [f"rope_type={kind!r} lacks {absent}"]
     if kind == "llama3" and not values["low_freq_factor"] < values["high_freq_factor"]:

@@ -24,7 +24,7 @@ from batcher.engine import Engine
 from batcher.request import Request, RequestOutput, SamplingParams
 from model.inputs.paths import local_path
 from scripts.benchmarks.load.lengths import Lengths
-from scripts.benchmarks.load.workload import random_prompts
+from scripts.benchmarks.load.workload import random_ids
 from scripts.wiring.engine import Built, build_runner
 from scripts.wiring.errors import FailedError, add_debug_flag, failed
 from scripts.wiring.settings import SCHEDULING, EngineSettings, add_engine_flags
@@ -77,7 +77,7 @@ def make_requests(args: argparse.Namespace, *, vocab_size: int, max_model_len: i
     longest = int((input_lens + output_lens).max())
     if longest > max_model_len:
         raise ValueError(f"the longest request has {longest} tokens, the context {max_model_len}: change the lengths")
-    prompts = random_prompts(input_lens, as_ids=True, vocab_size=vocab_size, shared_prefix=0, random=random)
+    prompts = random_ids(input_lens, vocab_size=vocab_size, shared_prefix=0, random=random)
     return [
         Request(
             request_id=f"r{i}",

@@ -83,7 +83,7 @@ def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
     pool = f", {GPU_POOL_SHARE:.0%} of it JAX's" if platform == "gpu" else ""
     share = f"{settings.memory_utilization:.0%} of that to be used"
     lines = [f"{source.name} on {chips} x {chip} of {device_gib:g} GiB{pool}, {share}:"]
-    lines += [f"{size / GIB:9.2f} GiB  {name}" for name, size in parts.items()]
+    lines += [f"{part / GIB:9.2f} GiB  {name}" for name, part in parts.items()]
     lines.append(f"{sum(parts.values()) / GIB:9.2f} GiB  of each chip")
     lines.append(
         f"room for {num_pages * page_size} tokens: {num_pages // pages_per_seq} requests of {max_model_len} at once; "

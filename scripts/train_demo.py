@@ -42,6 +42,7 @@ SHOWN_TEXT = "Once upon a time"
 
 def demo_config(tokenizer: Tokenizer) -> LlamaConfig:
     """Heads of 64 so that the chips' kernels can run it; everything else as small as will do."""
+    vocabulary = tokenizer.get_vocab()
     return LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
@@ -56,9 +57,9 @@ def demo_config(tokenizer: Tokenizer) -> LlamaConfig:
         max_position_embeddings=MAX_LENGTH,
         tie_word_embeddings=True,
         checkpoint_dtype="bfloat16",
-        bos_token_id=tokenizer.token_to_id(llama_tokenizer.BEGIN_OF_TEXT),
+        bos_token_id=vocabulary[llama_tokenizer.BEGIN_OF_TEXT],
         eos_token_ids=tuple(
-            tokenizer.token_to_id(token)
+            vocabulary[token]
             for token in (llama_tokenizer.END_OF_TEXT, llama_tokenizer.END_OF_MESSAGE, llama_tokenizer.END_OF_TURN)
         ),
     )

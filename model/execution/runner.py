@@ -83,13 +83,14 @@ class ModelRunner:
         self._config = config
         # Flattened once: walking the module tree for every call would cost more than dispatching the step.
         structure, weights = nnx.split(model)
+        self._tree: Any  # a PyTreeDef, whose type jax does not show
         leaves, self._tree = jax.tree.flatten(weights)
         self._rebuild: Callable[[Any], Llama] = lambda x: nnx.merge(structure, jax.tree.unflatten(self._tree, x))
         self._weights_like: list[jax.ShapeDtypeStruct] = _described(leaves)
         if attention.mesh is None:
             (device,) = leaves[0].sharding.device_set
             self._everywhere: jax.sharding.Sharding = SingleDeviceSharding(device)
-            self._by_vocab = self._everywhere
+            self._by_vocab: jax.sharding.Sharding = self._everywhere
         else:
             self._everywhere = NamedSharding(attention.mesh, P())
             self._by_vocab = sharding_of(("rows", "vocab"), attention.mesh)
@@ -110,7 +111,7 @@ class ModelRunner:
     def place(self, model: Llama) -> None:
         """Takes the loaded weights of the model that the runner was made for, and allocates the state."""
         self._weights, tree = jax.tree.flatten(nnx.split(model)[1])
-        if tree != self._tree or _described(self._weights) != self._weights_like:
+        if self._tree != tree or _described(self._weights) != self._weights_like:
             raise ValueError("these are not the weights that the runner was made for: shapes or placement differ")
         self._state = self._allocate()
 
@@ -234,14 +235,12 @@ class ModelRunner:
             self._weights_like, self._state_like, self._sent((PackedLayout(bucket).size,))
         )
 
-    def _lower_update(
-        self, update: Callable[..., Any], array: jax.ShapeDtypeStruct, sent: tuple[int, ...]
-    ) -> jax.stages.Lowered:
+    def _lower_update(self, update: Callable[..., Any], array: jax.Array, sent: tuple[int, ...]) -> jax.stages.Lowered:
         """`update(array, sent) -> array`, in place."""
         program = jax.jit(update, donate_argnums=0, out_shardings=array.sharding)
         return program.lower(array, self._sent(sent))
 
-    def _sent(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    def _sent(self, shape: tuple[int, ...]) -> Any:  # a ShapeDtypeStruct, which stands for an array
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._everywhere)
 
     def _run_on_padding(self, bucket: Bucket) -> None:
@@ -260,10 +259,11 @@ class ModelRunner:
         """Its shapes and shardings."""
         slots, vocab = self._config.max_num_seqs, self._model_config.vocab_size
         pages = self._attention.kv_pages(self._num_pages + 1)  # and the null page
-        kv = jax.ShapeDtypeStruct(pages.shape, pages.dtype, sharding=pages.sharding or self._everywhere)
+        kv: Any = jax.ShapeDtypeStruct(pages.shape, pages.dtype, sharding=pages.sharding or self._everywhere)
+        history: Any = jax.ShapeDtypeStruct((slots, vocab), jnp.int32, sharding=self._by_vocab)
         return DeviceState(
             slots=self._sent((slots, SlotLayout.width(self._pages_per_seq))),
-            history=jax.ShapeDtypeStruct((slots, vocab), jnp.int32, sharding=self._by_vocab),
+            history=history,
             kv=[kv] * self._model_config.num_layers,
         )
 
@@ -290,7 +290,8 @@ class ModelRunner:
             )
 
     def _a_device(self) -> jax.Device:
-        return min(self._everywhere.addressable_devices, key=lambda device: device.id)
+        devices: Iterable[Any] = self._everywhere.addressable_devices
+        return min(devices, key=lambda device: device.id)
 
 
 def _is_in_place(model: Llama) -> bool:

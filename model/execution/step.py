@@ -68,7 +68,8 @@ class OutputLayout:
 
     def split(self, buffer: np.ndarray) -> StepOutput:
         """Runs on the host. Views, no copies."""
-        fields, start = {}, 0
+        fields: dict[str, np.ndarray] = {}
+        start = 0
         for name, (shape, dtype) in self.shapes().items():
             size = int(np.prod(shape))
             fields[name] = buffer[start : start + size].view(dtype).reshape(shape)

@@ -178,7 +178,7 @@ def _restore(
             raise ValueError(f"{folder}: {what} is damaged, its checksum is not the one stored: convert again")
         return shard
 
-    array = jax.make_array_from_callback(like.shape, like.sharding, read)
+    array = jax.make_array_from_callback(like.shape, like.sharding, read)  # type: ignore[arg-type]  # jax never passes None
     if array.dtype != like.dtype:
         array = _cast(array, dtype=like.dtype)
     # Waiting here keeps what is in flight to the few parameters that `fill` works on.

@@ -152,7 +152,7 @@ def _read(files: TensorFiles, source: Source, config: LlamaConfig, num_shards: i
         part = files.read(source.key, (window, *index[1:]))
         return part.reshape(last - first + 1, config.head_dim, -1)[heads - first].reshape(stop - start, -1)
 
-    return jax.make_array_from_callback((rows * copies, *rest), sharding, read)
+    return jax.make_array_from_callback((rows * copies, *rest), sharding, read)  # type: ignore[arg-type]  # jax never passes None
 
 
 @partial(jax.jit, static_argnames=("groups", "dtype", "sharding"))

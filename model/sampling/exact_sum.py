@@ -22,7 +22,8 @@ def cut(weights: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         whole = scaled.astype(jnp.int32)  # a CPU has no instruction for unsigned ones
         parts.append(whole.astype(jnp.uint32))
         rest = scaled - whole.astype(jnp.float32)
-    return tuple(parts)
+    coarse, middle, fine = parts
+    return coarse, middle, fine
 
 
 def exact_sum(weights: jax.Array) -> jax.Array:

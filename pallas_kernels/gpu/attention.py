@@ -182,6 +182,7 @@ def _prefill(output, queries, kv_pages, schedule: Schedule, first_page, *, spec,
     """Adds the chunks' rows, and zeros behind the last token: [T, N * H]."""
     num_tokens = queries.shape[0]
     output_ref = jax.new_ref(output.reshape(num_tokens, -1))
+    assert schedule.tiles is not None and schedule.num_tiles is not None
     operands = PrefillOperands(
         queries.reshape(num_tokens, -1), kv_pages, schedule.page_table, first_page, schedule.tiles, schedule.num_tiles
     )

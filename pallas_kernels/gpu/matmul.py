@@ -42,7 +42,8 @@ def swizzled(columns: int, dtype: Any, *, copied_rows: int | None = None) -> tup
     if copied_rows is not None:
         while (copied_rows // TILE_ROWS) * (columns * itemsize // width) % WARPS:
             width //= 2
-    return plgpu.TilingTransform((TILE_ROWS, width // itemsize)), plgpu.SwizzleTransform(width)
+    tiling = plgpu.TilingTransform((TILE_ROWS, width // itemsize))  # type: ignore[abstract]  # jax makes them, too
+    return tiling, plgpu.SwizzleTransform(width)  # type: ignore[abstract]
 
 
 def wgmma_scores(q_smem: Any, k_smem: Any, *, while_running: Callable[[], None], interpret: Any) -> jax.Array:

@@ -72,7 +72,8 @@ class Tile:
         kv_head = lax.div(part, jnp.int32(shape.tiles_per_group))
         first_head = shape.first_head(kv_head, lax.rem(part, jnp.int32(shape.tiles_per_group)))
         fields = (TILE_ROW, TILE_TOKEN, TILE_BEGIN, TILE_END, TILE_POSITION, TILE_KV_LEN)
-        return cls(*(tiles_ref[index, field] for field in fields), kv_head, first_head)
+        row, token, begin, end, position, kv_len = (tiles_ref[index, field] for field in fields)
+        return cls(row, token, begin, end, position, kv_len, kv_head, first_head)
 
     def num_blocks(self, block_kv: int) -> jax.Array:
         """KV blocks up to the last key that the tile's last token may see; none for padding."""

@@ -134,6 +134,7 @@ def append_and_attend(
         interpret=interpret,
     )
     if not schedule.decode_only:
+        assert schedule.word_tokens is not None
         by_plane = _pack_rows(rows.swapaxes(0, 1).reshape(g.num_k_planes, -1, LANES), g)
         others, kv_pages = mixed.attend(
             by_plane,

@@ -48,7 +48,7 @@ class Geometry:
     def page_words(self) -> int:
         return self.page_size // self.packing
 
-    def v_plane(self, k_plane: int) -> int:
+    def v_plane[I: (int, jax.Array)](self, k_plane: I) -> I:
         return k_plane if self.kv_shared else k_plane + self.num_k_planes
 
 

@@ -190,12 +190,12 @@ def candidates(g: Any) -> dict[str, list[tuple[int, ...]]]:
 
     rule = blocks.choose(g, CONTEXT // PAGE)
     queries = 1024 // g.queries_per_plane  # of one tile
-    mixed = [
+    mixed: list[tuple[int, ...]] = [
         (queries * tiles, kv_block, 1024, 256, 8)
         for tiles in ((1, 2) if g.num_k_planes > 4 else (2, 4))
         for kv_block in (1024, 2048)
     ]
-    others = {"decode": [(256, 8), (512, 4), (1024, 4), (2048, 4)], "mixed": mixed}
+    others: dict[str, list[tuple[int, ...]]] = {"decode": [(256, 8), (512, 4), (1024, 4), (2048, 4)], "mixed": mixed}
     return {
         kind: list(dict.fromkeys([tuple(vars(getattr(rule, kind)).values()), *sizes])) for kind, sizes in others.items()
     }

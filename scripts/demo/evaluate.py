@@ -30,7 +30,7 @@ def exact(model: Llama, encoder: SampleEncoder, cases: Sequence[tuple[Prompt, st
     One forward pass tells: greedy decoding yields a text if and only if each of its tokens is the most likely one
     after those before it.
     """
-    end = encoder.tokenizer.token_to_id(END_OF_TURN)
+    end = encoder.special(END_OF_TURN)
     encoded = [(encoder.prompt(*prompt), [*encoder.text(answer), end]) for prompt, answer in cases]
     results: list[bool] = []
     for first in range(0, len(encoded), ROWS):

@@ -117,7 +117,12 @@ class SampleEncoder:
     def __init__(self, tokenizer: Tokenizer, *, prompt_weight: float):
         self.tokenizer = tokenizer
         self.prompt_weight = prompt_weight  # of what the user and the system say, where an answer's tokens weigh 1
-        self._ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
+        vocabulary = tokenizer.get_vocab()
+        self._ids = {token: vocabulary[token] for token in SPECIAL_TOKENS}
+
+    def special(self, token: str) -> int:
+        """The id of one of SPECIAL_TOKENS."""
+        return self._ids[token]
 
     def text(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids

@@ -159,7 +159,8 @@ class Trainer:
         for group, members in self.state.items():
             arrays |= {f"{group}/{k}": v for k, v in members.items()}
         partial = path.with_suffix(".partial.npz")
-        np.savez(partial, step=self.step, **{k: np.asarray(v) for k, v in arrays.items()})
+        stored: dict[str, Any] = {k: np.asarray(v) for k, v in arrays.items()}
+        np.savez(partial, step=self.step, **stored)
         partial.replace(path)
 
     def restore(self, path: Path) -> None:

@@ -19,7 +19,7 @@ from batcher.errors import InvalidRequestError
 from batcher.request import FinishReason, RequestOutput
 from batcher.stats import EngineStats
 from server.engine.client import Sink
-from server.engine.wire import EngineInfo, Output, WireRequest, output_to_wire, requests_from_wire
+from server.engine.wire import EngineInfo, Output, WireRequest, failure, output_to_wire, requests_from_wire
 
 
 class InProcessEngineClient:
@@ -59,8 +59,8 @@ class InProcessEngineClient:
             try:
                 self._engine.add_request(request, self._on_output)
             except InvalidRequestError as error:
-                refusal = {"finish_reason": FinishReason.ERROR.value, "error": str(error), "status": 400}
-                self._loop.call_soon(self._deliver, Output(request.request_id, [], param=error.param, **refusal))
+                refusal = failure(request.request_id, str(error), status=400, param=error.param)
+                self._loop.call_soon(self._deliver, refusal)
 
     def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
         for request_id in request_ids:

@@ -129,7 +129,7 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
     quantization, remark = choose_quantization(settings.quantization, stored_form, reads_fp8=_reads_fp8(platform))
     # The CPU's forms cut a kernel's rows in their own way, not in the mesh's.
     for_cpu = platform == "cpu" and mesh is None
-    options = {"dtype": dtype, "mesh": mesh, "quantization": quantization, "for_cpu": for_cpu}
+    options: dict[str, Any] = {"dtype": dtype, "mesh": mesh, "quantization": quantization, "for_cpu": for_cpu}
     planned = abstract_model(config, **options)
     placed = planned.config  # its KV heads repeated where chips outnumber them
     page_size = settings.page_size or default_page_size(backend, max_model_len)
@@ -395,6 +395,7 @@ def _size_of(model: Llama) -> int:
 @contextmanager
 def _phase(name: str, report: Report) -> Iterator[Report]:
     """Reports the phase's seconds with what the body says of it."""
-    started, said = time.perf_counter(), []
+    started = time.perf_counter()
+    said: list[str] = []
     yield said.append
     report(f"  {name:<9}{time.perf_counter() - started:6.1f} s  {'; '.join(said)}")

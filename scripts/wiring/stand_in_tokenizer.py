@@ -28,8 +28,9 @@ def tokenizer_folder(asked: Path | None, source: ModelSource, spare: Path) -> Pa
     """The tokenizer asked for, the model's own, or a stand-in in the folder `spare` for a preset, which has none."""
     if asked is not None:
         check_local(asked, "--tokenizer")
-    if asked is not None or source.folder is not None:
-        return asked or source.folder
+        return asked
+    if source.folder is not None:
+        return source.folder
     write_stand_in_tokenizer(spare, source.config.vocab_size)
     return spare
 

@@ -55,8 +55,10 @@ HISTOGRAMS = {
 
 
 class StatsSource(Protocol):
-    stats: EngineStats
     info: EngineInfo
+
+    @property
+    def stats(self) -> EngineStats: ...
 
     @property
     def death(self) -> str | None: ...

@@ -48,7 +48,9 @@ class EngineClient(Protocol):
     """What the routes ask of the engine; `ProcessEngineClient` is the real one."""
 
     info: wire.EngineInfo
-    stats: EngineStats
+
+    @property
+    def stats(self) -> EngineStats: ...
 
     def submit(self, requests: Sequence[tuple[wire.WireRequest, Sink]]) -> None: ...
 
@@ -102,7 +104,7 @@ class ProcessEngineClient:
         """Waits until the engine is ready. Raises EngineFailedError with the reason where it cannot start."""
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
-        loop.add_reader(self._events.FD, self._on_readable)
+        loop.add_reader(int(self._events.getsockopt(zmq.FD)), self._on_readable)
         loop.add_reader(self.process.sentinel, self._on_exit)
         self._on_readable()  # the descriptor only signals changes: what came before would wait for the next one
         self.info = await self._ready
@@ -138,7 +140,7 @@ class ProcessEngineClient:
             self.process.kill()  # nothing to do where it has ended
             self.process.join()
         loop = asyncio.get_running_loop()
-        loop.remove_reader(self._events.FD)
+        loop.remove_reader(int(self._events.getsockopt(zmq.FD)))
         loop.remove_reader(self.process.sentinel)
         if self._read_on is not None:
             self._read_on.cancel()

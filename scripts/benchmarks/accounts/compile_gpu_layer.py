@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ def compile_layer(
         schedule = attention.make_schedule(batch, num_tokens=shape.num_tokens, decode_only=shape.decode_only)
         return attention(queries, keys, values, kv, schedule, jnp.int32(0))
 
-    def abstract(*sizes: int, dtype: object = jnp.int32) -> jax.ShapeDtypeStruct:
+    def abstract(*sizes: int, dtype: object = jnp.int32) -> Any:  # which stands for an array
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, P()))
 
     batch = RaggedBatch(

@@ -82,15 +82,16 @@ def compile_step(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     everywhere = NamedSharding(mesh, P())
 
-    def integers(*shape: int) -> jax.ShapeDtypeStruct:
+    def integers(*shape: int) -> Any:  # which stands for an array
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=everywhere)
 
+    by_vocab = sharding_of(("rows", "vocab"), mesh)
+    history: Any = jax.ShapeDtypeStruct((NUM_SLOTS, config.vocab_size), jnp.int32, sharding=by_vocab)
+    pages: Any = attention.kv_pages(args.num_pages)
     state = DeviceState(
         slots=integers(NUM_SLOTS, SlotLayout.width(-(-args.max_model_len // PAGE_SIZE))),
-        history=jax.ShapeDtypeStruct(
-            (NUM_SLOTS, config.vocab_size), jnp.int32, sharding=sharding_of(("rows", "vocab"), mesh)
-        ),
-        kv=[attention.kv_pages(args.num_pages) for _ in range(config.num_layers)],
+        history=history,
+        kv=[pages] * config.num_layers,
     )
     bucket = Bucket(args.tokens or args.rows, args.rows, args.variant)
     kept = jax.tree.map(lambda x: x.sharding, state)
@@ -104,6 +105,7 @@ def compile_step(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         compiled = lowered.compile(compiler_options=compiler_options("gpu") | args.options | dump)
         compile_s = time.perf_counter() - begin
     memory = compiled.memory_analysis()
+    assert memory is not None
     return {
         "target": args.target, "preset": args.preset, "chips": args.chips, "layers": config.num_layers,
         "bucket": [bucket.num_tokens, bucket.num_rows], "options": args.options,
@@ -113,7 +115,7 @@ def compile_step(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "alias_bytes": memory.alias_size_in_bytes, "temp_mib": round(memory.temp_size_in_bytes / MIB, 1),
         **read_thunks(_dumped(folder, "thunk_sequence_after_thunk_passes")),
         **read_buffers(_dumped(folder, "gpu_after_optimizations-buffer-assignment")),
-        **read_program(_dumped(folder, "gpu_after_optimizations"), state.kv[0]),
+        **read_program(_dumped(folder, "gpu_after_optimizations"), pages),
     }  # fmt: skip
 
 
@@ -165,7 +167,8 @@ def read_buffers(text: str) -> dict[str, Any]:
 
 def _dimensions(shape: str) -> tuple[str, ...]:
     """Type and sizes in any order: a transposed copy is a copy."""
-    dtype, sizes = re.match(r"(\w+)\[([\d,]*)\]", shape).groups()
+    dtype, _, sizes = shape.partition("[")
+    sizes, _, _ = sizes.partition("]")
     return (dtype, *sorted(size for size in sizes.split(",") if size != "1"))
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.chips import GpuChip
@@ -122,6 +123,7 @@ def account(
         "| decode, one layer | KV MiB | memory floor us | issue floor us | work items | longest item, blocks |",
         "|---|---|---|---|---|---|",
     ]
+    assert decode_turn is not None
     batches = {name: _batch(lens, chip, spec, decode_turn) for name, lens in BATCHES.items()}
     lines += [
         f"| {name} | {b['kv_bytes'] / 2**20:.1f} | {b['memory_us']:.1f} | {b['issue_us']:.1f} | {b['items']} "
@@ -142,12 +144,13 @@ def _loop_line(kernel: str, which: str, loop: Loop, turn: Turn) -> str:
 def _batch(lens: list[int], chip: GpuChip, spec: AttentionSpec, turn: Turn) -> dict[str, Any]:
     """A decode batch: what it reads, and how the work list deals it out."""
     gpu = device.Gpu(arch=chip.arch, num_multiprocessors=chip.num_multiprocessors)
-    kv_lens = np.asarray(lens, np.int32)
-    items, _ = schedule.decode_items(
+    kv_lens = jnp.asarray(lens, jnp.int32)
+    work, _ = schedule.decode_items(
         kv_lens, kv_lens > 0, block_kv=turn.block_kv, max_blocks=-(-max(lens) // turn.block_kv),
         num_kv_heads=spec.num_kv_heads, resident_ctas=tuning.resident_decode_ctas(gpu, spec),
     )  # fmt: skip
-    items = np.asarray(items)[np.asarray(items)[:, schedule.ITEM_ROW] >= 0]
+    items = np.asarray(work)
+    items = items[items[:, schedule.ITEM_ROW] >= 0]
     blocks = int(items[:, schedule.ITEM_NUM_BLOCKS].sum()) * spec.num_kv_heads
     kv_bytes = int(kv_lens.sum()) * spec.num_kv_heads * spec.head_dim * 4
     return {

@@ -122,6 +122,8 @@ def _result(line: dict[str, Any]) -> Compiled | CompileError:
 class Kernel:
     """A kernel with its block sizes, compiled for a target: what an iteration costs, and a batch."""
 
+    name: str
+
     def __init__(self, target: TpuTarget, model: str, sizes: tuple[int, ...], compiled: Compiled) -> None:
         self.target, self.model, self.sizes, self.compiled = target, model, sizes, compiled
         self.num_query_heads, self.num_kv_heads, self.head_dim = MODELS[model]

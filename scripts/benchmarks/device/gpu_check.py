@@ -55,11 +55,11 @@ def check(backend: Backend, operands: Operands) -> float:
     attention = PagedAttention(spec, backend)
 
     @jax.jit
-    def step(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def step(q: jax.Array, k: jax.Array, v: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
         schedule = attention.make_schedule(
             operands.batch, num_tokens=operands.num_tokens, decode_only=operands.decode_only
         )
-        return attention(*arrays, schedule)
+        return attention(q, k, v, pages, schedule)
 
     new = [operands.new(whole) for whole in (operands.keys, operands.values)]
     arrays = (operands.queries, *new, operands.pages(fill=np.nan))

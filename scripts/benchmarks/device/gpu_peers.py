@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +31,14 @@ def _contiguous(operands: Operands) -> Store:
     return tuple(x.reshape(batch, -1, *x.shape[1:]) for x in (operands.keys, operands.values))
 
 
-def _dense(operands: Operands, queries: jax.Array, store: Store, *, implementation: str) -> jax.Array:
+def _dense(
+    operands: Operands, queries: jax.Array, store: Store, *, implementation: Literal["xla", "cudnn"]
+) -> jax.Array:
     """A decode sees every key; a prefill starts at the first token, so that plain causal masks are right."""
+    keys, values = store
+    causal, scale = not operands.decode_only, operands.spec.scale
     return jax.nn.dot_product_attention(
-        queries, *store, is_causal=not operands.decode_only, scale=operands.spec.scale, implementation=implementation
+        queries, keys, values, is_causal=causal, scale=scale, implementation=implementation
     )
 
 
@@ -59,13 +64,14 @@ def _cudnn_pages(operands: Operands) -> Store:
 def _cudnn_paged(operands: Operands, queries: jax.Array, store: Store) -> jax.Array:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn  # private: jax has no public name for it
 
+    keys, values = store
     rows = operands.batch.kv_lens.shape[0]
     table = (operands.batch.page_table - 1)[:, None, :, None]  # [B, 1, pages, 1]
     query_lens = jnp.full((rows,), operands.rows[0][0], jnp.int32)
     mask = cudnn.MaskType.PADDING if operands.decode_only else cudnn.MaskType.PADDING_CAUSAL
     output = cudnn.paged_attention(
-        queries.swapaxes(1, 2), *store, query_lens, operands.batch.kv_lens, table, table, scale=operands.spec.scale,
-        mask_type=mask, qkv_layout="BNTH",
+        queries.swapaxes(1, 2), keys, values, query_lens, operands.batch.kv_lens, table, table,
+        scale=operands.spec.scale, mask_type=mask, qkv_layout="BNTH",
     )  # fmt: skip
     return output.swapaxes(1, 2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,21 +35,28 @@ def random_text(num_tokens: int, random: np.random.Generator) -> str:
 
 def random_prompts(
     input_lens: np.ndarray, *, as_ids: bool, vocab_size: int, shared_prefix: int, random: np.random.Generator
-) -> list[str] | list[list[int]]:
+) -> Sequence[str | list[int]]:
     """Prompts of the given lengths, all beginning with the same `shared_prefix` tokens.
 
     As ids the lengths are exact; as text they are approximate, and the server's usage tells the true ones.
     """
     if as_ids:
-        # Special tokens stand at the end of Llama 3's vocabulary: leave the last tenth alone.
-        top = max(vocab_size * 9 // 10, 1)
-        prefix = random.integers(0, top, shared_prefix).tolist()
-        return [prefix + random.integers(0, top, int(n)).tolist() for n in input_lens]
+        return random_ids(input_lens, vocab_size=vocab_size, shared_prefix=shared_prefix, random=random)
     prefix = random_text(shared_prefix, random) + " " if shared_prefix else ""
     return [prefix + random_text(int(n), random) for n in input_lens]
 
 
-def from_trace(trace: Trace, prompts: list[str] | list[list[int]]) -> list[BenchRequest]:
+def random_ids(
+    input_lens: np.ndarray, *, vocab_size: int, shared_prefix: int, random: np.random.Generator
+) -> list[list[int]]:
+    """As `random_prompts`, in token ids."""
+    # Special tokens stand at the end of Llama 3's vocabulary: the last tenth is left alone.
+    top = max(vocab_size * 9 // 10, 1)
+    prefix: list[int] = random.integers(0, top, shared_prefix).tolist()
+    return [prefix + random.integers(0, top, int(n)).tolist() for n in input_lens]
+
+
+def from_trace(trace: Trace, prompts: Sequence[str | list[int]]) -> list[BenchRequest]:
     return [
         BenchRequest(prompt, int(output_len), float(arrival_s))
         for prompt, output_len, arrival_s in zip(prompts, trace.output_lens, trace.arrival_s, strict=True)

@@ -158,7 +158,7 @@ class ResponseRecord:
         answer: list[Message] = []
         for is_call, group in groupby(self.items, key=lambda item: isinstance(item, CallItem)):
             if is_call:
-                answer.append(call_message((item.call_id, item.name, item.text) for item in group))
+                answer.append(call_message((c.call_id, c.name, c.text) for c in group if isinstance(c, CallItem)))
             else:
                 answer += [Message("assistant", item.text) for item in group]
         return [*self._messages, *answer]

@@ -108,7 +108,8 @@ def call_message(calls: Iterable[tuple[str, str, str]]) -> Message:
 
 
 def _message(where: str, item: InputItem) -> Message:
-    match item.type or "message":
+    kind = item.type or "message"
+    match kind:
         case "message":
             if item.role is None:
                 raise invalid(f"{where}.role", "is missing")
@@ -123,7 +124,7 @@ def _message(where: str, item: InputItem) -> Message:
             if item.call_id is None or item.output is None:
                 raise invalid(where, "a function_call_output needs `call_id` and `output`")
             return Message("tool", _content(f"{where}.output", item.output), tool_call_id=item.call_id)
-    raise unsupported(f"{where}.type", f"items of the type `{item.type[:40]}` are")
+    raise unsupported(f"{where}.type", f"items of the type `{kind[:40]}` are")
 
 
 def _content(where: str, content: str | list[InputPart] | None) -> str | list[ContentPart] | None:
