@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from batcher.buckets import BucketLadder
 from batcher.config import EngineConfig, Scheduling
 from batcher.pack import Packer
@@ -308,22 +310,21 @@ class _Refused:
 
 
 def _logprobs(output: StepOutput, row: int, count: int) -> TokenLogprobs:
-    assert output.logprobs is not None
-    assert output.top_ids is not None
-    assert output.top_logprobs is not None
-    return TokenLogprobs(
-        logprob=float(output.logprobs[row]),
-        top_ids=tuple(output.top_ids[row, :count].tolist()),
-        top_logprobs=tuple(output.top_logprobs[row, :count].tolist()),
-    )
+    """Of the token that a row has drawn."""
+    return _entry(output.logprobs, output.top_ids, output.top_logprobs, row, count)
 
 
 def _target_logprobs(output: StepOutput, position: int, count: int) -> TokenLogprobs:
-    assert output.target_logprobs is not None
-    assert output.target_top_ids is not None
-    assert output.target_top_logprobs is not None
+    """Of the prompt's token that follows a position of the step."""
+    return _entry(output.target_logprobs, output.target_top_ids, output.target_top_logprobs, position, count)
+
+
+def _entry(
+    logprobs: np.ndarray | None, top_ids: np.ndarray | None, top_logprobs: np.ndarray | None, at: int, count: int
+) -> TokenLogprobs:
+    assert logprobs is not None and top_ids is not None and top_logprobs is not None
     return TokenLogprobs(
-        logprob=float(output.target_logprobs[position]),
-        top_ids=tuple(output.target_top_ids[position, :count].tolist()),
-        top_logprobs=tuple(output.target_top_logprobs[position, :count].tolist()),
+        logprob=float(logprobs[at]),
+        top_ids=tuple(top_ids[at, :count].tolist()),
+        top_logprobs=tuple(top_logprobs[at, :count].tolist()),
     )

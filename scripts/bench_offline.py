@@ -26,7 +26,7 @@ from model.inputs.paths import local_path
 from scripts.benchmarks.load.lengths import Lengths
 from scripts.benchmarks.load.workload import random_ids
 from scripts.wiring.engine import Built, build_runner
-from scripts.wiring.errors import FailedError, add_debug_flag, failed
+from scripts.wiring.errors import FailedError, add_debug_flag, run_command
 from scripts.wiring.settings import SCHEDULING, EngineSettings, add_engine_flags
 
 
@@ -183,10 +183,7 @@ def bench(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    try:
-        return bench(args)
-    except (Exception, KeyboardInterrupt) as error:
-        return failed("bench_offline", error, debug=args.debug)
+    return run_command("bench_offline", lambda: bench(args), debug=args.debug)
 
 
 if __name__ == "__main__":

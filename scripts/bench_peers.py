@@ -34,7 +34,7 @@ from model.inputs.paths import local_path
 from scripts.benchmarks.load.client import Target, run
 from scripts.benchmarks.load.metrics import summary
 from scripts.benchmarks.load.workload import BenchRequest, from_file
-from scripts.wiring.errors import FailedError, add_debug_flag, failed
+from scripts.wiring.errors import FailedError, add_debug_flag, run_command
 
 
 @dataclass(frozen=True)
@@ -206,10 +206,7 @@ def bench(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    try:
-        return bench(args)
-    except (Exception, KeyboardInterrupt) as error:
-        return failed("bench_peers", error, debug=args.debug)
+    return run_command("bench_peers", lambda: bench(args), debug=args.debug)
 
 
 if __name__ == "__main__":

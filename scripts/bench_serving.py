@@ -22,7 +22,7 @@ from scripts.benchmarks.load.client import Outcome, Target, run
 from scripts.benchmarks.load.lengths import Lengths, Trace
 from scripts.benchmarks.load.metrics import METRICS, summary, table
 from scripts.benchmarks.load.workload import BenchRequest, from_file, from_trace, random_prompts
-from scripts.wiring.errors import FailedError, add_debug_flag, failed
+from scripts.wiring.errors import FailedError, add_debug_flag, run_command
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -186,10 +186,7 @@ def bench(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    try:
-        return bench(args)
-    except (Exception, KeyboardInterrupt) as error:
-        return failed("bench_serving", error, debug=args.debug)
+    return run_command("bench_serving", lambda: bench(args), debug=args.debug)
 
 
 if __name__ == "__main__":

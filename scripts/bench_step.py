@@ -19,7 +19,7 @@ import numpy as np
 from batcher.slots import SlotLayout
 from batcher.step import PATCH_BLOCK, Bucket, Capacity, PackedLayout, StepInput, Variant
 from model.inputs.paths import local_path
-from scripts.wiring.errors import add_debug_flag, failed
+from scripts.wiring.errors import add_debug_flag, run_command
 from scripts.wiring.settings import EngineSettings, add_engine_flags
 
 if TYPE_CHECKING:
@@ -180,10 +180,7 @@ def _ints(text: str) -> list[int]:
 
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
-    try:
-        return bench(args, argv)
-    except (Exception, KeyboardInterrupt) as error:
-        return failed("bench_step", error, debug=args.debug)
+    return run_command("bench_step", lambda: bench(args, argv), debug=args.debug)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
+from collections.abc import Callable
 
 from batcher.errors import EngineDeadError
 from model.inputs.words import described, is_worded, one_line
@@ -21,6 +22,14 @@ class FailedError(RuntimeError):
 
 def add_debug_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--debug", action="store_true", help="print the traceback of what goes wrong")
+
+
+def run_command(command: str, body: Callable[[], int], *, debug: bool) -> int:
+    """The exit code of `body`, or of what it raised, which stderr says."""
+    try:
+        return body()
+    except (Exception, KeyboardInterrupt) as error:
+        return failed(command, error, debug=debug)
 
 
 def failed(command: str, error: BaseException, *, debug: bool) -> int:
