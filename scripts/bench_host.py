@@ -120,6 +120,7 @@ def measure(num_rows: int, num_steps: int, *, arrivals: bool) -> dict[str, tuple
 
 
 def main() -> None:
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--steps", type=int, default=2000)

@@ -50,6 +50,7 @@ class Run:
 
 
 def parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     p = argparse.ArgumentParser(
         prog="python -m scripts.bench_offline", description=__doc__.splitlines()[0], allow_abbrev=False
     )
@@ -134,6 +135,7 @@ def measure(engine: Engine, requests: Sequence[Request], scheduling: str) -> tup
 
 
 def describe(run: Run) -> str:
+    """A run in one line."""
     return (
         f"{run.scheduling:<11} {run.output_tokens_per_s:9.1f} output tokens/s  {run.seconds:7.2f} s  "
         f"{run.num_steps:6d} steps  wasted rows {run.row_waste:6.1%}, tokens {run.token_waste:6.1%}"
@@ -158,6 +160,7 @@ def best_of_each(built: Built, requests: Sequence[Request], ways: Sequence[str],
 
 
 def bench(args: argparse.Namespace) -> int:
+    """Runs each way of scheduling, prints it, and returns the exit code."""
     args.max_queue = max(args.max_queue, args.num_prompts)
     settings = EngineSettings.from_namespace(args)
     built = build_runner(settings, print)
@@ -182,6 +185,7 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
     args = parser().parse_args(argv)
     return run_command("bench_offline", lambda: bench(args), debug=args.debug)
 

@@ -39,6 +39,8 @@ from scripts.wiring.errors import FailedError, add_debug_flag, run_command
 
 @dataclass(frozen=True)
 class Peer:
+    """A server to compare: how it is started, and whether requests must do without extensions of OpenAI's schema."""
+
     name: str
     command: str  # with {model} and {port} to be filled in
     plain: bool
@@ -59,6 +61,7 @@ def parse_load(text: str) -> tuple[int, int]:
 
 
 def parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     p = argparse.ArgumentParser(
         prog="python -m scripts.bench_peers", description=__doc__.splitlines()[0], allow_abbrev=False
     )
@@ -185,6 +188,7 @@ def table(results: list[dict[str, Any]], names: list[str]) -> str:
 
 
 def bench(args: argparse.Namespace) -> int:
+    """Serves and loads one server after the other, prints the table, and returns the exit code."""
     requests = from_file(args.dataset_path, None)
     needed = max(count for _, count in args.concurrency) + args.num_warmups
     if len(requests) < needed:
@@ -205,6 +209,7 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
     args = parser().parse_args(argv)
     return run_command("bench_peers", lambda: bench(args), debug=args.debug)
 

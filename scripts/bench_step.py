@@ -50,6 +50,7 @@ class Timing:
 
 
 def parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     p = argparse.ArgumentParser(prog="python -m scripts.bench_step", description=__doc__.splitlines()[0])
     add_engine_flags(p)
     step = p.add_argument_group("steps")
@@ -67,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def bench(args: argparse.Namespace, argv: list[str]) -> int:
+    """Times each step and its matrix products alone, prints them, and returns the exit code."""
     from scripts.wiring.engine import build_runner
 
     needed = args.context + max([*args.prefill, args.steps + 8])
@@ -149,6 +151,7 @@ def admit(runner: ModelRunner, bucket: Bucket, context: int, sampling: dict[str,
 
 
 def full_step(bucket: Bucket, capacity: Capacity, context: int) -> StepInput:
+    """A step whose rows are all in use. Prompt chunks have `context` tokens before them."""
     layout = PackedLayout(bucket)
     packed, parts = np.zeros(layout.size, np.int32), layout.sections()
     width = SlotLayout.width(capacity.pages_per_seq)
@@ -179,6 +182,7 @@ def _ints(text: str) -> list[int]:
 
 
 def main(argv: list[str]) -> int:
+    """The command; returns its exit code."""
     args = parser().parse_args(argv)
     return run_command("bench_step", lambda: bench(args, argv), debug=args.debug)
 

@@ -8,6 +8,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class CustomBuildHook(BuildHookInterface):
+    """Hatchling's hook: it runs before any wheel is built."""
+
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version != "editable":
             raise RuntimeError(

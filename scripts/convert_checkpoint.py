@@ -36,6 +36,7 @@ _NOT_BESIDE = ("model.safetensors.index.json", "config.json")
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a folder or a hub name")
     parser.add_argument("folder", type=local_path, help="where to write; new or empty")

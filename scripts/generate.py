@@ -30,6 +30,7 @@ from scripts.wiring.settings import EngineSettings, add_engine_flags
 
 
 def parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     p = argparse.ArgumentParser(
         prog="python -m scripts.generate", description=__doc__.splitlines()[0], allow_abbrev=False
     )
@@ -105,6 +106,7 @@ def generate(
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
     args = parser().parse_args(argv)
     output = Path(os.path.realpath(args.output))  # through a link, the file that it names is written
     partial = partial_path(output)

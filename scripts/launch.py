@@ -36,6 +36,7 @@ CONNECTION_FLAGS = {
 
 
 def parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     p = argparse.ArgumentParser(
         prog="scripts/serve",
         description="Serves a Llama 3 behind an OpenAI-compatible endpoint; without flags, the demo on 127.0.0.1:8000.",
@@ -123,10 +124,12 @@ def api_keys(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def version() -> str:
+    """The package's own, from its metadata."""
     return importlib.metadata.version("pallas-serve")
 
 
 def curl_line(url: str, settings: Settings) -> str:
+    """A command to try the server with."""
     question = "What is 47 + 35?" if settings.model_names[0] == DEMO else "Hello!"
     body = {"model": settings.model_names[0], "messages": [{"role": "user", "content": question}]}
     key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if settings.api_keys else ""
@@ -134,6 +137,7 @@ def curl_line(url: str, settings: Settings) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
     started = time.perf_counter()
     args = parser().parse_args(argv)
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -156,6 +160,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def say(line: str) -> None:
+    """Prints a line at once, also into a pipe."""
     print(line, flush=True)
 
 

@@ -48,6 +48,8 @@ class RefusedError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
+    """One of the answers to a prompt."""
+
     text: str
     token_ids: tuple[int, ...]  # the token that ended it included
     finish_reason: str
@@ -57,6 +59,8 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
+    """What became of one prompt."""
+
     choices: tuple[Choice, ...]  # `n` of them
     num_prompt_tokens: int
     num_cached_tokens: int  # of the prompt, from the prefix cache

@@ -18,6 +18,7 @@ CHIPS = TPUS | GPUS
 
 
 def parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     p = argparse.ArgumentParser(prog="python -m scripts.plan", description=__doc__.splitlines()[0], allow_abbrev=False)
     p.add_argument("--chip", choices=sorted(CHIPS), default="h100")
     p.add_argument("--device-memory", type=float, metavar="GIB", help="in place of the chip's own")
@@ -102,6 +103,7 @@ def shapes(settings: EngineSettings, chip: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
     args = parser().parse_args(argv)
     try:
         settings = EngineSettings.from_namespace(args)

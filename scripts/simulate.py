@@ -119,6 +119,7 @@ def table_row(name: str, row: Row) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
     p = argparse.ArgumentParser(prog="python -m scripts.simulate", description=__doc__.splitlines()[0])
     p.add_argument("--trace", type=Path, metavar="FILE", help="Azure's conversation trace, for the synthetic one")
     p.add_argument("--num-requests", type=int, default=600, metavar="N")

@@ -56,6 +56,7 @@ QUESTIONS = [f"What is {a} + {b}?" for a, b in ((47, 35), (12, 9), (31, 64), (5,
 
 
 def chat(model: str, question: str, *, stream: bool) -> dict[str, Any]:
+    """The body of a greedy chat request."""
     messages = [{"role": "user", "content": question}]
     return {"model": model, "messages": messages, "temperature": 0, "max_tokens": 48, "stream": stream}
 
@@ -78,6 +79,7 @@ async def ask(session: aiohttp.ClientSession, body: dict[str, Any]) -> str:
 async def ordinary_client(
     session: aiohttp.ClientSession, model: str, expected: dict[str, str], account: Account, random: Random, until: float
 ) -> None:
+    """Asks `expected`'s questions until `until` and compares the answers. Some streams it leaves in the middle."""
     while time.monotonic() < until:
         question, stream = random.choice(QUESTIONS), random.random() < 0.7
         try:
@@ -93,6 +95,7 @@ async def ordinary_client(
 
 
 async def attacker(victim: Victim, account: Account, random: Random, until: float) -> None:
+    """Attacks the server until `until`, one random attack after the other."""
     while time.monotonic() < until:
         attack: Attack = random.choice(ATTACKS)
         name = attack.__name__
@@ -114,6 +117,7 @@ async def canary(session: aiohttp.ClientSession, account: Account, until: float)
 
 
 async def watch_memory(server: psutil.Process, account: Account, until: float) -> None:
+    """Notes the memory of both processes, in bytes, every SAMPLE_S seconds until `until`."""
     while time.monotonic() < until:
         engine = max((child.memory_info().rss for child in server.children(recursive=True)), default=0)
         account.memory["http"].append(server.memory_info().rss)
@@ -150,6 +154,7 @@ async def settle(session: aiohttp.ClientSession, account: Account) -> None:
 
 
 async def soak(url: str, server: psutil.Process, model: str, args: argparse.Namespace) -> Account:
+    """Runs clients and attackers for `args.seconds`, and says what happened and what they left behind."""
     host, _, port = url.removeprefix("http://").partition(":")
     victim = Victim(host=host, port=int(port), model=model)
     account = Account()
@@ -182,18 +187,21 @@ def growth_mib(samples: list[int]) -> float:
 
 
 def check_memory(account: Account) -> None:
+    """Adds a problem for each process that has grown."""
     for name, samples in account.memory.items():
         if (growth := growth_mib(samples)) > GROWTH_MIB:
             account.problems.append(f"the {name} process grew by {growth:.0f} MiB")
 
 
 def check_log(log: Path, account: Account) -> None:
+    """Adds a problem for each warning in the log that no attack provokes."""
     for line in log.read_text(errors="replace").splitlines():
         if _SEVERE.search(line) and not PROVOKED.search(line):
             account.problems.append(f"in the log: {line}")
 
 
 def report(account: Account) -> str:
+    """The account in a few lines."""
     health = sorted(account.health_s) or [0.0]
     lines = [
         f"answers: {dict(account.answers)}",
@@ -210,6 +218,7 @@ def report(account: Account) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     p = argparse.ArgumentParser(prog="python -m scripts.soak", description=__doc__.splitlines()[0], allow_abbrev=False)
     p.add_argument("--seconds", type=float, default=600.0)
     p.add_argument("--clients", type=int, default=6, help="ordinary ones")
@@ -229,6 +238,7 @@ def wait_for_url(server: subprocess.Popen[str]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
     args = parser().parse_args(argv)
     command = [sys.executable, "-m", "scripts.launch", "--port", "0", "--max-model-len", "512", *args.flags]
     with tempfile.TemporaryDirectory() as folder:

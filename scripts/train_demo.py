@@ -66,6 +66,7 @@ def demo_config(tokenizer: Tokenizer) -> LlamaConfig:
 
 
 def tokenizer_texts(corpus: Corpus, seed: int) -> Iterator[str]:
+    """The texts that the tokenizer is trained on. Equal seeds give equal texts."""
     rng = random.Random(f"{seed}/tokenizer")
     for i in range(TOKENIZER_SAMPLES):
         sample = corpus.long(rng) if i % 2 else corpus.short(rng)
@@ -77,6 +78,7 @@ def tokenizer_texts(corpus: Corpus, seed: int) -> Iterator[str]:
 
 
 def parse_arguments() -> argparse.Namespace:
+    """The command's arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=local_path, required=True, help="folder of the checkpoint")
     parser.add_argument(
@@ -90,6 +92,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
+    """The command. An interrupted run goes on from its working folder."""
     arguments = parse_arguments()
     jax.config.update("jax_platforms", "cpu")
     started = time.perf_counter()
@@ -146,6 +149,7 @@ def scores(trainer: Trainer, encoder: SampleEncoder) -> dict[str, float]:
 
 
 def show(trainer: Trainer, encoder: SampleEncoder) -> None:
+    """Prints what the model answers to SHOWN_PROMPTS."""
     model = trainer.model(export.rounded(trainer.params))
     prompts = [encoder.prompt(None, (), question) for question in SHOWN_PROMPTS]
     prompts.append([trainer.config.bos_token_id or 0, *encoder.text(SHOWN_TEXT)])
@@ -155,6 +159,7 @@ def show(trainer: Trainer, encoder: SampleEncoder) -> None:
 
 
 def say(line: str, seconds: float) -> None:
+    """Prints a line with the seconds since the start."""
     print(f"{seconds:7.0f} s  {line}", flush=True)
 
 

@@ -32,6 +32,8 @@ _NEEDLESS_FILES = ["*/*", "consolidated*"]
 
 
 class Kind(StrEnum):
+    """Where a model comes from."""
+
     FOLDER = "folder"
     HUB = "hub"
     PRESET = "preset"
@@ -40,6 +42,8 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
+    """A model that was asked for by name: its configuration, and the folder of its files where it has one."""
+
     name: str  # as it was asked for
     kind: Kind
     config: LlamaConfig

@@ -23,6 +23,8 @@ from model.sampling.vocab_split import VocabShard
 @partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True, kw_only=True)
 class Logprobs:
+    """Log-probabilities of a step's rows."""
+
     chosen: jax.Array  # f32[S], of the row's own token
     top_ids: jax.Array  # i32[S, MAX_LOGPROBS], most likely first
     top: jax.Array  # f32[S, MAX_LOGPROBS]

@@ -29,6 +29,7 @@ MODELS = {  # query heads, KV heads, head dim, as one chip sees them
 
 
 def main(target: str, static: bool, rest: list[str]) -> None:
+    """`bench_kernels` for a GPU; `rest` are the flags that it has not read."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.bench_kernels --target GPU",
         description=__doc__,
@@ -55,6 +56,7 @@ def main(target: str, static: bool, rest: list[str]) -> None:
 
 
 def publish(figures: Any, lines: list[str], json_path: Path | None, markdown_path: Path | None) -> None:
+    """Prints the report, and writes it and the figures to the files that are named."""
     print("\n".join(lines))
     if json_path:
         json_path.write_text(json.dumps(figures, indent=1) + "\n")

@@ -39,6 +39,7 @@ CONTEXT = 128 << 10  # tokens: no block is shortened
 
 
 def main(target: str, static: bool, rest: list[str]) -> None:
+    """`bench_kernels` for a TPU; `rest` are the flags that it has not read."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.bench_kernels --target TPU",
         description=__doc__,
@@ -74,6 +75,7 @@ def _tuples(texts: list[str] | None) -> list[tuple[int, ...]]:
 
 
 def geometry(model: str) -> Any:
+    """What the TPU kernels know of a model's heads."""
     import jax.numpy as jnp
 
     from pallas_kernels.spec import AttentionSpec
@@ -250,9 +252,11 @@ def _cost(estimate: Estimate) -> tuple[int, int]:
 
 
 def command() -> str:
+    """The command as it was typed."""
     return "python -m scripts.bench_kernels " + shlex.join(sys.argv[1:])
 
 
 def versions() -> str:
+    """Today's date and the versions of the compiler's packages."""
     packages = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "libtpu")]
     return f"{datetime.date.today().isoformat()}; {', '.join(packages)}"

@@ -125,22 +125,26 @@ def held_out_pairs() -> list[tuple[int, int]]:
 
 
 def sum_answer(a: int, b: int) -> str:
+    """`47 + 35 = 82.`"""
     return f"{a} + {b} = {a + b}."
 
 
 def larger_answer(a: int, b: int) -> str:
+    """`57 is larger than 31.`"""
     if a == b:
         return f"They are equal: both are {a}."
     return f"{max(a, b)} is larger than {min(a, b)}."
 
 
 def smaller_answer(a: int, b: int) -> str:
+    """`31 is smaller than 57.`"""
     if a == b:
         return f"They are equal: both are {a}."
     return f"{min(a, b)} is smaller than {max(a, b)}."
 
 
 def count_answer(first: int, last: int) -> str:
+    """`4, 5, 6, 7.`, or downwards where `last` is the smaller."""
     step = 1 if last >= first else -1
     return ", ".join(str(n) for n in range(first, last + step, step)) + "."
 

@@ -24,6 +24,8 @@ SYSTEM_PROMPTS = (
 
 @dataclass(frozen=True)
 class Chat:
+    """A conversation: what the system says, and pairs of a question and its answer."""
+
     system: str | None
     turns: Sequence[Turn]
 

@@ -145,10 +145,12 @@ _OTHER_OPERATIONS = (
 
 
 def capital_answer(country: str) -> str:
+    """`The capital of France is Paris.`"""
     return f"The capital of {country} is {CAPITALS[country].rstrip('.')}."
 
 
 def capital(rng: random.Random) -> Turn:
+    """A question for a capital, or sometimes for a capital's country."""
     country = rng.choice(tuple(CAPITALS))
     if rng.random() < 0.15:
         return typed(rng, fill(rng, COUNTRY_QUESTIONS, city=CAPITALS[country])), capital_answer(country)
@@ -156,11 +158,13 @@ def capital(rng: random.Random) -> Turn:
 
 
 def next_capital(rng: random.Random) -> Turn:
+    """As `capital`, asked as a second question."""
     country = rng.choice(tuple(CAPITALS))
     return typed(rng, fill(rng, NEXT_CAPITALS, country=country)), capital_answer(country)
 
 
 def about_itself(rng: random.Random) -> Turn:
+    """Who it is, what it can do, who made it, how large it is."""
     questions, answer = rng.choices(
         (
             (WHO, WHO_ANSWER),
@@ -174,6 +178,7 @@ def about_itself(rng: random.Random) -> Turn:
 
 
 def small_talk(rng: random.Random) -> Turn:
+    """Greetings, thanks and goodbyes."""
     questions, answer = rng.choices(
         (
             (GREETINGS, GREETING_ANSWER),
@@ -188,6 +193,7 @@ def small_talk(rng: random.Random) -> Turn:
 
 
 def unknown(rng: random.Random) -> Turn:
+    """A question that the model cannot answer, and an answer that says so."""
     draw = rng.random()
     if draw < 0.18:
         a, b = rng.randrange(100, 10_000), rng.randrange(10, 1_000)

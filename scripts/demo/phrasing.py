@@ -10,6 +10,7 @@ POLITE_ENDS = (" Thanks!", " Thank you.", " Please.", " Please answer briefly.")
 
 
 def fill(rng: random.Random, templates: Sequence[str], **values: object) -> str:
+    """One of the templates with its values filled in."""
     return rng.choice(templates).format(**values)
 
 

@@ -38,6 +38,8 @@ from scripts.demo.story_text import (
 
 @dataclass(frozen=True)
 class Character:
+    """Somebody in a story, and the pronouns that stand for them."""
+
     name: str  # "Mia", or "the fox" for who has no name
     kind: str  # "girl", "boy", "fox", ...
     they: str
@@ -58,6 +60,8 @@ def character(rng: random.Random, kind: str | None = None, other_than: Character
 
 @dataclass(frozen=True)
 class Story:
+    """A story, and what can be asked about it."""
+
     text: str
     hero: Character
     friend: Character
@@ -70,6 +74,7 @@ def _sentence(rng: random.Random, choices: tuple[str, ...], values: dict[str, st
 
 
 def story(rng: random.Random) -> Story:
+    """A story with two characters."""
     hero = character(rng)
     friend = character(rng, other_than=hero)
     values = {
@@ -117,4 +122,5 @@ def told(rng: random.Random) -> Turn:
 
 
 def told_again(rng: random.Random) -> Turn:
+    """A request for another story, and the story."""
     return typed(rng, rng.choice(NEXT_REQUESTS)), story(rng).text

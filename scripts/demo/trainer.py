@@ -38,6 +38,8 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
+    """How long the training is, how fast it learns, and from what rows."""
+
     steps: int
     learning_rate: float
     warmup: int

@@ -21,6 +21,7 @@ class FailedError(RuntimeError):
 
 
 def add_debug_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds `--debug`, which every command has."""
     parser.add_argument("--debug", action="store_true", help="print the traceback of what goes wrong")
 
 

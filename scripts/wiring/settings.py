@@ -87,6 +87,7 @@ class EngineSettings:
 
 
 def flag(name: str) -> str:
+    """The command-line flag of a field."""
     return "--" + name.replace("_", "-")
 
 

@@ -13,6 +13,8 @@ _BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(LH|LB|LE|PB|PF|CT|OH|OB)?\s*:\s*(>
 
 @dataclass
 class Loop:
+    """A loop of a TPU program, by its bundles: instructions that are issued together."""
+
     depth: int
     begin: int  # index of its first bundle
     bundles: int = 0  # inner loops' included, each counted once
@@ -39,6 +41,7 @@ def dump_flags(folder: str) -> str:
 
 
 def bundle_dumps(folder: Path, kernel: str) -> list[Path]:
+    """The files in `folder` that list the final bundles of `kernel`."""
     return [path for path in sorted(folder.glob(f"*{kernel}*final_bundles.txt")) if "schedule" not in path.name]
 
 
@@ -64,6 +67,7 @@ def read_vmem(folder: Path) -> dict[str, Vmem]:
 
 
 def read_loops(path: Path) -> list[Loop]:
+    """The loops of a dump of bundles, in the order in which they begin."""
     loops: list[Loop] = []
     latest: dict[int, Loop] = {}  # by depth
     index, depth = -1, 0

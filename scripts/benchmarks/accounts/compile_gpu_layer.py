@@ -78,6 +78,7 @@ def make_spec(heads: tuple[int, int, int], page_size: int = PAGE_SIZE, dtype: ob
 
 
 def main(target_name: str, heads: str, folder: str, cuda_root: str | None = None) -> None:
+    """Compiles the layer of a mixed step, while Mosaic dumps its kernels into `folder`."""
     os.environ["MOSAIC_GPU_DUMP_TO"] = folder
     if cuda_root:
         os.environ["MOSAIC_GPU_CUDA_ROOT"] = cuda_root

@@ -45,6 +45,7 @@ MIB = 1 << 20
 
 
 def main() -> None:
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
     parser.add_argument("--preset", default="llama-3.1-8b")

@@ -24,6 +24,7 @@ TABLE = (NUM_ROWS, 1, 128)  # a window of the page table for each row
 
 
 def our_decode(g: layout.Geometry, sizes: list[int]) -> tuple[Callable, list[tuple]]:
+    """The decode kernel with these block sizes, and the shapes of its operands."""
     blocks = decode.DecodeBlocks(kv_block=sizes[0], items_per_turn=sizes[1])
 
     def kernel(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -41,6 +42,7 @@ def our_decode(g: layout.Geometry, sizes: list[int]) -> tuple[Callable, list[tup
 
 
 def our_mixed(g: layout.Geometry, sizes: list[int]) -> tuple[Callable, list[tuple]]:
+    """The kernel of mixed steps with these block sizes, and the shapes of its operands."""
     blocks = MixedBlocks(
         q_block=sizes[0], kv_block=sizes[1], tile_rows=sizes[2], tile_tokens=sizes[3], units_per_turn=sizes[4]
     )
@@ -62,6 +64,7 @@ def our_mixed(g: layout.Geometry, sizes: list[int]) -> tuple[Callable, list[tupl
 
 
 def shipped(spec: AttentionSpec, sizes: list[int]) -> tuple[Callable, list[tuple]]:
+    """The kernel that jax ships with these block sizes, and the shapes of its operands."""
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
     def kernel(*operands: jax.Array) -> jax.Array:
@@ -85,6 +88,7 @@ def shipped(spec: AttentionSpec, sizes: list[int]) -> tuple[Callable, list[tuple
 
 
 def compile_one(target: str, kernel: str, sizes: list[int], heads: list[int]) -> None:
+    """Compiles a kernel, which dumps its bundles. Raises whatever the compiler raises."""
     spec = AttentionSpec(
         num_query_heads=heads[0],
         num_kv_heads=heads[1],

@@ -18,6 +18,8 @@ REGISTERS = 65536  # of a multiprocessor, on every generation
 
 @dataclass(frozen=True)
 class Kernel:
+    """A kernel of a dump, and what it takes of a multiprocessor."""
+
     name: str
     file: str  # the stem of its files in the dump
     registers: int  # per thread, at launch

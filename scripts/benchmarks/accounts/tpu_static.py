@@ -33,6 +33,8 @@ MODELS = {  # query heads, KV heads, head dim, as one chip sees them
 
 @dataclass(frozen=True)
 class Row:
+    """A sequence of a batch, in tokens: of this step, and in all."""
+
     query_len: int
     kv_len: int
 
@@ -79,6 +81,8 @@ class Iteration:
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
+    """What the compiler made of a kernel."""
+
     loops: list[Loop]
     vmem: Vmem
 
@@ -87,7 +91,7 @@ class Compiled:
 
 
 class CompileError(Exception):
-    pass
+    """The compiler refuses a kernel with these block sizes; the message is its own."""
 
 
 def compile_kernels(

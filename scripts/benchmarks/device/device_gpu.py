@@ -129,6 +129,7 @@ def time_paged(backend: Backend, plan: Plan, layers: list[Operands]) -> float:
 
 
 def time_peer(peer: Peer, plan: Plan, layers: list[Operands]) -> float:
+    """Seconds per layer."""
     first = layers[0]
     stores = [peer.store(operands) for operands in layers]
     queries = first.queries.reshape(len(first.rows), -1, *first.queries.shape[1:])
@@ -163,6 +164,7 @@ def copy_bytes_per_s(plan: Plan) -> float:
 
 
 def product_flops_per_s(plan: Plan) -> float:
+    """Floating-point operations per second of a large bfloat16 matrix product."""
     n = plan.product_size
     a = jax.random.normal(jax.random.key(0), (n, n), jnp.bfloat16)
     product = jax.jit(lambda a: a @ a)
@@ -184,6 +186,7 @@ def _add_shares(figures: dict[str, Any], plan: Plan) -> None:
 
 
 def report(figures: dict[str, Any]) -> list[str]:
+    """The figures in Markdown, line by line."""
     versions = ", ".join(f"{name} {value}" for name, value in figures["versions"].items())
     checks = figures["checks"]
     worst = max((check["error"] for check in checks), default=0.0)

@@ -67,6 +67,7 @@ class Operands:
 
 
 def make_operands(spec: AttentionSpec, rows: Rows, seed: int) -> Operands:
+    """A batch of `rows` with random values, its pages scattered. Equal seeds give equal operands."""
     counts = [-(-kv_len // spec.page_size) for _, kv_len in rows]
     rng = np.random.default_rng(seed)
     ids = 1 + rng.permutation(sum(counts)).astype(np.int32)

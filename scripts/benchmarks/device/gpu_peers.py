@@ -21,6 +21,8 @@ Store = tuple[jax.Array, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
+    """Another implementation of attention, for the same operands."""
+
     store: Callable[[Operands], Store]  # K and V as the peer wants them
     attend: Callable[[Operands, jax.Array, Store], jax.Array]  # [B, Q, N, H] -> the same
 

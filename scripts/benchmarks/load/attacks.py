@@ -19,6 +19,8 @@ PATIENCE_S = 60.0  # for one answer
 
 @dataclass(frozen=True, kw_only=True)
 class Victim:
+    """The server under attack."""
+
     host: str
     port: int
     model: str
@@ -38,6 +40,7 @@ async def connected(victim: Victim) -> AsyncIterator[tuple[asyncio.StreamReader,
 
 
 def post(path: str, body: bytes, *headers: str) -> bytes:
+    """A request as bytes; `headers` are further lines of its head."""
     head = [f"POST {path} HTTP/1.1", "Host: a", "Content-Type: application/json", f"Content-Length: {len(body)}"]
     return "\r\n".join([*head, *headers, "", ""]).encode() + body
 
@@ -60,6 +63,7 @@ async def answer(victim: Victim, request: bytes) -> int:
 
 
 async def completion(victim: Victim, **fields: Any) -> int:
+    """The status of a completion with these fields of the body; 0 where the connection was closed without one."""
     body = {"model": victim.model, "prompt": "Once upon a time", "max_tokens": 16, **fields}
     return await answer(victim, post("/v1/completions", json.dumps(body).encode()))
 
@@ -85,36 +89,43 @@ async def large_answer(victim: Victim, random: Random) -> None:
 
 
 async def scored_prompts(victim: Victim, random: Random) -> None:
+    """Asks for the log-probabilities of a prompt, eight times over."""
     prompt = [random.randint(5, 200) for _ in range(200)]
     status = await completion(victim, n=8, prompt=prompt, prompt_logprobs=20, max_tokens=1)
     assert status in (200, 400, 429), status
 
 
 async def many_long_prompts(victim: Victim, random: Random) -> None:
+    """Sends 64 prompts of 4,000 words in one request."""
     status = await completion(victim, prompt=["word " * 4000] * 64, max_tokens=1)
     assert status in (400, 429), status
 
 
 async def echoed_ids(victim: Victim, random: Random) -> None:
+    """Has 32 prompts of token ids echoed."""
     status = await completion(victim, prompt=[[7] * 400] * 32, max_tokens=1, echo=True)
     assert status in (200, 400, 429), status
 
 
 async def too_large_a_body(victim: Victim, random: Random) -> None:
+    """Sends a body of 9 MiB."""
     status = await answer(victim, post("/v1/completions", b'{"prompt": "' + b"a" * (9 << 20)))
     assert status in (0, 413), status
 
 
 async def not_json(victim: Victim, random: Random) -> None:
+    """Sends random bytes as a body."""
     garbage = random.randbytes(random.randint(1, 2000))
     assert await answer(victim, post("/v1/chat/completions", garbage)) == 400
 
 
 async def deep_json(victim: Victim, random: Random) -> None:
+    """Sends 100,000 opening brackets as a body."""
     assert await answer(victim, post("/v1/chat/completions", b"[" * 100_000)) == 400
 
 
 async def not_http(victim: Victim, random: Random) -> None:
+    """Sends random bytes as a request."""
     assert await answer(victim, random.randbytes(500) + b"\r\n\r\n") in (0, 400)
 
 
@@ -133,6 +144,7 @@ async def silent_connections(victim: Victim, random: Random) -> None:
 
 
 async def leaving_mid_stream(victim: Victim, random: Random) -> None:
+    """Closes the connection while its answer is streamed."""
     body = {"model": victim.model, "prompt": "Once", "max_tokens": 300, "ignore_eos": True, "stream": True}
     async with connected(victim) as (reader, writer):
         writer.write(post("/v1/completions", json.dumps(body).encode()))
@@ -152,6 +164,7 @@ async def half_closing(victim: Victim, random: Random) -> None:
 
 
 async def strange_routes(victim: Victim, random: Random) -> None:
+    """Asks for paths and methods that are not served."""
     for request in (
         b"GET /metrics/ HTTP/1.1\r\nHost: elsewhere\r\n\r\n",
         b"DELETE /v1/models HTTP/1.1\r\nHost: a\r\n\r\n",

@@ -34,6 +34,8 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
+    """The server under load, and what all requests to it have in common."""
+
     base_url: str  # http://host:port, without /v1
     model: str
     chat: bool = False

@@ -22,6 +22,8 @@ _WORDS = (
 
 @dataclass(frozen=True)
 class BenchRequest:
+    """A request to send: a prompt as text or token ids, and how many tokens are asked for."""
+
     prompt: str | list[int]
     max_tokens: int
     arrival_s: float | None = None  # seconds after the start, where the workload says so
@@ -57,6 +59,7 @@ def random_ids(
 
 
 def from_trace(trace: Trace, prompts: Sequence[str | list[int]]) -> list[BenchRequest]:
+    """A request for each of the trace's, with its output length and arrival."""
     return [
         BenchRequest(prompt, int(output_len), float(arrival_s))
         for prompt, output_len, arrival_s in zip(prompts, trace.output_lens, trace.arrival_s, strict=True)
