@@ -145,7 +145,7 @@ def measure(
         ignore_eos=not peer.plain,
         include_usage=not peer.plain,
     )
-    # What warms up is not what is measured: a prefix cache must have nothing to remember.
+    # Warm-up requests are not measured again: a prefix cache would hold their prompts.
     uvloop.run(run(target, requests[-args.num_warmups :], arrivals=None, max_concurrency=args.num_warmups))
     for concurrency, count in args.concurrency:
         load = ForeignLoad(server)

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from model.loading.stored_weights import StoredWeights
 
 DTYPES = ("bfloat16", "float32")
-_BESIDE = ("*.json", "*.jinja", "tokenizer.model")
-# The index would name files that stay behind; the configuration is written anew.
-_NOT_BESIDE = ("model.safetensors.index.json", "config.json")
+_COPIED = ("*.json", "*.jinja", "tokenizer.model")
+# The index names files that are not copied; the configuration is written again.
+_NOT_COPIED = ("model.safetensors.index.json", "config.json")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -86,9 +86,9 @@ def convert(
     model = stored.load(dtype=kept, mesh=mesh, quantization=quantization and EightBit(quantization))
     loaded = time.perf_counter()
     save_orbax(model, folder / CONVERTED, stored.config)
-    for pattern in _BESIDE:
+    for pattern in _COPIED:
         for path in sorted(origin.glob(pattern)):
-            if path.name not in _NOT_BESIDE:
+            if path.name not in _NOT_COPIED:
                 shutil.copyfile(path, folder / path.name)
     write_config(origin, folder, stored.config, kept)
     written = time.perf_counter()
@@ -100,7 +100,7 @@ def convert(
 
 
 def choose_dtype(asked: str | None, stored: StoredWeights) -> tuple[str, str]:
-    """What to store, and why, in words."""
+    """The dtype to store, and the reason for it in words."""
     held = " and ".join(stored.dtypes)
     if asked is not None:
         is_rounded = asked == "bfloat16" and stored.exact_dtype == "float32"
@@ -111,7 +111,7 @@ def choose_dtype(asked: str | None, stored: StoredWeights) -> tuple[str, str]:
 
 
 def write_config(origin: Path, folder: Path, config: LlamaConfig, dtype: str) -> None:
-    """The checkpoint's `config.json`, true of what has been stored: its type, and whether the head is tied."""
+    """Writes the checkpoint's `config.json` with the dtype that was stored, and whether the head is tied."""
     raw = read_object(origin / "config.json")
     raw = {key: value for key, value in raw.items() if key not in ("dtype", "torch_dtype")}
     raw |= {"torch_dtype": dtype, "tie_word_embeddings": config.tie_word_embeddings}

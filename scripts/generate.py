@@ -1,10 +1,10 @@
-"""Offline generation: answers every line of a file, in process, and can be interrupted and taken up again.
+"""Offline generation: answers every line of a file in this process. An interrupted run can be continued.
 
     python -m scripts.generate --model demo --input prompts.jsonl --output out.jsonl
 
 Lines are OpenAI batch requests or plain prompts (`offline/batch_file.py`). The output has one record per line, in the
-input's order. Until it is complete, finished records gather in OUTPUT.partial; the same command goes on from there. An
-output that is there already is replaced when the new one is complete, and not before.
+input's order. Until it is complete, finished records are kept in OUTPUT.partial, and the same command continues from
+there. An existing output is replaced only when the new one is complete.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ def generate(
     salt: str,
     load: Callable[[], LLM],
 ) -> int:
-    """Answers what the journal lacks and writes the output; returns the number of errors in it.
+    """Answers the lines that the journal lacks, writes the output, and returns the number of error records.
 
     Args:
         keys: of the lines of `batch`.
-        load: gives the LLM; it is not called where nothing is left to ask.
+        load: makes the LLM; not called where no line is left.
     """
     bar = tqdm(total=len(keys), initial=sum(key in journal for key in keys), unit="line", smoothing=0.05)
     asked: dict[int, tuple[int, str, Line]] = {}
     num_tokens = 0
 
     def requests() -> Iterator[tuple[str, Any]]:
-        """The lines still to be asked. Those that are no requests are answered on the way."""
+        """The requests of the remaining lines. A line that is not a request gets its error record here."""
         seen: set[str] = set()
         lines = batch.numbered_lines()
-        for key in keys:  # lines that are added meanwhile do not count
+        for key in keys:  # lines added since are ignored
             number, text = next(lines, (0, ""))
             if key != (number, digest(text, salt)):
                 raise ValueError(f"line {key[0]} of the input has changed since the run began")
@@ -92,7 +92,7 @@ def generate(
     def on_answer(index: int, status: int, answer: dict[str, Any]) -> None:
         nonlocal num_tokens
         number, line_digest, line = asked[index]
-        asked[index] = (number, line_digest, Line(custom_id=None))  # its body is not needed any more
+        asked[index] = (number, line_digest, Line(custom_id=None))  # without its body, which is no longer needed
         journal.add(number, line_digest, answer_record(line, status, answer))
         num_tokens += answer.get("usage", {}).get("completion_tokens", 0)
         bar.set_postfix_str(f"{num_tokens} tokens out", refresh=False)
@@ -108,7 +108,7 @@ def generate(
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     args = parser().parse_args(argv)
-    output = Path(os.path.realpath(args.output))  # through a link, the file that it names is written
+    output = Path(os.path.realpath(args.output))  # a link stays: the file it names is written
     partial = partial_path(output)
     try:
         settings = EngineSettings.from_namespace(args)

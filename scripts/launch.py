@@ -1,4 +1,4 @@
-"""Serves a model over HTTP: what scripts/serve runs once the packages are there."""
+"""Serves a model over HTTP. scripts/serve installs the packages and then runs this."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class LLM:
         settings: the other engine flags by name, such as `max_num_seqs=16` (`scripts.wiring.settings.EngineSettings`).
 
     Raises:
-        ValueError: unknown settings, or a model that cannot be had or does not fit.
+        ValueError: a setting is unknown, or the model is not found or does not fit.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class LLM:
         report: Callable[[str], None] = lambda line: None,
         **settings: Any,
     ) -> None:
-        # Nothing is shed: what would overfill the engine's queue waits on this side of it.
+        # The engine refuses nothing: requests that its queue cannot hold wait here.
         self.settings = EngineSettings.from_keywords(model=model, **settings | {"max_queue": NO_LIMIT})
         source = resolve(model, weights=self.settings.load_format != "dummy")
         with ScratchFolder() as spare:
@@ -105,7 +105,9 @@ class LLM:
             tokens = ByteLevelTokenizer.from_folder(folder, vocab_size=source.config.vocab_size)
         self.engine, info = build(self.settings, report)
         self.model_name = served_model_name or model
-        self.max_in_flight = 2 * self.engine.ladder.config.max_num_seqs  # so that whoever ends is replaced at once
+        self.max_in_flight = (
+            2 * self.engine.ladder.config.max_num_seqs
+        )  # so that a finished request is replaced at once
         self._thread = LoopThread()
         self._client = InProcessEngineClient(self.engine, info, self._thread.loop)
         defaults = GenerationDefaults.from_folder(source.folder) if source.folder else GenerationDefaults()
@@ -161,7 +163,7 @@ class LLM:
     async def _post_all(
         self, requests: Iterable[tuple[str, Any]], on_answer: Callable[[int, int, dict[str, Any]], None]
     ) -> bool:
-        """Whether all were answered. Where the engine dies, what it had finished by then is still delivered."""
+        """Whether all were answered. Answers that the engine finished before it died are delivered."""
         remaining = enumerate(requests)
         all_answered = True
 

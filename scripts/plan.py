@@ -1,4 +1,4 @@
-"""What a model needs on a chip and what is left for K/V, without the chip and without the weights.
+"""Computes the memory that a model needs on a chip and what remains for K/V. Needs neither the chip nor the weights.
 
 python -m scripts.plan --model preset:llama-3.1-8b --chip v6e --tensor-parallel-size 1
 python -m scripts.plan --model ~/models/Llama-3.3-70B-Instruct --device-memory 80 --tensor-parallel-size 4

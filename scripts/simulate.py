@@ -1,4 +1,4 @@
-"""Compares admission policies in simulated time: the real scheduler over a device that is only a cost.
+"""Compares admission policies in simulated time: the real scheduler over a device that only costs time.
 
     python -m scripts.simulate [--trace FILE] [--num-requests 600] [--pools 16384 65536] [--contexts 8192 131072]
 

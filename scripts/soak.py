@@ -1,9 +1,9 @@
-"""Serves for minutes under mixed traffic with attacks in it, and checks that nothing is left behind.
+"""Serves minutes of mixed traffic and attacks, and checks that nothing is left behind.
 
     python -m scripts.soak [--seconds 600] [-- FLAGS OF scripts/serve]
 
 Starts a server on this machine. Ordinary clients ask greedily for texts that are known beforehand, streamed and whole,
-and some leave in the middle; attackers (`benchmarks/load/attacks.py`) do what they can. At the end nothing may run,
+and some leave in the middle; attackers run `benchmarks/load/attacks.py`. At the end nothing may run,
 no page may be used, no program may have been compiled, both processes' memory must have stayed flat, and the log must
 hold no warning but those that the attacks provoke. Exits with 1 where one of these does not hold.
 """

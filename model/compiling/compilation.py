@@ -17,10 +17,10 @@ Lower = Callable[[], jax.stages.Lowered]
 
 
 class Compilation[K: Hashable]:
-    """Under way from the moment it is made.
+    """A compilation that begins when the object is made.
 
     Args:
-        programs: how each is traced. One after the other, for tracing holds the interpreter's lock; what is traced is
+        programs: how each is traced. Tracing holds the interpreter's lock, so it goes one by one; traced programs are
             compiled on as many threads as there are cores.
         options: the compiler's, for all of them.
         counter: tells which came from the disk.
@@ -47,7 +47,7 @@ class Compilation[K: Hashable]:
             self.cancel()
 
     def cancel(self) -> None:
-        """Ends soon: only what is being traced or compiled at this moment is finished."""
+        """Ends after the programs that are being traced or compiled now."""
         self._cancelled.set()
         self._tracer.shutdown()
         self._compiler.shutdown(cancel_futures=True)

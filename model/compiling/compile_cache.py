@@ -1,4 +1,4 @@
-"""Compilations: kept on disk between starts, and counted, so that one after warm-up does not go unseen."""
+"""Keeps compiled programs on disk between starts, and counts compilations, so that one after warm-up is noticed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def keep_compilations(folder: Path | str) -> None:
 
 
 class CompileCounter:
-    """Counts the programs that this process has readied to run since the counter was made, whoever asked for them.
+    """Counts the programs that this process has readied to run since the counter was made, by whatever caller.
 
     A `jnp` call outside a compiled step is a compilation too, and so is a function met with a new shape: both stop the
     engine for as long as the compiler takes, and neither shows in the runner's own books.
@@ -54,7 +54,7 @@ class CompileCounter:
             self._cached_here.count = self.from_cache_in_this_thread + 1
 
 
-# JAX keeps its listeners for good, and must: it calls them from every thread that compiles, while it walks the list of
+# JAX never drops a listener: every thread that compiles calls them, while it walks the list of
 # them. So they stay when their counter is gone, and do nothing.
 
 

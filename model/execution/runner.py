@@ -81,7 +81,7 @@ class ModelRunner:
         self._model_config = model.config
         self._attention = attention
         self._config = config
-        # Flattened once: walking the module tree for every call would cost more than dispatching the step.
+        # Flattened once: walking the module tree at every call would take longer than dispatching the step.
         structure, weights = nnx.split(model)
         self._tree: Any  # a PyTreeDef, whose type jax does not show
         leaves, self._tree = jax.tree.flatten(weights)
@@ -131,8 +131,8 @@ class ModelRunner:
         return self._compiles.total
 
     def start_compiling(self, buckets: Iterable[Bucket]) -> None:
-        """Begins with what `warm_up` of the same buckets then finishes. Whoever gives up before that must call
-        `stop_compiling`, or the process ends only after the last program."""
+        """Starts compiling in threads; `warm_up` of the same buckets waits for the programs. A caller that gives up
+        before that must call `stop_compiling`, or the process ends only after the last program."""
         slots, history = self._state_like.slots, self._state_like.history
         lower: dict[Bucket | str, Callable[[], jax.stages.Lowered]] = {
             bucket: partial(self._lower_step, bucket) for bucket in buckets
@@ -228,8 +228,8 @@ class ModelRunner:
 
     def _lower_step(self, bucket: Bucket) -> jax.stages.Lowered:
         step = make_step(bucket, self._rebuild, self._attention)
-        # Shardings are spelled out: the compiler may otherwise give the state back laid out in another way, which the
-        # next program would refuse.
+        # Explicit shardings: the compiler may otherwise return the state with another layout, which the next program
+        # would refuse.
         kept = jax.tree.map(lambda x: x.sharding, self._state_like)
         return jax.jit(step, donate_argnums=1, out_shardings=(kept, self._everywhere)).lower(
             self._weights_like, self._state_like, self._sent((PackedLayout(bucket).size,))

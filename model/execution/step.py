@@ -184,7 +184,7 @@ def _tokens(rows: _Rows, sent: jax.Array, bucket: Bucket) -> tuple[jax.Array, ja
 def _ragged_batch(rows: _Rows, header: jax.Array, page_size: int) -> RaggedBatch:
     page_table = rows.state[:, SlotLayout.PAGE_TABLE :]
     num_pages = -(-rows.kv_lens // page_size)
-    # Page ids that an earlier owner of the slot left after its new owner's pages become the null page for the kernels.
+    # Page ids that the slot's previous request left behind its own become the null page.
     is_owned = jnp.arange(page_table.shape[1], dtype=jnp.int32) < num_pages[:, None]
     num_singles, num_rows = header[0], header[1]
     return RaggedBatch(

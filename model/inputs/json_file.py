@@ -1,4 +1,4 @@
-"""Reads the JSON and text files of a checkpoint. Whatever is wrong with one is a ValueError that names the file."""
+"""Reads the JSON and text files of a checkpoint. A fault in a file is a ValueError that names the file."""
 
 from __future__ import annotations
 

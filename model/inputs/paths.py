@@ -1,4 +1,4 @@
-"""Paths that a command is told. This program reads and writes local files only."""
+"""Paths from the command line and files. This program reads and writes local files only."""
 
 from __future__ import annotations
 

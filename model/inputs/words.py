@@ -1,4 +1,4 @@
-"""Values and errors in one line that can be read: bounded, and without control characters."""
+"""Values and errors as one readable line: bounded in length, without control characters."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Source:
 EMBEDDING = Source("model.embed_tokens.weight")
 HEAD = Source("lm_head.weight")
 
-# Parameter -> the tensors that fill it, one below the other. Both are [out, in].
+# Parameter -> the tensors that fill it, joined along the rows. Both are [out, in].
 _TOP: dict[str, tuple[Source, ...]] = {
     "embedding": (EMBEDDING,),
     "norm.scale": (Source("model.norm.weight"),),
@@ -40,7 +40,7 @@ _LAYER: dict[str, tuple[Source, ...]] = {
     "mlp.gate_up.kernel": (Source("mlp.gate_proj.weight"), Source("mlp.up_proj.weight")),
     "mlp.down.kernel": (Source("mlp.down_proj.weight"),),
 }
-# Constants that older exporters wrote among the weights; the config says them better.
+# Constants that older exporters wrote among the weights; the config has them, too.
 IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 

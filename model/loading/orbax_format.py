@@ -112,7 +112,7 @@ def save_orbax(model: Llama, folder: Path | str, config: LlamaConfig) -> None:
         dtype=model.dtype.name,
         quantization=model.quantization,
         config=_identity(config),
-        # Of what is in memory: a byte that changes while it is written is found, too.
+        # Of the arrays in memory, so that a byte that changes while it is written is found, too.
         checksums={name: _checksums(array) for name, array in arrays.items()},
     )
     description.write(folder)  # last: a folder without it was interrupted

@@ -27,7 +27,7 @@ DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 _WEIGHT_FILES = ["*.safetensors"]
-# The same weights in the trainer's own form, which some repositories carry as well.
+# Some repositories hold the same weights in the trainer's form, too.
 _NEEDLESS_FILES = ["*/*", "consolidated*"]
 
 

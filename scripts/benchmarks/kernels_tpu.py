@@ -187,7 +187,7 @@ def _per_pair(estimate: Estimate | None, rows: list[Row]) -> str:
 
 
 def candidates(g: Any) -> dict[str, list[tuple[int, ...]]]:
-    """By kind of kernel. The rule's sizes stand first: what is kept then is no worse than what a miss would take."""
+    """By kind of kernel. The sizes of `blocks.choose` come first, so that the sizes kept are no worse than they are."""
     from pallas_kernels.tpu import blocks
 
     rule = blocks.choose(g, CONTEXT // PAGE)

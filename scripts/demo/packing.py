@@ -1,4 +1,4 @@
-"""Samples laid side by side in rows of equal length, each attending to itself only."""
+"""Samples packed one after the other into rows of equal length. Each attends to itself only."""
 
 from __future__ import annotations
 

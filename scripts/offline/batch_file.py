@@ -28,7 +28,7 @@ class Line:
 
 
 def parse_line(text: str, number: int, defaults: Mapping[str, Any]) -> Line:
-    """`number` is the line's own, from 1; `defaults` are fields for a body that does not have them."""
+    """A line as a request. `number` counts from 1; `defaults` are body fields for lines that do not set them."""
     try:
         item = json.loads(text.encode())
     except ValueError as error:
@@ -81,5 +81,5 @@ def _record_id() -> str:
 
 
 def digest(text: str, salt: str) -> str:
-    """Knows a line again: the same text asked of the same model with the same defaults (`salt`)."""
+    """Identifies a line: its text, together with the model and the defaults (`salt`)."""
     return hashlib.blake2b(f"{salt}\n{text}".encode(errors="surrogateescape"), digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""The file of lines that a batch run answers, which may also be a pipe."""
+"""The input of a batch run: a file of lines, or a pipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STDIN = Path("-")
 
 
 class BatchInput:
-    """The lines of a batch file, which are read several times.
+    """The lines of a batch file. They can be read several times.
 
     A pipe can be read once: its content is kept in a temporary file. Opening such an input waits until its writer ends.
 
@@ -42,7 +42,7 @@ class BatchInput:
         self._start = self._file.tell()  # the shell may have read a part of the standard input
 
     def check_is_none_of(self, paths: Iterable[Path]) -> None:
-        """Raises ValueError where one of `paths`, which are written, is this file, by whatever links."""
+        """Raises ValueError where one of the output `paths` is this file, directly or through links."""
         for path in paths:
             if path.exists() and os.path.samestat(self._status, path.stat()):
                 raise ValueError(f"--input {self._path} is the file {path}, which this run would write: name another")
@@ -51,7 +51,7 @@ class BatchInput:
         """The lines that are not blank, with their numbers from 1."""
         self._file.seek(self._start)
         for number, raw in enumerate(self._file, 1):
-            # A line that is not UTF-8 is that line's error: the others are read all the same.
+            # A line that is not UTF-8 gets an error record; the other lines are read.
             text = raw.decode(errors="surrogateescape").strip()
             if text:
                 yield number, text

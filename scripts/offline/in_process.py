@@ -1,4 +1,4 @@
-"""The HTTP server's application without HTTP: its own routes over an engine in this very process.
+"""The HTTP server's application without HTTP: its routes over an engine in this process.
 
 Offline generation goes through the server's validation, chat template, tokenizer and answers, so that a line of a batch
 file means what the same body means to the server.
@@ -70,7 +70,7 @@ class InProcessEngineClient:
                     del self._token_ids[request_id]
 
     def take_token_ids(self, request_id: str) -> list[int]:
-        """What the request drew, the token that ended it included; to be asked once, when it has ended."""
+        """The ids that a finished request has drawn, including the one that ended it. Can be called once."""
         return self._token_ids.pop(request_id)
 
     def _on_output(self, output: RequestOutput) -> None:
@@ -136,7 +136,7 @@ async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
 
 
 class LoopThread:
-    """An event loop on a thread of its own, so that synchronous code can use it, inside a notebook's loop too."""
+    """An event loop on its own thread, for synchronous code. It works inside a notebook's loop, too."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -144,7 +144,7 @@ class LoopThread:
         self._thread.start()
 
     def run[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result. An interrupt cancels it and waits until it has let go of everything."""
+        """The coroutine's result. An interrupt cancels it and waits for its clean-up."""
         ended = threading.Event()
 
         async def watched() -> T:

@@ -1,4 +1,4 @@
-"""The finished records of an interrupted run, so that the next run goes on from them."""
+"""The journal of a batch run: its finished records, from which the next run continues."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Key = tuple[int, str]  # a line's number and its digest
 
 
 class Journal:
-    """The finished records of a run, in the order in which they finished, next to the output to be: `OUTPUT.partial`.
+    """The finished records of a run, in the order in which they finished, in `OUTPUT.partial` next to the output.
 
-    A record counts as finished when its line is whole in the file, so that a run that was killed at any moment is taken
-    up by the next one. One process at a time holds the journal. A journal without records leaves no file behind.
+    A record counts as finished when its whole line is in the file, so that the next run can continue one that was
+    killed at any moment. One process at a time holds the journal. A journal without records leaves no file behind.
 
     Raises:
         BlockingIOError: another process holds it. Nothing has been changed then.
-        ValueError: the file is something else than a journal.
+        ValueError: the file is not a journal.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,7 +43,7 @@ class Journal:
         return key in self._places
 
     def forget(self) -> None:
-        """Starts anew. Earlier records stay in the file until this run adds its first one, and are lost only then."""
+        """Starts over. Earlier records stay in the file until this run adds its first one."""
         self._places.clear()
         self._is_forgotten = True
 
@@ -81,7 +81,7 @@ class Journal:
             self._close(remove=self._end == 0)
 
     def _close(self, *, remove: bool) -> None:
-        """The file is removed while it is locked: whoever opened it meanwhile finds that it is not there any more."""
+        """The file is removed while it is locked: a process that opened it in the meantime sees that it is gone."""
         if remove:
             self._path.unlink()
         self._file.close()
@@ -117,7 +117,7 @@ def _key_of(raw: bytes, path: Path) -> Key:
 
 
 def _open_locked(path: Path) -> BinaryIO:
-    """The file at `path`, created where it is not there, and locked. BlockingIOError where another process has it."""
+    """Opens or creates the file at `path` and locks it. BlockingIOError where another process holds the lock."""
     while True:
         file = path.open("a+b")
         try:

@@ -40,10 +40,10 @@ GIB = 1 << 30
 ROOT = Path(__file__).parents[2]
 
 
-# Limits where the user gives none, and the programs that pay on the platform.
+# For each platform, the limits that hold where the user gives none, and which shapes are worth a program.
 _DEFAULTS = {
-    # A CPU computes a token at a time no slower than it reads the weights for it: long steps only delay the others.
-    # Its compiler is slow too, so its ladder is coarse.
+    # A CPU takes about as long to read the weights as to compute one token, so long steps only delay other requests.
+    # Its compiler is slow, so there are few shapes.
     "cpu": BucketConfig(
         max_num_seqs=64,
         max_num_batched_tokens=512,
@@ -52,7 +52,7 @@ _DEFAULTS = {
         half_steps=False,
         few_rows=16,
     ),
-    # On chips a few rows cost what one does; every program saved is seconds of start-up.
+    # On chips a few rows cost as much as one. Each program saved shortens the start by seconds.
     "gpu": BucketConfig(
         max_num_seqs=256,
         max_num_batched_tokens=2048,
@@ -97,7 +97,7 @@ class Built:
 
 
 def build(settings: EngineSettings, report: Report) -> tuple[Engine, EngineInfo]:
-    """A warmed-up engine, not started. ValueError in words for whatever cannot be had."""
+    """A warmed-up engine, not started. ValueError where a setting, the model or the device cannot be used."""
     built = build_runner(settings, report, compile_meanwhile=True)
     engine = built.engine()
     engine.warm_up(lambda line: report(f"  {line}"))
@@ -137,7 +137,7 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
     runner = ModelRunner(planned, attention, runner_config(settings, buckets, max_model_len))
     capacity = runner.capacity()
     ladder = BucketLadder(buckets)
-    # XLA's autotuner times kernels on a GPU while it compiles, and keeps what it found: nothing else may run meanwhile.
+    # On a GPU, XLA's autotuner times kernels while it compiles and keeps its choices, so nothing else may run then.
     if compile_meanwhile and platform != "gpu":
         runner.start_compiling(ladder.buckets())
     try:
@@ -182,7 +182,7 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
 
 
 def bucket_config(settings: EngineSettings, platform: str) -> BucketConfig:
-    """The limits and the shapes of the steps: what is asked for, and the platform's defaults for the rest."""
+    """The limits and shapes of the steps: from the settings, or else the platform's defaults."""
     defaults = _DEFAULTS[platform]
     max_num_seqs, asked_tokens = settings.max_num_seqs or defaults.max_num_seqs, settings.max_num_batched_tokens
     if settings.max_num_seqs is None and asked_tokens is not None:
@@ -233,7 +233,7 @@ def paged_attention(
 def choose_dtype(
     asked: str, checkpoint_dtype: str | None, platform: str, stored: Sequence[str] = ()
 ) -> tuple[str, str]:
-    """What to compute in, and why, in words.
+    """The dtype of the computation, and the reason for it in words.
 
     Args:
         checkpoint_dtype: of a converted checkpoint, what it was converted to; of another, what `config.json` says, or
@@ -289,7 +289,7 @@ def choose_quantization(
 
 
 def choose_model_len(asked: int | None, trained: int) -> int:
-    """ValueError where more is asked for than the model was trained for: its text would decay without a word."""
+    """The length in tokens. ValueError where it exceeds what the model was trained for."""
     if asked is not None and asked > trained:
         raise ValueError(f"--max-model-len {asked} is more than the {trained} tokens that the model was trained for")
     return asked or trained
@@ -312,7 +312,7 @@ def _start_jax(settings: EngineSettings) -> str:
 
     device = find_device() if settings.device == "auto" else settings.device
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_POOL_SHARE))
-    # Only what is asked for is started: a plug-in for a chip that is not here fails loudly and late.
+    # Only the platform asked for is started: a plug-in for an absent chip fails late and with a long message.
     jax.config.update("jax_platforms", device if device == "cpu" else f"{device},cpu")
     if device == "cpu" and settings.tensor_parallel_size > 1:
         jax.config.update("jax_num_cpu_devices", settings.tensor_parallel_size)
@@ -331,7 +331,7 @@ def _start_jax(settings: EngineSettings) -> str:
 
 
 def find_device() -> str:
-    """'cpu', 'tpu' or 'cuda': what this machine has, by the same rule by which scripts/serve chose the packages."""
+    """'cpu', 'tpu' or 'cuda': what this machine has, by the rule with which scripts/serve chooses packages."""
     command = ["bash", "-c", ". scripts/setup.sh && find_device"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if found.returncode:

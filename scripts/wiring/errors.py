@@ -1,4 +1,4 @@
-"""How a command ends that cannot go on: one line on stderr and an exit code, with --debug the traceback before it."""
+"""How a command reports a failure: one line on stderr and an exit code. --debug prints the traceback first."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add_debug_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(command: str, body: Callable[[], int], *, debug: bool) -> int:
-    """The exit code of `body`, or of what it raised, which stderr says."""
+    """Runs `body` and returns its exit code. An exception is reported on stderr and gives the code of its kind."""
     try:
         return body()
     except (Exception, KeyboardInterrupt) as error:

@@ -1,4 +1,4 @@
-"""What an engine is told: one frozen record, built from flags or keywords, and carried to the engine's process."""
+"""The engine's settings: one frozen record, built from flags or keywords and sent to the engine's process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCHEDULING = ("continuous", "static")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSettings:
-    """The flags' own defaults; None means that the engine decides when it knows the model and the device."""
+    """None means that the engine decides once it knows the model and the device."""
 
     model: str = DEMO
     device: str = "auto"
@@ -92,7 +92,7 @@ def flag(name: str) -> str:
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of every command that runs an engine. Names are vLLM's where the meaning is."""
+    """The flags of every command that runs an engine. A flag with the meaning of one of vLLM's has its name."""
     model = parser.add_argument_group("model")
     model.add_argument(
         "--model",

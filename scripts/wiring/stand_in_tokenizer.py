@@ -1,7 +1,7 @@
 """A tokenizer for models that come without one (presets with dummy weights), so that they can be served and timed.
 
-Its text is of no meaning, as the model's is: a prompt is one token per byte, and every id that a dummy model draws has
-some text of its own, so that streams and stop strings behave as with a real vocabulary.
+Its text means nothing, as the model's does. A prompt has one token per byte. Every id that a dummy model draws has a
+text, so that streams and stop strings behave as with a real vocabulary.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def read_loops(path: Path) -> list[Loop]:
             latest = {at: loop for at, loop in latest.items() if at < depth}
             latest[depth] = Loop(depth=depth, begin=index)
             loops.append(latest[depth])
-        # What only the exit needs is printed at the depth outside, in the middle of the loop, which then goes on.
+        # Bundles that only the loop's exit needs are printed inside the loop, at the depth outside it.
         for loop in (loop for at, loop in latest.items() if at <= depth):
             loop.bundles += 1
             loop.matmuls += len(re.findall(r"vmatmul\.", text))

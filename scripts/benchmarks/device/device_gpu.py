@@ -30,7 +30,7 @@ from scripts.benchmarks.device.gpu_peers import PEERS, Peer
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is checked and timed. The goals are shares of what the same chip did in the same run."""
+    """The checks and timings of a run. Goals are shares of what the same chip reached in the same run."""
 
     variants: list[Any] = field(default_factory=lambda: gpu_check.VARIANTS)
     checked: list[Rows] = field(default_factory=lambda: gpu_check.BATCHES)

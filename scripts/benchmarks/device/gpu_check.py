@@ -102,7 +102,7 @@ def poison(device: jax.Device) -> None:
     stats = device.memory_stats() or {}
     free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
     arrays = []
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # the free memory is in pieces: as much of it as can be had
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # the free memory is fragmented: fill what can be allocated
         for _ in range(max(1, free * 9 // 10 // POISON_BYTES)):
             size = (POISON_BYTES if free else 1 << 20) // 4
             arrays.append(jax.block_until_ready(jnp.full(size, np.nan, jnp.float32)))

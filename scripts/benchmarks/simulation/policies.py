@@ -53,7 +53,7 @@ class _ExactOutlook:
         everyone = [*self._sequences, sequence]
         left = np.array([min(self._output_lens[s.request_id], s.limit) - s.num_emitted for s in everyone])
         own = np.array([s.num_prompt + s.num_emitted - s.num_hit_pages * self._page_size for s in everyone])
-        # Usage grows between two ends, so its peak lies at one of them.
+        # Usage grows from one end of a request to the next, so its peak is at an end.
         ends = np.unique(left)[:, None]
         pages = np.where(left >= ends, -(-(own + ends) // self._page_size), 0).sum(axis=1)
         return int(pages.max()) <= num_pages
