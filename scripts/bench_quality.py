@@ -13,6 +13,7 @@ from scripts.wiring.settings import QUANTIZATIONS
 
 
 def parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     p = argparse.ArgumentParser(prog="python -m scripts.bench_quality", description=__doc__.splitlines()[0])
     p.add_argument("--quantization", nargs="*", default=list(QUANTIZATIONS), choices=QUANTIZATIONS)
     add_debug_flag(p)
@@ -53,6 +54,7 @@ def bench(forms: list[str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
     args = parser().parse_args(argv)
     try:
         bench(args.quantization)

@@ -83,7 +83,8 @@ def convert(
     stored = find_weights(origin, source.config, "safetensors")
     kept, reason = choose_dtype(dtype, stored)
     mesh = make_mesh(num_shards) if num_shards > 1 else None
-    model = stored.load(dtype=kept, mesh=mesh, quantization=quantization and EightBit(quantization))
+    form = EightBit(quantization) if quantization else None
+    model = stored.load(dtype=kept, mesh=mesh, quantization=form)
     loaded = time.perf_counter()
     save_orbax(model, folder / CONVERTED, stored.config)
     for pattern in _COPIED:

@@ -137,10 +137,10 @@ def load_orbax(
     folder = Path(folder).absolute()
     description = Description.read(folder)
     description.check(folder, config, num_shards_of(mesh))
-    form = {"mesh": mesh, "quantization": description.quantization and EightBit(description.quantization)}
-    as_stored = abstract_model(config, dtype=description.dtype, **form)
+    form = EightBit(description.quantization) if description.quantization else None
+    as_stored = abstract_model(config, dtype=description.dtype, mesh=mesh, quantization=form)
     stored_dtypes = [variable.get_value().dtype for _, variable in nnx.to_flat_state(nnx.state(as_stored))]
-    model = abstract_model(config, dtype=dtype, for_cpu=for_cpu, **form)
+    model = abstract_model(config, dtype=dtype, mesh=mesh, quantization=form, for_cpu=for_cpu)
     names = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))]
     context = ts.Context({"cache_pool": {"total_bytes_limit": _INDEX_CACHE_BYTES}})
     dtypes = dict(zip(names, stored_dtypes, strict=True))

@@ -104,5 +104,5 @@ def _converted(folder: Path, config: LlamaConfig) -> StoredWeights:
         config=replace(config, checkpoint_dtype=dtype),
         dtypes=(dtype,),
         remark=None,
-        quantization=form and EightBit(form),
+        quantization=EightBit(form) if form else None,
     )

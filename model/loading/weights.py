@@ -69,7 +69,7 @@ def random_weights(
     seeds = np.random.default_rng(seed).integers(1 << 32, size=len(jax.tree.leaves(nnx.state(model))))
     remaining = iter(seeds.astype(np.uint32))
 
-    def make(_: str, likes: Described) -> Mapping[str, jax.Array]:
+    def make(path: str, likes: Described) -> Mapping[str, jax.Array]:
         first, *_ = [next(remaining) for _ in likes]
         return dict(zip(likes, _random(first, likes=tuple(likes.values())), strict=True))
 
@@ -185,7 +185,7 @@ def _random(seed: jax.Array, *, likes: tuple[jax.ShapeDtypeStruct, ...]) -> tupl
     """Noise in a matrix, ones in a norm; with a scale, the noise quantised."""
     like = likes[0]
     if len(like.shape) == 1:
-        made = (jnp.ones(like.shape, like.dtype),)
+        made: tuple[jax.Array, ...] = (jnp.ones(like.shape, like.dtype),)
     elif len(likes) == 1:
         made = (_noise(seed, like.shape).astype(like.dtype),)
     else:

@@ -39,6 +39,7 @@ def make_mesh(num_shards: int, devices: Sequence[jax.Device] | None = None) -> M
 
 
 def num_shards_of(mesh: Mesh | AbstractMesh | None) -> int:
+    """Chips over which the heads are split."""
     return 1 if mesh is None else mesh.shape[TENSOR_AXIS]
 
 

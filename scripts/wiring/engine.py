@@ -24,7 +24,6 @@ from server.engine.wire import EngineInfo
 
 if TYPE_CHECKING:
     import jax
-    from jax.sharding import AbstractMesh, Mesh
 
     from model.config import LlamaConfig
     from model.execution.memory_plan import RunnerConfig
@@ -213,7 +212,7 @@ def paged_attention(
     *,
     dtype: str,
     page_size: int,
-    mesh: Mesh | AbstractMesh | None,
+    mesh: Any,  # a Mesh; an AbstractMesh will do for a plan; None for one chip
 ) -> PagedAttention:
     """Of a model in its stored form: `config` has its KV heads repeated where chips outnumber them."""
     from pallas_kernels.api import PagedAttention
