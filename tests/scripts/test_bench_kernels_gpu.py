@@ -32,6 +32,7 @@ PLAN = device_gpu.Plan(
 
 
 @pytest.mark.slow
+@pytest.mark.kernels
 def test_measuring_goes_through_and_says_what_it_found(tmp_path, capsys):
     figures, lines = device_gpu.measure("h200", "8b", HEADS, backend=Backend.GPU_INTERPRET, plan=PLAN)
     kernels_gpu.publish(figures, lines, tmp_path / "figures.json", tmp_path / "report.md")
