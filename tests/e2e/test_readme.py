@@ -1,9 +1,14 @@
-"""The README's Python is run as it stands there, on the demo."""
+"""The README's examples are run as they stand there, on the demo."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -12,12 +17,30 @@ from tests.e2e.conftest import LIMITS, ROOT
 
 pytestmark = pytest.mark.e2e
 
-EXAMPLES = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+EXAMPLES = re.findall(r"^```(?:python|sh)\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
 
 
 def example(containing: str) -> str:
     (code,) = [code for code in EXAMPLES if containing in code]
     return code
+
+
+def run_in(folder: Path, commands: str, replacement: tuple[str, str]) -> str:
+    """What shell commands print in `folder`, with the modules of the checkout and the Python of this test."""
+    for old, new in ((".venv/bin/python", sys.executable), replacement):
+        assert old in commands
+        commands = commands.replace(old, new)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        ["bash", "-ec", commands],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    return result.stdout
 
 
 def test_the_official_client_talks_to_the_server(server, capsys):
@@ -34,5 +57,18 @@ def test_offline_generation_from_python(settings, built, monkeypatch, capsys):
     assert "82" in capsys.readouterr().out
 
 
+def test_a_batch_file(server_flags, tmp_path):
+    flags = " ".join(["--output answers.jsonl --device cpu", *server_flags])
+    run_in(tmp_path, example("scripts.generate"), ("--output answers.jsonl", flags))
+    answers = [json.loads(line)["response"]["body"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert "82" in answers[0]["choices"][0]["message"]["content"]
+    assert answers[1]["usage"]["completion_tokens"] == 20
+
+
+def test_a_benchmark_run(server, tmp_path):
+    report = run_in(tmp_path, example("scripts.bench_serving"), ("http://127.0.0.1:8000", server.url))
+    assert "32 requests, closed loop, at most 8 in flight" in report
+
+
 def test_every_example_is_run_here():
-    assert len(EXAMPLES) == 2
+    assert len(EXAMPLES) == 4
