@@ -46,6 +46,7 @@ class Run:
 
     @property
     def output_tokens_per_s(self) -> float:
+        """Over the whole run."""
         return self.output_tokens / self.seconds
 
 

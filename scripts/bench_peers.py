@@ -47,6 +47,7 @@ class Peer:
 
     @classmethod
     def parse(cls, text: str) -> Peer:
+        """NAME[,plain]=COMMAND, a flag's value. ValueError where it has another form."""
         head, _, command = text.partition("=")
         name, *options = head.split(",")
         if not name or not command or set(options) - {"plain"} or "{port}" not in command:

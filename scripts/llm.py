@@ -67,10 +67,12 @@ class Result:
 
     @property
     def text(self) -> str:
+        """Of the first choice."""
         return self.choices[0].text
 
     @property
     def token_ids(self) -> tuple[int, ...]:
+        """Of the first choice."""
         return self.choices[0].token_ids
 
 
@@ -148,9 +150,11 @@ class LLM:
             raise EngineDeadError(f"the engine has died: {self._client.death}")
 
     def stats(self) -> EngineStats:
+        """The engine's counters and gauges, as on the server's `/metrics`."""
         return self.engine.stats()
 
     def close(self) -> None:
+        """Ends the engine and its threads."""
         self.engine.shutdown()
         self._thread.close()
 

@@ -39,6 +39,7 @@ class CompileCounter:
 
     @property
     def total(self) -> int:
+        """Programs that were readied so far."""
         return self._total
 
     @property
@@ -54,8 +55,8 @@ class CompileCounter:
             self._cached_here.count = self.from_cache_in_this_thread + 1
 
 
-# JAX never drops a listener: every thread that compiles calls them, while it walks the list of
-# them. So they stay when their counter is gone, and do nothing.
+# JAX keeps its listeners for good: every thread that compiles walks the list of them. A listener therefore stays when
+# its counter is gone, and does nothing.
 
 
 def _forward_duration(counter: weakref.ref[CompileCounter]):

@@ -116,6 +116,7 @@ class ModelRunner:
         self._state = self._allocate()
 
     def capacity(self) -> Capacity:
+        """What the scheduler must keep within."""
         return Capacity(
             num_slots=self._config.max_num_seqs,
             num_pages=self._num_pages,
@@ -143,6 +144,7 @@ class ModelRunner:
         self._compilation = Compilation(lower, compiler_options(self._a_device().platform), self._compiles)
 
     def stop_compiling(self) -> None:
+        """Gives up what `start_compiling` began."""
         if self._compilation is not None:
             self._compilation.cancel()
 

@@ -55,6 +55,7 @@ class OutputLayout:
     bucket: Bucket
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], type]]:
+        """name -> shape and dtype of each section, in the order of the buffer."""
         t, s = self.bucket.num_tokens, self.bucket.num_rows
         shapes: dict[str, tuple[tuple[int, ...], type]] = {"tokens": ((s,), np.int32), "finite": ((s,), np.int32)}
         if self.bucket.variant is Variant.GREEDY:

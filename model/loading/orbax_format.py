@@ -75,6 +75,7 @@ class Description:
         raise ValueError(f"{path} is damaged: convert again")
 
     def write(self, folder: Path) -> None:
+        """Writes the file whole or not at all."""
         path = folder / DESCRIPTION_FILE
         temporary = path.with_name(path.name + ".writing")
         temporary.write_text(json.dumps({"format": FORMAT} | vars(self), indent=2) + "\n")

@@ -64,9 +64,11 @@ class TensorFiles:
         self._slices |= {key: file.get_slice(key) for key in keys}
 
     def shape(self, key: str) -> tuple[int, ...]:
+        """The shape of a tensor, without its values."""
         return tuple(self._slice(key).get_shape())
 
     def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
+        """The part of a tensor at `index`."""
         return self._slice(key)[index]
 
     def _slice(self, key: str) -> Any:

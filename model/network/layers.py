@@ -33,6 +33,7 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones((config.hidden_size,), dtype), axes=("embed",))
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """x [T, D] -> the same."""
         x32 = x.astype(jnp.float32)
         normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
         return normed.astype(x.dtype) * self.scale[...]

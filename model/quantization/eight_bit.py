@@ -22,6 +22,7 @@ class EightBit(StrEnum):
 
     @property
     def dtype(self) -> Any:
+        """Of the stored weights."""
         return jnp.int8 if self is EightBit.INT8 else jnp.float8_e4m3fn
 
     @property

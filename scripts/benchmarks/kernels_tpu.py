@@ -124,6 +124,7 @@ class Report:
         self.kernels = compiled(target, model, jobs)
 
     def text(self) -> str:
+        """In Markdown."""
         heads = "{} query heads, {} KV heads, head dim {}".format(*MODELS[self.model])
         title = f"\n### {self.target.name}, {self.model}: {heads}; pages of {PAGE}, bf16\n"
         return "\n".join([title, *self._iterations(), "", *self._batches()])

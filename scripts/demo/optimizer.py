@@ -37,6 +37,7 @@ class Optimizer:
     max_gradient_norm: float = 1.0
 
     def init(self, params: Arrays) -> dict[str, Arrays]:
+        """The optimizer's state before the first step."""
         second = {name: jnp.zeros_like(p) for name, p in params.items() if name not in self.blocks}
         return {"first": jax.tree.map(jnp.zeros_like, params), "second": second}
 

@@ -125,9 +125,11 @@ class SampleEncoder:
         return self._ids[token]
 
     def text(self, text: str) -> list[int]:
+        """The ids of plain text, without special tokens around it."""
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def header(self, role: str) -> list[int]:
+        """The ids that begin a message of `role`."""
         return [self._ids[START_HEADER], *self.text(role), self._ids[END_HEADER], *self.text("\n\n")]
 
     def prompt(self, system: str | None, turns: Iterable[tuple[str, str]], question: str) -> list[int]:

@@ -113,6 +113,7 @@ class Trainer:
         self._train_step = jax.jit(self._step, donate_argnums=(0, 1))
 
     def model(self, params: Arrays) -> Llama:
+        """The model with these parameters."""
         flat = [(path, variable.replace(params[name])) for name, (path, variable) in self._variables.items()]
         return nnx.merge(self._graph, nnx.from_flat_state(flat))
 
@@ -157,6 +158,7 @@ class Trainer:
                 losses, num_tokens, since = [], 0, time.perf_counter()
 
     def save(self, path: Path) -> None:
+        """Writes parameters, optimizer and step number, whole or not at all."""
         arrays = {f"params/{k}": v for k, v in self.params.items()}
         for group, members in self.state.items():
             arrays |= {f"{group}/{k}": v for k, v in members.items()}
@@ -166,6 +168,7 @@ class Trainer:
         partial.replace(path)
 
     def restore(self, path: Path) -> None:
+        """Reads what `save` wrote."""
         with np.load(path) as saved:
             self.step = int(saved["step"])
             self.params = {k: jnp.asarray(saved[f"params/{k}"]) for k in self.params}

@@ -48,6 +48,7 @@ class Journal:
         self._is_forgotten = True
 
     def add(self, number: int, line_digest: str, record: dict[str, Any]) -> None:
+        """Adds the record of a line. It outlives this process once this returns."""
         if self._is_forgotten:
             self._file.truncate(0)
             self._end, self._is_forgotten = 0, False

@@ -83,6 +83,7 @@ class Built:
     info: EngineInfo
 
     def engine(self, scheduling: str | None = None, on_death: Callable[[BaseException], None] | None = None) -> Engine:
+        """An engine over the runner, not started. `on_death` is called with what ended it."""
         settings = self.settings
         config = EngineConfig(
             eos_token_ids=self.eos_token_ids,

@@ -71,6 +71,7 @@ class EngineSettings:
 
     @classmethod
     def from_namespace(cls, args: argparse.Namespace) -> EngineSettings:
+        """From parsed flags. ValueError where a value is out of its range."""
         return cls(**{name: getattr(args, name) for name in cls.field_names()})
 
     @classmethod
@@ -83,6 +84,7 @@ class EngineSettings:
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
+        """The names of all settings."""
         return tuple(field.name for field in dataclasses.fields(cls))
 
 

@@ -23,6 +23,7 @@ class Loop:
     spills: int = 0
 
     def inside(self, other: Loop) -> bool:
+        """Whether this loop runs within `other`."""
         return self.depth > other.depth and other.begin <= self.begin < other.begin + other.bundles
 
 

@@ -57,6 +57,7 @@ class Turn:
 
     @classmethod
     def of(cls, loop: Loop, kernel: gpu_report.Kernel, chip: GpuChip, spec: AttentionSpec) -> Turn:
+        """Of a kernel's loop on `chip`."""
         gpu = device.Gpu(arch=chip.arch, num_multiprocessors=chip.num_multiprocessors)
         group = spec.num_query_heads // spec.num_kv_heads
         if kernel.name == "paged_decode":

@@ -57,6 +57,7 @@ class Estimate:
     pairs: float = 0.0  # (query, KV token) pairs computed on
 
     def then(self, bundles: float, dma_cycles: float, inner_bundles: float = 0.0, pairs: float = 0.0) -> Estimate:
+        """With a further piece of work, which takes the longer of its bundles and its copies."""
         return Estimate(
             cycles=self.cycles + max(bundles, dma_cycles),
             bundles=self.bundles + bundles,
@@ -87,6 +88,7 @@ class Compiled:
     vmem: Vmem
 
     def busiest(self, depth: int) -> Loop:
+        """The loop of this depth with matrix products that has most bundles."""
         return max((loop for loop in self.loops if loop.depth == depth and loop.matmuls), key=lambda x: x.bundles)
 
 
@@ -134,18 +136,23 @@ class Kernel:
 
     @property
     def token_bytes(self) -> int:
+        """Bytes of K and V of one token."""
         return 2 * self.num_kv_heads * self.head_dim * 2
 
     def dma_cycles(self, num_bytes: float) -> float:
+        """Cycles in which the memory delivers so many bytes."""
         return num_bytes / self.target.chip.memory_bytes_per_cycle
 
     def mxu_cycles(self, pairs: float) -> float:
+        """Cycles in which the matrix units multiply so many (query, KV token) pairs."""
         return 4 * self.num_query_heads * self.head_dim * pairs / self.target.chip.flops_per_cycle
 
     def iteration(self) -> Iteration:
+        """One iteration of the inner loop."""
         raise NotImplementedError
 
     def estimate(self, rows: list[Row]) -> Estimate:
+        """A batch with these rows."""
         raise NotImplementedError
 
 

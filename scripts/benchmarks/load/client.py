@@ -29,6 +29,7 @@ class Outcome:
 
     @property
     def output_tokens(self) -> int:
+        """The server's own count, or else the number of chunks."""
         return len(self.chunk_times) if self.completion_tokens is None else self.completion_tokens
 
 
