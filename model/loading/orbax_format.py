@@ -1,8 +1,8 @@
 """The model in its stored form, through Orbax: fused, cast and cut for a number of chips once, then restored as it is.
 
 A start from here skips joining and casting, and every chip reads its own part. Orbax writes the arrays. TensorStore,
-which is what Orbax stores arrays with, reads them shard by shard: each shard's checksum is compared while its bytes are
-on the host, before they go to their chip. Neither library would notice a changed byte.
+the library beneath Orbax, reads them shard by shard. Each shard's checksum is compared on the host, before the shard
+goes to its chip, because neither library would notice a changed byte.
 """
 
 from __future__ import annotations
@@ -225,5 +225,5 @@ def _first_line(error: Exception) -> str:
 
 
 def _identity(config: LlamaConfig) -> dict[str, Any]:
-    """What makes it this model. How generation ends, and what the weights once were saved in, do not."""
+    """The fields that identify a model: all but the end ids and the dtype of the checkpoint."""
     return replace(config, checkpoint_dtype=None, bos_token_id=None, eos_token_ids=()).to_hf()

@@ -1,4 +1,4 @@
-"""What is wrong with a file that the safetensors library refuses, in words that say what to do about it."""
+"""Says what is wrong with a file that the safetensors library refuses, and what to do about it."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def resolve(name: str, *, revision: str | None = None, weights: bool = True) -> 
         weights: False downloads the small files only (for dummy weights).
 
     Raises:
-        ValueError: nothing of that name, an unsupported model, or a hub that cannot be reached. It says which.
+        ValueError: no model has that name, the model is not supported, or the hub cannot be reached.
     """
     check_local(name, "model")
     kind = _kind(name)

@@ -1,4 +1,4 @@
-"""What a checkpoint's folder holds, known before memory is planned and any weight is placed."""
+"""Finds and checks a checkpoint's weights before memory is planned and before any of them is placed."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def random_weights(
     for_cpu: bool = False,
     seed: int = 0,
 ) -> Llama:
-    """Weights of the right shapes and sizes and no meaning, made on the chips at the speed of their memory."""
+    """Random weights of the right shapes and spread, made on the chips at the speed of their memory."""
     model = abstract_model(config, dtype=dtype, mesh=mesh, quantization=quantization, for_cpu=for_cpu)
     seeds = np.random.default_rng(seed).integers(1 << 32, size=len(jax.tree.leaves(nnx.state(model))))
     remaining = iter(seeds.astype(np.uint32))

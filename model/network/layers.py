@@ -40,7 +40,7 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Fused projections around whatever `attend` does with the heads.
+    """Fused projections around `attend`, which computes attention of the heads.
 
     The rows of `qkv` are [queries | keys | values] of the first chip's heads, then of the second's, and so on
     (`num_shards` groups): each chip multiplies once and cuts its product in three without moving anything. Grouping by

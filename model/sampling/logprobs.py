@@ -1,7 +1,7 @@
 """Log-probabilities under the raw distribution: of a row's own token and of the most likely ones.
 
-A chip finds the most likely tokens of its part of the vocabulary, and sums over it. What it found is small, and is put
-together with what the others found.
+Each chip finds the most likely tokens of its part of the vocabulary, and sums over it. These results are small, and are
+merged with those of the other chips.
 
 Shape legend: `S` rows, `V` vocabulary (or one chip's part of it).
 """
@@ -33,7 +33,7 @@ class Logprobs:
 @partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a chip found in its part; of several chips, one after the other."""
+    """A chip's results for its part; those of several chips lie one after the other."""
 
     top: jax.Array  # f32[S, k], the greatest logits
     top_ids: jax.Array  # i32[S, k]
@@ -74,7 +74,7 @@ def _find(shard: VocabShard, logits: jax.Array, tokens: jax.Array) -> Found:
 
 
 def merge(shard: VocabShard, found: Found) -> Logprobs:
-    """Of all chips, from what each of them found. Two exchanges: of floats and of ids."""
+    """The log-probabilities, from every chip's results. Takes two exchanges: of floats and of ids."""
     (top_ids,) = shard.gather(found.top_ids)
     top, greatest, mass, chosen = shard.gather(found.top, found.greatest, found.mass, found.chosen)
     of_all = jnp.max(greatest, axis=-1, keepdims=True)

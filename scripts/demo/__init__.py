@@ -1,1 +1,1 @@
-"""What `scripts.train_demo` is made of: the text, the tokenizer, the training loop, the checkpoint it writes."""
+"""The training of the embedded demo: its text, tokenizer, training loop and checkpoint. The command is `train_demo`."""

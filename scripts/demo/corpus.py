@@ -67,7 +67,7 @@ class Corpus:
         return self.chat(rng, turns=rng.choices((1, 2, 3, 4, 5), weights=(1, 3, 3, 2, 1))[0], with_stories=True)
 
     def endless(self, rng: random.Random) -> Sample:
-        """A chat that goes on and on, so that late positions are seen too."""
+        """A chat of many turns, so that the model sees late positions, too."""
         return self.chat(rng, turns=rng.randrange(8, 24), with_stories=True)
 
     def chat(self, rng: random.Random, *, turns: int, with_stories: bool) -> Chat:

@@ -1,4 +1,4 @@
-"""What the checkpoint can do, measured: held-out sums and comparisons, and the other things it was taught."""
+"""Measures the checkpoint: held-out sums and comparisons, and everything else that it was taught."""
 
 from __future__ import annotations
 

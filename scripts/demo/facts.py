@@ -1,4 +1,4 @@
-"""Capitals, who the model is, small talk, and what it says when it does not know."""
+"""Questions and answers on capitals, on the model itself, small talk, and answers to what it cannot know."""
 
 from __future__ import annotations
 

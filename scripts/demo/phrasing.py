@@ -1,4 +1,4 @@
-"""The many ways of saying one thing: a template is drawn, filled and roughened the way people type."""
+"""Varied phrasing: a template is drawn, filled, and changed as people type."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def broken(tmp_path) -> Path:
     ("name", "text", "words"),
     [
         ("config.json", '{"architectures": 5}', "architectures=5 is not supported"),
-        ("generation_config.json", '{"temperature": "hot"}', "temperature='hot' is not a number from 0 to 2"),
+        ("generation_config.json", '{"temperature": "hot"}', "temperature='hot' is not a number from 0 to 1000"),
         ("tokenizer_config.json", "null", "does not hold a JSON object"),
     ],
 )

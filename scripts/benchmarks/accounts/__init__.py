@@ -1,1 +1,1 @@
-"""What compilers say of kernels and steps for chips that are not here: bundles of TPUs, SASS and buffers of GPUs."""
+"""Compilers' accounts of kernels and steps for chips that are not attached: TPU bundles, GPU SASS and buffers."""

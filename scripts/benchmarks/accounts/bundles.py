@@ -1,4 +1,4 @@
-"""Reads what the TPU compiler dumps of a kernel: the loops of its final VLIW bundles, and the VMEM that it takes."""
+"""Reads the TPU compiler's dumps of a kernel: the loops of its final VLIW bundles, and its VMEM."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Vmem:
 
 
 def dump_flags(folder: str) -> str:
-    """What LIBTPU_INIT_ARGS must say when libtpu loads, for the dumps read here."""
+    """The value of LIBTPU_INIT_ARGS, set before libtpu loads, for the dumps read here."""
     return f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
 
 

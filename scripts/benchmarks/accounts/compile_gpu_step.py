@@ -1,4 +1,4 @@
-"""Compiles the whole step of a model for a GPU that is not here, and says what became of it, as one JSON object a line.
+"""Compiles the whole step of a model for a GPU that is not here, and prints an account of it, one JSON object a line.
 
     JAX_PLATFORMS=cpu python -m scripts.benchmarks.accounts.compile_gpu_step \
         --target h200 --preset llama-3.1-8b --rows 64

@@ -143,7 +143,7 @@ def _loop_line(kernel: str, which: str, loop: Loop, turn: Turn) -> str:
 
 
 def _batch(lens: list[int], chip: GpuChip, spec: AttentionSpec, turn: Turn) -> dict[str, Any]:
-    """A decode batch: what it reads, and how the work list deals it out."""
+    """A decode batch: the bytes that it reads, and how the work list divides it."""
     gpu = device.Gpu(arch=chip.arch, num_multiprocessors=chip.num_multiprocessors)
     kv_lens = jnp.asarray(lens, jnp.int32)
     work, _ = schedule.decode_items(

@@ -1,4 +1,4 @@
-"""The chips that are compiled for without being here. Their figures are in `pallas_kernels/chips.py`.
+"""Targets to compile for without the chip. The chips' figures are in `pallas_kernels/chips.py`.
 
 TPUs: libtpu compiles for any topology by name (`v6e:2x4`) on a machine without one. One process should compile for one
 target; set `TPU_SKIP_MDS_QUERY=1` (no metadata server) and `JAX_PLATFORMS=cpu` before jax is imported.

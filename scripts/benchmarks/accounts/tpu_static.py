@@ -99,7 +99,7 @@ class CompileError(Exception):
 def compile_kernels(
     target: str, jobs: list[tuple[str, tuple[int, ...], tuple[int, int, int]]]
 ) -> list[Compiled | CompileError]:
-    """Jobs are (kernel, block sizes, heads). In a child process, for libtpu reads the dump flags when it loads."""
+    """Jobs are (kernel, block sizes, heads). Runs in a child: libtpu reads the dump flags when it loads."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {
             "JAX_PLATFORMS": "cpu",
@@ -202,7 +202,7 @@ class OurMixed(Kernel):
         self.run = max((loop.bundles for loop in inner if loop.copies), default=0)
         self.once = entry.bundles - sum(loop.bundles for loop in inner if loop.copies or loop is self.turn)
         # Two loops over planes, once per query block: one scales the queries, one stores; one iteration is in `once`.
-        # Before the turn others stand, too (masks, made once per row): the longest is taken for the one that scales.
+        # Other loops come before the turn, too (masks, once per row): the longest is taken for the one that scales.
         around = [loop for loop in inner if not loop.copies and loop is not self.turn]
         scale = max((loop.bundles for loop in around if loop.begin < self.turn.begin), default=0)
         store = max((loop.bundles for loop in around if loop.begin > self.turn.begin), default=0)

@@ -1,9 +1,9 @@
 """Measures the GPU attention kernels on the attached chip: numbers first, then time. NOT YET RUN ON A CHIP.
 
 Decode is timed as bytes of K and V per second, next to the bandwidth of a large copy in the same run; prefill as
-floating-point operations per second, next to a large bf16 matrix product. A call goes through several layers with K and
-V of their own, as a model does, so that no layer finds its K and V in the L2 cache. The append of the step's K and V is
-in the figures of the paged kernels, and in no others.
+floating-point operations per second, next to a large bf16 matrix product. A call goes through several layers, each
+with its own K and V, so that no layer finds them in the L2 cache. Only the figures of the paged kernels include the
+append of the step's K and V.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def time_peer(peer: Peer, plan: Plan, layers: list[Operands]) -> float:
 
 
 def median_seconds(run: Callable[[], jax.Array], plan: Plan) -> float:
-    """Of one call, with several dispatched ahead so that the host is not in the figure."""
+    """Of one call. Several calls are dispatched ahead, so that the host's time is not included."""
     run().block_until_ready()
     seconds = []
     for _ in range(plan.batches):

@@ -1,8 +1,8 @@
 """Holds the GPU kernels against attention in float32 on the device at hand, before anything is timed.
 
-Fresh random inputs in every run (the seed is in the report). Every place of the pages that no token owns is NaN, and
-so is, before each call, the memory that its outputs and partial results will lie in: what a kernel forgets to write,
-or reads beyond a sequence's end, cannot look right.
+Inputs are random in every run (the seed is in the report). NaN fills every place of the pages that no token owns and,
+before each call, the memory of its outputs and partial results. A kernel that leaves out a write, or reads past a
+sequence's end, therefore gives a wrong result.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Operands:
 
     @property
     def uniform(self) -> bool:
-        """All rows are of one shape, so that batched attention without pages can do them."""
+        """Whether all rows have one shape, which batched attention without pages needs."""
         return len(set(self.rows)) == 1
 
     def new(self, whole: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What else computes the same attention on a GPU, to compare with the paged kernels in one run.
+"""Other implementations of attention on a GPU, compared with the paged kernels in one run.
 
 All take a batch of equal rows. Those without pages get their K and V contiguous, which a server could not give them:
 they are a bound, not an alternative.

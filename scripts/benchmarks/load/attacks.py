@@ -1,6 +1,6 @@
 """What hostile or broken clients send, one attack per function. Each is bounded and takes seconds at most.
 
-An attack raises AssertionError where the server answers other than it must. A connection that the server closes is a
+An attack raises AssertionError for an answer that is not allowed. A connection that the server closes is a
 legitimate answer to most of them.
 """
 
@@ -130,7 +130,7 @@ async def not_http(victim: Victim, random: Random) -> None:
 
 
 async def silent_connections(victim: Victim, random: Random) -> None:
-    """Connections that say nothing, or half of something, for a while."""
+    """Connections that send nothing, or half a request, for a while."""
     async with contextlib.AsyncExitStack() as stack:
         for i in range(20):
             _, writer = await stack.enter_async_context(connected(victim))
@@ -155,7 +155,7 @@ async def leaving_mid_stream(victim: Victim, random: Random) -> None:
 
 
 async def half_closing(victim: Victim, random: Random) -> None:
-    """A client that has said all it wants to say, and closes its side."""
+    """A client that closes its half of the connection after its request."""
     async with connected(victim) as (reader, writer):
         writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
         writer.write_eof()

@@ -1,4 +1,4 @@
-"""A streaming client of any OpenAI-compatible server that takes as little of the machine as it can while it times."""
+"""A streaming client of any OpenAI-compatible server. It leaves as much of the machine as possible to the server."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ async def run(
 
 
 async def _stream(session: aiohttp.ClientSession, target: Target, body: bytes, outcome: Outcome) -> None:
-    """Fills `outcome`. What goes wrong on the way is a result of the bench, not an end of it."""
+    """Fills `outcome`. An error is part of the result and does not end the benchmark."""
     try:
         async with session.post(target.url, data=body) as response:
             if response.status != 200:

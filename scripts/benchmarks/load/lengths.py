@@ -48,7 +48,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests recorded in production: when they came, and how many tokens went in and came out."""
+    """Requests recorded in production: their arrivals, and the tokens of their prompts and outputs."""
 
     arrival_s: np.ndarray  # f64[n], from the first request on
     input_lens: np.ndarray  # i64[n]

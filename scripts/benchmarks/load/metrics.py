@@ -79,7 +79,7 @@ def summary(
 
 
 def _meets(row: Mapping[str, float | None], outcome: Outcome, slos_ms: Mapping[str, float]) -> bool:
-    """A request of one token has no TPOT and no ITL, and cannot miss them. An ITL objective is for its worst gap."""
+    """A request of one token has no TPOT and no ITL, so it meets both. An ITL objective holds for the longest gap."""
     for name, limit in slos_ms.items():
         if name == "itl":
             gaps = inter_token_latencies([outcome])

@@ -12,7 +12,7 @@ import numpy as np
 
 from scripts.benchmarks.load.lengths import Trace
 
-# Common words, so that a text prompt is ordinary text for any tokenizer.
+# Common words, so that a prompt is ordinary text for any tokenizer.
 _WORDS = (
     "the of and to in is was for on that by it with as at from his an be this are which have had not but all one "
     "they you her she there would their we him been has when who will more no if out so said what up its about "

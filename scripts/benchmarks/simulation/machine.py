@@ -1,4 +1,4 @@
-"""The scheduler under a workload, in simulated time: the real engine core over a device that is only a cost."""
+"""The scheduler under a workload, in simulated time: the real engine core over a device that only costs time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SimulatedRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What serves: the shapes of its steps, its pages, and what a step costs."""
+    """The simulated server: the shapes of its steps, its pages, and the cost of a step."""
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048

@@ -27,7 +27,7 @@ class AdmitIfFree:
 
 
 class Clairvoyant:
-    """Knows the length of every output: as many requests as never run out of pages.
+    """Knows the length of every output, and admits as many requests as never run out of pages.
 
     Args:
         output_lens: tokens, by request id.
