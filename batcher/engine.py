@@ -89,6 +89,7 @@ class Engine:
         self._idle = threading.Condition(self._lock)  # for `drain`: nothing is live any more, or never will be
         self._arrived: list[Sequence] = []
         self._aborted: list[tuple[Sequence, FinishReason]] = []  # not ids: those may be used again
+        self._forgets_prefixes = False
         self._results: list[StepOutput | BaseException] = []  # of steps in flight, in order
         self._live: dict[str, Sequence] = {}  # by request id, from add_request to the last output
         self._closed = False
@@ -144,6 +145,12 @@ class Engine:
             if request_id in self._live:
                 self._aborted.append((self._live[request_id], reason))
                 self._wake.notify()
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets the prefixes soon: requests that run keep their pages, and no later one finds them."""
+        with self._lock:
+            self._forgets_prefixes = True
+            self._wake.notify()
 
     def stats(self) -> EngineStats:
         """Totals since start and gauges of now. EngineDeadError once the engine is dead."""
@@ -281,7 +288,7 @@ class Engine:
     def _has_work(self) -> bool:
         if self._stopping and not self._core.in_flight:
             return True
-        return bool(self._results or self._arrived or self._aborted)
+        return bool(self._results or self._arrived or self._aborted or self._forgets_prefixes)
 
     def _take(self, results: list[StepOutput | BaseException]) -> None:
         for result in results:
@@ -295,6 +302,9 @@ class Engine:
         with self._lock:
             arrived, self._arrived = self._arrived, []
             aborted, self._aborted = self._aborted, []
+            forgets_prefixes, self._forgets_prefixes = self._forgets_prefixes, False
+        if forgets_prefixes:
+            self._core.scheduler.pool.clear_cache()
         for sequence in arrived:
             self._core.add(sequence)
         for sequence, reason in aborted:

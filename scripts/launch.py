@@ -40,13 +40,19 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="scripts/serve",
         description="Serves a Llama 3 behind an OpenAI-compatible endpoint; without flags, the demo on 127.0.0.1:8000.",
+        usage="%(prog)s [flags]",
         allow_abbrev=False,
     )
     add_engine_flags(p)
     server = p.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1")
     server.add_argument("--port", type=int, default=8000, help="0: any free one")
-    server.add_argument("--api-key", nargs="+", default=[], metavar="KEY", help="asked for on every route but /health")
+    server.add_argument(
+        "--api-key", nargs="+", default=[], metavar="KEY", help="asked for but by /health, /ping, /version and /metrics"
+    )
+    server.add_argument("--api-key-all-routes", action="store_true", help="asked for by these, too")
+    server.add_argument("--admin-api-key", nargs="+", default=[], metavar="KEY", help="for administrators' routes")
+    server.add_argument("--enable-tokenizer-info-endpoint", action="store_true", help="serve /tokenizer_info")
     file_help = f"one key a line, not shown by `ps`; nor is ${KEY_VARIABLE}"
     server.add_argument("--api-key-file", type=local_path, metavar="FILE", help=file_help)
     server.add_argument("--served-model-name", nargs="+", metavar="NAME", help="default: --model")
@@ -59,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument("--enable-auto-tool-choice", action="store_true", default=True, help=argparse.SUPPRESS)
     server.add_argument("--allowed-origins", nargs="+", default=["*"], metavar="ORIGIN", help="CORS (default: all)")
     server.add_argument("--strict-fields", action="store_true", help="refuse fields of a request that are unknown")
+    server.add_argument("--max-concurrent-per-key", type=int, metavar="N", help="requests of one API key; then 429")
     server.add_argument("--queue-timeout", type=float, metavar="S", help="refuse requests that waited so long")
     server.add_argument(
         "--max-request-logprobs", type=int, default=DEFAULT_MAX_REQUEST_LOGPROBS, metavar="N",
@@ -90,6 +97,9 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         host=args.host,
         port=args.port,
         api_keys=api_keys(args),
+        api_key_all_routes=args.api_key_all_routes,
+        admin_api_keys=tuple(args.admin_api_key),
+        enable_tokenizer_info=args.enable_tokenizer_info_endpoint,
         allowed_origins=tuple(args.allowed_origins),
         chat_template=read_text(args.chat_template, MAX_TEMPLATE_BYTES) if args.chat_template else None,
         enable_auto_tool_choice=args.enable_auto_tool_choice,
@@ -100,6 +110,7 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         version=version(),
         queue_timeout_s=args.queue_timeout,
         strict_fields=args.strict_fields,
+        max_concurrent_per_key=args.max_concurrent_per_key,
         debug=args.debug,
         max_request_logprobs=args.max_request_logprobs,
         **{name: getattr(args, name) for name in CONNECTION_FLAGS},

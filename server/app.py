@@ -9,13 +9,16 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
+from server.api.admin_routes import admin_routes
 from server.api.answer import error_response
 from server.api.chat import chat_routes
 from server.api.completions import completion_routes
 from server.api.gate import Gate
 from server.api.info_routes import info_routes
+from server.api.invocations import invocation_routes
 from server.api.messages.routes import messages_routes
 from server.api.metrics import ServerMetrics
+from server.api.openapi import docs_routes
 from server.api.responses.routes import responses_routes
 from server.api.state import ServerState
 from server.api.ui import ui_routes
@@ -42,14 +45,19 @@ def create_state(settings: Settings, client: EngineClient, tokenizer: Tokenizer)
 
 
 def create_app(state: ServerState) -> Starlette:
+    (chat,), (completion,) = chat_routes(state), completion_routes(state)
+    invocations = invocation_routes(state, chat=chat.endpoint, completions=completion.endpoint)
     routes = [
-        *chat_routes(state),
-        *completion_routes(state),
+        chat,
+        completion,
         *responses_routes(state),
         *messages_routes(state),
+        *invocations,
         *info_routes(state),
         *ui_routes(state),
+        *admin_routes(state),
     ]
+    routes += docs_routes(routes, version=state.settings.version)
     cors = Middleware(
         CORSMiddleware,
         allow_origins=list(state.settings.allowed_origins),

@@ -71,6 +71,9 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one
     api_keys: tuple[str, ...] = ()  # none: open to all
+    api_key_all_routes: bool = False  # keys are asked for by health checks and metrics, too
+    admin_api_keys: tuple[str, ...] = ()  # none: nobody may use the administrators' routes
+    enable_tokenizer_info: bool = False  # the route /tokenizer_info
     allowed_origins: tuple[str, ...] = ("*",)
     chat_template: str | None = None  # replaces the tokenizer's own
     enable_auto_tool_choice: bool = True  # the model may call tools without being made to
@@ -83,6 +86,7 @@ class Settings:
     debug: bool = False  # the engine's process prints the traceback of what it fails with
     show_cached_tokens: bool = True  # usage.prompt_tokens_details
     queue_timeout_s: float | None = None  # a request that waits longer is refused; None: it may wait for ever
+    max_concurrent_per_key: int | None = None  # requests that one key may have running; None: any number
     strict_fields: bool = False  # a field that the server does not know is refused, not ignored
     max_body_bytes: int = 8 * 2**20  # ids of a million tokens; the JSON of more would hold up every stream for long
     max_choices: int = 128  # sequences of one HTTP request: prompts times n
@@ -102,9 +106,10 @@ class Settings:
             raise ValueError(f"the served model needs a name: {self.model_names=}")
         if not 0 <= self.port < 65536:
             raise ValueError(f"no such port: {self.port=}")
-        if not all(self.api_keys):
+        keys = (*self.api_keys, *self.admin_api_keys)
+        if not all(keys):
             raise ValueError("an API key is empty: everybody would have it")
-        if not all(key.isprintable() and key == key.strip() for key in self.api_keys):
+        if not all(key.isprintable() and key == key.strip() for key in keys):
             raise ValueError("an API key begins or ends with a space, or has a control character: no header has it")
         if self.queue_timeout_s is not None and not self.queue_timeout_s > 0:
             raise ValueError(f"a request must be allowed to wait for some time: {self.queue_timeout_s=}")
@@ -117,5 +122,10 @@ class Settings:
         for name in ("head_timeout_s", "body_timeout_s", "idle_timeout_s", "send_timeout_s"):
             if not 0 < getattr(self, name) <= MOST_SECONDS:
                 raise ValueError(f"{name} is above 0 and at most {MOST_SECONDS} seconds: {getattr(self, name)}")
+        if self.max_concurrent_per_key is not None:
+            if self.max_concurrent_per_key < 1:
+                raise ValueError(f"--max-concurrent-per-key must be at least 1, not {self.max_concurrent_per_key}")
+            if not self.api_keys:
+                raise ValueError("--max-concurrent-per-key counts requests by their API key: it needs --api-key")
         if self.max_connections is not None and self.max_connections < 1:
             raise ValueError(f"at least one connection is needed: {self.max_connections=}")

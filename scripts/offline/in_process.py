@@ -69,6 +69,9 @@ class InProcessEngineClient:
                 if reason is FinishReason.ABORT:
                     del self._token_ids[request_id]
 
+    def reset_prefix_cache(self) -> None:
+        self._engine.reset_prefix_cache()
+
     def take_token_ids(self, request_id: str) -> list[int]:
         """The ids that a finished request has drawn, including the one that ended it. Can be called once."""
         return self._token_ids.pop(request_id)

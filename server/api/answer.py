@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 from itertools import chain
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -18,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from server.api.writer import Writer
 from server.engine.generation import Choice, Generation
 from server.http.errors import RequestError
+from server.http.sse import encode_json
 from server.http.turns import Turns
 
 STREAM_HEADERS = [
@@ -134,6 +136,11 @@ class LongJson(Response):
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 started = True
             await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def json_response(value: Any) -> Response:
+    """A short answer."""
+    return Response(encode_json(value), media_type="application/json")
 
 
 def error_response(error: RequestError) -> Response:

@@ -25,7 +25,16 @@ from server.http.errors import invalid
 
 
 def chat_routes(state: ServerState) -> list[ApiRoute]:
-    return [ApiRoute(path="/v1/chat/completions", endpoint=Chat(state).__call__, method="POST", generates=True)]
+    return [
+        ApiRoute(
+            path="/v1/chat/completions",
+            endpoint=Chat(state).__call__,
+            method="POST",
+            generates=True,
+            body=ChatRequest,
+            summary="Answers a conversation.",
+        )
+    ]
 
 
 class Chat:

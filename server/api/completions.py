@@ -31,7 +31,16 @@ DEFAULT_MAX_TOKENS = 16
 
 
 def completion_routes(state: ServerState) -> list[ApiRoute]:
-    return [ApiRoute(path="/v1/completions", endpoint=Completions(state).__call__, method="POST", generates=True)]
+    return [
+        ApiRoute(
+            path="/v1/completions",
+            endpoint=Completions(state).__call__,
+            method="POST",
+            generates=True,
+            body=CompletionRequest,
+            summary="Continues a text.",
+        )
+    ]
 
 
 class Completions:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.answer import error_response
-from server.api.route import ApiRoute
+from server.api.route import Access, ApiRoute
 from server.api.state import ServerState
 from server.http.auth import KeyRing
-from server.http.errors import RequestError, internal, unavailable
+from server.http.errors import RequestError, internal, overloaded, unavailable
+from server.http.exchange import REFUSED
 from server.http.throttled_log import ThrottledLog
 
 logger = logging.getLogger("pallas_serve")
 
 MAX_ID_CHARS = 200
+FULL = -1
 
 
 class Gate:
@@ -28,12 +31,18 @@ class Gate:
     """
 
     def __init__(self, app: ASGIApp, state: ServerState, routes: Sequence[ApiRoute]) -> None:
-        self._open_paths = frozenset(route.path for route in routes if not route.needs_key)
+        settings = state.settings
+        open_paths = frozenset(route.path for route in routes if route.access is Access.OPEN)
+        self._open_paths = frozenset() if settings.api_key_all_routes else open_paths
+        self._admin_paths = frozenset(route.path for route in routes if route.access is Access.ADMIN)
         self._generating_paths = frozenset(route.path for route in routes if route.generates)
         self._app = app
         self._state = state
         self._log = ThrottledLog(logger)
-        self._keys = KeyRing(state.settings.api_keys)
+        self._keys = KeyRing((*settings.api_keys, *settings.admin_api_keys) if settings.api_keys else ())
+        self._most_per_key = settings.max_concurrent_per_key
+        self._in_flight: Counter[int] = Counter()  # by the number of the key
+        self._admin_keys = KeyRing(settings.admin_api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -52,6 +61,9 @@ class Gate:
 
         counted = scope["path"] in self._generating_paths
         refusal = self._refusal(scope, counted)
+        share = None if refusal or not counted else self._take_share(scope)
+        if share is FULL:
+            refusal, share = self._over_share(), None
         try:
             self._state.num_in_flight += counted
             app = error_response(refusal) if refusal else self._app
@@ -63,6 +75,9 @@ class Gate:
             await error_response(internal("The server has failed on this request."))(scope, receive, send_with_id)
         finally:
             self._state.num_in_flight -= counted
+            if share is not None:
+                self._in_flight[share] -= 1
+            status = scope.get(REFUSED, status)
             if status:
                 self._state.metrics.observe_response(
                     handler=_handler(scope), method=scope["method"], status=status, seconds=time.monotonic() - started
@@ -71,10 +86,35 @@ class Gate:
     def _refusal(self, scope: Scope, counted: bool) -> RequestError | None:
         if scope["method"] == "OPTIONS" or scope["path"] in self._open_paths:
             return None
+        if scope["path"] in self._admin_paths:
+            return self._admin_refusal(scope)
         refusal = self._keys.check(scope["headers"])
         if refusal is None and counted and self._state.draining:
             return unavailable("The server is shutting down.", retry_after_s=5)
         return refusal
+
+    def _take_share(self, scope: Scope) -> int | None:
+        """The number of the request's key, which has one request more now, FULL where it may have no more, None where
+        requests are not counted by key."""
+        if self._most_per_key is None:
+            return None
+        number = self._keys.number(scope["headers"])
+        assert number is not None, "the settings want keys where requests are counted by key"
+        if self._in_flight[number] >= self._most_per_key:
+            return FULL
+        self._in_flight[number] += 1
+        return number
+
+    def _over_share(self) -> RequestError:
+        self._state.metrics.observe_limit("key_share")
+        message = f"This API key has {self._most_per_key} requests running already (--max-concurrent-per-key)."
+        return overloaded(message)
+
+    def _admin_refusal(self, scope: Scope) -> RequestError | None:
+        if not self._state.settings.admin_api_keys:
+            message = "This route is for administrators, and the server was started without --admin-api-key."
+            return RequestError(403, message, type="PermissionError")
+        return self._admin_keys.check(scope["headers"])
 
 
 def _request_id(scope: Scope) -> bytes:

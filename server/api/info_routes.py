@@ -1,4 +1,4 @@
-"""The routes besides generation: models, health, version, load, metrics, tokenize and detokenize."""
+"""The routes besides generation: models, health, version, load, metrics, and the tokenizer's."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.answer import LongJson
+from server.api.answer import LongJson, json_response
 from server.api.body_reader import BodyReader
 from server.api.fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 from server.api.limits import check_text_length
 from server.api.metrics import CONTENT_TYPE
 from server.api.prompt import encode_chat
-from server.api.route import ApiRoute
+from server.api.route import Access, ApiRoute
 from server.api.sampling import check_ids
 from server.api.schemas import DetokenizeRequest, TokenizeRequest
 from server.api.state import ServerState
 from server.api.tools import check_template, read_tools
 from server.http.errors import RequestError, invalid, model_not_found, unavailable
 from server.http.json_pieces import LongText, json_pieces, list_of
-from server.http.sse import encode_json
 from server.text.special_tokens import SpecialTokens, encode_parts
 from server.text.stream import decode_text
 
@@ -30,16 +29,34 @@ MAX_DETOKENIZED = 1_000_000  # tokens; each may stand for a hundred characters
 
 def info_routes(state: ServerState) -> list[ApiRoute]:
     info = Info(state)
-    return [
-        ApiRoute(path="/v1/models", endpoint=info.models),
-        ApiRoute(path="/v1/models/{name:path}", endpoint=info.model),
-        ApiRoute(path="/health", endpoint=info.health, needs_key=False),
-        ApiRoute(path="/version", endpoint=info.version),
-        ApiRoute(path="/load", endpoint=info.load),
-        ApiRoute(path="/metrics", endpoint=info.metrics),
-        ApiRoute(path="/tokenize", endpoint=info.tokenize, method="POST"),
-        ApiRoute(path="/detokenize", endpoint=info.detokenize, method="POST"),
+    routes = [
+        ApiRoute(path="/v1/models", endpoint=info.models, summary="The models that are served."),
+        ApiRoute(path="/v1/models/{name:path}", endpoint=info.model, summary="One of them."),
+        ApiRoute(path="/health", endpoint=info.health, access=Access.OPEN, summary="Whether requests are served."),
+        ApiRoute(path="/ping", endpoint=info.health, access=Access.OPEN, summary="As /health."),
+        ApiRoute(path="/ping", endpoint=info.health, method="POST", access=Access.OPEN, summary="As /health."),
+        ApiRoute(path="/version", endpoint=info.version, access=Access.OPEN, summary="The server's version."),
+        ApiRoute(path="/load", endpoint=info.load, summary="How many requests are being answered."),
+        ApiRoute(path="/metrics", endpoint=info.metrics, access=Access.OPEN, summary="Statistics for Prometheus."),
+        ApiRoute(
+            path="/tokenize",
+            endpoint=info.tokenize,
+            method="POST",
+            body=TokenizeRequest,
+            summary="The token ids of a text, or of a chat.",
+        ),
+        ApiRoute(
+            path="/detokenize",
+            endpoint=info.detokenize,
+            method="POST",
+            body=DetokenizeRequest,
+            summary="The text of token ids.",
+        ),
     ]
+    if state.settings.enable_tokenizer_info:
+        summary = "The tokenizer's special tokens and chat template."
+        routes.append(ApiRoute(path="/tokenizer_info", endpoint=info.tokenizer_info, summary=summary))
+    return routes
 
 
 class Info:
@@ -60,25 +77,27 @@ class Info:
             raise unavailable(f"The engine has not been heard of for {silent_s:.0f} s.")
         if self._state.draining:
             raise unavailable("The server is shutting down.")
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def version(self, request: Request) -> Response:
-        return _json({"version": self._state.settings.version})
+        return json_response({"version": self._state.settings.version})
 
     async def load(self, request: Request) -> Response:
-        return _json({"server_load": self._state.num_in_flight})
+        return json_response({"server_load": self._state.num_in_flight})
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._state.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     async def models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._model(name) for name in self._state.settings.model_names]})
+        return json_response(
+            {"object": "list", "data": [self._model(name) for name in self._state.settings.model_names]}
+        )
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name not in self._state.settings.model_names:
             raise model_not_found(name)
-        return _json(self._model(name))
+        return json_response(self._model(name))
 
     async def tokenize(self, request: Request) -> Response:
         state = self._state
@@ -107,6 +126,18 @@ class Info:
     def _encode(self, text: str, affixes: bool) -> list[int]:
         ids = encode_parts(self._state.tokenizer, self._split(text))
         return self._state.tokenizer.with_affixes(ids) if affixes else ids
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        tokenizer, settings = self._state.tokenizer, self._state.settings
+        answer = {
+            **tokenizer.template_variables,
+            "tokenizer_class": type(tokenizer).__name__,
+            "model_max_length": self._state.client.info.max_model_len,
+            "vocab_size": len(tokenizer.token_bytes),
+            "special_tokens": tokenizer.special_tokens,
+            "chat_template": settings.chat_template or tokenizer.chat_template,
+        }
+        return LongJson(self._state.turns, json_pieces(answer))
 
     async def detokenize(self, request: Request) -> Response:
         state = self._state
@@ -151,7 +182,3 @@ def _permission(name: str, created: int) -> dict[str, Any]:
         "group": None,
         "is_blocking": False,
     }
-
-
-def _json(value: Any) -> Response:
-    return Response(encode_json(value), media_type="application/json")

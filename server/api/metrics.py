@@ -20,6 +20,9 @@ CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 COUNT_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 HTTP_BOUNDS = (0.01, 0.05, 0.1, *LATENCY_BOUNDS)
 
+# a deadline passed in the queue, or while tokens came; a key had its share of requests already
+LIMITS = ("deadline_waiting", "deadline_running", "key_share")
+
 GAUGES = {
     "num_requests_running": "Requests that own a slot.",
     "num_requests_waiting": "Requests that wait for a slot or pages.",
@@ -73,6 +76,7 @@ class ServerMetrics:
         self._labels = {"model_name": model_name, "engine": "0"}
         self._params_n = Histogram(COUNT_BOUNDS)
         self._params_max_tokens = Histogram(TOKEN_BOUNDS)
+        self._limited: dict[str, int] = dict.fromkeys(LIMITS, 0)
         self._responses: dict[tuple[str, str, str], int] = {}
         self._durations: dict[tuple[str, str], Histogram] = {}
         self._registry = CollectorRegistry(auto_describe=False)
@@ -81,6 +85,10 @@ class ServerMetrics:
     def observe_request(self, *, n: int, max_tokens: int) -> None:
         self._params_n.observe(n)
         self._params_max_tokens.observe(max_tokens)
+
+    def observe_limit(self, limit: str) -> None:
+        """Something was ended or refused for one of LIMITS."""
+        self._limited[limit] += 1
 
     def observe_response(self, *, handler: str, method: str, status: int, seconds: float) -> None:
         key = (handler, method, str(status))
@@ -110,6 +118,10 @@ class ServerMetrics:
             yield self._histogram(name, doc, getattr(stats, field))
         yield self._histogram("request_params_n", "Choices asked for.", self._params_n)
         yield self._histogram("request_params_max_tokens", "Output limits of requests.", self._params_max_tokens)
+        limited = self._family(CounterMetricFamily, "requests_limited", "Requests cut short or refused.", ["limit"])
+        for limit, count in self._limited.items():
+            limited.add_metric([*self._labels.values(), limit], count)
+        yield limited
         yield from self._http()
 
     def _http(self) -> Iterator[Metric]:

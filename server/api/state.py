@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 from server.api.aside import Aside
 from server.api.metrics import ServerMetrics
 from server.engine.client import EngineClient
+from server.engine.generation import Generation
 from server.http.body import BodyLimits
 from server.http.errors import model_not_found
 from server.http.turns import Turns
@@ -30,6 +32,8 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # shutting down: new requests are refused
     num_in_flight: int = 0  # requests on the counted routes
+    # by the ids of their answers; whoever answers them keeps them alive
+    generations: WeakValueDictionary[str, Generation] = field(default_factory=WeakValueDictionary)
 
     @property
     def body_limits(self) -> BodyLimits:

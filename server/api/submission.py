@@ -18,9 +18,13 @@ from server.api.writer import AnswerHead
 from server.engine import wire
 from server.engine.generation import Choice, Generation
 from server.http.errors import RequestError, invalid
+from server.settings import MOST_SECONDS
 from server.text.stop_strings import StopStrings
 from server.text.stream import TextStream
 from server.text.tool_calls.parser import CallParser
+
+TIMEOUT_HEADER = "X-Request-Timeout"
+LEAST_LEFT_S = 0.001  # of a deadline that has passed while the prompt was encoded
 
 
 async def read_generation[T: SamplingFields](
@@ -28,10 +32,13 @@ async def read_generation[T: SamplingFields](
 ) -> tuple[T, AnswerHead]:
     """The body, with everything checked that both routes check, and the head of its answer. Raises RequestError."""
     body = await reader.read(request, state.body_limits, state.aside)
-    return body, check_generation(state, body, id_prefix=id_prefix)
+    header = request.headers.get(TIMEOUT_HEADER)
+    return body, check_generation(state, body, id_prefix=id_prefix, timeout_header=header)
 
 
-def check_generation(state: ServerState, body: SamplingFields, *, id_prefix: str) -> AnswerHead:
+def check_generation(
+    state: ServerState, body: SamplingFields, *, id_prefix: str, timeout_header: str | None = None
+) -> AnswerHead:
     """The head of the answer. Raises RequestError where the model or how to draw tokens cannot be had."""
     model = state.check_model(body.model)
     check_sampling(body, vocab_size=state.client.info.vocab_size)
@@ -41,10 +48,25 @@ def check_generation(state: ServerState, body: SamplingFields, *, id_prefix: str
         created=int(time.time()),
         n=body.n or 1,
         usage=_usage_options(state, body),
+        deadline=_deadline(body.timeout_s, timeout_header),
         every_token=bool(body.ignore_eos),
         token_ids=bool(body.return_token_ids),
         names_are_ids=bool(body.return_tokens_as_token_ids),
     )
+
+
+def _deadline(timeout_s: float | None, header: str | None) -> float | None:
+    """The earlier one of the field's and the header's, which are in seconds. Raises RequestError 400."""
+    given = {} if timeout_s is None else {"timeout_s": timeout_s}
+    if header is not None:
+        try:
+            given[TIMEOUT_HEADER] = float(header)
+        except ValueError as error:
+            raise invalid(TIMEOUT_HEADER, f"must be a number of seconds, got {header[:40]!r}") from error
+    for name, value in given.items():
+        if not 0 < value <= MOST_SECONDS:
+            raise invalid(name, f"must be above 0 and at most {MOST_SECONDS} seconds, got {value:g}")
+    return time.monotonic() + min(given.values()) if given else None
 
 
 def _usage_options(state: ServerState, body: SamplingFields) -> UsageOptions:
@@ -77,10 +99,11 @@ async def start_generation(
     `new_call_parser` gives each choice what finds tool calls in it; None: nothing does.
     Where nothing is streamed, only the first choice of each prompt has the prompt's log-probabilities.
     """
-    generation = Generation(state.client, head.id, stream=bool(body.stream))
+    generation = Generation(state.client, head.id, stream=bool(body.stream), on_limit=state.metrics.observe_limit)
     include_stop = bool(body.include_stop_str_in_output)
     texts = stop_strings(body)
     stops = await state.aside.run(sum(map(len, texts)), StopStrings, texts) if texts else None
+    left_s = None if head.deadline is None else max(LEAST_LEFT_S, head.deadline - time.monotonic())
     requests = []
     for prompt, max_tokens in zip(prompts, limits, strict=True):
         for choice in range(head.n):
@@ -112,11 +135,12 @@ async def start_generation(
                     sampling,
                     body.priority or 0,
                     _cache_salt(body.cache_salt),
-                    state.settings.queue_timeout_s,
+                    min((s for s in (left_s, state.settings.queue_timeout_s) if s is not None), default=None),
                 )
             )
     state.metrics.observe_request(n=head.n, max_tokens=max(limits))
-    generation.submit(requests)
+    generation.submit(requests, timeout_s=left_s)
+    state.generations[head.id] = generation
     return generation
 
 

@@ -20,6 +20,7 @@ class AnswerHead:
     created: int  # seconds since 1970
     n: int  # choices of each prompt
     usage: UsageOptions
+    deadline: float | None = None  # by the monotonic clock: a request that waits then is refused, one that runs ends
     every_token: bool = False  # a token without text has a chunk, too
     token_ids: bool = False  # the ids of the prompt and of the output are shown
     names_are_ids: bool = False  # log-probabilities call a token `token_id:97`

@@ -57,6 +57,9 @@ class EngineClient(Protocol):
     def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
         """The requests' sinks hear nothing more. Unknown and finished ids are ignored."""
 
+    def reset_prefix_cache(self) -> None:
+        """No later prompt finds the pages of the earlier ones."""
+
     @property
     def death(self) -> str | None:
         """Why the engine serves no more; None while it lives."""
@@ -119,6 +122,10 @@ class ProcessEngineClient:
         known = [request_id for request_id in request_ids if self._sinks.pop(request_id, None) is not None]
         if known and self.death is None:
             self._send(wire.Abort(known, reason))
+
+    def reset_prefix_cache(self) -> None:
+        if self.death is None:
+            self._send(wire.ResetPrefixCache())
 
     def abort_all(self) -> None:
         """Ends every open request with ABORT, which its sink is told."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from batcher.request import FinishReason
@@ -58,6 +58,7 @@ class Choice:
         "_calls",
         "_generation",
         "_include_stop",
+        "_overdue",
         "_scored",
         "_stream",
         "_texts",
@@ -86,6 +87,7 @@ class Choice:
         self._stream = stream
         self._include_stop = include_stop
         self._calls = calls
+        self._overdue = False
         self._texts: list[str] = []
         self._scored: list[ScoredToken] = []
         self._token_ids: list[int] = []
@@ -115,6 +117,8 @@ class Choice:
         return 0 if self._calls is None else self._calls.num_calls
 
     def on_output(self, output: wire.Output) -> None:
+        if output.expired:
+            self._generation.on_limit("deadline_waiting")
         if output.error is not None or output.finish_reason == FinishReason.ABORT:
             self._generation.fail(_error_of(output))
             return
@@ -124,7 +128,23 @@ class Choice:
             logger.exception("request %s: its output could not be turned into text", self.request_id)
             self._generation.fail(internal("The output could not be turned into text."))
             return
+        if self._overdue and self.finish_reason is None:
+            self._cut()
         self._generation.on_progress(self)
+
+    def pass_deadline(self) -> None:
+        """Its time is over. What there is stays; where there is none yet, the engine may refuse it, or its first token
+        is its last."""
+        self._overdue = True
+        if self.num_tokens and self.finish_reason is None:
+            self._cut()
+            self._generation.on_progress(self)
+
+    def _cut(self) -> None:
+        self._add(self._stream.finish())
+        self._finish(FinishReason.LENGTH.value, None)
+        self._generation.stop_choice(self, FinishReason.LENGTH)
+        self._generation.on_limit("deadline_running")
 
     def _read(self, output: wire.Output) -> None:
         if output.num_cached_tokens:
@@ -165,25 +185,39 @@ class Choice:
 
 
 class Generation:
-    """All choices of one HTTP request. `wait` is awaited by one task, the one that answers."""
+    """All choices of one HTTP request. `wait` is awaited by one task, the one that answers.
 
-    def __init__(self, client: EngineClient, request_id: str, *, stream: bool) -> None:
+    `on_limit` hears of choices that a deadline has ended: `deadline_waiting` or `deadline_running`.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        request_id: str,
+        *,
+        stream: bool,
+        on_limit: Callable[[str], None] = lambda limit: None,
+    ) -> None:
         self.request_id = request_id
         self.choices: list[Choice] = []
         self.error: Exception | None = None  # a RequestError, or that the client has gone
+        self.on_limit = on_limit
         self._client = client
         self._stream = stream
+        self._deadline: asyncio.TimerHandle | None = None
         self._progress = asyncio.Event()
         self._dirty: dict[int, Choice] = {}
         self._num_open = 0
 
-    def submit(self, requests: Sequence[wire.WireRequest]) -> None:
-        """One request for each choice, in order, all or none."""
+    def submit(self, requests: Sequence[wire.WireRequest], *, timeout_s: float | None = None) -> None:
+        """One request for each choice, in order, all or none. After `timeout_s` those that run are ended."""
         death = self._client.death
         if death is not None:
             raise unavailable(f"The engine has failed: {death}")
         self._num_open = len(self.choices)
         self._client.submit(list(zip(requests, self.choices, strict=True)))
+        if timeout_s is not None and self._num_open:
+            self._deadline = asyncio.get_running_loop().call_later(timeout_s, self._pass_deadline)
 
     @property
     def finished(self) -> bool:
@@ -204,10 +238,16 @@ class Generation:
         """Gives up whatever still runs: its pages are free a step later. Harmless when nothing does."""
         self._client.abort([choice.request_id for choice in self.choices if choice.finish_reason is None])
         self._num_open = 0
+        if self._deadline is not None:
+            self._deadline.cancel()
 
-    def stop_choice(self, choice: Choice) -> None:
+    def stop_choice(self, choice: Choice, reason: FinishReason = FinishReason.STOP) -> None:
         """Its text is complete: the engine need not go on, and counts it as finished."""
-        self._client.abort([choice.request_id], FinishReason.STOP)
+        self._client.abort([choice.request_id], reason)
+
+    def _pass_deadline(self) -> None:
+        for choice in self.choices:
+            choice.pass_deadline()
 
     def on_progress(self, choice: Choice) -> None:
         if choice.finish_reason is not None:

@@ -42,6 +42,8 @@ class ServedEngine(Protocol):
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None: ...
 
+    def reset_prefix_cache(self) -> None: ...
+
     def stats(self) -> EngineStats: ...
 
     @property
@@ -117,6 +119,8 @@ def _serve(context: ZmqContext, address: str, engine: ServedEngine, sender: _Sen
                 case wire.Abort(request_ids=request_ids, reason=reason):
                     for request_id in request_ids:
                         engine.abort(request_id, reason)
+                case wire.ResetPrefixCache():
+                    engine.reset_prefix_cache()
                 case wire.Stop():
                     return
     finally:

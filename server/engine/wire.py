@@ -1,7 +1,7 @@
 """The messages between the HTTP process and the engine process: msgpack over two ZeroMQ ipc sockets.
 
-Down: Submit, Abort, Stop. Up: Report, Ready or Failed while the engine starts; then one Outputs per step for all the
-requests that gained something in it, and Stats at intervals, which are also the heartbeat.
+Down: Submit, Abort, ResetPrefixCache, Stop. Up: Report, Ready or Failed while the engine starts; then one Outputs per
+step for all the requests that gained something in it, and Stats at intervals, which are also the heartbeat.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ class Abort(msgspec.Struct, tag=True):
     reason: FinishReason = FinishReason.ABORT
 
 
+class ResetPrefixCache(msgspec.Struct, tag=True):
+    """No later prompt finds the pages of the earlier ones."""
+
+
 class Stop(msgspec.Struct, tag=True):
     """The engine ends what runs (its requests finish with `abort`) and the process exits."""
 
@@ -74,6 +78,7 @@ class Output(msgspec.Struct, array_like=True, frozen=True):
     error: str | None = None
     status: int = 500
     param: str | None = None
+    expired: bool = False  # the error is that it has waited for too long
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +111,7 @@ class Stats(msgspec.Struct, tag=True):
     stats: EngineStats
 
 
-Command = Submit | Abort | Stop
+Command = Submit | Abort | ResetPrefixCache | Stop
 Event = Report | Ready | Failed | Outputs | Stats
 
 
@@ -143,6 +148,7 @@ def output_to_wire(output: RequestOutput) -> Output:
         None if output.prompt_logprobs is None else [_logprobs(entry) for entry in output.prompt_logprobs],
         output.error,
         503 if output.error_code in (ErrorCode.QUEUE_DEADLINE, ErrorCode.ENGINE_DEAD) else 500,
+        expired=output.error_code is ErrorCode.QUEUE_DEADLINE,
     )
 
 

@@ -16,16 +16,24 @@ class KeyRing:
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> RequestError | None:
         """The 401 that a request deserves, None where it brings a key. Takes the same time for every wrong key."""
-        if not self._keys:
+        if not self._keys or self.number(headers) is not None:
             return None
-        fields = dict(headers)
-        given = fields.get(b"authorization", b"")
-        scheme, _, key = given.partition(b" ")
-        if not given:
-            scheme, given = b"bearer", fields.get(b"x-api-key", b"")
-            key = given
-        matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
-        if scheme.lower() == b"bearer" and any(matches):
-            return None
-        message = "Missing API key: send `Authorization: Bearer KEY`." if not given else "Incorrect API key provided."
+        _, key = _given(headers)
+        message = "Incorrect API key provided." if key else "Missing API key: send `Authorization: Bearer KEY`."
         return RequestError(401, message, type="AuthenticationError", code="invalid_api_key")
+
+    def number(self, headers: Iterable[tuple[bytes, bytes]]) -> int | None:
+        """Which of the keys a request brings, counted from 0; None: none of them."""
+        scheme, key = _given(headers)
+        matches = [hmac.compare_digest(key, known) for known in self._keys]
+        return matches.index(True) if scheme == b"bearer" and any(matches) else None
+
+
+def _given(headers: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
+    """(scheme, key)"""
+    fields = dict(headers)
+    authorization = fields.get(b"authorization", b"")
+    if not authorization:
+        return b"bearer", fields.get(b"x-api-key", b"").strip()
+    scheme, _, key = authorization.partition(b" ")
+    return scheme.lower(), key.strip()

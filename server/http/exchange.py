@@ -6,6 +6,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+REFUSED = "pallas_serve.refused"  # of a scope: the status with which the connection has answered in the app's place
+
 
 class Exchange(RequestResponseCycle):
     """uvicorn's, which says in time that the connection ends with it, and leaves the closing to the connection.
@@ -22,6 +24,11 @@ class Exchange(RequestResponseCycle):
         """No request follows on the connection. The answer's head says so, where it has not been sent."""
         self.keep_alive = self.response_started and self.keep_alive
         self.closes = True
+
+    def refuse(self, status: int) -> None:
+        """The connection answers instead of the application."""
+        self.scope[REFUSED] = status
+        self.cut_off()
 
     def cut_off(self) -> None:
         """The application learns that the client has gone; what it still sends is dropped."""

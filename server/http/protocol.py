@@ -292,8 +292,10 @@ class HttpProtocol(HttpToolsProtocol):
             client = self.client[0] if self.client else "a client that has gone"
             self._connections.log.warning(f"{error.status} to %s: {error.message}", client)
         begun = self._phase is Phase.BODY and self.cycle.response_started
-        if self._phase is Phase.BODY:
+        if begun:
             self.cycle.cut_off()
+        elif self._phase is Phase.BODY:
+            self.cycle.refuse(error.status)
         if not begun:
             self.transport.write(refusal(error, self.server_state.default_headers))
         self._close_gently()

@@ -15,7 +15,7 @@ from server.api.prompt import encode_chat
 from server.api.route import ApiRoute
 from server.api.schemas import ChatRequest
 from server.api.state import ServerState
-from server.api.submission import check_generation
+from server.api.submission import TIMEOUT_HEADER, check_generation
 from server.api.tools import usable_tools
 from server.http.errors import RequestError
 from server.http.sse import encode_json
@@ -27,8 +27,21 @@ CHARS_OF_A_BLOCK = 40
 def messages_routes(state: ServerState) -> list[ApiRoute]:
     messages = Messages(state)
     return [
-        ApiRoute(path=PATH, endpoint=messages.create, method="POST", generates=True),
-        ApiRoute(path=f"{PATH}/count_tokens", endpoint=messages.count_tokens, method="POST"),
+        ApiRoute(
+            path=PATH,
+            endpoint=messages.create,
+            method="POST",
+            generates=True,
+            body=MessagesRequest,
+            summary="Answers a conversation, in Anthropic's form.",
+        ),
+        ApiRoute(
+            path=f"{PATH}/count_tokens",
+            endpoint=messages.count_tokens,
+            method="POST",
+            body=CountRequest,
+            summary="How many tokens a conversation has.",
+        ),
     ]
 
 
@@ -55,7 +68,7 @@ class Messages:
         state = self._state
         body = await self._reader.read(request, state.body_limits, state.aside)
         chat = await self._translated(body)
-        head = check_generation(state, chat, id_prefix="msg")
+        head = check_generation(state, chat, id_prefix="msg", timeout_header=request.headers.get(TIMEOUT_HEADER))
         generation, _ = await start_chat(state, chat, head)
         writer = MessagesWriter(generation, head)
         return GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream), refuse=message_error)

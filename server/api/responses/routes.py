@@ -20,7 +20,7 @@ from server.api.responses.writer import ResponsesWriter
 from server.api.route import ApiRoute
 from server.api.schemas import ChatRequest, Message
 from server.api.state import ServerState
-from server.api.submission import check_generation
+from server.api.submission import TIMEOUT_HEADER, check_generation
 from server.engine.generation import Generation
 from server.http.errors import NOT_FOUND, RequestError, invalid
 from server.http.json_pieces import json_pieces
@@ -34,10 +34,19 @@ CHARS_OF_AN_ITEM = 40
 def responses_routes(state: ServerState) -> list[ApiRoute]:
     responses = Responses(state)
     return [
-        ApiRoute(path=PATH, endpoint=responses.create, method="POST", generates=True),
-        ApiRoute(path=f"{PATH}/{{id}}", endpoint=responses.retrieve),
-        ApiRoute(path=f"{PATH}/{{id}}", endpoint=responses.delete, method="DELETE"),
-        ApiRoute(path=f"{PATH}/{{id}}/cancel", endpoint=responses.cancel, method="POST"),
+        ApiRoute(
+            path=PATH,
+            endpoint=responses.create,
+            method="POST",
+            generates=True,
+            body=ResponsesRequest,
+            summary="Answers an input, and keeps the answer.",
+        ),
+        ApiRoute(path=f"{PATH}/{{id}}", endpoint=responses.retrieve, summary="A response that was kept."),
+        ApiRoute(path=f"{PATH}/{{id}}", endpoint=responses.delete, method="DELETE", summary="Forgets it."),
+        ApiRoute(
+            path=f"{PATH}/{{id}}/cancel", endpoint=responses.cancel, method="POST", summary="Ends one that is running."
+        ),
     ]
 
 
@@ -56,7 +65,7 @@ class Responses:
         size = len(bytes(body.tools)) if body.tools else 0
         tools, messages, chat = await state.aside.run(size + _size(body), _translated, body, earlier)
         with own_names():
-            head = check_generation(state, chat, id_prefix="resp")
+            head = check_generation(state, chat, id_prefix="resp", timeout_header=request.headers.get(TIMEOUT_HEADER))
             generation, _ = await start_chat(state, chat, head)
         fields = _repeated(body, tools, head.model, state)
         record = ResponseRecord(head.id, fields, messages, sum(map(_message_size, messages)))

@@ -16,9 +16,7 @@ HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 ROUTES = [
     ("GET", "/v1/models"),
     ("GET", "/v1/models/test-model"),
-    ("GET", "/version"),
     ("GET", "/load"),
-    ("GET", "/metrics"),
     ("POST", CHAT),
     ("POST", "/v1/completions"),
     ("POST", "/tokenize"),
@@ -76,7 +74,7 @@ def test_tokenize_and_detokenize(echo):
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-def test_every_route_but_health_asks_for_the_key(keyed, method, path):
+def test_routes_ask_for_the_key(keyed, method, path):
     with keyed.http() as http:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic key-one"}):
             response = http.request(method, path, headers=headers)
@@ -89,7 +87,7 @@ def test_every_route_but_health_asks_for_the_key(keyed, method, path):
 
 @pytest.mark.parametrize("value", ["Bearer key-one", "bearer key-one", "BEARER key-twø"])
 def test_any_key_and_any_case_of_the_scheme(keyed, value):
-    assert get(keyed, "/version", Authorization=value.encode()).status_code == 200
+    assert get(keyed, "/load", Authorization=value.encode()).status_code == 200
 
 
 def test_the_official_client_with_and_without_the_key(keyed):
@@ -100,8 +98,11 @@ def test_the_official_client_with_and_without_the_key(keyed):
         keyed.client(api_key="wrong").models.list()
 
 
-def test_health_and_options_are_open(keyed):
-    assert get(keyed, "/health").status_code == 200
+OPEN = ["/health", "/ping", "/version", "/metrics", "/openapi.json", "/docs"]
+
+
+def test_probes_prometheus_and_options_need_no_key(keyed):
+    assert {path: get(keyed, path).status_code for path in OPEN} == dict.fromkeys(OPEN, 200)
     with keyed.http() as http:
         preflight = {"Origin": "http://a.example", "Access-Control-Request-Method": "POST"}
         response = http.options(CHAT, headers=preflight | {"Access-Control-Request-Headers": "authorization"})
@@ -112,7 +113,7 @@ def test_health_and_options_are_open(keyed):
 
 def test_a_page_of_another_origin_may_read_answers_and_refusals(keyed):
     for headers in ({"Authorization": "Bearer key-one"}, {}):
-        response = get(keyed, "/version", Origin="http://a.example", **headers)
+        response = get(keyed, "/load", Origin="http://a.example", **headers)
         assert response.headers["access-control-allow-origin"] == "*"
 
 

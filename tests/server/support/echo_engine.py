@@ -75,6 +75,9 @@ class EchoEngine:
         if running is not None:
             self._end(running, RequestOutput(request_id=request_id, finish_reason=reason))
 
+    def reset_prefix_cache(self) -> None:
+        """It keeps no prefixes."""
+
     def stats(self) -> EngineStats:
         return EngineStats(
             num_requests_running=len(self._live),

@@ -31,6 +31,7 @@ class StubClient:
         self.death: str | None = None
         self.last_heartbeat = time.monotonic()
         self.aborted: list[str] = []
+        self.num_resets = 0
         self.submitted: list[wire.WireRequest] = []
         self._outputs = outputs
 
@@ -42,6 +43,9 @@ class StubClient:
 
     def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
         self.aborted += request_ids
+
+    def reset_prefix_cache(self) -> None:
+        self.num_resets += 1
 
 
 def state_of(client: StubClient, template: str | None = LLAMA3_TEMPLATE, **settings) -> ServerState:
