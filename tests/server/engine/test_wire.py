@@ -67,7 +67,7 @@ def test_choices_of_one_prompt_carry_it_once_and_share_it():
             RequestOutput(
                 request_id="a", finish_reason=FinishReason.ERROR, error="late", error_code=ErrorCode.QUEUE_DEADLINE
             ),
-            wire.Output("a", [], "error", error="late", status=503),
+            wire.Output("a", [], "error", error="late", status=503, expired=True),
         ),
         (
             RequestOutput(request_id="a", finish_reason=FinishReason.ERROR, error="x", error_code=ErrorCode.NOT_FINITE),
