@@ -8,14 +8,18 @@ import importlib.metadata
 import json
 import logging
 import os
+import shlex
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from model.inputs.json_file import read_text
 from model.inputs.limits import MAX_TEMPLATE_BYTES
 from model.inputs.paths import local_path
 from model.loading.source import DEMO, Kind, ModelSource, resolve
+from scripts.wiring.compatibility import add_compatibility_flags, log_warnings
+from scripts.wiring.config_file import CONFIG, with_config
 from scripts.wiring.errors import add_debug_flag, failed
 from scripts.wiring.settings import EngineSettings, add_engine_flags
 from scripts.wiring.stand_in_tokenizer import tokenizer_folder
@@ -40,13 +44,18 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="scripts/serve",
         description="Serves a Llama 3 behind an OpenAI-compatible endpoint; without flags, the demo on 127.0.0.1:8000.",
-        usage="%(prog)s [flags]",
+        usage="%(prog)s [MODEL] [flags]",
         allow_abbrev=False,
     )
+    p.add_argument("positional_model", nargs="?", metavar="MODEL", help="as --model")
+    p.add_argument(CONFIG, metavar="FILE", help="YAML with `flag: value` lines; the command line counts before it")
     add_engine_flags(p)
+    add_compatibility_flags(p)
     server = p.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1")
     server.add_argument("--port", type=int, default=8000, help="0: any free one")
+    server.add_argument("--uds", type=local_path, metavar="PATH", help="a Unix socket in place of host and port")
+    server.add_argument("--root-path", default="", help="the path under which a proxy serves this, for /openapi.json")
     server.add_argument(
         "--api-key", nargs="+", default=[], metavar="KEY", help="asked for but by /health, /ping, /version and /metrics"
     )
@@ -59,6 +68,9 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument("--tokenizer", type=local_path, metavar="DIR", help="default: the model's own")
     server.add_argument(
         "--chat-template", type=local_path, metavar="FILE", help="a Jinja file in place of the model's own"
+    )
+    server.add_argument(
+        "--override-generation-config", metavar="JSON", help="""defaults of requests: '{"temperature": 0.5}'"""
     )
     server.add_argument("--tool-call-parser", default="llama3_json", choices=FORMATS, help="the form of tool calls")
     server.add_argument("--no-enable-auto-tool-choice", dest="enable_auto_tool_choice", action="store_false")
@@ -96,6 +108,8 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         model_root=str(source.folder or source.name),
         host=args.host,
         port=args.port,
+        uds=args.uds,
+        root_path=args.root_path,
         api_keys=api_keys(args),
         api_key_all_routes=args.api_key_all_routes,
         admin_api_keys=tuple(args.admin_api_key),
@@ -104,7 +118,7 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         chat_template=read_text(args.chat_template, MAX_TEMPLATE_BYTES) if args.chat_template else None,
         enable_auto_tool_choice=args.enable_auto_tool_choice,
         tool_call_parser=args.tool_call_parser,
-        generation_defaults=GenerationDefaults.from_folder(source.folder) if source.folder else GenerationDefaults(),
+        generation_defaults=_generation_defaults(args, source),
         metrics_prefix=args.metrics_prefix,
         ui=args.ui,
         version=version(),
@@ -115,6 +129,12 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         max_request_logprobs=args.max_request_logprobs,
         **{name: getattr(args, name) for name in CONNECTION_FLAGS},
     )
+
+
+def _generation_defaults(args: argparse.Namespace, source: ModelSource) -> GenerationDefaults:
+    defaults = GenerationDefaults.from_folder(source.folder) if source.folder else GenerationDefaults()
+    changes = args.override_generation_config
+    return defaults if changes is None else defaults.overridden(changes, where="--override-generation-config")
 
 
 def api_keys(args: argparse.Namespace) -> tuple[str, ...]:
@@ -144,14 +164,30 @@ def curl_line(url: str, settings: Settings) -> str:
     question = "What is 47 + 35?" if settings.model_names[0] == DEMO else "Hello!"
     body = {"model": settings.model_names[0], "messages": [{"role": "user", "content": question}]}
     key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if settings.api_keys else ""
+    if settings.uds is not None:
+        url = f"--unix-socket {shlex.quote(str(settings.uds))} http://localhost"
     return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The flags of the command line and of its `--config`. ValueError or OSError for a file that cannot be read."""
+    args = parser().parse_args(with_config(argv))
+    if args.positional_model is not None:
+        if args.model not in (DEMO, args.positional_model):
+            raise ValueError(f"two models are named: {args.positional_model} and --model {args.model}")
+        args.model = args.positional_model
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     started = time.perf_counter()
-    args = parser().parse_args(argv)
+    try:
+        args = parse(sys.argv[1:] if argv is None else argv)
+    except (ValueError, OSError) as error:
+        return failed("scripts/serve", error, debug=False)
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_warnings(args.compatibility_warnings)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         engine = EngineSettings.from_namespace(args)
@@ -163,7 +199,8 @@ def main(argv: list[str] | None = None) -> int:
             say(f"pallas-serve {settings.version}: {args.model}")
 
             def on_ready(url: str) -> None:
-                say(f"ready after {time.perf_counter() - started:.1f} s: {url}/v1\ntry:\n  {curl_line(url, settings)}")
+                where = url if settings.uds else f"{url}/v1"
+                say(f"ready after {time.perf_counter() - started:.1f} s: {where}\ntry:\n  {curl_line(url, settings)}")
 
             return run(settings, ENGINE, engine, report=say, on_ready=on_ready)
     except (Exception, KeyboardInterrupt) as error:

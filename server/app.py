@@ -57,7 +57,7 @@ def create_app(state: ServerState) -> Starlette:
         *ui_routes(state),
         *admin_routes(state),
     ]
-    routes += docs_routes(routes, version=state.settings.version)
+    routes += docs_routes(routes, version=state.settings.version, root_path=state.settings.root_path)
     cors = Middleware(
         CORSMiddleware,
         allow_origins=list(state.settings.allowed_origins),

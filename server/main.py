@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import signal
 import socket
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -51,7 +53,7 @@ def run(
     cannot start.
     """
     raise_limit()
-    with _bind(settings) as listener:
+    with _bind(settings) as listener, _removed(settings.uds):
         return uvloop.run(_run(settings, engine_target, engine_args, listener, report, on_ready))
 
 
@@ -157,6 +159,31 @@ class _Signals:
 
 
 def _bind(settings: Settings) -> socket.socket:
+    return _bind_address(settings) if settings.uds is None else _bind_path(settings, settings.uds)
+
+
+def _bind_path(settings: Settings, path: Path) -> socket.socket:
+    """A Unix socket. One that a server left behind, and at which nobody listens, is replaced."""
+    with _address_in_error(settings), contextlib.ExitStack() as undo:
+        listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        if path.is_socket() and listener.connect_ex(str(path)) == errno.ECONNREFUSED:
+            path.unlink()
+        listener.bind(str(path))
+        undo.pop_all()
+        return listener
+
+
+@contextlib.contextmanager
+def _removed(path: Path | None) -> Iterator[None]:
+    """Removes the socket's file in the end."""
+    try:
+        yield
+    finally:
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+
+def _bind_address(settings: Settings) -> socket.socket:
     with _address_in_error(settings), contextlib.ExitStack() as undo:
         addresses = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, address = addresses[0]
@@ -172,11 +199,15 @@ def _address_in_error(settings: Settings) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        message = f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another --port or --host"
+        where = f"{settings.host}:{settings.port}" if settings.uds is None else str(settings.uds)
+        flags = "--port or --host" if settings.uds is None else "--uds"
+        message = f"cannot listen on {where}: {error.strerror or error}; choose another {flags}"
         raise OSError(error.errno, message) from error
 
 
 def _url(listener: socket.socket) -> str:
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 

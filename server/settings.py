@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -61,6 +61,20 @@ class GenerationDefaults:
         values = {name: value for name, value in file.items() if value is not None}
         return cls(**values | ({"temperature": 0.0} if greedy else {}))
 
+    def overridden(self, text: str, *, where: str) -> GenerationDefaults:
+        """With the values of a JSON object instead. ValueError, which begins with `where`, for a value that no request
+        could have."""
+        try:
+            names = msgspec.json.decode(text, type=dict[str, Any]).keys()
+            values = msgspec.structs.asdict(msgspec.json.decode(text, type=_GenerationFile))
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{where} {text!r}: {error}") from error
+        if unknown := sorted(names - values.keys()):
+            raise ValueError(f"{where}: unknown fields {', '.join(unknown)}; there are {', '.join(values)}")
+        greedy = {"temperature": 0.0} if values.pop("do_sample") is False else {}
+        given = {name: value for name, value in values.items() if value is not None}
+        return replace(self, **given, **greedy)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
@@ -70,6 +84,8 @@ class Settings:
     model_root: str = ""  # where the weights came from, as /v1/models shows it
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one
+    uds: Path | None = None  # a Unix socket in place of the host and the port
+    root_path: str = ""  # under which a proxy serves this server
     api_keys: tuple[str, ...] = ()  # none: open to all
     api_key_all_routes: bool = False  # keys are asked for by health checks and metrics, too
     admin_api_keys: tuple[str, ...] = ()  # none: nobody may use the administrators' routes

@@ -47,9 +47,9 @@ summary {{ cursor: pointer; padding: 0.3rem 0; }}
 """
 
 
-def docs_routes(routes: Sequence[ApiRoute], *, version: str) -> list[ApiRoute]:
-    """The routes that describe `routes`."""
-    document = openapi(routes, version=version)
+def docs_routes(routes: Sequence[ApiRoute], *, version: str, root_path: str = "") -> list[ApiRoute]:
+    """The routes that describe `routes`, which a proxy serves under `root_path`."""
+    document = openapi(routes, version=version) | ({"servers": [{"url": root_path}]} if root_path else {})
     page = _page(document, version).encode()
 
     async def schema(request: Request) -> Response:

@@ -8,6 +8,7 @@ import pytest
 
 from model.loading.source import resolve
 from scripts import launch
+from scripts.wiring.compatibility import REFUSED, WITH_VALUE, log_warnings
 from scripts.wiring.settings import EngineSettings, add_engine_flags
 
 
@@ -149,3 +150,71 @@ def test_a_start_that_cannot_be_says_so_in_one_line(flags, words, capsys):
     assert error.startswith("scripts/serve: ")
     assert words in error
     assert error.count("\n") == 1
+
+
+def test_the_model_may_come_first():
+    assert launch.parse(["folder", "--port", "1"]).model == "folder"
+    assert launch.parse(["--port", "1"]).model == "demo"
+    assert launch.parse(["a", "--model", "a"]).model == "a"
+    with pytest.raises(ValueError, match="two models are named: a and --model b"):
+        launch.parse(["a", "--model", "b"])
+
+
+def test_flags_of_vllm_that_mean_nothing_here_are_told(caplog):
+    flags = ["--enforce-eager", "--enable-chunked-prefill", "--disable-log-requests", "--enable-prompt-tokens-details"]
+    log_warnings(launch.parse(["folder", *flags, "--max-num-seqs", "3"]).compatibility_warnings)
+    assert [record.getMessage().split()[0] for record in caplog.records] == flags
+    assert launch.parse([]).compatibility_warnings == []
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+def test_flags_of_vllm_that_cannot_be_served_are_refused_in_words(flag, capsys):
+    with pytest.raises(SystemExit) as refused:
+        launch.parse([flag, "value"] if flag in WITH_VALUE else [flag])
+    assert refused.value.code == 2
+    assert f"{flag}: {REFUSED[flag]}" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_configuration_file_comes_before_the_command_line(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "max-model-len: 512\nserved_model_name: [a, b]\nstrict_fields: true\nenable-prefix-caching: false\n"
+        "api-key-all-routes: false\nmetrics-prefix: 'vllm:'\nseed:\nport: 9\n"
+    )
+    args = launch.parse(["folder", "--config", str(file), "--port", "7"])
+    assert (args.model, args.max_model_len, args.served_model_name) == ("folder", 512, ["a", "b"])
+    assert (args.strict_fields, args.enable_prefix_caching, args.api_key_all_routes) == (True, False, False)
+    assert (args.metrics_prefix, args.seed, args.port) == ("vllm:", None, 7)
+    assert launch.parse([f"--config={file}"]).port == 9
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("- a", "must hold `flag: value` lines"),
+        ("a: [", "is not YAML"),
+        ("a: {b: 1}", "a must be a value or a list"),
+        ("config: other.yaml", "names another file"),
+    ],
+)
+def test_configuration_files_that_cannot_be_read(tmp_path, text, words, capsys):
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    assert launch.main(["--config", str(file)]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_configuration_file_must_be_named_and_be_there(capsys):
+    assert launch.main(["--config"]) == 2
+    assert launch.main(["--config", "/nowhere.yaml"]) == 2
+    assert launch.main(["--config", "a", "--config", "b"]) == 2
+
+
+def test_defaults_of_generation_are_overridden(model_folder):
+    args = parse("--model", str(model_folder), "--override-generation-config", '{"temperature": 0.25, "top_k": 7}')
+    defaults = launch.server_settings(args, resolve(args.model), model_folder).generation_defaults
+    assert (defaults.temperature, defaults.top_k) == (0.25, 7)
+    for text, words in (("{", "override"), ('{"beams": 1}', "unknown fields beams"), ('{"top_p": 2}', "top_p")):
+        args = parse("--model", str(model_folder), "--override-generation-config", text)
+        with pytest.raises(ValueError, match=words):
+            launch.server_settings(args, resolve(args.model), model_folder)

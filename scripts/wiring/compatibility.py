@@ -1,0 +1,60 @@
+"""Flags of vLLM's command line that mean nothing here: accepted with a warning, or refused in words."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+logger = logging.getLogger("pallas_serve")
+
+# without a value, and what is so without them
+WITHOUT_EFFECT = {
+    "--enforce-eager": "every step is a program that was compiled before the first request",
+    "--enable-chunked-prefill": "prompts are always computed in chunks",
+    "--no-enable-chunked-prefill": "prompts are always computed in chunks",
+    "--disable-log-requests": "requests are not logged",
+    "--no-enable-log-requests": "requests are not logged",
+    "--disable-log-stats": "statistics are on /metrics and not logged",
+    "--disable-uvicorn-access-log": "requests are not logged",
+    "--disable-frontend-multiprocessing": "the engine always runs in a process of its own",
+    "--enable-prompt-tokens-details": "usage always says how many tokens of a prompt were cached",
+    "--async-scheduling": "the next step is always scheduled while the device runs: --pipeline-depth",
+}
+REFUSED = {
+    "--trust-remote-code": "no code of a checkpoint is ever run: only Llama 3's architecture is known",
+    "--ssl-keyfile": "this server speaks no TLS: put a proxy that does in front of it, such as nginx or Caddy",
+    "--ssl-certfile": "this server speaks no TLS: put a proxy that does in front of it, such as nginx or Caddy",
+    "--ssl-ca-certs": "this server speaks no TLS: put a proxy that does in front of it, such as nginx or Caddy",
+    "--pipeline-parallel-size": "a model is shared by heads only: --tensor-parallel-size",
+    "--enable-lora": "LoRA is not supported yet",
+}
+WITH_VALUE = {"--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--pipeline-parallel-size"}
+
+
+class _Warn(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None):
+        getattr(namespace, self.dest).append(f"{flag} has no effect: {WITHOUT_EFFECT[flag]}")
+
+
+class _Refuse(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None):
+        if flag == "--pipeline-parallel-size" and values == "1":
+            return
+        parser.error(f"{flag}: {REFUSED[flag]}")
+
+
+def add_compatibility_flags(parser: argparse.ArgumentParser) -> None:
+    """They are not in the help. Warnings of those that were given are in `compatibility_warnings`."""
+    parser.set_defaults(compatibility_warnings=[])
+    for flag in WITHOUT_EFFECT:
+        parser.add_argument(flag, dest="compatibility_warnings", nargs=0, action=_Warn, help=argparse.SUPPRESS)
+    for flag in REFUSED:
+        nargs = None if flag in WITH_VALUE else 0
+        parser.add_argument(flag, dest=argparse.SUPPRESS, nargs=nargs, action=_Refuse, help=argparse.SUPPRESS)
+
+
+def log_warnings(warnings: Sequence[str]) -> None:
+    for warning in warnings:
+        logger.warning("%s", warning)

@@ -1,0 +1,71 @@
+"""`--config FILE`: flags from a YAML file. What the command line says comes later, and so counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from model.inputs.json_file import read_text
+
+CONFIG = "--config"
+MAX_CONFIG_BYTES = 2**20
+
+
+def with_config(argv: Sequence[str]) -> list[str]:
+    """The arguments with those of the file before them, and `--config FILE` taken out.
+
+    A key is a flag's name, with `-` or `_`: `max-model-len: 512`, `served_model_name: [a, b]`, `strict-fields: true`.
+    ValueError or OSError for a file that is none.
+    """
+    arguments, files = [], []
+    rest = iter(argv)
+    for argument in rest:
+        name, equals, value = argument.partition("=")
+        if name != CONFIG:
+            arguments.append(argument)
+            continue
+        file = value if equals else next(rest, None)
+        if not file:
+            raise ValueError("--config wants the path of a YAML file")
+        files.append(Path(file))
+    if len(files) > 1:
+        raise ValueError(f"--config was given {len(files)} times: one file is read")
+    from_file = [argument for file in files for argument in _arguments(file)]
+    num_first = 1 if arguments and not arguments[0].startswith("-") else 0  # a model: no list of the file takes it
+    return arguments[:num_first] + from_file + arguments[num_first:]
+
+
+def _arguments(file: Path) -> Iterator[str]:
+    try:
+        settings = yaml.safe_load(read_text(file, MAX_CONFIG_BYTES))
+    except yaml.YAMLError as error:
+        raise ValueError(f"--config {file} is not YAML: {error}") from error
+    if settings is None:
+        return
+    if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
+        raise ValueError(f"--config {file}: it must hold `flag: value` lines")
+    for key, value in settings.items():
+        yield from _flag(key.replace("_", "-"), value, file)
+
+
+def _flag(name: str, value: Any, file: Path) -> Iterator[str]:
+    if name == CONFIG.removeprefix("--"):
+        raise ValueError(f"--config {file}: it names another file")
+    match value:
+        case True:
+            yield f"--{name}"
+        case False:
+            if name.startswith("enable-"):  # the others are off unless they are given
+                yield f"--no-{name}"
+        case None:
+            return
+        case list():
+            yield f"--{name}"
+            yield from map(str, value)
+        case str() | int() | float():
+            yield f"--{name}={value}"
+        case _:
+            raise ValueError(f"--config {file}: {name} must be a value or a list of them, not {type(value).__name__}")
