@@ -54,10 +54,10 @@ def create_app(state: ServerState) -> Starlette:
         *messages_routes(state),
         *invocations,
         *info_routes(state),
-        *ui_routes(state),
         *admin_routes(state),
     ]
     routes += docs_routes(routes, version=state.settings.version, root_path=state.settings.root_path)
+    routes += ui_routes(state)
     cors = Middleware(
         CORSMiddleware,
         allow_origins=list(state.settings.allowed_origins),

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from batcher.stats import Histogram
 from batcher.step_log import StepRecord
-from server.api.route import ApiRoute
+from server.api.route import Access, ApiRoute
 from server.api.state import ServerState
 from server.http.errors import invalid
 from server.http.sse import encode_json
@@ -56,7 +56,7 @@ def _file_route(path: Path) -> ApiRoute:
             return Response(status_code=304, headers=headers)
         return Response(content, headers=headers)
 
-    return ApiRoute(path="/" if path.name == "index.html" else f"/ui/{path.name}", endpoint=serve, needs_key=False)
+    return ApiRoute(path="/" if path.name == "index.html" else f"/ui/{path.name}", endpoint=serve, access=Access.OPEN)
 
 
 class Dashboard:
