@@ -48,14 +48,14 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     p.add_argument("positional_model", nargs="?", metavar="MODEL", help="as --model")
-    p.add_argument(CONFIG, metavar="FILE", help="YAML with `flag: value` lines; the command line counts before it")
+    p.add_argument(CONFIG, metavar="FILE", help="YAML of `flag: value`; the command line wins")
     add_engine_flags(p)
     add_compatibility_flags(p)
     server = p.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1")
     server.add_argument("--port", type=int, default=8000, help="0: any free one")
     server.add_argument("--uds", type=local_path, metavar="PATH", help="a Unix socket in place of host and port")
-    server.add_argument("--root-path", default="", help="the path under which a proxy serves this, for /openapi.json")
+    server.add_argument("--root-path", default="", metavar="PATH", help="where a proxy serves this, for /openapi.json")
     server.add_argument(
         "--api-key", nargs="+", default=[], metavar="KEY", help="asked for but by /health, /ping, /version and /metrics"
     )
