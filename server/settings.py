@@ -72,8 +72,8 @@ class GenerationDefaults:
         if unknown := sorted(names - values.keys()):
             raise ValueError(f"{where}: unknown fields {', '.join(unknown)}; there are {', '.join(values)}")
         greedy = {"temperature": 0.0} if values.pop("do_sample") is False else {}
-        given = {name: value for name, value in values.items() if value is not None}
-        return replace(self, **given, **greedy)
+        given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+        return replace(self, **given | greedy)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -131,11 +131,11 @@ def _fields(schemas: dict[str, Any], body: dict[str, Any]) -> str:
 def _kind(field: dict[str, Any]) -> str:
     """A JSON schema in a few words."""
     if "$ref" in field:
-        return field["$ref"].rpartition("/")[2]
+        return str(field["$ref"]).rpartition("/")[2]
     if "anyOf" in field:
         return " or ".join(_kind(option) for option in field["anyOf"] if option.get("type") != "null")
     if "enum" in field:
         return " or ".join(map(str, field["enum"]))
     if field.get("type") == "array":
         return f"list of {_kind(field.get('items', {}))}"
-    return field.get("type", "any JSON")
+    return str(field.get("type", "any JSON"))

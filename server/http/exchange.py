@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
@@ -27,7 +27,7 @@ class Exchange(RequestResponseCycle):
 
     def refuse(self, status: int) -> None:
         """The connection answers instead of the application."""
-        self.scope[REFUSED] = status
+        cast("dict[str, Any]", self.scope)[REFUSED] = status
         self.cut_off()
 
     def cut_off(self) -> None:
