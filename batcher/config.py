@@ -7,12 +7,16 @@ from enum import StrEnum
 
 
 class Scheduling(StrEnum):
+    """How requests share the steps."""
+
     CONTINUOUS = "continuous"  # every step anew: decodes, then prompt chunks, admission whenever there is room
     STATIC = "static"  # a fixed batch runs to its longest member's end: the baseline to measure against
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
+    """The engine's settings that do not depend on the runner's capacity."""
+
     eos_token_ids: tuple[int, ...]  # every end-of-sequence id of the model's generation_config
     scheduling: Scheduling = Scheduling.CONTINUOUS
     prefix_caching: bool = True

@@ -43,4 +43,5 @@ class Grammars(Protocol):
 
 
 def num_mask_words(vocab_size: int) -> int:
+    """Words of 32 bits in a mask with one bit for each token."""
     return -(-vocab_size // 32)

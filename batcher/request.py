@@ -47,6 +47,8 @@ class Request:
 
 
 class FinishReason(StrEnum):
+    """Why a request has ended."""
+
     STOP = "stop"  # an end-of-sequence or stop id, or a stop string that the caller found
     LENGTH = "length"  # max_tokens or the model's context
     ABORT = "abort"  # the client left, or the engine shuts down

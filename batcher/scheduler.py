@@ -42,6 +42,8 @@ _key: Callable[[Sequence], tuple[int, int]] = attrgetter("key")
 
 
 class Verdict(Enum):
+    """What admission decides for a waiting request."""
+
     ADMITTED = "it runs now"
     NO_ROOM = "it waits, and so do all requests after it"
     NEXT_STEP = "it waits for a page of this step; others may pass"

@@ -15,6 +15,8 @@ OnOutput = Callable[[RequestOutput], None]
 
 
 class State(Enum):
+    """Where a sequence is between arrival and end."""
+
     WAITING = "waiting"  # never admitted, or preempted: owns no slot and no pages
     RUNNING = "running"  # owns a slot and pages
     FINISHED = "finished"

@@ -109,6 +109,8 @@ class PenaltyReset:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepInput:
+    """A step as the runner gets it: one packed buffer, and what must be done before it."""
+
     bucket: Bucket
     packed: np.ndarray  # i32[PackedLayout(bucket).size]
     patches: tuple[np.ndarray, ...] = ()  # each i32[2, PATCH_BLOCK], applied before the step, in order
@@ -130,6 +132,8 @@ class StepOutput:
 
 
 class StepHandle(Protocol):
+    """A step that has been dispatched."""
+
     def result(self) -> StepOutput:
         """Blocks until the device is done. Called from the reader thread, once."""
 

@@ -45,6 +45,7 @@ def create_state(settings: Settings, client: EngineClient, tokenizer: Tokenizer)
 
 
 def create_app(state: ServerState) -> Starlette:
+    """The application: all routes, behind keys and metrics."""
     (chat,), (completion,) = chat_routes(state), completion_routes(state)
     invocations = invocation_routes(state, chat=chat.endpoint, completions=completion.endpoint)
     routes = [

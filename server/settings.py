@@ -78,6 +78,8 @@ class GenerationDefaults:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
+    """The HTTP side's settings."""
+
     tokenizer_folder: Path
     vocab_size: int = MAX_VOCAB_SIZE  # the model's: a tokenizer with ids beyond it is refused
     model_names: tuple[str, ...]  # the first is the one that answers carry; all are accepted

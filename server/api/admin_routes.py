@@ -20,14 +20,19 @@ logger = logging.getLogger("pallas_serve")
 
 
 class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of a request to abort others."""
+
     request_ids: list[str] | None = None  # those of answers, such as `chatcmpl-...`; None: all
 
 
 class LogLevelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of a request to change the log level."""
+
     level: Literal["debug", "info", "warning", "error"]
 
 
 def admin_routes(state: ServerState) -> list[ApiRoute]:
+    """The routes that need an admin key."""
     admin = Admin(state)
     return [
         ApiRoute(
@@ -58,6 +63,8 @@ def admin_routes(state: ServerState) -> list[ApiRoute]:
 
 
 class Admin:
+    """Answers the admin routes."""
+
     def __init__(self, state: ServerState) -> None:
         self._state = state
         strict = state.settings.strict_fields

@@ -144,4 +144,5 @@ def json_response(value: Any) -> Response:
 
 
 def error_response(error: RequestError) -> Response:
+    """The answer to a refused request, in OpenAI's form."""
     return Response(error.encode(), error.status, error.headers(), "application/json")

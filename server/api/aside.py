@@ -12,6 +12,8 @@ NUM_THREADS = 4  # more of them would only make the loop wait longer for the int
 
 
 class Aside:
+    """Threads for long work, such as encoding a long prompt."""
+
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="aside")
 

@@ -25,6 +25,7 @@ from server.http.errors import invalid
 
 
 def chat_routes(state: ServerState) -> list[ApiRoute]:
+    """The route of chat completions."""
     return [
         ApiRoute(
             path="/v1/chat/completions",
@@ -38,6 +39,8 @@ def chat_routes(state: ServerState) -> list[ApiRoute]:
 
 
 class Chat:
+    """Answers `/v1/chat/completions`."""
+
     def __init__(self, state: ServerState) -> None:
         self._state = state
         self._reader = BodyReader(ChatRequest, CHAT_FIELDS, strict=state.settings.strict_fields)

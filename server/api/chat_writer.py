@@ -20,6 +20,8 @@ from server.text.tool_calls.pieces import CallDelta, Piece
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatOptions:
+    """What a chat request wants in its answer."""
+
     prompt: list[int]
     top_logprobs: int | None  # None: no log-probabilities
     num_prompt_logprobs: int | None
@@ -27,6 +29,8 @@ class ChatOptions:
 
 
 class ChatWriter(ChoicesWriter):
+    """Writes chat completions and their chunks."""
+
     WHOLE = "chat.completion"
     CHUNK = "chat.completion.chunk"
 

@@ -19,12 +19,16 @@ from server.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
+    """A prompt, in ids and as text."""
+
     ids: list[int]
     text: str  # as it was given, or decoded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionOptions:
+    """What a completion request wants in its answer."""
+
     prompts: list[Prompt]
     echo: bool
     discard_output: bool  # max_tokens 0: one hidden step was run, only the prompt is shown
@@ -33,6 +37,8 @@ class CompletionOptions:
 
 
 class CompletionWriter(ChoicesWriter):
+    """Writes completions and their chunks."""
+
     WHOLE = CHUNK = "text_completion"
 
     def __init__(

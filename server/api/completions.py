@@ -31,6 +31,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 def completion_routes(state: ServerState) -> list[ApiRoute]:
+    """The route of completions."""
     return [
         ApiRoute(
             path="/v1/completions",
@@ -44,6 +45,8 @@ def completion_routes(state: ServerState) -> list[ApiRoute]:
 
 
 class Completions:
+    """Answers `/v1/completions`."""
+
     def __init__(self, state: ServerState) -> None:
         self._state = state
         self._reader = BodyReader(CompletionRequest, COMPLETION_FIELDS, strict=state.settings.strict_fields)

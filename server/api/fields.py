@@ -28,6 +28,8 @@ from server.api.schemas import (
 
 @dataclass(frozen=True, slots=True)
 class Refused:
+    """A field that is not served, and the values with which it may be given."""
+
     why: str  # ends the sentence "FIELD: ..."
     harmless: tuple[Any, ...] = ()  # values that change nothing, besides those that never do
 

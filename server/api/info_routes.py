@@ -28,6 +28,7 @@ MAX_DETOKENIZED = 1_000_000  # tokens; each may stand for a hundred characters
 
 
 def info_routes(state: ServerState) -> list[ApiRoute]:
+    """The routes that generate nothing: models, health, load, version, tokens."""
     info = Info(state)
     routes = [
         ApiRoute(path="/v1/models", endpoint=info.models, summary="The models that are served."),
@@ -60,6 +61,8 @@ def info_routes(state: ServerState) -> list[ApiRoute]:
 
 
 class Info:
+    """Answers the routes of `info_routes`."""
+
     def __init__(self, state: ServerState) -> None:
         self._state = state
         strict = state.settings.strict_fields

@@ -16,6 +16,8 @@ _decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def invocation_routes(state: ServerState, *, chat: Endpoint, completions: Endpoint) -> list[ApiRoute]:
+    """SageMaker's route, which passes a body on to the endpoint that its fields belong to."""
+
     async def invoke(request: Request) -> Response:
         body = await read_body(request, state.body_limits)
         fields = decode_body(_decode_object, body)

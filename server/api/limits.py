@@ -68,6 +68,7 @@ def output_limit(num_prompt: int, asked: int | None, max_model_len: int, *, para
 
 
 def check_counts(max_tokens: int | None, min_tokens: int | None, *, param: str, least: int = 1) -> None:
+    """Raises RequestError 400 where the numbers of tokens are too small or contradict each other."""
     if max_tokens is not None and max_tokens < least:
         raise invalid(param, f"must be at least {least}, got {max_tokens}")
     if max_tokens is not None and min_tokens is not None and min_tokens > max_tokens:

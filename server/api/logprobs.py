@@ -16,6 +16,7 @@ FLOOR = -9999.0
 
 
 def finite(value: float) -> float:
+    """A log-probability that JSON can hold: at least FLOOR."""
     return value if math.isfinite(value) and value > FLOOR else FLOOR
 
 

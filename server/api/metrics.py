@@ -58,6 +58,8 @@ HISTOGRAMS = {
 
 
 class StatsSource(Protocol):
+    """Where the engine's figures come from: an `EngineClient`."""
+
     info: EngineInfo
 
     @property

@@ -15,6 +15,8 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Access(enum.Enum):
+    """Who may use a route."""
+
     OPEN = "open"  # to all, unless `--api-key-all-routes`: probes and Prometheus have no key
     KEY = "key"  # to whoever has one of the server's keys, or an admin key; to all where there are none
     ADMIN = "admin"  # to whoever has an admin key

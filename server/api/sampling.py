@@ -42,6 +42,7 @@ def check_sampling(body: SamplingFields, *, vocab_size: int) -> None:
 
 
 def stop_strings(body: SamplingFields) -> tuple[str, ...]:
+    """A body's `stop` as a tuple."""
     if body.stop is None:
         return ()
     return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
@@ -78,11 +79,13 @@ def sampling_params(
 
 
 def check_top_logprobs(param: str, value: int) -> None:
+    """Raises RequestError 400 where more log-probabilities are asked for than there can be."""
     if not 0 <= value <= MAX_LOGPROBS:
         raise invalid(param, f"must be between 0 and {MAX_LOGPROBS}, got {value}")
 
 
 def parse_logit_bias(bias: dict[str, float] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """(token id, bias) pairs. RequestError 400 where there are too many, or one is out of its range."""
     bias = bias or {}
     if len(bias) > MAX_LOGIT_BIAS:
         raise invalid("logit_bias", f"at most {MAX_LOGIT_BIAS} tokens are allowed, got {len(bias)}")

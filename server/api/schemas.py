@@ -15,6 +15,8 @@ class Declared(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StreamOptions(Declared):
+    """What a stream has besides its text."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -54,23 +56,31 @@ class SamplingFields(Declared, kw_only=True):
 
 
 class ContentPart(Declared):
+    """A part of a message's content."""
+
     type: str
     text: str | None = None
     refusal: str | None = None
 
 
 class FunctionCall(Declared):
+    """The function that a tool call names, and its arguments."""
+
     name: str
     arguments: str | dict[str, Any] | None = None  # JSON, or what it stands for
 
 
 class ToolCall(Declared):
+    """A tool call in an assistant's message."""
+
     function: FunctionCall
     id: str | None = None
     type: str | None = None
 
 
 class Message(Declared):
+    """One message of the conversation."""
+
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
@@ -81,6 +91,8 @@ class Message(Declared):
 
 
 class ChatRequest(SamplingFields, kw_only=True):
+    """The body of a chat completion."""
+
     messages: list[Message]
     max_completion_tokens: int | None = None
     echo: bool | None = None
@@ -96,12 +108,16 @@ class ChatRequest(SamplingFields, kw_only=True):
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
+    """The body of a completion."""
+
     prompt: str | list[str | int | list[int]] | None = None
     echo: bool | None = False
     logprobs: int | None = None
 
 
 class TokenizeRequest(Declared, kw_only=True):
+    """The body of `/tokenize`: a text or a conversation."""
+
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
@@ -115,5 +131,7 @@ class TokenizeRequest(Declared, kw_only=True):
 
 
 class DetokenizeRequest(Declared, kw_only=True):
+    """The body of `/detokenize`."""
+
     model: str | None = None
     tokens: list[int]

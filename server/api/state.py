@@ -22,6 +22,8 @@ MIN_MARKS = 2**16  # brackets and colons that a body may have whatever the conte
 
 @dataclass(kw_only=True, slots=True)
 class ServerState:
+    """What the routes share."""
+
     settings: Settings
     client: EngineClient
     tokenizer: Tokenizer

@@ -153,6 +153,7 @@ def check_num_choices(state: ServerState, num_prompts: int, n: int | None) -> No
 
 
 def check_min_tokens(body: SamplingFields, limit: int) -> None:
+    """Raises RequestError 400 where `min_tokens` exceeds the tokens that fit."""
     if (body.min_tokens or 0) > limit:
         message = f"min_tokens: {body.min_tokens} is more than the {limit} tokens that fit."
         raise RequestError(400, message, param="min_tokens")

@@ -53,6 +53,7 @@ def _read_documents(raw: RawField, template: ChatTemplate) -> list[dict[str, Any
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """All messages as templates know them."""
     return [template_message(i, message) for i, message in enumerate(messages)]
 
 

@@ -25,6 +25,8 @@ _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}", re.ASCII)
 
 
 class FunctionSpec(msgspec.Struct):
+    """A function that the model may call."""
+
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -32,11 +34,15 @@ class FunctionSpec(msgspec.Struct):
 
 
 class ToolSpec(msgspec.Struct):
+    """A tool of a body's `tools`."""
+
     type: str
     function: FunctionSpec | None = None
 
 
 class ToolChoice(enum.Enum):
+    """Whether a tool may or must be called."""
+
     NONE = "none"
     AUTO = "auto"
     REQUIRED = "required"

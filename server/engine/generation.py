@@ -25,6 +25,8 @@ logger = logging.getLogger("pallas_serve")
 
 @dataclass(slots=True)
 class ScoredToken:
+    """A token with its log-probability and those of the most likely ones."""
+
     token_id: int
     offset: int  # in characters of the sequence's text
     scores: wire.Logprobs | None  # None: nothing predicts the first token of a prompt

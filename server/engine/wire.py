@@ -90,10 +90,14 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, tag=True):
+    """A line about the engine's start."""
+
     line: str
 
 
 class Ready(msgspec.Struct, tag=True):
+    """The engine takes requests."""
+
     info: EngineInfo
 
 
@@ -104,10 +108,14 @@ class Failed(msgspec.Struct, tag=True):
 
 
 class Outputs(msgspec.Struct, tag=True):
+    """What a step has given, for all requests that gained something in it."""
+
     outputs: list[Output]
 
 
 class Stats(msgspec.Struct, tag=True):
+    """The engine's figures, at intervals."""
+
     stats: EngineStats
 
 
@@ -136,6 +144,7 @@ def _request(item: WireRequest, prompt: tuple[int, ...]) -> Request:
 
 
 def output_to_wire(output: RequestOutput) -> Output:
+    """An output as a message, its log-probabilities packed."""
     if output.finish_reason is None and not output.logprobs and output.prompt_logprobs is None:
         return Output(output.request_id, list(output.token_ids), None, None, output.num_cached_tokens)
     return Output(

@@ -17,6 +17,8 @@ LEAST_WAIT_S = 0.1  # for the first request of a new connection: its bytes may h
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConnectionLimits:
+    """How many connections there may be, and how long they may take, in seconds."""
+
     max_connections: int
     head_timeout_s: float
     body_timeout_s: float

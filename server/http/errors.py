@@ -62,22 +62,27 @@ def unsupported(param: str, what: str) -> RequestError:
 
 
 def model_not_found(name: str) -> RequestError:
+    """404: no model has this name."""
     message = f"The model `{name[:200]}` does not exist."
     return RequestError(404, message, type=NOT_FOUND, param="model", code="model_not_found")
 
 
 def too_long(message: str, param: str) -> RequestError:
+    """400: the request does not fit the model's context."""
     return RequestError(400, message, param=param, code="context_length_exceeded")
 
 
 def overloaded(message: str, retry_after_s: int = 1) -> RequestError:
+    """429: the server has more requests than it can hold."""
     code = "rate_limit_exceeded"
     return RequestError(429, message, type="RateLimitError", code=code, retry_after_s=retry_after_s)
 
 
 def unavailable(message: str, retry_after_s: int | None = None) -> RequestError:
+    """503: the server cannot serve now."""
     return RequestError(503, message, type="ServiceUnavailableError", retry_after_s=retry_after_s)
 
 
 def internal(message: str) -> RequestError:
+    """500: the fault is the server's."""
     return RequestError(500, message, type="InternalServerError")

@@ -39,6 +39,8 @@ FIRST_CHECK_S, LAST_CHECK_S = 0.01, 1.0  # between looks at whether a half-close
 
 
 class Phase(enum.Enum):
+    """What a connection is doing."""
+
     WAITING = "no byte of a request has come"
     HEAD = "reading a request's head"
     BODY = "reading its body"

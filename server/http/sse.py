@@ -12,6 +12,7 @@ encode_json = msgspec.json.Encoder().encode
 
 
 def event(data: bytes) -> bytes:
+    """An event with these data, which have no line break."""
     return b"data: " + data + b"\n\n"
 
 

@@ -16,6 +16,8 @@ BLOCK_BYTES = 256 * 1024
 
 
 class Turns:
+    """Makes long answers in short turns of the event loop, one answer at a time."""
+
     def __init__(self) -> None:
         self._one_at_a_time = asyncio.Lock()
 

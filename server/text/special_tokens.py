@@ -61,4 +61,5 @@ def encode_all(tokenizer: Tokenizer, prompts: Sequence[Sequence[Part]]) -> list[
 
 
 def encode_parts(tokenizer: Tokenizer, parts: Sequence[Part]) -> list[int]:
+    """The ids of a text that has been split at its special tokens."""
     return encode_all(tokenizer, [parts])[0]

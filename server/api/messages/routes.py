@@ -25,6 +25,7 @@ CHARS_OF_A_BLOCK = 40
 
 
 def messages_routes(state: ServerState) -> list[ApiRoute]:
+    """The routes of Anthropic's API."""
     messages = Messages(state)
     return [
         ApiRoute(
@@ -46,6 +47,8 @@ def messages_routes(state: ServerState) -> list[ApiRoute]:
 
 
 class Messages:
+    """Answers the routes of `messages_routes`."""
+
     def __init__(self, state: ServerState) -> None:
         self._state = state
         strict = state.settings.strict_fields

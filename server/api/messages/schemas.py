@@ -24,11 +24,15 @@ class Block(Declared):
 
 
 class InputMessage(Declared):
+    """One message of the conversation."""
+
     role: str
     content: str | list[Block]
 
 
 class MessageTool(Declared):
+    """A tool that the model may call."""
+
     name: str
     description: str | None = None
     input_schema: dict[str, Any] | None = None
@@ -37,12 +41,16 @@ class MessageTool(Declared):
 
 
 class MessageToolChoice(Declared):
+    """Whether and which tool must be called."""
+
     type: str
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
 class CountRequest(Declared, kw_only=True):
+    """The body of a request to count tokens."""
+
     messages: list[InputMessage]
     model: str | None = None
     system: str | list[Block] | None = None
@@ -51,6 +59,8 @@ class CountRequest(Declared, kw_only=True):
 
 
 class MessagesRequest(CountRequest, kw_only=True):
+    """The body of a request for an answer."""
+
     max_tokens: int
     stream: bool | None = False
     stop_sequences: list[str] | None = None

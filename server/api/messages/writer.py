@@ -30,10 +30,12 @@ ERROR_TYPES = {
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
+    """A refusal in Anthropic's form."""
     return {"type": "error", "error": {"type": ERROR_TYPES.get(error.status, "api_error"), "message": error.message}}
 
 
 def message_error(error: RequestError) -> Response:
+    """The answer to a refused request, in Anthropic's form."""
     return Response(encode_json(error_body(error)), error.status, error.headers(), "application/json")
 
 

@@ -32,6 +32,7 @@ CHARS_OF_AN_ITEM = 40
 
 
 def responses_routes(state: ServerState) -> list[ApiRoute]:
+    """The routes of the Responses API."""
     responses = Responses(state)
     return [
         ApiRoute(
@@ -51,6 +52,8 @@ def responses_routes(state: ServerState) -> list[ApiRoute]:
 
 
 class Responses:
+    """Answers the routes of `responses_routes`."""
+
     def __init__(self, state: ServerState) -> None:
         self._state = state
         self._reader = BodyReader(ResponsesRequest, RESPONSES_FIELDS, strict=state.settings.strict_fields)

@@ -11,6 +11,8 @@ from server.api.schemas import Declared
 
 
 class InputPart(Declared):
+    """A part of an item's content."""
+
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -29,14 +31,20 @@ class InputItem(Declared):
 
 
 class TextFormat(msgspec.Struct):
+    """The form that the output must have."""
+
     type: str
 
 
 class TextOptions(Declared):
+    """What is asked of the output's text."""
+
     format: TextFormat | None = None
 
 
 class ResponsesRequest(Declared, kw_only=True):
+    """The body of a request for a response."""
+
     input: str | list[InputItem]
     model: str | None = None
     instructions: str | None = None

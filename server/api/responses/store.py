@@ -11,6 +11,8 @@ MAX_CHARS = 64 * 2**20
 
 
 class ResponseStore:
+    """Keeps responses, and drops the oldest where there are too many or they are too long together."""
+
     def __init__(self, *, max_responses: int = MAX_RESPONSES, max_chars: int = MAX_CHARS) -> None:
         self._max_responses = max_responses
         self._max_chars = max_chars

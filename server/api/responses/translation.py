@@ -26,6 +26,8 @@ _SAME = (
 
 
 class FunctionTool(msgspec.Struct):
+    """A tool in the form of the Responses API."""
+
     type: str
     name: str | None = None
     description: str | None = None

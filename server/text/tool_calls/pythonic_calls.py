@@ -18,6 +18,8 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]")
 
 
 class PythonicCallParser(CallParser):
+    """Reads calls written as a Python list, such as `[f(a=1), g()]`."""
+
     opening = "["
 
     def __init__(self, names: Collection[str], *, most_calls: int | None = None) -> None:
