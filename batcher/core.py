@@ -287,6 +287,8 @@ class EngineCore:
         self.scheduler.forecast.finished(seq, stopped=reason is FinishReason.STOP)
         counts.e2e_latency.observe(seq.last_token_s - seq.arrived_s)
         counts.decode_time.observe(seq.last_token_s - seq.first_token_s)
+        counts.inference_time.observe(seq.last_token_s - seq.started_s)
+        counts.request_preemptions.observe(seq.num_preemptions)
         counts.request_prompt_tokens.observe(seq.num_prompt)
         counts.request_generation_tokens.observe(len(seq.output))
         if len(seq.output) > 1:

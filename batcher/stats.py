@@ -24,6 +24,7 @@ LATENCY_BOUNDS = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
     480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
+PREEMPTION_BOUNDS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 TOKEN_BOUNDS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 
 
@@ -89,6 +90,10 @@ class EngineStats:
     decode_time: Histogram = field(
         default_factory=partial(Histogram, LATENCY_BOUNDS)
     )  # from the first token to the last
+    inference_time: Histogram = field(
+        default_factory=partial(Histogram, LATENCY_BOUNDS)
+    )  # from admission to the last token
+    request_preemptions: Histogram = field(default_factory=partial(Histogram, PREEMPTION_BOUNDS))
     request_prompt_tokens: Histogram = field(default_factory=partial(Histogram, TOKEN_BOUNDS))
     request_generation_tokens: Histogram = field(default_factory=partial(Histogram, TOKEN_BOUNDS))
     iteration_tokens: Histogram = field(default_factory=partial(Histogram, TOKEN_BOUNDS))  # real tokens of a step

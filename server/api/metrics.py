@@ -23,6 +23,9 @@ HTTP_BOUNDS = (0.01, 0.05, 0.1, *LATENCY_BOUNDS)
 # a deadline passed in the queue, or while tokens came; a key had its share of requests already
 LIMITS = ("deadline_waiting", "deadline_running", "key_share")
 
+# vLLM's labels of cache_config_info, and ours of the same meaning
+CACHE_ALIASES = {"block_size": "page_size", "num_gpu_blocks": "num_pages"}
+
 GAUGES = {
     "num_requests_running": "Requests that own a slot.",
     "num_requests_waiting": "Requests that wait for a slot or pages.",
@@ -51,6 +54,10 @@ HISTOGRAMS = {
     "request_queue_time_seconds": ("queue_time", "From arrival to admission."),
     "request_prefill_time_seconds": ("prefill_time", "From admission to the first token."),
     "request_decode_time_seconds": ("decode_time", "From the first token to the last."),
+    "request_inference_time_seconds": ("inference_time", "From admission to the last token."),
+    "request_num_preemptions": ("request_preemptions", "How often a request was put back."),
+    # the older name of inter_token_latency_seconds, for which dashboards still ask
+    "time_per_output_token_seconds": ("inter_token_latency", "Between two tokens of one request."),
     "request_prompt_tokens": ("request_prompt_tokens", "Prompt tokens of a request."),
     "request_generation_tokens": ("request_generation_tokens", "Generated tokens of a request."),
     "iteration_tokens_total": ("iteration_tokens", "Real tokens of a step."),
@@ -76,6 +83,7 @@ class ServerMetrics:
         self._source = source
         self._prefix = prefix
         self._labels = {"model_name": model_name, "engine": "0"}
+        self._max_generation_tokens = Histogram(TOKEN_BOUNDS)
         self._params_n = Histogram(COUNT_BOUNDS)
         self._params_max_tokens = Histogram(TOKEN_BOUNDS)
         self._limited: dict[str, int] = dict.fromkeys(LIMITS, 0)
@@ -83,10 +91,15 @@ class ServerMetrics:
         self._durations: dict[tuple[str, str], Histogram] = {}
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_Collector(self))
+        prometheus_client.ProcessCollector(registry=self._registry)  # process_*: memory, CPU time, open files
 
     def observe_request(self, *, n: int, max_tokens: int) -> None:
         self._params_n.observe(n)
         self._params_max_tokens.observe(max_tokens)
+
+    def observe_end(self, num_tokens: int) -> None:
+        """All choices of a request have ended; `num_tokens` are those of the longest."""
+        self._max_generation_tokens.observe(num_tokens)
 
     def observe_limit(self, limit: str) -> None:
         """Something was ended or refused for one of LIMITS."""
@@ -104,9 +117,13 @@ class ServerMetrics:
         stats = self._source.stats
         for name, doc in GAUGES.items():
             yield self._gauge(name, doc, getattr(stats, name))
-        yield self._gauge("kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1.", stats.kv_cache_usage)
+        for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):  # the second is the older name
+            yield self._gauge(name, "Share of the KV pages in use, 0 to 1.", stats.kv_cache_usage)
+        yield self._waiting(stats)
         yield self._gauge("engine_alive", "1 while the engine serves.", float(self._source.death is None))
-        info = {**self._labels, **self._source.info.cache_config}
+        cache = self._source.info.cache_config
+        named = {alias: cache[name] for alias, name in CACHE_ALIASES.items() if name in cache}
+        info = {**self._labels, **cache, **named}
         config = GaugeMetricFamily(f"{self._prefix}cache_config_info", "The KV cache's shape.", labels=list(info))
         config.add_metric(list(info.values()), 1)
         yield config
@@ -118,6 +135,8 @@ class ServerMetrics:
         yield finished
         for name, (field, doc) in HISTOGRAMS.items():
             yield self._histogram(name, doc, getattr(stats, field))
+        max_tokens = self._max_generation_tokens
+        yield self._histogram("request_max_num_generation_tokens", "Of a request's longest choice.", max_tokens)
         yield self._histogram("request_params_n", "Choices asked for.", self._params_n)
         yield self._histogram("request_params_max_tokens", "Output limits of requests.", self._params_max_tokens)
         limited = self._family(CounterMetricFamily, "requests_limited", "Requests cut short or refused.", ["limit"])
@@ -125,6 +144,13 @@ class ServerMetrics:
             limited.add_metric([*self._labels.values(), limit], count)
         yield limited
         yield from self._http()
+
+    def _waiting(self, stats: EngineStats) -> Metric:
+        """vLLM tells requests that wait for room from those that wait for something else, which none does here."""
+        family = self._family(GaugeMetricFamily, "num_requests_waiting_by_reason", "As it says.", ["reason"])
+        for reason, count in (("capacity", stats.num_requests_waiting), ("deferred", 0)):
+            family.add_metric([*self._labels.values(), reason], count)
+        return family
 
     def _http(self) -> Iterator[Metric]:
         requests = CounterMetricFamily("http_requests", "Responses.", labels=["handler", "method", "status"])

@@ -99,7 +99,13 @@ async def start_generation(
     `new_call_parser` gives each choice what finds tool calls in it; None: nothing does.
     Where nothing is streamed, only the first choice of each prompt has the prompt's log-probabilities.
     """
-    generation = Generation(state.client, head.id, stream=bool(body.stream), on_limit=state.metrics.observe_limit)
+    generation = Generation(
+        state.client,
+        head.id,
+        stream=bool(body.stream),
+        on_limit=state.metrics.observe_limit,
+        on_end=state.metrics.observe_end,
+    )
     include_stop = bool(body.include_stop_str_in_output)
     texts = stop_strings(body)
     stops = await state.aside.run(sum(map(len, texts)), StopStrings, texts) if texts else None

@@ -189,7 +189,8 @@ class Choice:
 class Generation:
     """All choices of one HTTP request. `wait` is awaited by one task, the one that answers.
 
-    `on_limit` hears of choices that a deadline has ended: `deadline_waiting` or `deadline_running`.
+    `on_limit` hears of choices that a deadline has ended: `deadline_waiting` or `deadline_running`. `on_end` hears how
+    many tokens the longest choice has when all have finished.
     """
 
     def __init__(
@@ -199,11 +200,13 @@ class Generation:
         *,
         stream: bool,
         on_limit: Callable[[str], None] = lambda limit: None,
+        on_end: Callable[[int], None] = lambda num_tokens: None,
     ) -> None:
         self.request_id = request_id
         self.choices: list[Choice] = []
         self.error: Exception | None = None  # a RequestError, or that the client has gone
         self.on_limit = on_limit
+        self._on_end = on_end
         self._client = client
         self._stream = stream
         self._deadline: asyncio.TimerHandle | None = None
@@ -254,6 +257,8 @@ class Generation:
     def on_progress(self, choice: Choice) -> None:
         if choice.finish_reason is not None:
             self._num_open -= 1
+            if not self._num_open:
+                self._on_end(max(choice.num_tokens for choice in self.choices))
         self._dirty[choice.index] = choice
         if self._stream or self._num_open == 0:
             self._progress.set()

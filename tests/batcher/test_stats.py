@@ -57,6 +57,8 @@ def test_times_and_tokens_of_two_requests() -> None:
     assert (stats.time_per_output_token.total, sum(stats.time_per_output_token.counts)) == (2.5, 1)
     assert (stats.e2e_latency.total, sum(stats.e2e_latency.counts)) == (6.0 + 10.0, 2)
     assert stats.decode_time.total == 5.0
+    assert stats.inference_time.total == 5.0
+    assert (stats.request_preemptions.total, sum(stats.request_preemptions.counts)) == (0.0, 2)
     assert stats.request_prompt_tokens.total == 10
     assert stats.request_generation_tokens.total == 4
     assert stats.iteration_tokens.total == 8

@@ -28,7 +28,8 @@ def samples(metrics: ServerMetrics) -> dict[str, dict[tuple[tuple[str, str], ...
 
 
 def metrics_of(stats: EngineStats, prefix: str = "pallas_serve:") -> ServerMetrics:
-    info = EngineInfo(max_model_len=10, vocab_size=10, cache_config={"page_size": "16"})
+    cache = {"page_size": "16", "num_pages": "99"}
+    info = EngineInfo(max_model_len=10, vocab_size=10, cache_config=cache)
     return ServerMetrics(Source(stats, info), prefix=prefix, model_name="m")
 
 
@@ -46,7 +47,13 @@ def test_gauges_and_counters_are_the_engines():
     assert found["pallas_serve:engine_alive"] == {LABELS: 1}
     reasons = {dict(labels)["finished_reason"]: v for labels, v in found["pallas_serve:request_success_total"].items()}
     assert reasons == {"stop": 4, "length": 0, "abort": 1, "error": 0}
-    assert found["pallas_serve:cache_config_info"] == {(*LABELS, ("page_size", "16")): 1}
+    (labels,) = found["pallas_serve:cache_config_info"]
+    assert dict(labels) == dict(LABELS) | {
+        "page_size": "16",
+        "num_pages": "99",
+        "block_size": "16",
+        "num_gpu_blocks": "99",
+    }
 
 
 def test_histograms_are_cumulated():
@@ -70,19 +77,44 @@ def test_the_names_of_dashboards_are_there():
         *("e2e_request_latency_seconds_bucket", "request_queue_time_seconds_bucket", "iteration_tokens_total_bucket"),
         *("request_prefill_time_seconds_bucket", "request_decode_time_seconds_bucket", "request_params_n_bucket"),
         *("request_prompt_tokens_bucket", "request_generation_tokens_bucket", "request_params_max_tokens_bucket"),
-        *("request_time_per_output_token_seconds_bucket", "cache_config_info"),
+        *("request_time_per_output_token_seconds_bucket", "cache_config_info", "request_inference_time_seconds_bucket"),
+        *("time_per_output_token_seconds_bucket", "gpu_cache_usage_perc", "request_max_num_generation_tokens_bucket"),
+        *("request_num_preemptions_bucket", "num_requests_waiting_by_reason"),
     ]
     assert [name for name in expected if f"vllm:{name}" not in found] == []
+
+
+def test_old_names_have_the_numbers_of_the_new_ones():
+    stats = EngineStats(num_pages=8, num_pages_used=2, num_requests_waiting=4)
+    stats.inter_token_latency.observe(0.02)
+    found = samples(metrics_of(stats, prefix="vllm:"))
+    assert found["vllm:gpu_cache_usage_perc"] == found["vllm:kv_cache_usage_perc"]
+    for part in ("bucket", "sum", "count"):
+        new, old = "vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"
+        assert found[f"{old}_{part}"] == found[f"{new}_{part}"]
+    reasons = {dict(labels)["reason"]: v for labels, v in found["vllm:num_requests_waiting_by_reason"].items()}
+    assert reasons == {"capacity": 4, "deferred": 0}
+
+
+def test_the_process_is_measured():
+    found = samples(metrics_of(EngineStats()))
+    assert found["process_resident_memory_bytes"][()] > 1e6
+    assert found["process_open_fds"][()] > 0
 
 
 def test_what_the_server_counts_itself():
     metrics = metrics_of(EngineStats())
     metrics.observe_request(n=3, max_tokens=100)
+    metrics.observe_end(70)
+    metrics.observe_limit("key_share")
     metrics.observe_response(handler="/health", method="GET", status=200, seconds=0.02)
     metrics.observe_response(handler="/health", method="GET", status=503, seconds=0.02)
     found = samples(metrics)
     assert found["pallas_serve:request_params_n_sum"] == {LABELS: 3}
     assert found["pallas_serve:request_params_max_tokens_sum"] == {LABELS: 100}
+    assert found["pallas_serve:request_max_num_generation_tokens_sum"] == {LABELS: 70}
+    limited = {dict(labels)["limit"]: v for labels, v in found["pallas_serve:requests_limited_total"].items()}
+    assert limited == {"deadline_waiting": 0, "deadline_running": 0, "key_share": 1}
     base = (("handler", "/health"), ("method", "GET"))
     assert found["http_requests_total"] == {(*base, ("status", "200")): 1, (*base, ("status", "503")): 1}
     assert found["http_request_duration_seconds_count"] == {base: 2}
@@ -101,5 +133,7 @@ def test_a_running_server_exports_its_engines_numbers(scripted):
         assert http.get("/metrics").headers["content-type"].startswith("text/plain")
     names = {family.name for family in text_string_to_metric_families(text)}
     assert "pallas_serve:generation_tokens" in names
+    lines = [line for line in text.splitlines() if "request_max_num_generation_tokens_sum" in line]
+    assert float(lines[0].split()[-1]) >= 16
     lines = [line for line in text.splitlines() if line.startswith("http_requests_total{")]
     assert any('handler="/v1/completions",method="POST",status="200"' in line for line in lines)
