@@ -56,5 +56,6 @@ def add_compatibility_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def log_warnings(warnings: Sequence[str]) -> None:
+    """Logs the warnings that the flags of `add_compatibility_flags` have gathered."""
     for warning in warnings:
         logger.warning("%s", warning)
