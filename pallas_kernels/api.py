@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import layout, reference, validate
+from pallas_kernels import layout, quantised, reference, validate
 from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
 
 
@@ -35,10 +35,12 @@ class PagedAttention:
 
     @property
     def num_shards(self) -> int:
+        """Chips over which the KV heads are split."""
         return 1 if self.mesh is None else self.mesh.shape[self.axis]
 
     @property
     def local_spec(self) -> AttentionSpec:
+        """The spec that each chip's kernels see."""
         return self.spec.shard(self.num_shards)
 
     def kv_pages(self, num_pages: int) -> jax.ShapeDtypeStruct:
@@ -55,9 +57,10 @@ class PagedAttention:
         return one.size * one.dtype.itemsize
 
     def make_schedule(self, batch: RaggedBatch, *, num_tokens: int, decode_only: bool) -> Any:
-        """What the layers of one step share: computed once per step, inside the program. A pytree of small arrays.
+        """The arrays that all layers of a step share, computed once per step inside the program: a pytree.
 
-        `decode_only` is static: every row of the program brings at most one token (num_tokens == S).
+        `decode_only` is static: every row of the program brings at most one token (num_tokens == S). ValueError where
+        the shapes of `batch` do not fit together.
         """
         validate.batch(batch, num_tokens=num_tokens, decode_only=decode_only)
         return _implementation(self.backend).make_schedule(
@@ -72,27 +75,31 @@ class PagedAttention:
         kv_pages: jax.Array,  # one layer's pages (or all layers' in a row: see first_page); donate it
         schedule: Any,
         first_page: jax.Array | int = 0,  # where this layer's pages begin in kv_pages
-        kv_scales: jax.Array | None = None,  # f32[2, K]: what one unit of K and of V is worth in 8-bit pages, per head
+        kv_scales: jax.Array | None = None,  # f32[2, K], of K and of V: the unit of each head's values in 8-bit pages
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the attention output [T, N, H] and the pages with the new K/V in them.
 
-        Rows of the output past the last real token hold nothing of meaning (but nothing that is not finite). Scales
-        are refused as long as no backend stores K/V in 8 bits: `kv_dtype` and they come together.
+        Rows of the output past the last real token hold nothing of meaning (but nothing that is not finite).
+        ValueError where shapes or dtypes do not fit the spec: `kv_scales` comes with pages of 8 bits, and with no
+        others.
         """
-        validate.operands(queries, keys, values, kv_pages, self.spec, kv_scales)
+        validate.operands(queries, keys, values, kv_scales, self.spec)
         append_and_attend: Callable[..., Any] = partial(
             _implementation(self.backend).append_and_attend, spec=self.local_spec, **_options(self.backend)
         )
+        if kv_scales is not None:
+            append_and_attend = quantised.with_scales(append_and_attend, self.spec.kv_dtype)
+        scales = () if kv_scales is None else (kv_scales,)
         if self.mesh is None:
-            return append_and_attend(queries, keys, values, kv_pages, schedule, first_page)
+            return append_and_attend(queries, keys, values, kv_pages, schedule, first_page, *scales)
         heads = P(None, self.axis, None)
         return jax.shard_map(
             append_and_attend,
             mesh=self.mesh,
-            in_specs=(heads, heads, heads, self._kv_partition(), P(), P()),
+            in_specs=(heads, heads, heads, self._kv_partition(), P(), P(), *(P(None, self.axis) for _ in scales)),
             out_specs=(heads, self._kv_partition()),
             check_vma=False,
-        )(queries, keys, values, kv_pages, schedule, jnp.int32(first_page))
+        )(queries, keys, values, kv_pages, schedule, jnp.int32(first_page), *scales)
 
     def _kv_partition(self) -> P:
         axis = layout.kv_head_axis(self.backend)
@@ -123,8 +130,8 @@ def choose_backend(requested: str | None, platform: str) -> Backend:
 
 
 def _implementation(backend: Backend) -> Any:
-    """The module with `make_schedule` and `append_and_attend`. Kernels are imported where they are used only: their
-    toolchains take seconds to import."""
+    """The module with `make_schedule` and `append_and_attend`. Kernels are imported only where they are used, because
+    their toolchains take seconds to import."""
     if backend is Backend.REFERENCE:
         return reference
     if backend in (Backend.TPU, Backend.TPU_INTERPRET):

@@ -1,4 +1,4 @@
-"""How each backend lays out its pages. Private to this room: the model and the batcher see pages and counts only."""
+"""The layout of each backend's pages. Private to this room: the model and the batcher see only pages and counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def kv_pages(spec: AttentionSpec, backend: Backend, num_pages: int) -> jax.Shape
     """One layer's pages on one chip."""
     family = backend.split("-")[0]
     if family == "reference":
-        # Heads before tokens: a head's tokens of one page are contiguous, the form that XLA's CPU products run well.
+        # Heads before tokens: the tokens of one head in a page are contiguous, as XLA's CPU products need them.
         shape = (2, num_pages, spec.num_kv_heads, spec.page_size, spec.head_dim)
     elif family == "gpu":
         # One page of one head is one box of the copy engine: contiguous, and the head axis splits over chips.
@@ -35,7 +35,7 @@ def kv_head_axis(backend: Backend) -> int:
 
 
 def default_page_size(backend: Backend, max_model_len: int, chip: str | None = None) -> int:
-    """Tokens per page where the user gives none. `chip`: a TPU's name in `chips` (default: this TPU)."""
+    """Tokens of a page where the user names no number. `chip`: a TPU's name in `chips` (default: the attached TPU)."""
     family = backend.split("-")[0]
     if family == "tpu":
         from pallas_kernels.tpu import blocks

@@ -1,18 +1,18 @@
 """The operation in plain jnp: the oracle of the kernels, and the backend that serves on a CPU.
 
-Softmax and both products run in float32 whatever the pages hold. The form is chosen for XLA's CPU backend, where it
-costs no more than dense attention over contiguous K/V:
+Softmax and both products run in float32, whatever the dtype of the pages. The form is chosen for XLA's CPU backend, on
+which it costs no more than dense attention over contiguous K/V:
 
-- The K/V of all decodes are cut into blocks, and the loop takes so many blocks at a time, of whichever rows they are:
-  a step costs what its live tokens cost, neither what the context limit would nor what its longest row does. Scores
-  and sums are loops of multiplying and adding that read the pages where they lie (products would want them gathered
-  first), and an online softmax per row takes them in; blocks of one row meet in products with a 0/1 matrix. Barriers
-  keep what is small out of those loops, which would compute it anew for every element.
-- Prompt chunks are cut into tiles of queries of one row; a tile loops over the K/V blocks at or before its last
-  position. Tiles are written in token order, so that what a tile writes past its row's end is overwritten by the next.
+- The K/V of all decodes are cut into blocks. Each iteration of the loop takes a fixed number of blocks, of any rows, so
+  that the cost of a step follows its live tokens, not the context limit or its longest row. Scores and weighted sums
+  are loops of multiplications and additions that read the pages in place; matrix products would gather them first. An
+  online softmax per row folds the blocks in; blocks of one row are added up by products with a 0/1 matrix. Barriers
+  keep small operands out of those loops, which would otherwise compute them anew for every element.
+- Prompt chunks are cut into tiles of queries of one row. A tile loops over the K/V blocks up to its last position.
+  Tiles are written in token order, so that the rows that a tile writes past its row's end are overwritten by the next.
 
-All trip counts are data: nothing recompiles. Masked values are replaced, not multiplied by zero, so that whatever an
-unused page holds (a NaN included) never reaches the output.
+All trip counts are data, so that nothing recompiles. Masked values are replaced, not multiplied by zero: the content of
+an unused page (a NaN included) never reaches the output.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jax import lax
 from pallas_kernels.spec import AttentionSpec, RaggedBatch
 
 DECODE_BLOCK_TOKENS = 64
-DECODE_BLOCKS_AT_ONCE = 16  # and no more than 4 a row: one lonely short row should not pay for sixteen
+DECODE_BLOCKS_AT_ONCE = 16  # and at most 4 a row, so that a single short row does not pay for sixteen
 TILE_QUERIES = 128
 TILE_BLOCK_TOKENS = 128
 
@@ -53,7 +53,7 @@ MASKED = -1e30  # below every score, but finite: a row without a live token must
 )
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Where every token goes, and the tiles of the chunks."""
+    """The destination of every token, and the tiles of the chunks."""
 
     page_table: jax.Array  # i32[S, pages_per_seq]
     kv_lens: jax.Array  # i32[S]
@@ -68,6 +68,7 @@ class Schedule:
 
 
 def make_schedule(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, decode_only: bool) -> Schedule:
+    """See `pallas_kernels.api.PagedAttention.make_schedule`."""
     rows = batch.kv_lens.shape[0]
     row_ids = jnp.arange(rows)
     query_lens = jnp.where(row_ids < batch.num_rows, jnp.diff(batch.query_starts), 0)
@@ -111,6 +112,7 @@ def append_and_attend(
     *,
     spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.api.PagedAttention.__call__`."""
     kv_pages = _append(keys, values, kv_pages, schedule, first_page)
     tokens, heads, head_dim = queries.shape
     grouped = queries.reshape(tokens, spec.num_kv_heads, heads // spec.num_kv_heads, head_dim)
@@ -219,7 +221,7 @@ def _weigh_values(weights: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def _sums(terms: list[jax.Array], axis: int) -> tuple[jax.Array, ...]:
-    """The sum of each over `axis`, all in one loop, so that what the terms share is read once."""
+    """The sum of each term over `axis`, all in one loop: operands that the terms share are read once."""
     zeros = (np.float32(0),) * len(terms)
     sums = lax.reduce(tuple(terms), zeros, lambda a, b: tuple(map(jnp.add, a, b)), (axis,))
     return lax.optimization_barrier(sums)
@@ -280,5 +282,5 @@ def _pad_rows(array: jax.Array, rows: int) -> jax.Array:
 
 
 def _pad_columns(table: jax.Array, multiple: int) -> jax.Array:
-    """Page tables end on a whole block; the added entries are page 0 and never live."""
+    """The table with whole blocks of columns. The added entries are the null page and never live."""
     return jnp.pad(table, ((0, 0), (0, -table.shape[1] % multiple)))

@@ -1,12 +1,12 @@
-"""The types of the operation, which every backend and everybody above them shares.
+"""The types of the operation, shared by every backend and by the callers.
 
 Shape legend of this room: `T` tokens in a step (padded), `S` sequences (rows) in a step (padded), `P` pages, `N` query
 heads, `K` KV heads, `H` head dim, `G = N // K` query heads per KV head.
 
-A step is a ragged batch: row `i` brings tokens `query_starts[i]:query_starts[i + 1]`, the last ones of a sequence that
-is `kv_lens[i]` tokens long with them; its earlier K/V lie in the pages that `page_table[i]` lists. Attention is causal
-within the sequence. Single-token rows, which bring exactly one token, stand first, so that a backend may treat them
-apart: they are decodes, and the last token of a prompt where only that one is left.
+A step is a ragged batch. Row `i` brings the tokens `query_starts[i]:query_starts[i + 1]`. They are the last tokens of a
+sequence of `kv_lens[i]` tokens, whose earlier K/V lie in the pages that `page_table[i]` lists. Attention is causal
+within the sequence. Single-token rows bring exactly one token and stand first, so that a backend may have a kernel of
+their own for them. They are decodes, and prompts of which one token is left to compute.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import jax
 
 
 class Backend(StrEnum):
+    """An implementation of the operation, by the name that users give it."""
+
     REFERENCE = "reference"  # plain jnp, any platform
     TPU = "tpu"
     TPU_INTERPRET = "tpu-interpret"  # the TPU kernel, interpreted on the CPU
@@ -29,17 +31,23 @@ class Backend(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """What is static about the operation. Head counts are the whole model's; sharding divides them."""
+    """The static part of the operation. Head counts are the whole model's; sharding divides them."""
 
     num_query_heads: int
     num_kv_heads: int  # as stored: after replication where there are fewer than chips
     head_dim: int
     page_size: int  # tokens
     dtype: Any  # of queries, new keys and values, and the output
-    kv_dtype: Any  # of the pages. A hook for 8-bit K/V (see `kv_scales`): today it equals dtype
+    kv_dtype: Any  # of the pages: `dtype`, or an 8-bit one of `quantised.LARGEST`, which comes with scales
+
+    @property
+    def has_kv_scales(self) -> bool:
+        """The pages are of 8 bits: their values count in units of a scale."""
+        return jax.numpy.dtype(self.kv_dtype) != self.dtype
 
     @property
     def scale(self) -> float:
+        """The factor of the scores before the softmax."""
         return self.head_dim**-0.5
 
     def shard(self, num_shards: int) -> AttentionSpec:
@@ -67,7 +75,7 @@ class AttentionSpec:
 )
 @dataclass(frozen=True, kw_only=True)
 class RaggedBatch:
-    """Which tokens of the step belong to which sequence. All of it is data: no value here ever recompiles."""
+    """Which tokens of the step belong to which sequence. All of it is data: no value here recompiles a program."""
 
     page_table: jax.Array  # i32[S, pages_per_seq]; entries past a row's pages are the null page (0)
     kv_lens: jax.Array  # i32[S], this step's tokens included; 0 in padding rows

@@ -1,8 +1,8 @@
-"""Block sizes found by measurement, per chip, next to the code that has a rule for every other case.
+"""Tuned block sizes, per chip. The kernels have a rule for every case that is not tuned.
 
-`tuned/<chip>.json`, by the chip's name in `chips`, holds `{"source": ..., "entries": {key: sizes}}`; what a key and its
-sizes mean is the business of the family of kernels that looks them up. On a miss, chip or key, the caller's rule
-decides: nothing is approximated from other entries.
+`tuned/<chip>.json`, by the chip's name in `chips`, holds `{"source": ..., "entries": {key: sizes}}`. The kernels that
+look entries up define the keys and the sizes. Where the chip or the key is missing, their rule decides; nothing is
+approximated from other entries.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Checks of what the operation is given. The caller's mistake is a ValueError that names it.
+"""Checks of the operation's arguments. A caller's mistake is a ValueError that names it.
 
-Shapes and dtypes are checked whenever a program is traced. Values are data and cannot be checked there. `page_table`
-checks the values on the host; the kernels' tests call it on every batch that they make. Serving does not call it: the
-page ids come from the batcher, which hands out the pages.
+Shapes and dtypes are checked whenever a program is traced. Values are data, which tracing does not see: `page_table`
+checks them on the host. The kernels' tests call it on every batch that they make. Serving does not: there the page ids
+come from the batcher, which owns the pages.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import quantised
 from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
 
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 def spec(spec: AttentionSpec, backend: Backend) -> None:
-    """`spec` as one chip sees it: what passes here can be traced and lowered.
+    """Checks `spec`, as one chip sees it. A spec that passes can be traced and lowered.
 
     A backend's own limits are in its `validate`. The GPU kernels take up to 16 query heads per KV head, the TPU kernels
-    as many as fit the largest VMEM, the reference any number.
+    as many as their smallest blocks take in the smallest VMEM, the reference any number.
     """
     if spec.num_query_heads < 1 or spec.num_kv_heads < 1:
         raise ValueError(f"there must be query heads and KV heads: {spec.num_query_heads=} {spec.num_kv_heads=}")
@@ -32,8 +33,12 @@ def spec(spec: AttentionSpec, backend: Backend) -> None:
         raise ValueError(f"a page holds at least one token: {spec.page_size=}")
     if spec.dtype not in [jnp.dtype(name) for name in DTYPES]:
         raise ValueError(f"attention takes activations of {', '.join(DTYPES)}: {spec.dtype=}")
-    if jnp.dtype(spec.dtype) != spec.kv_dtype:
-        raise ValueError(f"K/V are stored in the activations' dtype: {spec.kv_dtype=} {spec.dtype=}")
+    stored = [jnp.dtype(spec.dtype), *quantised.LARGEST]
+    if spec.kv_dtype not in stored:
+        raise ValueError(
+            f"K/V are stored in the activations' dtype, or in {' or '.join(map(str, quantised.LARGEST))}: "
+            f"{spec.kv_dtype=} {spec.dtype=}"
+        )
     family = backend.split("-")[0]
     if family == "tpu":
         from pallas_kernels.tpu import blocks
@@ -48,6 +53,7 @@ def spec(spec: AttentionSpec, backend: Backend) -> None:
 
 
 def batch(batch: RaggedBatch, *, num_tokens: int, decode_only: bool) -> None:
+    """Checks the shapes of a step's batch against each other."""
     rows, pages_per_seq = batch.page_table.shape
     if num_tokens < 1 or rows < 1 or pages_per_seq < 1:
         raise ValueError(
@@ -65,26 +71,27 @@ def operands(
     queries: jax.Array,
     keys: jax.Array,
     values: jax.Array,
-    kv_pages: jax.Array,
+    kv_scales: jax.Array | None,
     spec: AttentionSpec,
-    kv_scales: jax.Array | None = None,
 ) -> None:
+    """Checks the shapes and dtypes of one layer's arrays against `spec`, which is the whole model's."""
     tokens = queries.shape[0]
-    if kv_scales is not None:
-        raise ValueError(f"scales are of 8-bit K/V, which no backend stores: {kv_scales.shape=} {spec.kv_dtype=}")
+    shape = None if kv_scales is None else kv_scales.shape
+    if shape != ((2, spec.num_kv_heads) if spec.has_kv_scales else None):
+        raise ValueError(f"8-bit K/V have scales [2, KV heads], others have none: {spec.kv_dtype=} kv_scales: {shape}")
     if queries.shape != (tokens, spec.num_query_heads, spec.head_dim):
         raise ValueError(f"queries do not fit {spec=}: {queries.shape=}")
     for name, array in (("keys", keys), ("values", values)):
         if array.shape != (tokens, spec.num_kv_heads, spec.head_dim):
             raise ValueError(f"{name} do not fit {spec=}: {array.shape=} {tokens=}")
-        if array.dtype != jnp.dtype(spec.kv_dtype):  # kv_pages may hold it packed in words
-            raise ValueError(f"{name} must have the pages' dtype: {array.dtype=} {spec.kv_dtype=}")
+        if array.dtype != jnp.dtype(spec.dtype):
+            raise ValueError(f"{name} must have the activations' dtype: {array.dtype=} {spec.dtype=}")
 
 
 def page_table(batch: RaggedBatch, *, num_pages: int, page_size: int) -> None:
     """Checks the values of a concrete batch against a cache of `num_pages` pages, page 0 included.
 
-    A wrong page id is silently wrong on a device: it reads or overwrites another sequence's K/V.
+    On a device a wrong page id is not noticed: it reads or overwrites another sequence's K/V.
 
     Raises:
         ValueError: a row's live page is out of range or is page 0, two rows share a page that this step writes to, or

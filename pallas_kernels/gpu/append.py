@@ -1,15 +1,8 @@
-"""Append: a step's new keys and values go to their places in the pages, in the same program, in place.
+"""Append: a scatter by XLA writes the step's new keys and values to their places in the pages, in place.
 
-A scatter of XLA's, by compile-only evidence: on an H200 it becomes one kernel a layer that finishes the QKV product,
-rotates the keys and writes keys and values to the donated pages; a second kernel rotates the queries. A Mosaic kernel
-in its place (one CTA a token, pages aliased; written, compiled, not kept) copied nothing either, but its operands have
-to be in memory first: rotated keys, sliced values and the kernel itself made two launches a layer more.
-
-    two layers of 8B      64 decodes      2,048 tokens     copies of pages
-    scatter               42 + 4          49 + 6           none            (kernels of XLA's + Mosaic's in the graph)
-    Mosaic append         47 + 6          52 + 8           none
-
-`tests/scripts/test_compile_gpu_step.py` holds the 32 layers to one such kernel each, no copy, and pages aliased.
+XLA fuses it with the end of the QKV product and the rotation of the keys: one kernel per layer. A kernel of our own
+needs its operands in memory first and took two launches more; the counts are in
+scripts/benchmarks/results/decisions.md.
 """
 
 from __future__ import annotations
@@ -25,6 +18,7 @@ def append(
     pages: jax.Array,  # i32[T]; distinct numbers past the last page where a token is padding: those are dropped
     slots: jax.Array,  # i32[T], the token's place in its page
 ) -> jax.Array:
+    """The pages with the new keys and values in them."""
     return kv_pages.at[pages, :, :, slots].set(jnp.stack([keys, values], axis=1), mode="drop", unique_indices=True)
 
 

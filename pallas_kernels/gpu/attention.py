@@ -1,8 +1,8 @@
 """The GPU backend of the operation in `api.py`: append the step's K/V to their pages, then attend over the pages.
 
-Decode rows go through `decode` and `combine`, chunks of prompts through `prefill`; both read the work lists of
-`schedule`. Page ids are NOT checked on the device, where a wrong one is silently wrong (the interpreter does not notice
-either). `validate.page_table` checks them on the host; only tests call it.
+Decode rows go through `decode` and `combine`, chunks of prompts through `prefill_hopper` or `prefill_mma`. All read the
+work lists of `schedule`. Page ids are NOT checked on the device: neither the chip nor the interpreter notices a wrong
+one. `validate.page_table` checks them on the host; only tests call it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DTYPES = (jnp.bfloat16, jnp.float16)
 )
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What the layers of one step share."""
+    """The arrays that the layers of one step share."""
 
     page_table: jax.Array  # i32[S, pages_per_seq]
     token_pages: jax.Array  # i32[T]; -1 for padding
@@ -46,19 +46,24 @@ class Schedule:
 
 
 def validate(spec: AttentionSpec) -> None:
-    """ValueError for what these kernels do not do."""
+    """ValueError, before anything is traced, for a spec that these kernels do not support."""
     if spec.head_dim not in HEAD_DIMS:
         raise ValueError(f"the GPU kernels take head_dim in {HEAD_DIMS}: {spec.head_dim=}")
     if spec.page_size not in PAGE_SIZES:
         raise ValueError(f"the GPU kernels take page_size in {PAGE_SIZES}: {spec.page_size=}")
     if jnp.dtype(spec.dtype) not in [jnp.dtype(dtype) for dtype in DTYPES]:
         raise ValueError(f"the GPU kernels take bfloat16 or float16: {spec.dtype=}")
+    if spec.has_kv_scales:
+        raise ValueError(
+            f"the GPU kernels store K and V in the activations' dtype only: {spec.kv_dtype=} {spec.dtype=}"
+        )
     group = spec.num_query_heads // spec.num_kv_heads
     if group > decode.TILE_M:
         raise ValueError(f"the GPU kernels take up to {decode.TILE_M} query heads per KV head: {group=}")
 
 
 def make_schedule(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, decode_only: bool) -> Schedule:
+    """See `pallas_kernels.api.PagedAttention.make_schedule`."""
     gpu = device.current()
     block_kv = tuning.decode_tiles(gpu, spec).block_kv
     row = jnp.arange(batch.kv_lens.shape[0])
@@ -97,7 +102,7 @@ def make_schedule(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, d
 
 
 def _padded_tokens(num_tokens: int, tile_tokens: int) -> int:
-    """The copy engine loads whole tiles: odd small steps are padded. Buckets of a server need no padding."""
+    """The copy engine loads whole tiles, so that odd small steps are padded. A server's buckets need no padding."""
     return max(tile_tokens, -(-num_tokens // TOKEN_ALIGNMENT) * TOKEN_ALIGNMENT)
 
 
@@ -112,6 +117,7 @@ def append_and_attend(
     spec: AttentionSpec,
     interpret: Any,  # bool, or the interpreter's parameters
 ) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.api.PagedAttention.__call__`. `interpret` runs the same kernels on a CPU."""
     first_page = jnp.asarray(first_page, jnp.int32)
     is_padding = schedule.token_pages < 0
     beyond = kv_pages.shape[0] + jnp.arange(queries.shape[0], dtype=jnp.int32)
@@ -127,8 +133,8 @@ def _interpreter(interpret: Any) -> Any:
     """The interpreter's parameters, or None to compile.
 
     Raises:
-        ValueError: the interpreter would hang: it runs the warpgroups of a CTA together, in the threads of XLA's
-            CPU client, of which there are as many as processors or, if more, CPU devices.
+        ValueError: the interpreter would hang. It runs the warpgroups of a CTA at the same time, each in a thread of
+            XLA's CPU client, which has as many threads as there are processors or, if more, CPU devices.
     """
     if not interpret:
         return None
@@ -151,6 +157,7 @@ def attend(
     gpu: device.Gpu,
     interpret: Any,  # plgpu.InterpretGPUParams or None
 ) -> jax.Array:
+    """The attention output [T, N, H] over pages that hold this step's tokens already."""
     num_tokens, num_heads, _ = queries.shape
     decode_only = schedule.tiles is None
     if decode_only:  # 16 rows at least: for tiny tests, not for serving
@@ -165,12 +172,16 @@ def attend(
 
 
 def _decode(queries, kv_pages, schedule: Schedule, first_page, *, spec, gpu, interpret) -> jax.Array:
-    """[T * N, H], of which only the decode rows are written."""
+    """[T * N, H]; only the decode rows are written."""
     _, num_heads, head_dim = queries.shape
+    operands = decode.Operands(queries.reshape(-1, head_dim), kv_pages, schedule.page_table, first_page, schedule.items)
     output, partial_results, sums = decode.decode(
-        queries.reshape(-1, head_dim), kv_pages, schedule.page_table, first_page, schedule.items,
-        num_query_heads=num_heads, scale=spec.scale, tiles=tuning.decode_tiles(gpu, spec), interpret=interpret,
-    )  # fmt: skip
+        operands,
+        num_query_heads=num_heads,
+        scale=spec.scale,
+        tiles=tuning.decode_tiles(gpu, spec),
+        interpret=interpret,
+    )
     output_ref = jax.new_ref(output)
     combine.combine(
         output_ref, partial_results, sums, schedule.row_items, num_query_heads=num_heads, interpret=interpret
@@ -179,7 +190,7 @@ def _decode(queries, kv_pages, schedule: Schedule, first_page, *, spec, gpu, int
 
 
 def _prefill(output, queries, kv_pages, schedule: Schedule, first_page, *, spec, gpu, interpret) -> jax.Array:
-    """Adds the chunks' rows, and zeros behind the last token: [T, N * H]."""
+    """[T, N * H]: `output` with the chunks' rows, and with zeros behind the last token."""
     num_tokens = queries.shape[0]
     output_ref = jax.new_ref(output.reshape(num_tokens, -1))
     assert schedule.tiles is not None and schedule.num_tiles is not None

@@ -1,7 +1,7 @@
 """Combine: merges the partial results of the sequences that `decode` split, and writes them to the output in place.
 
-What interpret mode does not see: the layouts of its vectors, and races between CTAs (it runs them one after another,
-and `decode` is over before this begins). It does see a part that is lost, and reads of what was never written.
+Interpret mode does not show the layouts of the vectors, or races between CTAs, which it runs one after another, after
+all of `decode`. It does show a lost part, and reads of memory that was never written.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def combine(
     num_query_heads: int,
     interpret: Any = None,
 ) -> None:
+    """Writes the rows of every sequence with several items; the others' rows stay as they are."""
     num_rows, head_dim = output.shape
     _, num_kv_heads, group, _ = partial.shape
     rows = GroupRows(num_rows, num_query_heads, group)

@@ -8,17 +8,17 @@ which `combine` merges.
 
 Source of the algorithm: Dao et al., Flash-Decoding for long-context inference (2023); online softmax in base 2.
 
-What interpret mode does not see: cp.async (its form is only compiled here; the tests run the TMA form), mma (a plain
-product stands in its place), fragment layouts, swizzles, the alignment that TMA needs, and races between CTAs, which it
-runs one after another. A page id out of range is silently wrong, there as on the chip. It does see missing waits and
-slots refilled too early; a wait for what never comes hangs it.
+Interpret mode does not show cp.async (that form is only compiled; the tests run the TMA form), mma (a plain product
+takes its place), fragment layouts, swizzles, the alignment that TMA needs, and races between CTAs, which it runs one
+after another. It notices no page id out of range, nor does the chip. It does show missing waits and slots refilled too
+early; a wait without an arrival hangs it.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,8 @@ LOG2E = math.log2(math.e)
 
 @dataclass(frozen=True, kw_only=True)
 class RingTiles:
+    """The tiles of a `Ring`."""
+
     block_kv: int  # keys per step of the loop
     num_stages: int  # SMEM tiles in the ring, of K and of V
     use_tma: bool
@@ -50,10 +52,10 @@ class RingTiles:
 
 @dataclass(frozen=True)
 class GroupRows:
-    """Where the query heads of one KV head stand in the 16 rows that a CTA loads.
+    """The place of one KV head's query heads in the 16 rows that a CTA loads.
 
-    The rows are read from [tokens * heads, H] as they lie, without packing: 16 rows from the group's first on, or the
-    last 16 where the array ends before that.
+    The rows are read from [tokens * heads, H] in place, without packing: 16 rows from the group's first on, or the last
+    16 where the array ends before that.
     """
 
     num_rows: int  # of the flat array, at least 16
@@ -61,32 +63,54 @@ class GroupRows:
     group: int
 
     def first(self, token: jax.Array, kv_head: jax.Array) -> jax.Array:
+        """The group's first row in the array."""
         return token * self.num_query_heads + kv_head * self.group
 
     def loaded(self, first: jax.Array) -> jax.Array:
+        """The first of the 16 rows that are loaded for the group whose first row is `first`."""
         return jnp.minimum(first, self.num_rows - TILE_M)
 
 
+class Operands(NamedTuple):
+    """One layer's decodes. Rows `R` are those of the flat queries: T * N."""
+
+    queries: jax.Array  # [R, H], at least 16 rows
+    kv_pages: jax.Array  # [P, 2, K, page, H]
+    page_table: jax.Array  # i32[S, pages_per_seq]
+    first_page: jax.Array  # i32[1]
+    items: jax.Array  # i32[W, ITEM_FIELDS], see schedule.py
+
+
+@dataclass(frozen=True)
+class Refs:
+    """What the kernel is called with: the operands and outputs in this order, the scratch by name."""
+
+    queries: Any
+    kv_pages: Any
+    page_table: Any
+    first_page: Any
+    items: Any
+    out: Any  # [R, H]
+    partial: Any  # f32[W, K, G, H]
+    lse: Any  # f32[K, 16, W + 128]
+    k_or_out_smem: Any  # the keys' tiles [stages, block_kv, H], and in their place the result f32[16, H]
+    v_smem: Any  # [stages, block_kv, H]
+    p_smem: Any  # [16, block_kv]
+    arrived: Any = None  # barriers of the ring; None: cp.async
+
+
 def decode(
-    queries: jax.Array,  # [rows * N, H] flat, at least 16 rows
-    kv_pages: jax.Array,  # [P, 2, K, page, H]
-    page_table: jax.Array,  # i32[S, pages_per_seq]
-    first_page: jax.Array,  # i32[1]
-    items: jax.Array,  # i32[W, ITEM_FIELDS], see schedule.py
-    *,
-    num_query_heads: int,
-    scale: float,
-    tiles: RingTiles,
-    interpret: Any = None,
+    operands: Operands, *, num_query_heads: int, scale: float, tiles: RingTiles, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns output [rows * N, H] (only rows of unsplit sequences are written), partial results f32[W, K, G, H]
+    """Returns output [R, H] (only rows of unsplit sequences are written), partial results f32[W, K, G, H]
     and their log2-sum-exp f32[K, 16, W + 128] (the layout that `combine` reads in vectors)."""
-    num_rows, head_dim = queries.shape
-    _, _, num_kv_heads, page_size, _ = kv_pages.shape
-    num_items = items.shape[0]
+    num_rows, head_dim = operands.queries.shape
+    _, _, num_kv_heads, page_size, _ = operands.kv_pages.shape
+    num_items = operands.items.shape[0]
     rows = GroupRows(num_rows, num_query_heads, num_query_heads // num_kv_heads)
-    dtype = queries.dtype
-    blocks = BlockShape(block_kv=tiles.block_kv, page_size=page_size, pages_per_seq=page_table.shape[1])
+    dtype = operands.queries.dtype
+    pages_per_seq = operands.page_table.shape[1]
+    blocks = BlockShape(block_kv=tiles.block_kv, page_size=page_size, pages_per_seq=pages_per_seq)
     body = _Body(
         rows=rows, head_dim=head_dim, blocks=blocks, dtype=dtype, scale_log2=scale * LOG2E, tiles=tiles,
         interpret=interpret,
@@ -117,7 +141,7 @@ def decode(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="paged_decode",
-    )(queries, kv_pages, page_table, first_page, items)
+    )(*operands)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,44 +154,42 @@ class _Body:
     tiles: RingTiles
     interpret: Any
 
-    def __call__(
-        self, q_ref, kv_ref, pages_ref, first_page_ref, items_ref, out_ref, partial_ref, lse_ref,
-        *, k_or_out_smem, v_smem, p_smem, arrived=None,
-    ):  # fmt: skip
+    def __call__(self, *arrays: Any, **scratch: Any) -> None:
+        refs = Refs(*arrays, **scratch)
         item, kv_head = lax.axis_index("item"), lax.axis_index("kv_head")
-        row = items_ref[item, ITEM_ROW]
-        k_smem, out_smem = k_or_out_smem
+        row = refs.items[item, ITEM_ROW]
+        pl.when(row >= 0)(lambda: self.attend_item(refs, item, row, kv_head))
 
-        @pl.when(row >= 0)
+    def attend_item(self, refs: Refs, item: Any, row: Any, kv_head: Any) -> None:
+        first_block, num_blocks = refs.items[item, ITEM_FIRST_BLOCK], refs.items[item, ITEM_NUM_BLOCKS]
+        kv_len, is_split = refs.items[item, ITEM_KV_LEN], refs.items[item, ITEM_IS_SPLIT]
+        k_smem, out_smem = refs.k_or_out_smem
+        source = Source(
+            shape=self.blocks, kv_ref=refs.kv_pages, pages_ref=refs.page_table, first_page=refs.first_page[0],
+            row=row, kv_head=kv_head,
+        )  # fmt: skip
+        ring = Ring(
+            source=source, first_block=first_block, num_blocks=num_blocks, num_stages=self.tiles.num_stages,
+            k_smem=k_smem, v_smem=refs.v_smem, arrived=refs.arrived,
+        )  # fmt: skip
+        first_row = self.rows.first(row, kv_head)
+        loaded_row = self.rows.loaded(first_row)
+        acc, lse = self.attend(refs.queries, loaded_row, ring, refs.p_smem, kv_len)
+        out_smem[...] = acc
+        offset = first_row - loaded_row  # of the group in the tile
+        refs.lse[kv_head, :, item] = lse
+
+        @pl.when(is_split == 0)
         def _():
-            first_block, num_blocks = items_ref[item, ITEM_FIRST_BLOCK], items_ref[item, ITEM_NUM_BLOCKS]
-            kv_len, is_split = items_ref[item, ITEM_KV_LEN], items_ref[item, ITEM_IS_SPLIT]
-            source = Source(
-                shape=self.blocks, kv_ref=kv_ref, pages_ref=pages_ref, first_page=first_page_ref[0],
-                row=row, kv_head=kv_head,
-            )  # fmt: skip
-            ring = Ring(
-                source=source, first_block=first_block, num_blocks=num_blocks, num_stages=self.tiles.num_stages,
-                k_smem=k_smem, v_smem=v_smem, arrived=arrived,
-            )  # fmt: skip
-            first_row = self.rows.first(row, kv_head)
-            loaded_row = self.rows.loaded(first_row)
-            acc, lse = self.attend(q_ref, loaded_row, ring, p_smem, kv_len)
-            out_smem[...] = acc
-            offset = first_row - loaded_row  # of the group in the tile
-            lse_ref[kv_head, :, item] = lse
+            for g in range(self.rows.group):
+                row = vector.load(out_smem.at[offset + g], self.head_dim)
+                refs.out[first_row + g] = row.astype(self.dtype)
 
-            @pl.when(is_split == 0)
-            def _():
-                for g in range(self.rows.group):
-                    row = vector.load(out_smem.at[offset + g], self.head_dim)
-                    out_ref[first_row + g] = row.astype(self.dtype)
-
-            @pl.when(is_split != 0)
-            def _():
-                for g in range(self.rows.group):
-                    row = vector.load(out_smem.at[offset + g], self.head_dim)
-                    partial_ref[item, kv_head, g] = row
+        @pl.when(is_split != 0)
+        def _():
+            for g in range(self.rows.group):
+                row = vector.load(out_smem.at[offset + g], self.head_dim)
+                refs.partial[item, kv_head, g] = row
 
     def attend(self, q_ref, loaded_row, ring, p_smem, kv_len):
         """The item's attention output f32[16, H], normalised, and the log2 of its softmax's denominator."""
@@ -194,7 +216,7 @@ class _Body:
             p = plgpu.load(p_smem, layout=lhs, optimized=False)
             v = plgpu.load(ring.v_smem.at[slot], layout=rhs, optimized=False)
             if tail:
-                # What lies behind the last key was never written by this sequence. 0 * NaN is NaN.
+                # The places behind the last key may hold anything, and 0 * NaN is NaN.
                 key = plgpu.broadcasted_iota(jnp.int32, (block_kv, self.head_dim), 0, layout=rhs)
                 v = jnp.where(key < valid, v, jnp.zeros_like(v))
             acc = online_softmax.scaled(acc, alpha)

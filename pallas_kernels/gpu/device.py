@@ -1,4 +1,4 @@
-"""Which GPU a program is being compiled for: what the kernels choose their form and their tiles by."""
+"""The GPU that a program is compiled for, by which the kernels choose their form and their tiles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pallas_kernels.chips import SHARED_MEMORY
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """What differs between the chips, as far as a kernel cares."""
+    """The properties of a chip that a kernel depends on."""
 
     arch: tuple[int, int]  # compute capability
     num_multiprocessors: int
@@ -24,26 +24,28 @@ class Gpu:
 
     @property
     def multiprocessor_shared_memory(self) -> int:
+        """Bytes of one multiprocessor."""
         return SHARED_MEMORY[self.arch].per_multiprocessor
 
     @property
     def has_tma(self) -> bool:
-        """Bulk copies by the copy engine, with barriers; below Hopper every thread copies for itself (cp.async)."""
+        """Bulk copies by the copy engine, with barriers. Below Hopper the threads copy (cp.async)."""
         return self.arch >= (9, 0)
 
     @property
     def has_wgmma(self) -> bool:
+        """Matrix products of a whole warpgroup, which only Hopper has."""
         return self.arch[0] == 9
 
 
-# Few multiprocessors keep interpreted grids small; the arch is the one that the interpreter knows how to follow.
+# Few multiprocessors keep interpreted grids small. The interpreter follows this arch only.
 INTERPRETED = Gpu(arch=(9, 0), num_multiprocessors=4)
 
 
 def current() -> Gpu:
-    """The GPU that a kernel traced here and now will be lowered for; on a CPU, the one that is interpreted.
+    """The GPU that a kernel traced now will be lowered for; on a CPU, the one that is interpreted.
 
-    A mesh of described devices (compiling without the chip) goes before the attached device, as in the lowering.
+    A mesh of described devices (compiling without the chip) has priority over the attached device, as in the lowering.
     """
     described = jax.sharding.get_abstract_mesh().abstract_device
     attached = jax_backend.get_default_device()

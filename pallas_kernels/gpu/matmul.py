@@ -1,13 +1,13 @@
-"""Matrix products as the kernels write them, and their stand-ins for interpret mode.
+"""The matrix products of the kernels, and their stand-ins for interpret mode.
 
 The interpreter has no rule for `mma`, and its `wgmma` reads operands without telling the race detector. In interpret
-mode both are therefore plain loads and a plain dot product: then a missing barrier in front of a product is a race that
-is found. What this cannot show: fragment layouts, and that products on the chip are asynchronous. Compile-only tests
-(layouts) and a run on the chip (numbers) must stand next to every interpreted test.
+mode both are therefore plain loads and a plain dot product, so that a missing barrier in front of a product is found as
+a race. This does not show fragment layouts, or the asynchrony of products on the chip: compile-only tests (layouts) and
+a run on the chip (numbers) are needed besides every interpreted test.
 
-`mma` takes registers: its operands are read from shared memory by threads, through the generic proxy, and the callers
-fence those reads from later copies (see `ring`). `wgmma` reads shared memory through the async proxy, as TMA writes it:
-on the chip there is nothing to fence. Only its stand-in reads through the generic proxy, and fences that itself.
+`mma` takes registers: threads read its operands from shared memory through the generic proxy, and the callers fence
+those reads from later copies (see `ring`). `wgmma` reads shared memory through the async proxy, by which TMA writes it,
+and needs no fence on the chip. Only its stand-in reads through the generic proxy, and has the fence itself.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def mma(acc: jax.Array, lhs: jax.Array, rhs: jax.Array, *, interpret: Any) -> ja
 def swizzled(columns: int, dtype: Any, *, copied_rows: int | None = None) -> tuple[Any, ...]:
     """Transforms of an SMEM tile with `columns` in its last axis: for TMA, ldmatrix, wgmma, without bank conflicts.
 
-    `copied_rows`: the rows that one cp.async brings, where it is used. It deals 8-row tiles out to four warps, so that
-    a small copy needs narrower tiles (and then has some bank conflicts).
+    `copied_rows`: the rows that one cp.async copies, where it is used. It distributes 8-row tiles over four warps, so
+    that a small copy needs narrower tiles (and then has some bank conflicts).
     """
     itemsize = jnp.dtype(dtype).itemsize
     width = min(128, columns * itemsize)

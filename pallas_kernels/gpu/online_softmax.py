@@ -1,4 +1,4 @@
-"""Softmax over blocks of keys as they come: running maximum and sum per row, in base 2 with the scale folded in.
+"""Softmax over blocks of keys, one after the other: running maximum and sum per row, in base 2, scale folded in.
 
 Source: Milakov and Gimelshein, Online normalizer calculation for softmax (2018), as in FlashAttention.
 """
@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 def start(rows: int, head_dim: int, layout: Any, *, lowest: float) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Accumulator f32[rows, head_dim], peak and total f32[rows] before the first block. `lowest`: of a peak."""
+    """Accumulator f32[rows, head_dim], peak and total f32[rows] before the first block. `lowest`: the first peak."""
     return (
         plgpu.layout_cast(jnp.zeros((rows, head_dim), jnp.float32), layout),
         plgpu.layout_cast(jnp.full((rows,), lowest, jnp.float32), layout.reduce(1)),
@@ -28,7 +28,7 @@ def step(
     total: jax.Array,
     scale_log2: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The block's weights f32[rows, block_kv], what the accumulator is to be multiplied with, and peak and total."""
+    """The block's weights f32[rows, block_kv], the factor f32[rows] of the accumulator, the new peak and total."""
     new_peak = jnp.maximum(peak, scores.max(axis=1) * scale_log2)
     alpha = jnp.exp2(peak - new_peak)
     p = jnp.exp2(scores * scale_log2 - lax.broadcast_in_dim(new_peak, scores.shape, [0]))
@@ -41,6 +41,6 @@ def scaled(acc: jax.Array, factors: jax.Array) -> jax.Array:
 
 
 def finish(acc: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The output f32[rows, head_dim] and the total that it was divided by: 1 in a row without keys, which is zero."""
+    """The output f32[rows, head_dim] and its divisor f32[rows]. A row without keys is zero, and its divisor 1."""
     safe = jnp.where(total > 0, total, 1.0)
     return acc / lax.broadcast_in_dim(safe, acc.shape, [0]), safe

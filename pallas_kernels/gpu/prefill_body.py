@@ -1,4 +1,4 @@
-"""What the two prefill kernels are given, and what is static about either."""
+"""The operands and references of both prefill kernels, and their static parts."""
 
 from __future__ import annotations
 
@@ -23,6 +23,19 @@ class PrefillOperands(NamedTuple):
     num_tiles: jax.Array  # i32[1]
 
 
+@dataclass(frozen=True)
+class PrefillRefs:
+    """What both kernels are called with, in this order; each adds its scratch, by name."""
+
+    queries: Any
+    kv_pages: Any
+    page_table: Any
+    first_page: Any
+    tiles: Any
+    num_tiles: Any
+    out: Any  # [T, N * H]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrefillBody:
     """The static part of a kernel's body; each kernel adds its `__call__`."""
@@ -33,12 +46,13 @@ class PrefillBody:
     blocks: BlockShape
     dtype: Any
     scale_log2: float
-    sizes: Any  # block_kv, num_stages and what else the kernel's tiles have
+    sizes: Any  # the kernel's own tiles; all have block_kv and num_stages
     num_ctas: int
     interpret: Any
 
     @classmethod
     def of(cls, operands: PrefillOperands, *, scale: float, sizes: Any, num_ctas: int, interpret: Any) -> Self:
+        """The body for these operands' shapes."""
         _, _, num_kv_heads, page_size, head_dim = operands.kv_pages.shape
         num_heads = operands.queries.shape[1] // head_dim
         pages_per_seq = operands.page_table.shape[1]

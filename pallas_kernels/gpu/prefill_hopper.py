@@ -1,14 +1,14 @@
 """Prefill on Hopper: ragged causal chunks against their pages, warp-specialised, on wgmma.
 
-A persistent CTA per multiprocessor takes tiles from the list: one warpgroup feeds the ring of K and V tiles by TMA, two
-multiply 64 rows each and take turns at the tensor cores, so that one's softmax hides behind the other's products.
+A persistent CTA per multiprocessor takes tiles from the list. One warpgroup feeds the ring of K and V tiles by TMA. Two
+others multiply 64 rows each and take turns at the tensor cores, so that one's softmax runs during the other's products.
 
 Source of the algorithm: Shah et al., FlashAttention-3 (2024).
 
-What interpret mode does not see: wgmma (plain products stand in its place, so that nothing is left of its asynchrony
-and of P in registers), fragment layouts, swizzles, the alignment that TMA needs, `set_max_registers`, and races between
-CTAs, which it runs one after another. It does see missing waits, slots given back too early, missing fences before
-copies out, and wrong masks. A fault that leaves a warpgroup waiting may hang it instead of being reported.
+Interpret mode does not show wgmma (plain products take its place, without its asynchrony), fragment layouts, swizzles,
+the alignment that TMA needs, `set_max_registers`, and races between CTAs, which it runs one after another. It does show
+missing waits, slots given back too early, missing fences before copies out, and wrong masks. A fault that leaves a
+warpgroup waiting may hang it instead of being reported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import matmul, online_softmax, prefill_tile
-from pallas_kernels.gpu.prefill_body import PrefillBody, PrefillOperands
+from pallas_kernels.gpu.prefill_body import PrefillBody, PrefillOperands, PrefillRefs
 from pallas_kernels.gpu.prefill_tile import TILE_M, Tile
 from pallas_kernels.gpu.ring import KEYS, VALUES, Source
 
@@ -33,13 +33,16 @@ TAIL_ROWS = 16  # of V that the memory warpgroup clears at a time: few registers
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillTiles:
-    block_kv: int
+    """The ring's tiles, of K and of V."""
+
+    block_kv: int  # keys per step of the loop
     num_stages: int
 
 
 def prefill(
     output: Any, operands: PrefillOperands, *, scale: float, sizes: PrefillTiles, num_ctas: int, interpret: Any = None
 ) -> None:
+    """Writes the rows of the list's tiles to `output`, a Ref [T, N * H], in place."""
     body = _Body.of(operands, scale=scale, sizes=sizes, num_ctas=num_ctas, interpret=interpret)
     blocks, head_dim, dtype = body.blocks, body.head_dim, body.dtype
     ring = plgpu.SMEM((sizes.num_stages, sizes.block_kv, head_dim), dtype, transforms=matmul.swizzled(head_dim, dtype))
@@ -57,7 +60,8 @@ def prefill(
             "q_arrived": plgpu.Barrier(num_arrivals=body.shape.heads, num_barriers=COMPUTE_WARPGROUPS),
             "arrived": plgpu.Barrier(num_arrivals=blocks.copies, num_barriers=2 * stages),
             "tail_arrived": plgpu.Barrier(num_arrivals=blocks.copies),  # awaited by the memory warpgroup
-            # Those at which both compute warpgroups arrive: K and V slots, the queries' place, and the turns.
+            # Both compute warpgroups arrive at these: one for each K and V slot, one for the queries' place, one for
+            # the turns.
             "met": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=2 * stages + 2),
         },
         grid=(num_ctas,),
@@ -70,19 +74,32 @@ def prefill(
     )(*operands, output)
 
 
+@dataclass(frozen=True)
+class _Refs(PrefillRefs):
+    q_smem: Any  # [warpgroups, 64, H]
+    out_smem: Any  # [warpgroups, 64, H]
+    k_smem: Any  # [stages, block_kv, H]
+    v_smem: Any
+    q_arrived: Any  # barriers, one per compute warpgroup
+    arrived: Any  # barriers, of K and of V of each stage by turns
+    tail_arrived: Any  # barrier
+    met: Any  # barriers, see `prefill`
+
+
 class _Body(PrefillBody):
-    def __call__(self, q_ref, kv_ref, pages_ref, first_page_ref, tiles_ref, num_tiles_ref, out_ref, **scratch):
+    def __call__(self, *arrays: Any, **scratch: Any) -> None:
+        refs = _Refs(*arrays, **scratch)
         warpgroup = lax.axis_index("warpgroup")
         cta = lax.axis_index("cta")
 
         def for_each_tile(do):
             """Calls `do(tile, blocks so far)` for every unit of this CTA; returns the blocks of all of them."""
-            units = num_tiles_ref[0] * (self.num_kv_heads * self.shape.tiles_per_group)
+            units = refs.num_tiles[0] * (self.num_kv_heads * self.shape.tiles_per_group)
             rounds = lax.div(units + (self.num_ctas - 1), jnp.int32(self.num_ctas))
 
             def one(round_, num_blocks):
                 unit = prefill_tile.unit_of(round_, cta, self.num_ctas)
-                tile = Tile.read(tiles_ref, jnp.minimum(unit, units - 1), self.shape, self.num_kv_heads)
+                tile = Tile.read(refs.tiles, jnp.minimum(unit, units - 1), self.shape, self.num_kv_heads)
                 pl.when(unit < units)(lambda: do(tile, num_blocks))
                 return num_blocks + jnp.where(unit < units, tile.num_blocks(self.sizes.block_kv), 0)
 
@@ -90,7 +107,7 @@ class _Body(PrefillBody):
 
         @pl.when(warpgroup < COMPUTE_WARPGROUPS)
         def _():
-            compute = _Compute(self, out_ref, warpgroup, scratch)
+            compute = _Compute(self, refs, warpgroup)
             plgpu.barrier_arrive(compute.q_free)  # from the start
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
             for_each_tile(compute.attend)
@@ -99,24 +116,24 @@ class _Body(PrefillBody):
         @pl.when(warpgroup == COMPUTE_WARPGROUPS)
         def _():
             plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
-            memory = _Memory(self, q_ref, kv_ref, pages_ref, first_page_ref[0], scratch)
+            memory = _Memory(self, refs)
             memory.drain(for_each_tile(memory.feed))
 
 
 class _Compute:
     """One of the two warpgroups that multiply."""
 
-    def __init__(self, body: _Body, out_ref, warpgroup, scratch) -> None:
-        self.body, self.out_ref, self.warpgroup = body, out_ref, warpgroup
-        self.q_smem, self.out_smem = scratch["q_smem"].at[warpgroup], scratch["out_smem"].at[warpgroup]
-        self.k_smem, self.v_smem = scratch["k_smem"], scratch["v_smem"]
-        self.q_arrived = scratch["q_arrived"].at[warpgroup]
-        self.arrived, self.met = scratch["arrived"], scratch["met"]
+    def __init__(self, body: _Body, refs: _Refs, warpgroup) -> None:
+        self.body, self.out_ref, self.warpgroup = body, refs.out, warpgroup
+        self.q_smem, self.out_smem = refs.q_smem.at[warpgroup], refs.out_smem.at[warpgroup]
+        self.k_smem, self.v_smem = refs.k_smem, refs.v_smem
+        self.q_arrived = refs.q_arrived.at[warpgroup]
+        self.arrived, self.met = refs.arrived, refs.met
         stages = body.sizes.num_stages
         self.q_free, self.turn = self.met.at[2 * stages], self.met.at[2 * stages + 1]
 
     def take_turn(self) -> None:
-        """Meets the other warpgroup. One of them starts half a step later, so that they alternate at the cores."""
+        """Meets the other warpgroup. One of them starts half a step later, so that they alternate."""
         plgpu.barrier_arrive(self.turn)
         plgpu.barrier_wait(self.turn)
 
@@ -190,25 +207,24 @@ class _Compute:
 class _Memory:
     """The warpgroup that feeds the others."""
 
-    def __init__(self, body: _Body, q_ref, kv_ref, pages_ref, first_page, scratch) -> None:
-        self.body, self.first_page = body, first_page
-        self.q_ref, self.kv_ref, self.pages_ref = q_ref, kv_ref, pages_ref
-        self.s = scratch
-        self.q_free = scratch["met"].at[2 * body.sizes.num_stages]
+    def __init__(self, body: _Body, refs: _Refs) -> None:
+        self.body, self.refs = body, refs
+        self.first_page = refs.first_page[0]
+        self.q_free = refs.met.at[2 * body.sizes.num_stages]
 
     def feed(self, tile: Tile, blocks_before) -> None:
-        body, s = self.body, self.s
+        body, refs = self.body, self.refs
         plgpu.barrier_wait(self.q_free)
 
         @pl.loop(0, COMPUTE_WARPGROUPS)
         def _(wg):
             first_token = tile.token + wg * body.shape.tokens
             prefill_tile.load_queries(
-                self.q_ref, s["q_smem"].at[wg], body.shape, tile, first_token, s["q_arrived"].at[wg]
+                refs.queries, refs.q_smem.at[wg], body.shape, tile, first_token, refs.q_arrived.at[wg]
             )
 
         source = Source(
-            shape=body.blocks, kv_ref=self.kv_ref, pages_ref=self.pages_ref, first_page=self.first_page,
+            shape=body.blocks, kv_ref=refs.kv_pages, pages_ref=refs.page_table, first_page=self.first_page,
             row=tile.row, kv_head=tile.kv_head,
         )  # fmt: skip
 
@@ -216,25 +232,25 @@ class _Memory:
         def _(i):
             slot = lax.rem(blocks_before + i, jnp.int32(body.sizes.num_stages))
             is_reused = blocks_before + i >= body.sizes.num_stages
-            pl.when(is_reused)(lambda: plgpu.barrier_wait(s["met"].at[2 * slot]))
-            self.fetch(source, i, KEYS, slot, s["arrived"].at[2 * slot])
-            pl.when(is_reused)(lambda: plgpu.barrier_wait(s["met"].at[2 * slot + 1]))
+            pl.when(is_reused)(lambda: plgpu.barrier_wait(refs.met.at[2 * slot]))
+            self.fetch(source, i, KEYS, slot, refs.arrived.at[2 * slot])
+            pl.when(is_reused)(lambda: plgpu.barrier_wait(refs.met.at[2 * slot + 1]))
             num_valid = tile.kv_len - i * body.sizes.block_kv
 
             @pl.when(num_valid >= body.sizes.block_kv)
             def _():
-                self.fetch(source, i, VALUES, slot, s["arrived"].at[2 * slot + 1])
+                self.fetch(source, i, VALUES, slot, refs.arrived.at[2 * slot + 1])
 
             @pl.when(num_valid < body.sizes.block_kv)
             def _():
-                self.fetch(source, i, VALUES, slot, s["tail_arrived"])
-                plgpu.barrier_wait(s["tail_arrived"])
+                self.fetch(source, i, VALUES, slot, refs.tail_arrived)
+                plgpu.barrier_wait(refs.tail_arrived)
                 self.clear_tail(num_valid, slot)
                 for _ in range(body.blocks.copies):
-                    plgpu.barrier_arrive(s["arrived"].at[2 * slot + 1])
+                    plgpu.barrier_arrive(refs.arrived.at[2 * slot + 1])
 
     def fetch(self, source: Source, block, kind: int, slot, barrier) -> None:
-        smem = self.s["k_smem"] if kind == KEYS else self.s["v_smem"]
+        smem = self.refs.k_smem if kind == KEYS else self.refs.v_smem
         for offset, *halves in source.parts(block):
             rows = pl.ds(offset, self.body.blocks.copy_tokens)
             plgpu.copy_gmem_to_smem(
@@ -242,12 +258,12 @@ class _Memory:
             )
 
     def clear_tail(self, num_valid, slot) -> None:
-        """Zeroes the values behind the sequence's last key, which it never wrote: 0 * NaN is NaN."""
+        """Zeroes the values behind the sequence's last key, which may be anything: 0 * NaN is NaN."""
 
         @pl.loop(lax.div(num_valid, jnp.int32(TAIL_ROWS)), self.body.sizes.block_kv // TAIL_ROWS)
         def _(part):
             first = pl.multiple_of(part * TAIL_ROWS, TAIL_ROWS)
-            rows = self.s["v_smem"].at[slot, pl.ds(first, TAIL_ROWS)]
+            rows = self.refs.v_smem.at[slot, pl.ds(first, TAIL_ROWS)]
             layout = plgpu.Layout.MMA_ACC(self.body.dtype, m_warps=1)
             values = plgpu.load(rows, layout=layout, optimized=False)
             key = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)
@@ -256,12 +272,12 @@ class _Memory:
         plgpu.commit_smem()
 
     def drain(self, num_blocks) -> None:
-        """Waits until the other warpgroups have given everything back, so that no arrival is left unawaited."""
+        """Waits for all slots that the other warpgroups give back, so that every arrival is waited for."""
         stages = self.body.sizes.num_stages
         plgpu.barrier_wait(self.q_free)
 
         @pl.loop(jnp.maximum(num_blocks - stages, 0), num_blocks)
         def _(block):
             slot = lax.rem(block, jnp.int32(stages))
-            plgpu.barrier_wait(self.s["met"].at[2 * slot])
-            plgpu.barrier_wait(self.s["met"].at[2 * slot + 1])
+            plgpu.barrier_wait(self.refs.met.at[2 * slot])
+            plgpu.barrier_wait(self.refs.met.at[2 * slot + 1])

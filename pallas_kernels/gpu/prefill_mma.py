@@ -1,17 +1,19 @@
 """Prefill where there is no wgmma (Ampere, Ada, Blackwell): ragged causal chunks, one warpgroup per CTA, on mma.
 
 The tiles, their order and the masks are those of `prefill_hopper`; the ring of K and V tiles is that of `decode`. On
-Blackwell this leaves tcgen05 unused: correct first, measured next.
+Blackwell tcgen05 stays unused.
 
-What interpret mode does not see: cp.async (its form is only compiled here; the tests run the TMA form), mma (a plain
-product stands in its place), fragment layouts, swizzles, the alignment that TMA needs, and races between CTAs, which it
-runs one after another. It does see missing waits, slots refilled too early and wrong masks.
+Interpret mode does not show cp.async (that form is only compiled; the tests run the TMA form), mma (a plain product
+takes its place), fragment layouts, swizzles, the alignment that TMA needs, and races between CTAs, which it runs one
+after another. It does show missing waits, slots refilled too early and wrong masks.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -19,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import matmul, online_softmax, prefill_tile, vector
 from pallas_kernels.gpu.decode import RingTiles
-from pallas_kernels.gpu.prefill_body import PrefillBody, PrefillOperands
+from pallas_kernels.gpu.prefill_body import PrefillBody, PrefillOperands, PrefillRefs
 from pallas_kernels.gpu.prefill_tile import TILE_M, Tile
 from pallas_kernels.gpu.ring import Ring, Source
 
@@ -27,6 +29,7 @@ from pallas_kernels.gpu.ring import Ring, Source
 def prefill(
     output: Any, operands: PrefillOperands, *, scale: float, sizes: RingTiles, num_ctas: int, interpret: Any = None
 ) -> None:
+    """Writes the rows of the list's tiles to `output`, a Ref [T, N * H], in place."""
     body = _Body.of(operands, scale=scale, sizes=sizes, num_ctas=num_ctas, interpret=interpret)
     blocks, head_dim, dtype = body.blocks, body.head_dim, body.dtype
 
@@ -56,33 +59,41 @@ def prefill(
     )(*operands, output)
 
 
+@dataclass(frozen=True)
+class _Refs(PrefillRefs):
+    q_smem: Any  # [64, H]
+    k_or_out_smem: Any  # the keys' tiles [stages, block_kv, H], and in their place the result [64, H]
+    v_smem: Any  # [stages, block_kv, H]
+    p_smem: Any  # [64, block_kv]
+    q_arrived: Any = None  # barrier; None: cp.async
+    arrived: Any = None  # barriers of the ring; None: cp.async
+
+
 class _Body(PrefillBody):
-    def __call__(
-        self, q_ref, kv_ref, pages_ref, first_page_ref, tiles_ref, num_tiles_ref, out_ref,
-        *, q_smem, k_or_out_smem, v_smem, p_smem, q_arrived=None, arrived=None,
-    ):  # fmt: skip
+    def __call__(self, *arrays: Any, **scratch: Any) -> None:
+        refs = _Refs(*arrays, **scratch)
         cta = lax.axis_index("cta")
-        units = num_tiles_ref[0] * (self.num_kv_heads * self.shape.tiles_per_group)
-        k_smem, out_smem = k_or_out_smem
+        units = refs.num_tiles[0] * (self.num_kv_heads * self.shape.tiles_per_group)
 
         @pl.loop(0, lax.div(units + (self.num_ctas - 1), jnp.int32(self.num_ctas)))
         def _(round_):
             unit = prefill_tile.unit_of(round_, cta, self.num_ctas)
+            pl.when(unit < units)(lambda: self.attend_unit(refs, unit))
 
-            @pl.when(unit < units)
-            def _():
-                tile = Tile.read(tiles_ref, unit, self.shape, self.num_kv_heads)
-                source = Source(
-                    shape=self.blocks, kv_ref=kv_ref, pages_ref=pages_ref, first_page=first_page_ref[0],
-                    row=tile.row, kv_head=tile.kv_head,
-                )  # fmt: skip
-                ring = Ring(
-                    source=source, first_block=jnp.int32(0), num_blocks=tile.num_blocks(self.sizes.block_kv),
-                    num_stages=self.sizes.num_stages, k_smem=k_smem, v_smem=v_smem, arrived=arrived,
-                )  # fmt: skip
-                self.load_queries(q_ref, q_smem, tile, q_arrived)
-                out_smem[...] = self.attend(tile, ring, q_smem, p_smem).astype(self.dtype)
-                self.store(tile, out_smem, out_ref)
+    def attend_unit(self, refs: _Refs, unit: jax.Array) -> None:
+        k_smem, out_smem = refs.k_or_out_smem
+        tile = Tile.read(refs.tiles, unit, self.shape, self.num_kv_heads)
+        source = Source(
+            shape=self.blocks, kv_ref=refs.kv_pages, pages_ref=refs.page_table, first_page=refs.first_page[0],
+            row=tile.row, kv_head=tile.kv_head,
+        )  # fmt: skip
+        ring = Ring(
+            source=source, first_block=jnp.int32(0), num_blocks=tile.num_blocks(self.sizes.block_kv),
+            num_stages=self.sizes.num_stages, k_smem=k_smem, v_smem=refs.v_smem, arrived=refs.arrived,
+        )  # fmt: skip
+        self.load_queries(refs.queries, refs.q_smem, tile, refs.q_arrived)
+        out_smem[...] = self.attend(tile, ring, refs.q_smem, refs.p_smem).astype(self.dtype)
+        self.store(tile, out_smem, refs.out)
 
     def load_queries(self, q_ref, q_smem, tile: Tile, arrived) -> None:
         prefill_tile.load_queries(q_ref, q_smem, self.shape, tile, tile.token, arrived)
@@ -115,7 +126,7 @@ class _Body(PrefillBody):
             p = plgpu.load(p_smem, layout=lhs, optimized=False)
             v = plgpu.load(ring.v_smem.at[slot], layout=rhs, optimized=False)
             if masked:
-                # What lies behind the last key was never written by this sequence. 0 * NaN is NaN.
+                # The places behind the last key may hold anything, and 0 * NaN is NaN.
                 key = plgpu.broadcasted_iota(jnp.int32, (block_kv, self.head_dim), 0, layout=rhs)
                 v = jnp.where(key < tile.kv_len - i * block_kv, v, jnp.zeros_like(v))
             acc = online_softmax.scaled(acc, alpha)

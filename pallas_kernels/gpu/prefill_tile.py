@@ -1,8 +1,8 @@
-"""The shape of a prefill tile: which 64 rows one warpgroup multiplies, and how they are loaded and masked.
+"""The shape of a prefill tile: the 64 rows that one warpgroup multiplies, and how they are loaded and masked.
 
-A warpgroup's 64 rows are `tokens` tokens of `heads` query heads that share a KV head, head by head, so that every head
-is one box of the copy engine straight from [T, N * H], without a packed copy of the queries. Short chunks thus fill a
-tile with four or eight heads instead of wasting it.
+A warpgroup's 64 rows are `tokens` tokens of `heads` query heads that share a KV head, head by head. Every head is one
+box of the copy engine, straight from [T, N * H], without a packed copy of the queries. Thus even a short chunk fills a
+tile, with four or eight heads.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ MASKED = -1e30  # finite, so that a row without keys stays free of NaN
 
 @dataclass(frozen=True)
 class TileShape:
+    """How one KV head's query heads and tokens fill a tile."""
+
     group: int  # query heads per KV head
 
     @property
@@ -41,19 +43,22 @@ class TileShape:
 
     @property
     def tokens(self) -> int:
+        """Tokens in one tile, a multiple of 8."""
         return TILE_M // self.heads // TOKEN_ALIGNMENT * TOKEN_ALIGNMENT
 
     @property
     def tiles_per_group(self) -> int:
+        """Tiles that cover all query heads of one KV head."""
         return -(-self.group // self.heads)
 
     def first_head(self, kv_head: jax.Array, part: jax.Array) -> jax.Array:
+        """The first query head of the KV head's tile number `part`."""
         return kv_head * self.group + jnp.minimum(part * self.heads, self.group - self.heads)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One tile of the list, as a CTA sees it: scalars."""
+    """One tile of the list, as scalars. Its fields are those of `schedule.prefill_tiles`, and its heads."""
 
     row: jax.Array
     token: jax.Array
@@ -66,7 +71,7 @@ class Tile:
 
     @classmethod
     def read(cls, tiles_ref, unit: jax.Array, shape: TileShape, num_kv_heads: int) -> Tile:
-        """Unit `unit` of the launch: the tiles of all heads, tile by tile."""
+        """Unit `unit` of the launch, whose units are the tiles of the list for all heads, tile by tile."""
         parts = num_kv_heads * shape.tiles_per_group
         index, part = lax.div(unit, jnp.int32(parts)), lax.rem(unit, jnp.int32(parts))
         kv_head = lax.div(part, jnp.int32(shape.tiles_per_group))
@@ -81,13 +86,13 @@ class Tile:
         return lax.div(visible + (block_kv - 1), jnp.int32(block_kv))
 
     def whole_blocks(self, first_token: jax.Array, block_kv: int) -> jax.Array:
-        """Blocks that every written token from `first_token` on sees whole: they need no mask."""
+        """Blocks without a mask: every written token from `first_token` on sees all of their keys."""
         first = jnp.maximum(first_token, self.begin)
         return jnp.clip(lax.div(first + self.position + 1, jnp.int32(block_kv)), 0, self.num_blocks(block_kv))
 
 
 def unit_of(round_: jax.Array, cta: jax.Array, num_ctas: int) -> jax.Array:
-    """Which unit a persistent CTA takes in a round: to and fro, so that every CTA gets long and short ones."""
+    """The unit that a persistent CTA takes in a round: to and fro, so that every CTA gets long and short ones."""
     place = jnp.where(lax.rem(round_, jnp.int32(2)) == 0, cta, num_ctas - 1 - cta)
     return round_ * num_ctas + place
 
@@ -96,7 +101,7 @@ def causal_mask(
     shape: TileShape, tile: Tile, first_token: jax.Array, first_key: jax.Array, block_kv: int, layout: Any
 ) -> jax.Array:
     """True where a row of the 64 may see a key of the block: bool[64, block_kv]."""
-    # One limit per row: comparing differences of indices instead would keep 64 of them in registers.
+    # One limit per row. Differences of indices would keep 64 registers occupied.
     row = plgpu.broadcasted_iota(jnp.int32, (TILE_M,), 0, layout=layout.reduce(1))
     last = lax.rem(row, jnp.int32(shape.tokens)) + (first_token + tile.position - first_key)
     key = plgpu.broadcasted_iota(jnp.int32, (TILE_M, block_kv), 1, layout=layout)
@@ -104,7 +109,7 @@ def causal_mask(
 
 
 def head_columns(head: jax.Array, head_dim: int) -> Any:
-    """Where a head stands in a row of [T, N * H]."""
+    """The columns of a head in [T, N * H]."""
     return pl.ds(pl.multiple_of(head * head_dim, head_dim), head_dim)
 
 

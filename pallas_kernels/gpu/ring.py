@@ -1,13 +1,13 @@
 """KV blocks on their way from pages to SMEM tiles: where a block lies, and a ring of tiles that one warpgroup fills.
 
-A block of `block_kv` keys is several pages, or a part of one. From Hopper on a copy is one TMA box per page, announced
-by a barrier; below, all threads copy by cp.async and count what they have issued.
+A block of `block_kv` keys is several pages, or a part of one. From Hopper on a copy is one TMA box per page, which
+arrives at a barrier. Below, all threads copy by cp.async and count the copies that they have issued.
 
 TMA accesses shared memory through the async proxy, threads through the generic proxy. Waiting for a copy's barrier
-orders the threads' reads after the copy. The other way round takes a fence: after threads have read (ldmatrix) or
-written a tile, TMA may write to it once those threads have executed a proxy fence and met at a barrier, which is what
-`plgpu.commit_smem` does. cp.async belongs to the generic proxy: the barrier that Mosaic puts in front of every copy is
-enough.
+orders the threads' reads after the copy. The other direction needs a fence: after threads have read (ldmatrix) or
+written a tile, TMA may write to it once those threads have executed a proxy fence and met at a barrier.
+`plgpu.commit_smem` does both. cp.async belongs to the generic proxy, where the barrier that Mosaic puts in front of
+every copy is enough.
 
 Source: PTX ISA, "Async proxy" and "Memory Consistency Model".
 """
@@ -28,7 +28,7 @@ KEYS, VALUES = 0, 1  # on the second axis of the pages
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
-    """What is static about fetching a block."""
+    """The static sizes of a block's copies."""
 
     block_kv: int
     page_size: int
@@ -36,11 +36,12 @@ class BlockShape:
 
     @property
     def copies(self) -> int:
-        """Copies that make up a block, for keys as for values."""
+        """Copies of one block of keys, and of one of values."""
         return max(1, self.block_kv // self.page_size)
 
     @property
     def copy_tokens(self) -> int:
+        """Tokens of one copy."""
         return min(self.page_size, self.block_kv)
 
 
@@ -61,7 +62,7 @@ class Source:
         size, page_size = shape.copy_tokens, jnp.int32(shape.page_size)
         for j in range(shape.copies):
             token = block * shape.block_kv + j * size
-            # A block may reach past the table's last page: any page will do there, its keys are masked.
+            # A block may reach past the table's last page. Any page will do there: its keys are masked.
             index = jnp.minimum(lax.div(token, page_size), shape.pages_per_seq - 1)
             page = self.first_page + self.pages_ref[self.row, index]
             halves = [self.kv_ref.at[page, kind, self.kv_head] for kind in (KEYS, VALUES)]
@@ -73,7 +74,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """The tiles through which a run of blocks passes, `num_stages - 1` blocks ahead of their use."""
+    """The tiles through which a run of blocks passes. Copies start `num_stages - 1` blocks before their use."""
 
     source: Source
     first_block: Any
@@ -84,11 +85,12 @@ class Ring:
     arrived: Any  # barriers, 2 * copies arrivals each; None: cp.async
 
     def fill(self) -> None:
+        """Starts the first blocks' copies."""
         for i in range(self.num_stages - 1):
             self._prefetch(jnp.int32(i), i)
 
     def advance(self, i: Any) -> Any:
-        """Waits for block `i` of the run, starts the copy that takes the slot of the one before; returns i's slot."""
+        """Waits for block `i` of the run and returns its slot; starts a copy into the slot of block `i - 1`."""
         slot = lax.rem(i, jnp.int32(self.num_stages))
         if self.arrived is None:
             plgpu.wait_gmem_to_smem((self.num_stages - 2) * 2 * self.source.shape.copies)
@@ -100,13 +102,13 @@ class Ring:
         return slot
 
     def drain(self) -> None:
-        """Nothing is in flight any more: the tiles may be used for something else."""
+        """Waits for all copies. The tiles may then be used for something else."""
         if self.arrived is None:
             plgpu.wait_gmem_to_smem(0)
 
     def _prefetch(self, i: Any, slot: Any) -> None:
         if self.arrived is None:
-            # cp.async counts copies, not blocks: the count must not depend on data, so the last block comes again.
+            # cp.async counts copies, and the count must not depend on data: the last block is copied again.
             self._fetch(jnp.minimum(i, jnp.maximum(self.num_blocks - 1, 0)), slot)
         else:
             pl.when(i < self.num_blocks)(lambda: self._fetch(i, slot))

@@ -1,6 +1,6 @@
-"""The work lists: which CTA attends to what. Built once per step, inside the program, and shared by all layers.
+"""The work lists of the CTAs. They are built once per step, inside the program, and shared by all layers.
 
-Everything here is data: a new mix of lengths is a new list, never a new program.
+The lists are data: a new mix of lengths is a new list, never a new program.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 ITEM_ROW, ITEM_FIRST_BLOCK, ITEM_NUM_BLOCKS, ITEM_KV_LEN, ITEM_IS_SPLIT = range(5)
 ITEM_FIELDS = 5
 
-MAX_SPLITS = 128  # of one sequence: the combine reads their sums in one vector of 128 threads
+MAX_SPLITS = 128  # of one sequence: `combine` reads their sums in one vector of 128 threads
 
-# What an item costs besides its blocks, in blocks: the first copy's latency and the partial result. Chosen by
-# reasoning, not measured: to be fitted on a chip.
+# The cost of an item besides its blocks, in blocks: the first copy's latency and the partial result. An estimate, not
+# measured on a chip.
 ITEM_OVERHEAD = 1.0
 
 
 def num_decode_items(num_rows: int, num_kv_heads: int, resident_ctas: int) -> int:
-    """The length of the decode work list: every row once, and splits worth three waves of resident CTAs."""
+    """The length of the decode work list: every row once, and three waves of resident CTAs for splits."""
     return num_rows + 3 * resident_ctas // num_kv_heads
 
 
@@ -77,7 +77,7 @@ def _splits(blocks: jax.Array, candidates: np.ndarray) -> jax.Array:
 
 
 def _cost(blocks: jax.Array, splits: jax.Array, longest: jax.Array, num_kv_heads: int, resident_ctas: int) -> jax.Array:
-    """Estimated time, in blocks per resident CTA: waves of mean items, and what the longest exceeds the mean."""
+    """Estimated time, in blocks per resident CTA: waves of mean items, and the longest item's excess over the mean."""
     items = splits.sum()
     mean = blocks.sum() / jnp.maximum(items, 1)
     waves = _cdiv(items * num_kv_heads, resident_ctas)
@@ -112,8 +112,8 @@ def prefill_tiles(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns tiles i32[NT, TILE_FIELDS], those with the longest context first, and how many there are, i32[1].
 
-    Tokens behind the last sequence are tiles too, with no keys: their output becomes zero. Dealt out in this order, to
-    and fro over the multiprocessors, the triangle of a causal prompt is balanced.
+    Tokens behind the last sequence are in tiles, too, without keys: their output is zero. The CTAs take the tiles in
+    this order, to and fro, which balances the triangle of a causal prompt.
     """
     num_rows = kv_lens.shape[0]
     starts, ends = query_starts[:-1], query_starts[1:]

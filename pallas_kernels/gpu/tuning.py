@@ -1,7 +1,7 @@
-"""Tile sizes per GPU: what fits its shared memory, without spills, so that copies hide behind products.
+"""Tile sizes per GPU: they fit its shared memory and registers, without spills.
 
-Not measured on a chip: chosen by the compiler's register and shared-memory report (tests/pallas_kernels/gpu) and by the
-memory budget of a block. `block_kv` and `num_stages` are the knobs to turn once a chip is at hand.
+Not measured on a chip, but chosen by the compiler's register and shared-memory report (tests/pallas_kernels/gpu) and by
+the memory budget of a block. On a chip, `block_kv` and `num_stages` are to be tuned.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def decode_tiles(gpu: Gpu, spec: AttentionSpec) -> RingTiles:
 
 
 def resident_decode_ctas(gpu: Gpu, spec: AttentionSpec) -> int:
-    """How many CTAs of the decode kernel the chip runs at once, by shared memory (registers allow three or more)."""
+    """CTAs of the decode kernel that the chip runs at once, by shared memory (registers allow three or more)."""
     tiles = decode_tiles(gpu, spec)
     ring = 2 * tiles.num_stages * tiles.block_kv * spec.head_dim * 2
-    reserved = 6 * KIB  # softmax tile, reductions, and what the driver takes
+    reserved = 6 * KIB  # softmax tile, reductions, and the driver's part
     return gpu.num_multiprocessors * min(3, gpu.multiprocessor_shared_memory // (ring + reserved))
 
 
@@ -34,8 +34,8 @@ def hopper_prefill_tiles(spec: AttentionSpec) -> PrefillTiles:
 
 
 def mma_prefill_tiles(gpu: Gpu, spec: AttentionSpec) -> RingTiles:
-    """64 keys per step; 32 with wide heads, except where the compiler does without spills (Blackwell), and where a
-    multiprocessor has only 100 KiB: with narrow heads it then holds two CTAs."""
+    """64 keys per step. 32 with wide heads, except on Blackwell, where 64 do not spill either; and 32 where a
+    multiprocessor has only 100 KiB, which then holds two CTAs with narrow heads."""
     small = gpu.multiprocessor_shared_memory <= 100 * KIB
     narrow = small or (spec.head_dim > 64 and gpu.arch[0] != 10)
     return RingTiles(block_kv=32 if narrow else 64, num_stages=2, use_tma=gpu.has_tma)
@@ -48,7 +48,7 @@ def prefill_tile_tokens(gpu: Gpu, spec: AttentionSpec) -> int:
 
 
 def prefill_ctas(gpu: Gpu, spec: AttentionSpec) -> int:
-    """Persistent CTAs: as many as the chip runs at once. More would come in a second, nearly empty wave."""
+    """Persistent CTAs: as many as the chip runs at once. More would run in a second, nearly empty wave."""
     if gpu.has_wgmma:
         return gpu.num_multiprocessors  # three warpgroups take all registers
     tiles = mma_prefill_tiles(gpu, spec)

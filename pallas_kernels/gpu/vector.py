@@ -1,4 +1,4 @@
-"""How one row of a head's elements is spread over the 128 threads of a warpgroup."""
+"""The distribution of one head's elements over the 128 threads of a warpgroup."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ THREADS = 128
 
 
 def layout(size: int) -> Any:
-    """A vector of `size` elements: a run per thread, or, where there are fewer than threads, the same in every warp."""
+    """A vector of `size` elements: a run of them per thread, or, of fewer than 128, the same ones in every warp."""
     if size % THREADS == 0:
         return plgpu.Layout.WG_STRIDED((size,), vec_size=1)
     return plgpu.Layout.TILED(

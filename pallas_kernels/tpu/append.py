@@ -1,9 +1,9 @@
-"""Appending the new K/V of rows of any length to their pages: copies from HBM to HBM, whole words.
+"""Appends the new K/V of rows of any length to their pages: copies of whole words from HBM to HBM.
 
-The new words of all rows stand one row after the other in `new_words`, each token in its part of its word, as in the
-pages. Only a row's first word may be shared with an older token, which lies in the page: that word is merged in VMEM.
-The pages that they go to stand likewise in `new_pages`, taken out of the page table once per step: they are few.
-(Decodes have a kernel of their own, where the last word is in VMEM anyway.)
+`new_words` holds the new words of all rows, one row after the other, each token in its part of its word, as in the
+pages. A row's first word may be shared with older tokens, which lie in the page: that word is merged in VMEM.
+`new_pages` holds the destination pages in the same order. They are few, and are taken out of the page table once per
+step. (The decode kernel appends its rows' tokens itself: it has their words in VMEM.)
 """
 
 from __future__ import annotations
@@ -16,63 +16,56 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu import paging
+from pallas_kernels.tpu.mixed_memory import Refs
 
 
 def word_base(row: Any, query_start: Any, packing: int) -> Any:
-    """Where a row's new words begin. A row of n tokens touches at most n // packing + 1 words."""
+    """The index of a row's first new word. A row of n tokens touches at most n // packing + 1 words."""
     return query_start if packing == 1 else lax.div(query_start, packing) + row
 
 
 def num_word_slots(num_tokens: int, num_rows: int, packing: int) -> int:
+    """Words that `num_tokens` new tokens of `num_rows` rows take at most."""
     return num_tokens if packing == 1 else num_tokens // packing + num_rows
 
 
 def page_base(row: Any, query_start: Any, page_size: int) -> Any:
-    """Where a row's new pages begin. A row of n tokens touches at most n // page_size + 2 pages."""
+    """The index of a row's first new page. A row of n tokens touches at most n // page_size + 2 pages."""
     return lax.div(query_start, page_size) + 2 * row
 
 
 def num_page_slots(num_tokens: int, num_rows: int, page_size: int) -> int:
+    """Pages that `num_tokens` new tokens of `num_rows` rows lie in at most."""
     return num_tokens // page_size + 2 * num_rows
 
 
-def append_rows(
-    begin_row: Any,
-    end_row: Any,
-    *,
-    kv_lens: Any,  # i32[S] in SMEM
-    query_starts: Any,  # i32[S + 1] in SMEM
-    new_pages: Any,  # i32[page slots] in SMEM
-    new_words: Any,  # uint32[planes, W, 128] in HBM
-    pages: paging.Pages,
-    edge: Any,  # uint32[2, planes, 1, 128] in VMEM
-    sem: Any,
-) -> None:
+def append_rows(begin_row: Any, end_row: Any, refs: Refs, pages: paging.Pages) -> None:
     """Writes the new words of rows [begin_row, end_row) to their pages, and waits for all of them."""
     g = pages.geometry
     packing = g.packing
+    query_starts, new_words, sem = refs.query_starts, refs.new_words, refs.append_sem
 
     def append_row(row: Any, num_sent: Any) -> Any:
         query_start = query_starts[row]
-        position = kv_lens[row] - (query_starts[row + 1] - query_start)
-        begin, end = lax.div(position, packing), paging.words_of(kv_lens[row], packing)
+        position = refs.kv_lens[row] - (query_starts[row + 1] - query_start)
+        begin, end = lax.div(position, packing), paging.words_of(refs.kv_lens[row], packing)
         base = word_base(row, query_start, packing)
         shared = lax.rem(position, packing)  # 1 if the first new token shares its word with an older one
         first_page = page_base(row, query_start, g.page_size) - lax.div(position, g.page_size)
 
         @pl.when(shared > 0)
         def _() -> None:
-            # The semaphore counts earlier rows' words too: those first.
+            # The semaphore counts earlier rows' words, too: wait for those first.
             paging.wait_words(new_words, num_sent, sem)
-            page = new_pages[first_page + lax.div(position, g.page_size)]
-            _merge_word(new_words.at[:, pl.ds(base, 1)], pages.words(page, begin, 1), edge, sem)
+            page = refs.new_pages[first_page + lax.div(position, g.page_size)]
+            _merge_word(new_words.at[:, pl.ds(base, 1)], pages.words(page, begin, 1), refs.edge, sem)
 
         num_sent = jnp.where(shared > 0, 0, num_sent)
         first = begin + shared
 
         def send(index: Any, word: Any, size: Any) -> None:
             source = new_words.at[:, pl.ds(base + word - begin, size)]
-            pltpu.make_async_copy(source, pages.words(new_pages[first_page + index], word, size), sem).start()
+            pltpu.make_async_copy(source, pages.words(refs.new_pages[first_page + index], word, size), sem).start()
 
         pages.for_each_run(first, end, send)
         return num_sent + end - first

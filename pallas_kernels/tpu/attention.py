@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.spec import AttentionSpec, RaggedBatch
-from pallas_kernels.tpu import append, blocks, decode, layout, mixed, paging
+from pallas_kernels.tpu import append, blocks, decode, decode_memory, layout, mixed, mixed_memory, paging
 from pallas_kernels.tpu.layout import LANES, Geometry
 
 
@@ -31,7 +31,7 @@ from pallas_kernels.tpu.layout import LANES, Geometry
 )
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What all layers of a step share. Computed once per step, from values only: nothing here recompiles."""
+    """The arrays that all layers of a step share. They are computed once per step and are data: nothing recompiles."""
 
     kv_lens: jax.Array  # i32[S]
     page_table: jax.Array  # i32[S * windows_per_seq, 1, 128], see `paging.pages_of_table`
@@ -47,6 +47,7 @@ class Schedule:
 
 
 def make_schedule(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, decode_only: bool) -> Schedule:
+    """See `pallas_kernels.api.PagedAttention.make_schedule`."""
     g = layout.geometry(spec)
     num_rows, pages_per_seq = batch.page_table.shape
     bits = 32 // g.packing
@@ -107,48 +108,42 @@ def append_and_attend(
     interpret: bool | pltpu.InterpretParams,
     block_sizes: blocks.BlockSizes | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.api.PagedAttention`. `interpret` runs the very same kernels on a CPU; `block_sizes` replaces
-    the chosen ones."""
+    """See `pallas_kernels.api.PagedAttention.__call__`. `interpret` runs the same kernels on a CPU; `block_sizes`
+    replaces the chosen ones. ValueError where the sizes do not fit together."""
     g = layout.geometry(spec)
     if interpret is True:
         interpret = pltpu.InterpretParams()
     chip = None if interpret else blocks.this_chip()
-    sizes = block_sizes or blocks.choose(g, schedule.pages_per_seq, chip)
+    num_tokens, max_singles = queries.shape[0], schedule.decode_shift.shape[0]
+    sizes = block_sizes or blocks.choose(g, schedule.pages_per_seq, chip, max_decodes=max_singles)
     sizes.validate(g)
     rows = layout.queries_to_rows(queries, g)
     new_kv = _as_words(layout.kv_to_planes(keys, values, g))  # uint32[T, planes, 128]
     first_page = jnp.int32(first_page)
-
-    num_tokens, max_singles = queries.shape[0], schedule.decode_shift.shape[0]
     new_words = new_kv[:max_singles] << schedule.decode_shift[:, None, None]
-    out, kv_pages = decode.attend(
-        rows[:max_singles],
-        new_words.swapaxes(0, 1),
-        kv_pages,
-        schedule.kv_lens,
-        schedule.decode_pages,
-        schedule.page_table,
-        jnp.stack([schedule.num_singles, first_page]),
-        g=g,
-        blocks=sizes.decode,
-        interpret=interpret,
+    decodes = decode_memory.Operands(
+        rows=rows[:max_singles],
+        new_words=new_words.swapaxes(0, 1),
+        kv_pages=kv_pages,
+        kv_lens=schedule.kv_lens,
+        new_pages=schedule.decode_pages,
+        page_table=schedule.page_table,
+        scalars=jnp.stack([schedule.num_singles, first_page]),
     )
+    out, kv_pages = decode.attend(decodes, g=g, blocks=sizes.decode, interpret=interpret)
     if not schedule.decode_only:
-        assert schedule.word_tokens is not None
-        by_plane = _pack_rows(rows.swapaxes(0, 1).reshape(g.num_k_planes, -1, LANES), g)
-        others, kv_pages = mixed.attend(
-            by_plane,
-            _gather_words(new_kv, schedule.word_tokens, g),
-            kv_pages,
-            schedule.kv_lens,
-            schedule.query_starts,
-            schedule.new_pages,
-            schedule.page_table,
-            jnp.stack([schedule.num_singles, schedule.num_rows, first_page]),
-            g=g,
-            blocks=sizes.mixed,
-            interpret=interpret,
+        assert schedule.new_pages is not None and schedule.word_tokens is not None
+        others = mixed_memory.Operands(
+            queries=_pack_rows(rows.swapaxes(0, 1).reshape(g.num_k_planes, -1, LANES), g),
+            new_words=_gather_words(new_kv, schedule.word_tokens, g),
+            kv_pages=kv_pages,
+            kv_lens=schedule.kv_lens,
+            query_starts=schedule.query_starts,
+            new_pages=schedule.new_pages,
+            page_table=schedule.page_table,
+            scalars=jnp.stack([schedule.num_singles, schedule.num_rows, first_page]),
         )
+        others, kv_pages = mixed.attend(others, g=g, blocks=sizes.mixed, interpret=interpret)
         others = _unpack_rows(others, g).reshape(g.num_k_planes, num_tokens, -1, LANES).swapaxes(0, 1)
         out = jnp.pad(out, ((0, num_tokens - max_singles), (0, 0), (0, 0), (0, 0)))
         is_single = jnp.arange(num_tokens) < schedule.num_singles

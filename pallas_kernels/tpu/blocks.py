@@ -1,4 +1,4 @@
-"""Block sizes of the TPU kernels: what fits, and a choice where nothing was tuned."""
+"""Block sizes of the TPU kernels: the tuned ones, a rule for all other cases, and the limits of both."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from dataclasses import dataclass, replace
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import chips, tuning
-from pallas_kernels.tpu import mixed_memory, paging
-from pallas_kernels.tpu.decode import DecodeBlocks
+from pallas_kernels.tpu import decode_memory, mixed_memory, paging
+from pallas_kernels.tpu.decode_memory import DecodeBlocks
 from pallas_kernels.tpu.layout import LANES, Geometry
 from pallas_kernels.tpu.tiles import MixedBlocks
 
 DECODE_TURN_BYTES = 8 << 20  # K/V of one turn: enough to hide a copy's latency
-UNKNOWN_PAGE_SIZE = 128  # tokens, on a generation that the table lacks: the middle one
+UNKNOWN_PAGE_SIZE = 128  # tokens, on a generation that is not in the table: the middle one
 LONGEST = 1 << 20  # tokens: no block is shortened for a sequence of so many
-LARGEST_VMEM = max(chip.vmem_bytes for chip in chips.TPUS.values())
+SMALLEST_VMEM = min(chip.vmem_bytes for chip in chips.TPUS.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSizes:
+    """The block sizes of both kernels."""
+
     decode: DecodeBlocks
     mixed: MixedBlocks
 
@@ -43,39 +45,46 @@ class BlockSizes:
 
 
 def validate_memory(g: Geometry) -> None:
-    """ValueError for heads whose blocks fit no chip's VMEM."""
-    size = mixed_memory.vmem_bytes(g, _mixed(g, LONGEST // g.page_size))
-    if size > LARGEST_VMEM:
-        raise ValueError(
-            f"the TPU kernel's blocks take {size >> 20} MiB of VMEM for {g.queries_per_plane} query rows in each of "
-            f"{g.num_k_planes} planes of 128 lanes; a chip has {LARGEST_VMEM >> 20} MiB at most: split the heads over "
-            f"more chips"
-        )
+    """ValueError for heads with which not even the smallest blocks fit every chip's VMEM."""
+    choose(g, LONGEST // g.page_size)
 
 
 def this_chip() -> str:
-    """The generation that is compiled for, by its name in `chips`: the attached one, or that of the mesh."""
+    """The generation that is compiled for, by its name in `chips`: the mesh's, or the attached one."""
     return chips.tpu_name(pltpu.get_tpu_info().chip_version.value)
 
 
 def default_page_size(chip: str | None) -> int:
-    """Tokens, for a generation by its name in `chips`; None where there is none, as on a CPU."""
+    """Tokens of a page on a generation, by its name in `chips`; None: there is no TPU, as on a CPU."""
     return chips.TPUS[chip].page_size if chip in chips.TPUS else UNKNOWN_PAGE_SIZE
 
 
-def choose(g: Geometry, pages_per_seq: int, chip: str | None = None) -> BlockSizes:
-    """The tuned sizes of `chip` (a name in `chips`) where there are some, otherwise by rule."""
+def choose(g: Geometry, pages_per_seq: int, chip: str | None = None, *, max_decodes: int = 1) -> BlockSizes:
+    """The tuned sizes of `chip` (a name in `chips`) where there are some, otherwise by rule.
+
+    Raises:
+        ValueError: the chip's VMEM does not hold such blocks, or the rows of `max_decodes` decodes. A chip that is not
+            in the table is taken to have the smallest VMEM.
+    """
     tuned = {} if chip is None else tuning.lookup(chip, key(g)) or {}
-    decode, mixed = _decode(g, pages_per_seq), _mixed(g, pages_per_seq)
+    vmem = chips.TPUS[chip].vmem_bytes if chip in chips.TPUS else SMALLEST_VMEM
+    decode, mixed = _decode(g, pages_per_seq), _mixed(g, pages_per_seq, vmem)
     if "decode" in tuned:
         decode = _shorten(DecodeBlocks(**tuned["decode"]), g, pages_per_seq)
     if "mixed" in tuned:
         mixed = _shorten(MixedBlocks(**tuned["mixed"]), g, pages_per_seq)
+    needed = decode_memory.vmem_bytes(g, decode, max_decodes)
+    if needed > vmem:
+        raise ValueError(
+            f"the TPU decode kernel takes {needed >> 20} MiB of VMEM for {max_decodes} rows, {g.queries_per_plane} "
+            f"query rows in each of {g.num_k_planes} planes of 128 lanes, and the chip has {vmem >> 20} MiB: take "
+            f"fewer sequences in a step, or split the heads over more chips"
+        )
     return BlockSizes(decode=decode, mixed=mixed)
 
 
 def key(g: Geometry) -> str:
-    """What tuned sizes depend on."""
+    """The key of tuned sizes: everything that they depend on."""
     return f"planes={g.num_planes} k_planes={g.num_k_planes} queries={g.queries_per_plane} packing={g.packing}"
 
 
@@ -91,14 +100,18 @@ def _shorten[Blocks: (DecodeBlocks, MixedBlocks)](blocks: Blocks, g: Geometry, p
 
 
 def _decode(g: Geometry, pages_per_seq: int) -> DecodeBlocks:
-    # With few planes an item is little work, and its fixed costs weigh more: longer items, more of them.
+    # With few planes an item is little work next to its fixed costs: longer items, and more of them.
     kv_block = _kv_block(512 if g.num_planes > 4 else 1024, g, pages_per_seq)
-    item_bytes = g.num_planes * (kv_block // g.packing) * LANES * 4
-    return DecodeBlocks(kv_block=kv_block, items_per_turn=max(1, min(8, DECODE_TURN_BYTES // item_bytes)))
+    token_bytes = g.num_planes * LANES * 4 // g.packing
+    while kv_block > LANES and kv_block * token_bytes > DECODE_TURN_BYTES:
+        kv_block //= 2
+    items = DECODE_TURN_BYTES // (kv_block * token_bytes)
+    return DecodeBlocks(kv_block=kv_block, items_per_turn=max(1, min(8, items)))
 
 
-def _mixed(g: Geometry, pages_per_seq: int) -> MixedBlocks:
-    # Powers of two of tokens, so that whole tiles fill a block of queries; two tiles where they are little work.
+def _mixed(g: Geometry, pages_per_seq: int, vmem: int) -> MixedBlocks:
+    """The largest blocks of the rule with which the mixed kernel takes at most `vmem` bytes."""
+    # Powers of two of tokens, so that whole tiles fill a block of queries. Two tiles where one is little work.
     tile_queries, tiles = 128, 2 if g.num_k_planes <= 4 else 1
     while tile_queries < 512 and tile_queries * g.queries_per_plane < 1024:
         tile_queries *= 2
@@ -109,7 +122,31 @@ def _mixed(g: Geometry, pages_per_seq: int) -> MixedBlocks:
         tile_tokens=256,
         units_per_turn=8,
     )
+    while (needed := mixed_memory.vmem_bytes(g, sizes)) > vmem:
+        smaller = _smaller(sizes, g)
+        if smaller == sizes:
+            raise ValueError(
+                f"the TPU kernel's smallest blocks take {needed >> 20} MiB of VMEM for {g.queries_per_plane} query "
+                f"rows in each of {g.num_k_planes} planes of 128 lanes, and the chip has {vmem >> 20} MiB: split the "
+                f"heads over more chips"
+            )
+        sizes = smaller
     return _shorten(sizes, g, pages_per_seq)
+
+
+def _smaller(blocks: MixedBlocks, g: Geometry) -> MixedBlocks:
+    """The next smaller blocks; the same where there are none. First of one tile of queries, then of fewer tokens, last
+    of fewer queries, whose rows stay a multiple of 128."""
+    queries = blocks.tile_queries(g)
+    if blocks.q_block > queries:
+        return replace(blocks, q_block=queries)
+    if blocks.tile_tokens > LANES:
+        return replace(blocks, tile_tokens=LANES)
+    if queries > 1 and blocks.tile_rows % (2 * LANES) == 0:
+        return replace(blocks, q_block=queries // 2, tile_rows=blocks.tile_rows // 2)
+    if blocks.kv_block > 2 * LANES:
+        return replace(blocks, kv_block=blocks.kv_block // 2)
+    return blocks
 
 
 def _kv_block(wanted: int, g: Geometry, pages_per_seq: int) -> int:

@@ -1,14 +1,13 @@
 """The decode kernel: rows of one token each, several sequences at a time.
 
-The work is a list of items, an item being one block of `kv_block` tokens of one sequence; a long sequence has many, and
-they follow one another. Nothing of the list is stored: a cursor (row, block) steps through it. One turn of the loop
-takes `items_per_turn` consecutive items, whoever they belong to, so that sequences of unlike length never wait for each
-other.
+The work is a list of items. An item is one block of `kv_block` tokens of one sequence; the items of a long sequence
+follow one another. The list is not stored: a cursor (row, block) steps through it. One turn of the loop takes
+`items_per_turn` consecutive items, of any sequences, so that sequences of different lengths never wait for each other.
 
     turn i:   wait for the windows of the page table that turn i+1's items need, start the copies of its items into the
                   other half of `kv_blocks` (HBM -> VMEM, live words only), and of turn i+2's windows (HBM -> SMEM)
               wait for the copies of turn i's items
-              last block of a sequence: merge the new token's word into the block, start its write-back (VMEM -> HBM)
+              last block of a sequence: merge the new token into its word, start that word's write-back (VMEM -> HBM)
               for every item, in straight-line code so that the scheduler interleaves them:
                   scores = q K^T, masked; softmax over this block alone; its sum and P V; fold into the running state
                   last block of a sequence: divide, store the row's output over its query
@@ -19,8 +18,8 @@ An example: rows of 600, 100 and 1030 tokens, their new ones included; blocks of
     turn 1:   row 1, tokens 0-99      row 2, tokens 0-511         row 1 needs one block only: output
     turn 2:   row 2, tokens 512-1023  row 2, tokens 1024-1029     output; the running state went from turn to turn
 
-While turn 0 computes, turn 1's copies run: of row 1 its 99 cached tokens, 50 words. Its new token, number 99, is then
-put next to token 98 into the last of them in VMEM, and this word alone goes back to the row's page.
+While turn 0 computes, turn 1's copies run: those of row 1 are 99 cached tokens in 50 words. In VMEM its new token,
+number 99, is then merged into the last word, next to token 98. Only this word is written back to the row's page.
 
 Who waits for what:
 - `kv_sems[half]`    copies into that half of `kv_blocks`; waited for at the beginning of the turn that computes on it.
@@ -30,9 +29,9 @@ Who waits for what:
 - `append_sem`       the write-backs, all at once, after the last turn: their source `new_words` is never reused.
 - `store_sem`        the outputs, once, after the last turn.
 
-The heads: planes are taken in groups whose query rows fill one bf16 register tile (16 rows). A group's queries stand on
-a block diagonal, [rows, planes x 128] with zeros elsewhere, so that one product scores all its heads: what the matrix
-unit pays for in decode is pushing K and V into it, not multiplying zeros.
+The heads: planes are grouped so that their query rows fill one bf16 register tile (16 rows). A group's queries stand on
+a block diagonal, [rows, planes x 128] with zeros elsewhere, so that one product scores all its heads. In decode the
+matrix unit's time goes into loading K and V; multiplying zeros costs nothing.
 """
 
 from __future__ import annotations
@@ -49,167 +48,162 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu import paging
+from pallas_kernels.tpu.decode_memory import (
+    DecodeBlocks,
+    Operands,
+    Refs,
+    group_planes,
+    other_scratch,
+    vmem_bytes,
+    vmem_scratch,
+)
 from pallas_kernels.tpu.layout import LANES, Geometry
 
-ROW_TILE = 16  # query rows of one bf16 register tile
-
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeBlocks:
-    kv_block: int  # tokens of one item
-    items_per_turn: int
+class _Body:
+    """The kernel. An item is (row, block of the row); rows from `num_singles` on do not exist."""
 
+    refs: Refs
+    g: Geometry
+    blocks: DecodeBlocks
+    num_singles: Any
+    pages: paging.Pages
+    windows: paging.Windows
 
-@dataclass(frozen=True, kw_only=True)
-class Groups:
-    """How planes are grouped: `planes` planes share a tile of `rows` query rows."""
+    @classmethod
+    def of(cls, refs: Refs, g: Geometry, blocks: DecodeBlocks) -> _Body:
+        num_singles, first_page = refs.scalars[0], refs.scalars[1]
+        return cls(
+            refs=refs,
+            g=g,
+            blocks=blocks,
+            num_singles=num_singles,
+            pages=paging.Pages(hbm=refs.pages, first_page=first_page, geometry=g),
+            windows=paging.Windows(
+                table=refs.page_table,
+                smem=refs.table_windows,
+                sems=refs.window_sems,
+                per_seq=refs.page_table.shape[0] // refs.kv_lens.shape[0],
+            ),
+        )
 
-    count: int
-    planes: int
-    rows: int
+    @property
+    def block_words(self) -> int:
+        return self.blocks.kv_block // self.g.packing
 
+    @property
+    def no_row(self) -> int:
+        """The place in `refs.rows` of items that belong to no row."""
+        return self.refs.rows.shape[0] - 1
 
-def group_planes(g: Geometry) -> Groups:
-    fitting = [
-        n for n in range(1, g.num_k_planes + 1) if g.num_k_planes % n == 0 and n * g.queries_per_plane <= ROW_TILE
-    ]
-    planes = max(fitting, default=1)
-    rows = -(-planes * g.queries_per_plane // ROW_TILE) * ROW_TILE
-    return Groups(count=g.num_k_planes // planes, planes=planes, rows=rows)
-
-
-def _kernel(
-    # scalars
-    kv_lens: Any,  # i32[S]
-    new_pages: Any,  # i32[D]: the page of each row's new token
-    scalars: Any,  # i32[2]: num_singles, first_page
-    # HBM
-    page_table: Any,  # i32[S * windows_per_seq, 1, 128]
-    queries: Any,  # [D, rows, 128], aliased to out
-    new_hbm: Any,  # uint32[planes, D, 128]: each row's token, in its place of its word
-    pages_in: Any,  # aliased to pages_hbm
-    out: Any,  # [D, rows, 128]
-    pages_hbm: Any,  # uint32[P, planes, page_words, 128]
-    # VMEM
-    rows: Any,  # [D + 1, rows, 128]: queries, overwritten by outputs; the last row takes what belongs to no row
-    new_words: Any,  # uint32[planes, D, 128]
-    kv_blocks: Any,  # uint32[2, items, planes, block_words, 128]
-    state: Any,  # f32[groups, 3, group_rows, 128]: the running maximum, sum and weighted values
-    table_windows: Any,  # i32[2, items, 1, 128] in SMEM
-    window_sems: Any,
-    kv_sems: Any,
-    load_sem: Any,
-    append_sem: Any,
-    store_sem: Any,
-    *,
-    g: Geometry,
-    blocks: DecodeBlocks,
-) -> None:
-    del pages_in
-    num_singles, first_page = scalars[0], scalars[1]
-    pages = paging.Pages(hbm=pages_hbm, first_page=first_page, geometry=g)
-    windows = paging.Windows(
-        table=page_table, smem=table_windows, sems=window_sems, per_seq=page_table.shape[0] // kv_lens.shape[0]
-    )
-    last_row = rows.shape[0] - 1
-    kv_block, block_words = blocks.kv_block, blocks.kv_block // g.packing
-
-    def kv_len_of(row: Any) -> Any:
-        return kv_lens[jnp.minimum(row, last_row - 1)]
-
-    def items_from(row: Any, block: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, Any]]:
-        items = []
-        for _ in range(blocks.items_per_turn):
-            items.append((row, block))
-            ended = (block + 1) * kv_block >= kv_len_of(row)
-            row, block = jnp.where(ended, row + 1, row), jnp.where(ended, 0, block + 1)
-        return items, (row, block)
-
-    def cached_words(row: Any, block: Any) -> tuple[Any, Any]:
-        """The range of words of the block that are in pages already: the new token is not."""
-        begin = block * block_words
-        cached = jnp.where(row < num_singles, kv_len_of(row) - 1, 0)
-        return begin, jnp.clip(paging.words_of(cached, g.packing), begin, begin + block_words)
-
-    def for_each_window(items: list[tuple[Any, Any]], half: Any, body: Any) -> None:
-        for i, (row, block) in enumerate(items):
-
-            @pl.when(row < num_singles)
-            def _(i: int = i, row: Any = row, block: Any = block) -> None:
-                body(windows.copy(row, lax.div(block * kv_block, g.page_size), half, i))
-
-    def start_fetching(items: list[tuple[Any, Any]], following: list[tuple[Any, Any]], half: Any) -> None:
-        """Starts the copies of `items`, whose windows are on their way, and of the windows of the `following`."""
-        for_each_window(items, half, lambda copy: copy.wait())
-        for i, (row, block) in enumerate(items):
-            begin, end = cached_words(row, block)
-            page_of = partial(windows.page, half, i)
-            paging.fetch(pages, page_of, begin, end, kv_blocks.at[half, i], kv_sems.at[half])
-        for_each_window(following, 1 - half, lambda copy: copy.start())
-
-    def wait_for(items: list[tuple[Any, Any]], half: Any) -> None:
-        for i, (row, block) in enumerate(items):
-            begin, end = cached_words(row, block)
-            paging.wait_words(kv_blocks.at[half, i], end - begin, kv_sems.at[half])
-
-    def append(row: Any, block: Any, kv: Any) -> None:
-        """Merges the row's new token into the block, if it is its last, and starts the write-back of its word."""
-        position = kv_len_of(row) - 1
-        word = lax.div(position, g.packing)
-
-        @pl.when((row < num_singles) & (word < (block + 1) * block_words))
-        def _() -> None:
-            in_block = pl.ds(word - block * block_words, 1)
-            merged = new_words[:, pl.ds(row, 1)]
-            if g.packing == 2:  # the word's first token may be an older one
-                old = kv[:, in_block] & jnp.uint32(0xFFFF)
-                merged = jnp.where(lax.rem(position, 2) == 1, merged | old, merged)
-            kv[:, in_block] = merged
-            new_words[:, pl.ds(row, 1)] = merged
-            target = pages.words(new_pages[row], word, 1)
-            pltpu.make_async_copy(new_words.at[:, pl.ds(row, 1)], target, append_sem).start()
-
-    def turn(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        row, block, half = carry
-        items, after = items_from(row, block)
-        next_items, after_next = items_from(*after)
-        start_fetching(next_items, items_from(*after_next)[0], 1 - half)
-        wait_for(items, half)
-        for i, item in enumerate(items):
-            append(*item, kv_blocks.at[half, i])
-        for i, (row, block) in enumerate(items):
-            valid = row < num_singles
-            live = jnp.where(valid, kv_len_of(row) - block * kv_block, 0)
-            _attend(
-                kv_blocks.at[half, i],
-                rows.at[jnp.where(valid, row, last_row)],
-                state,
-                live=live,
-                is_first=block == 0,
-                is_last=live <= kv_block,
-                g=g,
-            )
-        return *after, 1 - half
-
-    @pl.when(num_singles > 0)
-    def _() -> None:
-        first, after = items_from(0, 0)
-        for_each_window(first, 0, lambda copy: copy.start())
-        start_fetching(first, items_from(*after)[0], 0)
-        live_rows = pl.ds(0, num_singles)
+    def run(self) -> None:
+        refs = self.refs
+        first, after = self.items_from(0, 0)
+        self.for_each_window(first, 0, lambda copy: copy.start())
+        self.start_fetching(first, self.items_from(*after)[0], 0)
+        live_rows = pl.ds(0, self.num_singles)
         loads = [
-            pltpu.make_async_copy(queries.at[live_rows], rows.at[live_rows], load_sem),
-            pltpu.make_async_copy(new_hbm.at[:, live_rows], new_words.at[:, live_rows], load_sem),
+            pltpu.make_async_copy(refs.queries.at[live_rows], refs.rows.at[live_rows], refs.load_sem),
+            pltpu.make_async_copy(refs.new_hbm.at[:, live_rows], refs.new_words.at[:, live_rows], refs.load_sem),
         ]
         for load in loads:
             load.start()
         for load in loads:
             load.wait()
-        lax.while_loop(lambda carry: carry[0] < num_singles, turn, (jnp.int32(0), jnp.int32(0), jnp.int32(0)))
-        store = pltpu.make_async_copy(rows.at[live_rows], out.at[live_rows], store_sem)
+        start = (jnp.int32(0), jnp.int32(0), jnp.int32(0))
+        lax.while_loop(lambda carry: carry[0] < self.num_singles, self.turn, start)
+        store = pltpu.make_async_copy(refs.rows.at[live_rows], refs.out.at[live_rows], refs.store_sem)
         store.start()
-        paging.wait_words(new_words, num_singles, append_sem)
+        paging.wait_words(refs.new_words, self.num_singles, refs.append_sem)
         store.wait()
+
+    def turn(self, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        row, block, half = carry
+        items, after = self.items_from(row, block)
+        next_items, after_next = self.items_from(*after)
+        self.start_fetching(next_items, self.items_from(*after_next)[0], 1 - half)
+        self.wait_for(items, half)
+        kv_blocks = self.refs.kv_blocks
+        for i, item in enumerate(items):
+            self.append(*item, kv_blocks.at[half, i])
+        for i, (row, block) in enumerate(items):
+            valid = row < self.num_singles
+            live = jnp.where(valid, self.kv_len_of(row) - block * self.blocks.kv_block, 0)
+            _attend(
+                kv_blocks.at[half, i],
+                self.refs.rows.at[jnp.where(valid, row, self.no_row)],
+                self.refs.state,
+                live=live,
+                is_first=block == 0,
+                is_last=live <= self.blocks.kv_block,
+                g=self.g,
+            )
+        return *after, 1 - half
+
+    def kv_len_of(self, row: Any) -> Any:
+        return self.refs.kv_lens[jnp.minimum(row, self.no_row - 1)]
+
+    def items_from(self, row: Any, block: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, Any]]:
+        """A turn's items from this one on, and the first item after them."""
+        items = []
+        for _ in range(self.blocks.items_per_turn):
+            items.append((row, block))
+            ended = (block + 1) * self.blocks.kv_block >= self.kv_len_of(row)
+            row, block = jnp.where(ended, row + 1, row), jnp.where(ended, 0, block + 1)
+        return items, (row, block)
+
+    def cached_words(self, row: Any, block: Any) -> tuple[Any, Any]:
+        """The range of the block's words that are in pages already: without the new token."""
+        begin = block * self.block_words
+        cached = jnp.where(row < self.num_singles, self.kv_len_of(row) - 1, 0)
+        return begin, jnp.clip(paging.words_of(cached, self.g.packing), begin, begin + self.block_words)
+
+    def for_each_window(self, items: list[tuple[Any, Any]], half: Any, body: Any) -> None:
+        for i, (row, block) in enumerate(items):
+
+            @pl.when(row < self.num_singles)
+            def _(i: int = i, row: Any = row, block: Any = block) -> None:
+                first_page = lax.div(block * self.blocks.kv_block, self.g.page_size)
+                body(self.windows.copy(row, first_page, half, i))
+
+    def start_fetching(self, items: list[tuple[Any, Any]], following: list[tuple[Any, Any]], half: Any) -> None:
+        """Starts the copies of `items`, whose windows are on their way, and of the windows of the `following`."""
+        self.for_each_window(items, half, lambda copy: copy.wait())
+        for i, (row, block) in enumerate(items):
+            begin, end = self.cached_words(row, block)
+            page_of = partial(self.windows.page, half, i)
+            kv_block, sem = self.refs.kv_blocks.at[half, i], self.refs.kv_sems.at[half]
+            paging.fetch(self.pages, page_of, begin, end, kv_block, sem)
+        self.for_each_window(following, 1 - half, lambda copy: copy.start())
+
+    def wait_for(self, items: list[tuple[Any, Any]], half: Any) -> None:
+        for i, (row, block) in enumerate(items):
+            begin, end = self.cached_words(row, block)
+            paging.wait_words(self.refs.kv_blocks.at[half, i], end - begin, self.refs.kv_sems.at[half])
+
+    def append(self, row: Any, block: Any, kv: Any) -> None:
+        """Merges the row's new token into the block, if it is its last, and starts the write-back of its word."""
+        refs, g = self.refs, self.g
+        position = self.kv_len_of(row) - 1
+        word = lax.div(position, g.packing)
+
+        @pl.when((row < self.num_singles) & (word < (block + 1) * self.block_words))
+        def _() -> None:
+            in_block = pl.ds(word - block * self.block_words, 1)
+            merged = refs.new_words[:, pl.ds(row, 1)]
+            if g.packing == 2:  # the word's first token may be an older one
+                old = kv[:, in_block] & jnp.uint32(0xFFFF)
+                merged = jnp.where(lax.rem(position, 2) == 1, merged | old, merged)
+            kv[:, in_block] = merged
+            refs.new_words[:, pl.ds(row, 1)] = merged
+            target = self.pages.words(refs.new_pages[row], word, 1)
+            pltpu.make_async_copy(refs.new_words.at[:, pl.ds(row, 1)], target, refs.append_sem).start()
+
+
+def _kernel(*refs: Any, g: Geometry, blocks: DecodeBlocks) -> None:
+    body = _Body.of(Refs(*refs), g, blocks)
+    pl.when(body.num_singles > 0)(body.run)
 
 
 def _attend(
@@ -229,7 +223,7 @@ def _attend(
         tile = pl.ds(i * groups.rows, groups.rows)
         q = row[tile]
         k = jnp.concatenate([paging.unpack(kv[p], g) for p in planes], axis=1)
-        # V past the live words is zeroed: what lies there may be anything, and 0 x NaN is NaN.
+        # V past the live words may be anything, and 0 x NaN is NaN: it is zeroed.
         v = jnp.concatenate(
             [paging.unpack(paging.live_words_only(kv[g.v_plane(p)], live_words), g) for p in planes], axis=1
         )
@@ -268,33 +262,14 @@ def _gather(values: jax.Array, planes: int, g: Geometry) -> jax.Array:
 
 # Jitted, so that a model's layers trace and lower it once.
 @partial(jax.jit, static_argnames=("g", "blocks", "interpret"))
-def attend(
-    rows: jax.Array,  # [D, num_k_planes, queries_per_plane, 128]
-    new_words: jax.Array,  # uint32[planes, D, 128]
-    kv_pages: jax.Array,  # uint32[P, planes, page_words, 128]
-    kv_lens: jax.Array,  # i32[S]
-    new_pages: jax.Array,  # i32[D]
-    page_table: jax.Array,  # i32[S * windows_per_seq, 1, 128]
-    scalars: jax.Array,  # i32[2]: num_singles, first_page
-    *,
-    g: Geometry,
-    blocks: DecodeBlocks,
-    interpret: Any,
-) -> tuple[jax.Array, jax.Array]:
+def attend(operands: Operands, *, g: Geometry, blocks: DecodeBlocks, interpret: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the first num_singles rows' outputs, in the queries' shape (others: their queries), and the pages."""
+    rows, new_words, kv_pages, kv_lens, new_pages, page_table, scalars = operands
     num_rows = rows.shape[0]
     groups = group_planes(g)
     tiles = rows.reshape(num_rows, groups.count, -1, LANES)
     tiles = jnp.pad(tiles, ((0, 0), (0, 0), (0, groups.rows - tiles.shape[2]), (0, 0)))
     tiles = tiles.reshape(num_rows, groups.count * groups.rows, LANES)
-    block_words = blocks.kv_block // g.packing
-    scratch = [
-        pltpu.VMEM((num_rows + 1, *tiles.shape[1:]), tiles.dtype),
-        pltpu.VMEM(new_words.shape, jnp.uint32),
-        pltpu.VMEM((2, blocks.items_per_turn, g.num_planes, block_words, LANES), jnp.uint32),
-        pltpu.VMEM((groups.count, 3, groups.rows, LANES), jnp.float32),
-    ]
-    scratch_bytes = sum(math.prod(s.shape) * jnp.dtype(s.dtype).itemsize for s in scratch)
     out, kv_pages = pl.pallas_call(
         partial(_kernel, g=g, blocks=blocks),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -302,22 +277,16 @@ def attend(
             grid=(1,),
             in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 4,
             out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
-            scratch_shapes=[
-                *scratch,
-                pltpu.SMEM((2, blocks.items_per_turn, 1, paging.WINDOW), jnp.int32),
-                pltpu.SemaphoreType.DMA((2,)),
-                pltpu.SemaphoreType.DMA((2,)),
-                pltpu.SemaphoreType.DMA,
-                pltpu.SemaphoreType.DMA,
-                pltpu.SemaphoreType.DMA,
-            ],
+            scratch_shapes=[*vmem_scratch(g, blocks, num_rows), *other_scratch(blocks)],
         ),
         out_shape=(
             jax.ShapeDtypeStruct(tiles.shape, tiles.dtype),
             jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
         ),
         input_output_aliases={4: 0, 6: 1},
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=scratch_bytes + (16 << 20), disable_bounds_checks=True),
+        compiler_params=pltpu.CompilerParams(
+            vmem_limit_bytes=vmem_bytes(g, blocks, num_rows), disable_bounds_checks=True
+        ),
         interpret=interpret,
         name="paged_attention_decode",
     )(kv_lens, new_pages, scalars, page_table, tiles, new_words, kv_pages)

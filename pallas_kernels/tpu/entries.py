@@ -1,7 +1,7 @@
-"""The order in which the mixed kernel walks rows, their query blocks, and the KV blocks that each of these sees.
+"""The order in which the mixed kernel takes rows, their query blocks, and the KV blocks that each query block sees.
 
 An example: row 5 brings 600 tokens to 900 older ones, row 6 is a whole prompt of 200; query blocks of 512 tokens, KV
-blocks of 1024. The entries, each with the tokens that its last query sees of the KV block:
+blocks of 1024. The entries, each with the tokens of its KV block that its last query sees:
 
     cursor (5, 0, 0)    queries 900-1411    tokens 0-1023
            (5, 0, 1)                        tokens 1024-1411    last: the query block's output is stored
@@ -34,7 +34,7 @@ class Entry:
     q_start: Any  # the query block's first token in the step
     num_q: Any  # its live tokens
     first_kv_page: Any  # the first page, of the sequence's, that holds the KV block
-    kv_words: tuple[Any, Any]  # from where to where the KV block's live words go in the sequence
+    kv_words: tuple[Any, Any]  # the range of the KV block's live words in the sequence
     tiles: Tiles
     is_last: Any  # the query block's last KV block
     next: Cursor  # the following entry
@@ -47,6 +47,7 @@ def entry_at(
     g: Geometry,
     blocks: MixedBlocks,
 ) -> Entry:
+    """The entry of a cursor, which must be of a row with tokens."""
     row, q_index, kv_index = cursor
     begin, end = query_starts[row], query_starts[row + 1]
     q_start = begin + q_index * blocks.q_block

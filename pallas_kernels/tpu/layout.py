@@ -1,13 +1,13 @@
-"""How K and V lie in a page on a TPU.
+"""The layout of K and V in a page on a TPU.
 
 A TPU register is 8 sublanes x 128 lanes x 32 bits, a copy engine moves whole 32-bit sublane rows, and the matrix unit
-wants bf16 pairs of rows packed in such words. So a page is `uint32[planes, page_size / packing, 128]`:
+takes bf16 rows packed in such words by pairs. So a page is `uint32[planes, page_size / packing, 128]`:
 
-- one word row holds `packing` consecutive tokens (two of bf16, one of float32): the matrix unit reads it as it lies,
-  and one new token costs one row of 512 bytes per plane;
-- a plane is 128 lanes of K or of V. head_dim 128: one head each. head_dim 64: two heads side by side, or K and V of one
-  head side by side where the head count is odd, so that nothing is padded. Queries get zeros in the lanes that are not
-  theirs; that is all the kernels know of the head dim.
+- One word row holds `packing` consecutive tokens (two of bf16, one of float32). The matrix unit reads it without any
+  rearrangement, and one new token costs one row of 512 bytes per plane.
+- A plane is 128 lanes of K or of V. head_dim 128: one head each. head_dim 64: two heads side by side, or K and V of one
+  head side by side where the head count is odd, so that nothing is padded. Queries have zeros in the lanes of other
+  heads. Nothing else in the kernels depends on the head dim.
 
 K planes come first, then V planes: plane `i` of K belongs to plane `i + num_k_planes` of V, or to itself where K and V
 share it. Chips split the plane axis.
@@ -29,7 +29,7 @@ MIN_PAGE_SIZE, MAX_PAGE_SIZE = 16, 256
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """The static shape of the problem as one chip's kernel sees it. Nothing below it knows the head dim."""
+    """The static shape of the problem as one chip's kernel sees it. It does not depend on the head dim."""
 
     num_k_planes: int
     kv_shared: bool  # K and V of a head lie in one plane
@@ -42,17 +42,21 @@ class Geometry:
 
     @property
     def num_planes(self) -> int:
+        """Planes of a page, of K and of V."""
         return self.num_k_planes if self.kv_shared else 2 * self.num_k_planes
 
     @property
     def page_words(self) -> int:
+        """Word rows of one plane of a page."""
         return self.page_size // self.packing
 
     def v_plane[I: (int, jax.Array)](self, k_plane: I) -> I:
+        """The plane of the V that belong to the K of `k_plane`."""
         return k_plane if self.kv_shared else k_plane + self.num_k_planes
 
 
 def geometry(spec: AttentionSpec) -> Geometry:
+    """The geometry of one chip's `spec`."""
     shared = spec.head_dim == 64 and spec.num_kv_heads % 2 == 1
     heads_per_plane = 1 if shared else LANES // spec.head_dim
     packing = 4 // jnp.dtype(spec.kv_dtype).itemsize
@@ -77,7 +81,7 @@ def kv_pages(spec: AttentionSpec, num_pages: int) -> jax.ShapeDtypeStruct:
 
 
 def validate(spec: AttentionSpec) -> None:
-    """Raises ValueError, before anything is compiled, for what the kernels do not do."""
+    """ValueError, before anything is traced, for a spec that these kernels do not support."""
     if spec.head_dim not in (64, 128):
         raise ValueError(f"the TPU kernel takes head_dim 64 or 128: {spec.head_dim=}")
     if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):

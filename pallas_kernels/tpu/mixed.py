@@ -1,8 +1,8 @@
 """The mixed kernel: rows of any number of tokens, prompt chunks above all.
 
-First every row's new K/V go from HBM to their pages in HBM (`append`), then attention reads pages only. The attention
-walks the rows' query blocks, and for each the KV blocks that it sees, in one list with a cursor (row, query block, KV
-block), an entry; the copies of the next entry, whoever's it is, run while this one computes.
+First every row's new K/V are copied from HBM to their pages in HBM (`append`); attention then reads pages only. It
+takes the rows' query blocks, and for each the KV blocks that it sees, as one list of entries with a cursor (row, query
+block, KV block). The copies of the next entry, of any row, run while this one computes.
 
     entry i:  wait for the window of the page table that names entry i+1's pages, start the copies of entry i+1's KV
               block into the other half of `kv_blocks` and of entry i+2's window; where entry i+1 begins a query block,
@@ -13,9 +13,9 @@ block), an entry; the copies of the next entry, whoever's it is, run while this 
               at a query block's last KV block: divide, transpose back, store into `out_blocks`, start the copy to HBM
 
 A unit is one plane, one tile of query rows and one tile of the block's tokens (see `tiles`). `prepare` runs one unit
-ahead of `fold`, in the other of two sets of buffers, both in slices of `SLICE_ROWS` query rows by turns: nothing of the
-one depends on the other, so the compiler fills the matrix unit and the vector units at once, and weights go to the
-matrix unit as they are made, before the registers run out.
+ahead of `fold`, in the other of two sets of buffers, and both alternate in slices of `SLICE_ROWS` query rows. They do
+not depend on each other, so that the compiler fills the matrix unit and the vector units at the same time, and weights
+go to the matrix unit as soon as they are computed, before the registers run out.
 
 Everything is computed transposed, tokens down and query rows across:
 
@@ -23,26 +23,27 @@ Everything is computed transposed, tokens down and query rows across:
     weights^T [tokens, rows]   = exp2(scores^T - maximum over tokens)
     values^T  [128 + 16, rows] = [V | 1]^T weights^T
 
-Then the maximum over tokens is taken between registers, not within them; the weights stand as the matrix unit wants its
-stationary operand; and 128 rows of V^T stream past it, so that head_dim 128 fills a 256 x 256 unit that V as it lies
-would leave half empty. Ones below V^T make the sum of the weights one more row of the values: it costs no vector
+Thus the maximum over tokens is taken between registers, not within them. The weights lie as the matrix unit takes its
+stationary operand. 128 rows of V^T stream past it, so that head_dim 128 fills a 256 x 256 unit; V without the transpose
+would leave half of it empty. Ones below V^T make the sum of the weights one more row of the values, without any vector
 instruction.
 
-The masks that a row's units need lie ready in `masks`, number 0 masks nothing. They are made anew only where a row's
-differ from those of the row before.
+`masks` holds the masks of a row's units; number 0 masks nothing. They are computed again only where they differ from
+those of the row before.
 
-Which buffer lives where is said in `mixed_memory`; the order of entries, with an example, in `entries`.
+`mixed_memory` lists the buffers; `entries` has the order of entries, with an example.
 
 Who waits for what: `kv_sems[half]`, `q_sems[half]` and `out_sems[half]` belong to the halves of their buffers, and
-`window_sems[half]` to the window of the entry that will fill that half of `kv_blocks`; a half of `out_blocks` is waited
-for when it is stored into again, and at the end. `append_sem` counts the new words written to pages; all of them have
-arrived before the first KV block is fetched.
+`window_sems[half]` to the window of the entry that will fill that half of `kv_blocks`. The copies out of a half of
+`out_blocks` are waited for when it is stored into again, and at the end. `append_sem` counts the new words written to
+pages; all of them have arrived before the first KV block is fetched.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -54,59 +55,71 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.tpu import append, paging
 from pallas_kernels.tpu.entries import Cursor, Entry, entry_at
 from pallas_kernels.tpu.layout import LANES, Geometry
-from pallas_kernels.tpu.mixed_memory import SCRATCH, SUM_ROWS, Refs, other_scratch, vmem_bytes, vmem_scratch
+from pallas_kernels.tpu.mixed_memory import SUM_ROWS, Operands, Refs, other_scratch, vmem_bytes, vmem_scratch
 from pallas_kernels.tpu.tiles import MixedBlocks
 
 SLICE_ROWS = 256  # query rows computed at a time: the columns of the largest matrix unit
 
 
-def _entry(refs: Refs, cursor: Cursor, g: Geometry, blocks: MixedBlocks) -> Entry:
-    return entry_at(cursor, refs.kv_lens, refs.query_starts, g, blocks)
+@dataclass(frozen=True, kw_only=True)
+class _Body:
+    """The kernel, for rows [begin_row, end_row)."""
 
+    refs: Refs
+    g: Geometry
+    blocks: MixedBlocks
+    begin_row: Any
+    end_row: Any
+    pages: paging.Pages
+    windows: paging.Windows
 
-def _kernel(
-    kv_lens: Any,
-    query_starts: Any,
-    new_pages: Any,
-    scalars: Any,  # i32[3]: the first row, the row past the last, first_page
-    page_table: Any,
-    queries: Any,
-    new_words: Any,
-    pages_in: Any,
-    out: Any,
-    pages_hbm: Any,
-    *scratch: Any,
-    g: Geometry,
-    blocks: MixedBlocks,
-) -> None:
-    del pages_in
-    begin_row, end_row = scalars[0], scalars[1]
-    pages = paging.Pages(hbm=pages_hbm, first_page=scalars[2], geometry=g)
-    refs = Refs(
-        kv_lens=kv_lens,
-        query_starts=query_starts,
-        new_pages=new_pages,
-        queries=queries,
-        new_words=new_words,
-        out=out,
-        pages=pages,
-        **dict(zip(SCRATCH, scratch, strict=True)),
-    )
-    windows = paging.Windows(
-        table=page_table, smem=refs.windows, sems=refs.window_sems, per_seq=page_table.shape[0] // kv_lens.shape[0]
-    )
+    @classmethod
+    def of(cls, refs: Refs, g: Geometry, blocks: MixedBlocks) -> _Body:
+        begin_row, end_row = refs.scalars[0], refs.scalars[1]
+        return cls(
+            refs=refs,
+            g=g,
+            blocks=blocks,
+            begin_row=begin_row,
+            end_row=end_row,
+            pages=paging.Pages(hbm=refs.pages, first_page=refs.scalars[2], geometry=g),
+            windows=paging.Windows(
+                table=refs.page_table,
+                smem=refs.table_windows,
+                sems=refs.window_sems,
+                per_seq=refs.page_table.shape[0] // refs.kv_lens.shape[0],
+            ),
+        )
 
-    def window(entry: Entry, half: Any) -> Any:
-        return windows.copy(entry.row, entry.first_kv_page, half, 0)
+    def run(self) -> None:
+        refs = self.refs
+        zero = jnp.int32(0)
+        start = (self.begin_row, zero, zero)
+        self.window(self.entry(start), 0).start()
+        append.append_rows(self.begin_row, self.end_row, refs, self.pages)
+        for v_t in (refs.v_t_even, refs.v_t_odd):
+            v_t[LANES:] = jnp.ones((SUM_ROWS, self.blocks.tile_tokens), v_t.dtype)
+        # A buffer that only the loop over units touches would be kept in registers by the compiler, and spilled.
+        refs.scores_odd[:8, :LANES] = jnp.zeros((8, LANES), jnp.float32)
+        refs.masks[0] = jnp.full(refs.masks.shape[1:], -paging.MASKED, jnp.float32)
+        refs.mask_phase[0] = -1
+        for half in range(2):
+            refs.out_words[half] = 0
+        self.start_fetching(start, 0, 0)
+        lax.while_loop(lambda carry: carry[0] < self.end_row, self.step, (*start, zero, zero))
+        for half in range(2):
+            paging.wait_words(refs.out_blocks.at[half], refs.out_words[half], refs.out_sems.at[half])
 
-    def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+    def step(self, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        """One entry."""
         row, q_index, kv_index, kv_half, q_half = carry
-        entry = _entry(refs, (row, q_index, kv_index), g, blocks)
+        refs, g, blocks = self.refs, self.g, self.blocks
+        entry = self.entry((row, q_index, kv_index))
         next_q_half = jnp.where(entry.is_last, 1 - q_half, q_half)
 
-        @pl.when(entry.next[0] < end_row)
+        @pl.when(entry.next[0] < self.end_row)
         def _() -> None:
-            _start_fetching(refs, windows, window, entry.next, end_row, 1 - kv_half, next_q_half, g, blocks)
+            self.start_fetching(entry.next, 1 - kv_half, next_q_half)
 
         @pl.when(kv_index == 0)
         def _() -> None:
@@ -124,69 +137,41 @@ def _kernel(
 
         return *entry.next, 1 - kv_half, next_q_half
 
-    @pl.when(begin_row < end_row)
-    def _() -> None:
-        zero = jnp.int32(0)
-        start = (begin_row, zero, zero)
-        window(_entry(refs, start, g, blocks), 0).start()
-        append.append_rows(
-            begin_row,
-            end_row,
-            kv_lens=kv_lens,
-            query_starts=query_starts,
-            new_pages=new_pages,
-            new_words=new_words,
-            pages=pages,
-            edge=refs.edge,
-            sem=refs.append_sem,
-        )
-        for v_t in (refs.v_t_even, refs.v_t_odd):
-            v_t[LANES:] = jnp.ones((SUM_ROWS, blocks.tile_tokens), v_t.dtype)
-        # What only the loop over units touches, the compiler would keep in registers, and spill all of it.
-        refs.scores_odd[:8, :LANES] = jnp.zeros((8, LANES), jnp.float32)
-        refs.masks[0] = jnp.full(refs.masks.shape[1:], -paging.MASKED, jnp.float32)
-        refs.mask_phase[0] = -1
-        for half in range(2):
-            refs.out_words[half] = 0
-        _start_fetching(refs, windows, window, start, end_row, 0, 0, g, blocks)
-        lax.while_loop(lambda carry: carry[0] < end_row, step, (*start, zero, zero))
-        for half in range(2):
-            paging.wait_words(refs.out_blocks.at[half], refs.out_words[half], refs.out_sems.at[half])
+    def entry(self, cursor: Cursor) -> Entry:
+        return entry_at(cursor, self.refs.kv_lens, self.refs.query_starts, self.g, self.blocks)
+
+    def window(self, entry: Entry, half: Any) -> Any:
+        return self.windows.copy(entry.row, entry.first_kv_page, half, 0)
+
+    def start_fetching(self, cursor: Cursor, kv_half: Any, q_half: Any) -> None:
+        """Starts the copies of the entry at `cursor`, whose window is on its way, and of the next entry's window."""
+        refs, g = self.refs, self.g
+        entry = self.entry(cursor)
+        self.window(entry, kv_half).wait()
+        begin, end = entry.kv_words
+        page_of = functools.partial(self.windows.page, kv_half, 0)
+        paging.fetch(self.pages, page_of, begin, end, refs.kv_blocks.at[kv_half], refs.kv_sems.at[kv_half])
+
+        @pl.when(entry.next[0] < self.end_row)
+        def _() -> None:
+            self.window(self.entry(entry.next), 1 - kv_half).start()
+
+        @pl.when(entry.kv_index == 0)
+        def _() -> None:
+            row_words = g.queries_per_plane // g.packing
+            num_words = entry.num_q * row_words
+            source = refs.queries.at[:, pl.ds(entry.q_start * row_words, num_words)]
+            target = refs.q_blocks.at[q_half, :, pl.ds(0, num_words)]
+            pltpu.make_async_copy(source, target, refs.q_sems.at[q_half]).start()
 
 
-def _start_fetching(
-    refs: Refs,
-    windows: paging.Windows,
-    window: Any,
-    cursor: Cursor,
-    end_row: Any,
-    kv_half: Any,
-    q_half: Any,
-    g: Geometry,
-    blocks: MixedBlocks,
-) -> None:
-    """Starts the copies of the entry at `cursor`, whose window is on its way, and of the window of the one after it."""
-    entry = _entry(refs, cursor, g, blocks)
-    window(entry, kv_half).wait()
-    begin, end = entry.kv_words
-    page_of = functools.partial(windows.page, kv_half, 0)
-    paging.fetch(refs.pages, page_of, begin, end, refs.kv_blocks.at[kv_half], refs.kv_sems.at[kv_half])
-
-    @pl.when(entry.next[0] < end_row)
-    def _() -> None:
-        window(_entry(refs, entry.next, g, blocks), 1 - kv_half).start()
-
-    @pl.when(entry.kv_index == 0)
-    def _() -> None:
-        row_words = g.queries_per_plane // g.packing
-        num_words = entry.num_q * row_words
-        source = refs.queries.at[:, pl.ds(entry.q_start * row_words, num_words)]
-        target = refs.q_blocks.at[q_half, :, pl.ds(0, num_words)]
-        pltpu.make_async_copy(source, target, refs.q_sems.at[q_half]).start()
+def _kernel(*refs: Any, g: Geometry, blocks: MixedBlocks) -> None:
+    body = _Body.of(Refs(*refs), g, blocks)
+    pl.when(body.begin_row < body.end_row)(body.run)
 
 
 def _begin_q_block(refs: Refs, entry: Entry, q_half: Any, g: Geometry, blocks: MixedBlocks) -> None:
-    """Scales the queries once for all KV blocks, so that exp2 of a score needs no product, and empties the state."""
+    """Scales the queries once for all KV blocks, so that exp2 of a score needs no factor, and empties the state."""
 
     def plane(p: Any, carry: None) -> None:
         q = paging.unpack(refs.q_blocks[q_half, p], g)
@@ -238,7 +223,7 @@ def _attend(refs: Refs, entry: Entry, kv: Any, live_words: Any, g: Geometry, blo
     def fold(unit: tuple[Any, Any, Any], buffers: tuple[Any, Any, Any], rows: slice) -> None:
         scores, unit_tops, v_t = buffers
         plane, q_tile, _ = unit
-        plane = jnp.minimum(plane, g.num_k_planes)  # past the last unit: a state that is never read
+        plane = jnp.minimum(plane, g.num_k_planes)  # units past the last one: a state that is never read
         old_top = refs.tops[plane, q_tile, :, rows]
         top = jnp.maximum(old_top, unit_tops[:, rows])
         weights = jnp.exp2(scores[:, rows] - top).astype(g.dtype)
@@ -261,7 +246,7 @@ def _attend(refs: Refs, entry: Entry, kv: Any, live_words: Any, g: Geometry, blo
 
 
 def _clear_dead_words(kv: Any, live_words: Any, tile_words: int) -> None:
-    """Zeros behind the live words of the last tile: what lies there may be anything, and 0 x NaN is NaN."""
+    """Zeroes the last tile behind the live words: the content may be anything there, and 0 x NaN is NaN."""
     live = lax.rem(live_words, tile_words)
     begin = pl.multiple_of(live_words - live, tile_words)
 
@@ -295,21 +280,9 @@ def _store_q_block(refs: Refs, entry: Entry, half: Any, g: Geometry, blocks: Mix
 
 # Jitted, so that a model's layers trace and lower it once.
 @functools.partial(jax.jit, static_argnames=("g", "blocks", "interpret"))
-def attend(
-    queries: jax.Array,  # uint32[num_k_planes, T * row_words, 128]
-    new_words: jax.Array,  # uint32[planes, W, 128]
-    kv_pages: jax.Array,  # uint32[P, planes, page_words, 128]
-    kv_lens: jax.Array,  # i32[S]
-    query_starts: jax.Array,  # i32[S + 1]
-    new_pages: jax.Array,  # i32[page slots]
-    page_table: jax.Array,  # i32[S * windows_per_seq, 1, 128]
-    scalars: jax.Array,  # i32[3]: the first row, the row past the last, first_page
-    *,
-    g: Geometry,
-    blocks: MixedBlocks,
-    interpret: Any,
-) -> tuple[jax.Array, jax.Array]:
+def attend(operands: Operands, *, g: Geometry, blocks: MixedBlocks, interpret: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs in the queries' place (other rows': their queries), and the pages."""
+    queries, new_words, kv_pages, kv_lens, query_starts, new_pages, page_table, scalars = operands
     return pl.pallas_call(
         functools.partial(_kernel, g=g, blocks=blocks),
         grid_spec=pltpu.PrefetchScalarGridSpec(

@@ -1,33 +1,53 @@
-"""The mixed kernel's operands and scratch: what they are called, what they hold, and how large they are."""
+"""The mixed kernel's operands and scratch: their names, contents and sizes."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu import paging
+from pallas_kernels.tpu import paging, vmem
 from pallas_kernels.tpu.layout import LANES, Geometry
 from pallas_kernels.tpu.tiles import MixedBlocks
 
-COMPILER_BYTES = 16 << 20  # of VMEM
 SUM_ROWS = 16  # rows of ones below V^T: one bf16 register tile; the first is read
 
 
-@dataclass(frozen=True, kw_only=True)
-class Refs:
-    """In VMEM from `q_blocks` to `edge`; two of a buffer that copies fill or empty while the other is worked on."""
+class Operands(NamedTuple):
+    """One layer's rows of any number of tokens. A token's queries of one plane fill `row_words` words."""
 
-    kv_lens: Any  # i32[S] in SMEM
-    query_starts: Any  # i32[S + 1] in SMEM
-    new_pages: Any  # i32[page slots] in SMEM
-    queries: Any  # uint32[num_k_planes, T * row_words, 128] in HBM, aliased to out
-    new_words: Any  # uint32[planes, W, 128] in HBM: each row's new words, see `append`
-    out: Any
-    pages: paging.Pages
+    queries: jax.Array  # uint32[num_k_planes, T * row_words, 128]
+    new_words: jax.Array  # uint32[planes, W, 128]: each row's new words, see `append`
+    kv_pages: jax.Array  # uint32[P, planes, page_words, 128]
+    kv_lens: jax.Array  # i32[S]
+    query_starts: jax.Array  # i32[S + 1]
+    new_pages: jax.Array  # i32[page slots]
+    page_table: jax.Array  # i32[S * windows_per_seq, 1, 128]
+    scalars: jax.Array  # i32[3]: the first row, the row past the last, first_page
+
+
+@dataclass(frozen=True)
+class Refs:
+    """What the kernel is called with, in this order. Buffers with two halves: copies fill or empty one of them while
+    the kernel works on the other."""
+
+    # Scalars, in SMEM
+    kv_lens: Any  # i32[S]
+    query_starts: Any  # i32[S + 1]
+    new_pages: Any  # i32[page slots]
+    scalars: Any  # i32[3]
+    # Inputs, in HBM
+    page_table: Any  # i32[S * windows_per_seq, 1, 128]
+    queries: Any  # uint32[num_k_planes, T * row_words, 128], aliased to `out`
+    new_words: Any  # uint32[planes, W, 128]
+    pages_in: Any  # aliased to `pages`
+    # Outputs, in HBM
+    out: Any  # as `queries`
+    pages: Any  # uint32[P, planes, page_words, 128]
+    # Scratch, in VMEM up to `edge`
     q_blocks: Any  # uint32[2, num_k_planes, q_block * row_words, 128]
     q_scaled: Any  # [num_k_planes, q_block * queries_per_plane, 128]
     kv_blocks: Any  # uint32[2, planes, block_words, 128]
@@ -42,9 +62,9 @@ class Refs:
     values: Any  # f32[num_k_planes + 1, tiles, 128 + SUM_ROWS, tile_rows]: the running sums, relative to it
     out_blocks: Any  # uint32[2, num_k_planes, q_block * row_words, 128]
     edge: Any  # uint32[2, planes, 1, 128]
-    windows: Any  # i32[2, 1, 1, 128] in SMEM
+    table_windows: Any  # i32[2, 1, 1, 128] in SMEM
     out_words: Any  # i32[2] in SMEM: words on their way out of each half of out_blocks
-    mask_phase: Any  # i32[1] in SMEM: what `masks` were made for
+    mask_phase: Any  # i32[1] in SMEM: the phase that `masks` were made for
     window_sems: Any
     kv_sems: Any
     q_sems: Any
@@ -52,11 +72,8 @@ class Refs:
     append_sem: Any
 
 
-_names = list(Refs.__dataclass_fields__)
-SCRATCH = _names[_names.index("q_blocks") :]  # in the order of `vmem_scratch` and `other_scratch`
-
-
 def vmem_scratch(g: Geometry, blocks: MixedBlocks) -> list[Any]:
+    """The buffers from `Refs.q_blocks` to `Refs.edge`."""
     row_words = g.queries_per_plane // g.packing
     block_words = blocks.kv_block // g.packing
     tiles = blocks.max_q_tiles(g)
@@ -76,13 +93,12 @@ def vmem_scratch(g: Geometry, blocks: MixedBlocks) -> list[Any]:
 
 
 def vmem_bytes(g: Geometry, blocks: MixedBlocks) -> int:
-    """What the mixed kernel may use: its scratch buffers, and what the compiler keeps next to them."""
-    scratch = sum(math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize for ref in vmem_scratch(g, blocks))
-    return scratch + COMPILER_BYTES
+    """The mixed kernel's limit of VMEM."""
+    return vmem.bytes_with(vmem_scratch(g, blocks))
 
 
 def other_scratch() -> list[Any]:
-    """In scalar memory, and the semaphores."""
+    """The buffers in scalar memory, and the semaphores."""
     return [
         pltpu.SMEM((2, 1, 1, paging.WINDOW), jnp.int32),
         pltpu.SMEM((2,), jnp.int32),

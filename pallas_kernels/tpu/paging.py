@@ -1,4 +1,4 @@
-"""What both kernels share: moving live words between pages in HBM and blocks in VMEM, and the arithmetic of blocks.
+"""The part that both kernels share: copies of live words between pages in HBM and blocks in VMEM, and block products.
 
 A block is `kv_block` consecutive tokens of one sequence, all planes: `uint32[planes, kv_block / packing, 128]` in VMEM.
 """
@@ -26,20 +26,20 @@ def words_of(tokens: Any, packing: int) -> Any:
 
 
 def windows_of_table(page_table: jax.Array) -> jax.Array:
-    """i32[S, pages_per_seq] -> i32[S * windows_per_seq, 1, 128]: the table as the kernels fetch it, a window at a time.
+    """i32[S, pages_per_seq] -> i32[S * windows_per_seq, 1, 128]: the table in windows, fetched one by one.
 
-    It stays in HBM, because scalar memory is small (1 MiB) and a table for 512 sequences of 128k tokens is not (16 MiB
-    with pages of 16).
+    The table stays in HBM: scalar memory has 1 MiB, and the table of 512 sequences of 128k tokens takes 16 MiB with
+    pages of 16.
     """
     return jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % WINDOW))).reshape(-1, 1, WINDOW)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """Which pages hold a block: the part of the page table that says so, on its way from HBM to scalar memory.
+    """The parts of the page table that name a block's pages, on their way from HBM to scalar memory.
 
-    Two halves, for a block's pages are needed when its copies are started, one step before it is computed on: window
-    i + 2 is fetched while the pages of block i + 1 are, and block i is computed on.
+    Two halves: a block's pages are needed when its copies are started, one step before the block is computed on. While
+    block i is computed on, the pages of block i + 1 and the window of block i + 2 are fetched.
     """
 
     table: Any  # i32[S * windows_per_seq, 1, 128] in HBM
@@ -53,7 +53,7 @@ class Windows:
         return pltpu.make_async_copy(source, self.smem.at[half, slot], self.sems.at[half])
 
     def page(self, half: Any, slot: int, index: Any) -> Any:
-        """The page that holds the `index`-th page of the sequence, which must be of the window in `slot`."""
+        """The id of the sequence's page `index`, which must be of the window in `slot`."""
         return self.smem[half, slot, 0, lax.rem(index, WINDOW)]
 
 
@@ -71,8 +71,8 @@ class Pages:
         return self.hbm.at[self.first_page + page, :, pl.ds(offset, size)]
 
     def for_each_run(self, begin: Any, end: Any, body: Any) -> None:
-        """Calls `body(index, word, size)` for the runs of words of [begin, end) that lie in one page each, in order:
-        in the sequence's page `index`, from its word `word` on."""
+        """Calls `body(index, word, size)` for each part of the words [begin, end) that lies in one page, in order. The
+        page is the sequence's page `index`; `word` counts from the sequence's beginning."""
         page_words = self.geometry.page_words
         first = lax.div(begin, page_words)
 
@@ -87,7 +87,7 @@ class Pages:
 def fetch(pages: Pages, page_of: Any, begin: Any, end: Any, block: Any, sem: Any) -> None:
     """Starts copies of words [begin, end) of a sequence into `block`, word `begin` first. `end - begin` may be 0.
 
-    `page_of(index)` is the page that holds the sequence's page `index`."""
+    `page_of(index)` is the id of the sequence's page `index`."""
 
     def start(index: Any, word: Any, size: Any) -> None:
         source = pages.words(page_of(index), word, size)
@@ -101,18 +101,18 @@ def wait_words(block: Any, num_words: Any, sem: Any) -> None:
 
     @pl.when(num_words > 0)
     def _() -> None:
-        # A copy engine counts bytes: one wait for the sum serves many copies.
+        # Copies are counted in bytes: one wait for the sum covers many copies.
         landed = block.at[:, pl.ds(0, num_words)]
         pltpu.make_async_copy(landed, landed, sem).wait()
 
 
 def unpack(words: jax.Array, g: Geometry) -> jax.Array:
-    """uint32[n, 128] -> dtype[n * packing, 128]: on the chip only a new name for the same registers."""
+    """uint32[n, 128] -> dtype[n * packing, 128]. On the chip this moves nothing: the registers stay the same."""
     return pltpu.bitcast(words, g.dtype)
 
 
 def live_words_only(words: jax.Array, num_words: Any) -> jax.Array:
-    """Zeros past `num_words`: what lies there may be anything, and 0 x NaN is NaN."""
+    """`words` with zeros past `num_words`: the content there may be anything, and 0 x NaN is NaN."""
     index = lax.broadcasted_iota(jnp.int32, words.shape, 0)
     return jnp.where(index < num_words, words, jnp.uint32(0))
 

@@ -1,16 +1,16 @@
-"""How the mixed kernel cuts one KV block of one query block into units, and which mask each unit needs.
+"""The units of one KV block of one query block in the mixed kernel, and the mask of each.
 
-A unit is (plane, tile of queries, tile of tokens); they are taken in this order. Those of which no query sees a token
+A unit is (plane, tile of queries, tile of tokens); units are taken in this order. Units in which no query sees a token
 are left out.
 
 An example: a prompt's first 512 queries against its first 512 tokens, tiles of 256 by 256. Of each plane's four units
 three remain: queries 0-255 see tokens 0-255 only (the diagonal, masked), queries 256-511 see tokens 0-255 whole and
 tokens 256-511 masked. Eight planes make 24 units, taken `units_per_turn` at a time.
 
-A unit's mask depends only on its distance, how far its first query is ahead of its first token: `position + q_tile *
+A unit's mask depends only on its distance, by which its first query is ahead of its first token: `position + q_tile *
 queries - kv_tile * tokens`. From `tokens - 1` on nothing is masked, and at `-queries` everything is. Tiles and blocks
-are powers of two, so all distances of one row have the same remainder by the smaller tile, its phase: few of them lie
-between the two, and the masks of a row are made once.
+are powers of two, so that all distances of one row have the same remainder by the smaller tile, the row's phase. Few
+distances lie between the two limits, and the masks of a row are computed once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pallas_kernels.tpu.layout import Geometry
 
 @dataclass(frozen=True, kw_only=True)
 class MixedBlocks:
-    """Powers of two, of tokens where nothing else is said."""
+    """Powers of two, in tokens except where a comment says otherwise."""
 
     q_block: int  # queries of one query block: a multiple of a tile
     kv_block: int  # fetched at a time
@@ -35,16 +35,18 @@ class MixedBlocks:
     units_per_turn: int  # even: units in one turn of the loop
 
     def tile_queries(self, g: Geometry) -> int:
+        """Queries of one tile. ValueError where a tile would not hold a power of two of them."""
         queries, rest = divmod(self.tile_rows, g.queries_per_plane)
         if rest or queries & (queries - 1):
             raise ValueError(f"a tile holds a power of two of queries: {self.tile_rows=} {g.queries_per_plane=}")
         return queries
 
     def max_q_tiles(self, g: Geometry) -> int:
+        """Tiles of a whole block of queries."""
         return self.q_block // self.tile_queries(g)
 
     def num_masks(self, g: Geometry) -> int:
-        """Masks that the units of one row may need; number 0 masks nothing."""
+        """The number of masks that the units of one row need at most; number 0 masks nothing."""
         queries = self.tile_queries(g)
         return 1 + -(-(queries + self.tile_tokens - 2) // min(queries, self.tile_tokens))
 
@@ -63,6 +65,7 @@ class Tiles:
 
     @staticmethod
     def of(g: Geometry, blocks: MixedBlocks, *, num_q: Any, position: Any) -> Tiles:
+        """The units for these block sizes; see the fields."""
         return Tiles(
             queries=blocks.tile_queries(g),
             tokens=blocks.tile_tokens,
@@ -74,17 +77,19 @@ class Tiles:
         )
 
     def num_seen(self, q_tile: Any) -> Any:
-        """Tiles of tokens that some query of the tile sees: the first ones."""
+        """How many tiles of tokens, from the first one on, some query of the tile sees."""
         end = self.position + jnp.minimum((q_tile + 1) * self.queries, self.num_q)
         seen = lax.div(jnp.maximum(end, 0) + (self.tokens - 1), self.tokens)
         return jnp.where(q_tile * self.queries < self.num_q, jnp.minimum(seen, self.max_kv_tiles), 0)
 
     @property
     def count(self) -> Any:
+        """The number of units."""
         return self.num_planes * sum(self.num_seen(t) for t in range(self.max_q_tiles))
 
     @property
     def first(self) -> tuple[Any, Any, Any]:
+        """The first unit."""
         return jnp.int32(0), self._first_q_tile, jnp.int32(0)
 
     @property

@@ -208,7 +208,7 @@ def sweep(target: str) -> None:
     """Keeps, per geometry and kind, the sizes with which `TUNED_FOR` takes fewest cycles, then bundles, then VMEM."""
     from pallas_kernels import tuning
     from pallas_kernels.tpu import blocks
-    from pallas_kernels.tpu.decode import DecodeBlocks
+    from pallas_kernels.tpu.decode_memory import DecodeBlocks
     from pallas_kernels.tpu.tiles import MixedBlocks
     from scripts.benchmarks.accounts.targets import tpu_target
 

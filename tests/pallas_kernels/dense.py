@@ -28,6 +28,7 @@ class Case:
     keys: np.ndarray  # [T, K, H]
     values: np.ndarray  # [T, K, H]
     history: list[tuple[np.ndarray, np.ndarray]]  # per row [kv_len - query_len, K, H]
+    kv_scales: np.ndarray | None  # f32[2, K], for pages of 8 bits
     rows: list[Row]
     num_pages: int
     num_tokens: int
@@ -36,21 +37,45 @@ class Case:
     def num_real_tokens(self) -> int:
         return sum(row.query_len for row in self.rows)
 
+    @property
+    def scales(self) -> tuple[np.ndarray, ...]:
+        """The scale arguments of the operation: one array, or none."""
+        return () if self.kv_scales is None else (self.kv_scales,)
+
+    def in_pages(self, row: int, *, with_step: bool = True) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values [tokens, K, H] of a row as the pages hold them; those of the step come last."""
+        start = sum(length.query_len for length in self.rows[:row])
+        stop = start + self.rows[row].query_len if with_step else start
+        new = (self.keys[start:stop], self.values[start:stop])
+        old_and_new = [np.concatenate(pair) for pair in zip(self.history[row], new, strict=True)]
+        keys, values = (self._stored(x, kind) for kind, x in enumerate(old_and_new))
+        return keys, values
+
+    def _stored(self, x: np.ndarray, kind: int) -> np.ndarray:
+        if self.kv_scales is None:
+            return x
+        units = x.astype(np.float32) * (np.float32(1) / self.kv_scales[kind])[:, None]
+        if self.spec.kv_dtype == jnp.int8:
+            return np.clip(np.rint(units), -127, 127).astype(np.int8)
+        return np.clip(units, -448, 448).astype(jnp.float8_e4m3fn)
+
     def expected(self) -> np.ndarray:
-        """f64[real tokens, N, H]."""
+        """f64[real tokens, N, H]: attention over the pages' values, whose scales are applied as the operation says."""
         group = self.spec.num_query_heads // self.spec.num_kv_heads
+        key_scales, value_scales = np.ones((2, 1)) if self.kv_scales is None else np.repeat(self.kv_scales, group, 1)
+        queries = self.queries
+        if self.kv_scales is not None:
+            queries = (queries.astype(np.float32) * key_scales[:, None]).astype(queries.dtype)
         out, start = [], 0
-        for row, (old_keys, old_values) in zip(self.rows, self.history, strict=True):
-            stop = start + row.query_len
-            keys = np.concatenate([old_keys, self.keys[start:stop]]).astype(np.float64)
-            values = np.concatenate([old_values, self.values[start:stop]]).astype(np.float64)
-            keys, values = np.repeat(keys, group, axis=1), np.repeat(values, group, axis=1)
+        for index, row in enumerate(self.rows):
+            keys, values = (np.repeat(x.astype(np.float64), group, axis=1) for x in self.in_pages(index))
             for i in range(row.query_len):
                 live = row.kv_len - row.query_len + i + 1
-                scores = np.einsum("nh,tnh->nt", self.queries[start + i].astype(np.float64), keys[:live])
+                scores = np.einsum("nh,tnh->nt", queries[start + i].astype(np.float64), keys[:live])
                 weights = np.exp(self.spec.scale * (scores - scores.max(-1, keepdims=True)))
-                out.append(np.einsum("nt,tnh->nh", weights / weights.sum(-1, keepdims=True), values[:live]))
-            start = stop
+                attended = np.einsum("nt,tnh->nh", weights / weights.sum(-1, keepdims=True), values[:live])
+                out.append(attended * value_scales[:, None])
+            start += row.query_len
         return np.stack(out) if out else np.zeros((0, *self.queries.shape[1:]))
 
 
@@ -101,7 +126,16 @@ def make_case(
         keys=draw(num_tokens, *kv),
         values=draw(num_tokens, *kv),
         history=[(draw(r.kv_len - r.query_len, *kv), draw(r.kv_len - r.query_len, *kv)) for r in rows],
+        kv_scales=_kv_scales(spec, rng),
         rows=rows,
         num_pages=num_pages,
         num_tokens=num_tokens,
     )
+
+
+def _kv_scales(spec: AttentionSpec, rng: np.random.Generator) -> np.ndarray | None:
+    """Unlike scales of the heads, under which the largest of a few hundred normal values are clipped, or none are."""
+    if not spec.has_kv_scales:
+        return None
+    largest = 127 if spec.kv_dtype == jnp.int8 else 448
+    return rng.uniform(2.5, 5.0, (2, spec.num_kv_heads)).astype(np.float32) / np.float32(largest)

@@ -11,25 +11,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels import quantised
 from pallas_kernels.api import PagedAttention, choose_backend
 from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
 from tests.pallas_kernels.dense import Case, Row, make_case
 
 ROWS, TOKENS, PAGES_PER_SEQ = 6, 160, 20
+EIGHT_BITS = [jnp.int8, jnp.float8_e4m3fn]
 
 
 def spec(**changes) -> AttentionSpec:
     fields = {"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 8, "page_size": 16, "dtype": jnp.float32}
     fields |= changes
-    return AttentionSpec(**fields, kv_dtype=fields["dtype"])
+    return AttentionSpec(**{"kv_dtype": fields["dtype"]} | fields)
 
 
-def filled_pages(case: Case, *, first_page: int = 0, extra_pages: int = 0) -> np.ndarray:
-    """The history of every row in its pages, NaN everywhere else."""
+def filled_pages(case: Case, *, first_page: int = 0, extra_pages: int = 0, with_step: bool = False) -> np.ndarray:
+    """The history of every row in its pages, NaN everywhere else (in int8, which has none, the lowest number)."""
     shape = PagedAttention(case.spec, Backend.REFERENCE).kv_pages(case.num_pages + extra_pages)
-    pages = np.full(shape.shape, np.nan, shape.dtype)
+    pages = np.full(shape.shape, -128 if shape.dtype == jnp.int8 else np.nan, shape.dtype)
     table = np.asarray(case.batch.page_table)
-    for row, (keys, values) in enumerate(case.history):
+    for row in range(len(case.rows)):
+        keys, values = case.in_pages(row, with_step=with_step)
         for position in range(len(keys)):
             page = table[row, position // case.spec.page_size] + first_page
             pages[0, page, :, position % case.spec.page_size] = keys[position]
@@ -40,7 +43,7 @@ def filled_pages(case: Case, *, first_page: int = 0, extra_pages: int = 0) -> np
 def run(case: Case, *, decode_only: bool = False, first_page: int = 0) -> tuple[np.ndarray, np.ndarray]:
     pages = filled_pages(case, first_page=first_page, extra_pages=first_page)
     step = compiled_step(case.spec, decode_only, first_page)
-    out, pages = step(case.batch, case.queries, case.keys, case.values, pages)
+    out, pages = step(case.batch, case.queries, case.keys, case.values, pages, *case.scales)
     return np.asarray(out), np.asarray(pages)
 
 
@@ -49,9 +52,11 @@ def compiled_step(spec: AttentionSpec, decode_only: bool, first_page: int):
     attention = PagedAttention(spec, Backend.REFERENCE)
 
     @jax.jit
-    def step(batch: RaggedBatch, queries: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def step(
+        batch: RaggedBatch, queries: jax.Array, keys: jax.Array, values: jax.Array, pages: jax.Array, *scales: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         schedule = attention.make_schedule(batch, num_tokens=queries.shape[0], decode_only=decode_only)
-        return attention(queries, *operands, schedule, first_page)
+        return attention(queries, keys, values, pages, schedule, first_page, *scales)
 
     return step
 
@@ -108,20 +113,60 @@ def test_bfloat16_pages():
     check(make_case(changed, rows, num_tokens=48, num_rows=4, pages_per_seq=16), tolerance=2e-2)
 
 
-def test_new_tokens_are_written_to_their_pages_and_nothing_else_is_touched():
+@pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
+@settings(deadline=None, max_examples=10)
+@given(rows=ragged_rows(), seed=st.integers(0, 1000))
+def test_random_ragged_batches_over_pages_of_8_bits(kv_dtype, rows, seed):
+    shape = {"num_tokens": TOKENS, "num_rows": ROWS, "pages_per_seq": PAGES_PER_SEQ}
+    changed = spec(kv_dtype=kv_dtype)
+    check(make_case(changed, rows, **shape, num_pages=1 + ROWS * PAGES_PER_SEQ, seed=seed))
+
+
+@pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
+def test_pages_of_8_bits_in_a_program_that_only_decodes_in_bfloat16(kv_dtype):
+    rows = [Row(query_len=1, kv_len=1 + 7 * i) for i in range(37)]
+    changed = spec(kv_dtype=kv_dtype, dtype=jnp.bfloat16, num_query_heads=6)
+    check(make_case(changed, rows, num_tokens=40, num_rows=40, pages_per_seq=20), tolerance=3e-2, decode_only=True)
+
+
+def test_pages_of_8_bits_are_half_of_bfloat16_s():
+    def page_bytes(kv_dtype) -> int:
+        return PagedAttention(spec(dtype=jnp.bfloat16, kv_dtype=kv_dtype), Backend.REFERENCE).page_bytes()
+
+    assert 2 * page_bytes(jnp.int8) == 2 * page_bytes(jnp.float8_e4m3fn) == page_bytes(jnp.bfloat16)
+
+
+def test_rounding_to_8_bits_by_hand():
+    """Ties to even, clipping at the largest value, and each head by its own scale."""
+    heads = jnp.array([[[0.5, 1.5, 2.5, -200.0]], [[127.4, 127.6, -0.4, 0.0]]])  # [T, 1, H]
+    stored = quantised.quantise(jnp.tile(heads, (1, 2, 1)), jnp.array([1.0, 2.0]), jnp.int8)
+    assert stored[:, 0].tolist() == [[0, 2, 2, -127], [127, 127, 0, 0]]
+    assert stored[:, 1].tolist() == [[0, 1, 1, -100], [64, 64, 0, 0]]
+    eighths = quantised.quantise(jnp.array([[[1.0625, 1.1875, 460.0]]]), jnp.array([1.0]), jnp.float8_e4m3fn)
+    assert eighths.astype(jnp.float32).tolist() == [[[1.0, 1.25, 448.0]]]
+
+
+def test_scales_by_the_largest_magnitudes():
+    largest = jnp.array([[254.0, 0.0]])
+    assert quantised.scales_of(largest, jnp.int8).tolist() == [[2.0, 1.0]]
+
+
+@pytest.mark.parametrize(("kv_dtype", "shape"), [(jnp.int8, None), (jnp.int8, (2, 3)), (jnp.float32, (2, 2))])
+def test_scales_that_do_not_belong_to_the_pages_are_refused(kv_dtype, shape):
+    attention = PagedAttention(spec(kv_dtype=kv_dtype), Backend.REFERENCE)
+    heads = (np.zeros((8, n, 8), np.float32) for n in (4, 2, 2))
+    scales = None if shape is None else np.ones(shape, np.float32)
+    with pytest.raises(ValueError, match=r"8-bit K/V have scales \[2, KV heads\]"):
+        attention(*heads, np.zeros(attention.kv_pages(4).shape, np.float32), None, kv_scales=scales)
+
+
+@pytest.mark.parametrize("kv_dtype", [jnp.float32, *EIGHT_BITS])
+def test_new_tokens_are_written_to_their_pages_and_nothing_else_is_touched(kv_dtype):
     rows = [Row(query_len=1, kv_len=17), Row(query_len=20, kv_len=40)]
-    case = make_case(spec(), rows, num_tokens=32, num_rows=4, pages_per_seq=4)
-    before = filled_pages(case)
+    case = make_case(spec(kv_dtype=kv_dtype), rows, num_tokens=32, num_rows=4, pages_per_seq=4)
     _, after = run(case)
-    table = np.asarray(case.batch.page_table)
-    expected, token = before.copy(), 0
-    for row_id, row in enumerate(rows):
-        for position in range(row.kv_len - row.query_len, row.kv_len):
-            page, offset = table[row_id, position // 16], position % 16
-            expected[0, page, :, offset] = case.keys[token]
-            expected[1, page, :, offset] = case.values[token]
-            token += 1
-    np.testing.assert_array_equal(after, expected)
+    wanted = filled_pages(case, with_step=True)
+    np.testing.assert_array_equal(after.astype(np.float32), wanted.astype(np.float32))
 
 
 def test_first_page_selects_a_layer_of_a_shared_pool():

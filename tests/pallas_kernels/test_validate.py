@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,9 +89,9 @@ def test_the_query_heads_per_kv_head_that_each_backend_takes() -> None:
             return False
         return True
 
-    groups = (1, 5, 12, 16, 17, 64, 71, 256)
+    groups = (1, 5, 12, 16, 17, 64, 71, 256, 6000)
     assert [group for group in groups if takes(Backend.GPU, group)] == [1, 5, 12, 16]
-    assert [group for group in groups if takes(Backend.TPU, group)] == [1, 5, 12, 16, 17, 64, 71]
+    assert [group for group in groups if takes(Backend.TPU, group)] == [1, 5, 12, 16, 17, 64, 71, 256]
     assert [group for group in groups if takes(Backend.REFERENCE, group)] == list(groups)
 
 
@@ -109,8 +110,9 @@ def abstract_step(attention: PagedAttention, *, decode_only: bool) -> tuple[jax.
     def array(*shape: int, dtype: object = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    def step(batch: RaggedBatch, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return attention(*operands, attention.make_schedule(batch, num_tokens=num_tokens, decode_only=decode_only))
+    def step(batch: RaggedBatch, q: jax.Array, k: jax.Array, v: jax.Array, pages: jax.Array, scales: Any) -> Any:
+        schedule = attention.make_schedule(batch, num_tokens=num_tokens, decode_only=decode_only)
+        return attention(q, k, v, pages, schedule, kv_scales=scales)
 
     batch = RaggedBatch(
         page_table=array(3, 5), kv_lens=array(3), query_starts=array(4), num_singles=array(), num_rows=array()
@@ -118,7 +120,8 @@ def abstract_step(attention: PagedAttention, *, decode_only: bool) -> tuple[jax.
     heads = attention.spec
     queries = array(num_tokens, heads.num_query_heads, heads.head_dim, dtype=heads.dtype)
     keys = array(num_tokens, heads.num_kv_heads, heads.head_dim, dtype=heads.dtype)
-    return jax.eval_shape(step, batch, queries, keys, keys, attention.kv_pages(16))
+    scales = array(2, heads.num_kv_heads, dtype=jnp.float32) if heads.has_kv_scales else None
+    return jax.eval_shape(step, batch, queries, keys, keys, attention.kv_pages(16), scales)
 
 
 @st.composite
@@ -140,7 +143,7 @@ def specs(draw: st.DrawFn) -> AttentionSpec:
         "head_dim": st.sampled_from([-64, 0, 1, 80, 256]),
         "page_size": st.sampled_from([-16, 0, 1, 7, 48, 256, 512]),
         "dtype": st.sampled_from([jnp.int8, "half", "no"]),
-        "kv_dtype": st.sampled_from([jnp.int8, jnp.float32, "no"]),
+        "kv_dtype": st.sampled_from([jnp.int8, jnp.float8_e4m3fn, jnp.float32, "no"]),
     }
     for field in draw(st.sets(st.sampled_from(sorted(unusual)), max_size=2)):
         fields[field] = draw(unusual[field])

@@ -14,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.tpu import append, decode, layout, mixed
+from pallas_kernels.tpu import append, decode, decode_memory, layout, mixed, mixed_memory
+from pallas_kernels.tpu.decode_memory import DecodeBlocks
 from pallas_kernels.tpu.tiles import MixedBlocks
 from scripts.benchmarks.accounts.bundles import bundle_dumps, read_loops, read_vmem
 from scripts.benchmarks.accounts.targets import tpu_target
@@ -25,10 +26,10 @@ TABLE = (NUM_ROWS, 1, 128)  # a window of the page table for each row
 
 def our_decode(g: layout.Geometry, sizes: list[int]) -> tuple[Callable, list[tuple]]:
     """The decode kernel with these block sizes, and the shapes of its operands."""
-    blocks = decode.DecodeBlocks(kv_block=sizes[0], items_per_turn=sizes[1])
+    blocks = DecodeBlocks(kv_block=sizes[0], items_per_turn=sizes[1])
 
     def kernel(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return decode.attend(*operands, g=g, blocks=blocks, interpret=False)
+        return decode.attend(decode_memory.Operands(*operands), g=g, blocks=blocks, interpret=False)
 
     return kernel, [
         ((NUM_ROWS, g.num_k_planes, g.queries_per_plane, 128), g.dtype),
@@ -48,7 +49,7 @@ def our_mixed(g: layout.Geometry, sizes: list[int]) -> tuple[Callable, list[tupl
     )
 
     def kernel(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return mixed.attend(*operands, g=g, blocks=blocks, interpret=False)
+        return mixed.attend(mixed_memory.Operands(*operands), g=g, blocks=blocks, interpret=False)
 
     words = append.num_word_slots(CHUNK_TOKENS, NUM_ROWS, g.packing)
     return kernel, [

@@ -150,10 +150,10 @@ def without_waits_at(barrier: str) -> dict[tuple[Any, str], Any]:
     """Waits on one of the barriers of the warp-specialised kernel do nothing."""
     ignored: list[object] = []
 
-    def remember(original: Callable, position: int) -> Callable:
-        def init(self, *args):
-            original(self, *args)
-            ignored.append(args[position][barrier])
+    def remember(original: Callable) -> Callable:
+        def init(self, body, refs, *args):
+            original(self, body, refs, *args)
+            ignored.append(getattr(refs, barrier))
 
         return init
 
@@ -165,8 +165,8 @@ def without_waits_at(barrier: str) -> dict[tuple[Any, str], Any]:
             plgpu.barrier_wait(ref)
 
     return {
-        (prefill_hopper._Compute, "__init__"): remember(prefill_hopper._Compute.__init__, 3),
-        (prefill_hopper._Memory, "__init__"): remember(prefill_hopper._Memory.__init__, 5),
+        (prefill_hopper._Compute, "__init__"): remember(prefill_hopper._Compute.__init__),
+        (prefill_hopper._Memory, "__init__"): remember(prefill_hopper._Memory.__init__),
         **replaced_in(prefill_hopper, "barrier_wait", wait),
     }
 

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.spec import AttentionSpec, RaggedBatch
 from pallas_kernels.tpu import attention, layout
 from pallas_kernels.tpu.blocks import BlockSizes
-from pallas_kernels.tpu.decode import DecodeBlocks
+from pallas_kernels.tpu.decode_memory import DecodeBlocks
 from pallas_kernels.tpu.tiles import MixedBlocks
 from tests.pallas_kernels.dense import QUICKLY_COMPILED, Case
 

@@ -10,8 +10,8 @@ from pallas_kernels import tuning
 from pallas_kernels.chips import TPUS, tpu_name
 from pallas_kernels.layout import default_page_size
 from pallas_kernels.spec import AttentionSpec, Backend
-from pallas_kernels.tpu import blocks, layout
-from pallas_kernels.tpu.decode import DecodeBlocks
+from pallas_kernels.tpu import blocks, decode_memory, layout, mixed_memory
+from pallas_kernels.tpu.decode_memory import DecodeBlocks
 from pallas_kernels.tpu.entries import entry_at
 from pallas_kernels.tpu.tiles import MixedBlocks, Tiles
 
@@ -90,6 +90,45 @@ def test_sizes_fit_together(chip: str | None) -> None:
                 assert size & (size - 1) == 0
             # A block's pages are named by one window of the page table.
             assert max(mixed.kv_block, sizes.decode.kv_block) <= 128 * g.page_size
+
+
+@pytest.mark.parametrize("chip", [None, *CHIPS])
+@pytest.mark.parametrize(
+    ("num_kv_heads", "group", "head_dim"),
+    [(8, 16, 128), (8, 17, 128), (1, 71, 128), (2, 128, 128), (8, 64, 64), (16, 24, 128), (64, 16, 128), (1, 256, 128)],
+)
+def test_blocks_of_large_groups_fit_the_chip(num_kv_heads: int, group: int, head_dim: int, chip: str | None) -> None:
+    g = geometry(num_kv_heads * group, num_kv_heads, head_dim)
+    sizes = blocks.choose(g, LONG, chip)
+    sizes.validate(g)
+    assert sizes.mixed.tile_rows % 128 == 0
+    capacity = TPUS[chip].vmem_bytes if chip else 64 << 20
+    assert mixed_memory.vmem_bytes(g, sizes.mixed) <= capacity
+    assert decode_memory.vmem_bytes(g, sizes.decode, 64) <= capacity
+
+
+def test_smaller_blocks_are_taken_only_where_the_rule_s_do_not_fit() -> None:
+    """16 query heads in each of 8 planes take 66 MiB by the rule: they fit a v6e, and not a v5p."""
+    g = geometry(128, 8, 128)
+    large, small = blocks.choose(g, LONG, "v6e").mixed, blocks.choose(g, LONG, "v5p").mixed
+    assert mixed_memory.vmem_bytes(g, large) > TPUS["v5p"].vmem_bytes
+    assert (large.tile_tokens, small.tile_tokens) == (256, 128)
+    assert large.tile_rows == small.tile_rows == 2048
+
+
+def test_heads_that_fit_no_block_are_refused_at_once() -> None:
+    """An odd group: a tile of fewer queries would not fill whole registers."""
+    with pytest.raises(
+        ValueError, match=r"smallest blocks take \d+ MiB of VMEM for 72 query rows in each of 64 planes"
+    ):
+        blocks.validate_memory(geometry(64 * 71, 64, 128))
+
+
+def test_more_decodes_than_vmem_holds_are_refused_at_once() -> None:
+    g = geometry(64 * 16, 64, 128)
+    blocks.choose(g, LONG, "v6e", max_decodes=64)
+    with pytest.raises(ValueError, match=r"decode kernel takes \d+ MiB of VMEM for 512 rows.*take fewer sequences"):
+        blocks.choose(g, LONG, "v6e", max_decodes=512)
 
 
 def test_pages_by_generation() -> None:

@@ -71,20 +71,13 @@ def test_scores_and_values_survive_the_rows(heads: tuple[int, int, int]) -> None
         ({"page_size": 48}, "power of two from 16 to 256"),
         ({"page_size": 512}, "power of two from 16 to 256"),
         ({"dtype": jnp.float16}, "bfloat16"),
-        ({"kv_dtype": jnp.int8}, "stored in the activations' dtype"),
+        ({"kv_dtype": jnp.float8_e4m3fn}, "K and V in the queries' dtype"),
     ],
 )
 def test_refused_before_compilation(changes: dict, words: str) -> None:
     fields = {"head_dim": 128} | changes
     with pytest.raises(ValueError, match=words):
         PagedAttention(spec(8, 2, **fields), Backend.TPU)
-
-
-def test_scales_are_refused_until_pages_are_of_8_bits() -> None:
-    attention = PagedAttention(spec(8, 2, 128), Backend.TPU_INTERPRET)
-    heads = (jnp.zeros((4, n, 128), jnp.bfloat16) for n in (8, 2, 2))
-    with pytest.raises(ValueError, match="8-bit"):
-        attention(*heads, jnp.zeros((1,)), None, kv_scales=jnp.ones((2, 2)))
 
 
 def test_kv_pages_are_split_by_head() -> None:
