@@ -18,15 +18,17 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.tpu import paging
 from pallas_kernels.tpu.mixed_memory import Refs
 
+_SPARE_WORDS = {1: 0, 2: 1, 4: 2}  # by tokens of a word: a row may begin in the middle of a word, and end in another's
+
 
 def word_base(row: Any, query_start: Any, packing: int) -> Any:
-    """The index of a row's first new word. A row of n tokens touches at most n // packing + 1 words."""
-    return query_start if packing == 1 else lax.div(query_start, packing) + row
+    """The index of a row's first new word. A row of n tokens touches at most n // packing + _SPARE_WORDS words."""
+    return query_start if packing == 1 else lax.div(query_start, packing) + _SPARE_WORDS[packing] * row
 
 
 def num_word_slots(num_tokens: int, num_rows: int, packing: int) -> int:
     """Words that `num_tokens` new tokens of `num_rows` rows take at most."""
-    return num_tokens if packing == 1 else num_tokens // packing + num_rows
+    return num_tokens // packing + _SPARE_WORDS[packing] * num_rows
 
 
 def page_base(row: Any, query_start: Any, page_size: int) -> Any:
@@ -42,7 +44,7 @@ def num_page_slots(num_tokens: int, num_rows: int, page_size: int) -> int:
 def append_rows(begin_row: Any, end_row: Any, refs: Refs, pages: paging.Pages) -> None:
     """Writes the new words of rows [begin_row, end_row) to their pages, and waits for all of them."""
     g = pages.geometry
-    packing = g.packing
+    packing = g.kv_packing
     query_starts, new_words, sem = refs.query_starts, refs.new_words, refs.append_sem
 
     def append_row(row: Any, num_sent: Any) -> Any:
@@ -50,7 +52,7 @@ def append_rows(begin_row: Any, end_row: Any, refs: Refs, pages: paging.Pages) -
         position = refs.kv_lens[row] - (query_starts[row + 1] - query_start)
         begin, end = lax.div(position, packing), paging.words_of(refs.kv_lens[row], packing)
         base = word_base(row, query_start, packing)
-        shared = lax.rem(position, packing)  # 1 if the first new token shares its word with an older one
+        shared = jnp.minimum(lax.rem(position, packing), 1)  # 1 if the first new token's word has older ones in it
         first_page = page_base(row, query_start, g.page_size) - lax.div(position, g.page_size)
 
         @pl.when(shared > 0)
@@ -58,7 +60,8 @@ def append_rows(begin_row: Any, end_row: Any, refs: Refs, pages: paging.Pages) -
             # The semaphore counts earlier rows' words, too: wait for those first.
             paging.wait_words(new_words, num_sent, sem)
             page = refs.new_pages[first_page + lax.div(position, g.page_size)]
-            _merge_word(new_words.at[:, pl.ds(base, 1)], pages.words(page, begin, 1), refs.edge, sem)
+            older = paging.older_tokens(position, packing)
+            _merge_word(new_words.at[:, pl.ds(base, 1)], pages.words(page, begin, 1), older, refs.edge, sem)
 
         num_sent = jnp.where(shared > 0, 0, num_sent)
         first = begin + shared
@@ -74,14 +77,14 @@ def append_rows(begin_row: Any, end_row: Any, refs: Refs, pages: paging.Pages) -
     paging.wait_words(new_words, num_sent, sem)
 
 
-def _merge_word(new: Any, in_page: Any, edge: Any, sem: Any) -> None:
-    """Puts the second token of the word `new` next to the first one of the word `in_page`."""
+def _merge_word(new: Any, in_page: Any, older: Any, edge: Any, sem: Any) -> None:
+    """Puts the new tokens of the word `new` next to those of the word `in_page` that are in the mask `older`."""
     loads = [pltpu.make_async_copy(new, edge.at[0], sem), pltpu.make_async_copy(in_page, edge.at[1], sem)]
     for load in loads:
         load.start()
     for load in loads:
         load.wait()
-    edge[0] = edge[0] | (edge[1] & jnp.uint32(0xFFFF))
+    edge[0] = edge[0] | (edge[1] & older)
     store = pltpu.make_async_copy(edge.at[0], in_page, sem)
     store.start()
     store.wait()

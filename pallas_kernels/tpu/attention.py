@@ -41,7 +41,7 @@ class Schedule:
     decode_pages: jax.Array  # i32[min(S, T)]: the page of a decode row's new token
     decode_shift: jax.Array  # u32[min(S, T)]: bits by which a decode row's new token is shifted within its word
     new_pages: jax.Array | None  # i32[page slots]: the pages of the rows' new tokens, see `append`
-    word_tokens: jax.Array | None  # i32[packing, W]: the step's token in each part of each new word; T for none
+    word_tokens: jax.Array | None  # i32[kv_packing, W]: the step's token in each part of each new word; T for none
     pages_per_seq: int
     decode_only: bool
 
@@ -50,7 +50,7 @@ def make_schedule(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, d
     """See `pallas_kernels.api.PagedAttention.make_schedule`."""
     g = layout.geometry(spec)
     num_rows, pages_per_seq = batch.page_table.shape
-    bits = 32 // g.packing
+    bits = 32 // g.kv_packing
     last = jnp.maximum(batch.kv_lens[: min(num_rows, num_tokens)] - 1, 0)
     return Schedule(
         kv_lens=batch.kv_lens,
@@ -59,7 +59,7 @@ def make_schedule(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, d
         num_singles=batch.num_singles,
         num_rows=batch.num_rows,
         decode_pages=batch.page_table[jnp.arange(last.size), last // g.page_size],
-        decode_shift=(last % g.packing * bits).astype(jnp.uint32),
+        decode_shift=(last % g.kv_packing * bits).astype(jnp.uint32),
         new_pages=None if decode_only else _new_pages(batch, g, num_tokens),
         word_tokens=None if decode_only else _word_tokens(batch, g, num_tokens),
         pages_per_seq=pages_per_seq,
@@ -80,7 +80,7 @@ def _new_pages(batch: RaggedBatch, g: Geometry, num_tokens: int) -> jax.Array:
 
 
 def _word_tokens(batch: RaggedBatch, g: Geometry, num_tokens: int) -> jax.Array:
-    """Which token of the step goes into which part of which new word: i32[packing, W], num_tokens for none."""
+    """Which token of the step goes into which part of which new word: i32[kv_packing, W], num_tokens for none."""
     starts = batch.query_starts
     rows = starts.shape[0] - 1
     token = jnp.arange(num_tokens, dtype=jnp.int32)
@@ -88,12 +88,12 @@ def _word_tokens(batch: RaggedBatch, g: Geometry, num_tokens: int) -> jax.Array:
     row = jnp.minimum(row, rows - 1)
     first = batch.kv_lens[row] - (starts[row + 1] - starts[row])  # the position of the row's first new token
     position = first + token - starts[row]
-    base = append.word_base(row, starts[row], g.packing)
-    word = base + position // g.packing - first // g.packing
-    num_words = append.num_word_slots(num_tokens, rows, g.packing)
+    base = append.word_base(row, starts[row], g.kv_packing)
+    word = base + position // g.kv_packing - first // g.kv_packing
+    num_words = append.num_word_slots(num_tokens, rows, g.kv_packing)
     word = jnp.where(token < starts[-1], word, num_words)  # padding goes nowhere
-    empty = jnp.full((g.packing, num_words), num_tokens, jnp.int32)
-    return empty.at[position % g.packing, word].set(token, mode="drop")
+    empty = jnp.full((g.kv_packing, num_words), num_tokens, jnp.int32)
+    return empty.at[position % g.kv_packing, word].set(token, mode="drop")
 
 
 def append_and_attend(
@@ -153,26 +153,26 @@ def append_and_attend(
 
 def _as_words(x: jax.Array) -> jax.Array:
     """The bits of x, each value in the low part of a word of its own."""
-    return jax.lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32).astype(jnp.uint32)
+    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
 
 
 def _gather_words(new_kv: jax.Array, word_tokens: jax.Array, g: Geometry) -> jax.Array:
-    """uint32[T, planes, 128] -> uint32[planes, W, 128]: `packing` tokens in each word, zeros where there is none."""
-    bits = 32 // g.packing
+    """uint32[T, planes, 128] -> uint32[planes, W, 128]: `kv_packing` tokens in each word, zeros where there is none."""
+    bits = 32 // g.kv_packing
     words = jnp.zeros((), jnp.uint32)
-    for part in range(g.packing):
+    for part in range(g.kv_packing):
         words |= new_kv.at[word_tokens[part]].get(mode="fill", fill_value=0) << (bits * part)
     return words.swapaxes(0, 1)
 
 
 def _pack_rows(rows: jax.Array, g: Geometry) -> jax.Array:
-    """[planes, rows, 128] -> uint32[planes, rows / packing, 128], neighbouring rows in one word."""
-    words = _as_words(rows).reshape(rows.shape[0], -1, g.packing, LANES)
-    return words[:, :, 0] if g.packing == 1 else words[:, :, 0] | words[:, :, 1] << 16
+    """[planes, rows, 128] -> uint32[planes, rows / query_packing, 128], neighbouring rows in one word."""
+    words = _as_words(rows).reshape(rows.shape[0], -1, g.query_packing, LANES)
+    return words[:, :, 0] if g.query_packing == 1 else words[:, :, 0] | words[:, :, 1] << 16
 
 
 def _unpack_rows(words: jax.Array, g: Geometry) -> jax.Array:
-    if g.packing == 1:
+    if g.query_packing == 1:
         return jax.lax.bitcast_convert_type(words, g.dtype)
     parts = jnp.stack([words & 0xFFFF, words >> 16], axis=2).astype(jnp.uint16)
     return jax.lax.bitcast_convert_type(parts, g.dtype).reshape(words.shape[0], -1, LANES)

@@ -85,7 +85,7 @@ def choose(g: Geometry, pages_per_seq: int, chip: str | None = None, *, max_deco
 
 def key(g: Geometry) -> str:
     """The key of tuned sizes: everything that they depend on."""
-    return f"planes={g.num_planes} k_planes={g.num_k_planes} queries={g.queries_per_plane} packing={g.packing}"
+    return f"planes={g.num_planes} k_planes={g.num_k_planes} queries={g.queries_per_plane} packing={g.kv_packing}"
 
 
 def _shorten[Blocks: (DecodeBlocks, MixedBlocks)](blocks: Blocks, g: Geometry, pages_per_seq: int) -> Blocks:
@@ -101,8 +101,9 @@ def _shorten[Blocks: (DecodeBlocks, MixedBlocks)](blocks: Blocks, g: Geometry, p
 
 def _decode(g: Geometry, pages_per_seq: int) -> DecodeBlocks:
     # With few planes an item is little work next to its fixed costs: longer items, and more of them.
-    kv_block = _kv_block(512 if g.num_planes > 4 else 1024, g, pages_per_seq)
-    token_bytes = g.num_planes * LANES * 4 // g.packing
+    tokens = 512 if g.num_planes > 4 else 1024
+    kv_block = _kv_block(2 * tokens if g.kv_dtype.itemsize == 1 else tokens, g, pages_per_seq)  # int8: as many bytes
+    token_bytes = g.num_planes * LANES * 4 // g.kv_packing
     while kv_block > LANES and kv_block * token_bytes > DECODE_TURN_BYTES:
         kv_block //= 2
     items = DECODE_TURN_BYTES // (kv_block * token_bytes)

@@ -90,7 +90,7 @@ class _Body:
 
     @property
     def block_words(self) -> int:
-        return self.blocks.kv_block // self.g.packing
+        return self.blocks.kv_block // self.g.kv_packing
 
     @property
     def no_row(self) -> int:
@@ -157,7 +157,7 @@ class _Body:
         """The range of the block's words that are in pages already: without the new token."""
         begin = block * self.block_words
         cached = jnp.where(row < self.num_singles, self.kv_len_of(row) - 1, 0)
-        return begin, jnp.clip(paging.words_of(cached, self.g.packing), begin, begin + self.block_words)
+        return begin, jnp.clip(paging.words_of(cached, self.g.kv_packing), begin, begin + self.block_words)
 
     def for_each_window(self, items: list[tuple[Any, Any]], half: Any, body: Any) -> None:
         for i, (row, block) in enumerate(items):
@@ -186,15 +186,14 @@ class _Body:
         """Merges the row's new token into the block, if it is its last, and starts the write-back of its word."""
         refs, g = self.refs, self.g
         position = self.kv_len_of(row) - 1
-        word = lax.div(position, g.packing)
+        word = lax.div(position, g.kv_packing)
 
         @pl.when((row < self.num_singles) & (word < (block + 1) * self.block_words))
         def _() -> None:
             in_block = pl.ds(word - block * self.block_words, 1)
             merged = refs.new_words[:, pl.ds(row, 1)]
-            if g.packing == 2:  # the word's first token may be an older one
-                old = kv[:, in_block] & jnp.uint32(0xFFFF)
-                merged = jnp.where(lax.rem(position, 2) == 1, merged | old, merged)
+            if g.kv_packing > 1:  # the word's first tokens may be older ones
+                merged = merged | (kv[:, in_block] & paging.older_tokens(position, g.kv_packing))
             kv[:, in_block] = merged
             refs.new_words[:, pl.ds(row, 1)] = merged
             target = self.pages.words(refs.new_pages[row], word, 1)
@@ -217,15 +216,15 @@ def _attend(
     g: Geometry,
 ) -> None:
     groups = group_planes(g)
-    live_words = paging.words_of(live, g.packing)
+    live_words = paging.words_of(live, g.kv_packing)
     for i in range(groups.count):
         planes = range(i * groups.planes, (i + 1) * groups.planes)
         tile = pl.ds(i * groups.rows, groups.rows)
         q = row[tile]
-        k = jnp.concatenate([paging.unpack(kv[p], g) for p in planes], axis=1)
+        k = jnp.concatenate([paging.unpack_kv(kv[p], g) for p in planes], axis=1)
         # V past the live words may be anything, and 0 x NaN is NaN: it is zeroed.
         v = jnp.concatenate(
-            [paging.unpack(paging.live_words_only(kv[g.v_plane(p)], live_words), g) for p in planes], axis=1
+            [paging.unpack_kv(paging.live_words_only(kv[g.v_plane(p)], live_words), g) for p in planes], axis=1
         )
         scores = paging.product(_spread(q, groups.planes, g), k, 1, g) * (g.scale * math.log2(math.e))
         token = lax.broadcasted_iota(jnp.int32, scores.shape, 1)

@@ -89,7 +89,7 @@ def vmem_scratch(g: Geometry, blocks: DecodeBlocks, max_rows: int) -> list[Any]:
     return [
         pltpu.VMEM((max_rows + 1, groups.count * groups.rows, LANES), g.dtype),
         pltpu.VMEM((g.num_planes, max_rows, LANES), jnp.uint32),
-        pltpu.VMEM((2, blocks.items_per_turn, g.num_planes, blocks.kv_block // g.packing, LANES), jnp.uint32),
+        pltpu.VMEM((2, blocks.items_per_turn, g.num_planes, blocks.kv_block // g.kv_packing, LANES), jnp.uint32),
         pltpu.VMEM((groups.count, 3, groups.rows, LANES), jnp.float32),
     ]
 

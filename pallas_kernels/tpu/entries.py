@@ -55,7 +55,7 @@ def entry_at(
     position = kv_lens[row] - end + q_start  # of the first query, in the sequence
     num_kv = position + num_q  # tokens that the last query sees
     first_token = kv_index * blocks.kv_block
-    first_word = kv_index * (blocks.kv_block // g.packing)
+    first_word = kv_index * (blocks.kv_block // g.kv_packing)
     is_last = first_token + blocks.kv_block >= num_kv
     row_ends = is_last & (q_start + num_q >= end)
     return Entry(
@@ -66,7 +66,7 @@ def entry_at(
         first_kv_page=lax.div(first_token, g.page_size),
         kv_words=(
             first_word,
-            jnp.minimum(paging.words_of(num_kv, g.packing), first_word + blocks.kv_block // g.packing),
+            jnp.minimum(paging.words_of(num_kv, g.kv_packing), first_word + blocks.kv_block // g.kv_packing),
         ),
         tiles=Tiles.of(g, blocks, num_q=num_q, position=position - first_token),
         is_last=is_last,

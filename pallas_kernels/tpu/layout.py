@@ -1,10 +1,10 @@
 """The layout of K and V in a page on a TPU.
 
 A TPU register is 8 sublanes x 128 lanes x 32 bits, a copy engine moves whole 32-bit sublane rows, and the matrix unit
-takes bf16 rows packed in such words by pairs. So a page is `uint32[planes, page_size / packing, 128]`:
+takes bf16 rows packed in such words by pairs. So a page is `uint32[planes, page_size / kv_packing, 128]`:
 
-- One word row holds `packing` consecutive tokens (two of bf16, one of float32). The matrix unit reads it without any
-  rearrangement, and one new token costs one row of 512 bytes per plane.
+- One word row holds `kv_packing` consecutive tokens: one of float32, two of bf16, four of int8. The matrix unit reads
+  it without any rearrangement (int8 is widened first), and one new token costs one row of 512 bytes per plane.
 - A plane is 128 lanes of K or of V. head_dim 128: one head each. head_dim 64: two heads side by side, or K and V of one
   head side by side where the head count is odd, so that nothing is padded. Queries have zeros in the lanes of other
   heads. Nothing else in the kernels depends on the head dim.
@@ -24,7 +24,7 @@ from pallas_kernels.spec import AttentionSpec
 
 KV_HEAD_AXIS = 1
 LANES = 128
-MIN_PAGE_SIZE, MAX_PAGE_SIZE = 16, 256
+MIN_PAGE_SIZE, MAX_PAGE_SIZE = 16, 256  # tokens; twice the smallest with 8 bits, whose pages then fill a register
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,11 @@ class Geometry:
     kv_shared: bool  # K and V of a head lie in one plane
     heads_per_plane: int  # KV heads whose K lie in one plane
     queries_per_plane: int  # query rows of one token that attend over one plane, padding included
-    packing: int  # tokens in a 32-bit word
+    query_packing: int  # query rows in a 32-bit word
+    kv_packing: int  # tokens in a 32-bit word
     page_size: int  # tokens
-    dtype: jnp.dtype
+    dtype: jnp.dtype  # of the queries, of products' operands and of the output
+    kv_dtype: jnp.dtype
     scale: float
 
     @property
@@ -48,7 +50,7 @@ class Geometry:
     @property
     def page_words(self) -> int:
         """Word rows of one plane of a page."""
-        return self.page_size // self.packing
+        return self.page_size // self.kv_packing
 
     def v_plane[I: (int, jax.Array)](self, k_plane: I) -> I:
         """The plane of the V that belong to the K of `k_plane`."""
@@ -59,17 +61,19 @@ def geometry(spec: AttentionSpec) -> Geometry:
     """The geometry of one chip's `spec`."""
     shared = spec.head_dim == 64 and spec.num_kv_heads % 2 == 1
     heads_per_plane = 1 if shared else LANES // spec.head_dim
-    packing = 4 // jnp.dtype(spec.kv_dtype).itemsize
+    query_packing = 4 // jnp.dtype(spec.dtype).itemsize
     queries = heads_per_plane * (spec.num_query_heads // spec.num_kv_heads)
     return Geometry(
         num_k_planes=spec.num_kv_heads // heads_per_plane,
         kv_shared=shared,
         heads_per_plane=heads_per_plane,
         # One token's rows fill whole words, so that a block of queries may begin at any token.
-        queries_per_plane=-(-queries // packing) * packing,
-        packing=packing,
+        queries_per_plane=-(-queries // query_packing) * query_packing,
+        query_packing=query_packing,
+        kv_packing=4 // jnp.dtype(spec.kv_dtype).itemsize,
         page_size=spec.page_size,
         dtype=jnp.dtype(spec.dtype),
+        kv_dtype=jnp.dtype(spec.kv_dtype),
         scale=spec.scale,
     )
 
@@ -86,13 +90,15 @@ def validate(spec: AttentionSpec) -> None:
         raise ValueError(f"the TPU kernel takes head_dim 64 or 128: {spec.head_dim=}")
     if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):
         raise ValueError(f"the TPU kernel computes in bfloat16 (or float32, slowly): {spec.dtype=}")
-    if jnp.dtype(spec.kv_dtype) != jnp.dtype(spec.dtype):
-        raise ValueError(f"the TPU kernel stores K and V in the queries' dtype: {spec.kv_dtype=} {spec.dtype=}")
-    size = spec.page_size
-    if not MIN_PAGE_SIZE <= size <= MAX_PAGE_SIZE or size & (size - 1):
+    if jnp.dtype(spec.kv_dtype) not in (jnp.dtype(spec.dtype), jnp.dtype(jnp.int8)):
         raise ValueError(
-            f"the TPU kernel takes pages of a power of two from {MIN_PAGE_SIZE} to {MAX_PAGE_SIZE} tokens: "
-            f"{spec.page_size=}"
+            f"the TPU kernel stores K and V in the queries' dtype or in int8: {spec.kv_dtype=} {spec.dtype=}"
+        )
+    size, smallest = spec.page_size, 2 * MIN_PAGE_SIZE if spec.has_kv_scales else MIN_PAGE_SIZE
+    if not smallest <= size <= MAX_PAGE_SIZE or size & (size - 1):
+        raise ValueError(
+            f"the TPU kernel takes pages of a power of two from {smallest} to {MAX_PAGE_SIZE} tokens of "
+            f"{jnp.dtype(spec.kv_dtype)}: {spec.page_size=}"
         )
 
 

@@ -123,7 +123,7 @@ class _Body:
 
         @pl.when(kv_index == 0)
         def _() -> None:
-            num_words = entry.num_q * (g.queries_per_plane // g.packing)
+            num_words = entry.num_q * (g.queries_per_plane // g.query_packing)
             paging.wait_words(refs.q_blocks.at[q_half], num_words, refs.q_sems.at[q_half])
             _begin_q_block(refs, entry, q_half, g, blocks)
 
@@ -158,7 +158,7 @@ class _Body:
 
         @pl.when(entry.kv_index == 0)
         def _() -> None:
-            row_words = g.queries_per_plane // g.packing
+            row_words = g.queries_per_plane // g.query_packing
             num_words = entry.num_q * row_words
             source = refs.queries.at[:, pl.ds(entry.q_start * row_words, num_words)]
             target = refs.q_blocks.at[q_half, :, pl.ds(0, num_words)]
@@ -174,7 +174,7 @@ def _begin_q_block(refs: Refs, entry: Entry, q_half: Any, g: Geometry, blocks: M
     """Scales the queries once for all KV blocks, so that exp2 of a score needs no factor, and empties the state."""
 
     def plane(p: Any, carry: None) -> None:
-        q = paging.unpack(refs.q_blocks[q_half, p], g)
+        q = pltpu.bitcast(refs.q_blocks[q_half, p], g.dtype)
         refs.q_scaled[p] = (q.astype(jnp.float32) * (g.scale * math.log2(math.e))).astype(q.dtype)
 
     lax.fori_loop(0, g.num_k_planes, plane, None)
@@ -198,15 +198,15 @@ def _begin_q_block(refs: Refs, entry: Entry, q_half: Any, g: Geometry, blocks: M
 def _attend(refs: Refs, entry: Entry, kv: Any, live_words: Any, g: Geometry, blocks: MixedBlocks) -> None:
     """Folds one KV block into the state of one query block."""
     tiles = entry.tiles
-    _clear_dead_words(kv, live_words, blocks.tile_tokens // g.packing)
+    _clear_dead_words(kv, live_words, blocks.tile_tokens // g.kv_packing)
     slice_rows = SLICE_ROWS if blocks.tile_rows % SLICE_ROWS == 0 else LANES
     slices = [slice(begin, begin + slice_rows) for begin in range(0, blocks.tile_rows, slice_rows)]
-    tile_words = blocks.tile_tokens // g.packing
+    tile_words = blocks.tile_tokens // g.kv_packing
     even = (refs.scores_even, refs.unit_tops_even, refs.v_t_even)
     odd = (refs.scores_odd, refs.unit_tops_odd, refs.v_t_odd)
 
     def tile_of(plane: Any, kv_tile: Any) -> jax.Array:
-        return paging.unpack(kv[plane, pl.ds(pl.multiple_of(kv_tile * tile_words, tile_words), tile_words)], g)
+        return paging.unpack_kv(kv[plane, pl.ds(pl.multiple_of(kv_tile * tile_words, tile_words), tile_words)], g)
 
     def prepare(unit: tuple[Any, Any, Any], buffers: tuple[Any, Any, Any], rows: slice) -> None:
         scores, unit_tops, v_t = buffers
@@ -260,8 +260,8 @@ def _clear_dead_words(kv: Any, live_words: Any, tile_words: int) -> None:
 
 
 def _store_q_block(refs: Refs, entry: Entry, half: Any, g: Geometry, blocks: MixedBlocks) -> None:
-    row_words = g.queries_per_plane // g.packing
-    tile_words = blocks.tile_rows // g.packing
+    row_words = g.queries_per_plane // g.query_packing
+    tile_words = blocks.tile_rows // g.query_packing
     block, sem = refs.out_blocks.at[half], refs.out_sems.at[half]
     paging.wait_words(block, refs.out_words[half], sem)
 

@@ -74,8 +74,8 @@ class Refs:
 
 def vmem_scratch(g: Geometry, blocks: MixedBlocks) -> list[Any]:
     """The buffers from `Refs.q_blocks` to `Refs.edge`."""
-    row_words = g.queries_per_plane // g.packing
-    block_words = blocks.kv_block // g.packing
+    row_words = g.queries_per_plane // g.query_packing
+    block_words = blocks.kv_block // g.kv_packing
     tiles = blocks.max_q_tiles(g)
     return [
         pltpu.VMEM((2, g.num_k_planes, blocks.q_block * row_words, LANES), jnp.uint32),

@@ -1,6 +1,7 @@
 """The part that both kernels share: copies of live words between pages in HBM and blocks in VMEM, and block products.
 
-A block is `kv_block` consecutive tokens of one sequence, all planes: `uint32[planes, kv_block / packing, 128]` in VMEM.
+A block is `kv_block` consecutive tokens of one sequence, all planes: `uint32[planes, block_words, 128]` in VMEM, where
+`block_words` is `kv_block / kv_packing`.
 """
 
 from __future__ import annotations
@@ -106,9 +107,18 @@ def wait_words(block: Any, num_words: Any, sem: Any) -> None:
         pltpu.make_async_copy(landed, landed, sem).wait()
 
 
-def unpack(words: jax.Array, g: Geometry) -> jax.Array:
-    """uint32[n, 128] -> dtype[n * packing, 128]. On the chip this moves nothing: the registers stay the same."""
-    return pltpu.bitcast(words, g.dtype)
+def unpack_kv(words: jax.Array, g: Geometry) -> jax.Array:
+    """uint32[n, 128] -> dtype[n * kv_packing, 128]: K or V for products with the queries.
+
+    On the chip the bitcast moves nothing: the registers stay the same. 8-bit values are widened, exactly.
+    """
+    return pltpu.bitcast(words, g.kv_dtype).astype(g.dtype)
+
+
+def older_tokens(position: Any, packing: int) -> Any:
+    """A mask of the bits that the tokens before `position` have in its word."""
+    bits = 32 // packing
+    return (jnp.uint32(1) << (lax.rem(position, packing) * bits).astype(jnp.uint32)) - jnp.uint32(1)
 
 
 def live_words_only(words: jax.Array, num_words: Any) -> jax.Array:

@@ -35,6 +35,7 @@ TUNED_FOR = {
     "decode": [Row(1, kv_len) for kv_len in (100, 300, 700, 1500, 2500, 4000, 6000, 8000)] * 8,
     "mixed": [Row(2048, 2048), Row(512, 4096), Row(300, 300)],
 }
+KV_BYTES = {"bfloat16": 2, "int8": 1}
 CONTEXT = 128 << 10  # tokens: no block is shortened
 
 
@@ -48,6 +49,7 @@ def main(target: str, static: bool, rest: list[str]) -> None:
     parser.add_argument("--model", choices=MODELS, action="append", help="may be given again (default: all)")
     parser.add_argument("--decode", action="append", help="KV_BLOCK,ITEMS to try (default: the chosen one)")
     parser.add_argument("--mixed", action="append", help="Q_BLOCK,KV_BLOCK,TILE_ROWS,TILE_TOKENS,UNITS to try")
+    parser.add_argument("--kv-dtype", choices=KV_BYTES, default="bfloat16", help="of our pages (default: bfloat16)")
     parser.add_argument("--no-shipped", action="store_true", help="leave out the kernel that jax ships")
     parser.add_argument("--sweep", action="store_true", help="try the block sizes of a grid, keep the best in tuned/")
     parser.add_argument("--markdown", type=local_path, help="also append the tables here")
@@ -56,12 +58,19 @@ def main(target: str, static: bool, rest: list[str]) -> None:
         raise ValueError("there is no TPU here to measure on: use --static")
     models = args.model or list(MODELS)
     if args.sweep:
-        if args.model:
-            parser.error("--sweep is of all models: their entries have one source")
+        if args.model or args.kv_dtype != "bfloat16":
+            parser.error("--sweep is of all models in bfloat16: their entries have one source")
         sweep(target)
         return
     text = "\n".join(
-        Report(target, model, _tuples(args.decode), _tuples(args.mixed), shipped=not args.no_shipped).text()
+        Report(
+            target,
+            model,
+            _tuples(args.decode),
+            _tuples(args.mixed),
+            shipped=not args.no_shipped,
+            kv_dtype=args.kv_dtype,
+        ).text()
         for model in models
     )
     print(text)
@@ -74,7 +83,7 @@ def _tuples(texts: list[str] | None) -> list[tuple[int, ...]]:
     return [tuple(int(n) for n in text.split(",")) for text in texts or []]
 
 
-def geometry(model: str) -> Any:
+def geometry(model: str, kv_dtype: str = "bfloat16") -> Any:
     """What the TPU kernels know of a model's heads."""
     import jax.numpy as jnp
 
@@ -88,22 +97,26 @@ def geometry(model: str) -> Any:
         head_dim=head_dim,
         page_size=PAGE,
         dtype=jnp.bfloat16,
-        kv_dtype=jnp.bfloat16,
+        kv_dtype=jnp.dtype(kv_dtype),
     )
     return layout.geometry(spec)
 
 
-def compiled(target: str, model: str, jobs: list[tuple[str, tuple[int, ...]]]) -> list[Kernel]:
-    """The kernels of `jobs` that compile; of the others it is said why they do not."""
+def compiled(
+    target: str, model: str, jobs: list[tuple[str, tuple[int, ...]]], kv_dtype: str = "bfloat16"
+) -> list[Kernel]:
+    """The kernels of `jobs` that compile; for the others the reason is printed. The shipped one has bfloat16 pages."""
     from scripts.benchmarks.accounts.targets import tpu_target
 
     kernels = []
-    results = compile_kernels(target, [(kind, sizes, MODELS[model]) for kind, sizes in jobs])
-    for (kind, sizes), result in zip(jobs, results, strict=True):
+    dtypes = ["bfloat16" if kind == "shipped" else kv_dtype for kind, _ in jobs]
+    described = [(*job, MODELS[model], dtype) for job, dtype in zip(jobs, dtypes, strict=True)]
+    results = compile_kernels(target, described)
+    for (kind, sizes, _, dtype), result in zip(described, results, strict=True):
         if isinstance(result, CompileError):
             print(f"{model}: {kind} {sizes} does not compile for {target}: {result}", file=sys.stderr)
         else:
-            kernels.append(KERNELS[kind](tpu_target(target), model, sizes, result))
+            kernels.append(KERNELS[kind](tpu_target(target), model, sizes, result, KV_BYTES[dtype]))
     return kernels
 
 
@@ -111,22 +124,29 @@ class Report:
     """One model's table of iterations, and one of batches."""
 
     def __init__(
-        self, target: str, model: str, decode: list[tuple[int, ...]], mixed: list[tuple[int, ...]], *, shipped: bool
+        self,
+        target: str,
+        model: str,
+        decode: list[tuple[int, ...]],
+        mixed: list[tuple[int, ...]],
+        *,
+        shipped: bool,
+        kv_dtype: str,
     ) -> None:
         from pallas_kernels.tpu import blocks
         from scripts.benchmarks.accounts.targets import tpu_target
 
-        self.target, self.model = tpu_target(target), model
-        chosen = blocks.choose(geometry(model), CONTEXT // PAGE, self.target.chip.name)
+        self.target, self.model, self.kv_dtype = tpu_target(target), model, kv_dtype
+        chosen = blocks.choose(geometry(model, kv_dtype), CONTEXT // PAGE, self.target.chip.name)
         jobs = [("decode", sizes) for sizes in decode or [tuple(vars(chosen.decode).values())]]
         jobs += [("mixed", sizes) for sizes in mixed or [tuple(vars(chosen.mixed).values())]]
         jobs += [("shipped", sizes) for sizes in SHIPPED_BLOCKS if shipped]
-        self.kernels = compiled(target, model, jobs)
+        self.kernels = compiled(target, model, jobs, kv_dtype)
 
     def text(self) -> str:
         """In Markdown."""
         heads = "{} query heads, {} KV heads, head dim {}".format(*MODELS[self.model])
-        title = f"\n### {self.target.name}, {self.model}: {heads}; pages of {PAGE}, bf16\n"
+        title = f"\n### {self.target.name}, {self.model}: {heads}; pages of {PAGE} in {self.kv_dtype}\n"
         return "\n".join([title, *self._iterations(), "", *self._batches()])
 
     def _iterations(self) -> list[str]:

@@ -51,9 +51,9 @@ def our_mixed(g: layout.Geometry, sizes: list[int]) -> tuple[Callable, list[tupl
     def kernel(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
         return mixed.attend(mixed_memory.Operands(*operands), g=g, blocks=blocks, interpret=False)
 
-    words = append.num_word_slots(CHUNK_TOKENS, NUM_ROWS, g.packing)
+    words = append.num_word_slots(CHUNK_TOKENS, NUM_ROWS, g.kv_packing)
     return kernel, [
-        ((g.num_k_planes, CHUNK_TOKENS * g.queries_per_plane // g.packing, 128), jnp.uint32),
+        ((g.num_k_planes, CHUNK_TOKENS * g.queries_per_plane // g.query_packing, 128), jnp.uint32),
         ((g.num_planes, words, 128), jnp.uint32),
         ((NUM_PAGES, g.num_planes, g.page_words, 128), jnp.uint32),
         ((NUM_ROWS,), jnp.int32),
@@ -88,7 +88,7 @@ def shipped(spec: AttentionSpec, sizes: list[int]) -> tuple[Callable, list[tuple
     ]
 
 
-def compile_one(target: str, kernel: str, sizes: list[int], heads: list[int]) -> None:
+def compile_one(target: str, kernel: str, sizes: list[int], heads: list[int], kv_dtype: str) -> None:
     """Compiles a kernel, which dumps its bundles. Raises whatever the compiler raises."""
     spec = AttentionSpec(
         num_query_heads=heads[0],
@@ -96,7 +96,7 @@ def compile_one(target: str, kernel: str, sizes: list[int], heads: list[int]) ->
         head_dim=heads[2],
         page_size=PAGE,
         dtype=jnp.bfloat16,
-        kv_dtype=jnp.bfloat16,
+        kv_dtype=jnp.dtype(kv_dtype),
     )
     g = layout.geometry(spec)
     builders = {
@@ -113,8 +113,8 @@ def compile_one(target: str, kernel: str, sizes: list[int], heads: list[int]) ->
     jax.jit(sharded).lower(*abstract).compile()
 
 
-def main(target: str, folder: Path, jobs: list[tuple[str, list[int], list[int]]]) -> None:
-    """Prints, for each job (kernel, block sizes, heads), its loops and its VMEM, or why it does not compile."""
+def main(target: str, folder: Path, jobs: list[tuple[str, list[int], list[int], str]]) -> None:
+    """Prints the loops and the VMEM of each job, or why it does not compile: see `tpu_static.compile_kernels`."""
     for job in jobs:
         for old in folder.iterdir():
             old.unlink()

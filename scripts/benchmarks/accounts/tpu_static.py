@@ -97,9 +97,12 @@ class CompileError(Exception):
 
 
 def compile_kernels(
-    target: str, jobs: list[tuple[str, tuple[int, ...], tuple[int, int, int]]]
+    target: str, jobs: list[tuple[str, tuple[int, ...], tuple[int, int, int], str]]
 ) -> list[Compiled | CompileError]:
-    """Jobs are (kernel, block sizes, heads). Runs in a child: libtpu reads the dump flags when it loads."""
+    """Jobs are (kernel, block sizes, heads, dtype of the pages).
+
+    They are compiled in a child process, because libtpu reads the dump flags when it loads.
+    """
     with tempfile.TemporaryDirectory() as folder:
         environment = {
             "JAX_PLATFORMS": "cpu",
@@ -130,14 +133,17 @@ class Kernel:
 
     name: str
 
-    def __init__(self, target: TpuTarget, model: str, sizes: tuple[int, ...], compiled: Compiled) -> None:
-        self.target, self.model, self.sizes, self.compiled = target, model, sizes, compiled
+    def __init__(
+        self, target: TpuTarget, model: str, sizes: tuple[int, ...], compiled: Compiled, kv_bytes: int = 2
+    ) -> None:
+        """`kv_bytes`: of one element of the pages."""
+        self.target, self.model, self.sizes, self.compiled, self.kv_bytes = target, model, sizes, compiled, kv_bytes
         self.num_query_heads, self.num_kv_heads, self.head_dim = MODELS[model]
 
     @property
     def token_bytes(self) -> int:
         """Bytes of K and V of one token."""
-        return 2 * self.num_kv_heads * self.head_dim * 2
+        return 2 * self.num_kv_heads * self.head_dim * self.kv_bytes
 
     def dma_cycles(self, num_bytes: float) -> float:
         """Cycles in which the memory delivers so many bytes."""

@@ -28,10 +28,12 @@ from tests.pallas_kernels.gpu.interpreted import (
 )
 
 
-def spec(heads: tuple[int, int] = (4, 1), head_dim: int = 64, page_size: int = 64, dtype=jnp.bfloat16) -> AttentionSpec:
+def spec(
+    heads: tuple[int, int] = (4, 1), head_dim: int = 64, page_size: int = 64, dtype=jnp.bfloat16, kv_dtype=None
+) -> AttentionSpec:
     return AttentionSpec(
         num_query_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, page_size=page_size, dtype=dtype,
-        kv_dtype=dtype,
+        kv_dtype=kv_dtype or dtype,
     )  # fmt: skip
 
 
@@ -167,6 +169,7 @@ def test_the_same_call_twice_gives_the_same_bits():
         ({"page_size": 48}, "page_size"),
         ({"dtype": jnp.float32}, "bfloat16 or float16"),
         ({"heads": (17, 1)}, "up to 16 query heads per KV head"),
+        ({"kv_dtype": jnp.int8}, "in the activations' dtype only"),
     ],
 )
 def test_what_the_kernels_do_not_do_is_refused(change, message):

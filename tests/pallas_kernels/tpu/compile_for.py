@@ -36,6 +36,7 @@ class Shape:
     num_tokens: int = 1024  # of a mixed step
     max_context: int = 8192
     num_pages: int = 2048
+    kv_dtype: str = "bfloat16"
 
 
 MODELS = {
@@ -65,8 +66,15 @@ LARGEST = {
 }
 
 
+# A mixed step has the decode kernel in it.
+INT8 = {
+    f"{model}, int8": Shape(heads=MODELS[model], decode_only=False, kv_dtype="int8")
+    for model in ("llama-3.2-1b", "llama-3.1-8b")
+}
+
+
 def shapes(target: str) -> dict[str, Shape]:
-    return SHAPES | LARGEST if target.startswith("v6e") else SHAPES
+    return SHAPES | INT8 | LARGEST if target.startswith("v6e") else SHAPES | INT8
 
 
 def main(target: str, folder: Path) -> None:
@@ -87,14 +95,16 @@ def compile_one(shape: Shape, mesh: Mesh) -> dict[str, object]:
         head_dim=head_dim,
         page_size=shape.page_size,
         dtype=jnp.bfloat16,
-        kv_dtype=jnp.bfloat16,
+        kv_dtype=jnp.dtype(shape.kv_dtype),
     )
     attention = PagedAttention(spec, Backend.TPU, mesh)
     num_tokens = shape.num_rows if shape.decode_only else shape.num_tokens
 
-    def layer(batch: RaggedBatch, queries: jax.Array, keys: jax.Array, values: jax.Array, kv: jax.Array) -> object:
+    def layer(
+        batch: RaggedBatch, q: jax.Array, k: jax.Array, v: jax.Array, kv: jax.Array, *scales: jax.Array
+    ) -> object:
         schedule = attention.make_schedule(batch, num_tokens=num_tokens, decode_only=shape.decode_only)
-        return attention(queries, keys, values, kv, schedule, jnp.int32(0))
+        return attention(q, k, v, kv, schedule, jnp.int32(0), *scales)
 
     def abstract(*dims: int, dtype: object = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, P()))
@@ -111,10 +121,11 @@ def compile_one(shape: Shape, mesh: Mesh) -> dict[str, object]:
     )
     kv = attention.kv_pages(shape.num_pages)
     heads = abstract(num_tokens, num_kv_heads, head_dim)
+    scales = [abstract(2, num_kv_heads, dtype=jnp.float32)] if spec.has_kv_scales else []
     begin = time.perf_counter()
     compiled = (
         jax.jit(layer, donate_argnums=4)
-        .lower(batch, abstract(num_tokens, num_query_heads, head_dim), heads, heads, kv)
+        .lower(batch, abstract(num_tokens, num_query_heads, head_dim), heads, heads, kv, *scales)
         .compile()
     )
     memory = compiled.memory_analysis()

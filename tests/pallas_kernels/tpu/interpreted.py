@@ -14,6 +14,7 @@ import numpy as np
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import quantised
 from pallas_kernels.spec import AttentionSpec, RaggedBatch
 from pallas_kernels.tpu import attention, layout
 from pallas_kernels.tpu.blocks import BlockSizes
@@ -47,7 +48,7 @@ class Findings:
 
 def bits(x: np.ndarray) -> np.ndarray:
     x = np.asarray(x)
-    return x.view(np.uint16 if x.itemsize == 2 else np.uint32).astype(np.uint32)
+    return x.view(f"uint{8 * x.itemsize}").astype(np.uint32)
 
 
 def planes(keys: np.ndarray, values: np.ndarray, g: layout.Geometry) -> np.ndarray:
@@ -55,12 +56,12 @@ def planes(keys: np.ndarray, values: np.ndarray, g: layout.Geometry) -> np.ndarr
 
 
 def filled_pages(case: Case, first_page: int) -> np.ndarray:
-    """Every row's history in its pages; NaN in every other word, of live pages too."""
+    """Every row's history in its pages; NaN in every other word, of live pages too (in int8 the lowest number)."""
     g = layout.geometry(case.spec)
     shape = layout.kv_pages(case.spec, case.num_pages + first_page)
-    pages = np.full(shape.shape, 0xFFFFFFFF, np.uint32)
-    for row, (keys, values) in enumerate(case.history):
-        for position, token in enumerate(planes(keys, values, g)):
+    pages = np.full(shape.shape, 0x80808080 if case.spec.has_kv_scales else 0xFFFFFFFF, np.uint32)
+    for row in range(len(case.rows)):
+        for position, token in enumerate(planes(*case.in_pages(row, with_step=False), g)):
             put(pages, case, row, position, token, first_page)
     return pages
 
@@ -68,8 +69,8 @@ def filled_pages(case: Case, first_page: int) -> np.ndarray:
 def put(pages: np.ndarray, case: Case, row: int, position: int, token: np.ndarray, first_page: int) -> None:
     g = layout.geometry(case.spec)
     page = np.asarray(case.batch.page_table)[row, position // g.page_size] + first_page
-    word, part = divmod(position % g.page_size, g.packing)
-    shift, width = part * (32 // g.packing), 32 // g.packing
+    word, part = divmod(position % g.page_size, g.kv_packing)
+    shift, width = part * (32 // g.kv_packing), 32 // g.kv_packing
     keep = np.uint32(~(((1 << width) - 1) << shift) & 0xFFFFFFFF)
     pages[page, :, word] = (pages[page, :, word] & keep) | (token << shift)
 
@@ -94,7 +95,7 @@ def run(
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         operands = (jnp.asarray(x) for x in (case.queries, case.keys, case.values, pages))
-        out, after = step(case.batch, *operands, first_page)
+        out, after = step(case.batch, *operands, first_page, *case.scales)
         out, after = np.asarray(out, np.float64), np.asarray(after)
     error = np.abs(out[: case.num_real_tokens] - case.expected()).max(initial=0.0)
     races = interpreter.races
@@ -120,28 +121,25 @@ def compiled_step(spec: AttentionSpec, dma_mode: str, decode_only: bool, block_s
 
     @partial(jax.jit, compiler_options=QUICKLY_COMPILED)
     def step(batch: RaggedBatch, queries: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        keys, values, pages, first_page = operands
+        keys, values, pages, first_page, *scales = operands
         schedule = attention.make_schedule(batch, spec, num_tokens=queries.shape[0], decode_only=decode_only)
-        return attention.append_and_attend(
-            queries, keys, values, pages, schedule, first_page, spec=spec, interpret=interpret, block_sizes=block_sizes
-        )
+        operation = partial(attention.append_and_attend, spec=spec, interpret=interpret, block_sizes=block_sizes)
+        if spec.has_kv_scales:
+            operation = quantised.with_scales(operation, spec.kv_dtype)
+        return operation(queries, keys, values, pages, schedule, first_page, *scales)
 
     return step
 
 
 def _wrong_tokens(case: Case, after: np.ndarray, first_page: int) -> int:
     g = layout.geometry(case.spec)
-    wrong, start = 0, 0
-    for row, (length, (keys, values)) in enumerate(zip(case.rows, case.history, strict=True)):
-        stop = start + length.query_len
-        keys = np.concatenate([keys, case.keys[start:stop]])
-        values = np.concatenate([values, case.values[start:stop]])
-        for position, token in enumerate(planes(keys, values, g)):
+    wrong = 0
+    for row in range(len(case.rows)):
+        for position, token in enumerate(planes(*case.in_pages(row), g)):
             page = np.asarray(case.batch.page_table)[row, position // g.page_size] + first_page
-            word, part = divmod(position % g.page_size, g.packing)
-            found = after[page, :, word] >> (part * (32 // g.packing)) & np.uint32((1 << (32 // g.packing)) - 1)
+            word, part = divmod(position % g.page_size, g.kv_packing)
+            found = after[page, :, word] >> (part * (32 // g.kv_packing)) & np.uint32((1 << (32 // g.kv_packing)) - 1)
             wrong += bool((found != token).any())
-        start = stop
     return wrong
 
 
@@ -152,5 +150,5 @@ def _foreign_words(case: Case, before: np.ndarray, after: np.ndarray, first_page
     for row, length in enumerate(case.rows):
         for position in range(length.kv_len - length.query_len, length.kv_len):
             page = np.asarray(case.batch.page_table)[row, position // g.page_size] + first_page
-            changed[page, position % g.page_size // g.packing] = False
+            changed[page, position % g.page_size // g.kv_packing] = False
     return int(changed.sum())

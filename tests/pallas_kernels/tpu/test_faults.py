@@ -6,6 +6,7 @@ Faults that make the interpreter wait for ever (a copy of too few words, a wait 
 from __future__ import annotations
 
 from collections.abc import Callable, Set
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -34,12 +35,12 @@ def forget_compiled() -> None:
     jax.clear_caches()
 
 
-def findings(rows: list[Row], *, enough: Set[str] = frozenset()) -> set[str]:
+def findings(rows: list[Row], spec: AttentionSpec = SPEC, *, enough: Set[str] = frozenset()) -> set[str]:
     """What the harness sees, in both DMA modes together; in the first one only where that shows one of `enough`."""
     found = set()
     for dma_mode in DMA_MODES:
         forget_compiled()
-        case = make_case(SPEC, rows, num_tokens=80, num_rows=8, pages_per_seq=20)
+        case = make_case(spec, rows, num_tokens=80, num_rows=8, pages_per_seq=20)
         try:
             result = run(case, dma_mode)
         except jax.errors.JaxRuntimeError as error:
@@ -54,8 +55,8 @@ def findings(rows: list[Row], *, enough: Set[str] = frozenset()) -> set[str]:
     return found
 
 
-def is_found(name: str, rows: list[Row]) -> bool:
-    return name in findings(rows, enough={name})
+def is_found(name: str, rows: list[Row], spec: AttentionSpec = SPEC) -> bool:
+    return name in findings(rows, spec, enough={name})
 
 
 def test_no_fault_no_findings() -> None:
@@ -137,12 +138,21 @@ def test_the_window_of_another_sequence(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_shared_word_that_loses_its_older_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the new word merged with the page's, but the page's own is written back."""
 
-    def keep_old(new: Any, in_page: Any, edge: Any, sem: Any) -> None:
-        merge_word(in_page, in_page, edge, sem)
+    def keep_old(new: Any, in_page: Any, *rest: Any) -> None:
+        merge_word(in_page, in_page, *rest)
 
     merge_word = append._merge_word
     monkeypatch.setattr(append, "_merge_word", keep_old)
     assert is_found("wrong_tokens", CHUNKS)
+
+
+@pytest.mark.parametrize("rows", [DECODES, CHUNKS], ids=["decodes", "chunks"])
+def test_a_shared_word_of_int8_that_keeps_another_number_of_older_tokens(
+    rows: list[Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two, whatever the position. 299 cached tokens, 149, and 211 leave three, one and three in the word."""
+    monkeypatch.setattr(paging, "older_tokens", lambda position, packing: jnp.uint32(0xFFFF))
+    assert is_found("wrong_tokens", rows, replace(SPEC, kv_dtype=jnp.int8, page_size=32))
 
 
 def test_a_write_back_beyond_the_new_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,11 @@ from tests.pallas_kernels.tpu.interpreted import DMA_MODES, run
 def spec(**changes) -> AttentionSpec:
     fields = {"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 128, "page_size": 16, "dtype": jnp.bfloat16}
     fields |= changes
-    return AttentionSpec(**fields, kv_dtype=fields["dtype"])
+    return AttentionSpec(**{"kv_dtype": fields["dtype"]} | fields)
+
+
+def int8(**changes) -> AttentionSpec:
+    return spec(kv_dtype=jnp.int8, page_size=32, **changes)
 
 
 def rows(*lengths: tuple[int, int]) -> list[Row]:
@@ -44,6 +48,45 @@ def test_decodes(head_dim: int, dma_mode: str) -> None:
 def test_decodes_and_chunks(head_dim: int, dma_mode: str) -> None:
     case = make_case(spec(head_dim=head_dim), CHUNKS, num_tokens=96, num_rows=8, pages_per_seq=20)
     assert run(case, dma_mode).clean
+
+
+# Of a word's four tokens each is once the last cached one, or the first new one.
+INT8_DECODES = rows((1, 1), (1, 2), (1, 3), (1, 4), (1, 33), (1, 128), (1, 131), (1, 290))
+INT8_CHUNKS = rows((1, 34), (70, 70), (7, 50), (3, 258), (2, 9), (2, 2), (5, 40), (4, 6))
+
+
+@pytest.mark.parametrize("dma_mode", DMA_MODES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_decodes_over_pages_of_int8(head_dim: int, dma_mode: str) -> None:
+    case = make_case(int8(head_dim=head_dim), INT8_DECODES, num_tokens=8, num_rows=8, pages_per_seq=10)
+    assert run(case, dma_mode, decode_only=True).clean
+
+
+@pytest.mark.parametrize("dma_mode", DMA_MODES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_decodes_and_chunks_over_pages_of_int8(head_dim: int, dma_mode: str) -> None:
+    case = make_case(int8(head_dim=head_dim), INT8_CHUNKS, num_tokens=96, num_rows=8, pages_per_seq=10)
+    assert run(case, dma_mode).clean
+
+
+@pytest.mark.parametrize(
+    ("num_query_heads", "num_kv_heads", "head_dim"), [(3, 1, 128), (8, 8, 128), (6, 3, 64), (32, 8, 64)]
+)
+def test_head_counts_over_pages_of_int8(num_query_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    heads = int8(num_query_heads=num_query_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    case = make_case(heads, rows((1, 35), (1, 2), (19, 24)), num_tokens=24, num_rows=4, pages_per_seq=3)
+    assert run(case).clean
+
+
+def test_float32_over_pages_of_int8() -> None:
+    exact = int8(dtype=jnp.float32)
+    case = make_case(exact, rows((1, 1), (1, 150), (33, 150), (5, 5)), num_tokens=48, num_rows=4, pages_per_seq=10)
+    assert run(case).clean
+
+
+def test_what_pads_a_step_of_int8_reaches_nobody_and_blocks_are_chosen() -> None:
+    case = make_case(int8(), INT8_CHUNKS, num_tokens=96, num_rows=8, pages_per_seq=10)
+    assert run(case, poison_padding=True, block_sizes=None, first_page=7).clean
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
