@@ -133,7 +133,7 @@ def append_and_attend(
     out, kv_pages = decode.attend(decodes, g=g, blocks=sizes.decode, interpret=interpret)
     if not schedule.decode_only:
         assert schedule.new_pages is not None and schedule.word_tokens is not None
-        others = mixed_memory.Operands(
+        mixed_rows = mixed_memory.Operands(
             queries=_pack_rows(rows.swapaxes(0, 1).reshape(g.num_k_planes, -1, LANES), g),
             new_words=_gather_words(new_kv, schedule.word_tokens, g),
             kv_pages=kv_pages,
@@ -143,7 +143,7 @@ def append_and_attend(
             page_table=schedule.page_table,
             scalars=jnp.stack([schedule.num_singles, schedule.num_rows, first_page]),
         )
-        others, kv_pages = mixed.attend(others, g=g, blocks=sizes.mixed, interpret=interpret)
+        others, kv_pages = mixed.attend(mixed_rows, g=g, blocks=sizes.mixed, interpret=interpret)
         others = _unpack_rows(others, g).reshape(g.num_k_planes, num_tokens, -1, LANES).swapaxes(0, 1)
         out = jnp.pad(out, ((0, num_tokens - max_singles), (0, 0), (0, 0), (0, 0)))
         is_single = jnp.arange(num_tokens) < schedule.num_singles
