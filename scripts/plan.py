@@ -42,8 +42,8 @@ def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
     from model.network.sharding import TENSOR_AXIS, abstract_model
     from pallas_kernels.layout import default_page_size
     from pallas_kernels.spec import Backend
+    from scripts.wiring.device import GPU_POOL_SHARE
     from scripts.wiring.engine import (
-        GPU_POOL_SHARE,
         bucket_config,
         choose_dtype,
         choose_model_len,

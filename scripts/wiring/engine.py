@@ -5,20 +5,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig, Scheduling
 from batcher.engine import Engine
-from model.inputs.paths import check_local, expanded
 from model.loading.source import ModelSource, resolve
+from scripts.wiring.device import describe_devices, start_jax
 from scripts.wiring.settings import EngineSettings
 from server.engine.wire import EngineInfo
 
@@ -36,7 +33,6 @@ if TYPE_CHECKING:
 
 Report = Callable[[str], None]
 GIB = 1 << 30
-ROOT = Path(__file__).parents[2]
 
 
 # For each platform, the limits that hold where the user gives none, and which shapes are worth a program.
@@ -67,9 +63,6 @@ _DEFAULTS = {
         half_steps=True,
     ),
 }
-# Of a GPU's memory, for JAX's pool. --memory-utilization is a share of the pool. Outside the pool lie CUDA's context,
-# the loaded programs and NCCL's buffers (scripts/benchmarks/results/decisions.md).
-GPU_POOL_SHARE = 0.92
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +101,8 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
     """The weights on the device and the pages allocated. `compile_meanwhile`: the programs of all buckets have been
     begun with, for the warm-up that follows; otherwise nothing is compiled yet."""
     with _phase("start", report) as say:
-        platform = _start_jax(settings)
-        say(f"jax on {_describe_devices(settings)}")
+        platform = start_jax(settings)
+        say(f"jax on {describe_devices(settings)}")
     from model.execution.runner import ModelRunner
     from model.network.sharding import abstract_model
     from pallas_kernels.api import choose_backend
@@ -295,50 +288,6 @@ def choose_model_len(asked: int | None, trained: int) -> int:
     return asked or trained
 
 
-def compile_cache_folder(asked: str | None) -> Path | None:
-    """None: keep nothing."""
-    if asked == "none":
-        return None
-    if asked is not None:
-        return expanded(asked, "--compile-cache")
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    check_local(base, "XDG_CACHE_HOME")
-    return Path(base) / "pallas-serve" / "compiled"
-
-
-def _start_jax(settings: EngineSettings) -> str:
-    """'cpu', 'gpu' or 'tpu': what this process computes on. ValueError where the device asked for is not there."""
-    import jax
-
-    device = find_device() if settings.device == "auto" else settings.device
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_POOL_SHARE))
-    # Only the platform asked for is started: a plug-in for an absent chip fails late and with a long message.
-    jax.config.update("jax_platforms", device if device == "cpu" else f"{device},cpu")
-    if device == "cpu" and settings.tensor_parallel_size > 1:
-        jax.config.update("jax_num_cpu_devices", settings.tensor_parallel_size)
-    try:
-        platform = jax.devices()[0].platform
-    except RuntimeError as error:
-        raise ValueError(f"no {device} device can be used: {error}") from error
-    if platform not in _DEFAULTS:
-        raise ValueError(f"jax runs on {platform!r} here; this engine runs on {', '.join(_DEFAULTS)}")
-    folder = compile_cache_folder(settings.compile_cache)
-    if folder is not None:
-        from model.compiling.compile_cache import keep_compilations
-
-        keep_compilations(folder)
-    return platform
-
-
-def find_device() -> str:
-    """'cpu', 'tpu' or 'cuda': what this machine has, by the rule with which scripts/serve chooses packages."""
-    command = ["bash", "-c", ". scripts/setup.sh && find_device"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if found.returncode:
-        raise ValueError(found.stderr.strip())
-    return found.stdout.strip()
-
-
 def _reads_fp8(platform: str) -> bool:
     """Of the attached devices."""
     import jax
@@ -353,13 +302,6 @@ def _reads_fp8(platform: str) -> bool:
 
         return TPUS[this_chip()].reads_fp8
     return False
-
-
-def _describe_devices(settings: EngineSettings) -> str:
-    import jax
-
-    devices = jax.devices()
-    return f"{devices[0].device_kind}, using {settings.tensor_parallel_size} of {len(devices)} device(s)"
 
 
 def _mesh(num_shards: int) -> jax.sharding.Mesh | None:

@@ -14,7 +14,7 @@ from model.inputs.words import MAX_LINE_CHARS
 from model.loading.source import DEMO_FOLDER
 from scripts import bench_offline, bench_serving, convert_checkpoint, generate, launch, plan
 from scripts.llm import LLM
-from scripts.wiring.engine import compile_cache_folder
+from scripts.wiring.device import compile_cache_folder
 from scripts.wiring.errors import failed
 from scripts.wiring.settings import EngineSettings
 from server.engine.client import EngineFailedError

@@ -1,0 +1,68 @@
+"""The device of an engine: which one this machine has, and jax started on it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from model.inputs.paths import check_local, expanded
+from scripts.wiring.settings import EngineSettings
+
+PLATFORMS = ("cpu", "gpu", "tpu")
+# Of a GPU's memory, for JAX's pool. --memory-utilization is a share of the pool. Outside the pool lie CUDA's context,
+# the loaded programs and NCCL's buffers (scripts/benchmarks/results/decisions.md).
+GPU_POOL_SHARE = 0.92
+ROOT = Path(__file__).parents[2]
+
+
+def start_jax(settings: EngineSettings) -> str:
+    """'cpu', 'gpu' or 'tpu': what this process computes on. ValueError where the device asked for is not there."""
+    import jax
+
+    device = find_device() if settings.device == "auto" else settings.device
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_POOL_SHARE))
+    # Only the platform asked for is started: a plug-in for an absent chip fails late and with a long message.
+    jax.config.update("jax_platforms", device if device == "cpu" else f"{device},cpu")
+    if device == "cpu" and settings.tensor_parallel_size > 1:
+        jax.config.update("jax_num_cpu_devices", settings.tensor_parallel_size)
+    try:
+        platform = jax.devices()[0].platform
+    except RuntimeError as error:
+        raise ValueError(f"no {device} device can be used: {error}") from error
+    if platform not in PLATFORMS:
+        raise ValueError(f"jax runs on {platform!r} here; this engine runs on {', '.join(PLATFORMS)}")
+    folder = compile_cache_folder(settings.compile_cache)
+    if folder is not None:
+        from model.compiling.compile_cache import keep_compilations
+
+        keep_compilations(folder)
+    return platform
+
+
+def find_device() -> str:
+    """'cpu', 'tpu' or 'cuda': what this machine has, by the rule with which scripts/serve chooses packages."""
+    command = ["bash", "-c", ". scripts/setup.sh && find_device"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if found.returncode:
+        raise ValueError(found.stderr.strip())
+    return found.stdout.strip()
+
+
+def describe_devices(settings: EngineSettings) -> str:
+    """In a few words, once jax has started."""
+    import jax
+
+    devices = jax.devices()
+    return f"{devices[0].device_kind}, using {settings.tensor_parallel_size} of {len(devices)} device(s)"
+
+
+def compile_cache_folder(asked: str | None) -> Path | None:
+    """None: keep nothing."""
+    if asked == "none":
+        return None
+    if asked is not None:
+        return expanded(asked, "--compile-cache")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    check_local(base, "XDG_CACHE_HOME")
+    return Path(base) / "pallas-serve" / "compiled"
