@@ -11,4 +11,5 @@ def byte_to_unicode() -> dict[int, int]:
 
 
 def unicode_to_byte() -> dict[int, int]:
+    """The inverse of `byte_to_unicode`."""
     return {code: byte for byte, code in byte_to_unicode().items()}

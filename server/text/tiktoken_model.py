@@ -61,6 +61,7 @@ def tokenizer_from_tiktoken(path: Path) -> Tokenizer:
 
 
 def special_tokens() -> list[str]:
+    """All 256, in the order of their ids."""
     reserved = [f"<|reserved_special_token_{i}|>" for i in range(3, NUM_SPECIAL_TOKENS)]
     return [*NAMED_SPECIAL_TOKENS, *reserved][:NUM_SPECIAL_TOKENS]
 
