@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from batcher.errors import InvalidRequestError
+from batcher.grammar import Matcher, num_mask_words
 from batcher.request import MAX_DEVICE_STOP_IDS, MAX_LOGIT_BIAS, Request, SamplingParams
 from batcher.sampling_table import PARAMETERS
 from batcher.sequence import OnOutput, Sequence
@@ -21,6 +22,7 @@ def make_sequence(
     eos_token_ids: tuple[int, ...],
     seed: int,
     arrived_s: float,
+    matcher: Matcher | None = None,
 ) -> Sequence:
     """Raises InvalidRequestError for what could never run, or would do harm on the device.
 
@@ -40,13 +42,20 @@ def make_sequence(
     if s.min_tokens > s.max_tokens:
         raise InvalidRequestError("min_tokens", f"min_tokens must not be above max_tokens, not {s.min_tokens}")
     _token_ids("stop_token_ids", s.stop_token_ids, capacity.vocab_size)
-    stop_ids = frozenset(s.stop_token_ids if s.ignore_eos else (*s.stop_token_ids, *eos_token_ids))
+    # Nothing follows an end that a grammar has let through.
+    goes_on = s.ignore_eos and s.grammar is None
+    stop_ids = frozenset(s.stop_token_ids if goes_on else (*s.stop_token_ids, *eos_token_ids))
     if s.min_tokens and len(stop_ids) > MAX_DEVICE_STOP_IDS:
         raise InvalidRequestError(
             "stop_token_ids",
             f"with min_tokens, at most {MAX_DEVICE_STOP_IDS} stop ids including end-of-sequence ids, "
             f"not {len(stop_ids)}",
         )
+    allowed = None
+    if s.allowed_token_ids is not None:
+        allowed = _mask("allowed_token_ids", s.allowed_token_ids, capacity.vocab_size)
+        if s.min_tokens and stop_ids.issuperset(s.allowed_token_ids):
+            raise InvalidRequestError("allowed_token_ids", "with min_tokens, one that is no stop id must be allowed")
     bias_ids = _token_ids("logit_bias", [token for token, _ in s.logit_bias], capacity.vocab_size)
     if len(bias_ids) > MAX_LOGIT_BIAS or len(set(bias_ids.tolist())) != len(bias_ids):
         raise InvalidRequestError("logit_bias", f"at most {MAX_LOGIT_BIAS} different tokens, not {len(bias_ids)}")
@@ -60,6 +69,8 @@ def make_sequence(
         seed=seed if s.seed is None else s.seed,
         arrived_s=arrived_s,
         on_output=on_output,
+        matcher=matcher,
+        allowed=allowed,
     )
 
 
@@ -78,6 +89,16 @@ def _token_ids(name: str, ids: Seq[int], vocab_size: int) -> np.ndarray:
             name, f"{name} has a token id out of range at index {at}: {int(array[at])} is not in [0, {vocab_size})"
         )
     return array.astype(np.int32)
+
+
+def _mask(name: str, ids: Seq[int], vocab_size: int) -> np.ndarray:
+    """i32[num_mask_words]. InvalidRequestError where there are none, or one is not a token of the model."""
+    tokens = _token_ids(name, ids, vocab_size)
+    if not len(tokens):
+        raise InvalidRequestError(name, f"{name} must have at least one token id")
+    bits = np.zeros(num_mask_words(vocab_size) * 32, np.uint8)
+    bits[tokens] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def _check_ranges(sampling: SamplingParams) -> None:

@@ -12,6 +12,8 @@ import numpy as np
 
 from batcher.buckets import BucketLadder
 from batcher.config import EngineConfig, Scheduling
+from batcher.grammar import GrammarError
+from batcher.masks import Answer, Ask
 from batcher.pack import Packer
 from batcher.plan import StepPlan
 from batcher.request import ErrorCode, FinishReason, RequestOutput, TokenLogprobs
@@ -54,6 +56,10 @@ class EngineCore:
         self._deadlines: list[
             tuple[float, int, Sequence]
         ] = []  # a heap; entries of those who were let in or left are stale
+        self._num_deadlines = 0
+        self._num_compiling = 0
+        self.asks: list[Ask] = []  # masks that are wanted, for the engine to hand on
+        self.num_masks_wanted = 0  # those that were handed on among them
         self._depth = config.pipeline_depth
         self._failure: BaseException | None = None  # of a step in flight
         self._lost: list[StepPlan] = []  # steps that failed, or ran behind one that did
@@ -67,10 +73,15 @@ class EngineCore:
 
     def add(self, sequence: Sequence) -> None:
         self.sequences[sequence.request_id] = sequence
-        self.scheduler.add(sequence)
+        if sequence.matcher is None:
+            self.scheduler.add(sequence)
+        else:
+            self._num_compiling += 1
+            self._ask(sequence, ())
         if sequence.request.deadline_s is not None:
             due = sequence.arrived_s + sequence.request.deadline_s
-            heapq.heappush(self._deadlines, (due, sequence.arrival, sequence))
+            self._num_deadlines += 1
+            heapq.heappush(self._deadlines, (due, self._num_deadlines, sequence))
 
     def abort(self, sequence: Sequence, reason: FinishReason) -> list[Delivery]:
         """Ends a request wherever it stands; one that has ended already is left alone."""
@@ -90,6 +101,35 @@ class EngineCore:
             waited = f"the request waited longer than its limit of {sequence.request.deadline_s} s in the queue"
             deliveries.append(self._end(sequence, FinishReason.ERROR, waited, ErrorCode.QUEUE_DEADLINE))
         return deliveries
+
+    def _ask(self, seq: Sequence, tokens: tuple[int, ...]) -> None:
+        self.asks.append(Ask(seq, tokens))
+        self.num_masks_wanted += 1
+
+    def take_mask(self, answer: Answer) -> list[Delivery]:
+        """Takes in what may come next in a request with a grammar."""
+        self.num_masks_wanted -= 1
+        seq, permit = answer.sequence, answer.permit
+        if seq.state is State.FINISHED:
+            return []
+        if isinstance(permit, GrammarError):
+            return [self._end(seq, FinishReason.ERROR, str(permit), ErrorCode.GRAMMAR)]
+        if isinstance(permit, Exception):
+            _log.error("the mask of request %r could not be computed", seq.request_id, exc_info=permit)
+            return [self._end(seq, FinishReason.ERROR, f"its mask could not be computed: {permit}")]
+        if permit.is_over:
+            return [self._end(seq, FinishReason.STOP)]
+        mask = permit.mask if seq.allowed is None else permit.mask & seq.allowed
+        if not mask.any():
+            nothing = "no token of allowed_token_ids is one that the grammar allows next"
+            return [self._end(seq, FinishReason.ERROR, nothing, ErrorCode.GRAMMAR)]
+        seq.mask, seq.is_blocked, seq.is_slow_to_mask = mask, False, answer.was_slow
+        if seq.state is State.COMPILING:
+            seq.is_slow_to_mask = False
+            seq.state = State.WAITING
+            self._num_compiling -= 1
+            self.scheduler.add(seq)
+        return []
 
     # --- steps ---
 
@@ -159,7 +199,7 @@ class EngineCore:
         """A copy of all counts, with the gauges of this moment."""
         scheduler, counts = self.scheduler, self._counts
         counts.num_requests_running = len(scheduler.running)
-        counts.num_requests_waiting = len(scheduler.waiting)
+        counts.num_requests_waiting = len(scheduler.waiting) + self._num_compiling
         counts.num_pages_used = scheduler.pool.num_used
         counts.num_pages_reusable = scheduler.pool.num_reusable
         counts.num_preemptions = scheduler.num_preemptions
@@ -205,7 +245,10 @@ class EngineCore:
             output.finish_reason = FinishReason.LENGTH
         if output.finish_reason is not None:
             self._forget(seq, output.finish_reason)
-        elif seq.num_computed >= seq.commit_at:
+            return output
+        if seq.matcher is not None:
+            self._ask(seq, (token,))
+        if seq.num_computed >= seq.commit_at:
             self.scheduler.commit(seq)
         return output
 
@@ -241,6 +284,7 @@ class EngineCore:
         )
 
     def _forget(self, seq: Sequence, reason: FinishReason) -> None:
+        self._num_compiling -= seq.state is State.COMPILING
         self.scheduler.finish(seq)
         del self.sequences[seq.request_id]
         self._count_end(seq, reason)
@@ -298,7 +342,7 @@ class EngineCore:
 
 def _still_queued(seq: Sequence) -> bool:
     """A preempted request has been let in once: its deadline is past caring."""
-    return seq.state is State.WAITING and seq.started_s < 0
+    return seq.state in (State.COMPILING, State.WAITING) and seq.started_s < 0
 
 
 class _Refused:

@@ -43,6 +43,8 @@ from batcher.buckets import BucketLadder
 from batcher.config import EngineConfig
 from batcher.core import Delivery, EngineCore, InFlight
 from batcher.errors import EngineClosedError, EngineDeadError, InvalidRequestError, QueueFullError
+from batcher.grammar import Grammars
+from batcher.masks import Answer, Ask, MaskThreads, answer
 from batcher.request import ErrorCode, FinishReason, Request, RequestOutput
 from batcher.sequence import OnOutput, Sequence
 from batcher.stats import EngineStats
@@ -50,11 +52,13 @@ from batcher.step import Runner, StepOutput
 
 _log = logging.getLogger(__name__)
 
+MASK_WAIT_S = 0.004  # that a step waits for masks; those of two hundred rows take about as long on two threads
 IDLE_CHECK_S = 1.0  # without requests; then the engine checks its own integrity, once
 
 
 class Engine:
-    """See the module's docstring. `clock` gives seconds, of any origin, never backwards."""
+    """See the module's docstring. `clock` gives seconds, of any origin, never backwards; without `grammars`, requests
+    that bring one are refused."""
 
     def __init__(
         self,
@@ -62,6 +66,7 @@ class Engine:
         config: EngineConfig,
         ladder: BucketLadder,
         *,
+        grammars: Grammars | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_death: Callable[[BaseException], None] | None = None,
     ) -> None:
@@ -79,6 +84,8 @@ class Engine:
         self._runner = runner
         self._clock = clock
         self._on_death = on_death
+        self._grammars = grammars
+        self._mask_threads = MaskThreads(self._on_masks)
         self._max_live = limits.max_num_seqs + config.max_waiting
         self._seeds = Random(secrets.randbits(64) if config.seed is None else config.seed)
         self._core = EngineCore(runner, config, ladder, clock)
@@ -91,6 +98,8 @@ class Engine:
         self._aborted: list[tuple[Sequence, FinishReason]] = []  # not ids: those may be used again
         self._forgets_prefixes = False
         self._results: list[StepOutput | BaseException] = []  # of steps in flight, in order
+        self._masks: list[Answer] = []
+        self._num_hurried = 0  # masks that the next step waits for, for a moment
         self._live: dict[str, Sequence] = {}  # by request id, from add_request to the last output
         self._closed = False
         self._stopping = False
@@ -118,6 +127,9 @@ class Engine:
         with self._lock:
             self._check_open()
             seed = self._seeds.getrandbits(63)
+        grammar = request.sampling.grammar
+        if grammar is not None and self._grammars is None:
+            raise InvalidRequestError("grammar", "this engine serves no grammars")
         sequence = make_sequence(
             request,
             on_output,
@@ -125,6 +137,7 @@ class Engine:
             eos_token_ids=self.config.eos_token_ids,
             seed=seed,
             arrived_s=self._clock(),
+            matcher=None if grammar is None or self._grammars is None else self._grammars.matcher(grammar),
         )
         with self._lock:
             self._check_open()
@@ -212,6 +225,7 @@ class Engine:
             self._stop()
             while self._core.in_flight:
                 self._take([_result(self._core.in_flight[0])])
+        self._mask_threads.close()
 
     # --- without threads ---
 
@@ -226,6 +240,7 @@ class Engine:
             self._check_alive()
         try:
             self._take_inbox()
+            self._ask_for_masks(self._answer_here)
             dispatched = self._core.can_dispatch() and self._core.dispatch() is not None
             if self._core.in_flight and not (dispatched and self._core.can_dispatch()):
                 self._take([_result(self._core.in_flight[0])])
@@ -243,9 +258,11 @@ class Engine:
             while True:
                 results = self._wait()
                 self._take(results)
+                self._ask_for_masks(self._hurry)
                 self._take_inbox()
                 if self._stopping:
                     break
+                self._ask_for_masks(self._mask_threads.ask)
                 while self._core.can_dispatch() and (step := self._core.dispatch()) is not None:
                     self._to_read.put(step)
                     self._is_unchecked = True
@@ -288,7 +305,7 @@ class Engine:
     def _has_work(self) -> bool:
         if self._stopping and not self._core.in_flight:
             return True
-        return bool(self._results or self._arrived or self._aborted or self._forgets_prefixes)
+        return bool(self._results or self._arrived or self._aborted or self._masks or self._forgets_prefixes)
 
     def _take(self, results: list[StepOutput | BaseException]) -> None:
         for result in results:
@@ -302,6 +319,7 @@ class Engine:
         with self._lock:
             arrived, self._arrived = self._arrived, []
             aborted, self._aborted = self._aborted, []
+            masks, self._masks = self._masks, []
             forgets_prefixes, self._forgets_prefixes = self._forgets_prefixes, False
         if forgets_prefixes:
             self._core.scheduler.pool.clear_cache()
@@ -309,6 +327,8 @@ class Engine:
             self._core.add(sequence)
         for sequence, reason in aborted:
             self._deliver(self._core.abort(sequence, reason))
+        for mask in masks:
+            self._deliver(self._core.take_mask(mask))
         self._deliver(self._core.expire())
 
     def _deliver(self, deliveries: list[Delivery]) -> None:
@@ -329,13 +349,43 @@ class Engine:
                 if not self._live:
                     self._idle.notify_all()
 
+    # --- masks ---
+
+    def _ask_for_masks(self, ask: Callable[[list[Ask]], None]) -> None:
+        if self._core.asks:
+            asks, self._core.asks = self._core.asks, []
+            ask(asks)
+
+    def _hurry(self, asks: list[Ask]) -> None:
+        """Asks for the masks that follow from a step's tokens, and gives the quick ones the moment that they take, so
+        that the rows which drew together draw together again."""
+        with self._lock:
+            self._num_hurried = sum(not ask.sequence.is_slow_to_mask for ask in asks)
+        self._mask_threads.ask(asks)
+        with self._lock:
+            self._wake.wait_for(lambda: self._num_hurried <= 0, MASK_WAIT_S)
+            self._num_hurried = 0
+
+    def _on_masks(self, answers: list[Answer]) -> None:
+        """On one of the threads that compute masks."""
+        with self._lock:
+            self._masks += answers
+            self._num_hurried -= len(answers)
+            self._wake.notify()
+
+    def _answer_here(self, asks: list[Ask]) -> None:
+        """Without threads: blocks until the masks are there."""
+        for ask in asks:
+            self._deliver(self._core.take_mask(answer(ask)))
+
     def _stop(self) -> None:
         self._take_inbox()
         self._deliver(self._core.end_all(FinishReason.ABORT))
 
     def _check_not_stuck(self) -> None:
         core = self._core
-        assert core.in_flight or not core.sequences, "requests are there, nothing is in flight and nothing can run"
+        is_waiting = core.in_flight or core.num_masks_wanted
+        assert is_waiting or not core.sequences, "requests are there, nothing is in flight and nothing can run"
 
     def _die(self, error: Exception) -> None:
         _log.critical("the engine is dead", exc_info=error)

@@ -6,11 +6,12 @@ from struct import Struct
 
 import numpy as np
 
+from batcher.grammar import num_mask_words
 from batcher.plan import StepPlan
 from batcher.sampling_table import column_values
 from batcher.sequence import Sequence
 from batcher.slots import SlotLayout
-from batcher.step import PATCH_BLOCK, Bucket, Capacity, PackedLayout, PenaltyReset, StepInput, Variant
+from batcher.step import MASK_BLOCK, PATCH_BLOCK, Bucket, Capacity, PackedLayout, PenaltyReset, StepInput, Variant
 
 _UNKNOWN = np.iinfo(np.int64).min  # no i32 equals it: everything is sent the first time
 _FLOAT, _BITS = Struct("<f"), Struct("<i")
@@ -26,6 +27,7 @@ class Packer:
     def __init__(self, capacity: Capacity, num_slots: int) -> None:
         self._page_size = capacity.page_size
         self._pad_slot = capacity.num_slots
+        self._num_mask_words = num_mask_words(capacity.vocab_size)
         self._width = SlotLayout.width(capacity.pages_per_seq)
         self._pad_index = capacity.num_slots * self._width
         self._mirror = np.full((num_slots, self._width), _UNKNOWN, np.int64)
@@ -55,7 +57,9 @@ class Packer:
         target[len(indices) :] = self._pad_index
         packed[sections["patch_values"]][: len(values)] = values
         resets = tuple(_penalty_reset(seq) for seq in plan.admitted if seq.has_penalties)
-        return StepInput(bucket=plan.bucket, packed=packed, patches=blocks, penalty_resets=resets)
+        allowed = [(seq, seq.allowed) for seq in plan.admitted if seq.allowed is not None and seq.matcher is None]
+        masks = self._mask_blocks([*plan.masks, *allowed]) if plan.masks or allowed else ()
+        return StepInput(bucket=plan.bucket, packed=packed, patches=blocks, penalty_resets=resets, masks=masks)
 
     def _pack_tokens(self, plan: StepPlan, packed: np.ndarray, sections: dict[str, slice]) -> None:
         tokens = packed[sections["tokens"]]
@@ -103,6 +107,17 @@ class Packer:
             block[0] = self._pad_index
             block[0, : stop - start] = indices[start:stop]
             block[1, : stop - start] = values[start:stop]
+            blocks.append(block)
+        return tuple(blocks)
+
+    def _mask_blocks(self, masks: list[tuple[Sequence, np.ndarray]]) -> tuple[np.ndarray, ...]:
+        blocks = []
+        for start in range(0, len(masks), MASK_BLOCK):
+            block = np.zeros((MASK_BLOCK, 1 + self._num_mask_words), np.int32)
+            block[:, 0] = self._pad_slot
+            for row, (seq, mask) in enumerate(masks[start : start + MASK_BLOCK]):
+                block[row, 0] = seq.slot
+                block[row, 1:] = mask
             blocks.append(block)
         return tuple(blocks)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from batcher.sequence import Sequence
 from batcher.step import Bucket
 
@@ -32,4 +34,5 @@ class StepPlan:
     num_ended: int = 0  # rows of requests that had ended before: static batching decodes them on
     chunks: list[Chunk] = field(default_factory=list)  # rows not listed here read their slot's last token
     admitted: list[Sequence] = field(default_factory=list)
+    masks: list[tuple[Sequence, np.ndarray]] = field(default_factory=list)  # of the tokens drawn under a grammar
     grown: list[Sequence] = field(default_factory=list)  # running rows whose page list got one longer

@@ -14,7 +14,8 @@ MAX_DEVICE_STOP_IDS = 16
 class SamplingParams:
     """How one request's tokens are drawn, and when it ends. Values are already validated by the server.
 
-    Order on the device: logit_bias, penalties, the `min_tokens` ban, temperature, top_k, top_p, min_p.
+    Order on the device: logit_bias, penalties, the `min_tokens` ban, the grammar's mask, temperature, top_k, top_p,
+    min_p.
     """
 
     max_tokens: int
@@ -32,6 +33,8 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; n: the sampled token's and the n most likely ones', n <= MAX_LOGPROBS
     prompt_logprobs: int | None = None  # likewise for each prompt token but the first; bypasses the prefix cache
+    allowed_token_ids: tuple[int, ...] | None = None  # None: all; no other token can be drawn
+    grammar: str | None = None  # of the output, in the text form that the engine's `Grammars` read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +62,7 @@ class ErrorCode(StrEnum):
     """Why a request ended with FinishReason.ERROR."""
 
     QUEUE_DEADLINE = "queue_deadline"  # it waited longer than its deadline_s (HTTP 503)
+    GRAMMAR = "grammar"  # the grammar cannot be compiled or costs too much (HTTP 400)
     NOT_FINITE = "not_finite"  # the model gave NaN or infinity
     STEP_FAILED = "step_failed"  # a step it was part of failed; others go on
     ENGINE_DEAD = "engine_dead"  # the engine stopped for good

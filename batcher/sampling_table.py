@@ -104,6 +104,10 @@ def _ban(request: Admitted) -> tuple[Value, ...]:
     return request.num_prompt + min(min_tokens, request.limit), len(request.stop_ids), sorted(request.stop_ids)
 
 
+def _has_mask(request: Admitted) -> tuple[Value, ...]:
+    return (request.sampling.grammar is not None or request.sampling.allowed_token_ids is not None,)
+
+
 def _bias(request: Admitted) -> tuple[Value, ...]:
     bias = request.sampling.logit_bias
     return len(bias), [token for token, _ in bias], [value for _, value in bias]
@@ -149,6 +153,12 @@ PARAMETERS: dict[str, Parameter] = {
         range=Range(0, MAX_LOGPROBS),
         columns=(Column("wants_logprobs", "bool"),),
         values=lambda request: (request.sampling.logprobs is not None,),
+        variant=Variant.SAMPLE,
+    ),
+    "allowed_token_ids": _on_host(variant=Variant.SAMPLE),  # a mask, like a grammar's, that is brought once
+    "grammar": Parameter(
+        columns=(Column("has_mask", "bool"),),
+        values=_has_mask,
         variant=Variant.SAMPLE,
     ),
     # Steps need SCORE only until the prompt is computed: `Sequence.wants_prompt_logprobs` says when.

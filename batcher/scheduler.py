@@ -14,7 +14,8 @@ The order of service is the key (priority, arrival rank), lower first; a preempt
    deadlock and no starvation.
 4. A request whose next missing prefix page is being computed in this very step waits for the next one, in which it will
    find it: of n samples of one prompt only the first computes it. That may let others pass it, at most once per page.
-5. The last chunk is shortened to the next smaller bucket where the padding it would cause costs more than what its
+5. A request with a grammar is passed over until the mask of its next token is there; it then goes on where it was.
+6. The last chunk is shortened to the next smaller bucket where the padding it would cause costs more than what its
    rest then costs a later step.
 """
 
@@ -47,6 +48,7 @@ class Verdict(Enum):
     ADMITTED = "it runs now"
     NO_ROOM = "it waits, and so do all requests after it"
     NEXT_STEP = "it waits for a page of this step; others may pass"
+    NO_MASK = "it waits for its mask; others may pass"
 
 
 class Scheduler:
@@ -159,7 +161,7 @@ class Scheduler:
         while i < len(running):  # preemption shortens the list from its end
             seq = running[i]
             i += 1
-            if not seq.decoding or seq.num_emitted == seq.limit:
+            if not seq.decoding or seq.is_blocked or seq.num_emitted == seq.limit:
                 continue
             if seq.num_computed == len(seq.pages) * page_size:
                 if not self.pool.num_available and self._may_stall(seq):
@@ -172,7 +174,8 @@ class Scheduler:
                 self._grow(seq)
                 grown.append(seq)
             rows.append(seq)
-        if stalled and not rows and self.last_done == self.last_step and all(seq.decoding for seq in running):
+        is_stuck = stalled and not rows and self.last_done == self.last_step
+        if is_stuck and all(seq.decoding and not seq.is_blocked for seq in running):
             # No other request is left that could end: the first of them gets on at the expense of the last.
             self._make_room(stalled[0], 0)
             rows = [seq for seq in stalled if seq.state is State.RUNNING][: self.pool.num_available]
@@ -205,7 +208,7 @@ class Scheduler:
         """Prompt chunks (sequence, tokens) within the budget, and the requests admitted for them."""
         chunks: list[tuple[Sequence, int]] = []
         admitted: list[Sequence] = []
-        started = [seq for seq in self.running if not seq.decoding]
+        started = [seq for seq in self.running if not seq.decoding and not seq.is_blocked]
         in_this_step: set[bytes] = set()  # digests of the pages that the chunks will have filled
         position, open_ = 0, bool(self.waiting)
         while budget > 0:
@@ -213,7 +216,7 @@ class Scheduler:
             if open_ and (seq is None or self.waiting[position].key < seq.key):
                 seq = self.waiting[position]
                 verdict = self._admit(seq, in_this_step)
-                position += verdict is Verdict.NEXT_STEP
+                position += verdict in (Verdict.NEXT_STEP, Verdict.NO_MASK)
                 open_ = verdict is not Verdict.NO_ROOM and position < min(len(self.waiting), _MAX_PASSED)
                 if verdict is not Verdict.ADMITTED:
                     continue
@@ -236,6 +239,8 @@ class Scheduler:
         """Lets a waiting request in if there is room for it."""
         if not self._free_slots or seq.last_step > self.last_done:  # one preempted in flight: its token is on the way
             return Verdict.NO_ROOM
+        if seq.is_blocked:
+            return Verdict.NO_MASK
         known = seq.tokens()
         hits: list[int] = []
         if self.prefix_caching:
@@ -335,12 +340,15 @@ class Scheduler:
         q_lens = [1] * (len(decodes) + len(ones)) + [count for _, count in longer]
         emits = [1] * len(decodes)
         listed: list[Chunk] = []
+        masks: list[tuple[Sequence, np.ndarray]] = []
         sampling = scoring = False
         for seq in decodes:
             seq.num_computed += 1
             seq.num_emitted += 1
             seq.last_step = number
             sampling = sampling or seq.needs_sampling
+            if seq.mask is not None:
+                masks.append((seq, seq.take_mask()))
         num_tokens = len(decodes)
         for row in range(len(decodes), len(rows)):
             seq, count = rows[row], q_lens[row]
@@ -354,6 +362,8 @@ class Scheduler:
             if seq.decoding:
                 seq.num_emitted += 1
                 sampling = sampling or seq.needs_sampling
+                if seq.mask is not None:
+                    masks.append((seq, seq.take_mask()))
             self.commit(seq)
         variant = Variant.SCORE if scoring else Variant.SAMPLE if sampling else Variant.GREEDY
         return StepPlan(
@@ -366,6 +376,7 @@ class Scheduler:
             num_tokens=num_tokens,
             chunks=listed,
             admitted=admitted,
+            masks=masks,
             grown=grown,
         )
 

@@ -7,6 +7,7 @@ from enum import Enum
 
 import numpy as np
 
+from batcher.grammar import Matcher
 from batcher.request import Request, RequestOutput, TokenLogprobs
 from batcher.sampling_table import PARAMETERS, is_asked
 from batcher.step import Variant
@@ -17,6 +18,7 @@ OnOutput = Callable[[RequestOutput], None]
 class State(Enum):
     """Where a sequence is between arrival and end."""
 
+    COMPILING = "compiling"  # its grammar is compiled; the scheduler does not know it yet
     WAITING = "waiting"  # never admitted, or preempted: owns no slot and no pages
     RUNNING = "running"  # owns a slot and pages
     FINISHED = "finished"
@@ -32,6 +34,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "allowed",
         "arrival",
         "arrived_s",
         "commit_at",
@@ -39,10 +42,14 @@ class Sequence:
         "digests",
         "first_token_s",
         "has_penalties",
+        "is_blocked",
+        "is_slow_to_mask",
         "key",
         "last_step",
         "last_token_s",
         "limit",
+        "mask",
+        "matcher",
         "needs_sampling",
         "num_committed",
         "num_computed",
@@ -78,6 +85,8 @@ class Sequence:
         seed: int,
         arrived_s: float,
         on_output: OnOutput,
+        matcher: Matcher | None = None,  # of the request's grammar
+        allowed: np.ndarray | None = None,  # i32[num_mask_words], the mask of `allowed_token_ids`
     ) -> None:
         sampling = request.sampling
         self.request = request
@@ -90,11 +99,16 @@ class Sequence:
         self.seed = seed
         self.arrived_s = arrived_s
         self.on_output = on_output
+        self.matcher = matcher
+        self.allowed = allowed
         asked = [parameter for name, parameter in PARAMETERS.items() if is_asked(sampling, name)]
         self.needs_sampling = any(parameter.variant is Variant.SAMPLE for parameter in asked)
         self.has_penalties = any(parameter.counts_tokens for parameter in asked)
 
-        self.state = State.WAITING
+        self.state = State.WAITING if matcher is None else State.COMPILING
+        self.is_blocked = matcher is not None  # the mask of its next token is not there yet
+        self.mask: np.ndarray | None = None  # of its next token, from its coming to the dispatch of the token
+        self.is_slow_to_mask = True  # to compile is
         self.arrival = -1  # rank, set when the scheduler first sees it; kept through preemption
         self.key = (request.priority, -1)
         self.output: list[int] = []  # tokens read back
@@ -118,6 +132,13 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
             None if sampling.prompt_logprobs is None else [None] * (self.num_prompt - 1)
         )
+
+    def take_mask(self) -> np.ndarray:
+        """The mask of its next token, which is dispatched now. It is blocked until the mask after that."""
+        mask, self.mask = self.mask, None
+        assert mask is not None
+        self.is_blocked = True
+        return mask
 
     @property
     def num_pending(self) -> int:

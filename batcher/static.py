@@ -42,7 +42,7 @@ class StaticScheduler(Scheduler):
         chunks: list[tuple[Sequence, int]] = []
         budget = self.token_budget
         for seq in self.running:
-            if seq.state is State.RUNNING and not seq.decoding and budget:
+            if seq.state is State.RUNNING and not seq.decoding and not seq.is_blocked and budget:
                 chunks.append((seq, min(len(seq.to_compute) - seq.num_computed, budget)))
                 budget -= chunks[-1][1]
         if chunks:
@@ -50,7 +50,13 @@ class StaticScheduler(Scheduler):
         num_wanted = sum(seq.state is State.RUNNING and seq.num_emitted < seq.limit for seq in self.running)
         if not num_wanted:
             return None
-        decodes = [seq for seq in self.running if seq.decoding and seq.num_computed < self.max_model_len - 1]
+        decodes = [
+            seq
+            for seq in self.running
+            if seq.decoding and not seq.is_blocked and seq.num_computed < self.max_model_len - 1
+        ]
+        if not decodes:
+            return None
         grown = [seq for seq in decodes if seq.num_computed == len(seq.pages) * self.page_size]
         for seq in grown:
             seq.pages += self.pool.allocate(1)

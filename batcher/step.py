@@ -95,6 +95,7 @@ class PackedLayout:
         return max(s.stop for s in self.sections().values())
 
 
+MASK_BLOCK = 16  # rows of one dispatch that brings masks
 PATCH_BLOCK = 4096  # (index, value) pairs of one patch-only dispatch
 
 
@@ -115,6 +116,7 @@ class StepInput:
     packed: np.ndarray  # i32[PackedLayout(bucket).size]
     patches: tuple[np.ndarray, ...] = ()  # each i32[2, PATCH_BLOCK], applied before the step, in order
     penalty_resets: tuple[PenaltyReset, ...] = ()  # applied before the step
+    masks: tuple[np.ndarray, ...] = ()  # each i32[MASK_BLOCK, 1 + num_mask_words], slots first; num_slots is padding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from batcher.grammar import num_mask_words
 from batcher.slots import SlotLayout
 from model.config import LlamaConfig
 from model.execution.device_memory import DeviceMemory
@@ -83,8 +84,9 @@ def weights_bytes(model: Llama) -> int:
 
 
 def state_bytes(config: LlamaConfig, *, num_slots: int, pages_per_seq: int, num_shards: int) -> int:
-    """Of the slots, which every device holds, and of its part of their token histories."""
-    return 4 * num_slots * (SlotLayout.width(pages_per_seq) + config.vocab_size // num_shards)
+    """Of the slots and their masks, which every device holds, and of its part of their token histories."""
+    row = SlotLayout.width(pages_per_seq) + num_mask_words(config.vocab_size) + config.vocab_size // num_shards
+    return 4 * num_slots * row
 
 
 def temporaries_bound(config: LlamaConfig, *, num_tokens: int, num_rows: int, itemsize: int, num_shards: int) -> int:

@@ -16,8 +16,10 @@ from flax import nnx
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from batcher.grammar import num_mask_words
 from batcher.slots import SlotLayout
 from batcher.step import (
+    MASK_BLOCK,
     PATCH_BLOCK,
     Bucket,
     Capacity,
@@ -37,6 +39,7 @@ from model.execution.step import (
     DeviceState,
     OutputLayout,
     apply_patches,
+    bring_masks,
     history_blocks,
     make_step,
     reset_history,
@@ -140,6 +143,8 @@ class ModelRunner:
         }
         lower["patch"] = partial(self._lower_update, apply_patches, slots, (2, PATCH_BLOCK))
         reset = partial(reset_history, mesh=self._attention.mesh)
+        block = (MASK_BLOCK, 1 + self._state_like.masks.shape[1])
+        lower["bring masks"] = partial(self._lower_update, bring_masks, self._state_like.masks, block)
         lower["reset history"] = partial(self._lower_update, reset, history, (HISTORY_BLOCK_SIZE,))
         self._compilation = Compilation(lower, compiler_options(self._a_device().platform), self._compiles)
 
@@ -163,6 +168,7 @@ class ModelRunner:
         assert compilation is not None
         programs = compilation.result()
         self._patch, self._reset_history = programs.pop("patch"), programs.pop("reset history")
+        self._bring_masks = programs.pop("bring masks")
         if programs.keys() != set(buckets):
             raise ValueError("start_compiling was given other buckets than warm_up")
         self._programs = {bucket: programs[bucket] for bucket in buckets}
@@ -170,7 +176,7 @@ class ModelRunner:
         now = time.perf_counter()
         early = f", {now - waiting_since:.1f} s of them after loading" if waiting_since > compilation.started_s else ""
         report(
-            f"compiled {len(programs) + 2} programs in {now - compilation.started_s:.1f} s{early} "
+            f"compiled {len(programs) + 3} programs in {now - compilation.started_s:.1f} s{early} "
             f"({compilation.num_from_disk} came from the disk; tracing took {compilation.tracing_s:.1f} s)"
         )
         started = time.perf_counter()
@@ -192,14 +198,16 @@ class ModelRunner:
         """
         if step.bucket not in self._programs:
             raise KeyError(f"{step.bucket} has no program: warm_up was not given it")
-        slots, history = self._state.slots, self._state.history
+        slots, history, masks = self._state.slots, self._state.history, self._state.masks
         for patches in step.patches:
             slots = self._patch(slots, patches)
         for reset in step.penalty_resets:
             vocab = self._model_config.vocab_size
             for block in history_blocks(reset.slot, reset.prompt, reset.output, vocab):
                 history = self._reset_history(history, block)
-        state = DeviceState(slots=slots, history=history, kv=self._state.kv)
+        for block in step.masks:
+            masks = self._bring_masks(masks, block)
+        state = DeviceState(slots=slots, history=history, masks=masks, kv=self._state.kv)
         self._state, output = self._programs[step.bucket](self._weights, state, step.packed)
         output.copy_to_host_async()
         return StepResult(output, OutputLayout(step.bucket))
@@ -254,7 +262,8 @@ class ModelRunner:
         parts = PackedLayout(bucket).sections()
         packed[parts["slots"]] = self._config.max_num_seqs
         packed[parts["patch_indices"]] = nowhere
-        step = StepInput(bucket=bucket, packed=packed, patches=(patches,), penalty_resets=(nothing,))
+        masks = np.full((MASK_BLOCK, 1 + self._state.masks.shape[1]), self._config.max_num_seqs, np.int32)
+        step = StepInput(bucket=bucket, packed=packed, patches=(patches,), penalty_resets=(nothing,), masks=(masks,))
         self.execute(step).result()
 
     def _describe_state(self) -> DeviceState:
@@ -266,6 +275,7 @@ class ModelRunner:
         return DeviceState(
             slots=self._sent((slots, SlotLayout.width(self._pages_per_seq))),
             history=history,
+            masks=self._sent((slots, num_mask_words(vocab))),
             kv=[kv] * self._model_config.num_layers,
         )
 

@@ -1,8 +1,8 @@
 """The one compiled program of a step: forward pass, K/V pages, sampling, and the state that the next step reads.
 
 The host sends one int32 buffer (`batcher.step.PackedLayout`) and reads one back (`OutputLayout`). Everything else stays
-on the device: a row of `SlotLayout` per request slot, the token history of requests with penalties, and the K/V pages.
-All three are donated, so that every step updates them in place.
+on the device: a row of `SlotLayout` per request slot, the token history of requests with penalties, the masks of
+requests with grammars, and the K/V pages. All of it is donated, so that every step updates them in place.
 
 Shape legend: `T` tokens of the step (padded), `S` rows (padded), `W` columns of the slot state, `V` vocabulary,
 `D` embed.
@@ -45,6 +45,7 @@ class DeviceState:
     history: (
         jax.Array
     )  # i32[num_slots, V], see sampling.IN_PROMPT, split by vocabulary; kept up for slots with penalties
+    masks: jax.Array  # i32[num_slots, num_mask_words], whole on every chip; brought anew for each token under a grammar
     kv: list[jax.Array]  # per layer, laid out by pallas_kernels
 
 
@@ -125,8 +126,9 @@ def make_step(
                 _draw,
                 logits,
                 history,
+                state.masks,
                 rows,
-                in_specs=(BY_VOCAB, BY_VOCAB, REPLICATED),
+                in_specs=(BY_VOCAB, BY_VOCAB, REPLICATED, REPLICATED),
                 out_specs=(REPLICATED, REPLICATED, BY_VOCAB),
             )
             outputs |= _named("", found)
@@ -135,7 +137,8 @@ def make_step(
         outputs["tokens"] = drawn
 
         slots = _advance(slots, rows, drawn)
-        return DeviceState(slots=slots, history=history, kv=kv), OutputLayout(bucket).join(outputs)
+        state = DeviceState(slots=slots, history=history, masks=state.masks, kv=kv)
+        return state, OutputLayout(bucket).join(outputs)
 
     return step
 
@@ -206,12 +209,12 @@ def _advance(slots: jax.Array, rows: _Rows, drawn: jax.Array) -> jax.Array:
 
 
 def _draw(
-    shard: VocabShard, logits: jax.Array, history: jax.Array, rows: _Rows
+    shard: VocabShard, logits: jax.Array, history: jax.Array, masks: jax.Array, rows: _Rows
 ) -> tuple[jax.Array, Logprobs, jax.Array]:
     """The rows' next tokens, their log-probabilities, and the history with the tokens of rows with penalties."""
     asked = sampling.sampling_rows(rows.state)
-    gather = partial(history.at[rows.slots].get, mode="clip")
-    drawn = sampling.sample(shard, logits, asked, rows.kv_lens, rows.emits, gather)
+    of_history, of_masks = (partial(array.at[rows.slots].get, mode="clip") for array in (history, masks))
+    drawn = sampling.sample(shard, logits, asked, rows.kv_lens, rows.emits, of_history, of_masks)
     found = logprobs(shard, logits, drawn, rows.emits & asked.wants_logprobs)
     counted = jnp.where(rows.emits & asked.has_penalty, rows.slots, history.shape[0])
     return drawn, found, history.at[counted, shard.locate(drawn)].add(1, mode="drop")
@@ -241,6 +244,11 @@ def _named(prefix: str, found: Logprobs) -> dict[str, jax.Array]:
 def apply_patches(slots: jax.Array, patches: jax.Array) -> jax.Array:
     """`slots` i32[num_slots, W] with `patches` i32[2, n], flat indices and values; those past the end are padding."""
     return slots.ravel().at[patches[0]].set(patches[1], mode="drop").reshape(slots.shape)
+
+
+def bring_masks(masks: jax.Array, block: jax.Array) -> jax.Array:
+    """`masks` i32[num_slots, num_mask_words] with the rows of one block of `StepInput.masks`."""
+    return masks.at[block[:, 0]].set(block[:, 1:], mode="drop")
 
 
 def reset_history(history: jax.Array, block: jax.Array, *, mesh: Mesh | None) -> jax.Array:

@@ -1,6 +1,7 @@
 """Draws each row's next token on the device: every request in a step with its own parameters, and without a sort.
 
-Order, for every row that asks: logit_bias, penalties, the `min_tokens` ban, temperature, top_k, top_p, min_p, draw.
+Order, for every row that asks: logit_bias, penalties, the `min_tokens` ban, the grammar's mask, temperature, top_k,
+top_p, min_p, draw.
 Each stage runs only if some row of the step asks for it, and changes only the rows that do: a row's token depends on
 its own logits, parameters, seed and position, never on the other rows.
 
@@ -50,6 +51,7 @@ class SamplingRows:
     bias_ids: jax.Array  # i32[S, MAX_LOGIT_BIAS]
     bias_values: jax.Array  # f32[S, MAX_LOGIT_BIAS]
     wants_logprobs: jax.Array  # bool[S]
+    has_mask: jax.Array  # bool[S]
 
     @property
     def has_penalty(self) -> jax.Array:  # bool[S]
@@ -81,9 +83,10 @@ def sample(
     positions: jax.Array,  # i32[S], that the drawn token will have in its sequence
     asking: jax.Array,  # bool[S]: the row's token will be used; nothing is computed for the sake of another
     history: Callable[[], jax.Array],  # i32[S, V], the rows of `token history`; read only if some row has a penalty
+    masks: Callable[[], jax.Array],  # i32[S, num_mask_words], the rows' masks; read only if some row has one
 ) -> jax.Array:
     """The rows' next tokens, i32[S]."""
-    adjusted = adjust(shard, logits, rows, positions, asking, history)
+    adjusted = adjust(shard, logits, rows, positions, asking, history, masks)
     greatest, best = most_likely(shard, adjusted)
     draws = asking & (rows.temperature > 0)
 
@@ -111,14 +114,16 @@ def adjust(
     positions: jax.Array,  # i32[S]
     asking: jax.Array,  # bool[S]
     history: Callable[[], jax.Array],  # i32[S, V]
+    masks: Callable[[], jax.Array],  # i32[S, num_mask_words]
 ) -> jax.Array:
-    """The logits [S, V] after bias, penalties and ban: what greedy rows take the best of."""
+    """The logits [S, V] after bias, penalties, ban and mask: what greedy rows take the best of."""
     biased = asking & (rows.num_bias > 0)
     penalised = asking & rows.has_penalty
     banned = asking & (positions < rows.min_kv_len) & (rows.num_stop_ids > 0)
     logits = _where_asked(biased, lambda x: _add_bias(shard, x, rows), logits)
     logits = _where_asked(penalised, lambda x: _penalise(x, rows, history()), logits)
-    return _where_asked(banned, lambda x: _ban_stop_ids(shard, x, rows), logits)
+    logits = _where_asked(banned, lambda x: _ban_stop_ids(shard, x, rows), logits)
+    return _where_asked(asking & rows.has_mask, lambda x: jnp.where(allowed(shard, masks()), x, -jnp.inf), logits)
 
 
 def _where_asked(asked: jax.Array, change: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:
@@ -148,6 +153,16 @@ def _ban_stop_ids(shard: VocabShard, logits: jax.Array, rows: SamplingRows) -> j
     is_set = jnp.arange(MAX_DEVICE_STOP_IDS) < rows.num_stop_ids[:, None]
     index = jnp.where(is_set, shard.locate(rows.stop_ids), shard.size)  # [S, MAX_DEVICE_STOP_IDS]
     return logits.at[row, index].set(-jnp.inf, mode="drop")
+
+
+def allowed(shard: VocabShard, masks: jax.Array) -> jax.Array:  # i32[S, num_mask_words] -> bool[S, V]
+    """This shard's bits of masks of the whole vocabulary, bit i % 32 of word i // 32 being token i's."""
+    num_words = -(-shard.size // 32) + 1  # the shard may begin within a word
+    words = jnp.pad(masks, ((0, 0), (0, num_words)))
+    words = lax.dynamic_slice_in_dim(words, shard.start // 32, num_words, axis=1)
+    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
+    bits = bits.reshape(masks.shape[0], num_words * 32)
+    return lax.dynamic_slice_in_dim(bits, shard.start % 32, shard.size, axis=1) != 0
 
 
 def tempered_weights(

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import numpy as np
 
+from batcher.grammar import num_mask_words
 from batcher.request import MAX_LOGPROBS, Request
 from batcher.slots import SlotLayout
 from batcher.step import (
+    MASK_BLOCK,
     PATCH_BLOCK,
     Bucket,
     Capacity,
@@ -27,6 +29,7 @@ from batcher.step import (
     StepOutput,
     Variant,
 )
+from tests.batcher.toy_grammar import ToyGrammars
 
 POISON = -77  # in every position of a page that the present owner has not written
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -46,6 +49,7 @@ class Draw:
     min_kv_len: int = 0
     stop_ids: tuple[int, ...] = ()
     bias: tuple[tuple[int, float], ...] = ()
+    allowed: tuple[int, ...] | None = None  # by the mask
 
     @property
     def has_penalties(self) -> bool:
@@ -59,6 +63,9 @@ class Draw:
             parts += [self.floats[3:], sorted(history.items())]
         base = blake2b(prefix.astype(np.int32).tobytes(), digest_size=16)
         base.update(repr(parts).encode())
+        if self.allowed is not None:
+            open_ = [t for t in self.allowed if len(prefix) >= self.min_kv_len or t not in self.stop_ids]
+            return open_[int.from_bytes(base.digest(), "little") % len(open_)]
         attempt = 0
         while True:
             digest = blake2b(base.digest() + bytes([attempt]), digest_size=8).digest()
@@ -68,11 +75,17 @@ class Draw:
             attempt += 1
 
 
+def stop_ids_of(request: Request, eos_token_ids: tuple[int, ...]) -> set[int]:
+    """An end that a grammar lets through is one, whatever `ignore_eos` says."""
+    s = request.sampling
+    return {*s.stop_token_ids, *(() if s.ignore_eos and s.grammar is None else eos_token_ids)}
+
+
 def draw_of_request(request: Request, eos_token_ids: tuple[int, ...]) -> Draw:
     """What the slot state of `request` must say."""
     s = request.sampling
     numbers = (s.temperature, s.top_p, s.min_p, s.presence_penalty, s.frequency_penalty, s.repetition_penalty)
-    stop_ids = {*s.stop_token_ids, *(() if s.ignore_eos else eos_token_ids)}
+    stop_ids = stop_ids_of(request, eos_token_ids)
     assert s.seed is not None, "a test that predicts tokens gives the seed"
     return Draw(
         floats=tuple(float(np.float32(x)) for x in numbers),
@@ -87,12 +100,23 @@ def draw_of_request(request: Request, eos_token_ids: tuple[int, ...]) -> Draw:
 def expected_tokens(request: Request, capacity: Capacity, eos_token_ids: tuple[int, ...]) -> list[int]:
     """What the engine must generate, whoever shares the steps: from the request alone."""
     s, draw = request.sampling, draw_of_request(request, eos_token_ids)
-    stop_ids = {*s.stop_token_ids, *(() if s.ignore_eos else eos_token_ids)}
+    stop_ids = stop_ids_of(request, eos_token_ids)
     tokens = list(request.prompt)
     history = Counter(tokens)
     output: list[int] = []
+    allowed = range(capacity.vocab_size) if s.allowed_token_ids is None else sorted(set(s.allowed_token_ids))
+    if s.allowed_token_ids is not None:
+        draw = replace(draw, allowed=tuple(allowed))
+    matcher = None if s.grammar is None else ToyGrammars(capacity.vocab_size).matcher(s.grammar)
+    drawn: tuple[int, ...] = ()
     while len(output) < s.max_tokens and len(tokens) < capacity.max_model_len:
+        if matcher is not None:
+            permit = matcher.advance(drawn)
+            if permit.is_over:
+                break
+            draw = replace(draw, allowed=tuple(t for t in matcher.allowed() if t in allowed))
         token = draw.token(np.array(tokens), history, capacity.vocab_size)
+        drawn = (token,)
         tokens.append(token)
         output.append(token)
         history[token] += 1
@@ -138,6 +162,8 @@ class FakeRunner:
         c = self._capacity
         self.state = np.full((c.num_slots, self.width), POISON, np.int32)
         self.pages = np.full((c.num_pages + 1, c.page_size), POISON, np.int32)
+        self.masks = np.full((c.num_slots, num_mask_words(c.vocab_size)), POISON, np.int32)
+        self.brought: set[int] = set()
         self.history: list[Counter[int]] = [Counter() for _ in range(c.num_slots)]
 
     # --- the protocol ---
@@ -203,6 +229,12 @@ class FakeRunner:
                 self._fail(f"patch block: {block.shape} {block.dtype}")
             self._apply(block[0], block[1])
         self._apply(part["patch_indices"], part["patch_values"])
+        for block in step.masks:
+            if block.shape != (MASK_BLOCK, 1 + self.masks.shape[1]) or block.dtype != np.int32:
+                self._fail(f"mask block: {block.shape} {block.dtype}")
+            for slot in set(block[:, 0].tolist()) - {c.num_slots}:
+                self.masks[slot] = block[block[:, 0] == slot, 1:]
+                self.brought.add(slot)
         for reset in step.penalty_resets:
             self.history[reset.slot] = Counter([*reset.prompt.tolist(), *reset.output.tolist()])
 
@@ -243,6 +275,8 @@ class FakeRunner:
             if self._nan_token is not None and self._nan_token in prefix:
                 out.finite[row] = False
             if emits[row]:
+                if self.state[slot, SlotLayout.at("has_mask")] and slot not in self.brought:
+                    self._fail(f"slot {slot} draws with a mask that was never brought")
                 self._emit(out, row, slot, prefix)
             if bucket.variant is Variant.SCORE:
                 self._score(out, part["targets"], start, kv_len, prefix)
@@ -255,7 +289,7 @@ class FakeRunner:
     def _emit(self, out: _Output, row: int, slot: int, prefix: np.ndarray) -> None:
         draw = self._draw(slot)
         wants_logprobs = bool(self.state[slot, SlotLayout.at("wants_logprobs")])
-        plain = draw.floats[0] == 0 and not draw.has_penalties and not draw.bias
+        plain = draw.floats[0] == 0 and not draw.has_penalties and not draw.bias and draw.allowed is None
         banned = bool(draw.stop_ids) and len(prefix) < draw.min_kv_len
         if out.bucket.variant is Variant.GREEDY and not (plain and not banned and not wants_logprobs):
             self._fail(f"slot {slot} cannot be drawn by a GREEDY program: {draw}")
@@ -282,6 +316,7 @@ class FakeRunner:
         n_stop, n_bias = int(row[col("num_stop_ids")]), int(row[col("num_bias")])
         ids = row[col("bias_ids") : col("bias_ids") + n_bias].tolist()
         values = row[col("bias_values") : col("bias_values") + n_bias].view(np.float32).tolist()
+        bits_allowed = np.unpackbits(self.masks[slot].view(np.uint8), bitorder="little")
         low, high = row[[col("seed"), col("seed") + 1]].view(np.uint32).tolist()
         return Draw(
             floats=tuple(bits.tolist()),
@@ -290,6 +325,7 @@ class FakeRunner:
             min_kv_len=int(row[col("min_kv_len")]),
             stop_ids=tuple(sorted(row[col("stop_ids") : col("stop_ids") + n_stop].tolist())),
             bias=tuple(zip(ids, values, strict=True)),
+            allowed=tuple(np.flatnonzero(bits_allowed).tolist()) if row[col("has_mask")] else None,
         )
 
     def _apply(self, indices: np.ndarray, values: np.ndarray) -> None:

@@ -11,6 +11,7 @@ from batcher.engine import Engine
 from batcher.request import FinishReason, Request, RequestOutput, SamplingParams
 from batcher.step import Capacity
 from tests.batcher.fake_runner import FakeRunner, expected_tokens
+from tests.batcher.toy_grammar import ToyGrammars
 
 EOS = (1, 2)
 CAPACITY = Capacity(num_slots=4, num_pages=64, page_size=4, max_model_len=64, max_num_batched_tokens=32, vocab_size=100)
@@ -64,6 +65,7 @@ class Drive:
         capacity: Capacity = CAPACITY,
         *,
         runner: FakeRunner | None = None,
+        grammars: ToyGrammars | None = None,
         buckets: dict[str, object] | None = None,
         **config: object,
     ) -> None:
@@ -73,7 +75,8 @@ class Drive:
         limits = {"max_num_batched_tokens": capacity.max_num_batched_tokens, "max_num_seqs": capacity.num_slots}
         self.ladder = BucketLadder(BucketConfig(**limits | {"min_mixed_tokens": 8} | (buckets or {})))
         settings = EngineConfig(**{"eos_token_ids": EOS, "seed": 0} | config)
-        self.engine = Engine(self.runner, settings, self.ladder, clock=self.clock)
+        grammars = grammars or ToyGrammars(capacity.vocab_size)
+        self.engine = Engine(self.runner, settings, self.ladder, clock=self.clock, grammars=grammars)
         self.engine.warm_up(lambda _line: None)
         self.heard: dict[str, Heard] = {}
         self.requests: dict[str, Request] = {}

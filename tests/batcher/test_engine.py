@@ -198,6 +198,9 @@ def test_an_id_can_be_used_again_when_its_request_has_ended() -> None:
         ("min_tokens", [5], {"min_tokens": 11}),
         ("min_tokens", [5], {"min_tokens": -1}),
         ("stop_token_ids", [5], {"stop_token_ids": (100,)}),
+        ("allowed_token_ids", [5], {"allowed_token_ids": (100,)}),
+        ("allowed_token_ids", [5], {"allowed_token_ids": ()}),
+        ("allowed_token_ids", [5], {"allowed_token_ids": (1, 2), "min_tokens": 1}),
         ("stop_token_ids", [5], {"stop_token_ids": tuple(range(10, 25)), "min_tokens": 1}),
         ("logit_bias", [5], {"logit_bias": ((100, 1.0),)}),
         ("logit_bias", [5], {"logit_bias": ((7, 1.0), (7, 2.0))}),
@@ -544,6 +547,8 @@ def test_every_sampling_parameter_reaches_the_draw() -> None:
         {"repetition_penalty": 1.1},
         {"logit_bias": ((7, 1.0),)},
         {"seed": 1},
+        {"grammar": "3 30 30"},
+        {"allowed_token_ids": tuple(range(20, 50))},
     ]
     fields = {name for change in changes for name in change}
     assert fields | {

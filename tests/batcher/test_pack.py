@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from batcher.grammar import num_mask_words
 from batcher.pack import Packer, slot_state
 from batcher.plan import Chunk, StepPlan
 from batcher.sequence import Sequence
 from batcher.slots import SlotLayout
-from batcher.step import PATCH_BLOCK, Bucket, PackedLayout, StepInput, Variant
+from batcher.step import MASK_BLOCK, PATCH_BLOCK, Bucket, PackedLayout, StepInput, Variant
 from tests.batcher.harness import make_capacity, make_request
 
 CAPACITY = make_capacity(num_slots=4, page_size=4, max_model_len=64)
@@ -128,6 +129,7 @@ def test_an_admission_sends_the_whole_row_that_will_be_read() -> None:
             col("num_stop_ids"): 3,
             col("num_bias"): 2,
             col("wants_logprobs"): 1,
+            col("has_mask"): 0,
             col("stop_ids"): 1,
             col("stop_ids") + 1: 2,
             col("stop_ids") + 2: 17,
@@ -163,7 +165,7 @@ def test_the_next_owner_of_a_slot_sends_only_what_differs() -> None:
     }
     packer.forget()
     step = packer.pack(make_plan([(second, 1, 1)], bucket, admitted=[second]))
-    assert len(patches(step)) == 16
+    assert len(patches(step)) == 17
 
 
 def test_a_new_page_of_a_running_row_is_one_patch() -> None:
@@ -201,3 +203,18 @@ def test_targets_are_the_tokens_that_follow() -> None:
     assert sections(Packer(CAPACITY, 4).pack(plan))["targets"] == [6, 7, 8, -1, -1, -1, -1, -1]
     plan = make_plan([(other, 2, 1), (scored, 2, 0)], bucket, chunks=[Chunk(0, 0, 0, 2), Chunk(1, 2, 1, 2)])
     assert sections(Packer(CAPACITY, 4).pack(plan))["targets"] == [-1, -1, 7, 8, -1, -1, -1, -1]
+
+
+def test_masks_travel_in_blocks_with_their_slots() -> None:
+    words = num_mask_words(CAPACITY.vocab_size)
+    capacity = make_capacity(num_slots=MASK_BLOCK + 4, page_size=4, max_model_len=64)
+    rows = [make_sequence(str(i), [5], slot=i, pages=[i + 1]) for i in range(MASK_BLOCK + 3)]
+    masks = [(seq, np.full(words, seq.slot + 100, np.int32)) for seq in rows[1:]]
+    bucket = Bucket(MASK_BLOCK + 3, MASK_BLOCK + 3, Variant.SAMPLE)
+    step = Packer(capacity, capacity.num_slots).pack(make_plan([(seq, 1, 1) for seq in rows], bucket, masks=masks))
+    assert [block.shape for block in step.masks] == [(MASK_BLOCK, 1 + words)] * 2
+    sent = np.concatenate(step.masks)
+    real = sent[sent[:, 0] < capacity.num_slots]
+    assert real[:, 0].tolist() == list(range(1, MASK_BLOCK + 3))
+    assert (real[:, 1:] == real[:, :1] + 100).all()
+    assert set(sent[:, 0]) - set(real[:, 0]) == {capacity.num_slots}

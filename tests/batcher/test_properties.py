@@ -56,6 +56,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         ignore_eos=draw(st.booleans()),
         logprobs=draw(st.sampled_from([None, None, 3])),
         prompt_logprobs=draw(st.sampled_from([None, None, None, 2])),
+        grammar=draw(st.sampled_from([None, None, "1 0 5", "3 2 6", "2 50 50"])),
     )
 
 

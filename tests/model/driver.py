@@ -10,7 +10,7 @@ from flax import nnx
 
 from batcher.request import SamplingParams
 from batcher.slots import SlotLayout
-from batcher.step import PATCH_BLOCK, Bucket, PackedLayout, PenaltyReset, StepInput, StepOutput
+from batcher.step import MASK_BLOCK, PATCH_BLOCK, Bucket, PackedLayout, PenaltyReset, StepInput, StepOutput
 from model.config import LlamaConfig
 from model.execution.memory_plan import RunnerConfig
 from model.execution.runner import ModelRunner
@@ -86,6 +86,7 @@ class Row:
     output: list[int] = field(default_factory=list)
     num_computed: int = 0
     has_emitted: bool = False  # in this slot: its LAST_TOKEN is this row's
+    mask: np.ndarray | None = None  # i32[num_mask_words] of every token that it draws
 
     @property
     def tokens(self) -> list[int]:
@@ -114,6 +115,7 @@ def admission(row: Row, width: int) -> np.ndarray:
     state[at("num_bias")] = len(s.logit_bias)
     for i, (token, value) in enumerate(s.logit_bias):
         state[at("bias_ids") + i], state[at("bias_values") + i] = token, bits(value)[0]
+    state[at("has_mask")] = row.mask is not None
     state[at("wants_logprobs")] = s.logprobs is not None
     state[SlotLayout.PAGE_TABLE : SlotLayout.PAGE_TABLE + len(row.pages)] = row.pages
     return np.stack([row.slot * width + np.arange(width, dtype=np.int32), state])
@@ -159,7 +161,15 @@ def pack(
         PenaltyReset(slot=row.slot, prompt=np.array(row.prompt, np.int32), output=np.array(row.output, np.int32))
         for row in admit
     )
-    return StepInput(bucket=bucket, packed=packed, patches=tuple(blocks), penalty_resets=resets)
+    masks = [np.array([row.slot, *row.mask], np.int32) for row, _ in chunks if row.mask is not None]
+    block = np.stack(masks + [np.full_like(masks[0], num_slots)] * (MASK_BLOCK - len(masks))) if masks else None
+    return StepInput(
+        bucket=bucket,
+        packed=packed,
+        patches=tuple(blocks),
+        penalty_resets=resets,
+        masks=() if block is None else (block,),
+    )
 
 
 def run(

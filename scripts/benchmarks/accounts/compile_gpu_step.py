@@ -28,6 +28,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from batcher.grammar import num_mask_words
 from batcher.slots import SlotLayout
 from batcher.step import Bucket, PackedLayout, Variant
 from model.compiling.compiler_options import compiler_options
@@ -92,6 +93,7 @@ def compile_step(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     state = DeviceState(
         slots=integers(NUM_SLOTS, SlotLayout.width(-(-args.max_model_len // PAGE_SIZE))),
         history=history,
+        masks=integers(NUM_SLOTS, num_mask_words(config.vocab_size)),
         kv=[pages] * config.num_layers,
     )
     bucket = Bucket(args.tokens or args.rows, args.rows, args.variant)

@@ -75,5 +75,5 @@ def test_chips_share_the_logits_and_the_histories():
 
     # 24 bytes of a logit, and 16 more where chips look for thresholds together.
     assert [bound(9, chips) - bound(8, chips) for chips in (1, 8)] == [24 * 128256, 40 * 16032]
-    assert state(1) - state(8) == 1024 * 4 * 128256 * 7 // 8  # 438 MiB of 501
-    assert state(8) == 1024 * 4 * (SlotLayout.width(64) + 16032)
+    assert state(1) - state(8) == 1024 * 4 * 128256 * 7 // 8  # 438 MiB of 517
+    assert state(8) == 1024 * 4 * (SlotLayout.width(64) + 4008 + 16032)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from batcher.grammar import num_mask_words
 from batcher.request import SamplingParams
 from batcher.slots import SlotLayout
 from batcher.step import PATCH_BLOCK, Bucket, Capacity, PackedLayout, StepInput, Variant
@@ -35,8 +36,8 @@ def runner():
     made = tiny_runner()
     lines = []
     made.warm_up(BUCKETS, lines.append)
-    # Every bucket, and the two updates next to the step.
-    assert re.match(rf"compiled {len(BUCKETS) + 2} programs in [\d.]+ s", lines[0])
+    # Every bucket, and the three updates next to the step.
+    assert re.match(rf"compiled {len(BUCKETS) + 3} programs in [\d.]+ s", lines[0])
     return made
 
 
@@ -204,7 +205,8 @@ def test_memory_for_weights_that_are_still_to_come_is_kept_free(monkeypatch):
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(loaded)))
     limits = RunnerConfig(max_num_seqs=SLOTS, max_num_batched_tokens=24, max_model_len=64)
     temporaries = memory_plan.temporaries_bound(TINY, num_tokens=24, num_rows=SLOTS, itemsize=4, num_shards=1)
-    slots = SLOTS * 4 * (SlotLayout.width(64 // paged_attention().spec.page_size) + TINY.vocab_size)
+    width = SlotLayout.width(64 // paged_attention().spec.page_size)
+    slots = SLOTS * 4 * (width + TINY.vocab_size + num_mask_words(TINY.vocab_size))
     free = size + temporaries + slots + 41 * TINY.num_layers * paged_attention().page_bytes()
     found = []
     for model, taken in ((loaded, size), (abstract_model(TINY, dtype=jnp.float32), 0)):
@@ -217,6 +219,15 @@ def test_memory_for_weights_that_are_still_to_come_is_kept_free(monkeypatch):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return checkpoints.write(tmp_path_factory.mktemp("checkpoint"), "gqa2")
+
+
+LET_THROUGH = (3, 31, 32, 64)
+
+
+def mask_of(tokens, vocab_size):
+    bits = np.zeros(num_mask_words(vocab_size) * 32, np.uint8)
+    bits[list(tokens)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 SAMPLED = SamplingParams(max_tokens=64, temperature=1.2, top_p=0.9, top_k=50, frequency_penalty=0.5, logprobs=3)
@@ -233,11 +244,12 @@ def texts_of(folder, num_shards, decode):
     runner.place(weights.load_hf(folder, config, dtype=jnp.float32, mesh=mesh))
     lines = []
     runner.warm_up([prompt, decode], lines.append)
-    assert re.match(r"compiled 4 programs in [\d.]+ s, [\d.]+ s of them after loading", lines[0])
+    assert re.match(r"compiled 5 programs in [\d.]+ s, [\d.]+ s of them after loading", lines[0])
     before = runner.num_compiles
     rows = [Row(0, [5, 6, 7, 8, 9, 10], [1, 2, 3]), Row(2, [3, 1, 4], [7, 8, 9])]
     if decode.variant is Variant.SAMPLE:
         rows.append(Row(3, [8, 8, 2], [4, 5, 6], SAMPLED, seed=11))
+        rows.append(Row(1, [8, 8, 2], [10, 11, 12], SAMPLED, seed=11, mask=mask_of(LET_THROUGH, config.vocab_size)))
     run(runner, prompt, [(rows[0], 4), *((row, 3) for row in rows[1:])], admit=rows)
     run(runner, prompt, [(rows[0], 2), *((row, 1) for row in rows[1:])])
     for _ in range(8):
@@ -246,6 +258,7 @@ def texts_of(folder, num_shards, decode):
     assert all(len(kv.sharding.device_set) == num_shards for kv in runner._state.kv)
     history = runner._state.history
     assert history.sharding.shard_shape(history.shape) == (SLOTS, config.vocab_size // num_shards)
+    assert all(set(row.output) <= set(LET_THROUGH) for row in rows if row.mask is not None)
     return [row.output for row in rows]
 
 

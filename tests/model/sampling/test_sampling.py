@@ -14,14 +14,16 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy import stats
 
+from batcher.grammar import num_mask_words
 from batcher.pack import slot_state
 from batcher.request import MAX_DEVICE_STOP_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, Request, SamplingParams
 from batcher.sequence import Sequence
 from batcher.slots import SlotLayout
+from model.network.sharding import make_mesh
 from model.sampling import sampling
 from model.sampling.logprobs import logprobs
 from model.sampling.threshold import kept_threshold
-from model.sampling.vocab_split import VocabShard
+from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabShard, VocabSplit
 
 VOCAB = 300  # more than two draw blocks, and no multiple of one
 ROWS = 8
@@ -34,6 +36,7 @@ def make_rows(n: int, **columns) -> sampling.SamplingRows:
         "temperature": (f32, 0), "top_k": (i32, 0), "top_p": (f32, 1), "min_p": (f32, 0),
         "presence_penalty": (f32, 0), "frequency_penalty": (f32, 0), "repetition_penalty": (f32, 1),
         "min_kv_len": (i32, 0), "num_stop_ids": (i32, 0), "num_bias": (i32, 0), "wants_logprobs": (bool, False),
+        "has_mask": (bool, False),
     }  # fmt: skip
     made = {
         name: np.broadcast_to(np.asarray(columns.pop(name, value), dtype), (n,)).copy()
@@ -57,11 +60,11 @@ def make_rows(n: int, **columns) -> sampling.SamplingRows:
 @cache
 def jitted(name: str):
     functions = {
-        "adjust": lambda logits, rows, positions, asking, history: sampling.adjust(
-            whole(logits), logits, rows, positions, asking, lambda: history
+        "adjust": lambda logits, rows, positions, asking, history, masks: sampling.adjust(
+            whole(logits), logits, rows, positions, asking, lambda: history, lambda: masks
         ),
-        "sample": lambda logits, rows, positions, asking, history: sampling.sample(
-            whole(logits), logits, rows, positions, asking, lambda: history
+        "sample": lambda logits, rows, positions, asking, history, masks: sampling.sample(
+            whole(logits), logits, rows, positions, asking, lambda: history, lambda: masks
         ),
         "kept": _kept,
         "logprobs": lambda logits, tokens, asking: logprobs(whole(logits), logits, tokens, asking),
@@ -79,7 +82,11 @@ def _kept(logits, rows, asking):
     return weights, weights >= kept_threshold(whole(logits), weights, **asked, asking=asking)[:, None]
 
 
-def sample(logits, rows, positions=0, asking=True, history=None):
+def no_masks(logits):
+    return np.zeros((len(logits), num_mask_words(logits.shape[1])), np.int32)
+
+
+def sample(logits, rows, positions=0, asking=True, history=None, masks=None):
     logits = np.asarray(logits, np.float32)
     n, vocab = logits.shape
     return np.asarray(
@@ -89,6 +96,7 @@ def sample(logits, rows, positions=0, asking=True, history=None):
             np.broadcast_to(np.asarray(positions, np.int32), (n,)).copy(),
             np.broadcast_to(np.asarray(asking), (n,)).copy(),
             np.zeros((n, vocab), np.int32) if history is None else history,
+            no_masks(logits) if masks is None else masks,
         )
     )
 
@@ -98,7 +106,7 @@ def adjust(logits, rows, positions=0, history=None):
     n, vocab = logits.shape
     history = np.zeros((n, vocab), np.int32) if history is None else np.asarray(history, np.int32)
     positions = np.broadcast_to(np.asarray(positions, np.int32), (n,)).copy()
-    return np.asarray(jitted("adjust")(logits, rows, positions, np.ones(n, bool), history))
+    return np.asarray(jitted("adjust")(logits, rows, positions, np.ones(n, bool), history, no_masks(logits)))
 
 
 # The kept sets
@@ -171,9 +179,8 @@ def test_top_p_is_a_share_of_what_top_k_left():
 
 def test_no_program_sorts():
     logits, positions = jnp.zeros((4, 1000)), jnp.zeros(4, jnp.int32)
-    lowered = jitted("sample").lower(
-        logits, make_rows(4), positions, jnp.ones(4, bool), jnp.zeros((4, 1000), jnp.int32)
-    )
+    history = jnp.zeros((4, 1000), jnp.int32)
+    lowered = jitted("sample").lower(logits, make_rows(4), positions, jnp.ones(4, bool), history, no_masks(logits))
     assert "stablehlo.sort" not in lowered.as_text()
     assert "top_k" not in lowered.as_text()
 
@@ -473,3 +480,44 @@ def test_what_the_packer_writes_is_what_the_device_reads():
     for field in dataclasses.fields(rows):
         np.testing.assert_array_equal(getattr(rows, field.name), getattr(expected, field.name), field.name)
     assert rows.has_penalty.tolist() == [True]
+
+
+# Masks
+
+
+def mask_of(tokens, vocab=VOCAB):
+    bits = np.zeros(num_mask_words(vocab) * 32, np.uint8)
+    bits[list(tokens)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def test_only_what_the_mask_lets_through_is_drawn():
+    rng = np.random.default_rng(5)
+    logits = np.tile(rng.normal(size=(1, VOCAB)).astype(np.float32) * 5, (400, 1))
+    let_through = [[31, 32, 64, 299], [0], [255, 256]]
+    masks = np.stack([mask_of(let_through[i % 3]) for i in range(400)])
+    rows = make_rows(400, temperature=np.arange(400) % 2 * 1.5, top_p=0.99, top_k=3, has_mask=np.arange(400) % 4 > 0)
+    tokens = sample(logits, rows, positions=np.arange(400), masks=masks)
+    for i, token in enumerate(tokens):
+        assert i % 4 == 0 or token in let_through[i % 3]
+    assert len({tokens[i] for i in range(400) if i % 4 and i % 3 == 0}) > 1
+    assert set(tokens[::4]) - {31, 32, 64, 299, 0, 255, 256}, "rows without a mask draw what they like"
+    greedy = [max(let_through[i % 3], key=lambda t: logits[0, t]) for i in range(400)]
+    assert all(tokens[i] == greedy[i] for i in range(2, 400, 4))
+
+
+def test_a_mask_comes_after_the_bans_of_min_tokens():
+    logits = np.zeros((1, VOCAB), np.float32)
+    rows = make_rows(1, has_mask=True, min_kv_len=9, num_stop_ids=1, stop_ids=[3])
+    assert sample(logits, rows, positions=5, masks=mask_of([3, 8])[None]).tolist() == [8]
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 4])
+def test_every_chip_reads_its_own_bits(num_shards):
+    """Of 300 tokens each of four chips has 75: parts that begin within a word."""
+    split = VocabSplit(VOCAB, make_mesh(num_shards) if num_shards > 1 else None)
+    masks = np.random.default_rng(1).integers(-(2**31), 2**31, (3, num_mask_words(VOCAB)), dtype=np.int64)
+    masks = masks.astype(np.int32)
+    found = jax.jit(lambda x: split.run(sampling.allowed, x, in_specs=(REPLICATED,), out_specs=BY_VOCAB))(masks)
+    expected = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")[:, :VOCAB]
+    np.testing.assert_array_equal(found, expected)

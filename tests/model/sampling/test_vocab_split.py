@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from batcher.grammar import num_mask_words
 from model.network.sharding import make_mesh
 from model.sampling import sampling
 from model.sampling.logprobs import logprobs
@@ -33,13 +34,13 @@ GOLDEN = {
 def program(vocab: int, num_shards: int):
     """(tokens, log-probabilities) of (logits, history, rows, positions)."""
 
-    def draw(shard, logits, history, rows, positions):
+    def draw(shard, logits, history, masks, rows, positions):
         asking = jnp.ones(logits.shape[0], bool)
-        tokens = sampling.sample(shard, logits, rows, positions, asking, lambda: history)
+        tokens = sampling.sample(shard, logits, rows, positions, asking, lambda: history, lambda: masks)
         return tokens, logprobs(shard, logits, tokens, asking)
 
     split = VocabSplit(vocab, make_mesh(num_shards) if num_shards > 1 else None)
-    specs = {"in_specs": (BY_VOCAB, BY_VOCAB, REPLICATED, REPLICATED), "out_specs": REPLICATED}
+    specs = {"in_specs": (BY_VOCAB, BY_VOCAB, REPLICATED, REPLICATED, REPLICATED), "out_specs": REPLICATED}
     return jax.jit(lambda *args: split.run(draw, *args, **specs))
 
 
@@ -47,8 +48,15 @@ def drawn(vocab: int, num_shards: int, kind: str):
     """Of rows that ask for everything there is."""
     logits, history, positions = inputs(vocab, kind)
     bans = {"min_kv_len": 80, "num_stop_ids": 2, "stop_ids": [1, 95]} if kind == "flat" else {}
+    bans |= {"has_mask": np.arange(ROWS) % 3 > 0} if kind == "masked" else {}
     rows = make_rows(ROWS, **mixed_rows(ROWS, vocab), **bans)
-    return jax.tree.map(np.asarray, program(vocab, num_shards)(logits, history, rows, positions))
+    return jax.tree.map(np.asarray, program(vocab, num_shards)(logits, history, masks(vocab), rows, positions))
+
+
+def masks(vocab: int) -> np.ndarray:
+    """Of few tokens, whatever lies past the vocabulary."""
+    words = np.random.default_rng(vocab).integers(0, 2**32, (4, ROWS, num_mask_words(vocab)), dtype=np.uint32)
+    return np.bitwise_and.reduce(words).view(np.int32)
 
 
 def inputs(vocab: int, kind: str):
@@ -67,7 +75,7 @@ def test_one_device_draws_what_it_always_drew(vocab):
     assert tokens.tolist() == GOLDEN[vocab]
 
 
-@pytest.mark.parametrize("kind", ["normal", "flat"])
+@pytest.mark.parametrize("kind", ["normal", "flat", "masked"])
 @pytest.mark.parametrize(
     ("vocab", "num_shards"), [(96, 8), (1000, 4), (1000, 8), (1536, 8), (128256, 2), (128256, 4), (128256, 8)]
 )
@@ -86,7 +94,9 @@ def test_any_number_of_chips_draws_the_same_tokens(vocab, num_shards, kind):
 def test_a_row_of_nans_yields_a_legal_token_on_any_number_of_chips(num_shards):
     rows = make_rows(ROWS, temperature=np.arange(ROWS) % 2, top_p=0.9)
     _, history, positions = inputs(1000, "normal")
-    tokens, _ = program(1000, num_shards)(np.full((ROWS, 1000), np.nan, np.float32), history, rows, positions)
+    tokens, _ = program(1000, num_shards)(
+        np.full((ROWS, 1000), np.nan, np.float32), history, masks(1000), rows, positions
+    )
     assert ((np.asarray(tokens) >= 0) & (np.asarray(tokens) < 1000)).all()
 
 

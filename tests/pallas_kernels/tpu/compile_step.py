@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from batcher.grammar import num_mask_words
 from batcher.slots import SlotLayout
 from batcher.step import Bucket, PackedLayout, Variant
 from model.execution.step import DeviceState, make_step
@@ -53,6 +54,7 @@ def main(target: str, preset: str, sizes: list[int]) -> None:
     state = DeviceState(
         slots=scalars(NUM_ROWS, SlotLayout.width(PAGES_PER_SEQ)),
         history=scalars(NUM_ROWS, stored.vocab_size),
+        masks=scalars(NUM_ROWS, num_mask_words(stored.vocab_size)),
         kv=[attention.kv_pages(NUM_PAGES)] * stored.num_layers,
     )
     kept = jax.tree.map(lambda x: x.sharding, state)
