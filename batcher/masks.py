@@ -30,6 +30,8 @@ class Ask(NamedTuple):
 
 
 class Answer(NamedTuple):
+    """What may come next in a sequence, or why that cannot be said."""
+
     sequence: Sequence
     permit: Permit | Exception  # GrammarError: of the request's own making
     was_slow: bool

@@ -5,6 +5,10 @@
 
 With --compare, one runner serves both ways of scheduling, one after the other, on the same requests: same weights, same
 compiled programs, same pages. Only what shares a step differs.
+
+    python -m scripts.bench_offline --num-prompts 64 --output-len 200 --temperature 1 --compare grammar
+
+runs the requests also under a grammar: a JSON array of strings that is longer than any output.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,11 +27,20 @@ import numpy as np
 from batcher.engine import Engine
 from batcher.request import Request, RequestOutput, SamplingParams
 from model.inputs.paths import local_path
+from model.loading.source import resolve
 from scripts.benchmarks.load.lengths import Lengths
 from scripts.benchmarks.load.workload import random_ids
 from scripts.wiring.engine import Built, build_runner
 from scripts.wiring.errors import FailedError, add_debug_flag, run_command
 from scripts.wiring.settings import SCHEDULING, EngineSettings, add_engine_flags
+from scripts.wiring.stand_in_tokenizer import tokenizer_folder
+from server.engine.scratch_folder import ScratchFolder
+from server.grammar.forms import json_schema_grammar
+from server.grammar.matcher import TokenGrammars, vocabulary_of
+from server.text.tokenizer import ByteLevelTokenizer
+
+GRAMMAR = "grammar"  # a way: continuous scheduling, every request under a grammar
+ENDLESS = {"type": "array", "items": {"type": "string", "maxLength": 20}, "minItems": 1000}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +76,9 @@ def parser() -> argparse.ArgumentParser:
         help="N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA:LOW:HIGH, in tokens",
     )  # fmt: skip
     work.add_argument("--temperature", type=float, default=0.0)
-    work.add_argument("--compare", choices=SCHEDULING, help="run this way of scheduling too, on the same requests")
+    work.add_argument(
+        "--compare", choices=(*SCHEDULING, GRAMMAR), help="run this way too, on the same requests: see above"
+    )
     work.add_argument("--repeats", type=int, default=1, help="of each, alternating; the best of each is compared")
     work.add_argument("--output-json", type=local_path)
     add_engine_flags(p)
@@ -143,13 +158,34 @@ def describe(run: Run) -> str:
     )
 
 
+def under_a_grammar(requests: Sequence[Request]) -> list[Request]:
+    """The same requests, each of an array that is not complete before the request's last token."""
+    grammar = json_schema_grammar(ENDLESS)
+    return [replace(request, sampling=replace(request.sampling, grammar=grammar)) for request in requests]
+
+
+def grammars_of(built: Built) -> TokenGrammars:
+    """Over the tokens of the model's own tokenizer, or of a stand-in."""
+    source = resolve(built.settings.model, weights=built.settings.load_format != "dummy")
+    with ScratchFolder() as spare:
+        size = built.info.vocab_size
+        tokenizer = ByteLevelTokenizer.from_folder(tokenizer_folder(None, source, spare.path), vocab_size=size)
+    return TokenGrammars(lambda: vocabulary_of(tokenizer, vocab_size=size, end_ids=built.eos_token_ids))
+
+
 def best_of_each(built: Built, requests: Sequence[Request], ways: Sequence[str], repeats: int) -> dict[str, Run]:
-    """The best run of each way of scheduling."""
+    """The best run of each way."""
     best: dict[str, Run] = {}
     texts: dict[str, dict[str, tuple[int, ...]]] = {}
+    grammars = grammars_of(built) if GRAMMAR in ways else None
+    if grammars is not None:
+        grammars.load()
     for _ in range(repeats):
         for way in ways:
-            run, texts[way] = measure(built.engine(way), requests, way)
+            if way == GRAMMAR:
+                run, _ = measure(built.engine(grammars=grammars), under_a_grammar(requests), way)
+            else:
+                run, texts[way] = measure(built.engine(way), requests, way)
             print(describe(run), flush=True)
             if way not in best or run.seconds < best[way].seconds:
                 best[way] = run

@@ -21,14 +21,14 @@ from model.loading.source import DEMO, Kind, ModelSource, resolve
 from scripts.wiring.compatibility import add_compatibility_flags, log_warnings
 from scripts.wiring.config_file import CONFIG, with_config
 from scripts.wiring.errors import add_debug_flag, failed
-from scripts.wiring.settings import EngineSettings, add_engine_flags
+from scripts.wiring.settings import EngineSettings, ServedSettings, add_engine_flags
 from scripts.wiring.stand_in_tokenizer import tokenizer_folder
 from server.engine.scratch_folder import ScratchFolder
 from server.main import run
 from server.settings import DEFAULT_MAX_REQUEST_LOGPROBS, DEFAULT_METRICS_PREFIX, GenerationDefaults, Settings
 from server.text.tool_calls.formats import FORMATS
 
-ENGINE = "scripts.wiring.engine:build"
+ENGINE = "scripts.wiring.engine:build_served"
 KEY_VARIABLE = "PALLAS_SERVE_API_KEY"
 CONNECTION_FLAGS = {
     "max_connections": ("N", int, "more are answered 503 (default: as many as `ulimit -Hn` allows, at most 8192)"),
@@ -195,14 +195,16 @@ def main(argv: list[str] | None = None) -> int:
         if source.kind is Kind.HUB:
             engine = dataclasses.replace(engine, model=str(source.folder))  # fetched once, and in this process
         with ScratchFolder() as spare:
-            settings = server_settings(args, source, tokenizer_folder(args.tokenizer, source, spare.path))
+            tokenizer = tokenizer_folder(args.tokenizer, source, spare.path)
+            settings = server_settings(args, source, tokenizer)
+            served = ServedSettings(engine=engine, tokenizer=tokenizer)
             say(f"pallas-serve {settings.version}: {args.model}")
 
             def on_ready(url: str) -> None:
                 where = url if settings.uds else f"{url}/v1"
                 say(f"ready after {time.perf_counter() - started:.1f} s: {where}\ntry:\n  {curl_line(url, settings)}")
 
-            return run(settings, ENGINE, engine, report=say, on_ready=on_ready)
+            return run(settings, ENGINE, served, report=say, on_ready=on_ready)
     except (Exception, KeyboardInterrupt) as error:
         return failed("scripts/serve", error, debug=args.debug)
 

@@ -105,7 +105,7 @@ class LLM:
         with ScratchFolder() as spare:
             folder = tokenizer_folder(None if tokenizer is None else Path(tokenizer), source, spare.path)
             tokens = ByteLevelTokenizer.from_folder(folder, vocab_size=source.config.vocab_size)
-        self.engine, info = build(self.settings, report)
+        self.engine, info = build(self.settings, report, lambda _vocab_size: tokens)
         self.model_name = served_model_name or model
         self.max_in_flight = (
             2 * self.engine.ladder.config.max_num_seqs

@@ -1,10 +1,11 @@
 """The engine's factory: from settings to a warmed-up engine, saying what each phase of the start took.
 
-`build` is what the engine's process calls (`scripts.wiring.engine:build`) and what offline generation calls in its own.
+`build_served` is what the engine's process calls, and `build` what offline generation calls in its own.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig, Scheduling
 from batcher.engine import Engine
+from batcher.grammar import Grammars
 from model.loading.source import ModelSource, resolve
 from scripts.wiring.device import describe_devices, start_jax
-from scripts.wiring.settings import EngineSettings
+from scripts.wiring.settings import EngineSettings, ServedSettings
 from server.engine.wire import EngineInfo
+from server.grammar.matcher import TokenGrammars, vocabulary_of
 
 if TYPE_CHECKING:
     import jax
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from model.quantization.eight_bit import EightBit
     from pallas_kernels.api import PagedAttention
     from pallas_kernels.spec import Backend
+    from server.text.tokenizer import Tokenizer
 
 Report = Callable[[str], None]
 GIB = 1 << 30
@@ -75,7 +79,12 @@ class Built:
     settings: EngineSettings
     info: EngineInfo
 
-    def engine(self, scheduling: str | None = None, on_death: Callable[[BaseException], None] | None = None) -> Engine:
+    def engine(
+        self,
+        scheduling: str | None = None,
+        on_death: Callable[[BaseException], None] | None = None,
+        grammars: Grammars | None = None,
+    ) -> Engine:
         """An engine over the runner, not started. `on_death` is called with what ended it."""
         settings = self.settings
         config = EngineConfig(
@@ -86,13 +95,42 @@ class Built:
             pipeline_depth=settings.pipeline_depth,
             seed=settings.seed,
         )
-        return Engine(self.runner, config, self.ladder, on_death=on_death)
+        return Engine(self.runner, config, self.ladder, on_death=on_death, grammars=grammars)
 
 
-def build(settings: EngineSettings, report: Report) -> tuple[Engine, EngineInfo]:
-    """A warmed-up engine, not started. ValueError where a setting, the model or the device cannot be used."""
+def build_served(served: ServedSettings, report: Report) -> tuple[Engine, EngineInfo]:
+    """`build`, with the tokens of structured output read meanwhile: that holds the interpreter's lock for much of a
+    second, which later would hold up the steps."""
+
+    def tokenizer(vocab_size: int) -> Tokenizer:
+        from server.text.tokenizer import ByteLevelTokenizer
+
+        return ByteLevelTokenizer.from_folder(served.tokenizer, vocab_size=vocab_size)
+
+    return build(served.engine, report, tokenizer, read_tokens=True)
+
+
+def build(
+    settings: EngineSettings,
+    report: Report,
+    tokenizer: Callable[[int], Tokenizer] | None = None,
+    *,
+    read_tokens: bool = False,
+) -> tuple[Engine, EngineInfo]:
+    """A warmed-up engine, not started. ValueError where a setting, the model or the device cannot be used.
+
+    Args:
+        tokenizer: of a model of so many ids; None: the engine serves no grammars.
+        read_tokens: now, while programs are compiled; otherwise the first grammar waits for it.
+    """
     built = build_runner(settings, report, compile_meanwhile=True)
-    engine = built.engine()
+    grammars = None
+    if tokenizer is not None:
+        size, ends = built.info.vocab_size, built.eos_token_ids
+        grammars = TokenGrammars(lambda: vocabulary_of(tokenizer(size), vocab_size=size, end_ids=ends))
+        if read_tokens:
+            threading.Thread(target=grammars.load, name="vocabulary", daemon=True).start()
+    engine = built.engine(grammars=grammars)
     engine.warm_up(lambda line: report(f"  {line}"))
     return engine, built.info
 

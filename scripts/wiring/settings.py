@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from model.inputs.paths import check_local
@@ -86,6 +87,14 @@ class EngineSettings:
     def field_names(cls) -> tuple[str, ...]:
         """The names of all settings."""
         return tuple(field.name for field in dataclasses.fields(cls))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedSettings:
+    """What the engine's process is told."""
+
+    engine: EngineSettings
+    tokenizer: Path  # a folder: grammars are of the tokens that the server speaks
 
 
 def flag(name: str) -> str:

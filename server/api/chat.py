@@ -16,6 +16,7 @@ from server.api.sampling import check_top_logprobs
 from server.api.schemas import ChatRequest
 from server.api.score_limit import limit_scores
 from server.api.state import ServerState
+from server.api.structured import requested_grammar
 from server.api.submission import check_min_tokens, check_num_choices, read_generation, start_generation
 from server.api.template_input import content_text
 from server.api.tools import call_parsers, usable_tools
@@ -62,6 +63,7 @@ async def start_chat(state: ServerState, body: ChatRequest, head: AnswerHead) ->
     check_num_choices(state, 1, body.n)
 
     tools = await usable_tools(state, body)
+    grammar = await requested_grammar(state, body)
     prompt = await encode_chat(state, body, tools)
     kept = truncation(body.truncate_prompt_tokens, state.client.info.max_model_len, asked or 1)
     prompt = prompt if kept is None else prompt[-kept:]
@@ -83,6 +85,7 @@ async def start_chat(state: ServerState, body: ChatRequest, head: AnswerHead) ->
         [limit],
         logprobs=top_logprobs,
         prompt_logprobs=body.prompt_logprobs,
+        grammar=grammar,
         new_call_parser=None if tools is None else call_parsers(state.settings.tool_call_parser, tools),
     )
     options = ChatOptions(

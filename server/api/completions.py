@@ -22,6 +22,7 @@ from server.api.sampling import check_ids, check_top_logprobs
 from server.api.schemas import CompletionRequest
 from server.api.score_limit import limit_scores
 from server.api.state import ServerState
+from server.api.structured import requested_grammar
 from server.api.submission import check_min_tokens, check_num_choices, read_generation, start_generation
 from server.http.errors import RequestError, invalid
 from server.text.special_tokens import SpecialTokens, encode_all
@@ -61,6 +62,7 @@ class Completions:
         echo = bool(body.echo)
         check_counts(body.max_tokens, body.min_tokens, param="max_tokens", least=0 if echo else 1)
 
+        grammar = await requested_grammar(state, body)
         given = _prompts(body)
         check_num_choices(state, len(given), body.n)
         for prompt in given:
@@ -90,6 +92,7 @@ class Completions:
             limits,
             logprobs=body.logprobs,
             prompt_logprobs=max(wants_scores, default=None),
+            grammar=grammar,
         )
         options = CompletionOptions(
             prompts=prompts,

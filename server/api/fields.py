@@ -49,22 +49,18 @@ class FieldTable:
 
 
 NO_REASONING = Refused("reasoning apart from the answer is not supported yet", ("none",))
-_STRUCTURED = Refused("structured output is not supported yet")
+_STRUCTURED = Refused("this way to ask for structured output is not supported yet: there is `structured_outputs`")
 _ANOTHER_SAMPLER = "this sampler is not supported yet: there are temperature, top_k, top_p and min_p"
 
 _GENERATION = {
-    "allowed_token_ids": Refused("barring tokens other than by `logit_bias` is not supported yet"),
-    "bad_words": Refused("barring tokens other than by `logit_bias` is not supported yet"),
+    "bad_words": Refused("barring words is not supported yet; there are `logit_bias` and `allowed_token_ids`"),
     "best_of": Refused("drawing more sequences than are returned is not supported yet: ask for `n`", (1,)),
     "dry_multiplier": Refused(_ANOTHER_SAMPLER),
     "dynatemp_range": Refused(_ANOTHER_SAMPLER),
     "early_stopping": Refused("beam search is not supported yet"),
     "enable_thinking": NO_REASONING,
     "grammar": _STRUCTURED,
-    "guided_choice": _STRUCTURED,
-    "guided_grammar": _STRUCTURED,
-    "guided_json": _STRUCTURED,
-    "guided_regex": _STRUCTURED,
+    "guided_whitespace_pattern": _STRUCTURED,
     "include_reasoning": NO_REASONING,
     "kv_transfer_params": Refused("moving K/V between servers is not supported yet", ({},)),
     "length_penalty": Refused("beam search is not supported yet", (1,)),
@@ -78,7 +74,6 @@ _GENERATION = {
     "repeat_penalty": Refused("this name of `repetition_penalty` is not supported yet", (1,)),
     "repetition_detection": Refused("ending outputs that repeat themselves is not supported yet"),
     "structural_tag": _STRUCTURED,
-    "structured_outputs": _STRUCTURED,
     "tfs_z": Refused(_ANOTHER_SAMPLER, (1,)),
     "thinking": NO_REASONING,
     "thinking_token_budget": NO_REASONING,
@@ -96,14 +91,12 @@ _CHAT = {
     "functions": Refused("this older form of `tools` is not supported yet"),
     "moderation": Refused("moderation is not supported yet"),
     "modalities": Refused("output other than text is not supported yet", (["text"],)),
-    "response_format": Refused("structured output is not supported yet", ({"type": "text"},)),
     "verbosity": Refused("a level of verbosity is not supported yet: say it in a message", ("medium",)),
     "web_search_options": Refused("searching the web is not supported yet"),
 }
 
 _COMPLETION = {
     "prompt_embeds": Refused("a prompt of embeddings is not supported yet"),
-    "response_format": Refused("structured output is not supported yet", ({"type": "text"},)),
     "suffix": Refused("inserting text before a suffix is not supported yet"),
 }
 
@@ -111,6 +104,7 @@ _WITHOUT_EFFECT = frozenset(
     {
         *("metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
         *("safety_identifier", "service_tier", "store", "user"),
+        "guided_decoding_backend",  # there is one
         "spaces_between_special_tokens",  # byte-level tokens bring their own spaces
     }
 )

@@ -16,15 +16,15 @@ MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
 SEED_BITS = 63
-READ_BY_ROUTES = {"max_tokens", "logprobs", "prompt_logprobs"}  # chat and completions spell them differently
+READ_BY_ROUTES = {"max_tokens", "logprobs", "prompt_logprobs", "grammar"}  # for their spellings differ
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
 def check_sampling(body: SamplingFields, *, vocab_size: int) -> None:
     """Raises RequestError 400 for the first value that is out of range. Lengths come once the prompt is known."""
     for name, parameter in PARAMETERS.items():
-        value = getattr(body, name)
-        if name in READ_BY_ROUTES or parameter.range is None or not isinstance(value, int | float):
+        value = None if name in READ_BY_ROUTES else getattr(body, name)
+        if parameter.range is None or not isinstance(value, int | float):
             continue
         if value not in parameter.range and not (name == "top_k" and value == TOP_K_OFF):
             raise invalid(name, f"must be {parameter.range}, got {value}")
@@ -39,6 +39,10 @@ def check_sampling(body: SamplingFields, *, vocab_size: int) -> None:
         raise invalid("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} are allowed, got {len(stop_token_ids)}")
     check_ids("stop_token_ids", stop_token_ids, vocab_size)
     parse_logit_bias(body.logit_bias, vocab_size)
+    if body.allowed_token_ids is not None:
+        if not body.allowed_token_ids:
+            raise invalid("allowed_token_ids", "must have at least one token id")
+        check_ids("allowed_token_ids", body.allowed_token_ids, vocab_size)
 
 
 def stop_strings(body: SamplingFields) -> tuple[str, ...]:
@@ -57,6 +61,7 @@ def sampling_params(
     choice: int,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    grammar: str | None = None,
 ) -> SamplingParams:
     """The parameters of choice number `choice` of a body that `check_sampling` has passed.
 
@@ -68,6 +73,9 @@ def sampling_params(
         if value is not None:
             values[name] = value
     values |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+    values["grammar"] = grammar
+    if body.allowed_token_ids is not None:
+        values["allowed_token_ids"] = tuple(dict.fromkeys(body.allowed_token_ids))
     values["logit_bias"] = parse_logit_bias(body.logit_bias, vocab_size)
     values["seed"] = None if body.seed in (None, -1) else (body.seed + choice) % 2**SEED_BITS
     values["stop_token_ids"] = tuple(dict.fromkeys(body.stop_token_ids or ()))

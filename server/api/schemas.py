@@ -51,8 +51,16 @@ class SamplingFields(Declared, kw_only=True):
     cache_salt: str | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
+    allowed_token_ids: list[int] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    # `server.api.structured` reads these
+    response_format: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    structured_outputs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    guided_json: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    guided_regex: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    guided_choice: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    guided_grammar: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 class ContentPart(Declared):

@@ -10,6 +10,7 @@ from server.api.aside import Aside
 from server.api.metrics import ServerMetrics
 from server.engine.client import EngineClient
 from server.engine.generation import Generation
+from server.grammar.checker import GrammarChecker
 from server.http.body import BodyLimits
 from server.http.errors import model_not_found
 from server.http.turns import Turns
@@ -30,6 +31,7 @@ class ServerState:
     chat_template: ChatTemplate | None  # None: the tokenizer has none
     metrics: ServerMetrics
     aside: Aside = field(default_factory=Aside)
+    grammars: GrammarChecker = field(default_factory=GrammarChecker)
     turns: Turns = field(default_factory=Turns)
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # shutting down: new requests are refused

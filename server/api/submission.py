@@ -93,9 +93,11 @@ async def start_generation(
     logprobs: int | None,
     prompt_logprobs: int | None,
     new_call_parser: Callable[[], CallParser] | None = None,
+    grammar: str | None = None,
 ) -> Generation:
     """Submits `head.n` sequences for each prompt, prompt by prompt; `limits` are the prompts' output limits.
 
+    `grammar` is one of `state.grammars`, of every sequence's output.
     `new_call_parser` gives each choice what finds tool calls in it; None: nothing does.
     Where nothing is streamed, only the first choice of each prompt has the prompt's log-probabilities.
     """
@@ -110,7 +112,7 @@ async def start_generation(
     texts = stop_strings(body)
     stops = await state.aside.run(sum(map(len, texts)), StopStrings, texts) if texts else None
     left_s = None if head.deadline is None else max(LEAST_LEFT_S, head.deadline - time.monotonic())
-    requests = []
+    requests: list[wire.WireRequest] = []
     for prompt, max_tokens in zip(prompts, limits, strict=True):
         for choice in range(head.n):
             stream = TextStream(
@@ -133,6 +135,7 @@ async def start_generation(
                 choice=choice,
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs if choice == 0 or body.stream else None,
+                grammar=wire.SAME_GRAMMAR if grammar is not None and requests else grammar,
             )
             requests.append(
                 wire.WireRequest(

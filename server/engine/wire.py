@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -26,9 +27,12 @@ class WireRequest(msgspec.Struct, array_like=True, frozen=True):
     deadline_s: float | None = None
 
 
+SAME_GRAMMAR = ""
+
+
 class Submit(msgspec.Struct, tag=True):
-    """All requests of one HTTP request, in order. One with an empty prompt has the prompt of the one before it: the
-    choices of a long prompt do not carry it again and again."""
+    """All requests of one HTTP request, in order. One with an empty prompt has the prompt of the one before it, and one
+    with SAME_GRAMMAR its grammar: the choices of a long prompt do not carry either again and again."""
 
     requests: list[WireRequest]
 
@@ -128,19 +132,29 @@ def requests_from_wire(items: Sequence[WireRequest]) -> list[Request]:
     requests: list[Request] = []
     for item in items:
         prompt = tuple(item.prompt) if item.prompt else requests[-1].prompt
-        requests.append(_request(item, prompt))
+        sampling = item.sampling
+        if sampling.grammar == SAME_GRAMMAR:
+            sampling = replace(sampling, grammar=requests[-1].sampling.grammar)
+        requests.append(_request(item, prompt, sampling))
     return requests
 
 
-def _request(item: WireRequest, prompt: tuple[int, ...]) -> Request:
+def _request(item: WireRequest, prompt: tuple[int, ...], sampling: SamplingParams) -> Request:
     return Request(
         request_id=item.request_id,
         prompt=prompt,
-        sampling=item.sampling,
+        sampling=sampling,
         priority=item.priority,
         cache_salt=item.cache_salt,
         deadline_s=item.deadline_s,
     )
+
+
+_STATUSES: dict[ErrorCode | None, int] = {
+    ErrorCode.QUEUE_DEADLINE: 503,
+    ErrorCode.ENGINE_DEAD: 503,
+    ErrorCode.GRAMMAR: 400,
+}  # of an error
 
 
 def output_to_wire(output: RequestOutput) -> Output:
@@ -156,7 +170,7 @@ def output_to_wire(output: RequestOutput) -> Output:
         [_logprobs(entry) for entry in output.logprobs] if output.logprobs else None,
         None if output.prompt_logprobs is None else [_logprobs(entry) for entry in output.prompt_logprobs],
         output.error,
-        503 if output.error_code in (ErrorCode.QUEUE_DEADLINE, ErrorCode.ENGINE_DEAD) else 500,
+        _STATUSES.get(output.error_code, 500),
         expired=output.error_code is ErrorCode.QUEUE_DEADLINE,
     )
 

@@ -12,10 +12,11 @@ import numpy as np
 
 from batcher.grammar import GrammarError, Permit, num_mask_words
 from server.grammar.compiler import Vocabulary, compile_grammar, error_of
-from server.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+    from server.text.tokenizer import Tokenizer
 
 CACHE_SIZE = 64  # compiled grammars
 

@@ -38,6 +38,7 @@ def test_everything_said_arrives():
         min_tokens=2,
         stop_token_ids=[5, 6, 5],
         ignore_eos=True,
+        allowed_token_ids=[9, 8, 9],
     )
     assert params(body, logprobs=3, prompt_logprobs=4) == SamplingParams(
         max_tokens=10,
@@ -53,6 +54,7 @@ def test_everything_said_arrives():
         seed=11,
         stop_token_ids=(5, 6),
         ignore_eos=True,
+        allowed_token_ids=(9, 8),
         logprobs=3,
         prompt_logprobs=4,
     )

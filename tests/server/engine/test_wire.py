@@ -40,6 +40,18 @@ def test_choices_of_one_prompt_carry_it_once_and_share_it():
     assert received[3].prompt is received[4].prompt
 
 
+def test_choices_of_one_grammar_carry_it_once():
+    params = [SamplingParams(max_tokens=5, seed=i, grammar=wire.SAME_GRAMMAR if i else "G") for i in range(3)]
+    sent = [wire.WireRequest(f"a-{i}", [1], sampling) for i, sampling in enumerate(params)]
+    received = wire.requests_from_wire(carried(wire.Submit(sent), wire.Command).requests)
+    assert [(request.sampling.grammar, request.sampling.seed) for request in received] == [("G", 0), ("G", 1), ("G", 2)]
+
+
+def test_a_grammar_that_the_engine_refuses_is_the_clients_fault():
+    output = RequestOutput(request_id="a", finish_reason=FinishReason.ERROR, error="x", error_code=ErrorCode.GRAMMAR)
+    assert wire.output_to_wire(output).status == 400
+
+
 @pytest.mark.parametrize(
     ("output", "expected"),
     [

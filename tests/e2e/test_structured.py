@@ -1,0 +1,197 @@
+"""Structured output on the demo: what comes is of the grammar, whatever else is asked for, whoever shares the steps."""
+
+from __future__ import annotations
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Literal
+
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jsonschema import validate
+from pydantic import BaseModel, Field
+
+from server.grammar.matcher import TokenGrammars, vocabulary_of
+from tests.server.grammar.test_forms import HOSTILE
+from tests.server.support.canary import canary
+from tests.server.support.schemas import schemas
+
+pytestmark = pytest.mark.e2e
+
+QUESTION = [{"role": "user", "content": "What is 47 + 35?"}]
+SUM = {
+    "type": "object",
+    "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 999}, "sure": {"type": "boolean"}},
+    "required": ["sum", "sure"],
+    "additionalProperties": False,
+}
+
+
+def ask(client, *, temperature=1.0, max_tokens=300, **body):
+    extra = {
+        name: body.pop(name) for name in list(body) if name not in ("response_format", "n", "seed", "stop", "logprobs")
+    }
+    return client.chat.completions.create(
+        model="demo", messages=QUESTION, temperature=temperature, max_tokens=max_tokens, extra_body=extra, **body
+    )
+
+
+def text_of(answer) -> str:
+    return answer.choices[0].message.content
+
+
+def as_schema(schema) -> dict:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
+class Answer(BaseModel):
+    sum: Annotated[int, Field(ge=0, le=999)]
+    kind: Literal["even", "odd"]
+
+
+def test_the_official_client_parses_into_its_own_types(server):
+    with server.client() as client:
+        answer = client.chat.completions.parse(
+            model="demo", messages=QUESTION, response_format=Answer, max_tokens=400, temperature=1, seed=3
+        )
+    assert isinstance(answer.choices[0].message.parsed, Answer)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(schemas, st.integers(0, 2**31))
+def test_random_schemas(server, schema, seed):
+    with server.client() as client:
+        answer = ask(client, response_format=as_schema(schema), seed=seed, max_tokens=400)
+    choice = answer.choices[0]
+    assert choice.finish_reason in ("stop", "length")
+    if choice.finish_reason == "stop":
+        validate(json.loads(choice.message.content), schema)
+
+
+def test_every_form_and_route(server):
+    forms = [
+        ({"guided_regex": r"[0-9]{3}-[a-f]{2}"}, r"[0-9]{3}-[a-f]{2}"),
+        ({"guided_choice": ["red", "green", "blaü"]}, "red|green|blaü"),
+        ({"guided_grammar": 'start: "<" /[xy]+/ ">"'}, "<[xy]+>"),
+        ({"structured_outputs": {"regex": "(ab|cd){2,4}"}}, "(ab|cd){2,4}"),
+        ({"structured_outputs": {"choice": ["1", "2"]}}, "[12]"),
+        ({"guided_choice": [""]}, ""),
+    ]
+    with server.client() as client:
+        for extra, pattern in forms:
+            answer = ask(client, **extra)
+            assert re.fullmatch(pattern, text_of(answer)) or answer.choices[0].finish_reason == "length", extra
+            answer = client.completions.create(
+                model="demo", prompt="Once", max_tokens=200, temperature=1, extra_body=extra
+            ).choices[0]
+            assert re.fullmatch(pattern, answer.text) or answer.finish_reason == "length", extra
+        assert isinstance(json.loads(text_of(ask(client, guided_json=SUM))), dict)
+
+
+def test_a_greedy_answer_is_the_likeliest_of_those_allowed(server):
+    with server.client() as client:
+        answer = ask(client, temperature=0, guided_choice=["The answer is 82.", "47 + 35 = 82.", "It is 9."])
+    assert "82" in text_of(answer)
+
+
+def test_only_allowed_tokens_are_drawn(server):
+    with server.http() as http:
+        bodies = [{"prompt": str(i), "add_special_tokens": False} for i in range(10)]
+        ids = {http.post("/tokenize", json=body).json()["tokens"][0] for body in bodies}
+    with server.client() as client:
+        answer = ask(client, allowed_token_ids=sorted(ids), max_tokens=20)
+        both = ask(client, allowed_token_ids=sorted(ids), guided_regex="[a-z0-9]{7}", max_tokens=20)
+    assert re.fullmatch("[0-9]{20}", text_of(answer))
+    assert re.fullmatch("[0-9]{7}", text_of(both))
+
+
+def test_a_stream_adds_up_to_the_whole(server):
+    with server.client() as client:
+        whole = ask(client, response_format=as_schema(SUM), seed=5)
+        stream = client.chat.completions.create(
+            model="demo", messages=QUESTION, response_format=as_schema(SUM), seed=5, temperature=1, max_tokens=300,
+            stream=True,
+        )  # fmt: skip
+        chunks = list(stream)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text_of(whole)
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
+    validate(json.loads(text_of(whole)), SUM)
+
+
+def test_together_with_everything_else(server):
+    everything = {
+        "top_k": 50,
+        "min_p": 0.001,
+        "min_tokens": 60,  # more than the answer can have
+        "ignore_eos": True,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "logit_bias": {"5": 3.0},
+    }
+    with server.client() as client:
+        answer = ask(client, response_format=as_schema(SUM), n=3, seed=8, logprobs=True, **everything)
+    assert len(answer.choices) == 3
+    for choice in answer.choices:
+        validate(json.loads(choice.message.content), SUM)
+        assert choice.finish_reason == "stop"
+        assert "".join(entry.token for entry in choice.logprobs.content) == choice.message.content
+        assert all(-10_000 < entry.logprob <= 0 for entry in choice.logprobs.content)
+
+
+def test_a_stop_string_and_a_limit_end_it_before_the_grammar_does(server):
+    with server.client() as client:
+        stopped = ask(client, response_format=as_schema(SUM), stop=["sure"]).choices[0]
+        cut = ask(client, response_format=as_schema(SUM), max_tokens=2).choices[0]
+    assert stopped.finish_reason == "stop"
+    assert "sure" not in stopped.message.content
+    assert cut.finish_reason == "length"
+
+
+def test_nobody_hears_a_difference_of_who_shares_the_steps(server):
+    """Each request by itself, and all of them at once."""
+    bodies = [{"seed": i, "max_tokens": 60} | ({"guided_json": SUM} if i % 2 else {}) for i in range(16)]
+    with server.client() as client:
+        alone = [text_of(ask(client, **body)) for body in bodies]
+        with ThreadPoolExecutor(16) as pool:
+            together = list(pool.map(lambda body: text_of(ask(client, **body)), bodies))
+    assert together == alone
+    assert server.metrics()["num_compiles_after_warm_up_total"] == 0
+
+
+def test_hostile_grammars_cost_their_senders_only(server):
+    ambiguous = 'start: e\ne: e e | "a" | "b" | e e e | ""'
+    hostile = [{"guided_json": schema} for schema in HOSTILE.values()] + [{"guided_grammar": ambiguous}]
+
+    def attack(body) -> str:
+        try:
+            return ask(client, max_tokens=40, **body).choices[0].finish_reason
+        except openai.BadRequestError:
+            return "refused"
+
+    with server.client() as client, ThreadPoolExecutor(8) as pool:
+        with canary(server):
+            ends = list(pool.map(attack, hostile))
+        assert set(ends) <= {"stop", "length", "refused"}
+        assert json.loads(text_of(ask(client, guided_json=SUM)))
+
+
+def test_offline_and_batch_files_take_the_same_fields(built, monkeypatch):
+    from scripts import llm
+
+    def build(settings, report, tokenizer):
+        size, ends = built.info.vocab_size, built.eos_token_ids
+        grammars = TokenGrammars(lambda: vocabulary_of(tokenizer(size), vocab_size=size, end_ids=ends))
+        return built.engine(grammars=grammars), built.info
+
+    monkeypatch.setattr(llm, "build", build)
+    with llm.LLM("demo") as offline:
+        params = {"guided_json": SUM, "temperature": 1, "max_tokens": 300}
+        (chat,) = offline.chat([QUESTION], params)
+        (completion,) = offline.generate(["Once"], params | {"seed": 2})
+        with pytest.raises(llm.RefusedError, match="guided_json: Invalid type"):
+            offline.generate(["Once"], {"guided_json": {"type": "x"}})
+    for result in (chat, completion):
+        validate(json.loads(result.text), SUM)

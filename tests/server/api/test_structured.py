@@ -1,0 +1,106 @@
+"""The fields that ask for structured output: what each means, and what is refused by its name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import msgspec
+import pytest
+
+from server.api.schemas import ChatRequest, CompletionRequest
+from server.api.structured import MAX_BYTES, requested_grammar
+from server.grammar.checker import GrammarChecker
+from server.grammar.forms import (
+    choice_grammar,
+    json_object_grammar,
+    json_schema_grammar,
+    lark_grammar,
+    regex_grammar,
+    structural_tag_grammar,
+)
+from server.http.errors import RequestError
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f>"]}
+
+
+class State:
+    """Of the server's state what is asked for here."""
+
+    def __init__(self) -> None:
+        self.grammars = GrammarChecker()
+
+
+def grammar_of(body: dict[str, object], kind: type = ChatRequest) -> str | None:
+    required = {"messages": []} if kind is ChatRequest else {}
+    return asyncio.run(requested_grammar(State(), msgspec.json.decode(json.dumps(required | body), type=kind)))
+
+
+@pytest.mark.parametrize(
+    ("body", "grammar"),
+    [
+        ({}, None),
+        ({"response_format": None, "guided_json": None, "structured_outputs": None}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, json_object_grammar()),
+        ({"response_format": FORMAT}, json_schema_grammar(SCHEMA)),
+        ({"response_format": {"type": "structural_tag", **TAG}}, structural_tag_grammar(**TAG)),
+        ({"guided_json": SCHEMA}, json_schema_grammar(SCHEMA)),
+        ({"guided_json": json.dumps(SCHEMA)}, json_schema_grammar(SCHEMA)),
+        ({"guided_regex": "a+"}, regex_grammar("a+")),
+        ({"guided_choice": ["a", "b"]}, choice_grammar(["a", "b"])),
+        ({"guided_grammar": 'start: "a"'}, lark_grammar('start: "a"')),
+        ({"structured_outputs": {"json": SCHEMA}}, json_schema_grammar(SCHEMA)),
+        ({"structured_outputs": {"json_object": True}}, json_object_grammar()),
+        ({"structured_outputs": {"regex": "a+", "choice": None}}, regex_grammar("a+")),
+        ({"structured_outputs": {"choice": ["a"]}}, choice_grammar(["a"])),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, lark_grammar('root ::= "a"')),
+        ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, structural_tag_grammar(**TAG)),
+    ],
+)
+def test_what_each_field_means(body, grammar) -> None:
+    assert grammar_of(body) == grammar
+    assert grammar_of(body, CompletionRequest) == grammar
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"response_format": 3}, "response_format", "an object with a `type`"),
+        ({"response_format": {"type": "xml"}}, "response_format", "`xml` is not supported"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "with a `schema`"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format", "a `schema`"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format", "`structures`"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"items": {"if": {}}}}}},
+            "response_format",
+            r'Unimplemented keys: \["if"\] \(at #/items\)',
+        ),
+        ({"guided_json": "{"}, "guided_json", "is not JSON"),
+        ({"guided_json": 5}, "guided_json", "must be a schema"),
+        ({"guided_regex": ["a"]}, "guided_regex", "must be a text"),
+        ({"guided_regex": "("}, "guided_regex", "unclosed group"),
+        ({"guided_choice": "a"}, "guided_choice", "a list of texts"),
+        ({"guided_choice": [1]}, "guided_choice", "a list of texts"),
+        ({"guided_choice": []}, "guided_choice", "at least one choice"),
+        ({"guided_grammar": "start: x"}, "guided_grammar", "unknown name"),
+        ({"structured_outputs": []}, "structured_outputs", "must be an object"),
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one of json, .* got 0"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "exactly one of .* got 2"),
+        ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs", "`disable_any_whitespace` is"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "there is guided_json already"),
+        (
+            {"response_format": FORMAT, "structured_outputs": {"json": {}}},
+            "structured_outputs",
+            "response_format already",
+        ),
+        ({"guided_regex": "a" * MAX_BYTES}, "guided_regex", "is larger than"),
+        ({"guided_regex": "a" * 70_000}, "guided_regex", "characters; at most"),
+    ],
+)
+def test_what_is_refused_by_name(body, param: str, words: str) -> None:
+    with pytest.raises(RequestError, match=words) as caught:
+        grammar_of(body)
+    assert (caught.value.status, caught.value.param) == (400, param)
