@@ -27,7 +27,8 @@ PREFIX = "pallas_serve:"
 
 @pytest.fixture(scope="session")
 def settings() -> EngineSettings:
-    return EngineSettings(device="cpu", compile_cache=os.environ["JAX_COMPILATION_CACHE_DIR"], **LIMITS)
+    """Without a folder of its own for compiled programs: this process keeps them as `tests/conftest.py` says."""
+    return EngineSettings(device="cpu", compile_cache="none", **LIMITS)
 
 
 @pytest.fixture(scope="session")
@@ -70,9 +71,9 @@ def serve(*flags: str) -> Iterator[DemoServer]:
 
 
 @pytest.fixture(scope="session")
-def server_flags(settings) -> list[str]:
+def server_flags() -> list[str]:
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in LIMITS.items()]
-    return [*flags, "--compile-cache", settings.compile_cache]
+    return [*flags, "--compile-cache", os.environ["JAX_COMPILATION_CACHE_DIR"]]
 
 
 @pytest.fixture(scope="session")
