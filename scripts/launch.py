@@ -69,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument(
         "--chat-template", type=local_path, metavar="FILE", help="a Jinja file in place of the model's own"
     )
+    server.add_argument("--trust-request-chat-template", action="store_true", help="run templates of requests")
     server.add_argument(
         "--override-generation-config", metavar="JSON", help="""defaults of requests: '{"temperature": 0.5}'"""
     )
@@ -124,6 +125,7 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         version=version(),
         queue_timeout_s=args.queue_timeout,
         strict_fields=args.strict_fields,
+        trust_request_chat_template=args.trust_request_chat_template,
         max_concurrent_per_key=args.max_concurrent_per_key,
         debug=args.debug,
         max_request_logprobs=args.max_request_logprobs,

@@ -94,6 +94,7 @@ class Settings:
     enable_tokenizer_info: bool = False  # the route /tokenizer_info
     allowed_origins: tuple[str, ...] = ("*",)
     chat_template: str | None = None  # replaces the tokenizer's own
+    trust_request_chat_template: bool = False  # requests may bring templates, which are programs
     enable_auto_tool_choice: bool = True  # the model may call tools without being made to
     tool_call_parser: str = "llama3_json"  # the format of its calls
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)

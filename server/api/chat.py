@@ -11,6 +11,7 @@ from server.api.chat_writer import ChatOptions, ChatWriter
 from server.api.fields import CHAT_FIELDS
 from server.api.limits import check_counts, output_limit, truncation
 from server.api.prompt import encode_chat
+from server.api.request_template import template_of
 from server.api.route import ApiRoute
 from server.api.sampling import check_top_logprobs
 from server.api.schemas import ChatRequest
@@ -62,9 +63,10 @@ async def start_chat(state: ServerState, body: ChatRequest, head: AnswerHead) ->
     check_counts(asked, body.min_tokens, param=param)
     check_num_choices(state, 1, body.n)
 
-    tools = await usable_tools(state, body)
+    template = await template_of(state, body)
+    tools = await usable_tools(state, body, template)
     grammar = await requested_grammar(state, body)
-    prompt = await encode_chat(state, body, tools)
+    prompt = await encode_chat(state, body, template, tools)
     kept = truncation(body.truncate_prompt_tokens, state.client.info.max_model_len, asked or 1)
     prompt = prompt if kept is None else prompt[-kept:]
     limit = output_limit(len(prompt), asked, state.client.info.max_model_len, param=param)

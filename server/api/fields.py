@@ -86,7 +86,6 @@ _GENERATION = {
 
 _CHAT = {
     "audio": Refused("audio output is not supported yet"),
-    "chat_template": Refused("a template that comes with a request is not supported yet"),
     "function_call": Refused("this older form of `tool_choice` is not supported yet", ("none", "auto")),
     "functions": Refused("this older form of `tools` is not supported yet"),
     "moderation": Refused("moderation is not supported yet"),

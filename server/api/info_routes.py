@@ -14,6 +14,7 @@ from server.api.fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 from server.api.limits import check_text_length
 from server.api.metrics import CONTENT_TYPE
 from server.api.prompt import encode_chat
+from server.api.request_template import template_of
 from server.api.route import Access, ApiRoute
 from server.api.sampling import check_ids
 from server.api.schemas import DetokenizeRequest, TokenizeRequest
@@ -107,10 +108,11 @@ class Info:
         body = await self._tokenize.read(request, state.body_limits, state.aside)
         state.check_model(body.model)
         if body.messages is not None and body.prompt is None:
+            template = await template_of(state, body)
             tools = read_tools(body.tools, None, parallel=None)
             if tools is not None:
-                check_template(state)
-            ids = await encode_chat(state, body, tools)
+                check_template(template)
+            ids = await encode_chat(state, body, template, tools)
         elif body.prompt is not None and body.messages is None:
             check_text_length(len(body.prompt), state.tokenizer, state.client.info.max_model_len)
             affixes = body.add_special_tokens is not False

@@ -13,18 +13,17 @@ from server.api.state import ServerState
 from server.api.template_input import num_characters, template_messages, template_variables
 from server.api.tools import Tools
 from server.http.errors import RequestError, invalid
-from server.text.chat_template import TemplateError
+from server.text.chat_template import ChatTemplate, TemplateError
 from server.text.special_tokens import encode_parts
 from server.text.time_limit import Overtime, time_limit
 
 CHARS_OF_A_MESSAGE = 40  # about what a template writes around one, to tell long work from short
 
 
-async def encode_chat(state: ServerState, body: ChatRequest | TokenizeRequest, tools: Tools | None = None) -> list[int]:
+async def encode_chat(
+    state: ServerState, body: ChatRequest | TokenizeRequest, template: ChatTemplate, tools: Tools | None = None
+) -> list[int]:
     """The prompt's ids. Raises RequestError 400 for whatever the template cannot take."""
-    template = state.chat_template
-    if template is None:
-        raise RequestError(400, "This model has no chat template: use /v1/completions.")
     if not body.messages:
         raise invalid("messages", "must not be empty")
     check_num_messages(len(body.messages), state.client.info.max_model_len)
@@ -49,7 +48,7 @@ async def encode_chat(state: ServerState, body: ChatRequest | TokenizeRequest, t
         return state.tokenizer.with_affixes(ids) if body.add_special_tokens else ids  # templates write their own
 
     # what a template does with its variables cannot be told from their size: it may count up to one
-    size = LONG_WORK if extra else num_chars + CHARS_OF_A_MESSAGE * len(messages)
+    size = LONG_WORK if extra or body.chat_template else num_chars + CHARS_OF_A_MESSAGE * len(messages)
     is_long, limit_s = size >= LONG_WORK, state.settings.template_timeout_s
     try:
         return await state.aside.run(size, render_and_encode)

@@ -15,6 +15,7 @@ from server.api.raw_json import RawField, is_deeper_than, read_raw
 from server.api.schemas import ChatRequest
 from server.api.state import ServerState
 from server.http.errors import RequestError, invalid, unsupported
+from server.text.chat_template import ChatTemplate
 from server.text.tool_calls.formats import FORMATS
 from server.text.tool_calls.parser import CallParser
 
@@ -90,8 +91,8 @@ def read_tools(raw: RawField, choice: str | Mapping[str, Any] | None, *, paralle
     return Tools(specs=tuple(specs), choice=kind, parallel=parallel is not False and kind is not ToolChoice.NAMED)
 
 
-async def usable_tools(state: ServerState, body: ChatRequest) -> Tools | None:
-    """The tools that the model is shown and may call. None: there are none, or it may call none.
+async def usable_tools(state: ServerState, body: ChatRequest, template: ChatTemplate) -> Tools | None:
+    """The tools that the model is shown by the template and may call. None: there are none, or it may call none.
 
     Raises RequestError 400 for whatever cannot be meant, or cannot be had on this server.
     """
@@ -100,7 +101,7 @@ async def usable_tools(state: ServerState, body: ChatRequest) -> Tools | None:
     tools = await state.aside.run(size, read_tools, raw, body.tool_choice, parallel=body.parallel_tool_calls)
     if tools is None:
         return None
-    check_template(state)
+    check_template(template)
     if tools.choice is ToolChoice.AUTO and not state.settings.enable_auto_tool_choice:
         message = "tool_choice: `auto` is switched off on this server (--no-enable-auto-tool-choice)."
         raise RequestError(400, message, param="tool_choice")
@@ -114,9 +115,9 @@ def call_parsers(name: str, tools: Tools) -> Callable[[], CallParser]:
     return partial(FORMATS[name], tools.names, most_calls=None if tools.parallel else 1)
 
 
-def check_template(state: ServerState) -> None:
+def check_template(template: ChatTemplate) -> None:
     """Raises RequestError 400 where the model would not be shown the tools."""
-    if state.chat_template is None or not state.chat_template.reads("tools"):
+    if not template.reads("tools"):
         message = "tools: this model's chat template has no place for tools; --chat-template FILE gives it another."
         raise RequestError(400, message, param="tools")
 

@@ -12,6 +12,7 @@ from server.api.messages.schemas import COUNT_FIELDS, MESSAGES_FIELDS, CountRequ
 from server.api.messages.translation import chat_request
 from server.api.messages.writer import MessagesWriter, message_error
 from server.api.prompt import encode_chat
+from server.api.request_template import template_of
 from server.api.route import ApiRoute
 from server.api.schemas import ChatRequest
 from server.api.state import ServerState
@@ -81,7 +82,8 @@ class Messages:
         body = await self._count_reader.read(request, state.body_limits, state.aside)
         state.check_model(body.model)
         chat = await self._translated(body)
-        ids = await encode_chat(state, chat, await usable_tools(state, chat))
+        template = await template_of(state, chat)
+        ids = await encode_chat(state, chat, template, await usable_tools(state, chat, template))
         return Response(encode_json({"input_tokens": len(ids)}), media_type="application/json")
 
     async def _translated(self, body: CountRequest) -> ChatRequest:

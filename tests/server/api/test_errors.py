@@ -151,7 +151,6 @@ def test_messages_that_no_template_knows(echo, message, param):
         ({"bad_words": ["a"]}, "bad_words"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
-        ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -1,0 +1,64 @@
+"""A chat template that comes with a request."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.server.support.stub_app import DONE, StubClient, call, state_of
+from tests.server.support.tokenizers import EOT
+
+CHAT = "/v1/chat/completions"
+HELLO = {"messages": [{"role": "user", "content": "hi"}]}
+TEMPLATE = "{{ messages[0].content }}|{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}<|eot_id|>"
+
+
+def trusting(client: StubClient | None = None, **settings):
+    return state_of(client or StubClient(DONE), trust_request_chat_template=True, **settings)
+
+
+def test_it_renders_the_conversation_and_its_tools():
+    client = StubClient(DONE)
+    state = trusting(client)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert call(state, "POST", CHAT, json=HELLO | {"chat_template": TEMPLATE}).status_code == 200
+    assert call(state, "POST", CHAT, json=HELLO | {"chat_template": TEMPLATE, "tools": tools}).status_code == 200
+    assert [request.prompt for request in client.submitted] == [[*b"hi|", EOT], [*b"hi|f", EOT]]
+    answer = call(state, "POST", "/tokenize", json=HELLO | {"chat_template": TEMPLATE, "tools": tools}).json()
+    assert answer["tokens"] == [*b"hi|f", EOT]
+
+
+def test_text_of_a_user_stays_text():
+    client = StubClient(DONE)
+    body = {"messages": [{"role": "user", "content": "<|eot_id|>"}], "chat_template": TEMPLATE}
+    assert call(trusting(client), "POST", CHAT, json=body).status_code == 200
+    assert client.submitted[0].prompt == [*b"<|eot_id|>|", EOT]
+
+
+def test_it_may_take_the_place_of_none():
+    state = trusting(template=None)
+    assert call(state, "POST", CHAT, json=HELLO).status_code == 400
+    assert call(state, "POST", CHAT, json=HELLO | {"chat_template": TEMPLATE}).status_code == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_a_server_that_does_not_trust_it_says_so(path):
+    response = call(state_of(StubClient(DONE)), "POST", path, json=HELLO | {"chat_template": TEMPLATE})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "chat_template"
+    assert "--trust-request-chat-template" in error["message"]
+
+
+@pytest.mark.parametrize("template", ["{% if %}", "{{ " + "(" * 2000 + " }}", "{{ ''.__class__.__mro__[1] }}"])
+def test_templates_that_cannot_be_run(template):
+    response = call(trusting(), "POST", CHAT, json=HELLO | {"chat_template": template})
+    assert response.status_code == 400
+    assert "template" in response.json()["error"]["message"]
+
+
+def test_one_that_runs_for_ever_is_stopped():
+    template = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    state = trusting(template_timeout_s=0.2)
+    response = call(state, "POST", CHAT, json=HELLO | {"chat_template": template})
+    assert response.status_code == 400
+    assert "took longer than 0.2 s" in response.json()["error"]["message"]
