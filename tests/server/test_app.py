@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from pathlib import Path
 
@@ -21,7 +22,8 @@ def test_health_depends_on_the_engine():
     state = state_of(client, heartbeat_timeout_s=10)
     assert call(state, "GET", "/health").status_code == 200
     client.last_heartbeat -= 11
-    assert "not been heard of for 11 s" in call(state, "GET", "/health").json()["error"]["message"]
+    message = call(state, "GET", "/health").json()["error"]["message"]
+    assert re.search(r"not been heard of for \d\d s", message)
     client.last_heartbeat = time.monotonic()
     client.death = "killed"
     for path in ("/health", COMPLETIONS):
