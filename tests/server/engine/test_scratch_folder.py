@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -93,9 +95,14 @@ def test_starts_at_the_same_time_do_not_take_each_others_folders(tmp_path):
     assert folders(tmp_path) == []
 
 
-def test_a_servers_sockets_are_swept_by_the_next_server(tmp_path):
-    temporary = tmp_path / "t"
-    temporary.mkdir()
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder whose path is short enough for sockets: pytest's own may be too long."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def test_a_servers_sockets_are_swept_by_the_next_server(tmp_path, temporary):
     environment = {**os.environ, "TMPDIR": str(temporary)}
     with running_server(tmp_path, ECHO, EchoConfig(), env=environment) as killed:
         (left,) = folders(temporary)
