@@ -44,13 +44,12 @@ def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
     from pallas_kernels.spec import Backend
     from scripts.wiring.device import GPU_POOL_SHARE
     from scripts.wiring.engine import (
-        bucket_config,
         choose_dtype,
         choose_model_len,
         choose_quantization,
         paged_attention,
-        runner_config,
     )
+    from scripts.wiring.limits import bucket_config, runner_config
 
     platform = "tpu" if chip in TPUS else "gpu"
     source = resolve(settings.model, weights=False)
@@ -96,7 +95,7 @@ def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
 def shapes(settings: EngineSettings, chip: str) -> str:
     """The padded shapes of all steps, cheapest first: one program each."""
     from batcher.buckets import BucketLadder
-    from scripts.wiring.engine import bucket_config
+    from scripts.wiring.limits import bucket_config
 
     buckets = BucketLadder(bucket_config(settings, "tpu" if chip in TPUS else "gpu")).buckets()
     return "\n".join(f"{b.num_tokens:6} tokens {b.num_rows:5} rows  {b.variant}" for b in buckets)

@@ -9,15 +9,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from batcher.buckets import BucketConfig, BucketLadder
+from batcher.buckets import BucketLadder
 from batcher.config import EngineConfig, Scheduling
 from batcher.engine import Engine
 from batcher.grammar import Grammars
 from model.loading.source import ModelSource, resolve
 from scripts.wiring.device import describe_devices, start_jax
+from scripts.wiring.limits import bucket_config, runner_config
 from scripts.wiring.settings import EngineSettings, ServedSettings
 from server.engine.wire import EngineInfo
 from server.grammar.matcher import TokenGrammars, vocabulary_of
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     import jax
 
     from model.config import LlamaConfig
-    from model.execution.memory_plan import RunnerConfig
     from model.execution.runner import ModelRunner
     from model.loading.stored_weights import StoredWeights
     from model.network.llama import Llama
@@ -37,36 +37,6 @@ if TYPE_CHECKING:
 
 Report = Callable[[str], None]
 GIB = 1 << 30
-
-
-# For each platform, the limits that hold where the user gives none, and which shapes are worth a program.
-_DEFAULTS = {
-    # A CPU takes about as long to read the weights as to compute one token, so long steps only delay other requests.
-    # Its compiler is slow, so there are few shapes.
-    "cpu": BucketConfig(
-        max_num_seqs=64,
-        max_num_batched_tokens=512,
-        min_decode_rows=1,
-        min_mixed_tokens=16,
-        half_steps=False,
-        few_rows=16,
-    ),
-    # On chips a few rows cost as much as one. Each program saved shortens the start by seconds.
-    "gpu": BucketConfig(
-        max_num_seqs=256,
-        max_num_batched_tokens=2048,
-        min_decode_rows=4,
-        min_mixed_tokens=64,
-        half_steps=True,
-    ),
-    "tpu": BucketConfig(
-        max_num_seqs=256,
-        max_num_batched_tokens=2048,
-        min_decode_rows=8,
-        min_mixed_tokens=64,
-        half_steps=True,
-    ),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,32 +179,6 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
         eos_token_ids=source.eos_token_ids,
         settings=settings,
         info=info,
-    )
-
-
-def bucket_config(settings: EngineSettings, platform: str) -> BucketConfig:
-    """The limits and shapes of the steps: from the settings, or else the platform's defaults."""
-    defaults = _DEFAULTS[platform]
-    max_num_seqs, asked_tokens = settings.max_num_seqs or defaults.max_num_seqs, settings.max_num_batched_tokens
-    if settings.max_num_seqs is None and asked_tokens is not None:
-        max_num_seqs = min(max_num_seqs, max(1, asked_tokens // 2))  # one flag does not fail by the other's default
-    return replace(
-        defaults,
-        max_num_batched_tokens=asked_tokens or max(defaults.max_num_batched_tokens, 2 * max_num_seqs),
-        max_num_seqs=max_num_seqs,
-    )
-
-
-def runner_config(settings: EngineSettings, buckets: BucketConfig, max_model_len: int) -> RunnerConfig:
-    """The limits that the memory is planned for."""
-    from model.execution.memory_plan import RunnerConfig
-
-    return RunnerConfig(
-        max_num_seqs=buckets.max_num_seqs,
-        max_num_batched_tokens=buckets.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        memory_utilization=settings.memory_utilization,
-        num_pages=settings.num_pages,
     )
 
 
