@@ -13,6 +13,7 @@ from model.inputs.json_file import read_object
 from model.inputs.limits import MAX_VOCAB_SIZE
 from model.inputs.schema import TEXT, TRUTH, check, described_as, integer, number
 from model.inputs.words import shown
+from model.quantization.checkpoint_form import CheckpointForm, read_form
 
 ARCHITECTURE = "LlamaForCausalLM"
 CHECKPOINT_DTYPES = ("bfloat16", "float16", "float32")
@@ -69,6 +70,7 @@ class LlamaConfig:
     checkpoint_dtype: str | None  # what the weights were saved in; None where the file does not say
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]  # generation_config.json, where there is one, knows better
+    quantized: CheckpointForm | None = None  # how the checkpoint holds its projections, where they are quantised
 
     def __post_init__(self) -> None:
         problems = [f"{name}={getattr(self, name)} must be positive" for name in _POSITIVE if getattr(self, name) <= 0]
@@ -104,7 +106,8 @@ class LlamaConfig:
         problems = _unsupported(raw)
         file, found = check(raw, _ConfigFile)
         theta, scaling, rope_problems = _rope(raw)
-        problems += found + rope_problems
+        quantized, quantization_problems = _quantized(raw, file)
+        problems += found + rope_problems + quantization_problems
         if file is None or problems:
             raise ValueError(f"{len(problems)} problem(s) in the model's config: " + "; ".join(problems))
         heads = file.num_attention_heads
@@ -124,6 +127,7 @@ class LlamaConfig:
             checkpoint_dtype=raw.get("dtype") or raw.get("torch_dtype"),
             bos_token_id=file.bos_token_id,
             eos_token_ids=end_ids(file) or (),
+            quantized=quantized,
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -235,7 +239,6 @@ def _unsupported(raw: Mapping[str, Any]) -> list[str]:
         "mlp_bias": (False,),
         "pretraining_tp": (1,),
         "partial_rotary_factor": (1, 1.0),
-        "quantization_config": (),
         "dtype": CHECKPOINT_DTYPES,
         "torch_dtype": CHECKPOINT_DTYPES,
     }
@@ -245,6 +248,18 @@ def _unsupported(raw: Mapping[str, Any]) -> list[str]:
             only = f" (only {' or '.join(map(repr, values))})" if values else ""
             problems.append(f"{key}={shown(value)} is not supported{only}")
     return problems
+
+
+def projections(num_layers: int) -> tuple[str, ...]:
+    """The names of the modules that multiply with weights, in a checkpoint's spelling, without the head."""
+    parts = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+    return tuple(f"model.layers.{layer}.{part}" for layer in range(num_layers) for part in parts)
+
+
+def _quantized(raw: Mapping[str, Any], file: _ConfigFile | None) -> tuple[CheckpointForm | None, list[str]]:
+    if raw.get("quantization_config") is None:
+        return None, []
+    return read_form(raw["quantization_config"], projections(file.num_hidden_layers if file else 1))
 
 
 def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None, list[str]]:

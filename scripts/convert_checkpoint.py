@@ -77,13 +77,13 @@ def convert(
     from model.loading.orbax_format import save_orbax
     from model.loading.stored_weights import CONVERTED, find_weights
     from model.network.sharding import make_mesh
-    from model.quantization.eight_bit import EightBit
+    from model.quantization.forms import EightBit
 
     started = time.perf_counter()
     stored = find_weights(origin, source.config, "safetensors")
     kept, reason = choose_dtype(dtype, stored)
     mesh = make_mesh(num_shards) if num_shards > 1 else None
-    form = EightBit(quantization) if quantization else None
+    form = EightBit(quantization) if quantization else stored.quantization
     model = stored.load(dtype=kept, mesh=mesh, quantization=form)
     loaded = time.perf_counter()
     save_orbax(model, folder / CONVERTED, stored.config)
@@ -94,8 +94,8 @@ def convert(
     write_config(origin, folder, stored.config, kept)
     written = time.perf_counter()
     print(f"{folder}: read in {loaded - started:.1f} s, written in {written - loaded:.1f} s as {kept} ({reason})")
-    if quantization:
-        print(f"projections and head are {quantization}")
+    if form is not None:
+        print(f"projections and head are {form}")
     if stored.remark:
         print(stored.remark)
 
@@ -114,7 +114,7 @@ def choose_dtype(asked: str | None, stored: StoredWeights) -> tuple[str, str]:
 def write_config(origin: Path, folder: Path, config: LlamaConfig, dtype: str) -> None:
     """Writes the checkpoint's `config.json` with the dtype that was stored, and whether the head is tied."""
     raw = read_object(origin / "config.json")
-    raw = {key: value for key, value in raw.items() if key not in ("dtype", "torch_dtype")}
+    raw = {key: value for key, value in raw.items() if key not in ("dtype", "torch_dtype", "quantization_config")}
     raw |= {"torch_dtype": dtype, "tie_word_embeddings": config.tie_word_embeddings}
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
 

@@ -53,12 +53,12 @@ def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
 
     platform = "tpu" if chip in TPUS else "gpu"
     source = resolve(settings.model, weights=False)
-    config, stored_form = source.config, None
+    config, stored = source.config, None
     if settings.load_format != "dummy" and source.folder is not None and has_weights(source.folder):
         stored = find_weights(source.folder, config, settings.load_format)
-        config, stored_form = stored.config, stored.quantization
+        config = stored.config
     reads_fp8 = CHIPS[chip].reads_fp8
-    quantization, _ = choose_quantization(settings.quantization, stored_form, reads_fp8=reads_fp8)
+    quantization, _ = choose_quantization(settings.quantization, stored, reads_fp8=reads_fp8)
     chips = settings.tensor_parallel_size
     mesh = AbstractMesh((chips,), (TENSOR_AXIS,))
     dtype, _ = choose_dtype(settings.dtype, config.checkpoint_dtype, platform)

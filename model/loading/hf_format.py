@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from model.config import LlamaConfig
+from model.config import LlamaConfig, projections
+from model.quantization.checkpoint_form import CheckpointForm
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -40,8 +41,12 @@ _LAYER: dict[str, tuple[Source, ...]] = {
     "mlp.gate_up.kernel": (Source("mlp.gate_proj.weight"), Source("mlp.up_proj.weight")),
     "mlp.down.kernel": (Source("mlp.down_proj.weight"),),
 }
-# Constants that older exporters wrote among the weights; the config has them, too.
-IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+# Constants that older exporters wrote among the weights; the config has them, too. And the scales
+# of activations and of K/V in quantised checkpoints: neither is quantised here.
+IGNORED = re.compile(
+    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+    r"|.*\.(input_scale|input_global_scale|output_scale|activation_scale|[qkv]_scale|kv_scale|weight_shape)"
+)
 
 
 def sources(path: str) -> tuple[Source, ...]:
@@ -73,3 +78,14 @@ def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     for i in range(config.num_layers):
         shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
     return shapes
+
+
+def expected_kernels(config: LlamaConfig) -> dict[str, tuple[int, int]]:
+    """Of `expected_shapes`, those that a quantised checkpoint has in 8 bits: the projections, and perhaps the head."""
+    kernels = {f"{module}.weight" for module in projections(config.num_layers)} | {HEAD.key}
+    return {key: shape for key, shape in expected_shapes(config).items() if key in kernels}
+
+
+def scale_key(key: str, form: CheckpointForm) -> str:
+    """The tensor with the scales of the kernel at `key`."""
+    return key.removesuffix("weight") + form.scale

@@ -26,7 +26,7 @@ from model.config import LlamaConfig, read_object
 from model.loading.weights import fill_each
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, num_shards_of
-from model.quantization.eight_bit import EightBit
+from model.quantization.forms import EightBit
 
 FORMAT = 4
 DTYPES = ("bfloat16", "float32")

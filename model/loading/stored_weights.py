@@ -13,7 +13,7 @@ from model.loading.hf_format import HEAD
 from model.loading.tensor_files import TensorFiles
 from model.loading.weights import load_hf
 from model.network.llama import Llama
-from model.quantization.eight_bit import EightBit
+from model.quantization.forms import EightBit
 
 CONVERTED = "orbax"  # the subfolder that scripts/convert_checkpoint.py writes
 
@@ -27,7 +27,7 @@ class StoredWeights:
     config: LlamaConfig  # as the weights are: not tied where they have a head of their own
     dtypes: tuple[str, ...]  # what they are stored in, each type once
     remark: str | None  # how they differ from what `config.json` says
-    quantization: EightBit | None = None  # of the projections and the head, as they are stored
+    quantization: EightBit | None = None  # of the projections, and where it is converted of the head
 
     @property
     def exact_dtype(self) -> str:
@@ -85,12 +85,15 @@ def find_weights(folder: Path, config: LlamaConfig, load_format: str = "auto") -
         files.check(config)
         found, dtypes = files.with_own_head(config), files.dtypes(config)
     remark = None
+    form = config.quantized and config.quantized.form
     if found.tie_word_embeddings != config.tie_word_embeddings:
         remark = f"{HEAD.key} differs from the embedding and is used, although config.json ties them"
     # As the reference implementation: config.json is asked first, then the tensors.
     stated = config.checkpoint_dtype or (dtypes[0] if len(dtypes) == 1 else None)
     found = replace(found, checkpoint_dtype=stated)
-    return StoredWeights(folder=folder, is_converted=False, config=found, dtypes=dtypes, remark=remark)
+    return StoredWeights(
+        folder=folder, is_converted=False, config=found, dtypes=dtypes, remark=remark, quantization=form
+    )
 
 
 def _converted(folder: Path, config: LlamaConfig) -> StoredWeights:

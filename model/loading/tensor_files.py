@@ -14,8 +14,19 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from model.config import LlamaConfig, read_object
-from model.loading.hf_format import EMBEDDING, HEAD, IGNORED, INDEX_FILE, SINGLE_FILE, expected_shapes
+from model.loading.float8_slice import FLOAT8, Float8Slice
+from model.loading.hf_format import (
+    EMBEDDING,
+    HEAD,
+    IGNORED,
+    INDEX_FILE,
+    SINGLE_FILE,
+    expected_kernels,
+    expected_shapes,
+    scale_key,
+)
 from model.loading.safetensors_fault import fault_in
+from model.quantization.forms import EightBit
 
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # those that can be read
 _ROWS_COMPARED = 4096  # of the head and the embedding at once; bounds the host's memory
@@ -61,7 +72,7 @@ class TensorFiles:
         if absent := set(promised or ()) - keys:
             self._lacking[name] = absent
         self._repeated |= self._slices.keys() & keys
-        self._slices |= {key: file.get_slice(key) for key in keys}
+        self._slices |= {key: _slice_of(file, path, key) for key in keys}
 
     def shape(self, key: str) -> tuple[int, ...]:
         """The shape of a tensor, without its values."""
@@ -79,14 +90,28 @@ class TensorFiles:
     def dtypes(self, config: LlamaConfig) -> tuple[str, ...]:
         """What the model's tensors are stored in, each type once: ("bfloat16", "float32")."""
         used = self._expected(config).keys() & self._slices.keys()
-        return tuple(sorted({DTYPES[self._slices[key].get_dtype()] for key in used}))
+        kernels = {key for key in used if self.has_scale(key, config)}
+        return tuple(sorted({DTYPES[self._slices[key].get_dtype()] for key in used - kernels}))
+
+    def has_scale(self, key: str, config: LlamaConfig) -> bool:
+        """Whether the tensor is a kernel of a quantised checkpoint, with its scales next to it."""
+        return config.quantized is not None and scale_key(key, config.quantized) in self._slices
+
+    def row_scales(self, key: str, config: LlamaConfig) -> np.ndarray:
+        """f32[out, n]: of the kernel at `key`, the scale of each of n parts of a row; the last may be shorter."""
+        assert config.quantized is not None
+        values = self._slices[scale_key(key, config.quantized)][...].astype(np.float32)
+        num_rows = self.shape(key)[0]
+        if config.quantized.block is None:
+            return np.broadcast_to(values.reshape(-1, 1), (num_rows, 1))
+        return values[np.arange(num_rows) // config.quantized.block[0]]
 
     def check(self, config: LlamaConfig) -> None:
         """Raises ValueError naming every tensor that is missing, repeated, unexpected, mis-shaped or of an unreadable
         type."""
-        expected = self._expected(config)
-        missing = expected.keys() - self._slices.keys() - set().union(*self._lacking.values())
-        extra = {key for key in self._slices.keys() - expected.keys() if not IGNORED.fullmatch(key)}
+        expected, scales = self._expected(config), self._scale_shapes(config)
+        missing = (expected.keys() | scales.keys()) - self._slices.keys() - set().union(*self._lacking.values())
+        extra = {key for key in self._slices.keys() - expected.keys() - scales.keys() if not IGNORED.fullmatch(key)}
         present = expected.keys() & self._slices.keys()
         problems = [
             f"{name} lacks tensors that the index promises: {_grouped(keys)}" for name, keys in self._lacking.items()
@@ -100,9 +125,14 @@ class TensorFiles:
             if self.shape(key) != expected[key]
         )
         problems += _by_message(
-            (f"has type {self._slices[key].get_dtype()}, not one of {', '.join(DTYPES)}", key)
+            (f"has type {self._slices[key].get_dtype()}, not one of {', '.join(allowed)}", key)
             for key in present
-            if self._slices[key].get_dtype() not in DTYPES
+            if self._slices[key].get_dtype() not in (allowed := self._types_of(key, config))
+        )
+        problems += _by_message(
+            (f"has shape {self.shape(key)}, not one of {', '.join(map(str, allowed))}", key)
+            for key, allowed in scales.items()
+            if key in self._slices and self.shape(key) not in allowed
         )
         if problems:
             raise ValueError(f"{self._folder} does not hold this model's weights: " + "; ".join(problems))
@@ -116,6 +146,27 @@ class TensorFiles:
             if config.tie_word_embeddings and EMBEDDING.key not in self._slices:
                 del expected[EMBEDDING.key]
         return expected
+
+    def _scale_shapes(self, config: LlamaConfig) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """The shapes that each scale may have, of the head's only where it is there. None without quantisation."""
+        if (form := config.quantized) is None:
+            return {}
+        shapes = {}
+        for key, (rows, columns) in expected_kernels(config).items():
+            name = scale_key(key, form)
+            if key == HEAD.key and name not in self._slices:
+                continue
+            if form.block is not None:
+                shapes[name] = ((-(-rows // form.block[0]), -(-columns // form.block[1])),)
+            else:
+                shapes[name] = ((), (1,), (rows,), (rows, 1))
+        return shapes
+
+    def _types_of(self, key: str, config: LlamaConfig) -> tuple[str, ...]:
+        if not self.has_scale(key, config):
+            return tuple(DTYPES)
+        assert config.quantized is not None
+        return ("I8",) if config.quantized.form is EightBit.INT8 else tuple(FLOAT8)
 
     def with_own_head(self, config: LlamaConfig) -> LlamaConfig:
         """`config`, untied where it ties the head to the embedding and the files hold a head of other values.
@@ -135,6 +186,11 @@ class TensorFiles:
             if not np.array_equal(one.astype(np.float32), other.astype(np.float32)):
                 return False
         return True
+
+
+def _slice_of(file: Any, path: Path, key: str) -> Any:
+    found = file.get_slice(key)
+    return Float8Slice(path, key) if found.get_dtype() in FLOAT8 else found
 
 
 def _files_in(folder: Path) -> dict[str, list[str] | None]:

@@ -24,7 +24,8 @@ from model.loading.tensor_files import TensorFiles
 from model.network.linear import INIT_STDDEV
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, num_shards_of
-from model.quantization.eight_bit import EightBit, quantize
+from model.quantization.eight_bit import quantize
+from model.quantization.forms import EightBit
 
 MAX_PARAMETERS_IN_FLIGHT = 4  # read ahead while earlier ones are joined; bounds the host's memory
 
@@ -128,8 +129,11 @@ def _read_module(
     groups = num_shards_of(mesh) if len(parts) > 1 else 1
     if rest:
         ((_, scale),) = rest
+        shardings = (like.sharding, scale.sharding)
+        scales = [_read_scales(files, part, config, num_shards_of(mesh)) for part in parts]
+        block = config.quantized and config.quantized.block
         arrays = _join_quantized(
-            raw, groups=groups, form=_form_of(like.dtype), shardings=(like.sharding, scale.sharding)
+            raw, scales, groups=groups, block=block and block[1], form=_form_of(like.dtype), shardings=shardings
         )
     else:
         arrays = (_join(raw, groups=groups, dtype=like.dtype, sharding=like.sharding),)
@@ -155,17 +159,54 @@ def _read(files: TensorFiles, source: Source, config: LlamaConfig, num_shards: i
     return jax.make_array_from_callback((rows * copies, *rest), sharding, read)  # type: ignore[arg-type]  # jax never passes None
 
 
+def _read_scales(files: TensorFiles, source: Source, config: LlamaConfig, num_shards: int) -> np.ndarray | None:
+    """f32[out, n] of a quantised checkpoint, rows repeated as `_read` repeats the kernel's; None of other weights."""
+    if not files.has_scale(source.key, config):
+        return None
+    scales = files.row_scales(source.key, config)
+    copies = max(1, num_shards // config.num_kv_heads) if source.is_kv else 1
+    heads = scales.reshape(-1, config.head_dim if source.is_kv else 1, scales.shape[1])
+    return np.repeat(heads, copies, axis=0).reshape(-1, scales.shape[1])
+
+
 @partial(jax.jit, static_argnames=("groups", "dtype", "sharding"))
 def _join(raw: list[jax.Array], *, groups: int, dtype: Any, sharding: Sharding) -> jax.Array:
     return jax.lax.with_sharding_constraint(_joined(raw, groups).astype(dtype), sharding)
 
 
-@partial(jax.jit, static_argnames=("groups", "form", "shardings"))
+@partial(jax.jit, static_argnames=("groups", "block", "form", "shardings"))
 def _join_quantized(
-    raw: list[jax.Array], *, groups: int, form: EightBit, shardings: tuple[Sharding, Sharding]
+    raw: list[jax.Array],
+    scales: list[np.ndarray | None],
+    *,
+    groups: int,
+    block: int | None,
+    form: EightBit,
+    shardings: tuple[Sharding, Sharding],
 ) -> tuple[jax.Array, jax.Array]:
-    """The kernel and its scale. Rows are quantised one by one: the values are the same for any number of chips."""
-    return jax.lax.with_sharding_constraint(quantize(_joined(raw, groups), form), shardings)
+    """The kernel and its scale, from weights or from kernels with f32[out, n] scales of their own.
+
+    Kernels of the wanted form with one scale a row stay as they are. Otherwise rows are quantised one by one: the
+    values are the same for any number of chips.
+
+    Args:
+        block: weights of a row that share a scale, where they do not all.
+    """
+    if scales[0] is None:
+        made = quantize(_joined(raw, groups), form)
+    elif block is None and raw[0].dtype == form.dtype:
+        made = _joined(raw, groups), _joined(scales, groups)[:, 0]
+    else:
+        wide = [_widened(*pair, block) for pair in zip(raw, scales, strict=True)]
+        made = quantize(_joined(wide, groups), form)
+    return jax.lax.with_sharding_constraint(made, shardings)
+
+
+def _widened(kernel: jax.Array, scales: jax.Array, block: int | None) -> jax.Array:
+    """f32[out, in]"""
+    if block is not None:
+        scales = scales[:, np.arange(kernel.shape[1]) // block]
+    return kernel.astype(jnp.float32) * scales
 
 
 def _joined(raw: list[jax.Array], groups: int) -> jax.Array:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from model.network.cpu_products import multiply_few, multiply_int8
-from model.quantization.eight_bit import EightBit, quantize
+from model.quantization.eight_bit import quantize
+from model.quantization.forms import EightBit
 
 INIT_STDDEV = 0.02
 

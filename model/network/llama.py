@@ -18,7 +18,7 @@ from model.config import LlamaConfig
 from model.network.layers import Attend, DecoderLayer, RMSNorm
 from model.network.linear import Linear, multiply, normal_param
 from model.network.rope import inverse_frequencies, rotation
-from model.quantization.eight_bit import EightBit
+from model.quantization.forms import EightBit
 
 
 class Llama(nnx.Module):

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from model.config import LlamaConfig
 from model.network.llama import Llama
-from model.quantization.eight_bit import EightBit
+from model.quantization.forms import EightBit
 
 TENSOR_AXIS = "tensor"
 

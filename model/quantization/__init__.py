@@ -1,4 +1,5 @@
 """Weights in fewer bits: the forms in which they are stored, and how values become those forms.
 
-Knows jax only. How a form is multiplied is the network's, which checkpoint holds which form is `loading`'s.
+`eight_bit` knows jax; `forms` and `checkpoint_form` know `model.inputs` only, so that a config is read without jax. How
+a form is multiplied is the network's affair, and how files are read is `loading`'s.
 """

@@ -6,29 +6,11 @@ of fused projections keep their own scales, and scales are split over chips as t
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-
-class EightBit(StrEnum):
-    """The type of the kernel."""
-
-    INT8 = "int8"
-    FP8 = "fp8"  # e4m3, finite values only
-
-    @property
-    def dtype(self) -> Any:
-        """Of the stored weights."""
-        return jnp.int8 if self is EightBit.INT8 else jnp.float8_e4m3fn
-
-    @property
-    def largest(self) -> float:
-        """The value that a row's largest weight becomes."""
-        return 127.0 if self is EightBit.INT8 else 448.0
+from model.quantization.forms import EightBit
 
 
 def quantize(weights: jax.Array, form: EightBit) -> tuple[jax.Array, jax.Array]:

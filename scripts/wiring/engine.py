@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from model.execution.runner import ModelRunner
     from model.loading.stored_weights import StoredWeights
     from model.network.llama import Llama
-    from model.quantization.eight_bit import EightBit
+    from model.quantization.forms import EightBit
     from pallas_kernels.api import PagedAttention
     from pallas_kernels.spec import Backend
     from server.text.tokenizer import Tokenizer
@@ -126,8 +126,7 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
     max_model_len = choose_model_len(settings.max_model_len, config.max_position_embeddings)
     buckets = bucket_config(settings, platform)
     mesh = _mesh(settings.tensor_parallel_size)
-    stored_form = None if stored is None else stored.quantization
-    quantization, remark = choose_quantization(settings.quantization, stored_form, reads_fp8=_reads_fp8(platform))
+    quantization, remark = choose_quantization(settings.quantization, stored, reads_fp8=_reads_fp8(platform))
     # The CPU's forms cut a kernel's rows in their own way, not in the mesh's.
     for_cpu = platform == "cpu" and mesh is None
     options: dict[str, Any] = {"dtype": dtype, "mesh": mesh, "quantization": quantization, "for_cpu": for_cpu}
@@ -233,34 +232,34 @@ def choose_dtype(
 
 
 def choose_quantization(
-    asked: str | None, stored: EightBit | None, *, reads_fp8: bool
+    asked: str | None, stored: StoredWeights | None, *, reads_fp8: bool
 ) -> tuple[EightBit | None, str | None]:
     """How to keep the weights of projections and head, None for what they are computed in, and what to say of it.
 
     Args:
-        stored: what a converted checkpoint holds.
         reads_fp8: of the chip, see `chips`.
 
     Raises:
-        ValueError: the checkpoint holds another form than the one asked for, or one that the chip reads slowly.
+        ValueError: a converted checkpoint holds another form than the one asked for, or one that the chip reads slowly.
     """
-    from model.quantization.eight_bit import EightBit
+    from model.quantization.forms import EightBit
 
-    form = stored if asked is None else EightBit(asked)
-    if stored is not None:
-        if form is not stored:
-            raise ValueError(f"--quantization {asked}: the checkpoint was converted to {stored}; convert again")
+    held = None if stored is None else stored.quantization
+    form = held if asked is None else EightBit(asked)
+    if stored is not None and stored.is_converted:
+        if form is not held:
+            raise ValueError(f"--quantization {asked}: the checkpoint was converted to {held or 'none'}; convert again")
         if form is EightBit.FP8 and not reads_fp8:
             raise ValueError(
                 "the checkpoint was converted to fp8, which this device reads no faster than bfloat16: convert again "
                 "with --quantization int8"
             )
-        return form, f"projections and head are {form}, as converted"
+        return form, form and f"projections and head are {form}, as converted"
     if form is None:
         return None, None
-    if form is EightBit.FP8 and not reads_fp8:
-        return EightBit.INT8, "projections and head in int8 instead of fp8, which this device reads slowly"
-    return form, f"projections and head in {form}, one scale for each row"
+    chosen = EightBit.INT8 if form is EightBit.FP8 and not reads_fp8 else form
+    reason = f", not {form}: this device reads that slowly" if chosen is not form else ""
+    return chosen, f"projections and head in {chosen}{reason}" + (f"; the checkpoint holds {held}" if held else "")
 
 
 def choose_model_len(asked: int | None, trained: int) -> int:

@@ -10,10 +10,11 @@ from typing import Any
 
 from model.inputs.paths import check_local
 from model.loading.source import DEMO
+from model.quantization.forms import EightBit
 
 DEVICES = ("auto", "cpu", "tpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float32")
-QUANTIZATIONS = ("int8", "fp8")
+QUANTIZATIONS = tuple(EightBit)
 LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
 SCHEDULING = ("continuous", "static")
 

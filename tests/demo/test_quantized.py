@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from model.config import LlamaConfig
 from model.loading.source import DEMO_FOLDER
 from model.loading.weights import load_hf
-from model.quantization.eight_bit import EightBit
+from model.quantization.forms import EightBit
 from scripts.demo import evaluate
 from scripts.demo.agreement import agreement
 from scripts.demo.tokenizer import SampleEncoder

@@ -11,12 +11,17 @@ import pytest
 
 from model.config import LlamaConfig
 from model.loading.source import resolve
-from model.loading.stored_weights import find_weights
+from model.loading.stored_weights import StoredWeights, find_weights
+from model.quantization.forms import EightBit
 from scripts.convert_checkpoint import convert
-from scripts.wiring.engine import build_runner, choose_dtype
+from scripts.wiring.engine import build_runner, choose_dtype, choose_quantization
 from scripts.wiring.settings import EngineSettings
 from tests.model import checkpoints
+from tests.model.driver import TINY
+from tests.model.loading.test_quantized_checkpoints import write as write_quantized
 from tests.model.loading.test_weights import flat
+
+INT8, FP8 = EightBit.INT8, EightBit.FP8
 
 
 def converted(source: Path, folder: Path, dtype: str | None = None) -> Path:
@@ -55,6 +60,38 @@ def start(folder: Path) -> str:
 )
 def test_the_type_to_compute_in_is_chosen_with_a_true_reason(arguments, expected):
     assert choose_dtype(*arguments) == expected
+
+
+def test_eight_bits_are_chosen_by_what_the_chip_reads():
+    def choose(asked, reads_fp8, held=None, is_converted=False):
+        stored = StoredWeights(
+            folder=Path(), is_converted=is_converted, config=TINY, dtypes=(), remark=None, quantization=held
+        )
+        return choose_quantization(asked, stored, reads_fp8=reads_fp8)
+
+    assert choose(None, True) == (None, None)
+    assert choose("int8", True) == (INT8, "projections and head in int8")
+    assert choose("fp8", True) == (FP8, "projections and head in fp8")
+    slow = "projections and head in int8, not fp8: this device reads that slowly"
+    assert choose("fp8", False) == (INT8, slow)
+    assert choose(None, False, FP8) == (INT8, slow + "; the checkpoint holds fp8")
+    assert choose(None, True, FP8) == (FP8, "projections and head in fp8; the checkpoint holds fp8")
+    assert choose(None, False, INT8, is_converted=True) == (INT8, "projections and head are int8, as converted")
+    with pytest.raises(ValueError, match="converted to int8; convert again"):
+        choose("fp8", True, INT8, is_converted=True)
+    with pytest.raises(ValueError, match="converted to none; convert again"):
+        choose("int8", True, None, is_converted=True)
+    with pytest.raises(ValueError, match="fp8, which this device reads no faster"):
+        choose(None, False, FP8, is_converted=True)
+
+
+def test_a_quantised_checkpoint_starts_and_is_converted_as_it_would_start(tmp_path):
+    write_quantized(tmp_path / "fp8", "channel", FP8.dtype)
+    assert "projections and head in int8, not fp8" in start(tmp_path / "fp8")
+    convert(resolve(str(tmp_path / "fp8")), tmp_path / "fp8", tmp_path / "out", dtype=None, num_shards=1,
+            quantization="int8")  # fmt: skip
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "projections and head are int8, as converted" in start(tmp_path / "out")
 
 
 def test_a_checkpoint_whose_config_is_silent_has_the_type_of_its_tensors(tmp_path):

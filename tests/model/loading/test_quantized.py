@@ -14,7 +14,8 @@ from model.loading.orbax_format import load_orbax, save_orbax
 from model.loading.stored_weights import CONVERTED, find_weights
 from model.loading.weights import load_hf, random_weights
 from model.network.sharding import abstract_model, make_mesh
-from model.quantization.eight_bit import EightBit, dequantize, quantize
+from model.quantization.eight_bit import dequantize, quantize
+from model.quantization.forms import EightBit
 from tests.model import checkpoints
 from tests.model.loading.test_weights import flat
 from tests.model.network.test_llama import TINY, jitted_logits

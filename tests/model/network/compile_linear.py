@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from model.compiling.compiler_options import compiler_options
 from model.network.linear import Linear
-from model.quantization.eight_bit import EightBit
+from model.quantization.forms import EightBit
 from pallas_kernels.chips import GPUS
 from scripts.benchmarks.accounts.targets import gpu_target, tpu_target
 

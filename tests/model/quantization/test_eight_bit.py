@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.quantization.eight_bit import EightBit, dequantize, quantize
-from scripts.wiring.settings import QUANTIZATIONS
+from model.quantization.eight_bit import dequantize, quantize
+from model.quantization.forms import EightBit
 
 NUMPY = {EightBit.INT8: np.int8, EightBit.FP8: ml_dtypes.float8_e4m3fn}
 
@@ -40,7 +40,3 @@ def test_a_row_of_zeros_stays_zero_and_one_that_is_not_finite_shows(form):
     np.testing.assert_array_equal(values[0], [0, 0])
     assert not np.isfinite(values[1:3]).all(axis=1).any()
     np.testing.assert_allclose(values[3], [3, -1.5], rtol=0.05)
-
-
-def test_the_flag_offers_the_forms_that_there_are():
-    assert set(QUANTIZATIONS) == set(EightBit)

@@ -1,0 +1,141 @@
+"""Which quantised checkpoints are read: one table from `quantization_config` to how their tensors lie.
+
+All of them hold an 8-bit `weight` for each projection and next to it scales that multiply. What is said of activations
+is not read: they are computed in the model's dtype, which is at least as exact. K/V scales are not read either.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from model.inputs.words import shown
+from model.quantization.forms import EightBit
+
+MAX_BLOCK = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointForm:
+    """How a checkpoint holds the weights of its projections."""
+
+    form: EightBit
+    scale: str = "weight_scale"  # the tensor next to `weight`: one value, or one for each row or block
+    block: tuple[int, int] | None = None  # rows and columns that share a scale; None: whole rows, or all of them
+
+
+def read_form(raw: Any, modules: Sequence[str]) -> tuple[CheckpointForm | None, list[str]]:
+    """The form that `quantization_config` describes, or every reason why it cannot be read.
+
+    Args:
+        modules: the names of all projections. Leaving one of them out of the quantisation is refused.
+    """
+    if not isinstance(raw, Mapping):
+        return None, [f"quantization_config={shown(raw)} is not an object"]
+    method = raw.get("quant_method")
+    if not isinstance(method, str) or method not in _METHODS:
+        return None, [f"quantization_config.quant_method={shown(method)} is not supported (only {list(_METHODS)})"]
+    found, problems = _METHODS[method](raw)
+    problems = [f"quantization_config.{problem}" for problem in problems + _left_out(raw, modules)]
+    return (None if problems else found), problems
+
+
+def _compressed_tensors(raw: Mapping[str, Any]) -> tuple[CheckpointForm | None, list[str]]:
+    """https://github.com/neuralmagic/compressed-tensors: FP8 and INT8 with scales of tensors, rows or blocks."""
+    groups = raw.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        return None, ["config_groups must be one group that quantises every Linear"]
+    (group,) = groups.values()
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping) or group.get("targets") != ["Linear"]:
+        return None, ["config_groups must quantise the weights of targets ['Linear']"]
+    problems = []
+    form = {"float": EightBit.FP8, "int": EightBit.INT8}.get(str(weights.get("type")))
+    packing = group.get("format") or raw.get("format")
+    if packing not in ("float-quantized", "naive-quantized", "int-quantized"):
+        problems.append(f"format={shown(packing)} is not supported (only 8 bits: float-quantized or int-quantized)")
+    if form is None or weights.get("num_bits") != 8:
+        problems.append("weights must be of 8 bits, type float or int")
+    if weights.get("symmetric", True) is not True:
+        problems.append("weights with zero points (symmetric: false) are not supported")
+    if weights.get("actorder"):
+        problems.append("weights.actorder is not supported")
+    strategy, block = weights.get("strategy"), None
+    if strategy == "block":
+        block, problem = _block(weights.get("block_structure"), "weights.block_structure")
+        problems += problem
+    elif strategy not in ("tensor", "channel"):
+        problems.append(f"weights.strategy={shown(strategy)} is not supported (only tensor, channel and block)")
+    sparsity = raw.get("sparsity_config")
+    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
+        problems.append("sparsity_config: sparse weights are not supported")
+    return None if problems or form is None else CheckpointForm(form=form, block=block), problems
+
+
+def _fp8(raw: Mapping[str, Any]) -> tuple[CheckpointForm | None, list[str]]:
+    """AutoFP8's scale of a tensor, or the `weight_scale_inv` of blocks, which multiplies, too."""
+    problems = []
+    if raw.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        problems.append(f"fmt={shown(raw['fmt'])} is not supported (only e4m3)")
+    if raw.get("weight_block_size") is None:
+        return CheckpointForm(form=EightBit.FP8), problems
+    block, problem = _block(raw["weight_block_size"], "weight_block_size")
+    return CheckpointForm(form=EightBit.FP8, scale="weight_scale_inv", block=block), problems + problem
+
+
+def _fbgemm_fp8(raw: Mapping[str, Any]) -> tuple[CheckpointForm | None, list[str]]:
+    return CheckpointForm(form=EightBit.FP8), []
+
+
+def _modelopt(raw: Mapping[str, Any]) -> tuple[CheckpointForm | None, list[str]]:
+    algorithm = raw.get("quant_algo")
+    if algorithm != "FP8":
+        return None, [f"quant_algo={shown(algorithm)} is not supported (only FP8)"]
+    return CheckpointForm(form=EightBit.FP8), []
+
+
+_METHODS = {
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm_fp8,
+    "modelopt": _modelopt,
+}
+
+
+def _block(raw: Any, name: str) -> tuple[tuple[int, int] | None, list[str]]:
+    match raw:
+        case [int(rows), int(columns)] if 0 < rows <= MAX_BLOCK and 0 < columns <= MAX_BLOCK:
+            return (rows, columns), []
+    return None, [f"{name}={shown(raw)} is not two integers from 1 to {MAX_BLOCK}"]
+
+
+def _left_out(raw: Mapping[str, Any], modules: Sequence[str]) -> list[str]:
+    """What each method calls the list of modules that stay as they were. The head may be on it."""
+    problems = []
+    for key in ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules"):
+        listed = raw.get(key) or []
+        if not isinstance(listed, list) or not all(isinstance(entry, str) for entry in listed):
+            problems.append(f"{key}={shown(listed)} is not a list of names")
+            continue
+        unread = [entry for entry in listed if entry.startswith("re:") and not _is_simple(entry)]
+        if unread:
+            problems.append(f"{key} holds a pattern that is not read: {shown(unread[0])}")
+            continue
+        left = [module for module in modules if any(_matches(entry, module) for entry in listed)]
+        if left:
+            problems.append(f"{key} leaves out {len(left)} projections ({left[0]}, ...): only all or none can be read")
+    return problems
+
+
+def _is_simple(pattern: str) -> bool:
+    """Whether matching takes a bounded time, whatever the checkpoint says: names, `\\.`, and a few `.*`."""
+    return re.fullmatch(r"re:\^?(?:[\w.-]|\\\.|\.\*)*\$?", pattern) is not None and pattern.count("*") <= 3
+
+
+def _matches(entry: str, module: str) -> bool:
+    if entry.startswith("re:"):
+        return re.match(entry.removeprefix("re:"), module) is not None
+    return module == entry or module.startswith(entry + ".") or fnmatchcase(module, entry)
