@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from model.config import projections
 from model.quantization.checkpoint_form import CheckpointForm, read_form
 from model.quantization.forms import EightBit
+from tests.scripts.test_checkpoint_fuzz import HOSTILE, places
 
 MODULES = projections(2)
 
@@ -24,6 +29,7 @@ def compressed(fmt="float-quantized", ignore=("lm_head",), **weights):
 
 
 INT8, FP8 = EightBit.INT8, EightBit.FP8
+BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "ignored_layers": ["lm_head"]}
 
 
 @pytest.mark.parametrize(
@@ -43,7 +49,7 @@ INT8, FP8 = EightBit.INT8, EightBit.FP8
             CheckpointForm(form=FP8),
         ),
         (
-            {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]},
+            BLOCKS | {"activation_scheme": "dynamic"},
             CheckpointForm(form=FP8, scale="weight_scale_inv", block=(128, 128)),
         ),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, CheckpointForm(form=FP8)),
@@ -88,3 +94,13 @@ def test_others_are_refused_in_words(raw, words):
     assert len(problems) == 1
     assert problems[0].startswith("quantization_config")
     assert words in problems[0]
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), raw=st.sampled_from([compressed(strategy="block", block_structure=[8, 8]), BLOCKS]))
+def test_whatever_stands_there_is_read_or_refused(data, raw):
+    raw = copy.deepcopy(raw)
+    container, key = data.draw(st.sampled_from(places(raw)))
+    container[key] = data.draw(HOSTILE)
+    form, problems = read_form(raw, MODULES)
+    assert (form is None) == bool(problems)
