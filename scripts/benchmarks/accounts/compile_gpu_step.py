@@ -36,6 +36,7 @@ from model.execution.step import DeviceState, make_step
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, sharding_of
 from model.presets import preset
+from model.quantization.forms import EightBit
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, Backend
 from scripts.benchmarks.accounts.targets import gpu_target
@@ -54,6 +55,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--tokens", type=int, help="of a mixed step; without it, a decode step")
     parser.add_argument("--variant", type=Variant, default=Variant.GREEDY, choices=[Variant.GREEDY, Variant.SAMPLE])
+    parser.add_argument("--quantization", type=EightBit, choices=list(EightBit), help="of projections and head")
     parser.add_argument("--layers", type=int, help="compile this many only")
     parser.add_argument("--num-pages", type=int, default=8192)
     parser.add_argument("--max-model-len", type=int, default=8192)
@@ -70,7 +72,7 @@ def compile_step(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     config = preset(args.preset)
     if args.layers:
         config = replace(config, num_layers=args.layers)
-    model = abstract_model(config, dtype=jnp.bfloat16, mesh=mesh)
+    model = abstract_model(config, dtype=jnp.bfloat16, mesh=mesh, quantization=args.quantization)
     spec = AttentionSpec(
         num_query_heads=model.config.num_heads, num_kv_heads=model.config.num_kv_heads,
         head_dim=model.config.head_dim, page_size=PAGE_SIZE, dtype=jnp.bfloat16, kv_dtype=jnp.bfloat16,
@@ -111,6 +113,7 @@ def compile_step(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     assert memory is not None
     return {
         "target": args.target, "preset": args.preset, "chips": args.chips, "layers": config.num_layers,
+        "quantization": args.quantization,
         "bucket": [bucket.num_tokens, bucket.num_rows], "options": args.options,
         "lower_s": round(lowered_s, 1), "compile_s": round(compile_s, 1),
         "argument_gib": round(memory.argument_size_in_bytes / 2**30, 2),

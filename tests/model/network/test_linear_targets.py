@@ -43,3 +43,29 @@ def test_no_wide_copy_is_written(target):
             wide = dense[result["rows"]]
             assert result["temp_bytes"] <= wide["temp_bytes"] + (1 << 20), result
             assert wide["argument_bytes"] - result["argument_bytes"] >= SHAPE[0] * (SHAPE[1] - 8), result
+
+
+@pytest.mark.parametrize(("target", "form"), [("a100", "int8"), ("h200", "int8"), ("h200", "fp8")])
+def test_a_whole_decode_step_launches_what_it_launches_in_bfloat16(target, form):
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        pytest.skip("jax_cuda13_plugin is not installed")
+    wide, narrow = (compile_step(target, *flags) for flags in ((), ("--quantization", form)))
+    for part in ("command_buffers", "inside", "outside", "copied_arguments", "copies"):
+        assert narrow[part] == wide[part]
+    assert narrow["temp_mib"] <= wide["temp_mib"] + 1
+    assert narrow["argument_gib"] < wide["argument_gib"]
+
+
+def compile_step(target: str, *flags: str) -> dict:
+    """Of two layers of Llama 3.1 8B, with 64 rows."""
+    command = [sys.executable, "-m", "scripts.benchmarks.accounts.compile_gpu_step", "--target", target]
+    process = subprocess.run(
+        [*command, "--layers", "2", "--rows", "64", *flags],
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    return json.loads(process.stdout.splitlines()[-1])
