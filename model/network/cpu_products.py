@@ -17,7 +17,7 @@ from jax import lax
 MAX_ROWS_FROM_LEFT = 32
 STREAMS = 4
 MAX_ROWS_INT8_STREAMED = 8
-BLOCK_WEIGHTS = 1 << 18  # 1 MiB once widened
+BLOCK_WEIGHTS = 1 << 19  # 2 MiB once widened
 
 
 def multiply_few(inputs: jax.Array, kernel: jax.Array, out_dtype: Any) -> jax.Array | None:
