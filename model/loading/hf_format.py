@@ -80,7 +80,7 @@ def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def expected_kernels(config: LlamaConfig) -> dict[str, tuple[int, int]]:
+def expected_kernels(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Of `expected_shapes`, those that a quantised checkpoint has in 8 bits: the projections, and perhaps the head."""
     kernels = {f"{module}.weight" for module in projections(config.num_layers)} | {HEAD.key}
     return {key: shape for key, shape in expected_shapes(config).items() if key in kernels}

@@ -85,7 +85,7 @@ def find_weights(folder: Path, config: LlamaConfig, load_format: str = "auto") -
         files.check(config)
         found, dtypes = files.with_own_head(config), files.dtypes(config)
     remark = None
-    form = config.quantized and config.quantized.form
+    form = None if config.quantized is None else config.quantized.form
     if found.tie_word_embeddings != config.tie_word_embeddings:
         remark = f"{HEAD.key} differs from the embedding and is used, although config.json ties them"
     # As the reference implementation: config.json is asked first, then the tensors.

@@ -151,7 +151,7 @@ class TensorFiles:
         """The shapes that each scale may have, of the head's only where it is there. None without quantisation."""
         if (form := config.quantized) is None:
             return {}
-        shapes = {}
+        shapes: dict[str, tuple[tuple[int, ...], ...]] = {}
         for key, (rows, columns) in expected_kernels(config).items():
             name = scale_key(key, form)
             if key == HEAD.key and name not in self._slices:

@@ -6,7 +6,7 @@ from the file, put on the chip as they are, and joined there: the host never hol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -130,7 +130,11 @@ def _read_module(
     if rest:
         ((_, scale),) = rest
         shardings = (like.sharding, scale.sharding)
-        scales = [_read_scales(files, part, config, num_shards_of(mesh)) for part in parts]
+        scales = [
+            _read_scales(files, part, config, num_shards_of(mesh))
+            for part in parts
+            if files.has_scale(part.key, config)
+        ]
         block = config.quantized and config.quantized.block
         arrays = _join_quantized(
             raw, scales, groups=groups, block=block and block[1], form=_form_of(like.dtype), shardings=shardings
@@ -159,10 +163,8 @@ def _read(files: TensorFiles, source: Source, config: LlamaConfig, num_shards: i
     return jax.make_array_from_callback((rows * copies, *rest), sharding, read)  # type: ignore[arg-type]  # jax never passes None
 
 
-def _read_scales(files: TensorFiles, source: Source, config: LlamaConfig, num_shards: int) -> np.ndarray | None:
-    """f32[out, n] of a quantised checkpoint, rows repeated as `_read` repeats the kernel's; None of other weights."""
-    if not files.has_scale(source.key, config):
-        return None
+def _read_scales(files: TensorFiles, source: Source, config: LlamaConfig, num_shards: int) -> np.ndarray:
+    """f32[out, n] of a quantised checkpoint, rows repeated as `_read` repeats the kernel's."""
     scales = files.row_scales(source.key, config)
     copies = max(1, num_shards // config.num_kv_heads) if source.is_kv else 1
     heads = scales.reshape(-1, config.head_dim if source.is_kv else 1, scales.shape[1])
@@ -177,42 +179,43 @@ def _join(raw: list[jax.Array], *, groups: int, dtype: Any, sharding: Sharding) 
 @partial(jax.jit, static_argnames=("groups", "block", "form", "shardings"))
 def _join_quantized(
     raw: list[jax.Array],
-    scales: list[np.ndarray | None],
+    scales: Sequence[jax.Array | np.ndarray],
     *,
     groups: int,
     block: int | None,
     form: EightBit,
     shardings: tuple[Sharding, Sharding],
 ) -> tuple[jax.Array, jax.Array]:
-    """The kernel and its scale, from weights or from kernels with f32[out, n] scales of their own.
+    """The kernel and its scale, from weights, or from kernels and the f32[out, n] scales that they are stored with.
 
     Kernels of the wanted form with one scale a row stay as they are. Otherwise rows are quantised one by one: the
     values are the same for any number of chips.
 
     Args:
+        scales: one for each of `raw`, or none.
         block: weights of a row that share a scale, where they do not all.
     """
-    if scales[0] is None:
+    if not scales:
         made = quantize(_joined(raw, groups), form)
     elif block is None and raw[0].dtype == form.dtype:
         made = _joined(raw, groups), _joined(scales, groups)[:, 0]
     else:
-        wide = [_widened(*pair, block) for pair in zip(raw, scales, strict=True)]
+        wide = [_widened(kernel, scale, block) for kernel, scale in zip(raw, scales, strict=True)]
         made = quantize(_joined(wide, groups), form)
     return jax.lax.with_sharding_constraint(made, shardings)
 
 
-def _widened(kernel: jax.Array, scales: jax.Array, block: int | None) -> jax.Array:
+def _widened(kernel: jax.Array, scales: jax.Array | np.ndarray, block: int | None) -> jax.Array:
     """f32[out, in]"""
     if block is not None:
         scales = scales[:, np.arange(kernel.shape[1]) // block]
     return kernel.astype(jnp.float32) * scales
 
 
-def _joined(raw: list[jax.Array], groups: int) -> jax.Array:
+def _joined(raw: Sequence[jax.Array | np.ndarray], groups: int) -> jax.Array:
     """[out, in] tensors, cut into one group per chip and joined group by group, as the rows of one."""
     if len(raw) == 1:
-        return raw[0]
+        return jnp.asarray(raw[0])
     cut = [part.reshape(groups, part.shape[0] // groups, part.shape[1]) for part in raw]
     return jnp.concatenate(cut, axis=1).reshape(-1, raw[0].shape[1])
 
