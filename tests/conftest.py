@@ -24,7 +24,7 @@ os.environ |= {
 
 KERNELS = [Path(__file__).parent / "pallas_kernels" / room for room in ("gpu", "tpu")]
 COMPILING_FOR_CHIPS = ("test_compile.py", "test_compile_gpu_step.py")
-MAX_PROCESSES = 8  # each imports JAX and holds programs: a gigabyte or more
+MAX_PROCESSES = 4  # each imports JAX and holds programs: up to two gigabytes
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
