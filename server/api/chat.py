@@ -20,7 +20,8 @@ from server.api.state import ServerState
 from server.api.structured import requested_grammar
 from server.api.submission import check_min_tokens, check_num_choices, read_generation, start_generation
 from server.api.template_input import content_text
-from server.api.tools import call_parsers, usable_tools
+from server.api.tool_grammar import grammar_with_tools
+from server.api.tools import ToolChoice, call_parsers, usable_tools
 from server.api.writer import AnswerHead
 from server.engine.generation import Generation
 from server.http.errors import invalid
@@ -65,7 +66,7 @@ async def start_chat(state: ServerState, body: ChatRequest, head: AnswerHead) ->
 
     template = await template_of(state, body)
     tools = await usable_tools(state, body, template)
-    grammar = await requested_grammar(state, body)
+    grammar = await grammar_with_tools(state, tools, await requested_grammar(state, body))
     prompt = await encode_chat(state, body, template, tools)
     kept = truncation(body.truncate_prompt_tokens, state.client.info.max_model_len, asked or 1)
     prompt = prompt if kept is None else prompt[-kept:]
@@ -88,10 +89,14 @@ async def start_chat(state: ServerState, body: ChatRequest, head: AnswerHead) ->
         logprobs=top_logprobs,
         prompt_logprobs=body.prompt_logprobs,
         grammar=grammar,
-        new_call_parser=None if tools is None else call_parsers(state.settings.tool_call_parser, tools),
+        new_call_parser=call_parsers(state, tools, grammar=grammar),
     )
     options = ChatOptions(
-        prompt=prompt, top_logprobs=top_logprobs, num_prompt_logprobs=body.prompt_logprobs, echo=_echo(body)
+        prompt=prompt,
+        top_logprobs=top_logprobs,
+        num_prompt_logprobs=body.prompt_logprobs,
+        echo=_echo(body),
+        is_named_call=tools is not None and tools.choice is ToolChoice.NAMED,
     )
     return generation, options
 

@@ -26,6 +26,7 @@ class ChatOptions:
     top_logprobs: int | None  # None: no log-probabilities
     num_prompt_logprobs: int | None
     echo: str = ""  # the text that comes before the answer's own
+    is_named_call: bool = False  # the request named the function: calling it is no reason to end
 
 
 class ChatWriter(ChoicesWriter):
@@ -60,7 +61,8 @@ class ChatWriter(ChoicesWriter):
 
     def _ending(self, choice: Choice) -> dict[str, Any]:
         fields = super()._ending(choice)
-        if choice.num_calls and choice.finish_reason == FinishReason.STOP.value:
+        has_called = choice.num_calls and not self._options.is_named_call
+        if has_called and choice.finish_reason == FinishReason.STOP.value:
             fields["finish_reason"] = "tool_calls"
         return fields
 

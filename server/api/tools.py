@@ -17,6 +17,7 @@ from server.api.state import ServerState
 from server.http.errors import RequestError, invalid, unsupported
 from server.text.chat_template import ChatTemplate
 from server.text.tool_calls.formats import FORMATS
+from server.text.tool_calls.json_calls import JsonCallParser
 from server.text.tool_calls.parser import CallParser
 
 MAX_TOOLS = 128  # as many as OpenAI takes
@@ -62,6 +63,11 @@ class Tools:
     def names(self) -> frozenset[str]:
         return frozenset(spec.name for spec in self.specs)
 
+    @property
+    def are_strict(self) -> bool:
+        """Whether some tool's arguments must be valid by its schema, though the model may choose."""
+        return any(spec.strict for spec in self.specs)
+
     def for_template(self) -> list[dict[str, Any]]:
         """In the form that templates print: OpenAI's, fields that were not given left out."""
         return [{"type": "function", "function": _given(spec)} for spec in self.specs]
@@ -105,14 +111,15 @@ async def usable_tools(state: ServerState, body: ChatRequest, template: ChatTemp
     if tools.choice is ToolChoice.AUTO and not state.settings.enable_auto_tool_choice:
         message = "tool_choice: `auto` is switched off on this server (--no-enable-auto-tool-choice)."
         raise RequestError(400, message, param="tool_choice")
-    if tools.choice in (ToolChoice.REQUIRED, ToolChoice.NAMED):
-        raise unsupported("tool_choice", "making the model call a tool is")
     return tools
 
 
-def call_parsers(name: str, tools: Tools) -> Callable[[], CallParser]:
-    """What makes parsers of the named format."""
-    return partial(FORMATS[name], tools.names, most_calls=None if tools.parallel else 1)
+def call_parsers(state: ServerState, tools: Tools | None, *, grammar: str | None) -> Callable[[], CallParser] | None:
+    """What makes parsers of tool calls: in the model's own format, or in JSON, where a grammar says what comes."""
+    if tools is None:
+        return None
+    kind = FORMATS[state.settings.tool_call_parser] if grammar is None else JsonCallParser
+    return partial(kind, tools.names, most_calls=None if tools.parallel else 1)
 
 
 def check_template(template: ChatTemplate) -> None:

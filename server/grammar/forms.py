@@ -58,19 +58,20 @@ def choice_grammar(choices: Sequence[str]) -> str:
     """One of the texts."""
     if not choices:
         raise GrammarError("there must be at least one choice")
-    return lark_grammar("start: " + " | ".join(json.dumps(choice) for choice in choices), nesting=False)
+    return lark_grammar("start: " + " | ".join(json.dumps(choice) for choice in choices), foreign=False)
 
 
-def lark_grammar(text: str, *, nesting: bool = True) -> str:
-    """A Lark grammar as llguidance reads it, or one in GBNF or EBNF (`root ::= ...`)."""
+def lark_grammar(text: str, *, foreign: bool = True) -> str:
+    """A Lark grammar as llguidance reads it. One that is `foreign`, a client's own, may be in GBNF or EBNF
+    (`root ::= ...`), and its nesting is checked."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
     _checked_size(text)
-    if nesting:
+    if foreign:
         _checked_nesting(text)
     try:
-        lark = any_to_lark(text) if "::=" in text else text
+        lark = any_to_lark(text) if foreign and "::=" in text else text
     except Exception as error:  # the converter raises bare ones
         raise GrammarError(f"the EBNF cannot be read: {error}") from error
     return str(LLMatcher.grammar_from_lark(lark))
@@ -91,7 +92,7 @@ def structural_tag_grammar(structures: Sequence[Mapping[str, Any]], triggers: Se
         tags.append(StructTag(trigger=trigger, begin=begin, grammar=dict(schema), end=end))
     if not tags:
         raise GrammarError("there must be at least one structure")
-    return lark_grammar(StructTag.to_grammar(tags, assume_special=False), nesting=False)
+    return lark_grammar(StructTag.to_grammar(tags, assume_special=False), foreign=False)
 
 
 def _dumps(schema: Any) -> str:

@@ -48,6 +48,12 @@ class MessageToolChoice(Declared):
     disable_parallel_tool_use: bool | None = None
 
 
+class OutputConfig(Declared):
+    """What is asked of the output's text."""
+
+    format: dict[str, Any] | None = None  # {"type": "json_schema", "schema": ...}
+
+
 class CountRequest(Declared, kw_only=True):
     """The body of a request to count tokens."""
 
@@ -56,6 +62,7 @@ class CountRequest(Declared, kw_only=True):
     system: str | list[Block] | None = None
     tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     tool_choice: MessageToolChoice | None = None
+    output_config: OutputConfig | None = None
 
 
 class MessagesRequest(CountRequest, kw_only=True):
@@ -78,13 +85,15 @@ _INNER = {
     "messages": FieldTable(kind=InputMessage, inner={"content": _BLOCK}),
     "system": _BLOCK,
     "tool_choice": FieldTable(kind=MessageToolChoice),
+    "output_config": FieldTable(
+        kind=OutputConfig, refused={"effort": Refused("a level of effort is not supported yet", ("high",))}
+    ),
 }
 _REFUSED = {
     "container": Refused("running code is not supported yet"),
     "context_management": Refused("making a conversation shorter is not supported yet"),
     "mcp_servers": Refused("servers of tools are not supported yet"),
-    "output_config": Refused("structured output is not supported yet here"),
-    "output_format": Refused("structured output is not supported yet here"),
+    "output_format": Refused("this older form of `output_config.format` is not supported yet"),
     "thinking": Refused("reasoning apart from the answer is not supported yet", ({"type": "disabled"},)),
 }
 _WITHOUT_EFFECT = frozenset({"metadata", "service_tier", "cache_control", "betas", "inference_geo"})

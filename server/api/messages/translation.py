@@ -35,6 +35,7 @@ def chat_request(body: CountRequest) -> ChatRequest:
         tools=_chat_tools(body),
         tool_choice=_chat_tool_choice(body.tool_choice),
         parallel_tool_calls=parallel,
+        response_format=_response_format(body),
     )
     if isinstance(body, MessagesRequest):
         chat.max_tokens = body.max_tokens
@@ -42,6 +43,16 @@ def chat_request(body: CountRequest) -> ChatRequest:
             setattr(chat, name, getattr(body, name))
         chat.stop = body.stop_sequences
     return chat
+
+
+def _response_format(body: CountRequest) -> msgspec.Raw | msgspec.UnsetType:
+    text_format = None if body.output_config is None else body.output_config.format
+    match text_format:
+        case None:
+            return msgspec.UNSET
+        case {"type": "json_schema", "schema": schema}:
+            return msgspec.Raw(msgspec.json.encode({"type": "json_schema", "json_schema": {"schema": schema}}))
+    raise invalid("output_config.format", 'must be {"type": "json_schema", "schema": ...}')
 
 
 def _messages(where: str, turn: InputMessage) -> Iterable[Message]:

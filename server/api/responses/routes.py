@@ -18,7 +18,7 @@ from server.api.responses.store import ResponseStore
 from server.api.responses.translation import FunctionTool, chat_request, input_messages, own_names, read_function_tools
 from server.api.responses.writer import ResponsesWriter
 from server.api.route import ApiRoute
-from server.api.schemas import ChatRequest, Message
+from server.api.schemas import Message
 from server.api.state import ServerState
 from server.api.submission import TIMEOUT_HEADER, check_generation
 from server.engine.generation import Generation
@@ -66,12 +66,14 @@ class Responses:
         _check_metadata(body.metadata)
         earlier = self._earlier(body.previous_response_id)
         size = len(bytes(body.tools)) if body.tools else 0
-        tools, messages, chat = await state.aside.run(size + _size(body), _translated, body, earlier)
+        tools, new, num_chars = await state.aside.run(size + _size(body), _translated, body)
+        messages = new if earlier is None else [*earlier.conversation(), *new]
+        chat = chat_request(body, tools, messages)
         with own_names():
             head = check_generation(state, chat, id_prefix="resp", timeout_header=request.headers.get(TIMEOUT_HEADER))
             generation, _ = await start_chat(state, chat, head)
-        fields = _repeated(body, tools, head.model, state)
-        record = ResponseRecord(head.id, fields, messages, sum(map(_message_size, messages)))
+        num_chars += 0 if earlier is None else earlier.num_chars
+        record = ResponseRecord(head.id, _repeated(body, tools, head.model, state), messages, num_chars)
         stores = body.store is not False
         if stores:
             self._store.put(record)
@@ -112,17 +114,17 @@ class Responses:
             raise RequestError(404, message, type=NOT_FOUND, param="response_id")
         return record
 
-    def _earlier(self, id: str | None) -> list[Message]:
-        """The conversation that the request goes on with."""
+    def _earlier(self, id: str | None) -> ResponseRecord | None:
+        """The response that the request goes on from."""
         if id is None:
-            return []
+            return None
         record = self._store.get(id)
         if record is None:
             message = f"previous_response_id: there is no response with the id {id[:100]!r}."
             raise RequestError(400, message, param="previous_response_id", code="previous_response_not_found")
         if not record.is_over:
             raise invalid("previous_response_id", "the response is still being made")
-        return record.conversation()
+        return record
 
     def _end(self, record: ResponseRecord, stores: bool) -> None:
         self._running.pop(record.id, None)
@@ -150,12 +152,10 @@ class _Answer(Response):
             self._on_done()
 
 
-def _translated(
-    body: ResponsesRequest, earlier: list[Message]
-) -> tuple[list[FunctionTool], list[Message], ChatRequest]:
-    tools = read_function_tools(body)
-    messages = [*earlier, *input_messages(body)]
-    return tools, messages, chat_request(body, tools, messages)
+def _translated(body: ResponsesRequest) -> tuple[list[FunctionTool], list[Message], int]:
+    """The tools, the messages of the input, and about as many characters as these have."""
+    messages = input_messages(body)
+    return read_function_tools(body), messages, sum(map(_message_size, messages))
 
 
 def _size(body: ResponsesRequest) -> int:
@@ -192,7 +192,7 @@ def _repeated(body: ResponsesRequest, tools: list[FunctionTool], model: str, sta
         "tools": tools,
         "tool_choice": body.tool_choice or "auto",
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": None, "summary": None},
         "store": body.store is not False,

@@ -30,16 +30,10 @@ class InputItem(Declared):
     output: str | list[InputPart] | None = None
 
 
-class TextFormat(msgspec.Struct):
-    """The form that the output must have."""
-
-    type: str
-
-
 class TextOptions(Declared):
-    """What is asked of the output's text."""
+    """What the text of the answer is to be."""
 
-    format: TextFormat | None = None
+    format: dict[str, Any] | None = None
 
 
 class ResponsesRequest(Declared, kw_only=True):

@@ -15,7 +15,12 @@ from server.api.template_input import ROLES
 from server.api.tools import MAX_TOOLS_BYTES
 from server.http.errors import RequestError, invalid, unsupported
 
-_OTHER_NAMES = {"max_completion_tokens": "max_output_tokens", "messages": "input"}  # chat's, and those of this route
+# chat's names, and those of this route
+_OTHER_NAMES = {
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text.format",
+}
 _PART_TYPES = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 # fields that mean the same in both
 _SAME = (
@@ -64,14 +69,13 @@ def read_function_tools(body: ResponsesRequest) -> list[FunctionTool]:
 
 def chat_request(body: ResponsesRequest, tools: Sequence[FunctionTool], messages: Sequence[Message]) -> ChatRequest:
     """`messages` are the conversation up to now, the instructions left out. Raises RequestError 400."""
-    if body.text is not None and body.text.format is not None and body.text.format.type != "text":
-        raise unsupported("text.format", f"the type `{body.text.format.type[:40]}` is")
     instructions = [] if body.instructions is None else [Message("system", body.instructions)]
     return ChatRequest(
         messages=[*instructions, *messages],
         max_completion_tokens=body.max_output_tokens,
         tools=msgspec.Raw(msgspec.json.encode(list(map(_chat_tool, tools)))) if tools else msgspec.UNSET,
         tool_choice=_tool_choice(body.tool_choice),
+        response_format=_response_format(body.text.format if body.text else None),
         **{name: getattr(body, name) for name in _SAME},
     )
 
@@ -79,6 +83,16 @@ def chat_request(body: ResponsesRequest, tools: Sequence[FunctionTool], messages
 def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
     fields = msgspec.structs.asdict(tool)
     return {"type": fields.pop("type"), "function": fields}
+
+
+def _response_format(text_format: dict[str, Any] | None) -> msgspec.Raw | msgspec.UnsetType:
+    """A schema stands one level deeper in a chat's."""
+    if text_format is None:
+        return msgspec.UNSET
+    if text_format.get("type") == "json_schema":
+        schema = {name: value for name, value in text_format.items() if name != "type"}
+        text_format = {"type": "json_schema", "json_schema": schema}
+    return msgspec.Raw(msgspec.json.encode(text_format))
 
 
 def _tool_choice(choice: str | Mapping[str, Any] | None) -> str | dict[str, Any] | None:

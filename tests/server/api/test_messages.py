@@ -143,6 +143,8 @@ REFUSED = [
     {"tools": [{"name": "a b"}]},
     {"tool_choice": {"type": "sometimes"}},
     {"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}},
+    {"output_config": {"format": {"type": "json_schema"}}},
+    {"output_config": {"format": {"type": "json_schema", "schema": {"type": "strin"}}}},
     {"thinking": {"type": "enabled", "budget_tokens": 1024}},
 ]
 
@@ -155,6 +157,12 @@ def test_errors_have_anthropics_form(server, fields, stream):
     error = response.json()
     assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
     assert error["error"]["message"]
+
+
+def test_a_call_that_must_be_made(server):
+    for tool_choice in ({"type": "any"}, {"type": "tool", "name": "get_weather", "disable_parallel_tool_use": True}):
+        whole = created(server, "call", tools=[WEATHER], tool_choice=tool_choice)
+        assert (blocks_of(whole["content"]), whole["stop_reason"]) == ([W], "tool_use")
 
 
 def test_another_model_is_not_found(server):

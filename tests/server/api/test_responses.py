@@ -158,6 +158,14 @@ def test_the_official_client_goes_on_after_a_call(server):
     assert apart.usage.input_tokens == second.usage.input_tokens > first.usage.input_tokens
 
 
+def test_the_form_of_the_text_and_the_choice_of_a_tool_are_repeated(server):
+    text = {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}, "strict": True}}
+    named = {"type": "function", "name": "get_weather"}
+    response = created(server, "call", tools=[WEATHER], tool_choice=named, text=text)
+    assert (response["text"], response["tool_choice"]) == (text, named)
+    assert shape(response["output"]) == [W]
+
+
 def test_a_conversation_goes_on_without_its_instructions(server):
     first = created(server, instructions="A very long instruction.")
     second = created(server, previous_response_id=first["id"], input=[{"role": "user", "content": "and?"}])
@@ -230,7 +238,9 @@ REFUSED = [
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
     ({"tools": [{"type": "function"}]}, "tools.0.name"),
-    ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+    ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "strin"}}}}, "text.format"),
+    ({"text": {"format": {"type": "poem"}}}, "text.format"),
+    ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
     ({"background": True}, "background"),
     ({"truncation": "auto"}, "truncation"),
     ({"top_logprobs": 2}, "top_logprobs"),

@@ -66,7 +66,9 @@ def fast_pythonic(tmp_path_factory):
 @pytest.fixture(scope="module")
 def without_auto(tmp_path_factory):
     folder = tmp_path_factory.mktemp("without")
-    with running_server(folder, ECHO, EchoConfig(), template=TOOL_TEMPLATE, enable_auto_tool_choice=False) as running:
+    config = EchoConfig(reply=(), replies=REPLIES)
+    options = {"template": TOOL_TEMPLATE, "enable_auto_tool_choice": False, "tool_call_parser": "pythonic"}
+    with running_server(folder, ECHO, config, **options) as running:
         yield running
 
 
@@ -140,6 +142,11 @@ def test_a_call_that_comes_in_one_step_is_not_lost(fast_pythonic):
     assert calls_of(choice(fast_pythonic, fields)["message"]) == expected
 
 
+def test_strict_tools_are_called_in_the_models_format(fast_pythonic):
+    fields = {"messages": MESSAGES, "tools": [function(strict=True), function("get_time", strict=True)]}
+    assert [name for name, _ in calls_of(choice(fast_pythonic, fields)["message"])] == ["get_weather", "get_time"]
+
+
 def test_each_choice_has_its_own_calls(server):
     fields = body("call", n=3)  # the seeds of the next scripts, too
     message = [it["message"] for it in post(server, fields).json()["choices"]]
@@ -171,6 +178,22 @@ def test_scores_come_with_calls(server):
         chunks = stream_events(http, CHAT, body("call", logprobs=True))
     parts = [part["logprobs"]["content"] for c in chunks for part in c["choices"] if part["logprobs"]]
     assert [entry for part in parts for entry in part] == whole["logprobs"]["content"]
+
+
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.mark.parametrize(("choice_of_tool", "finish"), [("required", "tool_calls"), (NAMED, "stop")])
+def test_a_call_that_must_be_made(server, choice_of_tool, finish):
+    fields = body("call", tool_choice=choice_of_tool)
+    whole = choice(server, fields)
+    assert (calls_of(whole["message"]), whole["finish_reason"]) == ([W], finish)
+    assert streamed(server, fields) == ("", [W], finish)
+
+
+def test_a_call_that_must_be_made_is_read_whatever_the_models_format(without_auto):
+    fields = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "seed": 0}
+    assert calls_of(choice(without_auto, fields)["message"]) == [W]
 
 
 def test_no_call_is_looked_for_where_none_is_wanted(server):
@@ -263,6 +286,8 @@ REFUSED = [
     ({"tools": [function(parameters=DEEP)]}, "tools.0.function.parameters"),
     ({"tools": [function(description="a" * 2**18)]}, "tools"),
     ({"tools": [function(f"f{i}") for i in range(129)]}, "tools"),
+    ({"tools": [function(parameters={"properties": {"a": {"type": "strin"}}}, strict=True)]}, "tools"),
+    ({"tools": [function(parameters={"not": {}})], "tool_choice": "required"}, "tools"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"documents": "a"}, "documents"),
     ({"messages": [{"role": "user", "content": "a", "tool_calls": [{"function": {"name": "f"}}]}]},

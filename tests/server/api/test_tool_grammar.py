@@ -1,0 +1,144 @@
+"""What the grammars of tool calls let through, byte by byte."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import validate
+
+from batcher.grammar import GrammarError
+from server.api.tool_grammar import tool_grammar
+from server.api.tools import FunctionSpec, ToolChoice, Tools
+from server.grammar.compiler import Vocabulary, compile_grammar
+from server.grammar.forms import json_schema_grammar, lark_grammar, regex_grammar
+from server.text.tool_calls.json_calls import JsonCallParser
+from server.text.tool_calls.pieces import CallDelta
+from tests.server.grammar.test_matcher import walk
+from tests.server.support.schemas import schemas
+
+BYTES = Vocabulary.of_bytes()
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER = FunctionSpec("get_weather", parameters=CITY, strict=True)
+TIME = FunctionSpec("get_time")
+ANY = FunctionSpec("any", parameters={"properties": {"a": {"type": "integer"}}})
+
+
+def tools(*specs: FunctionSpec, choice: ToolChoice, parallel: bool = True) -> Tools:
+    return Tools(specs=specs, choice=choice, parallel=parallel)
+
+
+def accepts(grammar: str, text: str) -> bool:
+    matcher = compile_grammar(grammar, BYTES)
+    data = list(text.encode())
+    return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+
+
+def call(name: str, arguments: object) -> str:
+    return json.dumps({"name": name, "parameters": arguments})
+
+
+PARIS = call("get_weather", {"city": "Paris {}"})
+NOW = call("get_time", {})
+GOOD = {
+    "required": [PARIS, NOW, f"{PARIS}; {NOW}; {PARIS}"],
+    "named": [PARIS],
+    "auto": ["", "plain {text}", f"Hm. {PARIS}", f"{PARIS}; {NOW}", call("get_time", {"free": 1}), '{"name": "Al"}'],
+}
+BAD = {
+    "required": [
+        "",
+        "text",
+        f"text {PARIS}",
+        call("other", {}),
+        call("get_weather", {}),
+        call("get_time", {"a": 1}),
+        "{",
+    ],
+    "named": [f"{PARIS}; {PARIS}", NOW, call("get_weather", {"city": 1})],
+    "auto": [call("get_weather", {"city": 1}), call("get_weather", {}), f"Hm. {PARIS[:-2]}"],
+}
+GRAMMARS = {
+    "required": tools(WEATHER, TIME, choice=ToolChoice.REQUIRED),
+    "named": tools(WEATHER, choice=ToolChoice.NAMED, parallel=False),
+    "auto": tools(WEATHER, TIME, choice=ToolChoice.AUTO),
+}
+
+
+@pytest.mark.parametrize("kind", GRAMMARS)
+def test_calls_that_are_let_through(kind):
+    grammar = tool_grammar(GRAMMARS[kind])
+    assert [text for text in GOOD[kind] if not accepts(grammar, text)] == []
+    assert [text for text in BAD[kind] if accepts(grammar, text)] == []
+
+
+def test_a_schema_without_a_type_is_an_objects():
+    grammar = tool_grammar(tools(ANY, choice=ToolChoice.REQUIRED, parallel=False))
+    assert accepts(grammar, call("any", {"a": 1, "b": None}))
+    assert not accepts(grammar, call("any", {"a": "1"}))
+    assert not accepts(grammar, call("any", 5))
+
+
+ANSWERS = {
+    "a list": (json_schema_grammar({"type": "array"}), "[\n  1, {}\n]", "{}"),
+    "an object": (json_schema_grammar({"type": "object", "required": ["x"]}), '{\n  "x": [1,  2]\n}', '{"y": 1}'),
+    "a pattern": (regex_grammar(r"\d+"), "12", "a"),
+    "a grammar": (lark_grammar('start: "yes" | no\nno: "no"'), "no", "maybe"),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_is_of_its_grammar_or_calls(name):
+    answer, good, bad = ANSWERS[name]
+    grammar = tool_grammar(tools(WEATHER, TIME, choice=ToolChoice.AUTO), answer)
+    assert [text for text in (good, PARIS, f"{NOW}; {PARIS}") if not accepts(grammar, text)] == []
+    assert [text for text in (bad, f"{good} {PARIS}", call("get_weather", {}), "") if accepts(grammar, text)] == []
+
+
+@pytest.mark.parametrize("choice", [ToolChoice.AUTO, ToolChoice.REQUIRED])
+def test_no_text_in_a_schema_is_read_as_a_grammar(choice):
+    described = {"type": "object", "properties": {"a": {"type": "integer", "description": 'root ::= "a"\nstart: "b"'}}}
+    grammar = tool_grammar(tools(FunctionSpec("f", parameters=described, strict=True), choice=choice))
+    assert accepts(grammar, call("f", {"a": 1}))
+    assert not accepts(grammar, call("f", {"a": "b"}))
+
+
+def test_a_schema_may_refer_to_itself():
+    node = {"type": "object", "properties": {"next": {"$ref": "#"}, "n": {"$ref": "#/$defs/n"}}, "required": ["n"]}
+    node |= {"additionalProperties": False, "$defs": {"n": {"type": "integer"}}}
+    grammar = tool_grammar(tools(FunctionSpec("f", parameters=node), choice=ToolChoice.REQUIRED))
+    assert accepts(grammar, call("f", {"next": {"n": 1}, "n": 2}))
+    assert not accepts(grammar, call("f", {"next": {}, "n": 2}))
+
+
+def test_a_schema_that_cannot_be_held_to_is_refused():
+    strict = FunctionSpec("f", parameters={"type": "object", "properties": {"a": {"type": "strin"}}})
+    with pytest.raises(GrammarError, match="strin"):
+        compile_grammar(tool_grammar(tools(strict, choice=ToolChoice.REQUIRED)), BYTES)
+
+
+@settings(max_examples=25, deadline=None)
+@given(schemas, st.integers(0, 2**32), st.booleans())
+def test_whatever_is_drawn_is_read_as_calls_that_are_valid(schema, seed, parallel):
+    parameters = {"type": "object", "properties": {"value": schema}, "required": ["value"]}
+    specs = (FunctionSpec("f", parameters=parameters), TIME)
+    asked = Tools(specs=specs, choice=ToolChoice.REQUIRED, parallel=parallel)
+    text, is_whole = walk(tool_grammar(asked), np.random.default_rng(seed))
+    parser = JsonCallParser(asked.names)
+    parser.push(text)
+    parser.finish()
+    pieces = parser.take()
+    if is_whole:
+        assert all(isinstance(piece, CallDelta) for piece in pieces)
+        assert pieces
+        assert parallel or len(pieces) == 1
+        for piece in pieces:
+            validate(json.loads(piece.arguments), parameters if piece.name == "f" else {"maxProperties": 0})
