@@ -10,6 +10,7 @@ from tests.server.support.canary import canary
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.running import ECHO, RunningServer, running_server
 from tests.server.support.tokenizers import LLAMA3_TEMPLATE
+from tests.server.support.tool_template import TOOL_TEMPLATE
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -26,6 +27,15 @@ def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     settings = {"template": COUNTING_TEMPLATE, "template_timeout_s": 5.0}
     config = EchoConfig(max_model_len=140_000)
     with running_server(tmp_path_factory.mktemp("roomy"), ECHO, config, **settings) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """An engine that calls a tool with 12,000 numbers, in a few steps."""
+    call = '{"name": "f", "parameters": {"a": [' + "1," * 12_000 + "1]}}"
+    config = EchoConfig(max_model_len=300_000, reply=tuple(call.encode()), tokens_per_step=1000)
+    with running_server(tmp_path_factory.mktemp("tools"), ECHO, config, template=TOOL_TEMPLATE) as server:
         yield server
 
 
@@ -90,3 +100,33 @@ def test_texts_of_many_tokens_and_back(roomy):
     tokens = post(roomy, "/tokenize", {"prompt": "abcd" * 250_000, "return_token_strs": True})
     assert tokens["token_strs"][1:] == [*"abcd"] * 250_000
     assert post(roomy, "/detokenize", {"tokens": [65] * 1_000_000}) == {"prompt": "A" * 1_000_000}
+
+
+def tool(name: str = "f", **properties) -> dict:
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def test_many_tools_of_many_words(with_tools):
+    properties = {f"p{i}": {"enum": ["a", "b", "c"], "description": "word " * 10} for i in range(15)}
+    tools = [tool(f"f{i}", **properties) for i in range(120)]
+    error = post(with_tools, CHAT, HELLO | {"tools": tools}, status=400)["error"]
+    assert error["code"] == "context_length_exceeded"
+
+
+def test_calls_with_many_arguments_in_the_history(with_tools):
+    call = {"function": {"name": "f", "arguments": '{"a": [' + "1," * 60_000 + "1]}"}}
+    messages = [*HELLO["messages"], {"role": "assistant", "tool_calls": [call]}]
+    post(with_tools, CHAT, {"messages": messages, "max_tokens": 1})
+
+
+def test_an_answer_that_is_a_long_call(with_tools):
+    choice = post(with_tools, CHAT, HELLO | {"tools": [tool()]})["choices"][0]
+    assert len(choice["message"]["tool_calls"][0]["function"]["arguments"]) > 24_000
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_many_turns_in_other_forms(with_tools, path):
+    turns = [{"role": ("user", "assistant")[i % 2], "content": "a"} for i in range(20_000)]
+    body = {"input": turns, "max_output_tokens": 1} if path == "/v1/responses" else {"messages": turns, "max_tokens": 1}
+    assert post(with_tools, path, body)["usage"]["input_tokens"] > 200_000
