@@ -27,7 +27,10 @@ def _range_of(name: str) -> msgspec.Meta:
 
 
 class _GenerationFile(msgspec.Struct):
-    """Of `generation_config.json`, how to draw. A default out of a request's own range would fail every request."""
+    """Of `generation_config.json`, how to draw. A default out of a request's own range would fail every request.
+
+    `transformers.GenerationConfig` reads `"temperature": "hot"` and `"top_p": 7` without an error.
+    """
 
     do_sample: TRUTH | None = None
     temperature: Annotated[float, _range_of("temperature")] | None = None

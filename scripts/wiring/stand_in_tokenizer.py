@@ -13,7 +13,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from model.inputs.paths import check_local
 from model.loading.source import ModelSource
-from server.text.byte_alphabet import byte_to_unicode
 from server.text.tiktoken_model import special_tokens
 
 # Llama 3's format of turns.
@@ -45,12 +44,12 @@ def write_stand_in_tokenizer(folder: Path, vocab_size: int) -> None:
     num_words = vocab_size - 256 - len(specials)
     if num_words < 0:
         raise ValueError(f"a stand-in tokenizer needs {256 + len(specials)} ids or more: {vocab_size=}")
-    alphabet = byte_to_unicode()
-    space = " ".translate(alphabet)
-    vocab = {bytes([i]).decode("latin-1").translate(alphabet): i for i in range(256)}
-    vocab |= {f"{space}w{i}": 256 + i for i in range(num_words)}
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    ((space, _),) = byte_level.pre_tokenize_str(" ")
+    tokens = [*sorted(byte_level.alphabet()), *(f"{space}w{i}" for i in range(num_words))]
+    vocab = {token: id for id, token in enumerate(tokens)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = byte_level
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
     bos = specials[0]

@@ -1,8 +1,8 @@
 """Meta's own form of the Llama 3 tokenizer: a `tokenizer.model` of base64 tokens and ranks, without anything else.
 
-The split pattern and the 256 special tokens are those of Meta's published reference code for Llama 3.1, which are a
-superset of Llama 3's by name. The ranks become BPE merges: a token's merges are all the ways of cutting it into two
-tokens, in the order of the parts' ranks.
+`transformers` makes a `tokenizers.Tokenizer` of it. The file is read here, strictly and without the package `tiktoken`.
+The special tokens are added here as well: the file does not name them. They are the 256 of Meta's published reference
+code for Llama 3.1, which are a superset of Llama 3's by name.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from __future__ import annotations
 import base64
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-
-from server.text.byte_alphabet import byte_to_unicode
+from tokenizers import Tokenizer, processors
 
 NUM_SPECIAL_TOKENS = 256
 NAMED_SPECIAL_TOKENS = (
@@ -28,31 +26,16 @@ NAMED_SPECIAL_TOKENS = (
     "<|eot_id|>",
     "<|python_tag|>",
 )
-MAX_TOKEN_BYTES = 1024  # Llama 3's longest has 128; every cut of a token in two is tried
-SPLIT_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+MAX_TOKEN_BYTES = 1024  # Llama 3's longest has 128; the conversion tries every cut of a token in two
 
 
 def tokenizer_from_tiktoken(path: Path) -> Tokenizer:
-    """Raises ValueError where the file is not a list of base64 tokens and ranks."""
-    ranks = _read_ranks(path)
-    printable = byte_to_unicode()
-    text = {raw: raw.decode("latin-1").translate(printable) for raw in ranks}
-    merges = []
-    for raw in sorted(ranks, key=ranks.__getitem__):
-        cuts = [(raw[:i], raw[i:]) for i in range(1, len(raw))]
-        known = [(left, right) for left, right in cuts if left in ranks and right in ranks]
-        known.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-        merges += [(text[left], text[right]) for left, right in known]
-    vocab = {text[raw]: rank for raw, rank in ranks.items()}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
-    split = pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated")
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special_tokens()])
+    """The tokenizer of Meta's file. Raises ValueError where the file is not a list of base64 tokens and ranks."""
+    from server.text.transformers_parts import TikTokenConverter
+
+    converter = TikTokenConverter(vocab_file=path, extra_special_tokens=special_tokens())
+    converter.load_tiktoken_bpe = _read_ranks
+    tokenizer: Tokenizer = converter.converted()
     bos = NAMED_SPECIAL_TOKENS[0]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
@@ -61,7 +44,7 @@ def tokenizer_from_tiktoken(path: Path) -> Tokenizer:
 
 
 def special_tokens() -> list[str]:
-    """All 256, in the order of their ids."""
+    """The 256 special tokens in the order of their ids, which follow those of the file."""
     reserved = [f"<|reserved_special_token_{i}|>" for i in range(3, NUM_SPECIAL_TOKENS)]
     return [*NAMED_SPECIAL_TOKENS, *reserved][:NUM_SPECIAL_TOKENS]
 

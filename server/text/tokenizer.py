@@ -18,7 +18,6 @@ import tokenizers
 from model.inputs.json_file import check_size
 from model.inputs.limits import MAX_TOKENIZER_BYTES, MAX_VOCAB_SIZE
 from model.inputs.words import shown
-from server.text.byte_alphabet import unicode_to_byte
 from server.text.tiktoken_model import tokenizer_from_tiktoken
 from server.text.tokenizer_files import chat_template, special_tokens
 
@@ -158,7 +157,9 @@ def _in_words(what: str) -> Iterator[None]:
 
 def _token_bytes(vocab: Mapping[str, int], added: set[str], vocab_size: int) -> list[bytes]:
     """By id. A token with letters outside the alphabet of bytes stands for itself, as in the library's decoder."""
-    to_byte = unicode_to_byte()
+    from server.text.transformers_parts import bytes_to_unicode
+
+    to_byte = {ord(letter): byte for byte, letter in bytes_to_unicode().items()}
     alphabet = frozenset(map(chr, to_byte))
     known = {token: id for token, id in vocab.items() if id < vocab_size}
     table = [b""] * (max(known.values(), default=-1) + 1)

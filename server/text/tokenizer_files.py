@@ -1,4 +1,8 @@
-"""The small files next to a tokenizer: the tokens that templates know by a name, and the chat template."""
+"""The small files next to a tokenizer: the tokens that templates know by a name, and the chat template.
+
+`transformers.AutoTokenizer` does not replace this: it refuses a token that is an object without `__type`, its errors do
+not name the file, and it parses `tokenizer.json` in Python before `tokenizers` reads it (Llama 3: 0.26 s and 80 MB).
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import math
 import re
+from typing import Any
 
 import pytest
+import transformers
 
 from model.config import LinearScaling, Llama3Scaling, LlamaConfig
 from tests.model import checkpoints
@@ -148,6 +152,50 @@ def test_a_scaling_may_be_called_type():
 def test_what_would_be_computed_wrongly_is_refused(change, complaint):
     with pytest.raises(ValueError, match=re.escape(complaint)):
         LlamaConfig.from_hf(LLAMA_3_2_1B | change)
+
+
+_LLAMA3 = LLAMA_3_2_1B["rope_scaling"]
+_SPELLINGS = [
+    None,
+    {},
+    {"rope_theta": 7e4},
+    {"factor": 2.0},
+    {"rope_type": "default"},
+    {"type": "linear", "factor": 2.0},
+    {"rope_type": "linear", "factor": 2.0, "rope_theta": 7e4},
+    {"rope_type": "linear", "type": "default", "factor": 2.0},
+    {"rope_type": "default", "type": "linear", "factor": 2.0},
+    {"rope_type": "", "type": "linear", "factor": 2.0},
+    _LLAMA3,
+    _LLAMA3 | {"rope_theta": 5e5, "original_max_position_embeddings": 4096},
+    {name: value for name, value in _LLAMA3.items() if name != "original_max_position_embeddings"},
+]
+
+
+def rope_of(config: LlamaConfig) -> tuple[float, dict[str, Any]]:
+    """The base, and the scaling in transformers' words."""
+    names = {type(None): "default", LinearScaling: "linear", Llama3Scaling: "llama3"}
+    scaling = config.rope_scaling
+    return config.rope_theta, {"rope_type": names[type(scaling)], **({} if scaling is None else vars(scaling))}
+
+
+@pytest.mark.parametrize("rope_theta", [{}, {"rope_theta": 7e4}, {"rope_theta": 5e5}], ids=str)
+def test_every_spelling_of_rotary_embeddings_is_refused_or_means_what_transformers_reads(rope_theta, caplog):
+    """Among them files with both spellings, of which transformers ignores one."""
+    caplog.set_level(logging.CRITICAL, logger="transformers")  # it warns of fields that a kind does not have
+    rest = {name: value for name, value in LLAMA_3_2_1B.items() if name not in ("rope_theta", "rope_scaling")}
+    num_read = 0
+    for old, new in itertools.product(_SPELLINGS, _SPELLINGS):
+        raw = rest | rope_theta | {"rope_scaling": old, "rope_parameters": new}
+        try:
+            theta, scaling = rope_of(LlamaConfig.from_hf(raw))
+        except ValueError:
+            continue
+        num_read += 1
+        reference = transformers.LlamaConfig.from_dict(json.loads(json.dumps(raw)))
+        assert reference.rope_parameters["rope_theta"] == theta, raw
+        assert scaling.items() <= reference.rope_parameters.items(), raw
+    assert num_read >= 40
 
 
 def test_what_transformers_takes_for_nothing_is_nothing():

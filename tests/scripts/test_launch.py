@@ -3,6 +3,8 @@
 import argparse
 import json
 import shlex
+import subprocess
+import sys
 
 import pytest
 
@@ -14,6 +16,17 @@ from scripts.wiring.settings import EngineSettings, add_engine_flags
 
 def parse(*flags: str) -> argparse.Namespace:
     return launch.parser().parse_args(flags)
+
+
+@pytest.mark.parametrize(
+    ("modules", "absent"),
+    [("scripts.launch", {"jax", "transformers"}), ("scripts.wiring.engine, model.execution.runner", {"transformers"})],
+    ids=["server", "engine"],
+)
+def test_a_process_starts_without_what_takes_long_to_import(modules, absent):
+    code = f"import sys, {modules}; print(*sorted({absent} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "\n"
 
 
 def test_no_flags_serve_the_demo_on_the_loopback():

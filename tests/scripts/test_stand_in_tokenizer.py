@@ -7,12 +7,12 @@ from scripts.wiring.stand_in_tokenizer import tokenizer_folder, write_stand_in_t
 from server.text.tokenizer import ByteLevelTokenizer
 
 
-def test_text_is_bytes_and_ids_are_words(tmp_path):
+def test_every_byte_of_a_text_is_a_token_and_ids_are_words(tmp_path):
     write_stand_in_tokenizer(tmp_path, 1024)
     tokenizer = ByteLevelTokenizer.from_folder(tmp_path)
     text = "Grüße, 世界 <|eot_id|>"
     (ids,) = tokenizer.encode_plain([text])
-    assert ids == list(text.encode())  # what looks like a special token is text
+    assert [tokenizer.token_bytes[id] for id in ids] == [bytes([byte]) for byte in text.encode()]  # no special token
     assert tokenizer.with_affixes(ids) == [768, *ids]
     assert len(tokenizer.token_bytes) == 1024
     assert all(tokenizer.token_bytes)
