@@ -1,8 +1,7 @@
 """Answering a generation: whole or as a stream of server-sent events, watching the socket all the while.
 
 Nothing is sent before the engine's first output, so that a refusal still gets its own HTTP status, streamed or not.
-After that an error is an event, the last. A client that goes away aborts its
-request.
+After that an error is an event, the last. A client that goes away aborts its request.
 """
 
 from __future__ import annotations
