@@ -56,14 +56,14 @@ class PagedAttention:
         one = layout.kv_pages(self.local_spec, self.backend, 1)
         return one.size * one.dtype.itemsize
 
-    def make_schedule(self, batch: RaggedBatch, *, num_tokens: int, decode_only: bool) -> Any:
+    def make_metadata(self, batch: RaggedBatch, *, num_tokens: int, decode_only: bool) -> Any:
         """The arrays that all layers of a step share, computed once per step inside the program: a pytree.
 
         `decode_only` is static: every row of the program brings at most one token (num_tokens == S). ValueError where
         the shapes of `batch` do not fit together.
         """
         validate.batch(batch, num_tokens=num_tokens, decode_only=decode_only)
-        return _implementation(self.backend).make_schedule(
+        return _implementation(self.backend).make_metadata(
             batch, self.local_spec, num_tokens=num_tokens, decode_only=decode_only
         )
 
@@ -73,7 +73,7 @@ class PagedAttention:
         keys: jax.Array,  # [T, K, H], this step's
         values: jax.Array,  # [T, K, H]
         kv_pages: jax.Array,  # one layer's pages (or all layers' in a row: see first_page); donate it
-        schedule: Any,
+        metadata: Any,
         first_page: jax.Array | int = 0,  # where this layer's pages begin in kv_pages
         kv_scales: jax.Array | None = None,  # f32[2, K], of K and of V: the unit of each head's values in 8-bit pages
     ) -> tuple[jax.Array, jax.Array]:
@@ -91,7 +91,7 @@ class PagedAttention:
             append_and_attend = quantised.with_scales(append_and_attend, self.spec.kv_dtype)
         scales = () if kv_scales is None else (kv_scales,)
         if self.mesh is None:
-            return append_and_attend(queries, keys, values, kv_pages, schedule, first_page, *scales)
+            return append_and_attend(queries, keys, values, kv_pages, metadata, first_page, *scales)
         heads = P(None, self.axis, None)
         return jax.shard_map(
             append_and_attend,
@@ -99,7 +99,7 @@ class PagedAttention:
             in_specs=(heads, heads, heads, self._kv_partition(), P(), P(), *(P(None, self.axis) for _ in scales)),
             out_specs=(heads, self._kv_partition()),
             check_vma=False,
-        )(queries, keys, values, kv_pages, schedule, jnp.int32(first_page), *scales)
+        )(queries, keys, values, kv_pages, metadata, jnp.int32(first_page), *scales)
 
     def _kv_partition(self) -> P:
         axis = layout.kv_head_axis(self.backend)
@@ -130,7 +130,7 @@ def choose_backend(requested: str | None, platform: str) -> Backend:
 
 
 def _implementation(backend: Backend) -> Any:
-    """The module with `make_schedule` and `append_and_attend`. Kernels are imported only where they are used, because
+    """The module with `make_metadata` and `append_and_attend`. Kernels are imported only where they are used, because
     their toolchains take seconds to import."""
     if backend is Backend.REFERENCE:
         return reference

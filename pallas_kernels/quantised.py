@@ -35,11 +35,11 @@ def with_scales(append_and_attend: Callable[..., tuple[jax.Array, jax.Array]], d
     """A backend's `append_and_attend` of stored values, as one of true values that takes the scales f32[2, K] last."""
 
     def of_true_values(
-        queries: jax.Array, keys: jax.Array, values: jax.Array, kv_pages: jax.Array, schedule: Any, first_page: Any,
+        queries: jax.Array, keys: jax.Array, values: jax.Array, kv_pages: jax.Array, metadata: Any, first_page: Any,
         scales: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         stored = quantise(keys, scales[0], dtype), quantise(values, scales[1], dtype)
-        output, kv_pages = append_and_attend(_scaled(queries, scales[0]), *stored, kv_pages, schedule, first_page)
+        output, kv_pages = append_and_attend(_scaled(queries, scales[0]), *stored, kv_pages, metadata, first_page)
         return _scaled(output, scales[1]), kv_pages
 
     return of_true_values

@@ -52,7 +52,7 @@ MASKED = -1e30  # below every score, but finite: a row without a live token must
     meta_fields=["decode_only"],
 )
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class AttentionMetadata:
     """The destination of every token, and the tiles of the chunks."""
 
     page_table: jax.Array  # i32[S, pages_per_seq]
@@ -67,8 +67,8 @@ class Schedule:
     decode_only: bool
 
 
-def make_schedule(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, decode_only: bool) -> Schedule:
-    """See `pallas_kernels.api.PagedAttention.make_schedule`."""
+def make_metadata(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, decode_only: bool) -> AttentionMetadata:
+    """See `pallas_kernels.api.PagedAttention.make_metadata`."""
     rows = batch.kv_lens.shape[0]
     row_ids = jnp.arange(rows)
     query_lens = jnp.where(row_ids < batch.num_rows, jnp.diff(batch.query_starts), 0)
@@ -88,7 +88,7 @@ def make_schedule(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, d
     tiles = jnp.arange(max_tiles)
     tile_row = jnp.clip(jnp.searchsorted(tile_ends, tiles, side="right"), 0, rows - 1)
     tile_offset = (tiles - (tile_ends - tiles_per_row)[tile_row]) * TILE_QUERIES
-    return Schedule(
+    return AttentionMetadata(
         page_table=batch.page_table,
         kv_lens=batch.kv_lens,
         num_singles=batch.num_rows if decode_only else batch.num_singles,
@@ -107,27 +107,27 @@ def append_and_attend(
     keys: jax.Array,  # [T, K, H]
     values: jax.Array,  # [T, K, H]
     kv_pages: jax.Array,  # [2, P, K, page, H]
-    schedule: Schedule,
+    metadata: AttentionMetadata,
     first_page: jax.Array | int,
     *,
     spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.api.PagedAttention.__call__`."""
-    kv_pages = _append(keys, values, kv_pages, schedule, first_page)
+    kv_pages = _append(keys, values, kv_pages, metadata, first_page)
     tokens, heads, head_dim = queries.shape
     grouped = queries.reshape(tokens, spec.num_kv_heads, heads // spec.num_kv_heads, head_dim)
     grouped = grouped.astype(jnp.float32) * spec.scale
-    out = _attend_decodes(grouped, kv_pages, schedule, first_page)
-    if not schedule.decode_only:
-        out = _attend_tiles(grouped, out, kv_pages, schedule, first_page)
+    out = _attend_decodes(grouped, kv_pages, metadata, first_page)
+    if not metadata.decode_only:
+        out = _attend_tiles(grouped, out, kv_pages, metadata, first_page)
     return out.astype(queries.dtype).reshape(queries.shape), kv_pages
 
 
 def _append(
-    keys: jax.Array, values: jax.Array, kv_pages: jax.Array, schedule: Schedule, first_page: jax.Array | int
+    keys: jax.Array, values: jax.Array, kv_pages: jax.Array, metadata: AttentionMetadata, first_page: jax.Array | int
 ) -> jax.Array:
-    page = (schedule.token_page + first_page)[:, None]
-    offset = schedule.token_offset[:, None]
+    page = (metadata.token_page + first_page)[:, None]
+    offset = metadata.token_offset[:, None]
     head = jnp.arange(keys.shape[1])[None]
     for which, new in enumerate((keys, values)):
         kv_pages = kv_pages.at[which, page, head, offset].set(new, mode="drop", unique_indices=True)
@@ -165,18 +165,18 @@ def _online_softmax(
 def _attend_decodes(
     queries: jax.Array,  # f32[T, K, G, H], scaled
     kv_pages: jax.Array,
-    schedule: Schedule,
+    metadata: AttentionMetadata,
     first_page: jax.Array | int,
 ) -> jax.Array:
     """f32[T, K, G, H]: attention of the first num_singles tokens (token i is row i); zero elsewhere, or overwritten."""
-    rows = min(schedule.kv_lens.shape[0], queries.shape[0])
+    rows = min(metadata.kv_lens.shape[0], queries.shape[0])
     row_ids = jnp.arange(rows)
     queries_of_rows = queries[:rows]
     pages_per_block = max(1, DECODE_BLOCK_TOKENS // kv_pages.shape[3])
     block_tokens = pages_per_block * kv_pages.shape[3]
-    table = _pad_columns(schedule.page_table[:rows], pages_per_block) + first_page
+    table = _pad_columns(metadata.page_table[:rows], pages_per_block) + first_page
     table = table.reshape(rows, -1, pages_per_block)
-    lens = jnp.where(row_ids < schedule.num_singles, schedule.kv_lens[:rows], 0)
+    lens = jnp.where(row_ids < metadata.num_singles, metadata.kv_lens[:rows], 0)
     num_blocks = -(-lens // block_tokens)
     ends = jnp.cumsum(num_blocks)  # row r has the blocks [ends[r - 1], ends[r]) of the step's
     at_once = min(DECODE_BLOCKS_AT_ONCE, 4 * rows)
@@ -231,21 +231,21 @@ def _attend_tiles(
     queries: jax.Array,  # f32[T, K, G, H], scaled
     out: jax.Array,  # f32[T, K, G, H], where the decodes' output already stands
     kv_pages: jax.Array,
-    schedule: Schedule,
+    metadata: AttentionMetadata,
     first_page: jax.Array | int,
 ) -> jax.Array:
     tokens, heads, per_head, head_dim = queries.shape
     page_size = kv_pages.shape[3]
     pages_per_block = max(1, TILE_BLOCK_TOKENS // page_size)
     block_tokens = pages_per_block * page_size
-    table = _pad_columns(schedule.page_table, pages_per_block) + first_page
+    table = _pad_columns(metadata.page_table, pages_per_block) + first_page
     queries = _pad_rows(queries, tokens + TILE_QUERIES)  # the last tile may reach past the end
     out = _pad_rows(out, tokens + TILE_QUERIES)
 
     def attend_tile(index: jax.Array, out: jax.Array) -> jax.Array:
-        row, token = schedule.tile_row[index], schedule.tile_token[index]
-        positions = schedule.tile_position[index] + jnp.arange(TILE_QUERIES)
-        live_tokens = jnp.minimum(schedule.kv_lens[row], positions[-1] + 1)
+        row, token = metadata.tile_row[index], metadata.tile_token[index]
+        positions = metadata.tile_position[index] + jnp.arange(TILE_QUERIES)
+        live_tokens = jnp.minimum(metadata.kv_lens[row], positions[-1] + 1)
         tile = lax.dynamic_slice_in_dim(queries, token, TILE_QUERIES)  # [Q, K, G, H]
         tile = tile.transpose(1, 0, 2, 3).reshape(1, heads, TILE_QUERIES * per_head, head_dim)
 
@@ -262,7 +262,7 @@ def _attend_tiles(
         result = result.reshape(heads, TILE_QUERIES, per_head, head_dim).transpose(1, 0, 2, 3)
         return lax.dynamic_update_slice_in_dim(out, result, token, axis=0)
 
-    return lax.fori_loop(0, schedule.num_tiles, attend_tile, out)[:tokens]
+    return lax.fori_loop(0, metadata.num_tiles, attend_tile, out)[:tokens]
 
 
 def _start(queries: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -104,13 +104,13 @@ def make_step(
 
         tokens, positions = _tokens(rows, sent["tokens"], bucket)
         batch = _ragged_batch(rows, sent["header"], attention.spec.page_size)
-        schedule = attention.make_schedule(batch, num_tokens=bucket.num_tokens, decode_only=bucket.decode_only)
+        metadata = attention.make_metadata(batch, num_tokens=bucket.num_tokens, decode_only=bucket.decode_only)
 
         @jax.jit  # traced once for all layers: tracing is most of a start from kept compilations
         def attend(
             queries: jax.Array, keys: jax.Array, values: jax.Array, kv: jax.Array
         ) -> tuple[jax.Array, jax.Array]:
-            return attention(queries, keys, values, kv, schedule)
+            return attention(queries, keys, values, kv, metadata)
 
         hidden, kv = model(tokens, positions, state.kv, attend)  # [T, D]
 

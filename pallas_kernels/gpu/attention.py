@@ -1,7 +1,7 @@
 """The GPU backend of the operation in `api.py`: append the step's K/V to their pages, then attend over the pages.
 
 Decode rows go through `decode` and `combine`, chunks of prompts through `prefill_hopper` or `prefill_mma`. All read the
-work lists of `schedule`. Page ids are NOT checked on the device: neither the chip nor the interpreter notices a wrong
+work lists of `work_list`. Page ids are NOT checked on the device: neither the chip nor the interpreter notices a wrong
 one. `validate.page_table` checks them on the host; only tests call it.
 """
 
@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu import append, combine, decode, device, prefill_hopper, prefill_mma, schedule, tuning
+from pallas_kernels.gpu import append, combine, decode, device, prefill_hopper, prefill_mma, tuning, work_list
 from pallas_kernels.gpu.prefill_body import PrefillOperands
-from pallas_kernels.gpu.schedule import TOKEN_ALIGNMENT
+from pallas_kernels.gpu.work_list import TOKEN_ALIGNMENT
 from pallas_kernels.spec import AttentionSpec, RaggedBatch
 
 HEAD_DIMS = (64, 128)
@@ -33,15 +33,15 @@ DTYPES = (jnp.bfloat16, jnp.float16)
     meta_fields=[],
 )
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class AttentionMetadata:
     """The arrays that the layers of one step share."""
 
     page_table: jax.Array  # i32[S, pages_per_seq]
     token_pages: jax.Array  # i32[T]; -1 for padding
     token_slots: jax.Array  # i32[T]
-    items: jax.Array  # i32[W, schedule.ITEM_FIELDS]
+    items: jax.Array  # i32[W, work_list.ITEM_FIELDS]
     row_items: jax.Array  # i32[S, 2]
-    tiles: jax.Array | None  # i32[NT, schedule.TILE_FIELDS] of prefill; None in a program that only decodes
+    tiles: jax.Array | None  # i32[NT, work_list.TILE_FIELDS] of prefill; None in a program that only decodes
     num_tiles: jax.Array | None  # i32[1]
 
 
@@ -62,14 +62,14 @@ def validate(spec: AttentionSpec) -> None:
         raise ValueError(f"the GPU kernels take up to {decode.TILE_M} query heads per KV head: {group=}")
 
 
-def make_schedule(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, decode_only: bool) -> Schedule:
-    """See `pallas_kernels.api.PagedAttention.make_schedule`."""
+def make_metadata(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, decode_only: bool) -> AttentionMetadata:
+    """See `pallas_kernels.api.PagedAttention.make_metadata`."""
     gpu = device.current()
     block_kv = tuning.decode_tiles(gpu, spec).block_kv
     row = jnp.arange(batch.kv_lens.shape[0])
     # In a program that only decodes, padding rows get an item too: it writes zeros.
     decoding = row < (batch.kv_lens.shape[0] if decode_only else batch.num_singles)
-    items, row_items = schedule.decode_items(
+    items, row_items = work_list.decode_items(
         batch.kv_lens,
         decoding,
         block_kv=block_kv,
@@ -83,14 +83,14 @@ def make_schedule(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, d
     tiles = num_tiles = None
     if not decode_only:
         tile_tokens = tuning.prefill_tile_tokens(gpu, spec)
-        tiles, num_tiles = schedule.prefill_tiles(
+        tiles, num_tiles = work_list.prefill_tiles(
             batch.kv_lens,
             batch.query_starts,
             batch.num_singles,
             num_tokens=_padded_tokens(num_tokens, tile_tokens),
             tile_tokens=tile_tokens,
         )
-    return Schedule(
+    return AttentionMetadata(
         page_table=batch.page_table,
         token_pages=pages,
         token_slots=slots,
@@ -111,7 +111,7 @@ def append_and_attend(
     keys: jax.Array,  # [T, K, H]
     values: jax.Array,  # [T, K, H]
     kv_pages: jax.Array,  # [P, 2, K, page, H]
-    schedule: Schedule,
+    metadata: AttentionMetadata,
     first_page: jax.Array | int,
     *,
     spec: AttentionSpec,
@@ -119,13 +119,13 @@ def append_and_attend(
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.api.PagedAttention.__call__`. `interpret` runs the same kernels on a CPU."""
     first_page = jnp.asarray(first_page, jnp.int32)
-    is_padding = schedule.token_pages < 0
+    is_padding = metadata.token_pages < 0
     beyond = kv_pages.shape[0] + jnp.arange(queries.shape[0], dtype=jnp.int32)
-    pages = jnp.where(is_padding, beyond, schedule.token_pages + first_page)
-    kv_pages = append.append(kv_pages, keys, values, pages, schedule.token_slots)
+    pages = jnp.where(is_padding, beyond, metadata.token_pages + first_page)
+    kv_pages = append.append(kv_pages, keys, values, pages, metadata.token_slots)
     gpu = device.current()
     options = {"spec": spec, "gpu": gpu, "interpret": _interpreter(interpret)}
-    output = attend(queries, kv_pages, schedule, first_page.reshape(1), **options)
+    output = attend(queries, kv_pages, metadata, first_page.reshape(1), **options)
     return output, kv_pages
 
 
@@ -150,7 +150,7 @@ def _interpreter(interpret: Any) -> Any:
 def attend(
     queries: jax.Array,  # [T, N, H]
     kv_pages: jax.Array,  # [P, 2, K, page, H], this step's tokens in them
-    schedule: Schedule,
+    metadata: AttentionMetadata,
     first_page: jax.Array,  # i32[1]
     *,
     spec: AttentionSpec,
@@ -159,22 +159,22 @@ def attend(
 ) -> jax.Array:
     """The attention output [T, N, H] over pages that hold this step's tokens already."""
     num_tokens, num_heads, _ = queries.shape
-    decode_only = schedule.tiles is None
+    decode_only = metadata.tiles is None
     if decode_only:  # 16 rows at least: for tiny tests, not for serving
         padded_tokens = max(num_tokens, -(-decode.TILE_M // num_heads))
     else:
         padded_tokens = _padded_tokens(num_tokens, tuning.prefill_tile_tokens(gpu, spec))
     queries = jnp.pad(queries, ((0, padded_tokens - num_tokens), (0, 0), (0, 0)))
-    output = _decode(queries, kv_pages, schedule, first_page, spec=spec, gpu=gpu, interpret=interpret)
+    output = _decode(queries, kv_pages, metadata, first_page, spec=spec, gpu=gpu, interpret=interpret)
     if not decode_only:
-        output = _prefill(output, queries, kv_pages, schedule, first_page, spec=spec, gpu=gpu, interpret=interpret)
+        output = _prefill(output, queries, kv_pages, metadata, first_page, spec=spec, gpu=gpu, interpret=interpret)
     return output.reshape(queries.shape)[:num_tokens]
 
 
-def _decode(queries, kv_pages, schedule: Schedule, first_page, *, spec, gpu, interpret) -> jax.Array:
+def _decode(queries, kv_pages, metadata: AttentionMetadata, first_page, *, spec, gpu, interpret) -> jax.Array:
     """[T * N, H]; only the decode rows are written."""
     _, num_heads, head_dim = queries.shape
-    operands = decode.Operands(queries.reshape(-1, head_dim), kv_pages, schedule.page_table, first_page, schedule.items)
+    operands = decode.Operands(queries.reshape(-1, head_dim), kv_pages, metadata.page_table, first_page, metadata.items)
     output, partial_results, sums = decode.decode(
         operands,
         num_query_heads=num_heads,
@@ -184,18 +184,18 @@ def _decode(queries, kv_pages, schedule: Schedule, first_page, *, spec, gpu, int
     )
     output_ref = jax.new_ref(output)
     combine.combine(
-        output_ref, partial_results, sums, schedule.row_items, num_query_heads=num_heads, interpret=interpret
+        output_ref, partial_results, sums, metadata.row_items, num_query_heads=num_heads, interpret=interpret
     )
     return jax.freeze(output_ref)
 
 
-def _prefill(output, queries, kv_pages, schedule: Schedule, first_page, *, spec, gpu, interpret) -> jax.Array:
+def _prefill(output, queries, kv_pages, metadata: AttentionMetadata, first_page, *, spec, gpu, interpret) -> jax.Array:
     """[T, N * H]: `output` with the chunks' rows, and with zeros behind the last token."""
     num_tokens = queries.shape[0]
     output_ref = jax.new_ref(output.reshape(num_tokens, -1))
-    assert schedule.tiles is not None and schedule.num_tiles is not None
+    assert metadata.tiles is not None and metadata.num_tiles is not None
     operands = PrefillOperands(
-        queries.reshape(num_tokens, -1), kv_pages, schedule.page_table, first_page, schedule.tiles, schedule.num_tiles
+        queries.reshape(num_tokens, -1), kv_pages, metadata.page_table, first_page, metadata.tiles, metadata.num_tiles
     )
     options = {"scale": spec.scale, "num_ctas": tuning.prefill_ctas(gpu, spec), "interpret": interpret}
     if gpu.has_wgmma:

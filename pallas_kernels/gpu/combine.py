@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import vector
 from pallas_kernels.gpu.decode import GroupRows
-from pallas_kernels.gpu.schedule import MAX_SPLITS
+from pallas_kernels.gpu.work_list import MAX_SPLITS
 
 UNROLL = 4  # partial results whose loads are in flight together, per query head
 

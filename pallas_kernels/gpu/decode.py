@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import matmul, online_softmax, vector
 from pallas_kernels.gpu.ring import BlockShape, Ring, Source
-from pallas_kernels.gpu.schedule import (
+from pallas_kernels.gpu.work_list import (
     ITEM_FIRST_BLOCK,
     ITEM_IS_SPLIT,
     ITEM_KV_LEN,
@@ -78,7 +78,7 @@ class Operands(NamedTuple):
     kv_pages: jax.Array  # [P, 2, K, page, H]
     page_table: jax.Array  # i32[S, pages_per_seq]
     first_page: jax.Array  # i32[1]
-    items: jax.Array  # i32[W, ITEM_FIELDS], see schedule.py
+    items: jax.Array  # i32[W, ITEM_FIELDS], see work_list.py
 
 
 @dataclass(frozen=True)

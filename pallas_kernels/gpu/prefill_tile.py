@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu.schedule import (
+from pallas_kernels.gpu.work_list import (
     TILE_BEGIN,
     TILE_END,
     TILE_KV_LEN,
@@ -58,7 +58,7 @@ class TileShape:
 
 @dataclass(frozen=True)
 class Tile:
-    """One tile of the list, as scalars. Its fields are those of `schedule.prefill_tiles`, and its heads."""
+    """One tile of the list, as scalars. Its fields are those of `work_list.prefill_tiles`, and its heads."""
 
     row: jax.Array
     token: jax.Array

@@ -30,7 +30,7 @@ from pallas_kernels.tpu.layout import LANES, Geometry
     meta_fields=["pages_per_seq", "decode_only"],
 )
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class AttentionMetadata:
     """The arrays that all layers of a step share. They are computed once per step and are data: nothing recompiles."""
 
     kv_lens: jax.Array  # i32[S]
@@ -46,13 +46,13 @@ class Schedule:
     decode_only: bool
 
 
-def make_schedule(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, decode_only: bool) -> Schedule:
-    """See `pallas_kernels.api.PagedAttention.make_schedule`."""
+def make_metadata(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, decode_only: bool) -> AttentionMetadata:
+    """See `pallas_kernels.api.PagedAttention.make_metadata`."""
     g = layout.geometry(spec)
     num_rows, pages_per_seq = batch.page_table.shape
     bits = 32 // g.kv_packing
     last = jnp.maximum(batch.kv_lens[: min(num_rows, num_tokens)] - 1, 0)
-    return Schedule(
+    return AttentionMetadata(
         kv_lens=batch.kv_lens,
         page_table=paging.windows_of_table(batch.page_table),
         query_starts=batch.query_starts,
@@ -101,7 +101,7 @@ def append_and_attend(
     keys: jax.Array,  # [T, K, H]
     values: jax.Array,  # [T, K, H]
     kv_pages: jax.Array,  # uint32[P, planes, page_words, 128]
-    schedule: Schedule,
+    metadata: AttentionMetadata,
     first_page: jax.Array | int,
     *,
     spec: AttentionSpec,
@@ -114,39 +114,39 @@ def append_and_attend(
     if interpret is True:
         interpret = pltpu.InterpretParams()
     chip = None if interpret else blocks.this_chip()
-    num_tokens, max_singles = queries.shape[0], schedule.decode_shift.shape[0]
-    sizes = block_sizes or blocks.choose(g, schedule.pages_per_seq, chip, max_decodes=max_singles)
+    num_tokens, max_singles = queries.shape[0], metadata.decode_shift.shape[0]
+    sizes = block_sizes or blocks.choose(g, metadata.pages_per_seq, chip, max_decodes=max_singles)
     sizes.validate(g)
     rows = layout.queries_to_rows(queries, g)
     new_kv = _as_words(layout.kv_to_planes(keys, values, g))  # uint32[T, planes, 128]
     first_page = jnp.int32(first_page)
-    new_words = new_kv[:max_singles] << schedule.decode_shift[:, None, None]
+    new_words = new_kv[:max_singles] << metadata.decode_shift[:, None, None]
     decodes = decode_memory.Operands(
         rows=rows[:max_singles],
         new_words=new_words.swapaxes(0, 1),
         kv_pages=kv_pages,
-        kv_lens=schedule.kv_lens,
-        new_pages=schedule.decode_pages,
-        page_table=schedule.page_table,
-        scalars=jnp.stack([schedule.num_singles, first_page]),
+        kv_lens=metadata.kv_lens,
+        new_pages=metadata.decode_pages,
+        page_table=metadata.page_table,
+        scalars=jnp.stack([metadata.num_singles, first_page]),
     )
     out, kv_pages = decode.attend(decodes, g=g, blocks=sizes.decode, interpret=interpret)
-    if not schedule.decode_only:
-        assert schedule.new_pages is not None and schedule.word_tokens is not None
+    if not metadata.decode_only:
+        assert metadata.new_pages is not None and metadata.word_tokens is not None
         mixed_rows = mixed_memory.Operands(
             queries=_pack_rows(rows.swapaxes(0, 1).reshape(g.num_k_planes, -1, LANES), g),
-            new_words=_gather_words(new_kv, schedule.word_tokens, g),
+            new_words=_gather_words(new_kv, metadata.word_tokens, g),
             kv_pages=kv_pages,
-            kv_lens=schedule.kv_lens,
-            query_starts=schedule.query_starts,
-            new_pages=schedule.new_pages,
-            page_table=schedule.page_table,
-            scalars=jnp.stack([schedule.num_singles, schedule.num_rows, first_page]),
+            kv_lens=metadata.kv_lens,
+            query_starts=metadata.query_starts,
+            new_pages=metadata.new_pages,
+            page_table=metadata.page_table,
+            scalars=jnp.stack([metadata.num_singles, metadata.num_rows, first_page]),
         )
         others, kv_pages = mixed.attend(mixed_rows, g=g, blocks=sizes.mixed, interpret=interpret)
         others = _unpack_rows(others, g).reshape(g.num_k_planes, num_tokens, -1, LANES).swapaxes(0, 1)
         out = jnp.pad(out, ((0, num_tokens - max_singles), (0, 0), (0, 0), (0, 0)))
-        is_single = jnp.arange(num_tokens) < schedule.num_singles
+        is_single = jnp.arange(num_tokens) < metadata.num_singles
         out = jnp.where(is_single[:, None, None, None], out, others)
     return layout.rows_to_heads(out, g, spec.num_query_heads, spec.head_dim), kv_pages
 

@@ -55,8 +55,8 @@ def compiled_step(spec: AttentionSpec, decode_only: bool, first_page: int):
     def step(
         batch: RaggedBatch, queries: jax.Array, keys: jax.Array, values: jax.Array, pages: jax.Array, *scales: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        schedule = attention.make_schedule(batch, num_tokens=queries.shape[0], decode_only=decode_only)
-        return attention(queries, keys, values, pages, schedule, first_page, *scales)
+        metadata = attention.make_metadata(batch, num_tokens=queries.shape[0], decode_only=decode_only)
+        return attention(queries, keys, values, pages, metadata, first_page, *scales)
 
     return step
 
@@ -188,7 +188,7 @@ def test_values_do_not_recompile():
     @jax.jit
     def step(batch, *operands):
         traces.append(None)
-        return attention(*operands, attention.make_schedule(batch, num_tokens=16, decode_only=False))
+        return attention(*operands, attention.make_metadata(batch, num_tokens=16, decode_only=False))
 
     for rows in ([Row(query_len=1, kv_len=5)], [Row(query_len=9, kv_len=30), Row(query_len=2, kv_len=2)]):
         case = make_case(spec(), rows, num_tokens=16, num_rows=4, pages_per_seq=4)
@@ -224,12 +224,12 @@ def test_wrong_shapes_are_refused_before_compilation(operand, shape, message):
     attention = PagedAttention(spec(), Backend.REFERENCE)
     operands = {"queries": (8, 4, 8), "keys": (8, 2, 8), "values": (8, 2, 8)} | {operand: shape}
     case = make_case(spec(), [], num_tokens=8, num_rows=2, pages_per_seq=3)
-    schedule = attention.make_schedule(case.batch, num_tokens=8, decode_only=False)
+    metadata = attention.make_metadata(case.batch, num_tokens=8, decode_only=False)
     with pytest.raises(ValueError, match=message):
         attention(
             *(np.zeros(s, np.float32) for s in operands.values()),
             np.zeros(attention.kv_pages(4).shape, np.float32),
-            schedule,
+            metadata,
         )
 
 

@@ -111,8 +111,8 @@ def abstract_step(attention: PagedAttention, *, decode_only: bool) -> tuple[jax.
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def step(batch: RaggedBatch, q: jax.Array, k: jax.Array, v: jax.Array, pages: jax.Array, scales: Any) -> Any:
-        schedule = attention.make_schedule(batch, num_tokens=num_tokens, decode_only=decode_only)
-        return attention(q, k, v, pages, schedule, kv_scales=scales)
+        metadata = attention.make_metadata(batch, num_tokens=num_tokens, decode_only=decode_only)
+        return attention(q, k, v, pages, metadata, kv_scales=scales)
 
     batch = RaggedBatch(
         page_table=array(3, 5), kv_lens=array(3), query_starts=array(4), num_singles=array(), num_rows=array()

@@ -80,8 +80,8 @@ def test_a_wrong_result_ends_the_run(monkeypatch, what):
     right = gpu_check.PagedAttention
 
     class Wrong(right):
-        def __call__(self, queries, keys, values, pages, schedule):
-            output, pages = super().__call__(queries, keys, values, pages, schedule)
+        def __call__(self, queries, keys, values, pages, metadata):
+            output, pages = super().__call__(queries, keys, values, pages, metadata)
             return (output + 1, pages) if what == "output" else (output, pages.at[0, 0, 0, 0, 0].set(1))
 
     monkeypatch.setattr(gpu_check, "PagedAttention", Wrong)

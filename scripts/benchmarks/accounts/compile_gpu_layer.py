@@ -46,8 +46,8 @@ def compile_layer(
     attention = PagedAttention(spec, Backend.GPU, mesh)
 
     def layer(batch: RaggedBatch, queries: jax.Array, keys: jax.Array, values: jax.Array, kv: jax.Array) -> object:
-        schedule = attention.make_schedule(batch, num_tokens=shape.num_tokens, decode_only=shape.decode_only)
-        return attention(queries, keys, values, kv, schedule, jnp.int32(0))
+        metadata = attention.make_metadata(batch, num_tokens=shape.num_tokens, decode_only=shape.decode_only)
+        return attention(queries, keys, values, kv, metadata, jnp.int32(0))
 
     def abstract(*sizes: int, dtype: object = jnp.int32) -> Any:  # which stands for an array
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, P()))

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.chips import GpuChip
-from pallas_kernels.gpu import device, prefill_tile, schedule, tuning
+from pallas_kernels.gpu import device, prefill_tile, tuning, work_list
 from pallas_kernels.spec import AttentionSpec
 from scripts.benchmarks.accounts import gpu_report
 from scripts.benchmarks.accounts.compile_gpu_layer import PAGE_SIZE, make_spec
@@ -146,20 +146,20 @@ def _batch(lens: list[int], chip: GpuChip, spec: AttentionSpec, turn: Turn) -> d
     """A decode batch: the bytes that it reads, and how the work list divides it."""
     gpu = device.Gpu(arch=chip.arch, num_multiprocessors=chip.num_multiprocessors)
     kv_lens = jnp.asarray(lens, jnp.int32)
-    work, _ = schedule.decode_items(
+    work, _ = work_list.decode_items(
         kv_lens, kv_lens > 0, block_kv=turn.block_kv, max_blocks=-(-max(lens) // turn.block_kv),
         num_kv_heads=spec.num_kv_heads, resident_ctas=tuning.resident_decode_ctas(gpu, spec),
     )  # fmt: skip
     items = np.asarray(work)
-    items = items[items[:, schedule.ITEM_ROW] >= 0]
-    blocks = int(items[:, schedule.ITEM_NUM_BLOCKS].sum()) * spec.num_kv_heads
+    items = items[items[:, work_list.ITEM_ROW] >= 0]
+    blocks = int(items[:, work_list.ITEM_NUM_BLOCKS].sum()) * spec.num_kv_heads
     kv_bytes = int(kv_lens.sum()) * spec.num_kv_heads * spec.head_dim * 4
     return {
         "kv_bytes": kv_bytes,
         "memory_us": kv_bytes / chip.memory_bytes_per_s * 1e6,
         "issue_us": blocks * turn.issue / chip.num_multiprocessors / chip.clock_hz * 1e6,
         "items": len(items) * spec.num_kv_heads,
-        "longest": int(items[:, schedule.ITEM_NUM_BLOCKS].max()),
+        "longest": int(items[:, work_list.ITEM_NUM_BLOCKS].max()),
     }
 
 

@@ -113,9 +113,9 @@ def time_paged(backend: Backend, plan: Plan, layers: list[Operands]) -> float:
     pages = jnp.concatenate([first.pages() for _ in layers])
 
     def step(batch: Any, queries: jax.Array, keys: jax.Array, values: jax.Array, pages: jax.Array) -> Any:
-        schedule = attention.make_schedule(batch, num_tokens=first.num_tokens, decode_only=first.decode_only)
+        metadata = attention.make_metadata(batch, num_tokens=first.num_tokens, decode_only=first.decode_only)
         for layer in range(len(layers)):
-            queries, pages = attention(queries, keys, values, pages, schedule, layer * first.num_pages)
+            queries, pages = attention(queries, keys, values, pages, metadata, layer * first.num_pages)
         return queries, pages
 
     compiled = jax.jit(step, donate_argnums=4).lower(first.batch, first.queries, *new, pages).compile()

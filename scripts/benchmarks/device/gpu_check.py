@@ -56,10 +56,10 @@ def check(backend: Backend, operands: Operands) -> float:
 
     @jax.jit
     def step(q: jax.Array, k: jax.Array, v: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-        schedule = attention.make_schedule(
+        metadata = attention.make_metadata(
             operands.batch, num_tokens=operands.num_tokens, decode_only=operands.decode_only
         )
-        return attention(q, k, v, pages, schedule)
+        return attention(q, k, v, pages, metadata)
 
     new = [operands.new(whole) for whole in (operands.keys, operands.values)]
     arrays = (operands.queries, *new, operands.pages(fill=np.nan))

@@ -17,7 +17,7 @@ from jax._src.pallas.mosaic_gpu.interpret.race_detection_state import GPURaceDet
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import attention, device, prefill_tile, tuning
-from pallas_kernels.gpu.schedule import ITEM_NUM_BLOCKS
+from pallas_kernels.gpu.work_list import ITEM_NUM_BLOCKS
 from pallas_kernels.spec import AttentionSpec, RaggedBatch
 from tests.pallas_kernels.dense import QUICKLY_COMPILED, Case
 
@@ -55,20 +55,20 @@ def run(case: Case, gpu: device.Gpu = HOPPER, *, decode_only: bool = False, firs
     )
 
 
-def schedule_of(case: Case, gpu: device.Gpu, *, decode_only: bool) -> attention.Schedule:
+def metadata_of(case: Case, gpu: device.Gpu, *, decode_only: bool) -> attention.AttentionMetadata:
     with mock.patch.object(device, "current", return_value=gpu):
-        return attention.make_schedule(case.batch, case.spec, num_tokens=case.num_tokens, decode_only=decode_only)
+        return attention.make_metadata(case.batch, case.spec, num_tokens=case.num_tokens, decode_only=decode_only)
 
 
 def longest_decode_item(case: Case, gpu: device.Gpu) -> int:
     """How many blocks, one after the other, pass through the ring of a CTA of the decode kernel at most."""
-    return int(schedule_of(case, gpu, decode_only=True).items[:, ITEM_NUM_BLOCKS].max())
+    return int(metadata_of(case, gpu, decode_only=True).items[:, ITEM_NUM_BLOCKS].max())
 
 
 def prefill_rounds(case: Case, gpu: device.Gpu) -> int:
     """How many tiles, one after the other, a CTA of the prefill kernel takes at most."""
     group = case.spec.num_query_heads // case.spec.num_kv_heads
-    num_tiles = int(schedule_of(case, gpu, decode_only=False).num_tiles[0])
+    num_tiles = int(metadata_of(case, gpu, decode_only=False).num_tiles[0])
     units = num_tiles * case.spec.num_kv_heads * prefill_tile.TileShape(group).tiles_per_group
     return -(-units // tuning.prefill_ctas(gpu, case.spec))
 
@@ -105,9 +105,9 @@ def compiled_step(spec: AttentionSpec, gpu: device.Gpu, decode_only: bool) -> Ca
     @partial(jax.jit, compiler_options=QUICKLY_COMPILED)
     def step(batch: RaggedBatch, queries: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
         keys, values, pages, first_page = operands
-        schedule = attention.make_schedule(batch, spec, num_tokens=queries.shape[0], decode_only=decode_only)
+        metadata = attention.make_metadata(batch, spec, num_tokens=queries.shape[0], decode_only=decode_only)
         return attention.append_and_attend(
-            queries, keys, values, pages, schedule, first_page, spec=spec, interpret=interpret
+            queries, keys, values, pages, metadata, first_page, spec=spec, interpret=interpret
         )
 
     return step

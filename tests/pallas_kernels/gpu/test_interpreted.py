@@ -149,8 +149,8 @@ def test_the_interpreted_backend_takes_a_step_of_320_tokens():
 
     @jax.jit
     def step(batch, queries, keys, values, pages):
-        schedule = attention_op.make_schedule(batch, num_tokens=320, decode_only=False)
-        return attention_op(queries, keys, values, pages, schedule)[0]
+        metadata = attention_op.make_metadata(batch, num_tokens=320, decode_only=False)
+        return attention_op(queries, keys, values, pages, metadata)[0]
 
     output = step(case.batch, case.queries, case.keys, case.values, filled_pages(case, 0))
     assert np.abs(np.asarray(output, np.float64) - case.expected()).max() < TOLERANCE

@@ -103,8 +103,8 @@ def compile_one(shape: Shape, mesh: Mesh) -> dict[str, object]:
     def layer(
         batch: RaggedBatch, q: jax.Array, k: jax.Array, v: jax.Array, kv: jax.Array, *scales: jax.Array
     ) -> object:
-        schedule = attention.make_schedule(batch, num_tokens=num_tokens, decode_only=shape.decode_only)
-        return attention(q, k, v, kv, schedule, jnp.int32(0), *scales)
+        metadata = attention.make_metadata(batch, num_tokens=num_tokens, decode_only=shape.decode_only)
+        return attention(q, k, v, kv, metadata, jnp.int32(0), *scales)
 
     def abstract(*dims: int, dtype: object = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, P()))

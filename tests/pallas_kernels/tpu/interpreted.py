@@ -122,11 +122,11 @@ def compiled_step(spec: AttentionSpec, dma_mode: str, decode_only: bool, block_s
     @partial(jax.jit, compiler_options=QUICKLY_COMPILED)
     def step(batch: RaggedBatch, queries: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
         keys, values, pages, first_page, *scales = operands
-        schedule = attention.make_schedule(batch, spec, num_tokens=queries.shape[0], decode_only=decode_only)
+        metadata = attention.make_metadata(batch, spec, num_tokens=queries.shape[0], decode_only=decode_only)
         operation = partial(attention.append_and_attend, spec=spec, interpret=interpret, block_sizes=block_sizes)
         if spec.has_kv_scales:
             operation = quantised.with_scales(operation, spec.kv_dtype)
-        return operation(queries, keys, values, pages, schedule, first_page, *scales)
+        return operation(queries, keys, values, pages, metadata, first_page, *scales)
 
     return step
 

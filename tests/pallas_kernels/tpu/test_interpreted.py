@@ -153,8 +153,8 @@ def test_sharded_by_kv_head(head_dim: int) -> None:
 
     @jax.jit
     def step(batch: RaggedBatch, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        schedule = attention.make_schedule(batch, num_tokens=case.num_tokens, decode_only=False)
-        return attention(*operands, schedule)
+        metadata = attention.make_metadata(batch, num_tokens=case.num_tokens, decode_only=False)
+        return attention(*operands, metadata)
 
     empty = jnp.zeros(pages.shape, pages.dtype, device=pages.sharding)
     out, after = step(case.batch, case.queries, case.keys, case.values, empty)

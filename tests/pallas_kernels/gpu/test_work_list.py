@@ -7,13 +7,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.gpu import schedule
+from pallas_kernels.gpu import work_list
 from pallas_kernels.gpu.append import destinations
 
 
 def decode_items(kv_lens: list[int], *, block_kv: int = 64, num_kv_heads: int = 8, resident_ctas: int = 396):
     lens = jnp.asarray(kv_lens, jnp.int32)
-    items, row_items = schedule.decode_items(
+    items, row_items = work_list.decode_items(
         lens, lens >= 0, block_kv=block_kv, max_blocks=2048, num_kv_heads=num_kv_heads, resident_ctas=resident_ctas
     )
     return np.asarray(items), np.asarray(row_items)
@@ -24,7 +24,7 @@ def test_a_batch_that_fills_the_chip_is_not_split():
     items, row_items = decode_items([640] * 99)
     assert row_items.tolist() == [[i, 1] for i in range(99)]
     assert items[:99].tolist() == [[i, 0, 10, 640, 0] for i in range(99)]
-    assert (items[99:, schedule.ITEM_ROW] == -1).all()
+    assert (items[99:, work_list.ITEM_ROW] == -1).all()
 
 
 def test_one_long_sequence_is_spread_over_the_chip():
@@ -32,38 +32,38 @@ def test_one_long_sequence_is_spread_over_the_chip():
     items, row_items = decode_items([32768])
     splits = row_items[0, 1]
     assert 40 <= splits <= 49
-    assert items[:splits, schedule.ITEM_NUM_BLOCKS].sum() == 512
-    assert items[:splits, schedule.ITEM_NUM_BLOCKS].max() <= 13
+    assert items[:splits, work_list.ITEM_NUM_BLOCKS].sum() == 512
+    assert items[:splits, work_list.ITEM_NUM_BLOCKS].max() <= 13
 
 
 def test_one_long_sequence_among_short_ones_does_not_idle_the_chip():
     items, row_items = decode_items([131072] + [500] * 63)
-    total = items[:, schedule.ITEM_NUM_BLOCKS].clip(0).sum()
+    total = items[:, work_list.ITEM_NUM_BLOCKS].clip(0).sum()
     assert row_items[0, 1] > 32
     assert (row_items[1:, 1] == 1).all()
     # The longest item is no longer than what each of the 396 / 8 places has to do anyway.
-    assert items[:, schedule.ITEM_NUM_BLOCKS].max() <= total / (396 / 8)
+    assert items[:, work_list.ITEM_NUM_BLOCKS].max() <= total / (396 / 8)
 
 
 @settings(deadline=None, max_examples=40)
 @given(kv_lens=st.lists(st.integers(0, 131072), min_size=16, max_size=16), heads=st.sampled_from([1, 2, 8]))
 def test_every_block_is_in_exactly_one_item(kv_lens, heads):
     items, row_items = decode_items(kv_lens, num_kv_heads=heads)
-    used = items[items[:, schedule.ITEM_ROW] >= 0]
+    used = items[items[:, work_list.ITEM_ROW] >= 0]
     assert row_items[:, 1].sum() == len(used)
     for row, (first, count) in enumerate(row_items):
         mine = items[first : first + count]
-        assert (mine[:, schedule.ITEM_ROW] == row).all()
-        assert (mine[:, schedule.ITEM_KV_LEN] == kv_lens[row]).all()
-        assert (mine[:, schedule.ITEM_IS_SPLIT] == (count > 1)).all()
-        assert 1 <= count <= schedule.MAX_SPLITS
+        assert (mine[:, work_list.ITEM_ROW] == row).all()
+        assert (mine[:, work_list.ITEM_KV_LEN] == kv_lens[row]).all()
+        assert (mine[:, work_list.ITEM_IS_SPLIT] == (count > 1)).all()
+        assert 1 <= count <= work_list.MAX_SPLITS
         covered = np.concatenate([np.arange(i[1], i[1] + i[2]) for i in mine])
         assert covered.tolist() == list(range(-(-kv_lens[row] // 64)))
 
 
 def prefill_tiles(query_lens: list[int], kv_lens: list[int], num_singles: int, num_tokens: int, tile_tokens: int):
     starts = np.concatenate([[0], np.cumsum(query_lens)])
-    tiles, count = schedule.prefill_tiles(
+    tiles, count = work_list.prefill_tiles(
         jnp.asarray(kv_lens), jnp.asarray(starts), jnp.int32(num_singles), num_tokens=num_tokens,
         tile_tokens=tile_tokens,
     )  # fmt: skip
