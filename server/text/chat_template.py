@@ -8,13 +8,12 @@ cut it). Masking keeps lengths, so its places are the places of the control toke
 rest is encoded as plain text.
 
 A template that looks *into* the text (`if '</think>' in content`) renders differently when the text is masked. The
-two renderings show it. Then a lighter disguise is tried, a mark before each character that could begin a special
-token; it is used only where it gives the plain rendering and the very control tokens of the masked one. Where that
-fails too, the text is rendered under a disguise that can be taken off afterwards. No user's text becomes a control
-token on any path.
+two renderings show it. Then a lighter mask is tried: a mark before each character that could begin a special token. It
+is used only where it gives the plain rendering and the control tokens of the masked one. Where that fails too, the text
+is rendered under a mask that can be taken off afterwards. No user's text becomes a control token on any path.
 
-Roles are not disguised: they are checked against a fixed list before. Nor are the names of fields by which templates
-look into messages, tools and documents (FIELDS); every other key is text.
+Roles are not masked: they are checked against a fixed list before. Nor are the names of fields by which templates look
+into messages, tools and documents (FIELDS); every other key is text.
 """
 
 from __future__ import annotations

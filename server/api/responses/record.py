@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, ClassVar
 
 from batcher.request import FinishReason
 from server.api.responses.translation import call_message
@@ -20,12 +20,14 @@ IN_PROGRESS, COMPLETED, INCOMPLETE, CANCELLED, FAILED = "in_progress", "complete
 LIMIT_REACHED = {"reason": "max_output_tokens"}
 
 
-class TextItem:
-    """A message of the model."""
+class _GrowingItem:
+    """An item of the output, and its text as far as it has come."""
+
+    ID_PREFIX: ClassVar[str]
 
     def __init__(self, index: int) -> None:
         self.index = index  # in the output
-        self.id = f"msg_{uuid.uuid4().hex}"
+        self.id = f"{self.ID_PREFIX}_{uuid.uuid4().hex}"
         self._texts: list[str] = []
 
     def add(self, text: str) -> None:
@@ -34,6 +36,12 @@ class TextItem:
     @property
     def text(self) -> str:
         return "".join(self._texts)
+
+
+class TextItem(_GrowingItem):
+    """A message of the model."""
+
+    ID_PREFIX = "msg"
 
     def part(self) -> dict[str, Any]:
         return {"type": "output_text", "text": LongText(self.text), "annotations": [], "logprobs": []}
@@ -43,23 +51,15 @@ class TextItem:
         return {"type": "message", "id": self.id, "status": status, "role": "assistant", "content": content}
 
 
-class CallItem:
-    """A call of a function."""
+class CallItem(_GrowingItem):
+    """A call of a function. Its text is the arguments."""
+
+    ID_PREFIX = "fc"
 
     def __init__(self, index: int, name: str) -> None:
-        self.index = index
-        self.id = f"fc_{uuid.uuid4().hex}"
+        super().__init__(index)
         self.call_id = f"call_{uuid.uuid4().hex}"
         self.name = name
-        self._texts: list[str] = []
-
-    def add(self, text: str) -> None:
-        self._texts.append(text)
-
-    @property
-    def text(self) -> str:
-        """The arguments."""
-        return "".join(self._texts)
 
     def fields(self, status: str) -> dict[str, Any]:
         return {

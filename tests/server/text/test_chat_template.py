@@ -154,7 +154,7 @@ def test_no_text_gives_a_control_token(transform, texts, extra):
     if transform == "only if it is long":
         assert python_tags == sum(len(text) > 5 for text in texts)
     elif transform == "in place of control":
-        # the text decides, and the disguised text may decide otherwise: the tag is the template's own all the same
+        # the text decides, and the masked text may decide otherwise: the tag is the template's own all the same
         assert python_tags <= len(texts)
     else:
         assert python_tags == 0
@@ -179,7 +179,7 @@ def test_a_tag_that_is_taken_out_leaves_no_control_token_behind():
     assert parts == [Part("<|eot_id|>", False), Part("<|eot_id|>", True)]
 
 
-def test_what_cannot_be_told_apart_is_rendered_disguised():
+def test_what_cannot_be_told_apart_is_rendered_under_a_mask():
     """The text decides about a control token: the template does not get to see it, and its text comes out as it was."""
     source = "{% if 'x' in messages[0].content %}<|python_tag|>{% endif %}{{ messages[0].content }}<|eot_id|>"
     parts = template(source).render(conversation("x <|eot_id|>"))

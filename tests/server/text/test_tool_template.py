@@ -128,7 +128,7 @@ def test_no_text_gives_a_control_token_of_the_real_tokenizer(extra, llama3):
 
 @settings(deadline=None)
 @given(keys=st.lists(HOSTILE_TEXT, max_size=4, unique=True))
-def test_keys_that_a_disguise_makes_equal_are_all_shown(keys):
+def test_keys_that_a_mask_makes_equal_are_all_shown(keys):
     source = "{% for m in messages %}{{ m.tool_calls[0].function.arguments | tojson }}<|eot_id|>{% endfor %}"
     message = {"role": "assistant", "content": "", "tool_calls": [call(**dict.fromkeys(keys, 1))]}
     parts = template(source).render([message])
