@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from tokenizers import Tokenizer
 
 from batcher.errors import EngineDeadError
 from scripts.llm import COMPLETIONS, RefusedError
@@ -22,9 +23,9 @@ def test_results_come_in_order_and_do_not_depend_on_company(make_llm):
     assert [result.num_prompt_tokens for result in together] == [1 + len(prompt) for prompt in prompts]
 
 
-def test_text_and_token_prompts_are_the_same_prompt(make_llm):
+def test_text_and_token_prompts_are_the_same_prompt(make_llm, model_folder):
+    ids = Tokenizer.from_file(str(model_folder / "tokenizer.json")).encode("abc").ids
     with make_llm() as llm:
-        ids = [768, *b"abc"]
         text, tokens = llm.generate(["abc", ids], GREEDY)
     assert text.token_ids == tokens.token_ids
     assert text.text == tokens.text != ""

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from server.text.transformers_parts import bytes_to_unicode
 
 SPECIAL_TOKENS = (
     "<|begin_of_text|>",
