@@ -42,13 +42,9 @@ def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
     from model.network.sharding import TENSOR_AXIS, abstract_model
     from pallas_kernels.layout import default_page_size
     from pallas_kernels.spec import Backend
+    from scripts.wiring.choices import choose_dtype, choose_model_len, choose_quantization
     from scripts.wiring.device import GPU_POOL_SHARE
-    from scripts.wiring.engine import (
-        choose_dtype,
-        choose_model_len,
-        choose_quantization,
-        paged_attention,
-    )
+    from scripts.wiring.engine import paged_attention
     from scripts.wiring.limits import bucket_config, runner_config
 
     platform = "tpu" if chip in TPUS else "gpu"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from batcher.config import EngineConfig, Scheduling
 from batcher.engine import Engine
 from batcher.grammar import Grammars
 from model.loading.source import ModelSource, resolve
+from scripts.wiring.choices import choose_dtype, choose_model_len, choose_quantization, reads_fp8
 from scripts.wiring.device import describe_devices, start_jax
 from scripts.wiring.limits import bucket_config, runner_config
 from scripts.wiring.settings import EngineSettings, ServedSettings
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from model.execution.runner import ModelRunner
     from model.loading.stored_weights import StoredWeights
     from model.network.llama import Llama
-    from model.quantization.forms import EightBit
     from pallas_kernels.api import PagedAttention
     from pallas_kernels.spec import Backend
     from server.text.tokenizer import Tokenizer
@@ -126,7 +126,7 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
     max_model_len = choose_model_len(settings.max_model_len, config.max_position_embeddings)
     buckets = bucket_config(settings, platform)
     mesh = _mesh(settings.tensor_parallel_size)
-    quantization, remark = choose_quantization(settings.quantization, stored, reads_fp8=_reads_fp8(platform))
+    quantization, remark = choose_quantization(settings.quantization, stored, reads_fp8=reads_fp8(platform))
     # The CPU's forms cut a kernel's rows in their own way, not in the mesh's.
     for_cpu = platform == "cpu" and mesh is None
     options: dict[str, Any] = {"dtype": dtype, "mesh": mesh, "quantization": quantization, "for_cpu": for_cpu}
@@ -202,87 +202,6 @@ def paged_attention(
         kv_dtype=dtype,
     )
     return PagedAttention(spec, backend, mesh)
-
-
-def choose_dtype(
-    asked: str, checkpoint_dtype: str | None, platform: str, stored: Sequence[str] = ()
-) -> tuple[str, str]:
-    """The dtype of the computation, and the reason for it in words.
-
-    Args:
-        checkpoint_dtype: of a converted checkpoint, what it was converted to; of another, what `config.json` says, or
-            where it does not, what all tensors are; None where neither says.
-        stored: the types of the tensors themselves, where they are known.
-    """
-    if asked != "auto":
-        return asked, "as asked for"
-    own = "the checkpoint's own"
-    if stored and tuple(stored) != (checkpoint_dtype,):
-        own = f"as config.json says; the tensors are {' and '.join(stored)}"
-    if platform == "cpu":
-        if checkpoint_dtype == "float32":
-            return "float32", own
-        return "float32", "the CPU's default; --dtype bfloat16 takes half, and is faster on CPUs with bfloat16 units"
-    if checkpoint_dtype in ("bfloat16", "float32"):
-        return checkpoint_dtype, own
-    held = " and ".join(stored) or checkpoint_dtype
-    if held is None:
-        return "bfloat16", "the checkpoint does not say"
-    return "bfloat16", f"its {held} is rounded to it; --dtype float32 keeps every value"
-
-
-def choose_quantization(
-    asked: str | None, stored: StoredWeights | None, *, reads_fp8: bool
-) -> tuple[EightBit | None, str | None]:
-    """How to keep the weights of projections and head, None for what they are computed in, and what to say of it.
-
-    Args:
-        reads_fp8: of the chip, see `chips`.
-
-    Raises:
-        ValueError: a converted checkpoint holds another form than the one asked for, or one that the chip reads slowly.
-    """
-    from model.quantization.forms import EightBit
-
-    held = None if stored is None else stored.quantization
-    form = held if asked is None else EightBit(asked)
-    if stored is not None and stored.is_converted:
-        if form is not held:
-            raise ValueError(f"--quantization {asked}: the checkpoint was converted to {held or 'none'}; convert again")
-        if form is EightBit.FP8 and not reads_fp8:
-            raise ValueError(
-                "the checkpoint was converted to fp8, which this device reads no faster than bfloat16: convert again "
-                "with --quantization int8"
-            )
-        return form, form and f"projections and head are {form}, as converted"
-    if form is None:
-        return None, None
-    chosen = EightBit.INT8 if form is EightBit.FP8 and not reads_fp8 else form
-    reason = f", not {form}: this device reads that slowly" if chosen is not form else ""
-    return chosen, f"projections and head in {chosen}{reason}" + (f"; the checkpoint holds {held}" if held else "")
-
-
-def choose_model_len(asked: int | None, trained: int) -> int:
-    """The length in tokens. ValueError where it exceeds what the model was trained for."""
-    if asked is not None and asked > trained:
-        raise ValueError(f"--max-model-len {asked} is more than the {trained} tokens that the model was trained for")
-    return asked or trained
-
-
-def _reads_fp8(platform: str) -> bool:
-    """Of the attached devices."""
-    import jax
-
-    from pallas_kernels.chips import TPUS, arch_reads_fp8
-
-    if platform == "gpu":
-        major, minor = jax.devices()[0].compute_capability.split(".")
-        return arch_reads_fp8((int(major), int(minor)))
-    if platform == "tpu":
-        from pallas_kernels.tpu.blocks import this_chip
-
-        return TPUS[this_chip()].reads_fp8
-    return False
 
 
 def _mesh(num_shards: int) -> jax.sharding.Mesh | None:

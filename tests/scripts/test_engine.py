@@ -14,7 +14,8 @@ from model.loading.source import resolve
 from model.loading.stored_weights import StoredWeights, find_weights
 from model.quantization.forms import EightBit
 from scripts.convert_checkpoint import convert
-from scripts.wiring.engine import build_runner, choose_dtype, choose_quantization
+from scripts.wiring.choices import choose_dtype, choose_quantization
+from scripts.wiring.engine import build_runner
 from scripts.wiring.settings import EngineSettings
 from tests.model import checkpoints
 from tests.model.driver import TINY

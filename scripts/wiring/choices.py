@@ -1,0 +1,91 @@
+"""What a start decides from the flags, the checkpoint and the device, each with its reason in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from model.loading.stored_weights import StoredWeights
+    from model.quantization.forms import EightBit
+
+
+def choose_dtype(
+    asked: str, checkpoint_dtype: str | None, platform: str, stored: Sequence[str] = ()
+) -> tuple[str, str]:
+    """The dtype of the computation, and the reason for it in words.
+
+    Args:
+        checkpoint_dtype: of a converted checkpoint, what it was converted to; of another, what `config.json` says, or
+            where it does not, what all tensors are; None where neither says.
+        stored: the types of the tensors themselves, where they are known.
+    """
+    if asked != "auto":
+        return asked, "as asked for"
+    own = "the checkpoint's own"
+    if stored and tuple(stored) != (checkpoint_dtype,):
+        own = f"as config.json says; the tensors are {' and '.join(stored)}"
+    if platform == "cpu":
+        if checkpoint_dtype == "float32":
+            return "float32", own
+        return "float32", "the CPU's default; --dtype bfloat16 takes half, and is faster on CPUs with bfloat16 units"
+    if checkpoint_dtype in ("bfloat16", "float32"):
+        return checkpoint_dtype, own
+    held = " and ".join(stored) or checkpoint_dtype
+    if held is None:
+        return "bfloat16", "the checkpoint does not say"
+    return "bfloat16", f"its {held} is rounded to it; --dtype float32 keeps every value"
+
+
+def choose_quantization(
+    asked: str | None, stored: StoredWeights | None, *, reads_fp8: bool
+) -> tuple[EightBit | None, str | None]:
+    """How to keep the weights of projections and head, None for what they are computed in, and what to say of it.
+
+    Args:
+        reads_fp8: of the chip, see `chips`.
+
+    Raises:
+        ValueError: a converted checkpoint holds another form than the one asked for, or one that the chip reads slowly.
+    """
+    from model.quantization.forms import EightBit
+
+    held = None if stored is None else stored.quantization
+    form = held if asked is None else EightBit(asked)
+    if stored is not None and stored.is_converted:
+        if form is not held:
+            raise ValueError(f"--quantization {asked}: the checkpoint was converted to {held or 'none'}; convert again")
+        if form is EightBit.FP8 and not reads_fp8:
+            raise ValueError(
+                "the checkpoint was converted to fp8, which this device reads no faster than bfloat16: convert again "
+                "with --quantization int8"
+            )
+        return form, form and f"projections and head are {form}, as converted"
+    if form is None:
+        return None, None
+    chosen = EightBit.INT8 if form is EightBit.FP8 and not reads_fp8 else form
+    reason = f", not {form}: this device reads that slowly" if chosen is not form else ""
+    return chosen, f"projections and head in {chosen}{reason}" + (f"; the checkpoint holds {held}" if held else "")
+
+
+def choose_model_len(asked: int | None, trained: int) -> int:
+    """The length in tokens. ValueError where it exceeds what the model was trained for."""
+    if asked is not None and asked > trained:
+        raise ValueError(f"--max-model-len {asked} is more than the {trained} tokens that the model was trained for")
+    return asked or trained
+
+
+def reads_fp8(platform: str) -> bool:
+    """Whether the attached devices convert fp8 as fast as they read it."""
+    import jax
+
+    from pallas_kernels.chips import TPUS, arch_reads_fp8
+
+    if platform == "gpu":
+        major, minor = jax.devices()[0].compute_capability.split(".")
+        return arch_reads_fp8((int(major), int(minor)))
+    if platform == "tpu":
+        from pallas_kernels.tpu.blocks import this_chip
+
+        return TPUS[this_chip()].reads_fp8
+    return False
