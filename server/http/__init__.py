@@ -1,4 +1,4 @@
 """HTTP/1.1 on the wire: connections and their limits, bodies, keys, errors, server-sent events, long work in turns.
 
-Knows uvicorn, Starlette and the settings. It knows nothing of models, text or the engine.
+The package uses uvicorn, Starlette and the settings, but no model, no text and no engine.
 """

@@ -1,4 +1,4 @@
-"""All connections of the server: how many there may be, which of them wait for a request, how long each may take."""
+"""All connections of the server: their limits, and which of them wait for a request."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from server.http.throttled_log import ThrottledLog
 
 logger = logging.getLogger("pallas_serve")
 
-LEAST_WAIT_S = 0.1  # for the first request of a new connection: its bytes may have come and be unread
+LEAST_WAIT_S = 0.1  # a shorter wait is not cut off: a request may have arrived but not been read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConnectionLimits:
-    """How many connections there may be, and how long they may take, in seconds."""
+    """The maximum number of connections, and their timeouts in seconds."""
 
     max_connections: int
     head_timeout_s: float
@@ -27,33 +27,33 @@ class ConnectionLimits:
 
 
 class Connection(Protocol):
-    """What this file asks of a connection."""
+    """The interface of a connection for `Connections`."""
 
     def close_waiting(self) -> None:
-        """Closes one on which no request has begun, and dismisses it."""
+        """Closes a connection on which no request has begun, and dismisses it."""
 
 
 class Connections:
     """The count of open connections, shared by the listener and by the connections themselves.
 
-    Up to `max_connections` are served. When there are more, the one that has waited longest for its next request is
-    closed; where none has waited for LEAST_WAIT_S, the new one is turned away. Up to `num_refusals` connections may be
-    open beyond the limit, on their way out; then the listener accepts no more until one of them has gone.
+    Up to `max_connections` are served. For one more, the connection that has waited longest for its next request is
+    closed. If none has waited for LEAST_WAIT_S, the new connection is turned away. Up to `num_refusals` connections
+    beyond the limit may be open while they are turned away. Then the listener accepts none until one has closed.
     """
 
     def __init__(self, limits: ConnectionLimits, num_refusals: int) -> None:
         self.limits = limits
         self.draining = False
         self.log = ThrottledLog(logger)
-        self.on_room: Callable[[], None] | None = None  # called when one has gone while there was no room
+        self.on_room: Callable[[], None] | None = None  # called when a connection closes while there is no room
         self._most_open = limits.max_connections + num_refusals
         self._num_open = 0
         self._served: set[Connection] = set()
-        self._waiting: dict[Connection, float] = {}  # since when, the longest first; all of them are served ones
+        self._waiting: dict[Connection, float] = {}  # start of the wait, oldest first; all are in `_served`
 
     @property
     def has_room(self) -> bool:
-        """Whether one more may be accepted, be it to be turned away."""
+        """Whether one more connection may be accepted, to be served or turned away."""
         return self._num_open < self._most_open
 
     def enter(self) -> None:
@@ -61,14 +61,14 @@ class Connections:
         self._num_open += 1
 
     def leave(self) -> None:
-        """It has gone."""
+        """An accepted connection has closed."""
         had_room = self.has_room
         self._num_open -= 1
         if not had_room and self.on_room is not None:
             self.on_room()
 
     def admit(self, connection: Connection) -> bool:
-        """Whether the connection is served. If not, it must be turned away."""
+        """Serves the connection if there is room, and returns True. Otherwise the caller must turn it away."""
         if len(self._served) >= self.limits.max_connections:
             longest, since = next(iter(self._waiting.items()), (None, 0.0))
             if longest is None or time.monotonic() < since + LEAST_WAIT_S:
@@ -80,7 +80,7 @@ class Connections:
         return True
 
     def dismiss(self, connection: Connection) -> None:
-        """It is served no more, if it was."""
+        """The connection is no longer served. Nothing happens if it never was."""
         self._served.discard(connection)
         self._waiting.pop(connection, None)
 

@@ -1,4 +1,4 @@
-"""How many files and sockets the process may have open, and how many of those are for clients."""
+"""The process's limit of open files and sockets, and the number of connections that fit into it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import resource
 
 logger = logging.getLogger("pallas_serve")
 
-MOST_DESCRIPTORS = 2**20  # of an unlimited number
-RESERVE = 16  # for the engine's connections, and for what is opened for a moment
-MOST_CONNECTIONS = 8192  # where the system would allow more: they take memory too
+MOST_DESCRIPTORS = 2**20  # even if the system sets no limit
+RESERVE = 16  # for the engine's connections, and for files that are open for a moment
+MOST_CONNECTIONS = 8192  # the default is at most this: connections take memory too
 
 
 def raise_limit() -> None:
-    """Raises the process's own limit of descriptors as far as the system lets it."""
+    """Raises the process's own limit of descriptors as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -25,10 +25,10 @@ def raise_limit() -> None:
 
 
 def connection_limit(asked: int | None, num_refusals: int) -> int:
-    """The number of connections to serve at once: those asked for, or as many as descriptors are left for.
+    """The number of connections to serve at once: `asked`, or as many as there are free descriptors.
 
-    `num_refusals` descriptors more are needed, for connections beyond the limit while they are told so. To be called
-    when nearly all else is open. Raises ValueError where there are too few.
+    `num_refusals` more descriptors are kept for connections beyond the limit while these are refused. Call it when
+    nearly all other files are open. Raises ValueError if there are too few descriptors.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_open = len(os.listdir("/dev/fd"))

@@ -6,14 +6,14 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-REFUSED = "pallas_serve.refused"  # of a scope: the status with which the connection has answered in the app's place
+REFUSED = "pallas_serve.refused"  # in a scope: the status of an answer by the connection, not by the application
 
 
 class Exchange(RequestResponseCycle):
-    """uvicorn's, which says in time that the connection ends with it, and leaves the closing to the connection.
+    """uvicorn's RequestResponseCycle, but the connection itself closes the socket, not the exchange.
 
-    `closes` is for the connection to read when the answer is complete. `keep_alive` is uvicorn's: whether the answer's
-    head says that the connection stays.
+    `closes`: the connection must close when the answer is complete. `keep_alive` is uvicorn's flag: the answer's head
+    announces that the connection stays open.
     """
 
     def __init__(self, **fields: Any) -> None:
@@ -21,7 +21,7 @@ class Exchange(RequestResponseCycle):
         self.closes = False
 
     def make_last(self) -> None:
-        """No request follows on the connection. The answer's head says so, where it has not been sent."""
+        """Makes this the connection's last request. The answer's head announces it, unless it has been sent already."""
         self.keep_alive = self.response_started and self.keep_alive
         self.closes = True
 
@@ -31,7 +31,7 @@ class Exchange(RequestResponseCycle):
         self.cut_off()
 
     def cut_off(self) -> None:
-        """The application learns that the client has gone; what it still sends is dropped."""
+        """For the application, the client is now disconnected. The application's further messages are dropped."""
         if not self.response_complete:
             self.disconnected = True
             self.message_event.set()
@@ -40,8 +40,8 @@ class Exchange(RequestResponseCycle):
         if self.response_started:
             await super().send(message)
             return
-        if self.more_body:  # answered before the request was read: the rest of it is not read as the next request
+        if self.more_body:  # an early answer: the rest of this body must not be read as the next request
             self.keep_alive = False
         await super().send(message)
         self.closes = self.closes or not self.keep_alive
-        self.keep_alive = True  # or uvicorn would close with bytes unread, and the client might lose the answer
+        self.keep_alive = True  # else uvicorn closes while bytes are unread, and the client may lose the answer

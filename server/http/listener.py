@@ -1,4 +1,4 @@
-"""Accepting connections: as many as there is room for. The others wait in the system's backlog; none is reset."""
+"""Accepts connections while there is room. Further ones wait in the system's backlog and are not reset."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 from server.http.connections import Connections
 
-MOST_AT_ONCE = 64  # accepted before the loop serves those that are there
+MOST_AT_ONCE = 64  # connections accepted in one turn of the event loop
 RETRY_S = 0.5  # after the system had no descriptor or memory for a connection
-GONE = (errno.ECONNABORTED, errno.EPROTO, errno.EPERM)  # that client's trouble; the next one may be accepted
+GONE = (errno.ECONNABORTED, errno.EPROTO, errno.EPERM)  # one client's errors; the next connection may be accepted
 
 
 class Listener:
-    """Makes each connection a protocol by `create`. Has the two methods that uvicorn asks of a server."""
+    """Accepts connections, each with a new protocol from `create`. It has the two methods that uvicorn calls."""
 
     def __init__(
         self, listener: socket.socket, connections: Connections, create: Callable[[], asyncio.Protocol]
@@ -67,7 +67,7 @@ class Listener:
         try:
             connection.setblocking(False)
             await self._loop.connect_accepted_socket(self._create, connection)
-        except OSError as error:  # the client has gone already
+        except OSError as error:  # the client has already closed the connection
             connection.close()
             self._connections.leave()
             self._connections.log.warning("a connection was lost before its first byte: %s", error)

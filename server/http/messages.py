@@ -1,4 +1,4 @@
-"""HTTP/1.1 messages as bytes, where the connection itself writes or rewrites them."""
+"""The HTTP/1.1 messages that the connection itself writes or rewrites, as bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UPGRADE_FIELDS = (b"upgrade", b"http2-settings")
 
 
 def refusal(error: RequestError, default_fields: Fields) -> bytes:
-    """The answer with the error object, after which the connection is closed."""
+    """The answer with the error object. Its head announces that the connection closes."""
     body = error.encode()
     fields = {
         "content-type": "application/json",
@@ -27,7 +27,7 @@ def refusal(error: RequestError, default_fields: Fields) -> bytes:
 
 
 def head_without_upgrade(method: bytes, target: bytes, version: str, fields: Fields) -> bytes:
-    """A request's head without its wish for another protocol. `fields` have names in lower case."""
+    """A request's head without its upgrade to another protocol. The names in `fields` are in lower case."""
     kept = []
     for name, value in fields:
         if name == b"connection":

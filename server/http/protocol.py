@@ -1,14 +1,14 @@
-"""One HTTP/1.1 connection: uvicorn's, with bounds on what a client may send before it is answered and on its time.
+"""One HTTP/1.1 connection: uvicorn's protocol, with limits on the bytes that a client sends and on its time.
 
-Nothing that a client sends is kept beyond a head of MAX_HEAD_BYTES, and a body as far as the application reads it.
-One request is read at a time. What comes before the answer to the last one is complete is dropped, and the connection
-closed after that answer: a client that sends requests ahead sends them again, as HTTP demands of it.
+The connection stores a head of up to MAX_HEAD_BYTES, and the part of the body that the application has not read yet.
+It reads one request at a time. Bytes that arrive before the current answer is complete are dropped, and the connection
+closes after that answer. A client that has sent further requests must send them again, as HTTP requires.
 
-Each connection has one timer, which is set anew when the connection's phase changes and not for each piece of data.
+Each connection has one timer. It is set when the connection's phase changes, not for each piece of data.
 
-A client that sends an end of file after its request has closed the connection, or only its own half of it; TCP does not
-tell which. The answer goes on, and an interim response (100 Continue) is sent: a socket that was closed answers it
-with a reset, and the request is aborted. HTTP/1.0 has no interim responses: there the request is aborted at once.
+After its request, a client may send an end of file. Then it has closed the whole connection or only its own half; TCP
+does not show which. So the answer goes on, and an interim response (100 Continue) is sent. A fully closed socket
+replies with a reset, and the request is aborted. In HTTP/1.0, without interim responses, it is aborted immediately.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from server.http.pace import BodyPace, UnreadWatch
 
 MAX_HEAD_BYTES = 64 * 1024  # request line, header fields and trailer fields
 MAX_FIELDS = 256
-TURN_AWAY_S = 0.2  # for the first byte of a request that is refused whatever it is: some clients read no answer sooner
-LINGER_S = 2.0  # for a refused client to stop sending: closing earlier would reset the connection, and lose the answer
+TURN_AWAY_S = 0.2  # before a 503, for the request's first byte: some clients read no answer before they send
+LINGER_S = 2.0  # for a refused client to stop sending: closing earlier resets the connection, and the answer is lost
 LINGER_BYTES = 2**20
-DRAIN_IDLE_S = 1.0  # for a request that was on its way when the shutdown began
-FIRST_CHECK_S, LAST_CHECK_S = 0.01, 1.0  # between looks at whether a half-closed connection was reset
+DRAIN_IDLE_S = 1.0  # for a request that is in transit when the shutdown begins
+FIRST_CHECK_S, LAST_CHECK_S = 0.01, 1.0  # between two checks for a reset of a half-closed connection
 
 
 class Phase(enum.Enum):
-    """What a connection is doing."""
+    """The phase of a connection."""
 
     WAITING = "no byte of a request has come"
     HEAD = "reading a request's head"
@@ -50,7 +50,7 @@ class Phase(enum.Enum):
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """What is refused before the application sees it is answered here."""
+    """One connection. It answers by itself the requests that are refused before the application sees them."""
 
     cycle: Exchange  # None before the first request
 
@@ -62,15 +62,15 @@ class HttpProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._num_head_bytes = 0
         self._num_fields = 0
-        self._num_since_progress = 0  # bytes that completed nothing, such as the beginning of a field
+        self._num_since_progress = 0  # bytes read since the last progress
         self._num_dropped = 0
-        self._progress = False  # whether the parser has called with something complete
+        self._progress = False  # the current bytes complete a head or a message, or belong to a body
         self._body = BodyPace(self._limits.body_timeout_s, now=0.0)
         self._unread = UnreadWatch(self._limits.send_timeout_s)
         self._half_closed = False
         self._check_s = FIRST_CHECK_S
 
-    # what the transport calls
+    # called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ class HttpProtocol(HttpToolsProtocol):
             case Phase.CLOSING:
                 self._drop(len(data))
 
-    def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's always closes
+    def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's method always closes
         """Whether the connection stays open for an answer."""
         match self._phase:
             case Phase.HEAD | Phase.BODY:
@@ -112,7 +112,7 @@ class HttpProtocol(HttpToolsProtocol):
             case Phase.ANSWER if self.cycle.scope["http_version"] == "1.1":
                 self._half_closed = True
                 self.cycle.make_last()
-                if not self.cycle.response_started:  # otherwise the answer's next piece does as well
+                if not self.cycle.response_started:  # otherwise the answer's next piece has the same effect
                     self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
                 self._arm(self._check_s)
                 return True
@@ -130,7 +130,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._phase is Phase.ANSWER and not self._half_closed:
             self._disarm()
 
-    # what the parser calls
+    # called by the parser
 
     def on_message_begin(self) -> None:
         if self._phase is not Phase.HEAD:
@@ -145,14 +145,14 @@ class HttpProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._num_fields += 1
         self._count_head(len(name) + len(value) + len(": \r\n"))
-        if self._phase is Phase.HEAD:  # trailer fields are of no use to anybody here
+        if self._phase is Phase.HEAD:  # trailer fields are not used
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._progress = True
         if self.parser.should_upgrade():
             return  # `_read_without_upgrade` reads it again
-        self._begin_exchange()  # raises for a target that is none
+        self._begin_exchange()  # raises for an invalid target
         self._phase = Phase.BODY
         self._body = BodyPace(self._limits.body_timeout_s, self.loop.time())
         self._arm(self._limits.body_timeout_s)
@@ -177,7 +177,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.cycle.more_body = False
         self.cycle.message_event.set()
 
-    # what the exchange and the server call
+    # called by the exchange and the server
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
@@ -198,7 +198,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def drain(self) -> None:
-        """The server shuts down: refuses what has not been read, and makes what is answered the last."""
+        """Refuses a request that is not read completely. A request that is being answered becomes the last one."""
         match self._phase:
             case Phase.WAITING:
                 self._arm(DRAIN_IDLE_S)
@@ -208,7 +208,7 @@ class HttpProtocol(HttpToolsProtocol):
                 self.cycle.make_last()
 
     def shutdown(self) -> None:
-        """The server waits for its last connections only."""
+        """The server now only waits for its last connections."""
         if self._phase is Phase.WAITING:
             self.close_waiting()
         else:
@@ -223,10 +223,10 @@ class HttpProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as pause:
             self._read_without_upgrade(data[pause.args[0] :])
         except httptools.HttpParserError as error:
-            if self._phase is Phase.ANSWER:  # the request is complete; what follows it is none, or comes too early
+            if self._phase is Phase.ANSWER:  # the request is complete; the error is in the bytes after it
                 self.cycle.make_last()
             else:
-                own = error.__context__  # what a callback here has raised
+                own = error.__context__  # raised by a callback of this class
                 invalid = RequestError(400, "This is not a valid HTTP/1.1 request.")
                 self._refuse(own if isinstance(own, RequestError) else invalid)
             return
@@ -235,8 +235,8 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse(_too_long())
 
     def _read_without_upgrade(self, rest: bytes) -> None:
-        """Reads the request again without its wish for another protocol, for the sake of which the parser has left the
-        body unread. No other protocol is spoken here, and a server may ignore the wish (RFC 9110, 7.8)."""
+        """Reads the request again without its upgrade to another protocol: the parser does not read the body of an
+        upgrade. The server supports no other protocol and may ignore the upgrade (RFC 9110, 7.8)."""
         method = self.parser.get_method()
         if method == b"CONNECT":
             self._refuse(RequestError(405, "CONNECT: this server is no proxy."))
@@ -251,7 +251,7 @@ class HttpProtocol(HttpToolsProtocol):
             raise _too_long()
 
     def _begin_exchange(self) -> None:
-        """uvicorn's `on_headers_complete`, without its other protocols and its queue of requests."""
+        """Does the work of uvicorn's `on_headers_complete`, without upgrades and without a queue of requests."""
         url = httptools.parse_url(self.url)
         version = self.parser.get_http_version()
         path = url.path.decode("ascii")
@@ -286,10 +286,10 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _turn_away(self) -> None:
         message = f"All {self._limits.max_connections} connections of the server are in use."
-        self._refuse(unavailable(message, retry_after_s=1), log=False)  # whoever did not admit it has said so
+        self._refuse(unavailable(message, retry_after_s=1), log=False)  # `Connections.admit` has logged it
 
     def _refuse(self, error: RequestError, *, log: bool = True) -> None:
-        """Answers instead of the application, unless that has begun to, and closes."""
+        """Answers instead of the application, unless its answer has begun. Then closes the connection."""
         if log:
             client = self.client[0] if self.client else "a client that has gone"
             self._connections.log.warning(f"{error.status} to %s: {error.message}", client)
@@ -303,7 +303,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._close_gently()
 
     def _close_gently(self) -> None:
-        """Sends what there is and the end of file, and closes when the client has done so or has had its time."""
+        """Sends the remaining bytes and an end of file. The client then closes the connection, or the timer does."""
         self._phase = Phase.CLOSING
         self.flow.resume_reading()
         self.transport.write_eof()
@@ -330,7 +330,7 @@ class HttpProtocol(HttpToolsProtocol):
         match self._phase:
             case Phase.WAITING if self.transport.get_write_buffer_size():
                 self._connections.end_wait(self)
-                self._close_gently()  # it has not even read its last answer
+                self._close_gently()  # the client has not read its last answer
             case Phase.WAITING:
                 self.close_waiting()
             case Phase.HEAD:
@@ -341,7 +341,7 @@ class HttpProtocol(HttpToolsProtocol):
                 self._check_client()
             case Phase.TURNED_AWAY:
                 self._turn_away()
-                self.transport.close()  # it has sent nothing: there is nothing to wait for
+                self.transport.close()  # the client has sent nothing, so closing does not reset the connection
             case Phase.CLOSING if self.transport.get_write_buffer_size() and not self._is_stuck():
                 self._arm(LINGER_S)
             case Phase.CLOSING:
@@ -350,14 +350,14 @@ class HttpProtocol(HttpToolsProtocol):
     def _check_body(self) -> None:
         left_s = self._body.left_s(self.loop.time())
         if self.flow.read_paused:
-            self._arm(self._limits.body_timeout_s)  # the application has not taken what came
+            self._arm(self._limits.body_timeout_s)  # the application has not taken the bytes so far
         elif left_s > 0:
             self._arm(left_s)
         else:
             self._refuse(RequestError(408, "The body of the request did not come in time."))
 
     def _check_client(self) -> None:
-        """Aborts an answer to a client that has gone, or that reads nothing of it."""
+        """Aborts the answer if the client has reset the connection or does not read."""
         if (self._half_closed and _is_reset(self.transport)) or self._is_stuck():
             self.transport.abort()
         elif self._half_closed:
@@ -372,7 +372,7 @@ class HttpProtocol(HttpToolsProtocol):
 
 def _is_reset(transport: asyncio.Transport) -> bool:
     poll = select.poll()
-    poll.register(transport.get_extra_info("socket").fileno(), 0)  # errors and hang-ups are reported unasked
+    poll.register(transport.get_extra_info("socket").fileno(), 0)  # errors and hang-ups are always reported
     return bool(poll.poll(0))
 
 

@@ -1,4 +1,4 @@
-"""uvicorn's server around the application, with connections, limits and a listener of our own."""
+"""uvicorn's server around the application, with this package's connections, limits and listener."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from server.settings import Settings
 
 logger = logging.getLogger("pallas_serve")
 
-FLUSH_S = 5.0  # for responses to get their last bytes out before connections are cut
-NUM_REFUSALS = 8  # connections beyond the limit that are being told so
+FLUSH_S = 5.0  # for the last bytes of answers, before connections are cut
+NUM_REFUSALS = 8  # connections beyond the limit that may be open while they are refused
 
 
 def connection_limits(settings: Settings) -> ConnectionLimits:
-    """To be called when all else is open. Raises ValueError where there are too few descriptors for connections."""
+    """Call it when all other files are open. Raises ValueError if there are too few descriptors for connections."""
     return ConnectionLimits(
         max_connections=connection_limit(settings.max_connections, NUM_REFUSALS),
         head_timeout_s=settings.head_timeout_s,
@@ -35,7 +35,7 @@ def connection_limits(settings: Settings) -> ConnectionLimits:
 
 
 class HttpServer(uvicorn.Server):
-    """Serves the sockets given to `serve` until `should_exit`. Leaves signals alone."""
+    """Serves the sockets given to `serve` until `should_exit`. It installs no signal handlers."""
 
     def __init__(self, app: ASGIApp, limits: ConnectionLimits) -> None:
         config = uvicorn.Config(
@@ -58,12 +58,12 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         listeners = [Listener(listener, self._connections, self._protocol) for listener in sockets or ()]
-        self.servers = listeners  # type: ignore[assignment]  # asyncio's servers, of which uvicorn only closes and waits
+        self.servers = listeners  # type: ignore[assignment]  # uvicorn only closes them and waits
         self.started = True
         logger.info("at most %d connections", self._connections.limits.max_connections)
 
     def drain(self) -> None:
-        """Refuses what has not been read. What is being answered goes on; a new request is its connection's last."""
+        """Refuses requests that are not read completely. Answers go on. A new request is its connection's last one."""
         self._connections.draining = True
         for connection in list(self.server_state.connections):
             assert isinstance(connection, HttpProtocol)
