@@ -1,4 +1,4 @@
-"""Reading a request's body: its type, its size, its JSON."""
+"""Reads a request's body: checks its content type and size, decodes its JSON."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _AT = re.compile(r" - at `(?P<key>key in )?\$(?P<path>.*)`$", re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BodyLimits:
-    """What is read of a body. Decoding holds the event loop: a millisecond per megabyte of text, and some ten times as
-    long per megabyte of small lists and objects. So these are counted by their marks, brackets and colons, before."""
+    """Limits of a body. Decoding blocks the event loop: about 1 ms per megabyte of text, and about ten times as long
+    per megabyte of small lists and objects. So opening brackets and colons ("marks") are counted before decoding."""
 
     max_bytes: int
-    max_marks: int  # those in texts count too
+    max_marks: int  # marks inside strings count too
 
 
 class UnknownFieldError(RequestError):
@@ -28,7 +28,7 @@ class UnknownFieldError(RequestError):
 
 
 async def read_body(request: Request, limits: BodyLimits) -> bytes:
-    """The body, which may be JSON.
+    """The body's bytes. They are not decoded yet.
 
     Raises RequestError: 415 for another content type, 413 for too many bytes, 400 for too many marks.
     """
@@ -38,7 +38,7 @@ async def read_body(request: Request, limits: BodyLimits) -> bytes:
         message = f"The content type must be application/json, got {content_type[:100]!r}."
         raise RequestError(415, message, type=INVALID_BODY)
     declared = request.headers.get("content-length", "0")
-    if int(declared) > max_bytes:  # a number: the HTTP parser has refused all else
+    if int(declared) > max_bytes:  # a number: the HTTP parser refuses other values
         raise _too_large(max_bytes)
     chunks: list[bytes] = []
     size = 0
@@ -62,7 +62,7 @@ def _too_large(max_bytes: int) -> RequestError:
 
 
 def decode_body[T](decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """Raises RequestError 400 with the dotted path of the first field that is wrong, UnknownFieldError where the type
+    """Raises RequestError 400 with the dotted path of the first wrong field. Raises UnknownFieldError if the type
     forbids unknown fields and the JSON has one."""
     try:
         return decoder.decode(body)

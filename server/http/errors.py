@@ -12,9 +12,9 @@ NOT_FOUND = "NotFoundError"
 
 
 class RequestError(Exception):
-    """A request that is refused, with everything the error object says.
+    """The refusal of a request, with an HTTP status and the fields of the error object.
 
-    `code` is OpenAI's short string for the cases that have one (clients branch on it), None elsewhere.
+    `code` is OpenAI's short string for such an error, on which clients branch, or None if OpenAI has none.
     `retry_after_s` becomes the Retry-After header.
     """
 
@@ -57,7 +57,7 @@ def invalid(param: str, message: str) -> RequestError:
 
 
 def unsupported(param: str, what: str) -> RequestError:
-    """A field that would change the answer and that this server does not honour: refused, never ignored."""
+    """A field that would change the answer and is not supported. It is refused, not ignored."""
     return RequestError(400, f"{param}: {what} not supported yet.", param=param, code="unsupported_parameter")
 
 
@@ -84,5 +84,5 @@ def unavailable(message: str, retry_after_s: int | None = None) -> RequestError:
 
 
 def internal(message: str) -> RequestError:
-    """500: the fault is the server's."""
+    """500: an error of the server itself."""
     return RequestError(500, message, type="InternalServerError")

@@ -1,7 +1,7 @@
-"""JSON made piece by piece: what is long is encoded while it is sent, so that no single call takes long.
+"""Encodes JSON piece by piece: long parts are encoded while they are sent, so no single call takes long.
 
-A value holds its long parts as `LongList` and `LongText`. The rest is encoded in one call with a hole for each of them:
-a zero byte, which JSON never holds unescaped.
+A value holds its long parts as `LongList` and `LongText`. The rest is encoded in one call, with a hole for each long
+part. A hole is a zero byte, which JSON never contains unescaped.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import msgspec
 from server.http.sse import encode_json
 
 HOLE = b"\x00"
-ITEMS = 32  # of a list that are encoded together
-CHARS = 64 * 1024  # of a text likewise
+ITEMS = 32  # of a list, encoded in one call
+CHARS = 64 * 1024  # of a text, encoded in one call
 
 
 class LongList:
-    """A list whose items are made when they are encoded. They hold no long parts of their own."""
+    """A list whose items are made when they are encoded. The items have no long parts."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         self._items = items
@@ -59,12 +59,12 @@ class LongText:
 
 
 def list_of(items: Iterable[Any], count: int) -> list[Any] | LongList:
-    """`count` items: a few are made at once."""
+    """A list of `count` items. A short list is made immediately."""
     return list(items) if count <= ITEMS else LongList(items)
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
-    """The JSON of a value, long parts in pieces."""
+    """The JSON of a value, with its long parts in pieces."""
     long_parts: list[LongList | LongText] = []
 
     def leave_hole(part: Any) -> msgspec.Raw:

@@ -1,4 +1,4 @@
-"""Server-sent events, and the JSON of a chunk of which only the text changes."""
+"""Server-sent events, and the JSON of chunks that differ only in their text."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ encode_json = msgspec.json.Encoder().encode
 
 
 def event(data: bytes) -> bytes:
-    """An event with these data, which have no line break."""
+    """An event with this data, which has no line break."""
     return b"data: " + data + b"\n\n"
 
 
 class ChunkTemplate:
-    """One kind of chunk with a hole for a string: everything else is encoded once for the whole stream."""
+    """A chunk with a hole for a string. The rest of the chunk is encoded once for the whole stream."""
 
     __slots__ = ("_after", "_before")
 

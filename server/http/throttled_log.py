@@ -1,4 +1,4 @@
-"""Warnings that clients can provoke: one line for each kind in an interval, with the number of those left out."""
+"""Warnings that clients can cause: one line of each kind per interval, with the number of lines left out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ INTERVAL_S = 10.0
 
 
 class ThrottledLog:
-    """Logs to `logger`. A kind is one message before its arguments are put in, so there are only a few."""
+    """Logs to `logger`. Lines are of one kind if they have the same message without its arguments."""
 
     def __init__(
         self, logger: logging.Logger, *, interval_s: float = INTERVAL_S, clock: Callable[[], float] = time.monotonic

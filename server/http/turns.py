@@ -1,8 +1,8 @@
-"""Long work on the event loop, cut into pieces: each turn of the loop does a few milliseconds of it, whoever asks.
+"""Long work on the event loop, cut into pieces: each turn of the loop does a few milliseconds of it.
 
-Work in pure Python gains nothing from a thread, which would only fight the loop for the interpreter's lock. Here the
-loop serves everybody else between two pieces, and the works wait for each other: many of them hold up a stream no more
-than one does.
+A thread does not help work in pure Python: the thread and the loop compete for the interpreter's lock. Here the loop
+runs its other tasks between two pieces. Only one of the long tasks runs in a turn, so many of them delay a stream no
+more than one does.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Turns:
     async def blocks(
         self, pieces: Iterator[bytes], check: Callable[[], None] = lambda: None
     ) -> AsyncIterator[tuple[bytes, bool]]:
-        """The pieces, made and joined as far as a turn goes, and whether more follow. What is short comes at once.
+        """Yields (the joined pieces of one turn, whether more follow). The first turn is immediate.
 
-        `check` is called before each turn but the first; it raises where the rest is not wanted.
+        `check` is called before each later turn. It raises if the rest is not wanted.
         """
         block, more = _block(pieces)
         while more:
             yield block, True
             async with self._one_at_a_time:
-                await asyncio.sleep(0)  # the loop serves everybody else first
+                await asyncio.sleep(0)  # the loop runs its other tasks first
                 check()
                 block, more = _block(pieces)
         yield block, False
