@@ -1,4 +1,4 @@
-"""Text and token ids: tokenizer, chat template, masking of what users write, stop strings, the growing text.
+"""Text and token ids: tokenizer, chat template, masks for users' text, stop strings, streamed text, tool calls.
 
-Knows tokenizers, Jinja, `transformers` and `model.inputs`. It knows nothing of HTTP, requests or the engine.
+The package uses tokenizers, Jinja, `transformers` and `model.inputs`, but no HTTP, no requests and no engine.
 """

@@ -1,19 +1,18 @@
-"""A conversation to ids, through the template that came with the tokenizer, without letting text become control.
+"""Renders a conversation with the tokenizer's chat template. The users' text never becomes a control token.
 
-A template is a program that glues its own control tokens and the users' text into one string, and whoever encodes
-that string cannot tell the two apart. So the template runs twice: once on the conversation itself, once with every
-character of the text that occurs in any special token masked by one that occurs in none. What matches a special token
-in the masked rendering was then written by the template alone, whatever it did with the text (trimmed it, joined it,
-cut it). Masking keeps lengths, so its places are the places of the control tokens in the plain rendering; all the
-rest is encoded as plain text.
+A template is a program that joins its own control tokens and the users' text into one string. In that string the two
+look the same. So the template runs twice: on the conversation itself, and on the conversation with its text masked.
+The mask replaces every character that occurs in a special token by one character that occurs in none. Then all special
+tokens in the masked rendering are the template's own, even if the template trims, joins or cuts the text. Masking keeps
+lengths, so the control tokens have the same positions in the plain rendering. The rest is encoded as plain text.
 
-A template that looks *into* the text (`if '</think>' in content`) renders differently when the text is masked. The
-two renderings show it. Then a lighter mask is tried: a mark before each character that could begin a special token. It
-is used only where it gives the plain rendering and the control tokens of the masked one. Where that fails too, the text
-is rendered under a mask that can be taken off afterwards. No user's text becomes a control token on any path.
+A template that inspects the text (`if '</think>' in content`) may render the masked text differently. A comparison of
+the two renderings shows this. Then a lighter mask is tried: a mark before each character that can begin a special
+token. It is used only if it gives the plain rendering and the control tokens of the masked rendering. If this fails
+too, the text is rendered under a mask that can be undone afterwards. On all paths the users' text stays plain text.
 
-Roles are not masked: they are checked against a fixed list before. Nor are the names of fields by which templates look
-into messages, tools and documents (FIELDS); every other key is text.
+Roles are not masked: they are checked against a fixed list before. The field names that templates look up in messages,
+tools and documents (FIELDS) are not masked either. All other keys are masked like text.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ _TWO_CALLS = [{"type": "function", "id": id, "function": {"name": "f", "argument
 
 
 class TemplateError(ValueError):
-    """The template refused the conversation, or could not be run; the message may be shown."""
+    """The template refuses the conversation or cannot be run. The message may be shown to the client."""
 
 
 class ChatTemplate:
-    """A compiled template. Raises TemplateError where the source is not valid Jinja."""
+    """A compiled template. Raises TemplateError if the source is not valid Jinja."""
 
     def __init__(self, source: str, *, special_tokens: Iterable[str], variables: Mapping[str, str]) -> None:
         if len(source) > MAX_TEMPLATE_BYTES:
@@ -52,7 +51,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
             names = environment.parse(source).find_all(jinja2.nodes.Name)
             self._reads = frozenset(name.name for name in names if name.ctx == "load")
-        except Exception as error:  # Jinja's own errors, and Python's where it cannot compile what Jinja wrote
+        except Exception as error:  # Jinja's errors, and Python's errors in the code that Jinja generates
             raise TemplateError(f"The chat template is not valid: {error or type(error).__name__}") from error
         self._variables = dict(variables)
         special_tokens = list(special_tokens)
@@ -62,7 +61,7 @@ class ChatTemplate:
         self._mask = Mask(self._letters)
 
     def reads(self, variable: str) -> bool:
-        """Whether the template makes use of a variable, such as `tools` or `documents`."""
+        """Whether the template uses a variable, such as `tools` or `documents`."""
         return variable in self._reads
 
     def render(
@@ -73,10 +72,10 @@ class ChatTemplate:
         continue_final_message: bool = False,
         extra: Mapping[str, Any] | None = None,
     ) -> list[Part]:
-        """`extra` are further template variables, `tools` and `documents` among them; their text is as little trusted
-        as the messages'.
+        """Renders a conversation. `extra` holds further template variables, such as `tools` and `documents`; their text
+        is untrusted, like the messages' text.
 
-        `continue_final_message` ends the rendering with the last message's text, for the model to go on with.
+        With `continue_final_message` the rendering ends with the last message's text, which the model continues.
         Raises TemplateError.
         """
         extra = dict(extra or {})
@@ -108,7 +107,7 @@ class ChatTemplate:
         return [part if part.special else Part(substitution.undo(part.text), False) for part in parts]
 
     def _cut_like(self, plain: str, masked: str) -> list[Part] | None:
-        """`plain` cut where the control tokens of `masked` are; None where the two are not the same text."""
+        """`plain`, cut at the control tokens of `masked`. None if the mask is not the only difference of the two."""
         if self._mask(plain) != self._mask(masked):
             return None
         parts, at = [], 0
@@ -133,17 +132,17 @@ class ChatTemplate:
         extra: Mapping[str, Any],
         change: Change,
     ) -> str:
-        """The rendering of the conversation with every string of it changed, but for roles and names of fields."""
+        """Renders the conversation with `change` applied to every string except roles and field names."""
         changed = [_change_fields(message, change) | {"role": message["role"]} for message in messages]
         own = {"messages": changed, "add_generation_prompt": add_generation_prompt}
         variables = {"tools": None, "documents": None} | _change_fields(extra, change) | self._variables | own
         try:
             return self._template.render(variables)  # not as keywords: a variable may be called `self`
-        except Exception as error:  # a template is a foreign program: whatever it raises, it refuses the conversation
+        except Exception as error:  # templates are untrusted: every exception is a refusal
             raise TemplateError(f"The chat template cannot render this conversation: {error}") from error
 
     def _takes_two_calls(self) -> bool:
-        """Llama 3.1's own template takes one call a message, and raises where there are more."""
+        """Whether a message may have several tool calls. Llama 3.1's template raises an error for more than one."""
         asked: dict[str, Any] = {"role": "user", "content": ""}
         messages = [asked, {"role": "assistant", "content": "", "tool_calls": _TWO_CALLS}]
         return _try(lambda change: self._run(messages, True, {}, change), str) is not None
@@ -161,7 +160,7 @@ def _change_fields(fields: Mapping[str, Any], change: Change) -> dict[str, Any]:
 
 
 def _with_single_calls(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """A message with several tool calls becomes as many messages, the first with the content."""
+    """Splits a message with several tool calls into one message per call. The first one keeps the content."""
     single: list[Mapping[str, Any]] = []
     for message in messages:
         calls = message.get("tool_calls", ())
@@ -181,7 +180,8 @@ def _with_end(message: Mapping[str, Any], end: str) -> dict[str, Any]:
 
 
 def _cut_at(text: str, end: str) -> str:
-    """Up to the end mark. A template that trims took the space after it, and would have trimmed the text's own end."""
+    """The text before the end mark. If the space after the mark is gone, the template trims, and the result is trimmed
+    as well."""
     at = text.rfind(end)
     if at < 0:
         raise TemplateError("The chat template leaves out the message that is to be continued.")
@@ -189,7 +189,7 @@ def _cut_at(text: str, end: str) -> str:
 
 
 def _merge_marked(parts: list[Part], mark: str) -> list[Part]:
-    """Takes what merely looks like a special token, because a mark stands before it, back into the text."""
+    """Joins special tokens that follow a mark to the text before them, and removes the marks. They are user text."""
     merged: list[Part] = []
     for part in parts:
         text = merged[-1].text if merged and not merged[-1].special else None

@@ -1,4 +1,4 @@
-"""Ways to make a text unrecognisable to a template, character by character, so that its lengths stay the same."""
+"""Masks for text: each replaces single characters by single characters, so lengths stay the same."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Change = Callable[[str], str]
 
 
 class Mask:
-    """Turns every one of `letters` into one and the same other character. Cannot be undone, and is fast: text is
-    mapped as UTF-8 bytes. Masking what is masked changes nothing."""
+    """Replaces each of `letters` by the same other character. It cannot be undone. It is fast: ASCII letters are
+    replaced in the UTF-8 bytes. Masking a masked text changes nothing."""
 
     def __init__(self, letters: Collection[str]) -> None:
         candidates = [char for char in (*string.punctuation, "\x1a", "\x7f") if char not in letters]
@@ -35,7 +35,7 @@ class Mask:
 
 
 class Substitution:
-    """Turns each of `letters` into a stand-in of its own, and back."""
+    """Replaces each of `letters` by its own stand-in. `undo` restores the letters."""
 
     def __init__(self, letters: Sequence[str], stand_ins: Sequence[str]) -> None:
         self._table = str.maketrans(dict(zip(letters, stand_ins, strict=True)))
@@ -49,7 +49,7 @@ class Substitution:
 
 
 def translated(text: str, table: Mapping[int, str]) -> str:
-    """`str.translate`, slice by slice: it is slow, and holds the interpreter's lock until it returns."""
+    """`str.translate` in slices: a call is slow and holds the interpreter's lock until it returns."""
     return "".join([part.translate(table) for part in _slices(text)])
 
 
@@ -58,9 +58,9 @@ def _slices(text: str) -> Iterator[str]:
 
 
 def free_characters(value: Any, count: int) -> list[str]:
-    """`count` neighbours of the last private-use plane that occur in none of the value's strings.
+    """`count` consecutive characters of the last private-use plane that occur in none of the value's strings.
 
-    Raises ValueError where the text has used the plane up.
+    Raises ValueError if there are none.
     """
     used = {ord(char) for text in strings_of(value) for part in _slices(text) for char in set(_STAND_IN.findall(part))}
     for start in range(STAND_INS.start, STAND_INS.stop - count, count):
@@ -83,7 +83,7 @@ def strings_of(value: Any) -> Iterator[str]:
 
 
 def map_strings(value: Any, change: Change, fields: Collection[str] = ()) -> Any:
-    """A JSON-like value with every string in it changed, and every key but `fields`."""
+    """A JSON-like value with `change` applied to every string, and to every key that is not in `fields`."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Text cut at special tokens, and encoded with the special tokens where the caller says, nowhere else."""
+"""Splits text at special tokens. Encodes text with special tokens only at the places that the caller marks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from server.text.tokenizer import Tokenizer
 
-WINDOW = 8192  # characters searched in one call, which holds the interpreter's lock: some milliseconds at worst
+WINDOW = 8192  # characters per search; a search holds the interpreter's lock, for a few milliseconds at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Part:
 
 
 class SpecialTokens:
-    """Finds them: leftmost and longest first."""
+    """Finds special tokens: the leftmost first, and the longest of several at one position."""
 
     def __init__(self, tokens: Iterable[str]) -> None:
         longest_first = sorted(tokens, key=len, reverse=True)
@@ -29,11 +29,11 @@ class SpecialTokens:
 
     def split(self, text: str) -> list[Part]:
         parts: list[Part] = []
-        begin = start = 0  # of the plain text, and of what has not been searched yet
+        begin = start = 0  # of the plain text, and of the text that has not been searched
         while start < len(text):
             end = start + WINDOW
             found = self._search(text, start, end + self._longest)
-            if found is None or found.start() >= end:  # such a one is seen whole from the next window
+            if found is None or found.start() >= end:  # a token from `end` on is found in the next window
                 start = end
                 continue
             if found.start() > begin:
@@ -46,7 +46,8 @@ class SpecialTokens:
 
 
 def encode_all(tokenizer: Tokenizer, prompts: Sequence[Sequence[Part]]) -> list[list[int]]:
-    """Each prompt's ids. Special parts become their ids, plain ones are encoded as text whatever they look like."""
+    """Each prompt's ids. Special parts become their ids. Plain parts are encoded as text, even if they hold the text of
+    a special token."""
     plain = iter(tokenizer.encode_plain([part.text for parts in prompts for part in parts if not part.special]))
     encoded: list[list[int]] = []
     for parts in prompts:

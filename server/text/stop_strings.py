@@ -1,8 +1,8 @@
-"""Stop strings: where the first of them ends in a growing text, and how much of the text may be shown meanwhile.
+"""Finds the end of the first stop string in a growing text, and the part of the text that may be shown so far.
 
-`StopStrings` is an Aho-Corasick automaton (Aho and Corasick, 1975). Each state stands for a beginning of a stop string;
-the state after a text is the longest end of the text that begins a stop string. Over a whole text the work for a
-character is bounded by a constant, whatever the strings are. What must be held back is the state's own characters.
+`StopStrings` is an Aho-Corasick automaton (Aho and Corasick, 1975). Each state stands for a prefix of a stop string.
+After a text, the state is the longest suffix of the text that is such a prefix. The characters of the state are held
+back. Averaged over a text, the work per character is bounded by a constant for any stop strings.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-NO_CHARACTER = 0x110000  # the code after the last of Unicode: no text holds it
+NO_CHARACTER = 0x110000  # the code after the last one of Unicode: it occurs in no text
 
 
 class StopStrings:
-    """The automaton of some stop strings. It never changes, so all texts that end at these strings share one.
+    """The automaton of some stop strings. It is immutable, so all texts with the same stop strings share one.
 
-    The states of one string are numbered one after the other. A dictionary holds only the states where strings part, so
-    that a character of a stop string takes 16 bytes, whatever the strings.
+    The states that a string adds have consecutive numbers. A dictionary holds only the transitions at which a string
+    leaves another one, at most one per string. So each character of a stop string takes 16 bytes.
     """
 
     __slots__ = ("_branches", "_codes", "_fallbacks", "_lengths", "depths", "initials")
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """`stops` are not empty. State 0 stands for no character."""
+        """`stops` holds at least one string and no empty string. State 0 stands for the empty text."""
         self.initials = frozenset(stop[0] for stop in stops)
-        self._codes = array("I", [NO_CHARACTER])  # the character that leads from a state to the next number
+        self._codes = array("I", [NO_CHARACTER])  # the character that leads from a state to the next one by number
         self._branches: dict[int, dict[int, int]] = {}  # state -> character -> state, where a string leaves another
-        self._fallbacks = array("I", [0])  # the state of the longest proper end of a state's characters
+        self._fallbacks = array("I", [0])  # the state of the longest proper suffix of a state's characters
         self._lengths = array("I", [0])  # of the longest stop string that ends in a state; 0: none does
-        self.depths = array("I", [0])  # how many characters a state stands for
+        self.depths = array("I", [0])  # the number of characters that a state stands for
         for stop in stops:
             self._lengths[self._add(stop)] = len(stop)
         self._add_fallbacks(stops)
@@ -57,7 +57,7 @@ class StopStrings:
         return new
 
     def _add_fallbacks(self, stops: Sequence[str]) -> None:
-        """State by state in the order of their depths: a state's fallback is found through its parent's."""
+        """Visits the states in the order of their depths: a state's fallback depends on its parent's."""
         states = dict.fromkeys(stops, 0)
         for depth in range(max(map(len, stops))):
             for stop, parent in states.items():
@@ -78,10 +78,10 @@ class StopStrings:
         return following
 
     def read(self, state: int, text: str) -> tuple[int, int, int]:
-        """Reads on from a state, up to the end of the first stop string.
+        """Reads `text` from a state on, up to the end of the first stop string.
 
-        Returns (the state after it, how many characters were read, how long the stop string that ends there is). A
-        length of 0: there is none, and all was read.
+        Returns (the new state, the number of characters read, the length of the stop string that ends there). Length 0
+        means that no stop string ends in `text` and all of it was read.
         """
         initials, codes, branches, fallbacks = self.initials, self._codes, self._branches, self._fallbacks
         lengths, count = self._lengths, 0
@@ -105,10 +105,10 @@ class StopStrings:
 
 
 class StopFinder:
-    """One text on its way through an automaton; `push` returns what may be shown.
+    """Searches one growing text for stop strings. `push` returns the text that may be shown.
 
-    Text is released as soon as it can no longer become part of a stop string. The string that is complete first ends
-    the text, and of those that are complete at the same character the longest. So the result does not depend on how the
+    Text is released as soon as it can no longer become part of a stop string. The first complete stop string ends the
+    text. If several are complete at the same character, the longest one does. So the result does not depend on how the
     text was cut into pieces.
     """
 
@@ -119,7 +119,7 @@ class StopFinder:
         self._include = include_in_output
         self._state = 0
         self._held = ""  # the characters that the state stands for
-        self.matched: str | None = None  # once set, the text is over
+        self.matched: str | None = None  # once set, the text has ended
 
     def push(self, text: str) -> str:
         stops = self._stops
@@ -136,6 +136,6 @@ class StopFinder:
         return buffer[:cut]
 
     def flush(self) -> str:
-        """What was held back, once it is known that nothing follows."""
+        """The held-back text. Call it at the end of the text."""
         held, self._held = self._held, ""
         return held

@@ -1,4 +1,4 @@
-"""Token ids to text as they come: bytes joined into characters, stop strings found and never shown half."""
+"""Turns token ids into text one by one: joins bytes into characters and searches for stop strings."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from server.text.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Ids to characters. A character whose bytes are spread over tokens appears with its last byte; bytes that are
-    not UTF-8 become U+FFFD exactly as decoding the whole at once would make them."""
+    """Ids to characters. A character whose bytes are spread over tokens appears with its last byte. Bytes that are not
+    UTF-8 become U+FFFD, exactly as if the whole text were decoded at once."""
 
     __slots__ = ("_decode", "_partial", "_skip", "_table")
 
@@ -37,8 +37,8 @@ class Detokenizer:
 
 
 class TextStream:
-    """One sequence's text. `num_chars` counts the characters decoded so far, shown or not: where the next token's text
-    begins. Stop strings count only from the token after `min_tokens`."""
+    """One sequence's text. `num_chars` is the number of characters decoded so far, shown or not. It is the offset of
+    the next token's text. The first `min_tokens` tokens are not searched for stop strings."""
 
     __slots__ = ("_detokenizer", "_min_tokens", "_num_tokens", "_stops", "num_chars")
 
@@ -62,7 +62,7 @@ class TextStream:
         return self._stops.matched if self._stops else None
 
     def push(self, token_id: int) -> str:
-        """The text that this token makes certain. Not to be called once `matched_stop` is set."""
+        """The text that may be shown after this token. Must not be called once `matched_stop` is set."""
         text = self._detokenizer.push(token_id)
         self._num_tokens += 1
         self.num_chars += len(text)
@@ -71,7 +71,8 @@ class TextStream:
         return self._stops.push(text)
 
     def finish(self) -> str:
-        """What is left at the end of the sequence: a broken character, and text held back for a stop string."""
+        """The rest of the text at the end of the sequence: an incomplete character, and text held back for a stop
+        string."""
         rest = self._detokenizer.flush()
         if self._stops is None:
             return rest
@@ -79,6 +80,6 @@ class TextStream:
 
 
 def decode_text(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-    """The text of ids that are all there."""
+    """The text of a complete sequence of ids."""
     stream = TextStream(tokenizer, skip_special_tokens=skip_special_tokens)
     return "".join([stream.push(id) for id in ids]) + stream.finish()

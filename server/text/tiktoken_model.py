@@ -1,8 +1,8 @@
-"""Meta's own form of the Llama 3 tokenizer: a `tokenizer.model` of base64 tokens and ranks, without anything else.
+"""Meta's format of the Llama 3 tokenizer: a `tokenizer.model` that has only base64 tokens and their ranks.
 
-`transformers` makes a `tokenizers.Tokenizer` of it. The file is read here, strictly and without the package `tiktoken`.
-The special tokens are added here as well: the file does not name them. They are the 256 of Meta's published reference
-code for Llama 3.1, which are a superset of Llama 3's by name.
+`transformers` converts it to a `tokenizers.Tokenizer`. This module reads the file, strictly and without the package
+`tiktoken`. It also adds the special tokens, which the file does not have: the 256 of Meta's reference code for
+Llama 3.1. Their names include those of Llama 3.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ NAMED_SPECIAL_TOKENS = (
     "<|eot_id|>",
     "<|python_tag|>",
 )
-MAX_TOKEN_BYTES = 1024  # Llama 3's longest has 128; the conversion tries every cut of a token in two
+MAX_TOKEN_BYTES = 1024  # Llama 3's longest has 128; the conversion tries every split of a token into two
 
 
 def tokenizer_from_tiktoken(path: Path) -> Tokenizer:
-    """The tokenizer of Meta's file. Raises ValueError where the file is not a list of base64 tokens and ranks."""
+    """The tokenizer of Meta's file. Raises ValueError if the file is not a list of base64 tokens and ranks."""
     from server.text.transformers_parts import TikTokenConverter
 
     converter = TikTokenConverter(vocab_file=path, extra_special_tokens=special_tokens())

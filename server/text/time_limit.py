@@ -1,4 +1,4 @@
-"""An end to work that may loop for ever, in a thread that cannot be killed."""
+"""A time limit for work that may loop forever in a thread. A thread cannot be killed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterator
 
 
 class Overtime(BaseException):
-    """The work has taken too long. Not an Exception: the work's own handlers must let it pass."""
+    """The work has taken too long. It is not an `Exception`, so `except Exception` in the work does not catch it."""
 
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises Overtime in the block once it has run for so long, between two of its Python instructions.
+    """Raises Overtime in the block after `seconds`, between two Python instructions.
 
-    A single call into C is not interrupted: the exception comes when it returns.
+    A call into C is not interrupted: the exception is raised when the call returns.
     """
     thread_id, lock, running = threading.get_ident(), threading.Lock(), True
 
@@ -34,7 +34,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         timer.cancel()
         with lock:
             running = False
-            _set_exception(thread_id, None)  # one that is on its way finds its block left
+            _set_exception(thread_id, None)  # drops an exception that is still pending
 
 
 def _set_exception(thread_id: int, exception: type[BaseException] | None) -> None:

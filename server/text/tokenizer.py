@@ -1,8 +1,7 @@
 """Text to ids and ids to bytes, from a checkpoint's `tokenizer.json`.
 
-Two facts shape this file. Special tokens are never recognised inside plain text: the caller says where they are
-(`encode_parts`), so that no user can type one. And every id has a fixed byte string, so that a stream of ids is decoded
-one look-up per token, without ever decoding the same text twice.
+Special tokens are never recognised inside plain text: the caller marks their places (`encode_parts`). So users cannot
+type them. Every id has a fixed byte string: decoding takes one look-up per token and decodes no text twice.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from server.text.tokenizer_files import chat_template, special_tokens
 
 logger = logging.getLogger("pallas_serve")
 
-MAX_SPARE_TOKENS = 1024  # special tokens after the model's vocabulary: what fine-tuning has added and never trained
+MAX_SPARE_TOKENS = 1024  # special tokens after the model's vocabulary: added by fine-tuning, but not trained
 _PROBE = "".join(map(chr, range(0x800))) + "語🙂"  # nearly every byte that UTF-8 has
-LONG_TEXT_CHARS = 20_000  # from here on encoding takes so long (10 ms) that it is worth the library's threads
+LONG_TEXT_CHARS = 20_000  # from this length on encoding takes 10 ms or more, and the library's threads save time
 
 
 class Tokenizer(Protocol):
-    """What the server asks of a tokenizer. `ByteLevelTokenizer` is the real one."""
+    """The tokenizer's interface for the server. `ByteLevelTokenizer` implements it."""
 
-    token_bytes: list[bytes]  # by id; b"" for ids that mean nothing
+    token_bytes: list[bytes]  # by id; b"" for unused ids
     special_ids: frozenset[int]
     special_tokens: dict[str, int]
     max_token_chars: int  # no token stands for more characters of text than this
@@ -39,22 +38,22 @@ class Tokenizer(Protocol):
     chat_template: str | None
 
     def encode_plain(self, texts: list[str]) -> list[list[int]]:
-        """Each text's ids; what looks like a special token is text like any other. Releases the GIL."""
+        """Each text's ids. The text of a special token is encoded as plain text. Releases the GIL."""
 
     def vocabulary_string(self, token_id: int) -> str:
-        """How the vocabulary writes a token: bytes as letters, `Ġ` for a space. Empty where there is none."""
+        """A token as the vocabulary writes it: bytes as letters, `Ġ` for a space. Empty for an unknown id."""
 
     def with_affixes(self, ids: list[int]) -> list[int]:
-        """The ids with what the tokenizer adds around a text of its own accord (Llama 3: begin-of-text)."""
+        """The ids, with those that the tokenizer adds around every text (Llama 3: begin-of-text)."""
 
 
 class ByteLevelTokenizer:
-    """A byte-level BPE tokenizer (Llama 3's kind) from a checkpoint folder. Anything else is a ValueError.
+    """A byte-level BPE tokenizer (Llama 3's kind) from a checkpoint folder. Raises ValueError for another kind.
 
     Args:
-        config: what templates know by a name: bos_token, eos_token and so on.
-        vocab_size: the model's. No text may become an id at or above it. A special token may have one, which only a
-            client that writes the token itself can ask for; then the request is refused.
+        config: the tokens that templates use by name: bos_token, eos_token and so on.
+        vocab_size: the model's. Plain text never becomes an id at or above it. A special token may have such an id; a
+            request with that token is refused.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class ByteLevelTokenizer:
     def from_folder(cls, folder: Path, *, vocab_size: int = MAX_VOCAB_SIZE) -> ByteLevelTokenizer:
         """Reads `tokenizer.json` (or a tiktoken-style `tokenizer.model`), `tokenizer_config.json` and the template.
 
-        Raises ValueError where there is none, or none of this kind, or none for a model of `vocab_size` ids.
+        Raises ValueError if the tokenizer is missing, is of another kind or does not fit a model of `vocab_size` ids.
         """
         if (folder / "tokenizer.json").is_file():
             path, read, variables = folder / "tokenizer.json", _read_backend, {}
@@ -125,7 +124,7 @@ class ByteLevelTokenizer:
             raise ValueError(f"{path}: {error}") from error
 
     def encode_plain(self, texts: list[str]) -> list[list[int]]:
-        # A batch is handed to the library's threads: on a busy machine that takes longer than to encode short texts.
+        # A batch runs on the library's threads. On a busy machine their start takes longer than encoding short texts.
         if sum(map(len, texts)) < LONG_TEXT_CHARS:
             return [self._backend.encode(text, add_special_tokens=False).ids for text in texts]
         return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
@@ -145,8 +144,8 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
 
 @contextmanager
 def _in_words(what: str) -> Iterator[None]:
-    """ValueError in place of what the tokenizers' library raises: bare Exceptions, and panics, which are not even
-    those."""
+    """Raises ValueError in place of the `tokenizers` library's errors: bare `Exception`s, and panics, which are not
+    `Exception`s."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -156,7 +155,8 @@ def _in_words(what: str) -> Iterator[None]:
 
 
 def _token_bytes(vocab: Mapping[str, int], added: set[str], vocab_size: int) -> list[bytes]:
-    """By id. A token with letters outside the alphabet of bytes stands for itself, as in the library's decoder."""
+    """The bytes of each id. A token with letters outside the byte alphabet stands for itself, as in the library's
+    decoder."""
     from server.text.transformers_parts import bytes_to_unicode
 
     to_byte = {ord(letter): byte for byte, letter in bytes_to_unicode().items()}
@@ -170,7 +170,7 @@ def _token_bytes(vocab: Mapping[str, int], added: set[str], vocab_size: int) -> 
 
 
 def _affixes(backend: tokenizers.Tokenizer, vocab_size: int) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and after a text of its own accord."""
+    """The ids that the tokenizer adds before and after every text."""
     with _in_words("the tokenizer cannot encode a text"):
         backend.encode(_PROBE, add_special_tokens=False)
         bare = backend.encode("a", add_special_tokens=False).ids

@@ -1,4 +1,4 @@
-"""The small files next to a tokenizer: the tokens that templates know by a name, and the chat template.
+"""The small files next to a tokenizer: the tokens that templates use by name, and the chat template.
 
 `transformers.AutoTokenizer` does not replace this: it refuses a token that is an object without `__type`, its errors do
 not name the file, and it parses `tokenizer.json` in Python before `tokenizers` reads it (Llama 3: 0.26 s and 80 MB).
@@ -24,7 +24,7 @@ _Token = Annotated[str | _SpecialToken, described_as("a text, or an object with 
 
 
 class _SpecialTokensFile(msgspec.Struct):
-    """`special_tokens_map.json`: the tokens that templates know by a name."""
+    """`special_tokens_map.json`: the tokens that templates use by name."""
 
     bos_token: _Token | None = None
     eos_token: _Token | None = None
@@ -45,7 +45,7 @@ class _NamedTemplate(msgspec.Struct):
 
 
 class _TokenizerConfigFile(_SpecialTokensFile):
-    """`tokenizer_config.json`. Of several templates, the one called "default" is that of plain conversations."""
+    """`tokenizer_config.json`. If it has several templates, the one called "default" is for plain conversations."""
 
     chat_template: (
         Annotated[
@@ -65,14 +65,14 @@ class _TokenizerConfigFile(_SpecialTokensFile):
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """bos_token, eos_token and so on, of `special_tokens_map.json` and, before it, of `tokenizer_config.json`."""
+    """bos_token, eos_token and so on, from both files. `tokenizer_config.json` overrides `special_tokens_map.json`."""
     path = folder / "special_tokens_map.json"
     tokens = read_fields(path, _SpecialTokensFile).by_name() if path.is_file() else {}
     return tokens | _tokenizer_config(folder).by_name()
 
 
 def chat_template(folder: Path) -> str | None:
-    """That of `chat_template.jinja`, or else of `tokenizer_config.json`."""
+    """The template of `chat_template.jinja`; if there is no such file, that of `tokenizer_config.json`."""
     path = folder / "chat_template.jinja"
     return read_text(path, MAX_TEMPLATE_BYTES) if path.is_file() else _tokenizer_config(folder).template()
 

@@ -1,14 +1,14 @@
 """The parts of `transformers` that the server uses.
 
-Import this module inside functions: the import takes most of a second, and the HTTP port is bound before. Nothing here
-reads a folder or asks the hub.
+Import this module inside functions: the import takes most of a second, and the HTTP port is bound first. These parts
+read no model folder and make no requests to the Hugging Face hub.
 """
 
 from __future__ import annotations
 
 import logging
 
-# On import `transformers` advises to install PyTorch, which nothing here needs.
+# On import `transformers` logs advice to install PyTorch. The server does not need it.
 logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
 
 from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unicode  # noqa: E402
