@@ -1,4 +1,4 @@
-"""The formats by the names that `--tool-call-parser` knows."""
+"""The formats by their names in `--tool-call-parser`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Llama 3's calls as JSON: `{"name": "f", "parameters": {"a": 1}}`, several of them separated by `;`.
 
-"arguments" is read like "parameters", the keys may come in either order, and "type" or "id" may stand among them.
-Any other key, a name of no tool, and arguments that are no object show that an object is no call.
+"arguments" is read like "parameters". The keys may have any order, and "type" and "id" are allowed too. An object is
+not a call if it has another key, if its name is not a tool's, or if its arguments are not an object.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OTHER_KEYS = ("type", "id")
 
 
 class JsonCallParser(CallParser):
-    """`arguments` of the calls are the characters that the model wrote, from brace to brace."""
+    """Reads calls as JSON. A call's `arguments` are the model's own characters, from brace to brace."""
 
     opening = "{"
 
@@ -39,7 +39,7 @@ class JsonCallParser(CallParser):
             self._held.clear()
 
     def _read_object(self, text: str, at: int) -> int:
-        """Until it is certain whether the object is a call."""
+        """Reads until it is certain whether the object is a call."""
         scanner, expected, depth = self._scanner, self._scanner.expects, self._scanner.depth
         end = scanner.read(text, at)
         if scanner.expects is Expects.BROKEN:
@@ -61,7 +61,7 @@ class JsonCallParser(CallParser):
         return end
 
     def _may_be_call(self, expected: Expects) -> bool:
-        """After the scanner has read on from where it `expected` that."""
+        """Whether the object can still be a call. `expected` is the scanner's state before its last read."""
         scanner = self._scanner
         if scanner.depth > 1:
             return self._key in ARGUMENT_KEYS and self._early_arguments[0] == "{"
@@ -78,7 +78,7 @@ class JsonCallParser(CallParser):
         return True
 
     def _read_other_object(self, text: str, at: int) -> int:
-        """One that is no call: content, and so are the objects in it."""
+        """Reads an object that is not a call. It is content, and the objects in it are content too."""
         end = self._scanner.read(text, at)
         self._pieces.add_content(text[at:end])
         if self._scanner.expects in (Expects.BROKEN, Expects.NOTHING):
@@ -86,7 +86,7 @@ class JsonCallParser(CallParser):
         return end
 
     def _read_arguments(self, text: str, at: int) -> int:
-        """Of a call that has begun, to their closing brace."""
+        """Reads the arguments of a call that has begun, up to their closing brace."""
         start = at
         while at < len(text) and self._scanner.depth >= 2 and self._scanner.expects is not Expects.BROKEN:
             at = self._scanner.read(text, at)
@@ -98,7 +98,7 @@ class JsonCallParser(CallParser):
         return at
 
     def _read_end(self, text: str, at: int) -> int:
-        """What follows the arguments in the call's object. A missing brace is forgiven."""
+        """Reads the rest of the call's object after the arguments. The object's closing brace may be missing."""
         end = self._scanner.read(text, at)
         if self._scanner.expects is Expects.BROKEN:
             self._end_call_without_brace()

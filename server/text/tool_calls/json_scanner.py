@@ -1,4 +1,4 @@
-"""JSON (RFC 8259) checked while it comes, piece by piece, without building values."""
+"""Checks JSON (RFC 8259) piece by piece, without building values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SPACE = frozenset(" \t\r\n")
 
 
 class Expects(enum.Enum):
-    """What a scanner reads next, white space aside."""
+    """The next part of the JSON that a scanner can read, apart from white space."""
 
     VALUE = enum.auto()
     VALUE_OR_END = enum.auto()  # of a list that is empty so far
@@ -32,7 +32,7 @@ class Expects(enum.Enum):
 
 
 class JsonScanner:
-    """One object on its way. `string` is the raw text of the last string read at depth 1, a key or a value."""
+    """Scans one object. `string` is the raw text of the last string read at depth 1, a key or a value."""
 
     __slots__ = ("_hex_left", "_is_key", "_max_depth", "_scalar", "_stack", "_string", "expects")
 
@@ -55,9 +55,9 @@ class JsonScanner:
         return "".join(self._string)
 
     def read(self, text: str, at: int) -> int:
-        """Reads a character, or as many as a string has in a row. Returns the index after them.
+        """Reads one character, or a run of plain characters in a string. Returns the index after them.
 
-        Where the text is no JSON, `expects` becomes BROKEN and the character has not been read.
+        If the character is not valid JSON here, it is not read and `expects` becomes BROKEN.
         """
         expects = self.expects
         if expects is Expects.STRING:

@@ -1,4 +1,4 @@
-"""Where a run of characters ends."""
+"""Finds the end of a run of characters."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import re
 
 
 def end_of_run(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """The index after what `pattern` matches at `at`, which may be nothing."""
+    """The index after the match of `pattern` at `at`; `at` itself if there is no match."""
     found = pattern.match(text, at)
     return found.end() if found else at

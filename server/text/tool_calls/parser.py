@@ -1,12 +1,12 @@
-"""What the formats of tool calls share: content is passed on, and what may begin a call is held back.
+"""The common part of the tool-call formats. Content is passed on; text that may begin a call is held back.
 
-A parser reads a text in pieces of any size and does a bounded amount of work for each character. What it returns does
-not depend on how the text was cut. Text that began like a call and turns out to be none is released as content, whole;
-reading goes on after it, so no character is read twice.
+A parser reads a text in pieces of any size and does a bounded amount of work for each character. Its result does not
+depend on how the text was cut. Text that begins like a call but is not a call is released as content, unchanged.
+Reading continues after it, so no character is read twice.
 
 A call has begun when a name of `names` and the start of its arguments have been read. From then on its arguments are
-passed on as they come. Where they break the format's rules, the rest of the text belongs to them as it is: a client
-sees that they do not parse.
+passed on immediately. If they break the format's rules, the rest of the text is added to them unchanged. The client
+then sees that the arguments do not parse.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import ClassVar
 from server.text.tool_calls.matching import end_of_run
 from server.text.tool_calls.pieces import Piece, Pieces
 
-PYTHON_TAG = "<|python_tag|>"  # Llama 3.1 writes it before calls; a text has it where special tokens are shown
-MAX_DEPTH = 64  # lists and objects in each other
+PYTHON_TAG = "<|python_tag|>"  # Llama 3.1 writes it before calls; it is in the text if special tokens are shown
+MAX_DEPTH = 64  # of nested lists and objects
 _SEPARATORS = re.compile(r"[\s;,]*")
 _DISPENSABLE = re.compile(rf"(?:[\s;,]|{re.escape(PYTHON_TAG)})*")
 
 
 class CallParser:
-    """One text on its way through a format. Subclasses read a call, from its opening character on.
+    """Parses one text in one format. Subclasses read a call, from its opening character on.
 
     Args:
         names: the tools that may be called.
-        most_calls: after so many calls the rest of the text is dropped.
+        most_calls: after this number of calls the rest of the text is dropped.
     """
 
     opening: ClassVar[str]  # the character with which a call, or a list of calls, begins
@@ -39,18 +39,18 @@ class CallParser:
         self._most_calls = most_calls
         self._pieces = Pieces()
         self._held: list[str] = []  # content, unless a call begins
-        self._tag = ""  # the beginning of a python tag that has been read; held, too
+        self._tag = ""  # the part of a python tag that has been read; held back too
         self._starts = re.compile(rf"[<{re.escape(self.opening)}]")
-        self._read: Callable[[str, int], int] = self._read_gap  # what reads the text from an index on
+        self._read: Callable[[str, int], int] = self._read_gap  # reads the text from an index on
 
     @property
     def num_calls(self) -> int:
-        """How many calls have begun."""
+        """The number of calls that have begun."""
         return self._pieces.num_calls
 
     @property
     def is_full(self) -> bool:
-        """`most_calls` are complete: nothing that follows counts."""
+        """Whether `most_calls` calls are complete. Then the rest of the text is ignored."""
         return self._read == self._drop
 
     def push(self, text: str) -> None:
@@ -59,35 +59,35 @@ class CallParser:
             at = self._read(text, at)
 
     def take(self) -> list[Piece]:
-        """What has become certain since the last call."""
+        """The pieces that have become certain since the last `take`."""
         return self._pieces.take()
 
     def finish(self) -> None:
-        """Nothing follows: what was held back is certain, too. White space after the last call is dropped."""
+        """Ends the text and releases the held-back text. Spaces, separators and tags after a last call are dropped."""
         self._end_call_early()
         self._held.append(self._tag)
         if not (self.num_calls and _DISPENSABLE.fullmatch("".join(self._held))):
             self._release()
 
     def _begin(self) -> None:
-        """The opening character has been read and is held: sets `_read` to what reads the call."""
+        """Sets `_read` to the method that reads the call. The opening character has been read and is held back."""
         raise NotImplementedError
 
     def _end_call_early(self) -> None:
-        """The text is over: deals with what is held where it is a part of a call that has begun."""
+        """Handles the end of the text inside a call that has begun: the held-back text may be a part of that call."""
 
     def _commit(self, name: str) -> None:
-        """A call begins; what is held was its beginning."""
+        """Begins a call. The held-back text was its beginning."""
         self._held.clear()
         self._pieces.begin_call(name)
 
     def _fail(self) -> None:
-        """What is held is content, and so is what follows."""
+        """Releases the held-back text as content, and reads on in content. A call may still begin there."""
         self._release()
         self._read = self._read_content
 
     def _end_call(self) -> None:
-        """The call is complete, and what is held was its end."""
+        """Completes the call. The held-back text was its end."""
         self._held.clear()
         full = self._most_calls is not None and self.num_calls >= self._most_calls
         self._read = self._drop if full else self._read_gap
@@ -105,7 +105,8 @@ class CallParser:
         return end
 
     def _read_gap(self, text: str, at: int) -> int:
-        """White space, separators and python tags, at the start, after a call, or where content has `<` or a start."""
+        """Reads white space, separators and python tags: at the start, after a call, and where content has `<` or the
+        opening character."""
         if self._tag:
             return self._read_tag(text, at)
         end = end_of_run(_SEPARATORS, text, at)

@@ -1,4 +1,4 @@
-"""What a parser makes of a text, in the order of the text: content, and tool calls as they grow."""
+"""A parser's result, in the order of the text: content, and additions to tool calls."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ class CallDelta:
 
     index: int  # of the call within its message, from 0
     name: str | None
-    arguments: str  # the deltas' arguments, joined, are the call's
+    arguments: str  # joined over the deltas, they are the call's arguments
 
 
 Piece = str | CallDelta  # a string is content
 
 
 class Pieces:
-    """Collects pieces; neighbours of one kind become one piece."""
+    """Collects pieces. Adjacent pieces of one kind become one piece."""
 
     __slots__ = ("_num_calls", "_pieces", "_texts")
 
@@ -45,7 +45,7 @@ class Pieces:
         self._num_calls += 1
 
     def add_arguments(self, text: str) -> None:
-        """Of the call that was begun last."""
+        """Adds to the arguments of the last call."""
         if not self._pieces or isinstance(self._pieces[-1], str):
             self._close()
             self._pieces.append(CallDelta(self._num_calls - 1, None, ""))

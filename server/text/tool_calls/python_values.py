@@ -1,5 +1,5 @@
-"""Python's literals, turned into JSON while they come: strings in single quotation marks of either kind, decimal
-numbers, True, False, None (in JSON's spelling, too), lists and dicts with strings as keys."""
+"""Converts Python literals to JSON piece by piece: strings in '...' or "...", decimal numbers, True, False and None
+(also in JSON's spelling), lists, and dicts with strings as keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from server.text.tool_calls.matching import end_of_run
 _PLAIN = {quote: re.compile(rf"[^{quote}\\\n]*") for quote in "'\""}
 _SCALAR = re.compile(r"[A-Za-z0-9_.+-]+")
 _NUMBER = re.compile(r"[+-]?(?:\d+(?P<point>\.\d*)?|(?P<bare>\.\d+))(?P<exponent>[eE][+-]?\d+)?", re.ASCII)
-_MAX_DIGITS = 400  # a float has no more, and Python reads integers in quadratic time
+_MAX_DIGITS = 400  # enough for a float; Python reads long integers in quadratic time
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _ESCAPES = {"\n": "", "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r"}
 _ESCAPES |= {"t": "\t", "v": "\v", "0": "\0"}
@@ -35,15 +35,15 @@ class _Expects(enum.Enum):
 
 
 class PythonValue:
-    """One literal on its way. `done`: it is complete, and the next character is not a part of it. `broken`: the next
-    character cannot follow."""
+    """Converts one literal. `done`: the literal is complete, and the next character is not a part of it. `broken`: the
+    next character is not allowed there."""
 
     __slots__ = ("_expects", "_is_empty", "_is_key", "_max_depth", "_pending", "_quote", "_stack", "broken", "done")
 
     def __init__(self, *, max_depth: int) -> None:
         self._max_depth = max_depth
         self._stack: list[str] = []
-        self._is_empty: list[bool] = []  # the containers of the stack, so far
+        self._is_empty: list[bool] = []  # for each container of the stack: no item so far
         self._expects = _Expects.VALUE
         self._is_key = False
         self._quote = ""
@@ -52,7 +52,7 @@ class PythonValue:
         self.broken = False
 
     def read(self, text: str, at: int) -> tuple[int, str]:
-        """Reads a character, or as many as a string or a number has in a row: (the index after them, their JSON)."""
+        """Reads one character, or a run of them in a string or a number. Returns (the index after them, their JSON)."""
         expects = self._expects
         match expects:
             case _Expects.STRING:
@@ -70,11 +70,11 @@ class PythonValue:
         return at + (self._expects is not _Expects.SCALAR), json_text
 
     def rest(self) -> str:
-        """What has been read and not been returned, where the text ends within the literal."""
+        """The text that has been read but not returned, for a text that ends within the literal."""
         return self._pending
 
     def _read_structure(self, char: str) -> str | None:
-        """The JSON for a character outside strings and scalars; None where it cannot be there."""
+        """The JSON for a character outside strings and scalars; None if the character is not allowed there."""
         takes_value = self._expects in (_Expects.VALUE, _Expects.VALUE_OR_END)
         takes_end = self._expects in (_Expects.VALUE_OR_END, _Expects.KEY_OR_END, _Expects.COMMA_OR_END)
         if char in _PLAIN and (takes_value or self._expects is _Expects.KEY_OR_END):
@@ -107,7 +107,8 @@ class PythonValue:
         return None
 
     def _comma(self) -> str:
-        """Before an item or a key: Python allows a comma after the last one, JSON does not."""
+        """The JSON comma before an item or a key. Commas are written before items, not after them: Python allows a
+        comma after the last item, JSON does not."""
         if not self._stack or self._expects is _Expects.VALUE:
             return ""
         is_first, self._is_empty[-1] = self._is_empty[-1], False
@@ -175,7 +176,7 @@ class PythonValue:
 
 
 def _escaped(text: str) -> str:
-    """As it stands within a JSON string."""
+    """The text as it is written within a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

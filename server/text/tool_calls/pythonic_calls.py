@@ -1,7 +1,7 @@
 """Llama 3.2's calls as a Python list: `[f(a=1, b="x"), g()]`.
 
-Arguments are named literals. They become the JSON object that clients expect, while they come. A call has begun when
-its first argument's name or its closing parenthesis has been read.
+Arguments are named literals. They are converted to the JSON object that clients expect, piece by piece. A call has
+begun when its first argument's name or its closing parenthesis has been read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PythonicCallParser(CallParser):
     def __init__(self, names: Collection[str], *, most_calls: int | None = None) -> None:
         super().__init__(names, most_calls=most_calls)
         self._word = ""  # a call's name, or a keyword, as far as it has been read
-        self._name: str | None = None  # of the call that is being read; None: it has begun
+        self._name: str | None = None  # of a call that has not begun yet; None: the call has begun
         self._keywords: set[str] = set()
         self._value = PythonValue(max_depth=MAX_DEPTH)
 
@@ -45,7 +45,7 @@ class PythonicCallParser(CallParser):
         self._read = self._read_name
 
     def _read_name(self, text: str, at: int) -> int:
-        """From the list's `[`, or the comma after a call, to the parenthesis after a name."""
+        """Reads from the list's `[`, or the comma after a call, to the parenthesis after a name."""
         char = text[at]
         if char == "(" and self._word in self._names:
             self._name, self._word = self._word, ""
@@ -59,7 +59,7 @@ class PythonicCallParser(CallParser):
         return self._hold(char, at)
 
     def _read_keyword(self, text: str, at: int) -> int:
-        """From a call's `(`, or the comma after an argument, to the end of a keyword."""
+        """Reads from a call's `(`, or the comma after an argument, to the end of a keyword."""
         char = text[at]
         if char == ")" and not self._word:
             return self._read_closing(at)
@@ -117,7 +117,7 @@ class PythonicCallParser(CallParser):
         return at + 1
 
     def _read_next_call(self, text: str, at: int) -> int:
-        """After a call: a comma, or the end of the list."""
+        """Reads the comma or the end of the list after a call."""
         char = text[at]
         if char == "]":
             self._end_call()
@@ -135,7 +135,8 @@ class PythonicCallParser(CallParser):
             self._name = None
 
     def _break_at(self, at: int) -> int:
-        """The character cannot follow: what was read is content, or a part of the arguments where a call has begun."""
+        """Handles a character that is not allowed here. The text read so far becomes a part of the arguments if a call
+        has begun, otherwise content."""
         if self._name is not None:
             self._fail()
         else:
