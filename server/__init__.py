@@ -1,4 +1,4 @@
-"""The OpenAI-compatible endpoint. No jax in this room: the engine has a process of its own.
+"""The OpenAI-compatible endpoint. This package does not import jax: the engine runs in its own process.
 
-`main` starts both processes, `app` puts the routes together. Below it lie four rooms: `api`, `engine`, `text`, `http`.
+`main` starts both processes. `app` combines the routes. The subpackages are `api`, `engine`, `grammar`, `http`, `text`.
 """

@@ -1,4 +1,4 @@
-"""The Starlette application: routes, layers and error handlers around one ServerState."""
+"""The Starlette application: routes, middleware and error handlers around one ServerState."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from server.text.tokenizer import Tokenizer
 
 
 def create_state(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> ServerState:
-    """Raises TemplateError where the chat template is not valid Jinja."""
+    """Raises TemplateError if the chat template is not valid Jinja."""
     source = settings.chat_template or tokenizer.chat_template
     template = None
     if source:
@@ -45,7 +45,7 @@ def create_state(settings: Settings, client: EngineClient, tokenizer: Tokenizer)
 
 
 def create_app(state: ServerState) -> Starlette:
-    """The application: all routes, behind keys and metrics."""
+    """The application: all routes, behind CORS and the gate (API keys, metrics)."""
     (chat,), (completion,) = chat_routes(state), completion_routes(state)
     invocations = invocation_routes(state, chat=chat.endpoint, completions=completion.endpoint)
     routes = [
@@ -75,7 +75,7 @@ def create_app(state: ServerState) -> Starlette:
             NotImplementedError: _on_not_implemented,
         },
     )
-    app.router.redirect_slashes = False  # the address to go to would be made of the client's own Host header
+    app.router.redirect_slashes = False  # a redirect's address would contain the client's own Host header
     return app
 
 
@@ -85,7 +85,7 @@ async def _on_request_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals: no such route, wrong method."""
+    """Starlette's own errors: unknown route, wrong method."""
     assert isinstance(error, HTTPException)
     message = f"{error.detail}: {request.method} {request.url.path}"
     kind = NOT_FOUND if error.status_code == 404 else "BadRequestError"

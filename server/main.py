@@ -1,4 +1,4 @@
-"""Starts the engine's process and the HTTP server, and ends both: the one entry point that `scripts` calls."""
+"""Starts and ends the engine's process and the HTTP server. `run` is the entry point for `scripts`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger("pallas_serve")
 EXIT_OK = 0
 EXIT_ENGINE_FAILED = 1
 TICK_S = 0.02
-BACKLOG = 2048  # connections that the system may hold for us
+BACKLOG = 2048  # connections that the system queues until they are accepted
 
 
 def run(
@@ -40,17 +40,19 @@ def run(
     report: Callable[[str], None] = print,
     on_ready: Callable[[str], None] | None = None,
 ) -> int:
-    """Serves until SIGTERM or SIGINT; returns the process's exit code, non-zero where the engine has died.
+    """Serves until SIGTERM or SIGINT. Returns the process's exit code, which is non-zero if the engine has died.
 
     `engine_target` ("package.module:function") is called in the engine's process as `function(engine_args, report)` and
     returns `(engine, EngineInfo)`: a `batcher.engine.Engine`, warmed up and not yet started. `engine_args` must pickle.
-    What the function reports arrives at `report` here, line by line. `on_ready` gets the server's URL.
+    The function's report lines are passed to `report` here. `on_ready` gets the server's URL.
 
-    After a signal new requests are refused with 503, running ones may finish for `settings.grace_period_s`, then they
-    are aborted; a second signal ends the wait. Raises OSError where the address cannot be had (before anything is
-    loaded, unless another takes it meanwhile) or where no folder can hold the engine's sockets, ValueError for a
-    tokenizer or a chat template that cannot be used and for too few descriptors, EngineFailedError where the engine
-    cannot start.
+    After a signal new requests are refused with 503. Running requests may finish within `settings.grace_period_s`, then
+    they are aborted. A second signal ends the wait.
+
+    Raises OSError if the address is not available or if no folder can hold the engine's sockets. The address is checked
+    before anything is loaded; another process may still take it before the server listens. Raises ValueError for an
+    unusable tokenizer or chat template and for too few descriptors. Raises EngineFailedError if the engine cannot
+    start.
     """
     raise_limit()
     with _bind(settings) as listener, _removed(settings.uds):
@@ -70,12 +72,12 @@ async def _run(
     try:
         limits = connection_limits(settings)
         starting = asyncio.create_task(client.start())
-        starting.add_done_callback(_see)  # where the tokenizer cannot be used either, that is the error that is told
-        # while the engine loads and compiles: what is wrong here is said now, not after minutes
+        starting.add_done_callback(_see)  # if the tokenizer fails too, only its error is raised
+        # This runs while the engine loads and compiles, so its errors are raised now and not after minutes.
         state = await asyncio.to_thread(_load_state, settings, client)
         await _first_of(asyncio.wait([starting]), signalled.stop.wait())
         if not starting.done():
-            starting.cancel()  # told to end before it was ready
+            starting.cancel()  # a signal came before the engine was ready
             return EXIT_OK
         await starting
         return await _serve(state, client, signalled, listener, limits, on_ready)
@@ -86,7 +88,7 @@ async def _run(
 
 
 def _see(task: asyncio.Task[Any]) -> None:
-    """A task's error counts as seen: asyncio logs unseen ones, with a traceback."""
+    """Marks a task's error as seen: asyncio logs unseen errors with a traceback."""
     if not task.cancelled():
         task.exception()
 
@@ -106,7 +108,7 @@ async def _serve(
 ) -> int:
     server = HttpServer(create_app(state), limits)
     with _address_in_error(state.settings):
-        listener.listen(BACKLOG)  # now, for clients shall not wait for an engine; uvloop would hide a failure
+        listener.listen(BACKLOG)  # not before the engine is ready; if uvloop did it, a failure would be hidden
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(TICK_S)
@@ -118,7 +120,7 @@ async def _serve(
         raise RuntimeError("the HTTP server has ended by itself")
     died = client.died.is_set()
     if died:
-        # every stream has had its error; for a moment /health tells load balancers why, then the server ends
+        # All streams have ended with an error. For `death_linger_s`, /health shows load balancers the reason.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(signalled.stop.wait(), state.settings.death_linger_s)
     else:
@@ -129,8 +131,8 @@ async def _serve(
 
 
 async def _drain(state: ServerState, client: ProcessEngineClient, signalled: _Signals, server: HttpServer) -> None:
-    """Refuses what comes and what is half sent, waits for what runs, and aborts it when the grace period is over or a
-    second signal comes."""
+    """Refuses new and incomplete requests and waits for the running ones. Aborts these after the grace period or at a
+    second signal."""
     state.draining = True
     server.drain()
     logger.info("shutting down: %d requests in flight", state.num_in_flight)
@@ -163,7 +165,7 @@ def _bind(settings: Settings) -> socket.socket:
 
 
 def _bind_path(settings: Settings, path: Path) -> socket.socket:
-    """A Unix socket. One that a server left behind, and at which nobody listens, is replaced."""
+    """A Unix socket. An old socket file at which no process listens is replaced."""
     with _address_in_error(settings), contextlib.ExitStack() as undo:
         listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         if path.is_socket() and listener.connect_ex(str(path)) == errno.ECONNREFUSED:
@@ -175,7 +177,7 @@ def _bind_path(settings: Settings, path: Path) -> socket.socket:
 
 @contextlib.contextmanager
 def _removed(path: Path | None) -> Iterator[None]:
-    """Removes the socket's file in the end."""
+    """Removes the socket's file at the end."""
     try:
         yield
     finally:
@@ -213,7 +215,7 @@ def _url(listener: socket.socket) -> str:
 
 
 async def _first_of(*awaited: Coroutine[Any, Any, Any]) -> None:
-    """Waits until one of them is done; the others are cancelled."""
+    """Waits until one of them is done and cancels the others."""
     tasks = [asyncio.create_task(item) for item in awaited]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

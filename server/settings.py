@@ -1,4 +1,4 @@
-"""Everything the HTTP side can be told. Built once by whoever starts the server; nothing here reads the environment."""
+"""The settings of the HTTP side. They are built once, when the server starts, and do not read the environment."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from model.inputs.schema import TRUTH, integer, number, number_above
 DEFAULT_METRICS_PREFIX = "pallas_serve:"
 DEFAULT_MAX_REQUEST_LOGPROBS = 4 * 2**20
 MOST_SECONDS = 10**6
-TOP_K_OFF = -1  # as requests and files write it; to the engine 0 is off
+TOP_K_OFF = -1  # in requests and files; for the engine 0 is off
 
 
 def _range_of(name: str) -> msgspec.Meta:
-    """That of a sampling parameter."""
+    """The range of a sampling parameter."""
     interval = PARAMETERS[name].range
     assert interval is not None
     return (number_above if interval.low_open else number)(interval.low, interval.high)
 
 
 class _GenerationFile(msgspec.Struct):
-    """Of `generation_config.json`, how to draw. A default out of a request's own range would fail every request.
+    """The sampling fields of `generation_config.json`, with the ranges of a request's fields. A default outside them
+    would make every request fail.
 
     `transformers.GenerationConfig` reads `"temperature": "hot"` and `"top_p": 7` without an error.
     """
@@ -42,7 +43,7 @@ class _GenerationFile(msgspec.Struct):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationDefaults:
-    """What a request gets where it says nothing: the checkpoint's `generation_config.json`, or OpenAI's values."""
+    """The values of fields that a request leaves out: those of `generation_config.json`, or OpenAI's values."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -52,9 +53,9 @@ class GenerationDefaults:
 
     @classmethod
     def from_folder(cls, folder: Path) -> GenerationDefaults:
-        """Of the file's fields those above; `do_sample: false` means greedy. No file: the defaults above.
+        """Reads the fields above from the file; `do_sample: false` means greedy. Without a file, the defaults remain.
 
-        ValueError, naming the file and every field, for values that no request could have.
+        Raises ValueError, with the file's name and all wrong fields, for values that a request may not have.
         """
         path = folder / "generation_config.json"
         if not path.is_file():
@@ -65,8 +66,8 @@ class GenerationDefaults:
         return cls(**values | ({"temperature": 0.0} if greedy else {}))
 
     def overridden(self, text: str, *, where: str) -> GenerationDefaults:
-        """With the values of a JSON object instead. ValueError, which begins with `where`, for a value that no request
-        could have."""
+        """A copy with the values of a JSON object instead. Raises ValueError for a value that a request may not have;
+        the message begins with `where`."""
         try:
             names = msgspec.json.decode(text, type=dict[str, Any]).keys()
             values = msgspec.structs.asdict(msgspec.json.decode(text, type=_GenerationFile))
@@ -84,44 +85,44 @@ class Settings:
     """The HTTP side's settings."""
 
     tokenizer_folder: Path
-    vocab_size: int = MAX_VOCAB_SIZE  # the model's: a tokenizer with ids beyond it is refused
-    model_names: tuple[str, ...]  # the first is the one that answers carry; all are accepted
-    model_root: str = ""  # where the weights came from, as /v1/models shows it
+    vocab_size: int = MAX_VOCAB_SIZE  # the model's; only a tokenizer's special tokens may have ids beyond it
+    model_names: tuple[str, ...]  # answers have the first; requests may have any of them
+    model_root: str = ""  # the source of the weights, for /v1/models
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one
     uds: Path | None = None  # a Unix socket in place of the host and the port
-    root_path: str = ""  # under which a proxy serves this server
+    root_path: str = ""  # the path prefix at which a proxy serves this server
     api_keys: tuple[str, ...] = ()  # none: open to all
-    api_key_all_routes: bool = False  # keys are asked for by health checks and metrics, too
-    admin_api_keys: tuple[str, ...] = ()  # none: nobody may use the administrators' routes
+    api_key_all_routes: bool = False  # health checks and metrics need a key too
+    admin_api_keys: tuple[str, ...] = ()  # none: the administrators' routes are closed
     enable_tokenizer_info: bool = False  # the route /tokenizer_info
     allowed_origins: tuple[str, ...] = ("*",)
     chat_template: str | None = None  # replaces the tokenizer's own
-    trust_request_chat_template: bool = False  # requests may bring templates, which are programs
-    enable_auto_tool_choice: bool = True  # the model may call tools without being made to
-    tool_call_parser: str = "llama3_json"  # the format of its calls
+    trust_request_chat_template: bool = False  # requests may have templates, which are programs
+    enable_auto_tool_choice: bool = True  # tool_choice "auto" is allowed
+    tool_call_parser: str = "llama3_json"  # the format of the model's calls
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     metrics_prefix: str = DEFAULT_METRICS_PREFIX
     version: str = "0.0.0"
     ui: bool = True  # the page at `/`
-    force_usage: bool = False  # streams carry usage whether or not they ask for it
-    debug: bool = False  # the engine's process prints the traceback of what it fails with
+    force_usage: bool = False  # all streams have usage, even if they do not ask for it
+    debug: bool = False  # the engine's process prints the traceback of its failure
     show_cached_tokens: bool = True  # usage.prompt_tokens_details
-    queue_timeout_s: float | None = None  # a request that waits longer is refused; None: it may wait for ever
-    max_concurrent_per_key: int | None = None  # requests that one key may have running; None: any number
-    strict_fields: bool = False  # a field that the server does not know is refused, not ignored
-    max_body_bytes: int = 8 * 2**20  # ids of a million tokens; the JSON of more would hold up every stream for long
+    queue_timeout_s: float | None = None  # a request that waits longer is refused; None: no limit
+    max_concurrent_per_key: int | None = None  # running requests per key; None: no limit
+    strict_fields: bool = False  # unknown fields are refused, not ignored
+    max_body_bytes: int = 8 * 2**20  # enough for a million token ids; a longer JSON would delay all streams
     max_choices: int = 128  # sequences of one HTTP request: prompts times n
-    max_request_logprobs: int = DEFAULT_MAX_REQUEST_LOGPROBS  # that one HTTP request may ask for: see score_limit
+    max_request_logprobs: int = DEFAULT_MAX_REQUEST_LOGPROBS  # of one HTTP request: see score_limit
     template_timeout_s: float = 10.0  # for the chat template of one long conversation, or of one with variables
-    grace_period_s: float = 30.0  # after SIGTERM, for what is running
+    grace_period_s: float = 30.0  # after SIGTERM, for running requests
     heartbeat_timeout_s: float = 60.0  # an engine silent for longer is reported as unhealthy
-    death_linger_s: float = 3.0  # after the engine's death /health says 503 for so long, then the server exits
-    max_connections: int | None = None  # None: as many as the process may have descriptors, within reason
-    head_timeout_s: float = 20.0  # for a request's head, from its first byte; and for that byte on a new connection
-    body_timeout_s: float = 30.0  # for the next piece of a body, and for its lag behind a least rate
+    death_linger_s: float = 3.0  # after the engine's death /health answers 503 for this time, then the server exits
+    max_connections: int | None = None  # None: as many as there are descriptors, up to MOST_CONNECTIONS
+    head_timeout_s: float = 20.0  # for a request's head from its first byte, and for a new connection's first byte
+    body_timeout_s: float = 30.0  # for the next piece of a body, and for its lag behind MIN_BODY_RATE
     idle_timeout_s: float = 30.0  # between requests on one connection
-    send_timeout_s: float = 300.0  # for a client to read any of what waits for it
+    send_timeout_s: float = 300.0  # for a client to read some of the bytes sent to it
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):

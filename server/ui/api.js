@@ -1,11 +1,11 @@
-// Requests to the server this page came from. The key, where one is needed, lives in this module's memory only.
+// Sends requests to the server of this page. The API key is kept only in this module's memory.
 
 let key = "";
 let asking = null; // the promise of a key while the dialog is open
 
 export class ApiError extends Error {}
 
-/** fetch, with the key; asks for one as long as the server refuses. Throws ApiError with the server's own message. */
+/** fetch with the API key. Asks for a key while the server answers 401. Throws ApiError with the server's message. */
 export async function request(path, options = {}) {
   for (;;) {
     const used = key;

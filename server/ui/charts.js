@@ -1,8 +1,8 @@
-// Two pictures on canvases: lines over time, and one lane for each slot of the batch.
+// Draws two charts on canvases: lines over time, and one lane for each slot of the batch.
 
 const PAD = { left: 44, right: 8, top: 6, bottom: 18 };
 
-/** A canvas at the display's resolution, cleared: [context, width, height] in CSS pixels. */
+/** Clears a canvas at the display's resolution. Returns [context, width, height] in CSS pixels. */
 function cleared(canvas) {
   const { width, height } = canvas.getBoundingClientRect();
   const ratio = devicePixelRatio || 1;
@@ -26,7 +26,7 @@ export function colours() {
   return result;
 }
 
-/** The least of 1, 2, 5 x 10^n that is not below `value`. */
+/** The smallest number of the form 1, 2 or 5 x 10^n that is not below `value`. */
 function niceCeiling(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));

@@ -1,10 +1,10 @@
-// The chat: one conversation in OpenAI's form, streamed answers, tool calls that the reader answers by hand.
+// The chat: one conversation in OpenAI's format, streamed answers, tool calls that the user answers by hand.
 
 import { ApiError, events, request } from "/ui/api.js";
 
 const $ = (id) => document.getElementById(id);
-const messages = []; // as the API takes them, without the system prompt
-let running = null; // the AbortController of the answer that is streamed
+const messages = []; // in the API's format, without the system prompt
+let running = null; // the AbortController of the answer in progress
 
 export function startChat() {
   $("composer").addEventListener("submit", (event) => {
@@ -43,7 +43,7 @@ function showSettings() {
   for (const part of document.querySelectorAll("#settings [data-for]")) part.hidden = part.dataset.for !== $("format").value;
 }
 
-/** The request's body; throws SyntaxError, naming the field, where the schema or the tools are not JSON. */
+/** The request's body. Throws SyntaxError with the field's name if the schema or the tools are not JSON. */
 function body() {
   const system = $("system").value.trim();
   const seed = $("seed").value.trim();
@@ -176,7 +176,7 @@ class MessageView {
     }));
   }
 
-  /** One field for each call; `onResults` gets the tool messages when all are given. */
+  /** Shows one field for each call. `onResults` gets the tool messages when all fields are filled. */
   askForResults(calls, onResults) {
     const results = new Map();
     [...this.cards.children].forEach((card, i) => {
@@ -221,7 +221,7 @@ class MessageView {
     try {
       value = JSON.parse(this.text.textContent);
     } catch {
-      return; // cut at the token limit, or an error: it stays as it came
+      return; // cut off at the token limit, or an error: the text is shown unchanged
     }
     const card = element("div", { className: "card json" });
     card.append(element("pre", { textContent: JSON.stringify(value, null, 2) }));

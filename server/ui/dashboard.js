@@ -1,12 +1,12 @@
-// The engine's numbers over time. The server keeps no history: what is drawn is what this page has seen.
+// The engine's numbers over time. The server keeps no history: the page draws the states that it has received itself.
 
 import { drawLanes, drawLines } from "/ui/charts.js";
 
 const SPAN_S = 120;
 const LANES_S = 30;
-const LATENCY_S = 10; // percentiles are of the tokens of so many seconds
+const LATENCY_S = 10; // percentiles are of the tokens of this many seconds
 const LEAST_LANES = 8;
-const LONGEST_STEP_S = 0.12; // a sample is drawn up to the next one, but no longer than this
+const LONGEST_STEP_S = 0.12; // a step is drawn up to the next one, but no longer than this
 const REDRAW_MS = 100;
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 
@@ -17,7 +17,7 @@ export class Dashboard {
     this.readings = []; // {at: seconds, state}
     this.steps = []; // {at: seconds, number, variant, tokens, tokens_padded, slots}
     this.numSlots = LEAST_LANES;
-    this.skew = Infinity; // this page's clock less the engine's, as far as is known
+    this.skew = Infinity; // this page's clock minus the engine's: the smallest difference so far
     this.tiles = new Map();
     setInterval(() => this.shown && !still.matches && !document.hidden && this.drawSteps(), REDRAW_MS);
     addEventListener("resize", () => this.draw());
@@ -28,10 +28,10 @@ export class Dashboard {
     if (shown) requestAnimationFrame(() => this.draw());
   }
 
-  /** Takes in one answer of /ui/state. */
+  /** Adds one answer of /ui/state. */
   add(state) {
     const at = performance.now() / 1000;
-    if (state.num_steps < (this.readings.at(-1)?.state.num_steps ?? 0)) this.forget(); // the server has been restarted
+    if (state.num_steps < (this.readings.at(-1)?.state.num_steps ?? 0)) this.forget(); // the server has restarted
     this.readings = [...this.readings.filter((reading) => at - reading.at <= SPAN_S + 5), { at, state }];
     for (const step of state.steps) {
       this.skew = Math.min(this.skew, at - step.time_s);
@@ -64,7 +64,7 @@ export class Dashboard {
       this.readings.map(({ at }, i) => [now - at, milliseconds(quantile(this.recent(name, i), 0.5))])), { format: compact });
   }
 
-  /** The histogram of what came in the seconds before reading `i`. */
+  /** The histogram of the LATENCY_S seconds before reading `i`. */
   recent(name, i = this.readings.length - 1) {
     const { at, state } = this.readings[i];
     const before = this.readings.findLast((reading) => at - reading.at >= LATENCY_S) ?? this.readings[0];
@@ -133,7 +133,7 @@ const percent = (value) => `${Math.round(value * 100)} %`;
 const milliseconds = (value) => (value === null ? null : value * 1000);
 const compact = (value) => (value >= 10000 ? `${(value / 1000).toFixed(0)}k` : value >= 100 || Number.isInteger(value) ? value.toFixed(0) : value.toFixed(1));
 
-/** Linear within a bucket; null where nothing was observed. */
+/** The quantile `q`, interpolated linearly within a bucket. Null if the histogram is empty. */
 function quantile({ bounds, counts }, q) {
   const total = counts.reduce((sum, n) => sum + n, 0);
   if (!total) return null;

@@ -1,4 +1,4 @@
-// The frame of the page: which view is shown, the theme, and whether the server is well.
+// The frame of the page: the view that is shown, the theme, and the server's health.
 
 import { request } from "/ui/api.js";
 import { startChat } from "/ui/chat.js";
