@@ -1,4 +1,4 @@
-"""A client's request becomes the engine's record of it, or is refused with the field at fault named."""
+"""Turns a client's request into the engine's record of it, or refuses it and names the invalid field."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_sequence(
     arrived_s: float,
     matcher: Matcher | None = None,
 ) -> Sequence:
-    """Raises InvalidRequestError for what could never run, or would do harm on the device.
+    """The engine's record of a valid request. Raises InvalidRequestError for any other.
 
     `prompt + max_tokens` may exceed the context: generation then ends there with LENGTH.
     """
@@ -42,7 +42,7 @@ def make_sequence(
     if s.min_tokens > s.max_tokens:
         raise InvalidRequestError("min_tokens", f"min_tokens must not be above max_tokens, not {s.min_tokens}")
     _token_ids("stop_token_ids", s.stop_token_ids, capacity.vocab_size)
-    # Nothing follows an end that a grammar has let through.
+    # A grammar allows an end-of-sequence token only at its end, so the token always ends the request.
     goes_on = s.ignore_eos and s.grammar is None
     stop_ids = frozenset(s.stop_token_ids if goes_on else (*s.stop_token_ids, *eos_token_ids))
     if s.min_tokens and len(stop_ids) > MAX_DEVICE_STOP_IDS:
@@ -75,7 +75,7 @@ def make_sequence(
 
 
 def _token_ids(name: str, ids: Seq[int], vocab_size: int) -> np.ndarray:
-    """i32[n]. InvalidRequestError where one is not a token of the model."""
+    """i32[n]. Raises InvalidRequestError if one is not a token of the model."""
     try:
         array = np.array(ids if len(ids) else np.empty(0, np.int64))
     except (OverflowError, ValueError, TypeError) as error:
@@ -92,7 +92,7 @@ def _token_ids(name: str, ids: Seq[int], vocab_size: int) -> np.ndarray:
 
 
 def _mask(name: str, ids: Seq[int], vocab_size: int) -> np.ndarray:
-    """i32[num_mask_words]. InvalidRequestError where there are none, or one is not a token of the model."""
+    """i32[num_mask_words]. Raises InvalidRequestError if `ids` is empty or one is not a token of the model."""
     tokens = _token_ids(name, ids, vocab_size)
     if not len(tokens):
         raise InvalidRequestError(name, f"{name} must have at least one token id")
@@ -102,7 +102,7 @@ def _mask(name: str, ids: Seq[int], vocab_size: int) -> np.ndarray:
 
 
 def _check_ranges(sampling: SamplingParams) -> None:
-    """What is in its range is finite in float32, as which it travels, and divides no logit by zero."""
+    """Numbers within their ranges are finite in float32, the device's type, and no logit is divided by zero."""
     for name, parameter in PARAMETERS.items():
         value, interval = getattr(sampling, name), parameter.range
         if value is None or interval is None:

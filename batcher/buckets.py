@@ -1,4 +1,4 @@
-"""The ladders of padded shapes. Both limits are themselves rungs, so that no legal step lacks a program."""
+"""The ladders of padded shapes. Both limits are rungs, so every legal step has a program."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from batcher.step import Bucket, Variant
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketConfig:
-    """How fine the ladders are: finer pads less and compiles more."""
+    """The spacing of the ladders: a finer ladder pads less and compiles more programs."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
-    min_decode_rows: int = 1  # the smallest decode program; where one row costs as much as several, start higher
-    min_mixed_tokens: int = 16  # the smallest program that takes prompt tokens
-    half_steps: bool = True  # between powers of two also their 1.5-fold, from 64 tokens on
-    few_rows: int = 8  # mixed programs also come with so few rows, for a lightly loaded server
+    min_decode_rows: int = 1  # of the smallest decode program; raise it where one row costs as much as several
+    min_mixed_tokens: int = 16  # of the smallest program that takes prompt tokens
+    half_steps: bool = True  # from 64 tokens on, also 1.5 times each power of two
+    few_rows: int = 8  # each mixed T also has a program with about this many rows, for a lightly loaded server
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -34,7 +34,7 @@ class BucketConfig:
 
 
 class BucketLadder:
-    """Every bucket there is, and the choice among them.
+    """All buckets, and the choice among them.
 
     Decode-only buckets (T == S): powers of two up to `max_num_seqs`. Mixed buckets: a ladder of T, each with S of
     `few_rows` and of the most rows of the row ladder that are fewer than T (T == S would mean decode-only).
@@ -67,7 +67,7 @@ class BucketLadder:
         return sorted([*decodes, *mixed, self.choose(1, 1, decode_only=False, variant=Variant.SCORE)])
 
     def choose(self, num_tokens: int, num_rows: int, *, decode_only: bool, variant: Variant) -> Bucket:
-        """The smallest bucket that holds the step. ValueError where it is over a limit."""
+        """The smallest bucket that holds the step. Raises ValueError if the step exceeds a limit."""
         c = self.config
         if not (1 <= num_rows <= c.max_num_seqs and num_rows <= num_tokens <= c.max_num_batched_tokens):
             raise ValueError(f"no step has this shape: {num_tokens=} {num_rows=} with {c}")
@@ -84,11 +84,11 @@ class BucketLadder:
         raise AssertionError("the largest bucket holds every legal step")
 
     def better_left(self, num_tokens: int, *, next_decodes: int | None, step_cost_tokens: int) -> int:
-        """How many tokens of a mixed step are better left to the next one than padded up to the next rung; mostly 0.
+        """The number of tokens that a mixed step leaves to the next one, instead of padding up to its rung; mostly 0.
 
-        They are the tokens above the rung below. If the next step has prompt tokens anyway (`next_decodes` None), they
-        cost their own number there. If it would only have had `next_decodes` decodes, they turn it into a mixed step.
-        In both cases `step_cost_tokens` are added, for the delay and for the larger number of steps.
+        They are the tokens above the next lower rung. If the next step has prompt tokens anyway (`next_decodes` None),
+        they cost their own number there. If it would only have had `next_decodes` decodes, they turn it into a mixed
+        step. In both cases `step_cost_tokens` are added, for the delay and for the larger number of steps.
         """
         rung = bisect_left(self._tokens, num_tokens)
         if rung == 0:

@@ -1,4 +1,4 @@
-"""The engine's settings that are not the runner's capacity. Built once in `scripts/`."""
+"""The engine's settings, built once in `scripts/`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from enum import StrEnum
 class Scheduling(StrEnum):
     """How requests share the steps."""
 
-    CONTINUOUS = "continuous"  # every step anew: decodes, then prompt chunks, admission whenever there is room
-    STATIC = "static"  # a fixed batch runs to its longest member's end: the baseline to measure against
+    CONTINUOUS = "continuous"  # each step is planned anew: decodes, then prompt chunks; admission at any step
+    STATIC = "static"  # a fixed batch runs until its longest request ends: the baseline
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +23,7 @@ class EngineConfig:
     max_waiting: int = 1024  # requests that may wait beyond the ones that the slots can hold
     pipeline_depth: int = 2  # steps in flight; 2: step N+1 is dispatched before step N is read. 1: no overlap
     step_cost_tokens: int = 16  # tokens whose computation takes as long as one more step; steers chunk trimming
-    seed: int | None = None  # of the seeds drawn for requests that bring none; None: from the operating system
+    seed: int | None = None  # for drawing the seeds of requests without one; None: the operating system's
 
     def __post_init__(self) -> None:
         if self.pipeline_depth < 1:

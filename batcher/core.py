@@ -1,4 +1,4 @@
-"""The engine without threads: plans and dispatches steps, takes their results in, and says who is to hear what."""
+"""The engine without threads: it plans and dispatches steps, takes in their results and returns the outputs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Delivery = tuple[Sequence, RequestOutput]
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A dispatched step that has not been read."""
+    """A dispatched step whose result has not been read."""
 
     plan: StepPlan
     handle: StepHandle
@@ -55,18 +55,18 @@ class EngineCore:
         self._step_log = StepLog()
         self._deadlines: list[
             tuple[float, int, Sequence]
-        ] = []  # a heap; entries of those who were let in or left are stale
+        ] = []  # a heap; entries of admitted and of ended requests are stale
         self._num_deadlines = 0
         self._num_compiling = 0
-        self.asks: list[Ask] = []  # masks that are wanted, for the engine to hand on
-        self.num_masks_wanted = 0  # those that were handed on among them
+        self.asks: list[Ask] = []  # for masks; the engine passes them on and empties the list
+        self.num_masks_wanted = 0  # asked for and not taken in yet
         self._depth = config.pipeline_depth
         self._failure: BaseException | None = None  # of a step in flight
-        self._lost: list[StepPlan] = []  # steps that failed, or ran behind one that did
+        self._lost: list[StepPlan] = []  # failed steps, and those that were in flight behind them
         self._num_compiles_at_start = runner.num_compiles
 
     def warmed_up(self) -> None:
-        """From here on every compilation is counted as one too many."""
+        """Later compilations are counted in `num_compiles_after_warm_up`."""
         self._num_compiles_at_start = self._runner.num_compiles
 
     # --- arrivals and departures ---
@@ -84,17 +84,17 @@ class EngineCore:
             heapq.heappush(self._deadlines, (due, self._num_deadlines, sequence))
 
     def abort(self, sequence: Sequence, reason: FinishReason) -> list[Delivery]:
-        """Ends a request wherever it stands; one that has ended already is left alone."""
+        """Ends a request in any state. For a request that has ended it does nothing."""
         return [] if sequence.state is State.FINISHED else [self._end(sequence, reason)]
 
     def next_deadline(self) -> float | None:
-        """The moment, by the clock, at which `expire` will next have something to do."""
+        """The earliest deadline of a queued request, by the clock. None if there is none."""
         while self._deadlines and not _still_queued(self._deadlines[0][2]):
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def expire(self) -> list[Delivery]:
-        """Refuses the requests that have waited longer than they may."""
+        """Ends the queued requests whose deadline has passed."""
         deliveries = []
         while (due := self.next_deadline()) is not None and due <= self._clock():
             _, _, sequence = heapq.heappop(self._deadlines)
@@ -107,7 +107,7 @@ class EngineCore:
         self.num_masks_wanted += 1
 
     def take_mask(self, answer: Answer) -> list[Delivery]:
-        """Takes in what may come next in a request with a grammar."""
+        """Takes in the mask of a request's next token."""
         self.num_masks_wanted -= 1
         seq, permit = answer.sequence, answer.permit
         if seq.state is State.FINISHED:
@@ -140,7 +140,7 @@ class EngineCore:
     def dispatch(self) -> InFlight | None:
         """Plans the next step and gives it to the runner. None: nothing can run now.
 
-        A step that the runner refuses is in flight like any other, and its result is the refusal.
+        A step that the runner refuses counts as in flight, and its `result()` raises the runner's error.
         """
         plan = self.scheduler.schedule()
         if plan is None:
@@ -165,10 +165,10 @@ class EngineCore:
             self._take_prompt_logprobs(plan, output)
         now = self._clock()
         tokens, finite = output.tokens.tolist(), output.finite.tolist()
-        gaps: dict[float, int] = {}  # time of the token before -> rows
+        gaps: dict[float, int] = {}  # time of the previous token -> rows
         deliveries: list[Delivery] = []
         for row, (seq, emits) in enumerate(zip(plan.rows, plan.emits, strict=True)):
-            if not emits or seq.state is State.FINISHED:  # here a surplus token is thrown away
+            if not emits or seq.state is State.FINISHED:  # the surplus token of an ended request is dropped
                 continue
             if not finite[row]:
                 deliveries.append(self._end_not_finite(seq))
@@ -181,10 +181,10 @@ class EngineCore:
         return deliveries
 
     def fail(self, error: BaseException) -> list[Delivery]:
-        """The oldest step in flight failed: its requests end with the error, and those of the steps in flight behind
-        it. When the last of these has returned, the runner recovers and everybody else is recomputed.
+        """The oldest step in flight failed. Its requests and those of the steps behind it end with the error.
 
-        Raises what the runner raises where it cannot go on.
+        They end when the last of these steps has returned. Then the runner recovers, and all other running requests
+        are recomputed. Raises the runner's error if it cannot recover.
         """
         plan = self.in_flight.popleft().plan
         self.scheduler.step_returned(plan.number)
@@ -192,7 +192,7 @@ class EngineCore:
         return self._lose(plan)
 
     def end_all(self, reason: FinishReason, error: str | None = None, code: ErrorCode | None = None) -> list[Delivery]:
-        """Ends every request there is."""
+        """Ends all requests."""
         return [self._end(seq, reason, error, code) for seq in list(self.sequences.values())]
 
     def stats(self) -> EngineStats:
@@ -210,7 +210,7 @@ class EngineCore:
         return counts.copy()
 
     def check_integrity(self) -> None:
-        """For an idle engine: nothing may be held. What is wrong is logged and counted; serving goes on."""
+        """For an idle engine, which must hold nothing. An inconsistency is logged and counted; serving goes on."""
         scheduler = self.scheduler
         try:
             scheduler.check_integrity()
@@ -223,7 +223,7 @@ class EngineCore:
     # --- within a step ---
 
     def _take_token(self, seq: Sequence, token: int, now: float, step: StepOutput, row: int) -> RequestOutput:
-        """One more token: of everything here, only what every token needs is done for every token."""
+        """Takes in one token. This runs for every token, so work that few tokens need is behind conditions."""
         output = RequestOutput(request_id=seq.request_id, token_ids=(token,), num_cached_tokens=seq.num_hit_tokens)
         seq.output.append(token)
         seq.last_token_s = now
@@ -267,8 +267,8 @@ class EngineCore:
         position = seq.num_prompt + len(seq.output)
         message = f"the model's output for this request is not a finite number, at token {position}"
         delivery = self._end(seq, FinishReason.ERROR, message, ErrorCode.NOT_FINITE)
-        # The end has offered the request's last full pages to the prefix cache, so only now are all of them known.
-        self.scheduler.pool.forget(seq.digests)  # not seq.pages: one that was preempted in flight has none any more
+        # `_end` has added the request's last full pages to the prefix cache, so `forget` must follow it.
+        self.scheduler.pool.forget(seq.digests)  # not seq.pages: a request that was preempted in flight has none
         return delivery
 
     def _end(
@@ -296,7 +296,7 @@ class EngineCore:
         if self.in_flight:
             return []
         self._counts.failed_steps += len(self._lost)
-        self._runner.recover()  # raises where the device is gone: then everybody hears of that
+        self._runner.recover()  # raises if the device is lost; the engine then dies
         error, self._failure = self._failure, None
         message = f"a step that computed this request failed: {type(error).__name__}: {error}"
         victims = {seq.request_id: seq for plan in self._lost for seq in plan.rows if seq.state is not State.FINISHED}
@@ -341,7 +341,7 @@ class EngineCore:
 
 
 def _still_queued(seq: Sequence) -> bool:
-    """A preempted request has been let in once: its deadline is past caring."""
+    """Whether the deadline still applies. It does not for a preempted request, which was admitted before."""
     return seq.state in (State.COMPILING, State.WAITING) and seq.started_s < 0
 
 
@@ -356,12 +356,12 @@ class _Refused:
 
 
 def _logprobs(output: StepOutput, row: int, count: int) -> TokenLogprobs:
-    """Of the token that a row has drawn."""
+    """Log-probabilities of the token that a row has drawn."""
     return _entry(output.logprobs, output.top_ids, output.top_logprobs, row, count)
 
 
 def _target_logprobs(output: StepOutput, position: int, count: int) -> TokenLogprobs:
-    """Of the prompt's token that follows a position of the step."""
+    """Log-probabilities of the prompt token that follows a position of the step."""
     return _entry(output.target_logprobs, output.target_top_ids, output.target_top_logprobs, position, count)
 
 

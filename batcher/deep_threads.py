@@ -1,20 +1,20 @@
-"""Threads with room for deep recursion."""
+"""Threads with large stacks, for deep recursion."""
 
 from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-STACK_BYTES = 2**28  # of address space; memory is taken as it is used
+STACK_BYTES = 2**28  # of address space; memory is allocated when it is used
 
 
 def deep_threads(count: int, name: str) -> ThreadPoolExecutor:
-    """A pool whose threads have all been started. A compiler that recurses as deep as its input is nested ends the
-    process where its stack ends: Rust has no exception for that."""
+    """A pool of `count` threads with large stacks, all started. A compiler written in Rust may recurse as deep as its
+    input is nested, and a stack overflow there ends the process: it is not an exception."""
     pool = ThreadPoolExecutor(count, thread_name_prefix=name)
     before = threading.stack_size(STACK_BYTES)
     try:
-        everybody = threading.Barrier(count)  # a thread that waits is not idle: each task starts another one
+        everybody = threading.Barrier(count)  # waiting threads are not idle, so each task starts a thread
         for _ in range(count):
             pool.submit(everybody.wait)
     finally:

@@ -1,31 +1,31 @@
-"""The engine: requests go in from any thread, tokens come out by callback, steps run one ahead of their reading.
+"""The engine: requests enter from any thread, tokens leave by callback, steps are dispatched ahead of their reading.
 
     ladder = BucketLadder(BucketConfig(max_num_batched_tokens=512, max_num_seqs=64))
     engine = Engine(runner, EngineConfig(eos_token_ids=(128001, 128008, 128009)), ladder)
     engine.warm_up(print)                    # compiles every bucket
     engine.start()                           # the engine's thread and its reader thread
     engine.add_request(request, on_output)   # thread-safe; on_output(RequestOutput) runs on the engine's thread
-    engine.abort(request.request_id)         # thread-safe, at any moment, as often as one likes
+    engine.abort(request.request_id)         # thread-safe, at any time, repeatable
     engine.stats()                           # EngineStats: totals since start, gauges of now
-    engine.shutdown(drain_s=10)              # lets requests finish for so long, then aborts the rest
+    engine.shutdown(drain_s=10)              # waits 10 s for requests to finish, then aborts the rest
 
-Every request that `add_request` took gets exactly one output with a `finish_reason`, its last, whatever happens; an
-abort too. `on_output` must be quick and must not raise; one that raises loses its own request and no other.
+Every request that `add_request` accepts gets exactly one output with a `finish_reason`. It is the last one, also after
+an abort or a failure. `on_output` must be quick and must not raise. If it raises, only its own request is aborted.
 
-Without threads, for offline use and tests that must be deterministic: do not call `start()`, but
+The engine also runs without threads, for offline use and deterministic tests: do not call `start()`, but
 
     while engine.step():
         pass
 
-`step()` takes arrivals in, dispatches the next step, and reads the oldest one once `pipeline_depth` are in flight. The
-same order of calls gives the same steps.
+`step()` takes in arrivals, dispatches the next step, and reads the oldest step when `pipeline_depth` are in flight or
+nothing could be dispatched. The same order of calls gives the same steps.
 
-The loop keeps `pipeline_depth` steps in flight (2: step N + 1 is dispatched before step N is read): the host's work on
-one step hides behind the device's work on the next. The reader thread does nothing but block on results, so that the
-engine's thread never waits for the device; idle, both sleep until something arrives.
+The loop keeps `pipeline_depth` steps in flight (2: step N + 1 is dispatched before step N is read). The host's work on
+one step overlaps with the device's work on the next. The reader thread only blocks on results, so the engine's thread
+never blocks on the device. When idle, both threads sleep until something arrives.
 
-A failed step ends the requests in it, and the engine goes on if `runner.recover()` succeeds. If not, or if the
-engine's own code fails, everybody gets an error, `on_death` is called, and every later call raises EngineDeadError.
+A failed step ends the requests in it, and the engine goes on if `runner.recover()` succeeds. If not, or if the engine's
+own code fails, every request ends with an error, `on_death` is called, and every later call raises EngineDeadError.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from batcher.step import Runner, StepOutput
 
 _log = logging.getLogger(__name__)
 
-MASK_WAIT_S = 0.004  # that a step waits for masks; those of two hundred rows take about as long on two threads
-IDLE_CHECK_S = 1.0  # without requests; then the engine checks its own integrity, once
+MASK_WAIT_S = 0.004  # longest wait of a step for masks; two threads compute about two hundred masks in this time
+IDLE_CHECK_S = 1.0  # time without requests after which the engine checks its integrity, once
 
 
 class Engine:
-    """See the module's docstring. `clock` gives seconds, of any origin, never backwards; without `grammars`, requests
-    that bring one are refused."""
+    """See the module's docstring. `clock` gives seconds from any origin and never goes back. Without `grammars`,
+    requests with a grammar are refused."""
 
     def __init__(
         self,
@@ -93,13 +93,13 @@ class Engine:
         # Guarded by the lock; everything else belongs to the engine's thread.
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)  # for the engine's thread: something below has changed
-        self._idle = threading.Condition(self._lock)  # for `drain`: nothing is live any more, or never will be
+        self._idle = threading.Condition(self._lock)  # for `drain`: no request is live, or the engine is dead
         self._arrived: list[Sequence] = []
         self._aborted: list[tuple[Sequence, FinishReason]] = []  # not ids: those may be used again
         self._forgets_prefixes = False
         self._results: list[StepOutput | BaseException] = []  # of steps in flight, in order
         self._masks: list[Answer] = []
-        self._num_hurried = 0  # masks that the next step waits for, for a moment
+        self._num_hurried = 0  # masks that the next step waits for, at most MASK_WAIT_S
         self._live: dict[str, Sequence] = {}  # by request id, from add_request to the last output
         self._closed = False
         self._stopping = False
@@ -112,7 +112,7 @@ class Engine:
     # --- for callers, thread-safe ---
 
     def warm_up(self, report: Callable[[str], None]) -> None:
-        """Compiles every bucket. What compiles after this is counted in the statistics as an error."""
+        """Compiles every bucket. Later compilations are counted in the statistics."""
         self._runner.warm_up(self.ladder.buckets(), report)
         self._core.warmed_up()
 
@@ -152,21 +152,21 @@ class Engine:
             self._wake.notify()
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
-        """Ends the request soon, with `reason`: STOP where the caller found its end in the text. One that is unknown or
-        has ended is left alone."""
+        """Ends the request soon, with `reason`: STOP if the caller found a stop string in the text. An id that is
+        unknown or has ended is ignored."""
         with self._lock:
             if request_id in self._live:
                 self._aborted.append((self._live[request_id], reason))
                 self._wake.notify()
 
     def reset_prefix_cache(self) -> None:
-        """Forgets the prefixes soon: requests that run keep their pages, and no later one finds them."""
+        """Empties the prefix cache soon. Running requests keep their pages, and later requests do not find them."""
         with self._lock:
             self._forgets_prefixes = True
             self._wake.notify()
 
     def stats(self) -> EngineStats:
-        """Totals since start and gauges of now. EngineDeadError once the engine is dead."""
+        """Totals since start and present gauges. Raises EngineDeadError if the engine is dead."""
         with self._lock:
             self._check_alive()
             num_arrived = len(self._arrived)
@@ -176,7 +176,7 @@ class Engine:
 
     @property
     def num_live(self) -> int:
-        """Requests that were taken and have not had their last output."""
+        """Accepted requests that have not had their last output."""
         with self._lock:
             return len(self._live)
 
@@ -200,7 +200,7 @@ class Engine:
             thread.start()
 
     def drain(self, timeout_s: float) -> bool:
-        """Takes no more requests and waits until those there are have ended. False: some have not, in that time."""
+        """Accepts no more requests and waits until all others have ended. False if some have not after `timeout_s`."""
         with self._lock:
             self._closed = True
             if self._threads:
@@ -211,8 +211,8 @@ class Engine:
         return not self.num_live
 
     def shutdown(self, drain_s: float = 0.0) -> None:
-        """Takes no more requests, lets those there are finish for `drain_s` seconds, aborts the rest, waits for the
-        steps in flight and ends the threads. May be called again, and on a dead engine."""
+        """Accepts no more requests, waits `drain_s` seconds for the others to finish and aborts the rest. Then waits
+        for the steps in flight and ends the threads. May be called again, and on a dead engine."""
         if self.death is None:
             self.drain(drain_s)
         with self._lock:
@@ -232,7 +232,7 @@ class Engine:
     def step(self) -> bool:
         """Does one round of work on the caller's thread. False: every request has had its last output.
 
-        Raises EngineDeadError where a failed step could not be recovered from; all requests have had their error.
+        Raises EngineDeadError if the engine cannot recover from an error. All requests have then had their error.
         """
         if self._threads:
             raise RuntimeError("the engine runs on its own thread; step() is for an engine that was not started")
@@ -276,7 +276,7 @@ class Engine:
             self._to_read.put(None)
 
     def _read(self) -> None:
-        """The reader's thread: blocks on one result after the other."""
+        """The reader thread: blocks on one result after the other."""
         while (step := self._to_read.get()) is not None:
             result = _result(step)
             with self._lock:
@@ -315,7 +315,7 @@ class Engine:
                 self._deliver(self._core.complete(result))
 
     def _take_inbox(self) -> None:
-        """Arrivals, then aborts: an abort never overtakes the request that it is for."""
+        """Takes in arrivals before aborts, so an abort never comes before its request."""
         with self._lock:
             arrived, self._arrived = self._arrived, []
             aborted, self._aborted = self._aborted, []
@@ -357,8 +357,8 @@ class Engine:
             ask(asks)
 
     def _hurry(self, asks: list[Ask]) -> None:
-        """Asks for the masks that follow from a step's tokens, and gives the quick ones the moment that they take, so
-        that the rows which drew together draw together again."""
+        """Asks for the masks after a step's tokens, and waits up to MASK_WAIT_S for the quick ones. The rows of one
+        step then stay together in the next one."""
         with self._lock:
             self._num_hurried = sum(not ask.sequence.is_slow_to_mask for ask in asks)
         self._mask_threads.ask(asks)
@@ -367,14 +367,14 @@ class Engine:
             self._num_hurried = 0
 
     def _on_masks(self, answers: list[Answer]) -> None:
-        """On one of the threads that compute masks."""
+        """Runs on one of the threads that compute masks."""
         with self._lock:
             self._masks += answers
             self._num_hurried -= len(answers)
             self._wake.notify()
 
     def _answer_here(self, asks: list[Ask]) -> None:
-        """Without threads: blocks until the masks are there."""
+        """Without threads: computes the masks on the caller's thread."""
         for ask in asks:
             self._deliver(self._core.take_mask(answer(ask)))
 
@@ -424,7 +424,7 @@ class Engine:
 
 
 def _result(step: InFlight) -> StepOutput | BaseException:
-    """A step's output, or what it failed with: the engine's thread is the one to judge it."""
+    """A step's output, or the exception it failed with, which the engine's thread handles."""
     try:
         return step.handle.result()
     except BaseException as error:

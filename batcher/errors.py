@@ -1,4 +1,4 @@
-"""What a caller of the engine can be refused with. Each says why in words that may be shown to a client."""
+"""The errors with which the engine refuses calls. Their messages may be shown to a client."""
 
 from __future__ import annotations
 

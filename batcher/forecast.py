@@ -1,8 +1,8 @@
-"""How many pages the running requests will hold in the steps to come: the look-ahead of admission.
+"""The look-ahead of admission: the pages that the running requests are expected to hold in future steps.
 
-A request with `ignore_eos` and no stop ids goes to its limit for certain. Any other stops earlier, with a probability
-that `OutputLengths` has learned. An outlook adds up the expected pages of all requests and their variance over
-intervals of future steps, and leaves room for ordinary bad luck.
+A request with `ignore_eos` and no stop ids always runs to its limit. Any other request may stop earlier, with a
+probability that `OutputLengths` estimates. An outlook sums the expected pages of all requests and their variance, over
+intervals of future steps, and keeps some standard deviations free.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from batcher.output_lengths import OutputLengths
 from batcher.sequence import Sequence
 
 _DEVIATIONS = 2.0  # standard deviations that are kept free above the expected pages of the next step
-_HORIZON = 64  # steps; fewer deviations for later ones, since admission can hold back meanwhile if luck turns out bad
+_HORIZON = 64  # steps; fewer deviations are kept free for later steps, because admission can still react until then
 
 
 class Forecast(Protocol):
-    """What admission asks about the future."""
+    """Learns from ended requests, and makes outlooks for admission."""
 
     def finished(self, sequence: Sequence, *, stopped: bool) -> None:
-        """A request with output has ended: by itself (`stopped`), or cut off by its limit or its client."""
+        """Learns from a request with output: it ended by itself (`stopped`), or at its limit, or by its client."""
 
     def outlook(self, running: Seq[Sequence], page_size: int) -> Outlook:
         """The outlook for the requests that run now."""
 
 
 class Outlook(Protocol):
-    """The pages of a growing set of requests in the steps to come."""
+    """The expected pages of a growing set of requests in future steps."""
 
     def fits(self, sequence: Sequence, num_pages: int) -> bool:
-        """Whether `num_pages` are expected to last if `sequence` joins."""
+        """Whether `num_pages` are expected to suffice if `sequence` is added."""
 
     def add(self, sequence: Sequence) -> None:
-        """`sequence` has joined."""
+        """Adds `sequence` to the set."""
 
 
 class OutputForecast:
@@ -64,8 +64,8 @@ class OutputForecast:
 class PageOutlook:
     """Expected pages and their variance, over intervals of future steps.
 
-    Every request gains one token a step until it ends and gives its pages back. Within an interval it counts as alive
-    with the probability at the interval's start and with its pages at the interval's end.
+    Every request gains one token per step until it ends and releases its pages. Within an interval, the probability
+    that it still runs is taken from the interval's start, and its pages are taken from the interval's end.
 
     Args:
         survival: f64[B], of `lengths`.
@@ -84,7 +84,7 @@ class PageOutlook:
 
     def fits(self, sequence: Sequence, num_pages: int) -> bool:
         mean, variance, most = self._sums + self._moments([sequence])
-        # A normal distribution has no upper end, but a few requests have: their pages if all of them go on.
+        # A normal distribution has no upper bound, but the pages do: `most`, if no request ends before its limit.
         return bool((np.minimum(mean + self._deviations * np.sqrt(variance), most) <= num_pages).all())
 
     def add(self, sequence: Sequence) -> None:
@@ -95,7 +95,7 @@ class PageOutlook:
             self._sums += self._moments(sequences)
 
     def _moments(self, sequences: Seq[Sequence]) -> np.ndarray:
-        """f64[3, t]: pages of `sequences`, their mean, their variance and the most there can be."""
+        """f64[3, t]: mean, variance and maximum of the pages of `sequences`."""
         emitted = np.array([seq.num_emitted for seq in sequences])[:, None]
         left = np.array([seq.limit for seq in sequences])[:, None] - emitted
         may_stop = np.array([bool(seq.stop_ids) for seq in sequences])[:, None]

@@ -1,8 +1,8 @@
-"""Computes the masks of requests with grammars, on threads of their own, while the device runs.
+"""Computes the masks of requests with grammars, on separate threads, while the device runs.
 
-A matcher works outside of the interpreter's lock. Those that were quick the last time share a few tasks, so that a step
-of many rows costs little more than one of few. A matcher that was slow, or has its grammar to compile, gets a task of
-its own on other threads: a costly grammar holds up nobody but others of its kind.
+A matcher releases the GIL while it works. Matchers whose last mask was quick are computed together in a few tasks, so
+a step of many rows costs little more than a step of few rows. A matcher whose last mask was slow, or whose grammar is
+not compiled yet, gets its own task on other threads: a costly grammar delays only other costly ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from batcher.deep_threads import deep_threads
 from batcher.grammar import Permit
 from batcher.sequence import Sequence
 
-SLOW_S = 0.002  # of a thread's time, for one mask; most take a tenth of a millisecond
+SLOW_S = 0.002  # seconds of CPU time for one mask; most masks take 0.0001 s
 MAX_QUICK_THREADS = 4
 NUM_SLOW_THREADS = 2
 
@@ -30,28 +30,28 @@ class Ask(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What may come next in a sequence, or why that cannot be said."""
+    """The next permit of a sequence, or the exception that computing it raised."""
 
     sequence: Sequence
-    permit: Permit | Exception  # GrammarError: of the request's own making
+    permit: Permit | Exception  # GrammarError: the request's own fault
     was_slow: bool
 
 
 def answer(ask: Ask) -> Answer:
-    """Blocks until the mask is there."""
+    """Computes the mask on this thread."""
     matcher = ask.sequence.matcher
     assert matcher is not None
-    started = time.thread_time()  # of its own work: on a busy machine everybody waits
+    started = time.thread_time()  # CPU time: on a busy machine, wall time includes waiting
     permit: Permit | Exception
     try:
         permit = matcher.advance(ask.tokens)
-    except Exception as error:  # the engine's thread judges it, as with a failed step
+    except Exception as error:  # the engine's thread handles it, as for a failed step
         permit = error
     return Answer(ask.sequence, permit, time.thread_time() - started > SLOW_S)
 
 
 class MaskThreads:
-    """`on_answers` is called on its threads. They start with the first ask."""
+    """The threads that compute masks. They call `on_answers`, and start at the first `ask`."""
 
     def __init__(self, on_answers: Callable[[list[Answer]], None]) -> None:
         self._on_answers = on_answers
@@ -73,7 +73,7 @@ class MaskThreads:
             self._quick.submit(self._run, quick[start :: self._num_quick])
 
     def close(self) -> None:
-        """Drops what has not begun, and waits for what has."""
+        """Cancels the tasks that have not started, and waits for the others."""
         for pool in (self._quick, self._slow):
             if pool is not None:
                 pool.shutdown(cancel_futures=True)

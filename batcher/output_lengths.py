@@ -1,16 +1,16 @@
-"""How long outputs are: a distribution learned from requests that have ended and from those that still run.
+"""The distribution of output lengths, estimated from requests that have ended and from running ones.
 
-A request that ended at its limit, was aborted or still runs says only that its output is longer than what it has: a
-censored observation. The survival function is therefore estimated after Kaplan and Meier ("Nonparametric Estimation
-from Incomplete Observations", 1958), so that twenty requests that used 16 of 16 tokens say nothing about a chat without
-a limit. A weak prior stands in where there are no observations.
+If a request ended at its limit, was aborted or still runs, only a lower bound of its length is known: a censored
+observation. The survival function is therefore the Kaplan-Meier estimate ("Nonparametric Estimation from Incomplete
+Observations", 1958). So twenty requests that used 16 of 16 tokens do not affect the estimate for longer outputs. A weak
+prior fills in where observations are few.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-_MEMORY = 256  # ended requests after which an observation counts 1/e as much
+_MEMORY = 256  # ended requests after which the weight of an observation has decayed to 1/e
 _PRIOR_WEIGHT = 4.0  # requests that the prior counts as, at every length
 _PRIOR_MEDIAN = 256  # tokens; by the prior, an output is longer than n tokens with the probability 256 / (256 + n)
 _BINS_PER_OCTAVE = 16
@@ -22,7 +22,7 @@ class OutputLengths:
     Lengths are counted in bins: one each up to 16 tokens, then sixteen per octave.
 
     Args:
-        longest: tokens, the most that a request can emit; more counts as `longest`.
+        longest: tokens, the most that a request can emit; longer outputs count as `longest`.
     """
 
     def __init__(self, longest: int) -> None:
@@ -43,7 +43,7 @@ class OutputLengths:
         return bins
 
     def observe(self, length: int, *, stopped: bool) -> None:
-        """An output has ended after `length` tokens: by itself (`stopped`), or cut off by a limit or its client."""
+        """Counts an output of `length` tokens that ended by itself (`stopped`), or at a limit, or by its client."""
         fade = 1 - 1 / _MEMORY
         self._stopped *= fade
         self._censored *= fade

@@ -1,22 +1,23 @@
-"""What the next step computes: iteration-level scheduling under a token budget. A pure function of its state.
+"""Plans the next step: iteration-level scheduling under a token budget. The plan depends on the scheduler's state alone.
 
-The order of service is the key (priority, arrival rank), lower first; a preempted request keeps its rank.
+Requests are served in the order of their key (priority, arrival rank), lowest first. A preempted request keeps its rank.
 
-1. Every decoding request gets its one token. One that needs a page when there is none stalls: it keeps what it has and
-   waits for another request to end, at most `_MAX_STALLS` steps long, and never for a request of a lower priority.
-   After that the request with the highest key is preempted: it gives up slot and pages and waits to be recomputed.
-2. The rest of the budget goes to prompt chunks in the order of the key, of requests that run already or are admitted
-   now. The chunk that computes the last of a request's tokens to compute emits its next token.
-3. Admission is strictly in the order of the key (one exception: 4), and gives a request all the pages of its tokens
-   to compute. It looks ahead: after it, the pages that all running requests are expected to hold, now and later
-   (`forecast.py`), must fit the pool. Where nothing else runs the forecast is not asked: the pool holds at least one
-   request of full length, so the first in line always gets on, and what is first in line is never preempted. Hence no
-   deadlock and no starvation.
-4. A request whose next missing prefix page is being computed in this very step waits for the next one, in which it will
-   find it: of n samples of one prompt only the first computes it. That may let others pass it, at most once per page.
-5. A request with a grammar is passed over until the mask of its next token is there; it then goes on where it was.
-6. The last chunk is shortened to the next smaller bucket where the padding it would cause costs more than what its
-   rest then costs a later step.
+1. Every decoding request gets one token. A request stalls when it needs a page and none is available: it keeps its slot
+   and pages and waits for another request to end. It stalls for at most `_MAX_STALLS` steps in a row, and only if no
+   running request has a lower priority. Otherwise the running request with the highest key is preempted: it gives up
+   its slot and pages, returns to the queue and is recomputed later.
+2. The rest of the budget goes to prompt chunks, in the order of the key. The chunks belong to requests that run already
+   or are admitted in this step. The chunk that completes a request's `to_compute` emits its next token.
+3. Admission is in the order of the key (exceptions: 4 and 5). It gives a request all pages of its tokens to compute.
+   It looks ahead: the pages that all running requests are expected to hold, now and later (`forecast.py`), must fit the
+   pool. When nothing else runs, the forecast is skipped: the pool holds at least one request of full length. So the
+   first request in the queue is always admitted at some time, and the running request with the lowest key is never
+   preempted. Hence there is no deadlock and no starvation.
+4. A request waits one step if this step computes its next missing prefix page. In the next step it finds that page in
+   the prefix cache: of n samples of one prompt, only the first computes it. Other requests may pass it meanwhile, at
+   most once per page.
+5. A request with a grammar is skipped until the mask of its next token is computed. It keeps its place.
+6. The last chunk is shortened to the next smaller bucket when this saves more padding than its rest costs later.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from batcher.plan import Chunk, StepPlan
 from batcher.sequence import Sequence, State
 from batcher.step import Bucket, Capacity, Variant
 
-_MAX_PASSED = 8  # requests that may be passed in one step, so that a long queue is not searched in each
-_MAX_STALLS = 16  # steps; shorter than most recomputations, and short enough to be a hitch and no pause
+_MAX_PASSED = 8  # waiting requests that others may pass in one step; it bounds the search of a long queue
+_MAX_STALLS = 16  # steps in a row; shorter than most recomputations, and a short delay for the client
 
 _key: Callable[[Sequence], tuple[int, int]] = attrgetter("key")
 
@@ -52,7 +53,7 @@ class Verdict(Enum):
 
 
 class Scheduler:
-    """Who runs and who waits, and their slots and pages. Not thread-safe: the engine's thread owns it."""
+    """The running and the waiting requests, their slots and pages. Not thread-safe: the engine's thread owns it."""
 
     _states_of_running: tuple[State, ...] = (State.RUNNING,)
 
@@ -81,13 +82,13 @@ class Scheduler:
         self.last_step = -1  # the last step planned
         self.last_done = -1  # the last step that has returned
         self._free_slots = list(range(ladder.config.max_num_seqs - 1, -1, -1))
-        self._outlook: Outlook | None = None  # of `running`, from the first admission of a step that asks for it
+        self._outlook: Outlook | None = None  # of `running`; made when the first admission of a step needs it
         self._num_arrivals = 0
-        self._pages_at_limits = 0  # of the running requests if all of them come to their limits
-        # (step, slot, pages) of requests that left while a step in flight still has a row of them; steps ascending
+        self._pages_at_limits = 0  # of the running requests if all of them reach their limits
+        # (step, slot, pages) of requests that have left but still have a row in a step in flight; steps ascending
         self._held: list[tuple[int, int, list[int]]] = []
 
-    # --- what the engine tells ---
+    # --- events from the engine ---
 
     def add(self, sequence: Sequence) -> None:
         """A new request joins the queue."""
@@ -97,7 +98,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=_key)
 
     def finish(self, sequence: Sequence) -> None:
-        """It ends now, wherever it stands. Its pages go back when no step in flight holds a row of it."""
+        """Ends a request in any state. Its slot and pages are released when no step in flight has a row of it."""
         if sequence.state is State.RUNNING:
             self.commit(sequence)
             self._leave(sequence)
@@ -106,7 +107,7 @@ class Scheduler:
         sequence.state = State.FINISHED
 
     def step_returned(self, number: int) -> None:
-        """Step `number` is over on the device; steps return in order."""
+        """Step `number` has finished on the device. Steps return in order."""
         self.last_done = number
         keep = 0
         for step, slot, pages in self._held:
@@ -117,7 +118,7 @@ class Scheduler:
         del self._held[:keep]
 
     def commit(self, sequence: Sequence) -> None:
-        """Makes those of its pages findable that are full of known, dispatched tokens."""
+        """Adds a request's pages to the prefix cache as soon as they are full of known, dispatched tokens."""
         if not self.prefix_caching or sequence.num_computed < sequence.commit_at:
             return
         count = min(sequence.num_computed, sequence.num_known) // self.page_size
@@ -132,7 +133,7 @@ class Scheduler:
         sequence.commit_at = (count + 1) * self.page_size
 
     def preempt(self, sequence: Sequence) -> None:
-        """Back to the queue, at its old rank. All it had computed is computed again, or found in the prefix cache."""
+        """Returns a running request to the queue, at its old rank. Its tokens are recomputed or found in the cache."""
         self._leave(sequence)
         sequence.state = State.WAITING
         sequence.num_preemptions += 1
@@ -142,7 +143,7 @@ class Scheduler:
     # --- the next step ---
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None where nothing can run before a step in flight returns (or at all)."""
+        """The next step, or None when nothing can run now."""
         self._outlook = None
         singles, grown = self._decodes()
         chunks, admitted = self._prompts(self.token_budget - len(singles), len(singles))
@@ -151,12 +152,12 @@ class Scheduler:
         return self._plan(singles, chunks, admitted, grown)
 
     def _decodes(self) -> tuple[list[Sequence], list[Sequence]]:
-        """The requests that decode in this step, each with a page to write to, and those that got a new page."""
+        """The requests that decode in this step, each with a page to write to, and those of them that got a new page."""
         rows: list[Sequence] = []
         grown: list[Sequence] = []
         stalled: list[Sequence] = []
         running, page_size = self.running, self.page_size
-        promised = 0  # pages of requests that stand still until a step in flight gives pages back
+        promised = 0  # pages for requests that wait until a step in flight releases pages
         i = 0
         while i < len(running):  # preemption shortens the list from its end
             seq = running[i]
@@ -176,7 +177,7 @@ class Scheduler:
             rows.append(seq)
         is_stuck = stalled and not rows and self.last_done == self.last_step
         if is_stuck and all(seq.decoding and not seq.is_blocked for seq in running):
-            # No other request is left that could end: the first of them gets on at the expense of the last.
+            # No other request can end and release pages, so the last request is preempted for the first.
             self._make_room(stalled[0], 0)
             rows = [seq for seq in stalled if seq.state is State.RUNNING][: self.pool.num_available]
             for seq in rows:
@@ -192,8 +193,8 @@ class Scheduler:
         seq.num_stalls = 0
 
     def _make_room(self, sequence: Sequence, promised: int) -> bool:
-        """Whether there is a page for it now. Preempts from the end of the line, it included, until there is one
-        or until enough of them are known to come back with the steps in flight."""
+        """Whether a page for `sequence` is available now. Preempts from the end of `running`, `sequence` included,
+        until a page is available or the steps in flight hold enough pages that they will release."""
         while not self.pool.num_available:
             coming = sum(self.pool.num_held_once(pages) for _, _, pages in self._held)
             if coming > promised:
@@ -209,7 +210,7 @@ class Scheduler:
         chunks: list[tuple[Sequence, int]] = []
         admitted: list[Sequence] = []
         started = [seq for seq in self.running if not seq.decoding and not seq.is_blocked]
-        in_this_step: set[bytes] = set()  # digests of the pages that the chunks will have filled
+        in_this_step: set[bytes] = set()  # digests of the pages that this step's chunks fill
         position, open_ = 0, bool(self.waiting)
         while budget > 0:
             seq = started[0] if started else None
@@ -236,8 +237,8 @@ class Scheduler:
         return chunks, admitted
 
     def _admit(self, seq: Sequence, in_this_step: set[bytes]) -> Verdict:
-        """Lets a waiting request in if there is room for it."""
-        if not self._free_slots or seq.last_step > self.last_done:  # one preempted in flight: its token is on the way
+        """Admits a waiting request if there is room for it."""
+        if not self._free_slots or seq.last_step > self.last_done:  # preempted in flight: its token is not read yet
             return Verdict.NO_ROOM
         if seq.is_blocked:
             return Verdict.NO_MASK
@@ -260,17 +261,17 @@ class Scheduler:
         return Verdict.ADMITTED
 
     def _full_pages(self, seq: Sequence) -> int:
-        """Its pages when it has come to its limit; the last token of all is never stored."""
+        """Pages of a request at its limit. The K/V of its last token are never stored."""
         return -(-(seq.num_prompt + seq.limit - 1) // self.page_size)
 
     def _has_room(self, seq: Sequence, num_new: int, num_revived: int) -> bool:
-        """Whether the pool is expected to last if `seq` gets `num_new` pages and revives `num_revived` others."""
+        """Whether the pool is expected to suffice if `seq` gets `num_new` pages and revives `num_revived` others."""
         if num_new + num_revived > self.pool.num_available:
             return False
         everybody_to_the_limit = self._pages_at_limits + self._full_pages(seq)
         if not self._held and (not self.running or everybody_to_the_limit <= self.pool.num_pages):
             return True
-        # Pages found in the prefix cache may have other holders: they are taken to stay in use to the end.
+        # Pages found in the prefix cache may have other holders, so they are assumed to stay in use.
         num_own = sum(len(s.pages) - s.num_hit_pages for s in self.running)
         if self._outlook is None:
             self._outlook = self.forecast.outlook(self.running, self.page_size)
@@ -298,7 +299,7 @@ class Scheduler:
             self._outlook.add(seq)
 
     def _leave(self, seq: Sequence) -> None:
-        """Out of `running`; slot and pages go back at once, or with the last step that has a row of it."""
+        """Removes a request from `running`. Slot and pages are released at once, or when its last step returns."""
         del self.running[bisect_left(self.running, seq.key, key=_key)]
         self._pages_at_limits -= self._full_pages(seq)
         if seq.last_step > self.last_done:
@@ -314,7 +315,7 @@ class Scheduler:
         self._free_slots.append(slot)
 
     def _trim(self, chunks: list[tuple[Sequence, int]], num_decodes: int) -> None:
-        """Shortens the last chunk where that saves padding."""
+        """Shortens the last chunk when that saves padding."""
         seq, count = chunks[-1]
         more_to_come = bool(self.waiting) or len(seq.to_compute) > seq.num_computed + count
         rest = self.ladder.better_left(
@@ -386,14 +387,14 @@ class Scheduler:
     # --- for tests and for recovery ---
 
     def recover(self) -> None:
-        """The device lost its state and no step is in flight: everything running is to be recomputed."""
+        """The device has lost its state and no step is in flight: all running requests are recomputed."""
         assert self.last_done == self.last_step and not self._held
         for seq in reversed(list(self.running)):
             self.preempt(seq)
         self.pool.clear_cache()
 
     def check_integrity(self) -> None:
-        """AssertionError where slots, pages or queues are not consistent."""
+        """Raises AssertionError if slots, pages or queues are inconsistent."""
         holders = [seq.pages for seq in self.running] + [pages for _, _, pages in self._held]
         self.pool.check_integrity(holders)
         slots = [seq.slot for seq in self.running] + [slot for _, slot, _ in self._held]
