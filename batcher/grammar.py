@@ -23,7 +23,7 @@ class Permit(NamedTuple):
     """The tokens that may come next."""
 
     mask: np.ndarray  # i32[num_mask_words(vocab_size)], token i is bit i % 32 of word i // 32
-    is_over: bool  # the grammar is complete: no token may follow
+    is_over: bool  # the grammar is complete: only an end may follow
 
 
 class Matcher(Protocol):

@@ -1,4 +1,4 @@
-"""A step plan becomes one padded buffer, and the patches that bring the slots' state up to date."""
+"""Packs a step plan into one padded buffer, with the patches that update the slots' state."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from batcher.sequence import Sequence
 from batcher.slots import SlotLayout
 from batcher.step import MASK_BLOCK, PATCH_BLOCK, Bucket, Capacity, PackedLayout, PenaltyReset, StepInput, Variant
 
-_UNKNOWN = np.iinfo(np.int64).min  # no i32 equals it: everything is sent the first time
+_UNKNOWN = np.iinfo(np.int64).min  # no i32 equals it, so every value is sent the first time
 _FLOAT, _BITS = Struct("<f"), Struct("<i")
 
 
 class Packer:
-    """Remembers what the device's slot state holds, so that only what changes is sent.
+    """Keeps a copy of the device's slot state, and sends only the values that differ.
 
-    The device itself changes two columns, LAST_TOKEN and KV_LEN: the first is never sent (a request decodes only after
-    a step of its own has emitted), the second at every admission.
+    The device itself changes two columns, LAST_TOKEN and KV_LEN. LAST_TOKEN is never sent: a request decodes only after
+    one of its own steps has emitted a token. KV_LEN is sent at every admission.
     """
 
     def __init__(self, capacity: Capacity, num_slots: int) -> None:
@@ -34,7 +34,7 @@ class Packer:
         self._sections: dict[Bucket, tuple[int, dict[str, slice], int]] = {}
 
     def forget(self) -> None:
-        """The device's state is lost: everything will be sent again."""
+        """For a device that has lost its state: every value will be sent again."""
         self._mirror.fill(_UNKNOWN)
 
     def pack(self, plan: StepPlan) -> StepInput:
@@ -77,7 +77,7 @@ class Packer:
                 targets[chunk.offset : chunk.offset + len(wanted)] = wanted
 
     def _patches(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
-        """(flat indices i64[n], values i64[n]) without repeats: a scatter with repeats has no order."""
+        """(flat indices i64[n], values i64[n]). No index repeats: a scatter with repeated indices has no order."""
         indices, values = [], []
         if plan.grown:
             first = SlotLayout.PAGE_TABLE - 1
@@ -98,7 +98,7 @@ class Packer:
         return np.concatenate(indices), np.concatenate(values)
 
     def _overflow(self, indices: np.ndarray, values: np.ndarray, num_patches: int) -> tuple[np.ndarray, ...]:
-        """What does not fit into the step's own buffer, in blocks of fixed shape."""
+        """The patches that do not fit into the step's own buffer, in blocks of fixed shape."""
         blocks = []
         over = max(len(indices) - num_patches, 0)
         for start in range(0, over, PATCH_BLOCK):
@@ -129,9 +129,9 @@ class Packer:
 
 
 def slot_state(seq: Sequence, page_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """(columns i64[n], values i64[n]) of the slot state of a request as it is admitted, LAST_TOKEN excepted.
+    """(columns i64[n], values i64[n]) of a request's slot state at admission, without LAST_TOKEN.
 
-    Lists are sent as long as they are: what follows them in their columns is never read.
+    A list is sent without padding: the rest of its columns is never read.
     """
     columns, values = [SlotLayout.KV_LEN], [seq.num_hit_pages * page_size]
     lists: list[tuple[int, np.ndarray]] = [(SlotLayout.PAGE_TABLE, np.array(seq.pages, np.int32))]

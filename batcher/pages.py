@@ -4,9 +4,9 @@ Every page is in one of three states: *free* (it holds nothing that is needed), 
 it) or *reusable* (no sequence refers to it, but it holds the K/V of a stored prefix, and a hit revives it). The three
 always add up to the total. Page 0 is the null page: no request owns it, and page tables are padded with it.
 
-The prefix cache knows full pages only, by a digest chained over (parent digest, the page's tokens), the chain's root
-being the request's salt. Eviction takes the least recently released page; a sequence's pages are released last page
-first, so a prefix outlives what follows it.
+The prefix cache holds full pages only. A page's key is a digest of (parent digest, the page's tokens), and the root of
+the chain is the request's salt. Eviction takes the least recently released page. A sequence's pages are released last
+page first, so a prefix stays longer in the cache than the pages after it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def next_digest(digests: list[bytes], page_tokens: np.ndarray, salt: int) -> byt
 
 
 class PagePool:
-    """Who owns which page. Ids run from 1 to `num_pages`."""
+    """The pages' states and reference counts. Ids run from 1 to `num_pages`."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 1 or page_size < 1:
@@ -35,7 +35,7 @@ class PagePool:
         self._free = list(range(num_pages, 0, -1))  # a stack; page 1 is handed out first
         self._reusable: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._refs = [0] * (num_pages + 1)
-        self._digest: list[bytes | None] = [None] * (num_pages + 1)  # of pages that the index knows
+        self._digest: list[bytes | None] = [None] * (num_pages + 1)  # of pages in the index
         self._tokens: list[bytes | None] = [None] * (num_pages + 1)
         self._index: dict[bytes, int] = {}
 
@@ -57,7 +57,7 @@ class PagePool:
         return self.num_pages - self.num_available
 
     def allocate(self, count: int) -> list[int]:
-        """`count` pages with one reference each. The caller has looked at `num_available`."""
+        """`count` pages with one reference each. The caller has checked `num_available`."""
         assert count <= self.num_available, f"{count=} {self.num_available=}"
         pages = []
         for _ in range(count):
@@ -71,7 +71,7 @@ class PagePool:
         return pages
 
     def find(self, digests: Sequence[bytes], tokens: np.ndarray) -> list[int]:
-        """The pages of the longest stored prefix, without taking them. The digests are those of `tokens`."""
+        """The pages of the longest stored prefix. Adds no references. `digests` are those of the pages of `tokens`."""
         pages = []
         content, size = tokens[: len(digests) * self.page_size].tobytes(), self.page_size * tokens.itemsize
         for i, digest in enumerate(digests):
@@ -82,22 +82,22 @@ class PagePool:
         return pages
 
     def num_reusable_among(self, pages: Sequence[int]) -> int:
-        """How many of `pages` no sequence refers to: acquiring them makes that many fewer available."""
+        """The number of `pages` without references. Acquiring `pages` lowers `num_available` by this number."""
         return sum(self._refs[page] == 0 for page in pages)
 
     def num_held_once(self, pages: Sequence[int]) -> int:
-        """How many of `pages` would become available if one holder released them."""
+        """The number of `pages` that become available if their holder releases them."""
         return sum(self._refs[page] == 1 for page in pages)
 
     def acquire(self, pages: Sequence[int]) -> None:
-        """One more reference to each page that `find` gave."""
+        """Adds a reference to each page that `find` returned."""
         for page in pages:
             if self._refs[page] == 0:
                 del self._reusable[page]
             self._refs[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Gives up one reference to each page of a sequence, last page first."""
+        """Removes one reference from each page of a sequence, last page first."""
         for page in reversed(pages):
             self._refs[page] -= 1
             assert self._refs[page] >= 0, f"released once too often: {page=}"
@@ -108,7 +108,7 @@ class PagePool:
                     self._reusable[page] = None
 
     def commit(self, page: int, digest: bytes, tokens: np.ndarray) -> None:
-        """Makes a used, full page findable. Where an equal one is known already, that one stays the known one."""
+        """Adds a used, full page to the prefix cache. If the cache holds an equal page already, it keeps that one."""
         assert self._refs[page] > 0, f"only a used page is committed: {page=}"
         assert len(tokens) == self.page_size, f"only a full page is committed: {page=}"
         if digest not in self._index and self._digest[page] is None:
@@ -117,7 +117,7 @@ class PagePool:
             self._tokens[page] = tokens.tobytes()
 
     def forget(self, digests: Sequence[bytes]) -> None:
-        """No later request finds the pages of these digests: their content is not trusted. Their holders keep them."""
+        """Removes untrusted pages, by digest, from the prefix cache. Requests that hold them keep them."""
         for digest in digests:
             page = self._index.get(digest)
             if page is not None:
@@ -127,7 +127,7 @@ class PagePool:
                     self._free.append(page)
 
     def clear_cache(self) -> None:
-        """Forgets everything: reusable pages become free, used ones stay used but cannot be found."""
+        """Empties the prefix cache. Reusable pages become free; used pages stay used but cannot be found."""
         self._free.extend(self._reusable)
         self._reusable.clear()
         self._index.clear()
@@ -142,7 +142,7 @@ class PagePool:
         self._tokens[page] = None
 
     def check_integrity(self, holders: Sequence[Sequence[int]] | None = None) -> None:
-        """AssertionError where the states of the pages are inconsistent. `holders`: all page lists with references."""
+        """Raises AssertionError if the pages' states are inconsistent. `holders`: all page lists with references."""
         free, reusable = set(self._free), set(self._reusable)
         used = {page for page in range(1, self.num_pages + 1) if self._refs[page] > 0}
         assert len(free) == len(self._free), "a page is free twice"

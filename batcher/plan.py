@@ -1,4 +1,4 @@
-"""What one step does, in the host's terms. The scheduler makes it, the packer packs it."""
+"""The plan of one step. The scheduler makes it, and the packer packs it."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class StepPlan:
     emits: list[int]  # 0 or 1
     num_singles: int
     num_tokens: int
-    num_ended: int = 0  # rows of requests that had ended before: static batching decodes them on
+    num_ended: int = 0  # rows of requests that have ended: static batching keeps decoding them
     chunks: list[Chunk] = field(default_factory=list)  # rows not listed here read their slot's last token
     admitted: list[Sequence] = field(default_factory=list)
     masks: list[tuple[Sequence, np.ndarray]] = field(default_factory=list)  # of the tokens drawn under a grammar
-    grown: list[Sequence] = field(default_factory=list)  # running rows whose page list got one longer
+    grown: list[Sequence] = field(default_factory=list)  # running rows with one new page

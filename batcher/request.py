@@ -1,4 +1,4 @@
-"""What a client asks of the engine, in token ids: the only form in which a request enters this room."""
+"""The engine's requests and outputs, in token ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_DEVICE_STOP_IDS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How one request's tokens are drawn, and when it ends. Values are already validated by the server.
+    """The parameters of one request's sampling and of its end. `make_sequence` checks the values.
 
     Order on the device: logit_bias, penalties, the `min_tokens` ban, the grammar's mask, temperature, top_k, top_p,
     min_p.
@@ -20,7 +20,7 @@ class SamplingParams:
 
     max_tokens: int
     min_tokens: int = 0  # end-of-sequence and stop ids cannot be drawn before this many output tokens
-    temperature: float = 1.0  # 0 is greedy, whatever the fields below say
+    temperature: float = 1.0  # 0: greedy; top_k, top_p, min_p and seed are then ignored
     top_k: int = 0  # 0: off
     top_p: float = 1.0
     min_p: float = 0.0
@@ -31,15 +31,15 @@ class SamplingParams:
     seed: int | None = None  # None: the engine draws one
     stop_token_ids: tuple[int, ...] = ()  # besides the model's own end-of-sequence ids
     ignore_eos: bool = False
-    logprobs: int | None = None  # None: none; n: the sampled token's and the n most likely ones', n <= MAX_LOGPROBS
-    prompt_logprobs: int | None = None  # likewise for each prompt token but the first; bypasses the prefix cache
+    logprobs: int | None = None  # None: off; n: of the sampled token and the n most likely ones, n <= MAX_LOGPROBS
+    prompt_logprobs: int | None = None  # likewise for each prompt token except the first; bypasses the prefix cache
     allowed_token_ids: tuple[int, ...] | None = None  # None: all; no other token can be drawn
     grammar: str | None = None  # of the output, in the text form that the engine's `Grammars` read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One sequence to generate. `n > 1` is n requests; text (stop strings) is the server's business."""
+    """One sequence to generate. The server makes n requests of `n > 1`, and finds stop strings in the text."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -55,16 +55,16 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-sequence or stop id, or a stop string that the caller found
     LENGTH = "length"  # max_tokens or the model's context
     ABORT = "abort"  # the client left, or the engine shuts down
-    ERROR = "error"  # RequestOutput.error says what
+    ERROR = "error"  # see RequestOutput.error
 
 
 class ErrorCode(StrEnum):
     """Why a request ended with FinishReason.ERROR."""
 
-    QUEUE_DEADLINE = "queue_deadline"  # it waited longer than its deadline_s (HTTP 503)
+    QUEUE_DEADLINE = "queue_deadline"  # the request waited longer than its deadline_s (HTTP 503)
     GRAMMAR = "grammar"  # the grammar cannot be compiled or costs too much (HTTP 400)
     NOT_FINITE = "not_finite"  # the model gave NaN or infinity
-    STEP_FAILED = "step_failed"  # a step it was part of failed; others go on
+    STEP_FAILED = "step_failed"  # a step that computed the request failed; other requests go on
     ENGINE_DEAD = "engine_dead"  # the engine stopped for good
 
 
@@ -79,17 +79,17 @@ class TokenLogprobs:
 
 @dataclass(kw_only=True, slots=True)
 class RequestOutput:
-    """What one request gained from one step (usually one token). `token_ids` are new ones only.
+    """One request's output of one step, usually one token. `token_ids` holds new tokens only.
 
-    Not to be changed, yet not frozen: that would cost two microseconds for every token of every request.
+    Treat it as immutable. It is not frozen, because that would cost two microseconds per token.
     """
 
     request_id: str
-    token_ids: tuple[int, ...] = ()  # the id that ended it included
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token id where asked for
+    token_ids: tuple[int, ...] = ()  # including the id that ended the request
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token id, if requested
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # with the first token; entry i is of prompt token i + 1
     num_cached_tokens: int = 0  # prompt tokens whose K/V came from the prefix cache
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None  # the stop id that ended it, None for end-of-sequence
+    stop_reason: int | None = None  # the stop id that ended the request; None for end-of-sequence
     error: str | None = None
     error_code: ErrorCode | None = None

@@ -1,9 +1,9 @@
 """The table of sampling parameters: one entry for each field of `SamplingParams`.
 
-An entry says what a parameter may be, how a slot's state holds it, and which program it needs. Admission, the packer,
-the server's checks and the device's unpacking read it. A parameter is added by four edits: its field in
-`batcher/request.py` (type and default), its entry here, its field in `server/api/schemas.py`, and in
-`model/sampling/sampling.py` its column and its use.
+An entry holds a parameter's range, its columns in a slot's state, and the program variant that it needs. Admission, the
+packer, the server's checks and the device's unpacking read the table. A new parameter takes four edits: its field in
+`batcher/request.py` (type and default), its entry here, its field in `server/api/schemas.py`, and its column and use in
+`model/sampling/sampling.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Value = bool | float | Sequence[int] | Sequence[float]
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """An interval of numbers. NaN is in none; every bound but infinity is a finite float32."""
+    """An interval of numbers. No interval contains NaN. All bounds except infinity are finite as float32."""
 
     low: float
     high: float = math.inf
@@ -41,7 +41,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """What a slot's state holds under one name: a number of 32 bits, or up to `width` of them where that is not 1."""
+    """A named part of a slot's state: one number of 32 bits, or a list of up to `width` numbers if `width` is not 1."""
 
     name: str
     dtype: DType
@@ -49,7 +49,7 @@ class Column:
 
 
 class Admitted(Protocol):
-    """A request as it is admitted: what its columns are computed from. `batcher.sequence.Sequence` is one."""
+    """The attributes of an admitted request that its columns are computed from, as of `batcher.sequence.Sequence`."""
 
     sampling: SamplingParams
     seed: int
@@ -62,12 +62,12 @@ class Admitted(Protocol):
 class Parameter:
     """One field of `SamplingParams`."""
 
-    range: Range | None = None  # of the number, where it is one; of each bias for `logit_bias`
+    range: Range | None = None  # of a number; for `logit_bias`, of each bias
     columns: tuple[Column, ...] = ()  # none: only the host reads it
     values: Callable[[Admitted], tuple[Value, ...]]  # one for each column
-    off: Any = None  # with this value the parameter asks nothing of the program
-    variant: Variant = Variant.GREEDY  # that a row needs where the value is not `off`
-    counts_tokens: bool = False  # where it is not `off`, the device keeps the history of the request's tokens
+    off: Any = None  # with this value the parameter needs nothing of the program
+    variant: Variant = Variant.GREEDY  # of the program that a row needs if the value is not `off`
+    counts_tokens: bool = False  # if it is not `off`, the device counts the request's tokens
 
 
 def _on_host(range: Range | None = None, *, off: Any = None, variant: Variant = Variant.GREEDY) -> Parameter:
@@ -75,7 +75,7 @@ def _on_host(range: Range | None = None, *, off: Any = None, variant: Variant = 
 
 
 def _number(name: str, dtype: DType, range: Range, **options: Any) -> Parameter:
-    """A parameter that travels as it is."""
+    """A number that is sent to the device unchanged."""
     return Parameter(
         range=range,
         columns=(Column(name, dtype),),
@@ -97,7 +97,7 @@ def _seed(request: Admitted) -> tuple[Value, ...]:
 
 
 def _ban(request: Admitted) -> tuple[Value, ...]:
-    """The device bans the stop ids at the positions before which the request must not end."""
+    """The stop ids, and the number of tokens before which the device bans them."""
     min_tokens = request.sampling.min_tokens
     if not min_tokens:
         return 0, 0, ()
@@ -113,7 +113,7 @@ def _bias(request: Admitted) -> tuple[Value, ...]:
     return len(bias), [token for token, _ in bias], [value for _, value in bias]
 
 
-# `top_k`, `top_p`, `min_p` and `seed` need no program of their own: a row with temperature 0 ignores them.
+# `top_k`, `top_p`, `min_p` and `seed` need no variant: a row with temperature 0 ignores them.
 PARAMETERS: dict[str, Parameter] = {
     "max_tokens": _on_host(Range(1)),
     "min_tokens": Parameter(
@@ -133,7 +133,7 @@ PARAMETERS: dict[str, Parameter] = {
     "min_p": _number("min_p", "float32", Range(0, 1)),
     "presence_penalty": _penalty("presence_penalty", Range(-2, 2), off=0),
     "frequency_penalty": _penalty("frequency_penalty", Range(-2, 2), off=0),
-    # The device divides float32 logits by it: far from 1 nothing finite would be left.
+    # The device divides float32 logits by it: far from 1 the results would not be finite.
     "repetition_penalty": _penalty("repetition_penalty", Range(1e-3, 1e3), off=1),
     "logit_bias": Parameter(
         range=Range(-100, 100),
@@ -155,23 +155,23 @@ PARAMETERS: dict[str, Parameter] = {
         values=lambda request: (request.sampling.logprobs is not None,),
         variant=Variant.SAMPLE,
     ),
-    "allowed_token_ids": _on_host(variant=Variant.SAMPLE),  # a mask, like a grammar's, that is brought once
+    "allowed_token_ids": _on_host(variant=Variant.SAMPLE),  # a mask like a grammar's, but constant
     "grammar": Parameter(
         columns=(Column("has_mask", "bool"),),
         values=_has_mask,
         variant=Variant.SAMPLE,
     ),
-    # Steps need SCORE only until the prompt is computed: `Sequence.wants_prompt_logprobs` says when.
+    # Steps need SCORE only until the prompt is computed: see `Sequence.wants_prompt_logprobs`.
     "prompt_logprobs": _on_host(Range(0, MAX_LOGPROBS), variant=Variant.SCORE),
 }
 
 
 def column_values(request: Admitted) -> Iterator[tuple[Column, Value]]:
-    """Everything that the slot's state holds of the request's sampling."""
+    """The columns of the request's sampling parameters, and their values."""
     for parameter in PARAMETERS.values():
         yield from zip(parameter.columns, parameter.values(request), strict=True)
 
 
 def is_asked(sampling: SamplingParams, name: str) -> bool:
-    """Whether the parameter asks anything of the program."""
+    """Whether the parameter is not `off`."""
     return bool(getattr(sampling, name) != PARAMETERS[name].off)

@@ -1,6 +1,6 @@
-"""Plans the next step: iteration-level scheduling under a token budget. The plan depends on the scheduler's state alone.
+"""Plans the next step: iteration-level scheduling under a token budget. The plan depends on the scheduler's state only.
 
-Requests are served in the order of their key (priority, arrival rank), lowest first. A preempted request keeps its rank.
+Requests are served in the order of their key (priority, arrival rank), lowest first. Preemption does not change it.
 
 1. Every decoding request gets one token. A request stalls when it needs a page and none is available: it keeps its slot
    and pages and waits for another request to end. It stalls for at most `_MAX_STALLS` steps in a row, and only if no
@@ -11,7 +11,7 @@ Requests are served in the order of their key (priority, arrival rank), lowest f
 3. Admission is in the order of the key (exceptions: 4 and 5). It gives a request all pages of its tokens to compute.
    It looks ahead: the pages that all running requests are expected to hold, now and later (`forecast.py`), must fit the
    pool. When nothing else runs, the forecast is skipped: the pool holds at least one request of full length. So the
-   first request in the queue is always admitted at some time, and the running request with the lowest key is never
+   first request in the queue is always admitted in the end, and the running request with the lowest key is never
    preempted. Hence there is no deadlock and no starvation.
 4. A request waits one step if this step computes its next missing prefix page. In the next step it finds that page in
    the prefix cache: of n samples of one prompt, only the first computes it. Other requests may pass it meanwhile, at
@@ -152,7 +152,7 @@ class Scheduler:
         return self._plan(singles, chunks, admitted, grown)
 
     def _decodes(self) -> tuple[list[Sequence], list[Sequence]]:
-        """The requests that decode in this step, each with a page to write to, and those of them that got a new page."""
+        """The requests that decode in this step, each with a page to write to, and those of them with a new page."""
         rows: list[Sequence] = []
         grown: list[Sequence] = []
         stalled: list[Sequence] = []

@@ -1,4 +1,4 @@
-"""One request on its way through the engine: a few counters say everything about where it stands."""
+"""The engine's record of one request: its tokens, its slot and pages, and counters of its progress."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ OnOutput = Callable[[RequestOutput], None]
 
 
 class State(Enum):
-    """Where a sequence is between arrival and end."""
+    """The stages of a sequence between arrival and end."""
 
-    COMPILING = "compiling"  # its grammar is compiled; the scheduler does not know it yet
+    COMPILING = "compiling"  # its grammar is being compiled; it is not in the scheduler's queue yet
     WAITING = "waiting"  # never admitted, or preempted: owns no slot and no pages
     RUNNING = "running"  # owns a slot and pages
     FINISHED = "finished"
@@ -80,7 +80,7 @@ class Sequence:
         request: Request,
         prompt: np.ndarray,  # i32[num_prompt]
         *,
-        limit: int,  # output tokens at most: max_tokens, or what the context leaves
+        limit: int,  # most output tokens: max_tokens, or fewer if the context ends first
         stop_ids: frozenset[int],  # any of these ends it
         seed: int,
         arrived_s: float,
@@ -106,24 +106,24 @@ class Sequence:
         self.has_penalties = any(parameter.counts_tokens for parameter in asked)
 
         self.state = State.WAITING if matcher is None else State.COMPILING
-        self.is_blocked = matcher is not None  # the mask of its next token is not there yet
-        self.mask: np.ndarray | None = None  # of its next token, from its coming to the dispatch of the token
-        self.is_slow_to_mask = True  # to compile is
-        self.arrival = -1  # rank, set when the scheduler first sees it; kept through preemption
+        self.is_blocked = matcher is not None  # the mask of its next token is not computed yet
+        self.mask: np.ndarray | None = None  # of its next token; None after that token's dispatch
+        self.is_slow_to_mask = True  # its first mask includes compilation, which is slow
+        self.arrival = -1  # rank, set when it joins the scheduler's queue; kept at preemption
         self.key = (request.priority, -1)
         self.output: list[int] = []  # tokens read back
         self.num_emitted = 0  # output tokens of dispatched steps, pending ones included
-        self.to_compute = prompt  # computed before it decodes: the prompt, and after a preemption the output as well
+        self.to_compute = prompt  # before it decodes: the prompt, and after a preemption also the output
         self.num_computed = 0
         self.decoding = False
         self.slot = -1
         self.pages: list[int] = []
-        self.digests: list[bytes] = []  # of the full pages of prompt and output, as far as they were needed
+        self.digests: list[bytes] = []  # of the full pages of prompt and output, as far as computed
         self.num_committed = 0  # leading pages offered to the prefix cache
-        self.commit_at = 0  # computed tokens from which on there is another full page
+        self.commit_at = 0  # the number of computed tokens at which the next page is full
         self.num_hit_pages = 0  # leading pages that came from the prefix cache at the last admission
         self.num_hit_tokens = 0  # prompt tokens found in the prefix cache at the first admission
-        self.num_stalls = 0  # steps in a row that it has waited for a page while decoding
+        self.num_stalls = 0  # steps in a row in which it has waited for a page while decoding
         self.last_step = -1  # the last dispatched step that has a row of it
         self.num_preemptions = 0
         self.started_s = -1.0
@@ -134,7 +134,7 @@ class Sequence:
         )
 
     def take_mask(self) -> np.ndarray:
-        """The mask of its next token, which is dispatched now. It is blocked until the mask after that."""
+        """The mask of the token that is dispatched now. Blocks the sequence until its next mask is computed."""
         mask, self.mask = self.mask, None
         assert mask is not None
         self.is_blocked = True
@@ -151,7 +151,7 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether prompt positions still have to be scored: not again after the first token went out."""
+        """Whether prompt positions must be scored. They have all been scored when the first token is read."""
         return self.prompt_logprobs is not None and self.first_token_s < 0
 
     def tokens(self) -> np.ndarray:

@@ -8,7 +8,7 @@ _FIRST = 2
 
 
 def _starts() -> tuple[dict[str, int], int]:
-    """Where each sampling column begins, and where the last one ends."""
+    """The start of each sampling column by name, and the end of the last one."""
     starts, end = {}, _FIRST
     for column in sampling_columns():
         starts[column.name] = end
@@ -24,7 +24,7 @@ def sampling_columns() -> list[Column]:
 class SlotLayout:
     """Columns of the slot state `i32[num_slots, width]`. Numbers of other types are held as their 32 bits."""
 
-    LAST_TOKEN = 0  # the token the next step reads where the host sends -1
+    LAST_TOKEN = 0  # the token that the next step reads if the host sends -1
     KV_LEN = 1  # tokens of this request whose K/V are in pages
     STARTS, PAGE_TABLE = _starts()  # of the sampling columns by name; [pages_per_seq], never read past the row's pages
 

@@ -11,18 +11,18 @@ from batcher.step import Bucket, Variant
 class StaticScheduler(Scheduler):
     """Takes as many waiting requests as fit, computes all their prompts, then decodes until the longest has ended.
 
-    No request joins or leaves meanwhile. As in a padded batch, the row of a request that has ended goes on decoding,
-    its K/V grows, and its tokens are thrown away. Such a row stands still only where the context is full, and stays in
-    the padded shape even then. Pages are reserved for the whole rectangle, every row as long as the longest output, so
-    no request is ever preempted. Prompts are chunked and found in the prefix cache as in continuous scheduling, and are
-    not padded to the longest: that is in this baseline's favour.
+    No request joins or leaves meanwhile. As in a padded batch, the row of a request that has ended keeps decoding: its
+    K/V grows, and its tokens are dropped. Such a row stops only when its context is full, and it stays in the padded
+    shape even then. Pages are reserved as if every output were as long as the longest one, so no request is ever
+    preempted. Prompts are chunked and found in the prefix cache as in continuous scheduling, and are not padded to the
+    longest prompt. Both favour this baseline.
     """
 
     _states_of_running = (State.RUNNING, State.FINISHED)
     _batch_rows = 0
 
     def finish(self, sequence: Sequence) -> None:
-        """Its request ends now; its row, slot and pages stay with the batch until the last request of it ends."""
+        """Ends the request. Its row, slot and pages stay with the batch until the batch's last request ends."""
         if sequence.state is not State.RUNNING:
             super().finish(sequence)
             return
@@ -35,7 +35,7 @@ class StaticScheduler(Scheduler):
         admitted: list[Sequence] = []
         if not self.running:
             if self._held:
-                return None  # the batch before still has rows in flight
+                return None  # the previous batch still has rows in flight
             while self.waiting and self._admit(self.waiting[0], set()) is Verdict.ADMITTED:
                 admitted.append(self.running[-1])
             self._batch_rows = len(admitted)
@@ -78,7 +78,7 @@ class StaticScheduler(Scheduler):
                 self._leave(seq)
 
     def _has_room(self, seq: Sequence, num_new: int, num_revived: int) -> bool:
-        """Whether the pool, all of which belongs to the batch, lasts for the batch with `seq` to its end."""
+        """Whether the whole pool suffices for the batch with `seq`, until the batch ends."""
         batch = [*self.running, seq]
         longest = max(s.limit for s in batch)
         tokens = [min(s.num_prompt + longest, self.max_model_len) - 1 for s in batch]  # the last drawn is not stored

@@ -1,6 +1,6 @@
-"""What the engine counts. Every figure is a running total or a present value, so that a lost reading loses nothing.
+"""The engine's statistics. Every figure is a running total or a present value, so a missed reading loses nothing.
 
-Plain numbers in plain dataclasses: `dataclasses.asdict` or any serialiser carries them to another process.
+They are numbers in dataclasses, which any serialiser can send to another process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOKEN_BOUNDS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts per bucket since start, not cumulated over buckets. The last count is of values above every bound."""
+    """Counts per bucket since start, not cumulative over buckets. The last count is of values above all bounds."""
 
     bounds: tuple[float, ...]
     counts: list[int] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Histogram:
 
 @dataclass(kw_only=True, slots=True)
 class EngineStats:
-    """Gauges are of the moment of the reading; everything else counts from the engine's start. Seconds, tokens."""
+    """Gauges are present values. All other figures count from the engine's start. Units: seconds, tokens."""
 
     # gauges
     num_requests_running: int = 0
@@ -61,16 +61,16 @@ class EngineStats:
     recent_steps: list[StepRecord] = field(default_factory=list)  # a sample of the last seconds' steps
     # counters
     num_preemptions: int = 0
-    prompt_tokens: int = 0  # of requests as they are first admitted
+    prompt_tokens: int = 0  # counted at a request's first admission
     prompt_tokens_computed: int = 0  # recomputation after preemptions included
     generation_tokens: int = 0
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0  # prompt tokens found
     corrupted_requests: int = 0  # ended because the model gave NaN or infinity
-    failed_steps: int = 0  # and those that were in flight behind them
+    failed_steps: int = 0  # including steps that were in flight behind a failed one
     num_steps: int = 0
-    step_tokens: int = 0  # real tokens computed, surplus tokens included; not those of static batching's ended rows
-    step_tokens_padded: int = 0  # what the steps' shapes held
+    step_tokens: int = 0  # real tokens computed, with surplus tokens, without static batching's ended rows
+    step_tokens_padded: int = 0  # tokens of the padded shapes
     step_rows: int = 0  # likewise
     step_rows_padded: int = 0
     num_compiles_after_warm_up: int = 0
@@ -82,7 +82,7 @@ class EngineStats:
     inter_token_latency: Histogram = field(default_factory=partial(Histogram, ITL_BOUNDS))
     time_per_output_token: Histogram = field(
         default_factory=partial(Histogram, ITL_BOUNDS)
-    )  # a request's mean, its first token left out
+    )  # a request's mean, without its first token
     e2e_latency: Histogram = field(default_factory=partial(Histogram, LATENCY_BOUNDS))
     prefill_time: Histogram = field(
         default_factory=partial(Histogram, LATENCY_BOUNDS)

@@ -1,10 +1,10 @@
-"""The contract between the batcher and whatever executes its steps: arrays in numpy, one int32 buffer per step.
+"""The interface between the batcher and the runner that executes its steps: numpy arrays, one int32 buffer per step.
 
 Shape legend of this room: `T` tokens of a step (padded), `S` rows of a step (padded), `W` columns of a slot's state.
 
-The device keeps one row of state per *slot*; a request owns a slot from admission to its end or preemption. The host
-never resends a row: it sends *patches*, (flat index, value) pairs applied before anything else in the step. Floats
-travel as their bits, so that one i32 matrix and one i32 buffer hold everything.
+The device keeps one row of state per *slot*. A request owns a slot from admission to its end or preemption. The host
+updates rows with *patches*: (flat index, value) pairs that are applied before anything else in the step. Floats are
+sent as their bits, so one i32 matrix and one i32 buffer hold all values.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Protocol
 
 from batcher.request import MAX_LOGPROBS
 
-if TYPE_CHECKING:  # the server reads the sampling table, and has no use for numpy
+if TYPE_CHECKING:  # the HTTP process reads the sampling table, without numpy
     import numpy as np
 
 HEADER_SIZE = 8  # num_singles (single-token rows), num_rows, num_tokens; the rest is zero
 
 
 class Variant(StrEnum):
-    """What a step's program can do beyond the forward pass. One bucket and one variant are one executable."""
+    """The work of a step's program beyond the forward pass. One padded shape and one variant are one executable."""
 
-    GREEDY = "greedy"  # argmax of the raw logits: no row has a bias, a penalty, a ban or wants logprobs
-    SAMPLE = "sample"  # everything in SamplingParams but prompt_logprobs
+    GREEDY = "greedy"  # argmax of the raw logits: no row has a mask, a bias, a penalty, a ban or logprobs
+    SAMPLE = "sample"  # everything in SamplingParams except prompt_logprobs
     SCORE = "score"  # SAMPLE, and log-probabilities of every token in the step (prompt_logprobs)
 
 
@@ -45,7 +45,7 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capacity:
-    """What a runner can hold, known before the first request."""
+    """A runner's limits, known before the first request."""
 
     num_slots: int
     num_pages: int  # pages that requests can own, ids 1 to num_pages; the null page (0) is not among them
@@ -67,17 +67,17 @@ class PackedLayout:
 
     @property
     def num_patches(self) -> int:
-        """Patches that travel in the step's own buffer: the steady state of every row crossing a page boundary,
-        and a few short admissions. What does not fit goes ahead in `StepInput.patches`."""
+        """Patches in the step's own buffer: enough for every row to cross a page boundary and for a few short
+        admissions. Further patches are applied before the step, from `StepInput.patches`."""
         return 2 * self.bucket.num_rows + 64
 
     def sections(self) -> dict[str, slice[int, int, None]]:
         """name -> slice of the buffer: header, slots[S], q_lens[S], emits[S], tokens[T], patch_indices[K],
         patch_values[K], and for SCORE targets[T].
 
-        Rows: decodes (q_len 1) first, then chunks; a padding row has slot == num_slots, q_len 0, emit 0. A token of -1
-        is "the slot's last token". A padding patch has an index past the end of the state. targets[t] is the prompt
-        token that follows tokens[t], or -1 where none is wanted.
+        Rows: decodes (q_len 1) first, then chunks. A padding row has slot == num_slots, q_len 0, emit 0. A token of -1
+        stands for the slot's last token. A padding patch has an index past the end of the state. targets[t] is the
+        prompt token that follows tokens[t], or -1 if it is not to be scored.
         """
         t, s, k = self.bucket.num_tokens, self.bucket.num_rows, self.num_patches
         sizes = {"header": HEADER_SIZE, "slots": s, "q_lens": s, "emits": s, "tokens": t}
@@ -95,7 +95,7 @@ class PackedLayout:
         return max(s.stop for s in self.sections().values())
 
 
-MASK_BLOCK = 16  # rows of one dispatch that brings masks
+MASK_BLOCK = 16  # rows of one dispatch of masks
 PATCH_BLOCK = 4096  # (index, value) pairs of one patch-only dispatch
 
 
@@ -110,7 +110,7 @@ class PenaltyReset:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepInput:
-    """A step as the runner gets it: one packed buffer, and what must be done before it."""
+    """The runner's input for one step: one packed buffer, and the updates to apply before the step."""
 
     bucket: Bucket
     packed: np.ndarray  # i32[PackedLayout(bucket).size]
@@ -121,10 +121,10 @@ class StepInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutput:
-    """Row-aligned results; rows without emit hold nothing of meaning. Log-probabilities are of the raw logits."""
+    """Results by row; those of rows without emit are undefined. Log-probabilities are of the raw logits."""
 
     tokens: np.ndarray  # i32[S]
-    finite: np.ndarray  # bool[S]: False where the logits held a NaN or infinity
+    finite: np.ndarray  # bool[S]: False if the row's logits held a NaN or infinity
     logprobs: np.ndarray | None = None  # f32[S], SAMPLE and SCORE
     top_ids: np.ndarray | None = None  # i32[S, MAX_LOGPROBS], most likely first
     top_logprobs: np.ndarray | None = None  # f32[S, MAX_LOGPROBS]
@@ -141,7 +141,7 @@ class StepHandle(Protocol):
 
 
 class Runner(Protocol):
-    """Executes steps in the order in which they are given. Owned here, implemented by `model.execution.runner`."""
+    """Executes steps in the order of the calls. `model.execution.runner` implements it."""
 
     def capacity(self) -> Capacity: ...
 
@@ -149,12 +149,13 @@ class Runner(Protocol):
         """Compiles every bucket's program and runs each once. After this `num_compiles` never changes."""
 
     def execute(self, step: StepInput) -> StepHandle:
-        """Dispatches one step and returns at once. A bucket that was not warmed up is a KeyError."""
+        """Dispatches one step and returns at once. Raises KeyError if its bucket was not warmed up."""
 
     def recover(self) -> None:
-        """After a failed step, with none in flight: makes the device fit to go on. Slot state and pages may be lost.
+        """Prepares the device for further steps after a failed one. No step is in flight. Slot state and pages may be
+        lost.
 
-        Raises whatever says that the device cannot go on; the engine then dies.
+        Raises the device's error if it cannot go on; the engine then dies.
         """
 
     @property

@@ -1,4 +1,4 @@
-"""A sample of the steps of the last seconds: which slots each step served, and with what."""
+"""A sample of the steps of the last seconds: the slots that each step served, and whether by decode or prefill."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from batcher.plan import StepPlan
 
 IDLE, DECODE, PREFILL = b".dp"
-SAMPLE_S = 0.05  # at most one step in this time is kept
-NUM_KEPT = 60  # three seconds of samples, so that a reader that comes every second may miss one reading
+SAMPLE_S = 0.05  # at most one step is kept in this time
+NUM_KEPT = 60  # three seconds of samples: enough for a reader that reads once a second and misses one reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class StepRecord:
     variant: str
     num_tokens: int  # real tokens
     num_tokens_padded: int  # tokens of the compiled shape
-    slots: str  # one character a slot: "." idle, "d" decode, "p" prefill; idle slots at the end are left out
+    slots: str  # one character per slot: "." idle, "d" decode, "p" prefill; without the idle slots at the end
 
 
 class StepLog:
@@ -32,7 +32,7 @@ class StepLog:
         self._next_s = float("-inf")
 
     def dispatched(self, plan: StepPlan, now: float) -> None:
-        """Keeps `plan` where the last kept step is `SAMPLE_S` or more ago."""
+        """Keeps `plan` if the last kept step is at least `SAMPLE_S` ago."""
         if now < self._next_s:
             return
         self._next_s = now + SAMPLE_S
