@@ -97,7 +97,7 @@ def _seed(request: Admitted) -> tuple[Value, ...]:
 
 
 def _ban(request: Admitted) -> tuple[Value, ...]:
-    """The stop ids, and the number of tokens before which the device bans them."""
+    """The stop ids, and the number of prompt and output tokens before which the device bans them."""
     min_tokens = request.sampling.min_tokens
     if not min_tokens:
         return 0, 0, ()

@@ -1,4 +1,4 @@
-"""The engine in a process of its own: its messages, the process, the client that speaks with it, one request's outputs.
+"""The engine in a separate process: the messages, the process, its client, and the outputs of one request.
 
-Knows ZeroMQ, `batcher` and the rooms `text` and `http.errors`. It knows nothing of routes and schemas.
+Depends on ZeroMQ, `batcher` and the rooms `text` and `http.errors`, not on routes and schemas.
 """

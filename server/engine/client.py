@@ -1,7 +1,7 @@
-"""The HTTP process's end of the engine: requests and aborts down, outputs up, and the news of its death.
+"""The HTTP process's client of the engine: sends requests and aborts, receives outputs, and notices the engine's death.
 
-Everything here runs on the event loop's thread. Outputs are handed to each request's sink by a plain call from the
-socket's readable callback: nothing awaits, so a client that reads slowly holds up neither the engine nor anyone else.
+All of it runs on the event loop's thread. The socket's readable callback passes each output to its request's sink by a
+plain call. Nothing awaits, so a client that reads slowly delays neither the engine nor other clients.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from server.engine.scratch_folder import NAME_LENGTH, ScratchFolder
 logger = logging.getLogger("pallas_serve")
 
 LAST_WORDS_MS = 1000
-READ_S = 0.005  # of reading at a time: an engine that is faster than this process must not keep the loop to itself
+READ_S = 0.005  # longest reading at a time: an engine that is faster than this process must not block the event loop
 SOCKETS = ("commands", "events")
-SHORT_FOLDERS = ("/tmp", "/var/tmp")  # where the system's folder for temporary files has too long a path for a socket
+SHORT_FOLDERS = ("/tmp", "/var/tmp")  # if the system's temporary folder has too long a path for a socket
 
 
 class EngineFailedError(RuntimeError):
@@ -39,13 +39,13 @@ class EngineFailedError(RuntimeError):
 
 
 class Sink(Protocol):
-    """Who takes one request's outputs. The last one has a finish reason."""
+    """Receives one request's outputs. The last output has a finish reason."""
 
     def on_output(self, output: wire.Output) -> None: ...
 
 
 class EngineClient(Protocol):
-    """What the routes ask of the engine; `ProcessEngineClient` is the real one."""
+    """The engine's interface for the routes. `ProcessEngineClient` implements it."""
 
     info: wire.EngineInfo
 
@@ -55,22 +55,22 @@ class EngineClient(Protocol):
     def submit(self, requests: Sequence[tuple[wire.WireRequest, Sink]]) -> None: ...
 
     def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
-        """The requests' sinks hear nothing more. Unknown and finished ids are ignored."""
+        """The requests' sinks get no more outputs. Unknown and finished ids are ignored."""
 
     def reset_prefix_cache(self) -> None:
         """No later prompt finds the pages of the earlier ones."""
 
     @property
     def death(self) -> str | None:
-        """Why the engine serves no more; None while it lives."""
+        """The reason of the engine's death; None while it lives."""
 
     @property
     def last_heartbeat(self) -> float:
-        """When it was last heard of, by the monotonic clock."""
+        """The time of the engine's last statistics, by the monotonic clock."""
 
 
 class ProcessEngineClient:
-    """Spawns the engine process and speaks with it. `start` before use, `stop` always."""
+    """Spawns the engine process and exchanges messages with it. Call `start` before use, and `stop` in any case."""
 
     def __init__(self, target: str, engine_args: object, *, report: Callable[[str], None], debug: bool = False) -> None:
         self.info = wire.EngineInfo(max_model_len=0, vocab_size=0)
@@ -82,7 +82,7 @@ class ProcessEngineClient:
         self._sinks: dict[str, Sink] = {}
         self._ready: asyncio.Future[wire.EngineInfo] | None = None
         self._is_ready = False
-        self._read_on: asyncio.Handle | None = None  # where the last reading was cut short
+        self._read_on: asyncio.Handle | None = None  # the rest of a reading that was cut short
         self._stopping = False
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(wire.Event).decode
@@ -104,12 +104,12 @@ class ProcessEngineClient:
         return socket
 
     async def start(self) -> wire.EngineInfo:
-        """Waits until the engine is ready. Raises EngineFailedError with the reason where it cannot start."""
+        """Waits until the engine is ready. Raises EngineFailedError with the reason if it cannot start."""
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
         loop.add_reader(int(self._events.getsockopt(zmq.FD)), self._on_readable)
         loop.add_reader(self.process.sentinel, self._on_exit)
-        self._on_readable()  # the descriptor only signals changes: what came before would wait for the next one
+        self._on_readable()  # the descriptor signals changes only: earlier messages would wait for the next one
         self.info = await self._ready
         return self.info
 
@@ -128,12 +128,12 @@ class ProcessEngineClient:
             self._send(wire.ResetPrefixCache())
 
     def abort_all(self) -> None:
-        """Ends every open request with ABORT, which its sink is told."""
+        """Ends every open request with ABORT. Its sink gets that output."""
         if self.death is None:
             self._send(wire.Abort(list(self._sinks)))
 
     async def stop(self, timeout_s: float = 10.0) -> None:
-        """Ends the process: asked first, killed if it does not listen. While it starts it does not listen."""
+        """Ends the process: sends Stop, and kills it after `timeout_s`. Kills it at once if it is still starting."""
         self._stopping = True
         try:
             if self._is_ready and self.process.is_alive():
@@ -144,7 +144,7 @@ class ProcessEngineClient:
                 if self.process.is_alive():
                     logger.warning("the engine process did not end within %g s: killing it", timeout_s)
         finally:
-            self.process.kill()  # nothing to do where it has ended
+            self.process.kill()  # has no effect if it has ended
             self.process.join()
         loop = asyncio.get_running_loop()
         loop.remove_reader(int(self._events.getsockopt(zmq.FD)))
@@ -159,7 +159,7 @@ class ProcessEngineClient:
     def _send(self, command: wire.Command) -> None:
         try:
             self._commands.send(self._encode(command), zmq.NOBLOCK)
-        except zmq.Again:  # no process is at the other end; if the engine has died, `_on_exit` is about to say so
+        except zmq.Again:  # no process is connected; if the engine has died, `_on_exit` will report it
             logger.warning("the engine process did not take a command: %s", type(command).__name__)
 
     def _on_readable(self) -> None:
@@ -167,12 +167,12 @@ class ProcessEngineClient:
             self._read_for_a_while()
 
     def _read_for_a_while(self) -> None:
-        """The descriptor signals changes only: what is left in the socket is read in the loop's next turn."""
+        """Reads for at most READ_S. The descriptor signals changes only, so the loop's next turn reads the rest."""
         done = self._read(time.monotonic() + READ_S)
         self._read_on = None if done else asyncio.get_running_loop().call_soon(self._read_for_a_while)
 
     def _read(self, deadline: float = math.inf) -> bool:
-        """Whether everything that has come has been read."""
+        """Reads messages until `deadline`. Returns whether all that have arrived were read."""
         while int(self._events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._on_event(self._decode(self._events.recv()))
             if time.monotonic() >= deadline:
@@ -208,19 +208,19 @@ class ProcessEngineClient:
         asyncio.get_running_loop().remove_reader(self.process.sentinel)
         self.process.join()
         self._read()
-        if self.process.exitcode == engine_process.EXIT_FAILED:  # then it has said why, and that may be on its way yet
+        if self.process.exitcode == engine_process.EXIT_FAILED:  # its Failed message may not have arrived yet
             while self.death is None and self._events.poll(LAST_WORDS_MS):
                 self._read()
         if not self._stopping:
             self._die(f"the engine process has ended (exit code {self.process.exitcode})")
 
     def _die(self, reason: str) -> None:
-        """Every open request ends with an error, and `died` wakes whoever decides about the server."""
+        """Ends every open request with an error, and sets `died`."""
         if self.death is not None:
             return
         self.death = reason
         if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(EngineFailedError(reason))  # whoever waits for the start says so
+            self._ready.set_exception(EngineFailedError(reason))  # `start` raises it
         else:
             logger.error("engine failure: %s", reason)
         sinks, self._sinks = self._sinks, {}
@@ -230,9 +230,9 @@ class ProcessEngineClient:
 
 
 def _root_for_sockets() -> Path:
-    """The folder for temporary files, or a shorter one where a socket's path would be too long for the system.
+    """The system's temporary folder, or a shorter one if a socket's path in it would be too long for the system.
 
-    Raises OSError where there is none.
+    Raises OSError if there is none.
     """
     preferred = Path(tempfile.gettempdir())
     if _fits(preferred):

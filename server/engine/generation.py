@@ -1,8 +1,8 @@
-"""The sequences of one HTTP request on their way from the engine to the client.
+"""The sequences of one HTTP request, between the engine and the client.
 
-Outputs are turned into text the moment they arrive, so that a stop string ends its sequence at once however slowly the
-client reads; what has become text gathers in each choice until the response takes it. A slow reader gets fewer and
-larger pieces, and its memory is bounded by its own `max_tokens`.
+Outputs are decoded to text when they arrive. So a stop string ends its sequence at once, even if the client reads
+slowly. Each choice collects its text until the response takes it. A slow reader gets fewer and larger pieces, and the
+memory for them is bounded by its `max_tokens`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class ScoredToken:
 
 @dataclass(slots=True)
 class Gain:
-    """What a choice has gained since it was asked before."""
+    """A choice's new output since the last `take`."""
 
     pieces: list[Piece] = field(default_factory=list)  # none is empty
     scored: list[ScoredToken] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)  # those that are not shown as text, too
+    token_ids: list[int] = field(default_factory=list)  # including those that are not shown as text
 
     @property
     def text(self) -> str:
@@ -51,9 +51,9 @@ class Gain:
 
 
 class Choice:
-    """One sequence: outputs go in, text, tool calls and scored tokens are taken out by the response.
+    """One sequence: collects outputs, from which the response takes text, tool calls and scored tokens.
 
-    `calls` finds tool calls in the text; None: it is all content.
+    `calls` finds tool calls in the text; None: the whole text is content.
     """
 
     __slots__ = (
@@ -103,7 +103,7 @@ class Choice:
         self.stop_reason: str | int | None = None
 
     def take(self) -> Gain:
-        """What has come since the last call."""
+        """The new output since the last call."""
         if self._calls is not None:
             pieces = self._calls.take()
         else:
@@ -135,8 +135,8 @@ class Choice:
         self._generation.on_progress(self)
 
     def pass_deadline(self) -> None:
-        """Its time is over. What there is stays; where there is none yet, the engine may refuse it, or its first token
-        is its last."""
+        """Ends the sequence at its deadline and keeps its output. A sequence without output goes on to its first token,
+        unless the engine refuses it before."""
         self._overdue = True
         if self.num_tokens and self.finish_reason is None:
             self._cut()
@@ -187,10 +187,10 @@ class Choice:
 
 
 class Generation:
-    """All choices of one HTTP request. `wait` is awaited by one task, the one that answers.
+    """All choices of one HTTP request. Only the task that answers awaits `wait`.
 
-    `on_limit` hears of choices that a deadline has ended: `deadline_waiting` or `deadline_running`. `on_end` hears how
-    many tokens the longest choice has when all have finished.
+    `on_limit` is called for each choice that a deadline has ended, with `deadline_waiting` or `deadline_running`.
+    `on_end` is called when all choices have finished, with the number of tokens of the longest.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Generation:
     ) -> None:
         self.request_id = request_id
         self.choices: list[Choice] = []
-        self.error: Exception | None = None  # a RequestError, or that the client has gone
+        self.error: Exception | None = None  # a RequestError, or the error of a disconnected client
         self.on_limit = on_limit
         self._on_end = on_end
         self._client = client
@@ -215,7 +215,7 @@ class Generation:
         self._num_open = 0
 
     def submit(self, requests: Sequence[wire.WireRequest], *, timeout_s: float | None = None) -> None:
-        """One request for each choice, in order, all or none. After `timeout_s` those that run are ended."""
+        """Submits one request for each choice, in order, all or none. Ends running choices after `timeout_s`."""
         death = self._client.death
         if death is not None:
             raise unavailable(f"The engine has failed: {death}")
@@ -229,8 +229,8 @@ class Generation:
         return self._num_open == 0
 
     async def wait(self) -> list[Choice]:
-        """The choices that gained something since the last call; where nothing is streamed, all of them at the end.
-        Raises RequestError where the engine refused or failed."""
+        """The choices with new output since the last call; without streaming, all choices at the end. Raises
+        RequestError if the engine refused or failed."""
         await self._progress.wait()
         self._progress.clear()
         if self.error is not None:
@@ -240,14 +240,14 @@ class Generation:
         return dirty
 
     def abort(self) -> None:
-        """Gives up whatever still runs: its pages are free a step later. Harmless when nothing does."""
+        """Aborts the choices that still run, if any. Their pages are free a step later."""
         self._client.abort([choice.request_id for choice in self.choices if choice.finish_reason is None])
         self._num_open = 0
         if self._deadline is not None:
             self._deadline.cancel()
 
     def stop_choice(self, choice: Choice, reason: FinishReason = FinishReason.STOP) -> None:
-        """Its text is complete: the engine need not go on, and counts it as finished."""
+        """Ends a choice whose text is complete. The engine counts it as finished with `reason`."""
         self._client.abort([choice.request_id], reason)
 
     def _pass_deadline(self) -> None:

@@ -1,8 +1,8 @@
-"""The engine's own process: builds the engine, feeds it requests and sends its outputs up, one message per step.
+"""The engine process: builds the engine, passes requests to it and sends its outputs, one message per step.
 
-Three threads besides the engine's own. The main thread reads commands. The sender thread owns the outgoing socket and
-sends everything that has gathered since its last message, so that a step's outputs travel together. The watcher thread
-ends the process when its parent has gone, whatever became of it: an engine never outlives its server.
+It has three threads besides the engine's own. The main thread reads commands. The sender thread owns the outgoing
+socket and sends all outputs since its last message together, so the outputs of a step share a message. The watcher
+thread ends this process when the parent process has ended for any reason: the engine never outlives its server.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EXIT_ORPHANED = 2
 
 
 class ServedEngine(Protocol):
-    """What this process asks of `batcher.engine.Engine`."""
+    """The part of `batcher.engine.Engine` that this process uses."""
 
     def start(self) -> None: ...
 
@@ -66,9 +66,9 @@ def load_factory(target: str) -> EngineFactory:
 
 
 def main(addresses: tuple[str, str], target: str, engine_args: object, debug: bool) -> None:
-    """The entry point of the spawned process; `addresses` are those of the commands and of the events.
+    """The entry point of the spawned process. `addresses` are those of the commands and of the events.
 
-    What goes wrong at the start is sent up in one line. `debug` prints its traceback here, too.
+    An error at the start is sent to the server as one line. With `debug` its traceback is also printed here.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when this process ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -99,7 +99,7 @@ def main(addresses: tuple[str, str], target: str, engine_args: object, debug: bo
 
 
 def _serve(context: ZmqContext, address: str, engine: ServedEngine, sender: _Sender) -> None:
-    """Commands until Stop or the engine's death, and the statistics at their interval."""
+    """Handles commands until Stop or the engine's death, and sends the statistics at their interval."""
     socket = context.socket(zmq.PULL)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
@@ -128,7 +128,7 @@ def _serve(context: ZmqContext, address: str, engine: ServedEngine, sender: _Sen
 
 
 def _submit(engine: ServedEngine, requests: Sequence[Request], sender: _Sender) -> None:
-    """Adds the requests of one HTTP request; the first refusal is the answer to all of them."""
+    """Adds the requests of one HTTP request. The first refusal is the answer to all of them."""
     for i, request in enumerate(requests):
         try:
             engine.add_request(request, sender.put)
@@ -137,7 +137,7 @@ def _submit(engine: ServedEngine, requests: Sequence[Request], sender: _Sender) 
             if status == 500:
                 traceback.print_exc()
             refusal = wire.failure(request.request_id, str(error), status=status, param=param)
-            sender.put(refusal)  # first: the aborts speak too
+            sender.put(refusal)  # before the outputs of the aborts
             for added in requests[:i]:
                 engine.abort(added.request_id)
             return
@@ -165,13 +165,13 @@ class _Sender:
         self._thread.start()
 
     def close(self) -> None:
-        """Sends what is queued, then ends."""
+        """Sends the queued items, then ends the thread."""
         self.put(None)
         self._thread.join()
 
     def _run(self, context: ZmqContext, address: str) -> None:
         socket = context.socket(zmq.PUSH)
-        socket.setsockopt(zmq.SNDHWM, 0)  # nothing is dropped and nothing blocks; the server reads at once
+        socket.setsockopt(zmq.SNDHWM, 0)  # unlimited: nothing is dropped or blocks; the server reads at once
         socket.setsockopt(zmq.LINGER, 1000)
         socket.connect(address)
         encode = msgspec.msgpack.Encoder().encode
@@ -182,7 +182,7 @@ class _Sender:
             for item in items:
                 if isinstance(item, RequestOutput):
                     outputs.append(wire.output_to_wire(item))
-                    if item.prompt_logprobs is not None:  # long: it travels without the others, whose readers yield
+                    if item.prompt_logprobs is not None:  # long: ends its message, so the server's reader can yield
                         socket.send(encode(wire.Outputs(outputs)))
                         outputs = []
                 elif isinstance(item, wire.Output):

@@ -1,7 +1,7 @@
-"""A folder for as long as a process runs, which the next start removes where the process could not.
+"""A temporary folder for one process. If the process cannot remove it, the next start does.
 
-The process holds a lock on its folder, and the kernel releases the lock however the process ends. A folder that can be
-locked is therefore one whose process has gone. (systemd-tmpfiles, which removes what is old, heeds the same lock.)
+The process holds a lock on its folder, and the kernel releases the lock when the process ends for any reason. So a
+folder that can be locked belongs to an ended process. (systemd-tmpfiles, which removes old files, respects this lock.)
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ LINKLESS = os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class ScratchFolder:
-    """A new folder in `root` (default: the system's folder for such things) that only its owner may enter.
+    """A new folder in `root` (default: the system's temporary folder) that only its owner may enter.
 
-    Removes those that ended processes of the same user have left there. Raises OSError where there is no room for one.
+    Removes the folders in `root` of ended processes of the same user. Raises OSError if no folder can be made.
     """
 
     def __init__(self, root: Path | None = None) -> None:
@@ -42,15 +42,16 @@ class ScratchFolder:
         self.cleanup()
 
     def cleanup(self) -> None:
-        with contextlib.suppress(FileNotFoundError):  # removed by somebody who cleans up
+        with contextlib.suppress(FileNotFoundError):  # already removed from outside
             shutil.rmtree(self.path)
         os.close(self._lock)
 
 
 def sweep(root: Path) -> None:
-    """Removes the folders of ended processes in `root`: those of this user that no process has locked.
+    """Removes the folders of ended processes in `root`: this user's folders that no process has locked.
 
-    Follows no link in `root`. What cannot be removed stays: a running process's, or what another start removes now.
+    Follows no link in `root`. Skips folders that cannot be removed, such as locked ones, or those that another start
+    is removing now.
     """
     with _opened(root, os.O_DIRECTORY) as root_fd:
         for name in os.listdir(root_fd):
@@ -77,7 +78,7 @@ def _is_own(folder: int) -> bool:
 
 
 def _lock_new(folder: Path) -> int:
-    """The descriptor that holds the lock; -1 where another start took the folder for a dead process's meanwhile."""
+    """The descriptor that holds the lock; -1 if another start has locked or removed the folder before."""
     descriptor = -1
     try:
         descriptor = os.open(folder, LINKLESS)

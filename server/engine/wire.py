@@ -1,7 +1,7 @@
 """The messages between the HTTP process and the engine process: msgpack over two ZeroMQ ipc sockets.
 
-Down: Submit, Abort, ResetPrefixCache, Stop. Up: Report, Ready or Failed while the engine starts; then one Outputs per
-step for all the requests that gained something in it, and Stats at intervals, which are also the heartbeat.
+To the engine: Submit, Abort, ResetPrefixCache, Stop. From the engine: Report, Ready or Failed while it starts, then
+Outputs (one per step, for all requests with an output in it) and Stats at intervals, which are also the heartbeat.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ SAME_GRAMMAR = ""
 
 
 class Submit(msgspec.Struct, tag=True):
-    """All requests of one HTTP request, in order. One with an empty prompt has the prompt of the one before it, and one
-    with SAME_GRAMMAR its grammar: the choices of a long prompt do not carry either again and again."""
+    """All requests of one HTTP request, in order. An empty prompt stands for the previous request's prompt, and
+    SAME_GRAMMAR for the previous request's grammar. So choices of one prompt send both only once."""
 
     requests: list[WireRequest]
 
 
 class Abort(msgspec.Struct, tag=True):
-    """Ends requests. `reason` is what the engine counts: `stop` where a stop string was found in the text."""
+    """Ends requests. The engine counts them under `reason`: `stop` if a stop string was found in the text."""
 
     request_ids: list[str]
     reason: FinishReason = FinishReason.ABORT
@@ -49,7 +49,7 @@ class ResetPrefixCache(msgspec.Struct, tag=True):
 
 
 class Stop(msgspec.Struct, tag=True):
-    """The engine ends what runs (its requests finish with `abort`) and the process exits."""
+    """The engine ends all requests, with `abort`, and the process exits."""
 
 
 class Logprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -64,7 +64,7 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return cls(logprob, array("i", top_ids).tobytes(), array("d", top_logprobs).tobytes())
 
     def top(self, most: int) -> list[tuple[int, float]]:
-        """(token id, log-probability) of at most so many tokens, most likely first."""
+        """(token id, log-probability) of at most `most` tokens, most likely first."""
         ids, values = array("i", self.top_ids), array("d", self.top_logprobs)
         return list(zip(ids[:most], values[:most], strict=True))
 
@@ -82,11 +82,11 @@ class Output(msgspec.Struct, array_like=True, frozen=True):
     error: str | None = None
     status: int = 500
     param: str | None = None
-    expired: bool = False  # the error is that it has waited for too long
+    expired: bool = False  # the error is that the request has waited too long
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server must know of the engine before the first request."""
+    """The engine's properties that the server needs before the first request."""
 
     max_model_len: int  # tokens of prompt and output of one request
     vocab_size: int  # ids at or above it cannot be sent
@@ -106,13 +106,13 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """The engine could not start, or has died; `message` is one that may be shown."""
+    """The engine could not start, or has died. `message` may be shown to clients."""
 
     message: str
 
 
 class Outputs(msgspec.Struct, tag=True):
-    """What a step has given, for all requests that gained something in it."""
+    """The outputs of a step, for all requests that have one."""
 
     outputs: list[Output]
 
@@ -128,7 +128,7 @@ Event = Report | Ready | Failed | Outputs | Stats
 
 
 def requests_from_wire(items: Sequence[WireRequest]) -> list[Request]:
-    """The requests of one Submit; those that share a prompt share the tuple."""
+    """The requests of one Submit. Requests with the same prompt share its tuple."""
     requests: list[Request] = []
     for item in items:
         prompt = tuple(item.prompt) if item.prompt else requests[-1].prompt
@@ -176,7 +176,7 @@ def output_to_wire(output: RequestOutput) -> Output:
 
 
 def failure(request_id: str, error: str, *, status: int, param: str | None = None) -> Output:
-    """The last output of a request that the engine has not taken, or will not finish."""
+    """The last output of a request that the engine has refused or will not finish."""
     reason = FinishReason.ERROR.value
     return Output(request_id, [], finish_reason=reason, error=error, status=status, param=param)
 

@@ -1,4 +1,4 @@
-"""Structured output: what a client asks for becomes a grammar, and a grammar says which tokens may come next.
+"""Structured output: makes grammars of clients' requests, and computes which tokens a grammar allows next.
 
-Knows llguidance, `batcher` and the rooms `text` and `http.errors`. It knows nothing of routes and schemas of requests.
+Depends on llguidance, `batcher` and the rooms `text` and `http.errors`, not on routes and schemas of requests.
 """

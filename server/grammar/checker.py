@@ -1,4 +1,4 @@
-"""Whether a grammar can be compiled, found out before its request enters the engine."""
+"""Checks that a grammar can be compiled, before its request enters the engine."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ CACHE_SIZE = 1024  # verdicts
 
 
 class GrammarChecker:
-    """Makes and compiles grammars in threads of its own: a costly one holds up none but others of its kind."""
+    """Makes and compiles grammars in separate threads: a costly grammar delays only other grammars."""
 
     def __init__(self, *, timeout_s: float = 10.0) -> None:
         self._timeout_s = timeout_s
         self._threads: ThreadPoolExecutor | None = None  # from the first grammar on
         self._vocabulary: Vocabulary | None = None
-        self._verdicts: OrderedDict[bytes, str] = OrderedDict()  # "" for what can be compiled; belongs to the loop
+        self._verdicts: OrderedDict[bytes, str] = OrderedDict()  # "" if it can be compiled; used by the event loop only
         self._num_waiting = 0
 
     async def make(self, form: Callable[[], str], *, param: str) -> str:
-        """The grammar that `form` makes, checked. Raises RequestError 400, naming `param`."""
+        """The grammar that `form` returns, after a check. Raises RequestError 400, which names `param`."""
         try:
             grammar = await self._aside(form, param)
         except GrammarError as error:
@@ -38,7 +38,7 @@ class GrammarChecker:
         return grammar
 
     async def check(self, grammar: str, *, param: str) -> None:
-        """Raises RequestError 400 where the grammar cannot be compiled, or not in time."""
+        """Raises RequestError 400 if the grammar cannot be compiled, or not in time."""
         key = blake2b(grammar.encode(), digest_size=16).digest()
         fault = self._verdicts.get(key)
         if fault is None:
@@ -60,7 +60,7 @@ class GrammarChecker:
         return ""
 
     async def _aside[R](self, work: Callable[[], R], param: str) -> R:
-        """A thread cannot be stopped: work that is given up ends by the compiler's own limits."""
+        """Runs `work` in a thread. After a timeout the thread goes on until the compiler's own limits end the work."""
         if self._num_waiting >= MAX_WAITING:
             raise overloaded("Too many grammars wait to be compiled.")
         if self._threads is None:

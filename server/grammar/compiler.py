@@ -1,4 +1,4 @@
-"""Grammars to llguidance's matchers, within limits: no grammar costs more than its own request."""
+"""Compiles grammars to llguidance's matchers, within limits: a costly grammar fails only its own request."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from server.grammar.fault import place_of_fault
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# Of llguidance's own limits those that bound one token's work, to a few milliseconds. An object may have about a
-# hundred optional properties; required ones are not counted.
+# llguidance's limits of one token's work, here to a few milliseconds. With them an object may have about a hundred
+# optional properties, and any number of required ones.
 STEP_LIMITS = {"max_items_in_row": 500, "step_max_items": 5_000, "step_lexer_fuel": 50_000}
 COMPILE_LIMITS = {"initial_lexer_fuel": 500_000, "max_lexer_states": 50_000, "max_grammar_size": 200_000}
 MAX_MESSAGE_CHARS = 500
 
 
 class Vocabulary:
-    """A tokenizer as llguidance reads it.
+    """A tokenizer in llguidance's form.
 
     Args:
-        token_bytes: by id; b"" for what no grammar may let through: special tokens and ids that mean nothing.
-        end_ids: what may follow a complete text.
-        encode: a text's ids. Bytes that a grammar forces are drawn as the tokens that the model has learnt for them.
+        token_bytes: by id; b"" for tokens that no grammar allows: special tokens and ids without a meaning.
+        end_ids: the tokens that may follow a complete text.
+        encode: a text's ids. Bytes that a grammar forces are then drawn as the tokens that the model has learnt.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class Vocabulary:
 
     @classmethod
     def of_bytes(cls) -> Vocabulary:
-        """The 256 bytes and an end: enough to see whether a grammar can be compiled."""
+        """The 256 bytes and an end token: enough to check whether a grammar can be compiled."""
         return cls([*(bytes([i]) for i in range(256)), b""], end_ids=[256], encode=lambda text: list(text.encode()))
 
 
 class _Wrapped:
-    """The attributes that `TokenizerWrapper` asks for."""
+    """The attributes that `TokenizerWrapper` reads."""
 
     bos_token_id = None
     special_token_ids: Sequence[int] = ()
@@ -68,7 +68,7 @@ def compile_grammar(grammar: str, vocabulary: Vocabulary) -> LLMatcher:
 
 
 def error_of(matcher: LLMatcher) -> str:
-    """Its error in one line."""
+    """The matcher's error in one line."""
     return _one_line(matcher.get_error())
 
 
@@ -95,7 +95,7 @@ def _fault_in_words(grammar: str, matcher: LLMatcher, vocabulary: Vocabulary) ->
 
 
 def _schema_of(grammar: str) -> Any:
-    """The JSON schema that the grammar is made of; None where it is something else."""
+    """The JSON schema of the grammar; None if the grammar is of another form."""
     try:
         (only,) = json.loads(grammar)["grammars"]
     except (ValueError, KeyError, TypeError):
@@ -105,7 +105,7 @@ def _schema_of(grammar: str) -> Any:
 
 
 def _one_line(message: str) -> str:
-    """Without the grammar's own text and the traces that follow it."""
+    """The message without the grammar's text and the traces after it."""
     if message.startswith("panic"):
         return "the grammar's compiler failed on it"
     lines = (line.strip() for line in message.split("<state>")[0].splitlines())

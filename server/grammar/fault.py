@@ -1,4 +1,4 @@
-"""Where in a JSON schema the fault lies that a compiler reports without saying where."""
+"""Finds the place of a fault in a JSON schema. The compiler reports faults without their place."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def place_of_fault(schema: Mapping[str, Any], fault: str, compile: Callable[[Map
     """A JSON pointer to the innermost schema that, compiled by itself, has the same fault.
 
     Args:
-        fault: what `compile` says of the whole schema.
-        compile: the fault of a schema, "" where it has none.
+        fault: the result of `compile` for the whole schema.
+        compile: the fault of a schema, "" if it has none.
     """
     pointer, here = "#", schema
     shared = {name: schema[name] for name in _SHARED if name in schema}

@@ -1,12 +1,12 @@
-"""The forms in which structured output is asked for, as one: a grammar, a text in llguidance's own format.
+"""Converts all forms of structured output to one: a grammar, a text in llguidance's format.
 
     grammar = json_schema_grammar({"type": "object", "properties": {"city": {"type": "string"}}})
     grammar = lark_grammar('start: "yes" | "no"')
-    await state.grammars.check(grammar, param="tools")   # RequestError 400 where it cannot be compiled
-    SamplingParams(..., grammar=grammar)                 # the output is a text of the grammar, and then an end
+    await state.grammars.check(grammar, param="tools")   # RequestError 400 if it cannot be compiled
+    SamplingParams(..., grammar=grammar)                 # the output is a text of the grammar, then an end token
 
-In a Lark grammar `%json {...}` stands for a JSON schema, so that text and JSON may follow each other. Special tokens
-are no part of any grammar: the engine never lets them through.
+In a Lark grammar `%json {...}` stands for a JSON schema, so text and JSON may alternate. No grammar contains special
+tokens: the engine never allows them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 MAX_GRAMMAR_CHARS = 2**16  # half a second to compile, at worst
 MAX_NESTING = 128  # brackets inside brackets, in a pattern or a grammar; JSON has the same limit
-# White space between JSON's marks is bounded: a model that has nothing to say would go on with it for ever. `lenient`
-# would ignore what a schema asks for and the compiler does not know; a schema's own options may not turn it on.
+# White space between JSON's marks is bounded, because a model might otherwise repeat it without end. `lenient` would
+# ignore keywords of a schema that the compiler does not know; a schema's own options cannot turn it on.
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[ \n]{0,16}", "lenient": False}
 
 
 def json_schema_grammar(schema: Mapping[str, Any] | bool) -> str:
-    """Texts that are JSON and valid by `schema`. GrammarError where it is larger than any schema may be."""
+    """Texts that are JSON and valid by `schema`. Raises GrammarError if the schema is too large or cannot be read."""
     from llguidance import LLMatcher
 
     if not isinstance(schema, Mapping | bool):
@@ -43,7 +43,7 @@ def json_schema_grammar(schema: Mapping[str, Any] | bool) -> str:
 
 
 def json_object_grammar() -> str:
-    """Texts that are a JSON object, whatever it holds."""
+    """Texts that are any JSON object."""
     return json_schema_grammar({"type": "object"})
 
 
@@ -62,7 +62,7 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 
 def lark_grammar(text: str, *, foreign: bool = True) -> str:
-    """A Lark grammar as llguidance reads it. One that is `foreign`, a client's own, may be in GBNF or EBNF
+    """A Lark grammar in llguidance's format. A `foreign` grammar comes from a client: it may be in GBNF or EBNF
     (`root ::= ...`), and its nesting is checked."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
@@ -72,13 +72,13 @@ def lark_grammar(text: str, *, foreign: bool = True) -> str:
         _checked_nesting(text)
     try:
         lark = any_to_lark(text) if foreign and "::=" in text else text
-    except Exception as error:  # the converter raises bare ones
+    except Exception as error:  # the converter raises plain `Exception`s
         raise GrammarError(f"the EBNF cannot be read: {error}") from error
     return str(LLMatcher.grammar_from_lark(lark))
 
 
 def structural_tag_grammar(structures: Sequence[Mapping[str, Any]], triggers: Sequence[str]) -> str:
-    """Free text in which every trigger begins one of the `structures`: its `begin`, JSON by its `schema`, its `end`."""
+    """Free text in which a trigger starts one of the `structures`: its `begin`, JSON by its `schema`, and its `end`."""
     from llguidance import StructTag
 
     tags = []
@@ -109,7 +109,7 @@ def _checked_size(text: str) -> str:
 
 
 def _checked_nesting(text: str) -> str:
-    """The compiler's own recursion ends with the process."""
+    """The text, if its brackets are not nested too deeply: the compiler's recursion could end the process."""
     depth = deepest = 0
     for mark in text:
         if mark in "([{":

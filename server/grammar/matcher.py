@@ -1,4 +1,4 @@
-"""Matchers over the model's own tokens: where each request stands in its grammar, and what may come next."""
+"""Matchers over the model's own tokens: each request's state in its grammar, and its masks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CACHE_SIZE = 64  # compiled grammars
 
 
 def vocabulary_of(tokenizer: Tokenizer, *, vocab_size: int, end_ids: Sequence[int]) -> Vocabulary:
-    """The model's tokens, the special ones left out: a grammar lets none of them through but the ends."""
+    """The model's tokens without the special ones: of these, a grammar allows only the end tokens."""
     tokens = [b"" if id in tokenizer.special_ids else text for id, text in enumerate(tokenizer.token_bytes)]
     tokens = [*tokens[:vocab_size], *[b""] * (vocab_size - len(tokens))]
     return Vocabulary(tokens, end_ids=end_ids, encode=lambda text: tokenizer.encode_plain([text])[0])
@@ -38,7 +38,7 @@ class TokenGrammars:
         self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()  # each at its start; never advanced
 
     def load(self) -> Vocabulary:
-        """Blocks until the vocabulary is there: a second for a hundred thousand tokens."""
+        """Blocks until the vocabulary is loaded: a second for a hundred thousand tokens."""
         with self._loading:
             if self._vocabulary is None:
                 self._vocabulary = self._load()
@@ -48,7 +48,7 @@ class TokenGrammars:
         return TokenMatcher(self, grammar)
 
     def compiled(self, grammar: str) -> LLMatcher:
-        """A matcher of its own for every call. Raises GrammarError."""
+        """A new matcher at the grammar's start. Raises GrammarError."""
         key = blake2b(grammar.encode(), digest_size=16).digest()
         with self._caching:
             if key in self._compiled:
