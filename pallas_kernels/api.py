@@ -40,7 +40,7 @@ class PagedAttention:
 
     @property
     def local_spec(self) -> AttentionSpec:
-        """The spec that each chip's kernels see."""
+        """The spec of each chip's kernels."""
         return self.spec.shard(self.num_shards)
 
     def kv_pages(self, num_pages: int) -> jax.ShapeDtypeStruct:
@@ -59,7 +59,7 @@ class PagedAttention:
     def make_metadata(self, batch: RaggedBatch, *, num_tokens: int, decode_only: bool) -> Any:
         """The arrays that all layers of a step share, computed once per step inside the program: a pytree.
 
-        `decode_only` is static: every row of the program brings at most one token (num_tokens == S). ValueError where
+        `decode_only` is static: every row of the program has at most one token (num_tokens == S). Raises ValueError if
         the shapes of `batch` do not fit together.
         """
         validate.batch(batch, num_tokens=num_tokens, decode_only=decode_only)
@@ -79,9 +79,8 @@ class PagedAttention:
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the attention output [T, N, H] and the pages with the new K/V in them.
 
-        Rows of the output past the last real token hold nothing of meaning (but nothing that is not finite).
-        ValueError where shapes or dtypes do not fit the spec: `kv_scales` comes with pages of 8 bits, and with no
-        others.
+        Rows of the output past the last real token are undefined but finite. Raises ValueError if shapes or dtypes do
+        not fit the spec. `kv_scales` is required for 8-bit pages, and only for them.
         """
         validate.operands(queries, keys, values, kv_scales, self.spec)
         append_and_attend: Callable[..., Any] = partial(
@@ -107,10 +106,10 @@ class PagedAttention:
 
 
 def choose_backend(requested: str | None, platform: str) -> Backend:
-    """The backend for `platform` ('cpu', 'tpu', 'gpu'/'cuda'), or the one asked for by name.
+    """The backend for `platform` ('cpu', 'tpu', 'gpu'/'cuda'), or the one requested by name.
 
     Raises:
-        ValueError: an unknown name, or a compiled kernel asked for on a platform that cannot run it.
+        ValueError: the name is unknown, or names a compiled kernel that the platform cannot run.
     """
     native = {"cpu": Backend.REFERENCE, "tpu": Backend.TPU, "gpu": Backend.GPU, "cuda": Backend.GPU}
     if platform not in native:
@@ -130,7 +129,7 @@ def choose_backend(requested: str | None, platform: str) -> Backend:
 
 
 def _implementation(backend: Backend) -> Any:
-    """The module with `make_metadata` and `append_and_attend`. Kernels are imported only where they are used, because
+    """The module with `make_metadata` and `append_and_attend`. Kernels are imported only when they are used, because
     their toolchains take seconds to import."""
     if backend is Backend.REFERENCE:
         return reference

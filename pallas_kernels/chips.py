@@ -1,10 +1,10 @@
 """The chips that kernels are tuned, planned and compiled for: one table for TPUs, one for GPUs.
 
-A chip has one spelling everywhere: the key of its table. A TPU's is what libtpu's topologies are named by (`v6e`,
-`tpu7x`), a GPU's is NVIDIA's product name in lower case (`h100`).
+A chip has one spelling everywhere: its key in the table. For a TPU it is the name of libtpu's topologies (`v6e`,
+`tpu7x`), for a GPU it is NVIDIA's product name in lower case (`h100`).
 
-Figures are per device as jax counts devices: a `tpu7x` chip is two devices, a `v5p` chip is one. This module imports
-nothing, so that a table can be read before jax is.
+Figures are per device as jax counts devices: a `tpu7x` chip is two devices, a `v5p` chip is one. This module does not
+import jax, so the tables can be read before jax is imported.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ class TpuChip:
     """One generation of TPUs."""
 
     name: str
-    memory_gib: float  # Google Cloud's page of the generation ("HBM capacity"), which says GB and means GiB
+    memory_gib: float  # Google Cloud's page of the generation ("HBM capacity"), which writes GB for GiB
     memory_bytes_per_s: float  # the same page ("HBM bandwidth")
     clock_hz: float  # not published: the published peak FLOP/s divided by `flops_per_cycle`
     flops_per_cycle: int  # bf16, of all the device's matrix units
     vmem_bytes: int  # of one core, in jax's `TpuInfo`
-    # Tokens. Starting the copy of a page takes some 30 bundles at any page size. These are the smallest pages with
-    # which a decode of one KV head, where a page is smallest, takes fewer bundles than its bytes take cycles; the
-    # fastest memories (v5p, tpu7x) only come near to that, with the largest pages. Smaller pages waste less behind a
-    # sequence's end and share more prefixes. The counts are in scripts/benchmarks/results/2026-11-21-tpu-static.md.
+    # Tokens. Starting the copy of a page takes some 30 bundles at any page size. The chosen size is the smallest with
+    # which a decode of one KV head, whose pages have the fewest bytes, takes fewer bundles than its copies take cycles.
+    # With the fastest memories (v5p, tpu7x) even the largest pages only come close to that. Smaller pages waste less at
+    # a sequence's end and share more prefixes. The counts are in scripts/benchmarks/results/2026-11-21-tpu-static.md.
     page_size: int
-    # Weights in fp8 are widened inside a product at the memory's speed. Others convert fp8 slowly, and int8 quickly:
-    # the compilers' accounts are in scripts/benchmarks/results/decisions.md.
+    # True if weights in fp8 are widened inside a product at the memory's speed. Other chips convert fp8 slowly and int8
+    # quickly: the compilers' accounts are in scripts/benchmarks/results/decisions.md.
     reads_fp8: bool = False
 
     @property
     def memory_bytes_per_cycle(self) -> float:
-        """What the memory delivers in one cycle of the clock."""
+        """Bytes that the memory delivers per clock cycle."""
         return self.memory_bytes_per_s / self.clock_hz
 
 
@@ -52,13 +52,13 @@ TPUS = {
 
 
 def tpu_name(chip_version: str) -> str:
-    """The spelling of a generation that jax's `TpuInfo.chip_version` names: jax leaves out `tpu` (`7x`, but `v6e`)."""
+    """The table's key for jax's `TpuInfo.chip_version`, where jax leaves out `tpu` (`7x`, but `v6e`)."""
     return chip_version if chip_version.startswith("v") else f"tpu{chip_version}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedMemory:
-    """Bytes. A resident CTA costs 1 KiB more than it asks for, which the driver reserves."""
+    """Bytes. For each resident CTA the driver reserves 1 KiB more than the CTA requests."""
 
     per_cta: int
     per_multiprocessor: int
@@ -83,7 +83,7 @@ def arch_reads_fp8(arch: tuple[int, int]) -> bool:
 
 @dataclass(frozen=True)
 class GpuChip:
-    """One of NVIDIA's GPUs. Figures without a source of their own are those of its data sheet."""
+    """One of NVIDIA's GPUs. Figures without another source are from its data sheet."""
 
     name: str
     device_kind: str  # as jax and the driver call it

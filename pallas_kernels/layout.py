@@ -35,7 +35,7 @@ def kv_head_axis(backend: Backend) -> int:
 
 
 def default_page_size(backend: Backend, max_model_len: int, chip: str | None = None) -> int:
-    """Tokens of a page where the user names no number. `chip`: a TPU's name in `chips` (default: the attached TPU)."""
+    """Tokens of a page, if the user gives no number. `chip`: a TPU's name in `chips` (default: the attached TPU)."""
     family = backend.split("-")[0]
     if family == "tpu":
         from pallas_kernels.tpu import blocks

@@ -1,8 +1,8 @@
-"""8-bit keys and values: how they are rounded, and where their scales go.
+"""8-bit keys and values: their rounding, and the use of their scales.
 
 A stored value is `x / scale`, rounded to the pages' dtype. There is one scale for the keys and one for the values of
-every layer and KV head. The kernels see stored values only: the keys' scale multiplies the queries, so that scores are
-those of the true keys, and the values' scale multiplies the output.
+every layer and KV head. The kernels read stored values only. The keys' scale multiplies the queries, so the scores are
+those of the true keys. The values' scale multiplies the output.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def quantise(
 ) -> jax.Array:
     """[T, K, H]: `x * (1 / scales)` rounded to `dtype` (ties to even), with values beyond the largest one clipped."""
     largest = LARGEST[jnp.dtype(dtype)]
-    # Times the reciprocal: with fast math a compiler may divide in one program and multiply in another.
+    # Multiplies by the reciprocal: with fast math, a compiler may divide in one program and multiply in another.
     stored = jnp.clip(x.astype(jnp.float32) * (1.0 / scales)[:, None], -largest, largest)
     return (jnp.round(stored) if jnp.issubdtype(dtype, jnp.integer) else stored).astype(dtype)
 
 
 def with_scales(append_and_attend: Callable[..., tuple[jax.Array, jax.Array]], dtype: Any) -> Callable[..., Any]:
-    """A backend's `append_and_attend` of stored values, as one of true values that takes the scales f32[2, K] last."""
+    """Wraps a backend's `append_and_attend` of stored values: takes true values, and the scales f32[2, K] last."""
 
     def of_true_values(
         queries: jax.Array, keys: jax.Array, values: jax.Array, kv_pages: jax.Array, metadata: Any, first_page: Any,
@@ -49,7 +49,7 @@ def scales_of(
     largest: jax.Array,  # f32[..., K]: the largest magnitudes that are to be stored exactly
     dtype: Any,
 ) -> jax.Array:
-    """The scales with which values up to `largest` are stored without clipping, f32[..., K]; 1 where it is zero."""
+    """The scales that store values up to `largest` without clipping, f32[..., K]; 1 where `largest` is zero."""
     return jnp.where(largest > 0, largest / LARGEST[jnp.dtype(dtype)], 1.0).astype(jnp.float32)
 
 

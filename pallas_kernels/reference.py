@@ -4,15 +4,15 @@ Softmax and both products run in float32, whatever the dtype of the pages. The f
 which it costs no more than dense attention over contiguous K/V:
 
 - The K/V of all decodes are cut into blocks. Each iteration of the loop takes a fixed number of blocks, of any rows, so
-  that the cost of a step follows its live tokens, not the context limit or its longest row. Scores and weighted sums
+  the cost of a step depends on its live tokens, not on the context limit or its longest row. Scores and weighted sums
   are loops of multiplications and additions that read the pages in place; matrix products would gather them first. An
-  online softmax per row folds the blocks in; blocks of one row are added up by products with a 0/1 matrix. Barriers
-  keep small operands out of those loops, which would otherwise compute them anew for every element.
+  online softmax per row adds the blocks; blocks of one row are summed by products with a 0/1 matrix. Barriers keep
+  small operands out of those loops, which would otherwise recompute them for every element.
 - Prompt chunks are cut into tiles of queries of one row. A tile loops over the K/V blocks up to its last position.
-  Tiles are written in token order, so that the rows that a tile writes past its row's end are overwritten by the next.
+  Tiles are written in token order: the next tile overwrites the rows that a tile writes past its row's end.
 
-All trip counts are data, so that nothing recompiles. Masked values are replaced, not multiplied by zero: the content of
-an unused page (a NaN included) never reaches the output.
+All trip counts are data, so nothing recompiles. Masked values are replaced, not multiplied by zero: the content of an
+unused page, even a NaN, never reaches the output.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from jax import lax
 from pallas_kernels.spec import AttentionSpec, RaggedBatch
 
 DECODE_BLOCK_TOKENS = 64
-DECODE_BLOCKS_AT_ONCE = 16  # and at most 4 a row, so that a single short row does not pay for sixteen
+DECODE_BLOCKS_AT_ONCE = 16  # and at most 4 per row, so a single short row does not cost sixteen
 TILE_QUERIES = 128
 TILE_BLOCK_TOKENS = 128
 
-NOWHERE = 1 << 30  # a page that no cache has: scatters drop it
-MASKED = -1e30  # below every score, but finite: a row without a live token must not give a NaN
+NOWHERE = 1 << 30  # a page id past the end of any cache: scatters drop it
+MASKED = -1e30  # below every score, but finite: a row without a live token must not become NaN
 
 
 @partial(
@@ -185,7 +185,7 @@ def _attend_decodes(
         acc, maximum, total = carry  # [rows, K, G, H], [rows, K, G] twice
         number = index * at_once + jnp.arange(at_once)
         row = jnp.sum(number[:, None] >= ends, axis=1)
-        is_of_row = row[:, None] == row_ids  # [blocks, rows]; those past the last block are of none
+        is_of_row = row[:, None] == row_ids  # [blocks, rows]; False for numbers past the last block
         row = jnp.minimum(row, rows - 1)
         block = jnp.minimum(number - (ends - num_blocks)[row], table.shape[1] - 1)
         is_live = block[:, None] * block_tokens + jnp.arange(block_tokens) < lens[row][:, None]
@@ -229,7 +229,7 @@ def _sums(terms: list[jax.Array], axis: int) -> tuple[jax.Array, ...]:
 
 def _attend_tiles(
     queries: jax.Array,  # f32[T, K, G, H], scaled
-    out: jax.Array,  # f32[T, K, G, H], where the decodes' output already stands
+    out: jax.Array,  # f32[T, K, G, H], which holds the decodes' output already
     kv_pages: jax.Array,
     metadata: AttentionMetadata,
     first_page: jax.Array | int,
@@ -282,5 +282,5 @@ def _pad_rows(array: jax.Array, rows: int) -> jax.Array:
 
 
 def _pad_columns(table: jax.Array, multiple: int) -> jax.Array:
-    """The table with whole blocks of columns. The added entries are the null page and never live."""
+    """The table with whole blocks of columns. The added entries are the null page, and are never live."""
     return jnp.pad(table, ((0, 0), (0, -table.shape[1] % multiple)))

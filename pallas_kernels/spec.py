@@ -3,10 +3,10 @@
 Shape legend of this room: `T` tokens in a step (padded), `S` sequences (rows) in a step (padded), `P` pages, `N` query
 heads, `K` KV heads, `H` head dim, `G = N // K` query heads per KV head.
 
-A step is a ragged batch. Row `i` brings the tokens `query_starts[i]:query_starts[i + 1]`. They are the last tokens of a
-sequence of `kv_lens[i]` tokens, whose earlier K/V lie in the pages that `page_table[i]` lists. Attention is causal
-within the sequence. Single-token rows bring exactly one token and stand first, so that a backend may have a kernel of
-their own for them. They are decodes, and prompts of which one token is left to compute.
+A step is a ragged batch. Row `i` has the tokens `query_starts[i]:query_starts[i + 1]`. They are the last tokens of a
+sequence of `kv_lens[i]` tokens, whose earlier K/V are in the pages that `page_table[i]` lists. Attention is causal
+within the sequence. Rows with exactly one token come first, so a backend may have a separate kernel for them. These
+single-token rows are decodes, and prompts with one token left to compute.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import jax
 
 
 class Backend(StrEnum):
-    """An implementation of the operation, by the name that users give it."""
+    """An implementation of the operation. Its value is its name for users."""
 
     REFERENCE = "reference"  # plain jnp, any platform
     TPU = "tpu"
@@ -34,7 +34,7 @@ class AttentionSpec:
     """The static part of the operation. Head counts are the whole model's; sharding divides them."""
 
     num_query_heads: int
-    num_kv_heads: int  # as stored: after replication where there are fewer than chips
+    num_kv_heads: int  # as stored: replicated if there are fewer heads than chips
     head_dim: int
     page_size: int  # tokens
     dtype: Any  # of queries, new keys and values, and the output
@@ -42,7 +42,7 @@ class AttentionSpec:
 
     @property
     def has_kv_scales(self) -> bool:
-        """The pages are of 8 bits: their values count in units of a scale."""
+        """Whether the pages have 8-bit values, which are in units of a scale."""
         return jax.numpy.dtype(self.kv_dtype) != self.dtype
 
     @property
@@ -51,7 +51,7 @@ class AttentionSpec:
         return self.head_dim**-0.5
 
     def shard(self, num_shards: int) -> AttentionSpec:
-        """The spec that one of `num_shards` chips sees. ValueError where the heads do not divide."""
+        """The spec of one of `num_shards` chips. Raises ValueError if the heads do not divide."""
         if num_shards < 1:
             raise ValueError(f"heads are split over one chip at least: {num_shards=}")
         if self.num_kv_heads % num_shards or self.num_query_heads % num_shards:
@@ -75,10 +75,10 @@ class AttentionSpec:
 )
 @dataclass(frozen=True, kw_only=True)
 class RaggedBatch:
-    """Which tokens of the step belong to which sequence. All of it is data: no value here recompiles a program."""
+    """The sequences' tokens in the step. All fields are data: no value recompiles a program."""
 
     page_table: jax.Array  # i32[S, pages_per_seq]; entries past a row's pages are the null page (0)
     kv_lens: jax.Array  # i32[S], this step's tokens included; 0 in padding rows
     query_starts: jax.Array  # i32[S + 1], non-decreasing; query_starts[num_rows:] all equal the number of real tokens
-    num_singles: jax.Array  # i32[]; single-token rows: rows [0, num_singles) bring one token each
+    num_singles: jax.Array  # i32[]; single-token rows: rows [0, num_singles) have one token each
     num_rows: jax.Array  # i32[]; rows [num_rows, S) are padding

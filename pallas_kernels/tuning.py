@@ -1,8 +1,8 @@
 """Tuned block sizes, per chip. The kernels have a rule for every case that is not tuned.
 
 `tuned/<chip>.json`, by the chip's name in `chips`, holds `{"source": ..., "entries": {key: sizes}}`. The kernels that
-look entries up define the keys and the sizes. Where the chip or the key is missing, their rule decides; nothing is
-approximated from other entries.
+look up entries define the keys and the sizes. If the chip or the key is missing, their rule decides. Sizes are never
+interpolated from other entries.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent / "tuned"
 
 @cache
 def entries(chip: str) -> dict[str, Any]:
-    """All entries for `chip`; none where there is no file."""
+    """All entries for `chip`; none if there is no file."""
     path = FOLDER / f"{chip}.json"
     return json.loads(path.read_text())["entries"] if path.is_file() else {}
 

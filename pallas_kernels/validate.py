@@ -1,4 +1,4 @@
-"""Checks of the operation's arguments. A caller's mistake is a ValueError that names it.
+"""Checks of the operation's arguments. A caller's mistake raises a ValueError that names it.
 
 Shapes and dtypes are checked whenever a program is traced. Values are data, which tracing does not see: `page_table`
 checks them on the host. The kernels' tests call it on every batch that they make. Serving does not: there the page ids
@@ -18,10 +18,10 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def spec(spec: AttentionSpec, backend: Backend) -> None:
-    """Checks `spec`, as one chip sees it. A spec that passes can be traced and lowered.
+    """Checks the `spec` of one chip. A spec that passes can be traced and lowered.
 
-    A backend's own limits are in its `validate`. The GPU kernels take up to 16 query heads per KV head, the TPU kernels
-    as many as their smallest blocks take in the smallest VMEM, the reference any number.
+    A backend's own limits are in its `validate`. The GPU kernels take up to 16 query heads per KV head. The TPU kernels
+    take as many as fit the smallest VMEM with the smallest blocks. The reference takes any number.
     """
     if spec.num_query_heads < 1 or spec.num_kv_heads < 1:
         raise ValueError(f"there must be query heads and KV heads: {spec.num_query_heads=} {spec.num_kv_heads=}")
@@ -91,7 +91,7 @@ def operands(
 def page_table(batch: RaggedBatch, *, num_pages: int, page_size: int) -> None:
     """Checks the values of a concrete batch against a cache of `num_pages` pages, page 0 included.
 
-    On a device a wrong page id is not noticed: it reads or overwrites another sequence's K/V.
+    A device does not detect a wrong page id: it reads or overwrites another sequence's K/V.
 
     Raises:
         ValueError: a row's live page is out of range or is page 0, two rows share a page that this step writes to, or

@@ -1,8 +1,7 @@
 """Append: a scatter by XLA writes the step's new keys and values to their places in the pages, in place.
 
-XLA fuses it with the end of the QKV product and the rotation of the keys: one kernel per layer. A kernel of our own
-needs its operands in memory first and took two launches more; the counts are in
-scripts/benchmarks/results/decisions.md.
+XLA fuses it with the end of the QKV product and the rotation of the keys: one kernel per layer. A Pallas kernel needs
+its operands in memory first, and took two more launches. The counts are in scripts/benchmarks/results/decisions.md.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The GPU backend of the operation in `api.py`: append the step's K/V to their pages, then attend over the pages.
 
 Decode rows go through `decode` and `combine`, chunks of prompts through `prefill_hopper` or `prefill_mma`. All read the
-work lists of `work_list`. Page ids are NOT checked on the device: neither the chip nor the interpreter notices a wrong
-one. `validate.page_table` checks them on the host; only tests call it.
+work lists of `work_list`. Page ids are NOT checked: neither the chip nor the interpreter detects a wrong one.
+`validate.page_table` checks them on the host; only tests call it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class AttentionMetadata:
 
 
 def validate(spec: AttentionSpec) -> None:
-    """ValueError, before anything is traced, for a spec that these kernels do not support."""
+    """Raises ValueError, before tracing, if these kernels do not support `spec`."""
     if spec.head_dim not in HEAD_DIMS:
         raise ValueError(f"the GPU kernels take head_dim in {HEAD_DIMS}: {spec.head_dim=}")
     if spec.page_size not in PAGE_SIZES:
@@ -102,7 +102,7 @@ def make_metadata(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, d
 
 
 def _padded_tokens(num_tokens: int, tile_tokens: int) -> int:
-    """The copy engine loads whole tiles, so that odd small steps are padded. A server's buckets need no padding."""
+    """The copy engine loads whole tiles, so steps of other sizes are padded. A server's buckets need no padding."""
     return max(tile_tokens, -(-num_tokens // TOKEN_ALIGNMENT) * TOKEN_ALIGNMENT)
 
 
@@ -160,7 +160,7 @@ def attend(
     """The attention output [T, N, H] over pages that hold this step's tokens already."""
     num_tokens, num_heads, _ = queries.shape
     decode_only = metadata.tiles is None
-    if decode_only:  # 16 rows at least: for tiny tests, not for serving
+    if decode_only:  # at least 16 rows; only tiny tests have fewer
         padded_tokens = max(num_tokens, -(-decode.TILE_M // num_heads))
     else:
         padded_tokens = _padded_tokens(num_tokens, tuning.prefill_tile_tokens(gpu, spec))
@@ -190,7 +190,7 @@ def _decode(queries, kv_pages, metadata: AttentionMetadata, first_page, *, spec,
 
 
 def _prefill(output, queries, kv_pages, metadata: AttentionMetadata, first_page, *, spec, gpu, interpret) -> jax.Array:
-    """[T, N * H]: `output` with the chunks' rows, and with zeros behind the last token."""
+    """[T, N * H]: `output` with the chunks' rows, and with zeros after the last token."""
     num_tokens = queries.shape[0]
     output_ref = jax.new_ref(output.reshape(num_tokens, -1))
     assert metadata.tiles is not None and metadata.num_tiles is not None

@@ -1,7 +1,7 @@
 """Combine: merges the partial results of the sequences that `decode` split, and writes them to the output in place.
 
-Interpret mode does not show the layouts of the vectors, or races between CTAs, which it runs one after another, after
-all of `decode`. It does show a lost part, and reads of memory that was never written.
+Interpret mode does not check vector layouts. It finds no races between CTAs, because it runs them one after another,
+after all of `decode`. It does find a lost part, and reads of memory that was never written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def combine(
     num_query_heads: int,
     interpret: Any = None,
 ) -> None:
-    """Writes the rows of every sequence with several items; the others' rows stay as they are."""
+    """Writes the rows of every sequence with several items. All other rows stay unchanged."""
     num_rows, head_dim = output.shape
     _, num_kv_heads, group, _ = partial.shape
     rows = GroupRows(num_rows, num_query_heads, group)
@@ -47,7 +47,7 @@ def combine(
             for g in range(group):
                 sums = vector.load(lse_ref.at[kv_head, offset + g, pl.ds(first_item, MAX_SPLITS)], MAX_SPLITS)
                 split = plgpu.broadcasted_iota(jnp.int32, (MAX_SPLITS,), 0, layout=vector.layout(MAX_SPLITS))
-                sums = jnp.where(split < num_items, sums, -jnp.inf)  # behind them are other sequences' items
+                sums = jnp.where(split < num_items, sums, -jnp.inf)  # after them are other sequences' items
                 weights = jnp.exp2(sums - sums.max())
                 weight_smem[g] = weights / weights.sum()
 

@@ -8,10 +8,10 @@ which `combine` merges.
 
 Source of the algorithm: Dao et al., Flash-Decoding for long-context inference (2023); online softmax in base 2.
 
-Interpret mode does not show cp.async (that form is only compiled; the tests run the TMA form), mma (a plain product
-takes its place), fragment layouts, swizzles, the alignment that TMA needs, and races between CTAs, which it runs one
-after another. It notices no page id out of range, nor does the chip. It does show missing waits and slots refilled too
-early; a wait without an arrival hangs it.
+Interpret mode does not check cp.async (that form is only compiled; the tests run the TMA form), mma (a plain product
+replaces it), fragment layouts, swizzles and the alignment that TMA needs. It finds no races between CTAs, because it
+runs them one after another. Neither it nor the chip detects a page id out of range. It does find missing waits and
+slots that are refilled too early; a wait without an arrival hangs it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True)
 class Refs:
-    """What the kernel is called with: the operands and outputs in this order, the scratch by name."""
+    """The kernel's arguments: the operands and outputs in this order, the scratch by name."""
 
     queries: Any
     kv_pages: Any
@@ -121,7 +121,7 @@ def decode(
         transforms=matmul.swizzled(head_dim, dtype, copied_rows=None if tiles.use_tma else blocks.copy_tokens),
     )
     scratch: dict[str, Any] = {
-        # The result goes through the place of the keys, once they are used up.
+        # The result reuses the memory of the keys after their last use.
         "k_or_out_smem": plgpu.RefUnion(kv_tiles, plgpu.SMEM((TILE_M, head_dim), jnp.float32)),
         "v_smem": kv_tiles,
         "p_smem": plgpu.SMEM((TILE_M, tiles.block_kv), dtype, transforms=matmul.swizzled(tiles.block_kv, dtype)),
@@ -216,7 +216,7 @@ class _Body:
             p = plgpu.load(p_smem, layout=lhs, optimized=False)
             v = plgpu.load(ring.v_smem.at[slot], layout=rhs, optimized=False)
             if tail:
-                # The places behind the last key may hold anything, and 0 * NaN is NaN.
+                # The places after the last key may hold any values, and 0 * NaN is NaN.
                 key = plgpu.broadcasted_iota(jnp.int32, (block_kv, self.head_dim), 0, layout=rhs)
                 v = jnp.where(key < valid, v, jnp.zeros_like(v))
             acc = online_softmax.scaled(acc, alpha)

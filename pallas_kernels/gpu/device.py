@@ -1,4 +1,4 @@
-"""The GPU that a program is compiled for, by which the kernels choose their form and their tiles."""
+"""The GPU that a program is compiled for. The kernels choose their form and their tiles by it."""
 
 from __future__ import annotations
 
@@ -52,5 +52,5 @@ def current() -> Gpu:
     cores = getattr(attached, "core_count", None) if described is None else described.num_cores
     if cores is None:
         return INTERPRETED
-    # Private, but the only answer that agrees with the lowering by construction.
+    # A private function of jax, but the only one that always agrees with the lowering.
     return Gpu(arch=mosaic_utils._infer_arch(), num_multiprocessors=cores)

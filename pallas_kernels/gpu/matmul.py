@@ -1,9 +1,9 @@
 """The matrix products of the kernels, and their stand-ins for interpret mode.
 
-The interpreter has no rule for `mma`, and its `wgmma` reads operands without telling the race detector. In interpret
-mode both are therefore plain loads and a plain dot product, so that a missing barrier in front of a product is found as
-a race. This does not show fragment layouts, or the asynchrony of products on the chip: compile-only tests (layouts) and
-a run on the chip (numbers) are needed besides every interpreted test.
+The interpreter has no rule for `mma`, and the race detector does not see the reads of its `wgmma`. In interpret mode
+both are therefore plain loads and a plain dot product, so a missing barrier before a product is found as a race. This
+does not check fragment layouts, or the asynchrony of products on the chip. Besides interpreted tests, compile-only
+tests (layouts) and a run on the chip (numbers) are needed.
 
 `mma` takes registers: threads read its operands from shared memory through the generic proxy, and the callers fence
 those reads from later copies (see `ring`). `wgmma` reads shared memory through the async proxy, by which TMA writes it,
@@ -34,8 +34,8 @@ def mma(acc: jax.Array, lhs: jax.Array, rhs: jax.Array, *, interpret: Any) -> ja
 def swizzled(columns: int, dtype: Any, *, copied_rows: int | None = None) -> tuple[Any, ...]:
     """Transforms of an SMEM tile with `columns` in its last axis: for TMA, ldmatrix, wgmma, without bank conflicts.
 
-    `copied_rows`: the rows that one cp.async copies, where it is used. It distributes 8-row tiles over four warps, so
-    that a small copy needs narrower tiles (and then has some bank conflicts).
+    `copied_rows`: the rows that one cp.async copies, if it is used. It distributes 8-row tiles over four warps, so a
+    small copy needs narrower tiles (and then has some bank conflicts).
     """
     itemsize = jnp.dtype(dtype).itemsize
     width = min(128, columns * itemsize)

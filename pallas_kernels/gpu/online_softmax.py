@@ -1,4 +1,4 @@
-"""Softmax over blocks of keys, one after the other: running maximum and sum per row, in base 2, scale folded in.
+"""Softmax over consecutive blocks of keys: running maximum and sum per row, in base 2, with the scale included.
 
 Source: Milakov and Gimelshein, Online normalizer calculation for softmax (2018), as in FlashAttention.
 """

@@ -25,7 +25,7 @@ class PrefillOperands(NamedTuple):
 
 @dataclass(frozen=True)
 class PrefillRefs:
-    """What both kernels are called with, in this order; each adds its scratch, by name."""
+    """The arguments of both kernels, in this order. Each kernel adds its scratch, by name."""
 
     queries: Any
     kv_pages: Any

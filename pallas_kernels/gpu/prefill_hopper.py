@@ -5,10 +5,10 @@ others multiply 64 rows each and take turns at the tensor cores, so that one's s
 
 Source of the algorithm: Shah et al., FlashAttention-3 (2024).
 
-Interpret mode does not show wgmma (plain products take its place, without its asynchrony), fragment layouts, swizzles,
-the alignment that TMA needs, `set_max_registers`, and races between CTAs, which it runs one after another. It does show
-missing waits, slots given back too early, missing fences before copies out, and wrong masks. A fault that leaves a
-warpgroup waiting may hang it instead of being reported.
+Interpret mode does not check wgmma (plain products replace it, without its asynchrony), fragment layouts, swizzles, the
+alignment that TMA needs and `set_max_registers`. It finds no races between CTAs, because it runs them one after
+another. It does find missing waits, slots released too early, missing fences before copies out, and wrong masks. A
+fault that leaves a warpgroup waiting may hang it instead of being reported.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _Refs(PrefillRefs):
     k_smem: Any  # [stages, block_kv, H]
     v_smem: Any
     q_arrived: Any  # barriers, one per compute warpgroup
-    arrived: Any  # barriers, of K and of V of each stage by turns
+    arrived: Any  # barriers, alternately of K and of V of each stage
     tail_arrived: Any  # barrier
     met: Any  # barriers, see `prefill`
 
@@ -108,7 +108,7 @@ class _Body(PrefillBody):
         @pl.when(warpgroup < COMPUTE_WARPGROUPS)
         def _():
             compute = _Compute(self, refs, warpgroup)
-            plgpu.barrier_arrive(compute.q_free)  # from the start
+            plgpu.barrier_arrive(compute.q_free)  # the queries' place is free at the start
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
             for_each_tile(compute.attend)
             plgpu.wait_smem_to_gmem(0)
@@ -121,7 +121,7 @@ class _Body(PrefillBody):
 
 
 class _Compute:
-    """One of the two warpgroups that multiply."""
+    """One of the two compute warpgroups."""
 
     def __init__(self, body: _Body, refs: _Refs, warpgroup) -> None:
         self.body, self.out_ref, self.warpgroup = body, refs.out, warpgroup
@@ -133,7 +133,7 @@ class _Compute:
         self.q_free, self.turn = self.met.at[2 * stages], self.met.at[2 * stages + 1]
 
     def take_turn(self) -> None:
-        """Meets the other warpgroup. One of them starts half a step later, so that they alternate."""
+        """Waits for the other warpgroup. One of them starts half a step later, so they alternate."""
         plgpu.barrier_arrive(self.turn)
         plgpu.barrier_wait(self.turn)
 
@@ -183,7 +183,7 @@ class _Compute:
     def store(self, tile: Tile, first_token, acc) -> None:
         """Writes the rows of the tile's own tokens, in powers of two: TMA boxes have static sizes."""
         shape = self.body.shape
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left the buffer
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous tile has left the buffer
         self.out_smem[...] = acc.astype(self.body.dtype)
         plgpu.commit_smem()
         begin = jnp.maximum(tile.begin - first_token, 0)
@@ -205,7 +205,7 @@ class _Compute:
 
 
 class _Memory:
-    """The warpgroup that feeds the others."""
+    """The warpgroup that loads queries, keys and values for the others."""
 
     def __init__(self, body: _Body, refs: _Refs) -> None:
         self.body, self.refs = body, refs
@@ -258,7 +258,7 @@ class _Memory:
             )
 
     def clear_tail(self, num_valid, slot) -> None:
-        """Zeroes the values behind the sequence's last key, which may be anything: 0 * NaN is NaN."""
+        """Zeroes the values after the sequence's last key. They may hold anything, and 0 * NaN is NaN."""
 
         @pl.loop(lax.div(num_valid, jnp.int32(TAIL_ROWS)), self.body.sizes.block_kv // TAIL_ROWS)
         def _(part):
@@ -272,7 +272,7 @@ class _Memory:
         plgpu.commit_smem()
 
     def drain(self, num_blocks) -> None:
-        """Waits for all slots that the other warpgroups give back, so that every arrival is waited for."""
+        """Waits until the other warpgroups have released all slots, so no arrival is left without a wait."""
         stages = self.body.sizes.num_stages
         plgpu.barrier_wait(self.q_free)
 

@@ -1,11 +1,11 @@
-"""Prefill where there is no wgmma (Ampere, Ada, Blackwell): ragged causal chunks, one warpgroup per CTA, on mma.
+"""Prefill on chips without wgmma (Ampere, Ada, Blackwell): ragged causal chunks, one warpgroup per CTA, on mma.
 
 The tiles, their order and the masks are those of `prefill_hopper`; the ring of K and V tiles is that of `decode`. On
-Blackwell tcgen05 stays unused.
+Blackwell, tcgen05 is not used.
 
-Interpret mode does not show cp.async (that form is only compiled; the tests run the TMA form), mma (a plain product
-takes its place), fragment layouts, swizzles, the alignment that TMA needs, and races between CTAs, which it runs one
-after another. It does show missing waits, slots refilled too early and wrong masks.
+Interpret mode does not check cp.async (that form is only compiled; the tests run the TMA form), mma (a plain product
+replaces it), fragment layouts, swizzles and the alignment that TMA needs. It finds no races between CTAs, because it
+runs them one after another. It does find missing waits, slots refilled too early and wrong masks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def prefill(
     kv_tiles = plgpu.SMEM((sizes.num_stages, sizes.block_kv, head_dim), dtype, transforms=swizzled(blocks.copy_tokens))
     scratch: dict[str, Any] = {
         "q_smem": plgpu.SMEM((TILE_M, head_dim), dtype, transforms=swizzled(body.shape.tokens)),
-        # The result goes through the place of the keys, once they are used up.
+        # The result reuses the memory of the keys after their last use.
         "k_or_out_smem": plgpu.RefUnion(kv_tiles, plgpu.SMEM((TILE_M, head_dim), dtype)),
         "v_smem": kv_tiles,
         "p_smem": plgpu.SMEM((TILE_M, sizes.block_kv), dtype, transforms=matmul.swizzled(sizes.block_kv, dtype)),
@@ -126,7 +126,7 @@ class _Body(PrefillBody):
             p = plgpu.load(p_smem, layout=lhs, optimized=False)
             v = plgpu.load(ring.v_smem.at[slot], layout=rhs, optimized=False)
             if masked:
-                # The places behind the last key may hold anything, and 0 * NaN is NaN.
+                # The places after the last key may hold any values, and 0 * NaN is NaN.
                 key = plgpu.broadcasted_iota(jnp.int32, (block_kv, self.head_dim), 0, layout=rhs)
                 v = jnp.where(key < tile.kv_len - i * block_kv, v, jnp.zeros_like(v))
             acc = online_softmax.scaled(acc, alpha)
@@ -147,4 +147,4 @@ class _Body(PrefillBody):
                 out_ref[token, prefill_tile.head_columns(tile.first_head + g, self.head_dim)] = row
 
         if self.sizes.use_tma:
-            plgpu.commit_smem()  # the next tile's copies take the places of this one's queries, keys and output
+            plgpu.commit_smem()  # the next tile's copies overwrite this one's queries, keys and output

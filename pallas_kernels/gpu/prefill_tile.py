@@ -1,8 +1,8 @@
 """The shape of a prefill tile: the 64 rows that one warpgroup multiplies, and how they are loaded and masked.
 
 A warpgroup's 64 rows are `tokens` tokens of `heads` query heads that share a KV head, head by head. Every head is one
-box of the copy engine, straight from [T, N * H], without a packed copy of the queries. Thus even a short chunk fills a
-tile, with four or eight heads.
+box of the copy engine, read from [T, N * H] without a packed copy of the queries. So even a short chunk fills a tile,
+with four or eight heads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pallas_kernels.gpu.work_list import (
 )
 
 TILE_M = 64  # rows of a warpgroup
-MASKED = -1e30  # finite, so that a row without keys stays free of NaN
+MASKED = -1e30  # finite, so a row without keys does not become NaN
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Tile:
 
 
 def unit_of(round_: jax.Array, cta: jax.Array, num_ctas: int) -> jax.Array:
-    """The unit that a persistent CTA takes in a round: to and fro, so that every CTA gets long and short ones."""
+    """A persistent CTA's unit in a round. Rounds alternate in direction, so every CTA gets long and short units."""
     place = jnp.where(lax.rem(round_, jnp.int32(2)) == 0, cta, num_ctas - 1 - cta)
     return round_ * num_ctas + place
 

@@ -1,4 +1,4 @@
-"""KV blocks on their way from pages to SMEM tiles: where a block lies, and a ring of tiles that one warpgroup fills.
+"""Copies of KV blocks from pages to SMEM tiles: the place of a block, and a ring of tiles that one warpgroup fills.
 
 A block of `block_kv` keys is several pages, or a part of one. From Hopper on a copy is one TMA box per page, which
 arrives at a barrier. Below, all threads copy by cp.async and count the copies that they have issued.
@@ -62,7 +62,7 @@ class Source:
         size, page_size = shape.copy_tokens, jnp.int32(shape.page_size)
         for j in range(shape.copies):
             token = block * shape.block_kv + j * size
-            # A block may reach past the table's last page. Any page will do there: its keys are masked.
+            # A block may reach past the table's last page. Any page is valid there: its keys are masked.
             index = jnp.minimum(lax.div(token, page_size), shape.pages_per_seq - 1)
             page = self.first_page + self.pages_ref[self.row, index]
             halves = [self.kv_ref.at[page, kind, self.kv_head] for kind in (KEYS, VALUES)]
@@ -96,7 +96,7 @@ class Ring:
             plgpu.wait_gmem_to_smem((self.num_stages - 2) * 2 * self.source.shape.copies)
         else:
             plgpu.barrier_wait(self.arrived.at[slot])
-            plgpu.commit_smem()  # the threads' reads of the block before: its slot is copied to next
+            plgpu.commit_smem()  # orders the threads' reads of the previous block before the copy into its slot
         ahead = i + self.num_stages - 1
         self._prefetch(ahead, lax.rem(ahead, jnp.int32(self.num_stages)))
         return slot

@@ -1,7 +1,7 @@
 """Tile sizes per GPU: they fit its shared memory and registers, without spills.
 
-Not measured on a chip, but chosen by the compiler's register and shared-memory report (tests/pallas_kernels/gpu) and by
-the memory budget of a block. On a chip, `block_kv` and `num_stages` are to be tuned.
+They are not measured on a chip. They are chosen by the compiler's register and shared-memory report
+(tests/pallas_kernels/gpu) and by the memory budget of a block. `block_kv` and `num_stages` should be tuned on a chip.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ def decode_items(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns items i32[W, ITEM_FIELDS] and, per row, (first item, number of items) i32[S, 2].
 
-    Every sequence is cut into equal runs of at most `c` blocks, for the `c` with the least estimated time, so that
-    one long sequence among short ones, or a small batch, still fills the chip.
+    Every sequence is cut into equal runs of at most `c` blocks, for the `c` with the least estimated time. So one long
+    sequence among short ones, or a small batch, still fills the chip.
     """
     num_rows = kv_lens.shape[0]
     num_items = num_decode_items(num_rows, num_kv_heads, resident_ctas)
@@ -89,7 +89,7 @@ def _cdiv(a: Any, b: Any) -> Any:
 
 
 # Fields of a prefill tile: the sequence's row, the first token that is loaded (a multiple of 8), the tokens
-# [begin, end) whose output is written, what to add to a token's index for its position in the sequence, and the
+# [begin, end) whose output is written, the offset from a token's index to its position in the sequence, and the
 # sequence's length.
 TILE_ROW, TILE_TOKEN, TILE_BEGIN, TILE_END, TILE_POSITION, TILE_KV_LEN = range(6)
 TILE_FIELDS = 6
@@ -98,7 +98,7 @@ TOKEN_ALIGNMENT = 8  # rows of a swizzled tile: the copy engine can start at its
 
 
 def num_prefill_tiles(num_rows: int, num_tokens: int, tile_tokens: int) -> int:
-    """The length of the list of tiles: full ones, a ragged start and end per sequence, and the padding tokens'."""
+    """The length of the tile list: full tiles, a ragged start and end per sequence, and tiles of padding tokens."""
     return num_tokens // tile_tokens + 2 * min(num_rows, num_tokens) + 2
 
 
@@ -110,15 +110,15 @@ def prefill_tiles(
     num_tokens: int,  # a multiple of 8, at least tile_tokens
     tile_tokens: int,  # a multiple of 8
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns tiles i32[NT, TILE_FIELDS], those with the longest context first, and how many there are, i32[1].
+    """Returns tiles i32[NT, TILE_FIELDS], those with the longest context first, and their number, i32[1].
 
-    Tokens behind the last sequence are in tiles, too, without keys: their output is zero. The CTAs take the tiles in
-    this order, to and fro, which balances the triangle of a causal prompt.
+    Padding tokens after the last sequence are in tiles without keys: their output is zero. The CTAs take the tiles in
+    this order, in rounds of alternating direction, which balances the triangle of a causal prompt.
     """
     num_rows = kv_lens.shape[0]
     starts, ends = query_starts[:-1], query_starts[1:]
     is_chunk = jnp.arange(num_rows) >= num_singles
-    # The padding tokens stand behind the rows, as one more.
+    # The padding tokens are treated as one more row, after the others.
     starts = jnp.append(jnp.where(is_chunk, starts, ends), query_starts[-1])
     ends = jnp.append(ends, num_tokens)
     lens = jnp.append(kv_lens, 0)

@@ -1,9 +1,9 @@
 """Appends the new K/V of rows of any length to their pages: copies of whole words from HBM to HBM.
 
 `new_words` holds the new words of all rows, one row after the other, each token in its part of its word, as in the
-pages. A row's first word may be shared with older tokens, which lie in the page: that word is merged in VMEM.
-`new_pages` holds the destination pages in the same order. They are few, and are taken out of the page table once per
-step. (The decode kernel appends its rows' tokens itself: it has their words in VMEM.)
+pages. A row's first word may also hold older tokens, which are in the page: that word is merged in VMEM. `new_pages`
+holds the destination pages in the same order. They are few, and are read from the page table once per step. (The decode
+kernel appends its rows' tokens itself: it has their words in VMEM.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.tpu import paging
 from pallas_kernels.tpu.mixed_memory import Refs
 
-_SPARE_WORDS = {1: 0, 2: 1, 4: 2}  # by tokens of a word: a row may begin in the middle of a word, and end in another's
+_SPARE_WORDS = {1: 0, 2: 1, 4: 2}  # by tokens of a word: a row may begin and end in the middle of a word
 
 
 def word_base(row: Any, query_start: Any, packing: int) -> Any:
@@ -52,7 +52,7 @@ def append_rows(begin_row: Any, end_row: Any, refs: Refs, pages: paging.Pages) -
         position = refs.kv_lens[row] - (query_starts[row + 1] - query_start)
         begin, end = lax.div(position, packing), paging.words_of(refs.kv_lens[row], packing)
         base = word_base(row, query_start, packing)
-        shared = jnp.minimum(lax.rem(position, packing), 1)  # 1 if the first new token's word has older ones in it
+        shared = jnp.minimum(lax.rem(position, packing), 1)  # 1 if the first new token's word also holds older tokens
         first_page = page_base(row, query_start, g.page_size) - lax.div(position, g.page_size)
 
         @pl.when(shared > 0)
@@ -78,7 +78,7 @@ def append_rows(begin_row: Any, end_row: Any, refs: Refs, pages: paging.Pages) -
 
 
 def _merge_word(new: Any, in_page: Any, older: Any, edge: Any, sem: Any) -> None:
-    """Puts the new tokens of the word `new` next to those of the word `in_page` that are in the mask `older`."""
+    """Merges the new tokens of the word `new` with those of the word `in_page` that are in the mask `older`."""
     loads = [pltpu.make_async_copy(new, edge.at[0], sem), pltpu.make_async_copy(in_page, edge.at[1], sem)]
     for load in loads:
         load.start()

@@ -80,7 +80,7 @@ def _new_pages(batch: RaggedBatch, g: Geometry, num_tokens: int) -> jax.Array:
 
 
 def _word_tokens(batch: RaggedBatch, g: Geometry, num_tokens: int) -> jax.Array:
-    """Which token of the step goes into which part of which new word: i32[kv_packing, W], num_tokens for none."""
+    """The step's token for each part of each new word: i32[kv_packing, W], num_tokens for none."""
     starts = batch.query_starts
     rows = starts.shape[0] - 1
     token = jnp.arange(num_tokens, dtype=jnp.int32)
@@ -109,7 +109,7 @@ def append_and_attend(
     block_sizes: blocks.BlockSizes | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.api.PagedAttention.__call__`. `interpret` runs the same kernels on a CPU; `block_sizes`
-    replaces the chosen ones. ValueError where the sizes do not fit together."""
+    replaces the chosen ones. Raises ValueError if the sizes do not fit together."""
     g = layout.geometry(spec)
     if interpret is True:
         interpret = pltpu.InterpretParams()
@@ -152,7 +152,7 @@ def append_and_attend(
 
 
 def _as_words(x: jax.Array) -> jax.Array:
-    """The bits of x, each value in the low part of a word of its own."""
+    """The bits of x, each value in the low part of a separate word."""
     return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
 
 

@@ -13,8 +13,8 @@ from pallas_kernels.tpu.layout import LANES, Geometry
 from pallas_kernels.tpu.tiles import MixedBlocks
 
 DECODE_TURN_BYTES = 8 << 20  # K/V of one turn: enough to hide a copy's latency
-UNKNOWN_PAGE_SIZE = 128  # tokens, on a generation that is not in the table: the middle one
-LONGEST = 1 << 20  # tokens: no block is shortened for a sequence of so many
+UNKNOWN_PAGE_SIZE = 128  # tokens, on a generation that is not in the table: the table's middle value
+LONGEST = 1 << 20  # tokens: no block is shortened for a sequence of this length
 SMALLEST_VMEM = min(chip.vmem_bytes for chip in chips.TPUS.values())
 
 
@@ -26,7 +26,7 @@ class BlockSizes:
     mixed: MixedBlocks
 
     def validate(self, g: Geometry) -> None:
-        """ValueError for sizes that do not fit together, or do not fit the heads."""
+        """Raises ValueError if the sizes do not fit each other or the heads."""
         mixed, queries = self.mixed, self.mixed.tile_queries(g)
         if mixed.q_block < queries or mixed.q_block % queries:
             raise ValueError(f"a block of queries is a multiple of a tile's: {mixed.q_block=} {queries=}")
@@ -45,12 +45,12 @@ class BlockSizes:
 
 
 def validate_memory(g: Geometry) -> None:
-    """ValueError for heads with which not even the smallest blocks fit every chip's VMEM."""
+    """Raises ValueError if, with these heads, even the smallest blocks do not fit every chip's VMEM."""
     choose(g, LONGEST // g.page_size)
 
 
 def this_chip() -> str:
-    """The generation that is compiled for, by its name in `chips`: the mesh's, or the attached one."""
+    """The generation to compile for, by its name in `chips`: the mesh's, or the attached one."""
     return chips.tpu_name(pltpu.get_tpu_info().chip_version.value)
 
 
@@ -60,11 +60,11 @@ def default_page_size(chip: str | None) -> int:
 
 
 def choose(g: Geometry, pages_per_seq: int, chip: str | None = None, *, max_decodes: int = 1) -> BlockSizes:
-    """The tuned sizes of `chip` (a name in `chips`) where there are some, otherwise by rule.
+    """The tuned sizes of `chip` (a name in `chips`) if there are any, otherwise sizes by rule.
 
     Raises:
         ValueError: the chip's VMEM does not hold such blocks, or the rows of `max_decodes` decodes. A chip that is not
-            in the table is taken to have the smallest VMEM.
+            in the table is assumed to have the smallest VMEM.
     """
     tuned = {} if chip is None else tuning.lookup(chip, key(g)) or {}
     vmem = chips.TPUS[chip].vmem_bytes if chip in chips.TPUS else SMALLEST_VMEM
@@ -89,7 +89,7 @@ def key(g: Geometry) -> str:
 
 
 def _shorten[Blocks: (DecodeBlocks, MixedBlocks)](blocks: Blocks, g: Geometry, pages_per_seq: int) -> Blocks:
-    """No block longer than the longest sequence needs, and no more units in a turn than there are in a block."""
+    """Limits blocks to the length that the longest sequence needs, and the units of a turn to those of a block."""
     kv_block = _kv_block(blocks.kv_block, g, pages_per_seq)
     if isinstance(blocks, DecodeBlocks):
         return replace(blocks, kv_block=kv_block)
@@ -100,7 +100,7 @@ def _shorten[Blocks: (DecodeBlocks, MixedBlocks)](blocks: Blocks, g: Geometry, p
 
 
 def _decode(g: Geometry, pages_per_seq: int) -> DecodeBlocks:
-    # With few planes an item is little work next to its fixed costs: longer items, and more of them.
+    # With few planes an item is little work next to its fixed costs, so items are longer.
     tokens = 512 if g.num_planes > 4 else 1024
     kv_block = _kv_block(2 * tokens if g.kv_dtype.itemsize == 1 else tokens, g, pages_per_seq)  # int8: as many bytes
     token_bytes = g.num_planes * LANES * 4 // g.kv_packing
@@ -112,7 +112,7 @@ def _decode(g: Geometry, pages_per_seq: int) -> DecodeBlocks:
 
 def _mixed(g: Geometry, pages_per_seq: int, vmem: int) -> MixedBlocks:
     """The largest blocks of the rule with which the mixed kernel takes at most `vmem` bytes."""
-    # Powers of two of tokens, so that whole tiles fill a block of queries. Two tiles where one is little work.
+    # Powers of two of tokens, so whole tiles fill a block of queries. Two tiles if one is little work.
     tile_queries, tiles = 128, 2 if g.num_k_planes <= 4 else 1
     while tile_queries < 512 and tile_queries * g.queries_per_plane < 1024:
         tile_queries *= 2
@@ -136,8 +136,8 @@ def _mixed(g: Geometry, pages_per_seq: int, vmem: int) -> MixedBlocks:
 
 
 def _smaller(blocks: MixedBlocks, g: Geometry) -> MixedBlocks:
-    """The next smaller blocks; the same where there are none. First of one tile of queries, then of fewer tokens, last
-    of fewer queries, whose rows stay a multiple of 128."""
+    """The next smaller blocks, or the same if there are none. Lowers a block of queries to one tile, then the tile's
+    tokens, then its queries (their rows stay a multiple of 128), then the KV block."""
     queries = blocks.tile_queries(g)
     if blocks.q_block > queries:
         return replace(blocks, q_block=queries)

@@ -2,7 +2,7 @@
 
 The work is a list of items. An item is one block of `kv_block` tokens of one sequence; the items of a long sequence
 follow one another. The list is not stored: a cursor (row, block) steps through it. One turn of the loop takes
-`items_per_turn` consecutive items, of any sequences, so that sequences of different lengths never wait for each other.
+`items_per_turn` consecutive items, of any sequences, so sequences of different lengths never wait for each other.
 
     turn i:   wait for the windows of the page table that turn i+1's items need, start the copies of its items into the
                   other half of `kv_blocks` (HBM -> VMEM, live words only), and of turn i+2's windows (HBM -> SMEM)
@@ -12,7 +12,7 @@ follow one another. The list is not stored: a cursor (row, block) steps through 
                   scores = q K^T, masked; softmax over this block alone; its sum and P V; fold into the running state
                   last block of a sequence: divide, store the row's output over its query
 
-An example: rows of 600, 100 and 1030 tokens, their new ones included; blocks of 512 tokens, two items a turn.
+An example: rows of 600, 100 and 1030 tokens, including the new ones; blocks of 512 tokens, two items per turn.
 
     turn 0:   row 0, tokens 0-511     row 0, tokens 512-599, its last: output
     turn 1:   row 1, tokens 0-99      row 2, tokens 0-511         row 1 needs one block only: output
@@ -21,7 +21,7 @@ An example: rows of 600, 100 and 1030 tokens, their new ones included; blocks of
 While turn 0 computes, turn 1's copies run: those of row 1 are 99 cached tokens in 50 words. In VMEM its new token,
 number 99, is then merged into the last word, next to token 98. Only this word is written back to the row's page.
 
-Who waits for what:
+The semaphores:
 - `kv_sems[half]`    copies into that half of `kv_blocks`; waited for at the beginning of the turn that computes on it.
                      The other half is refilled only after the turn that read it has ended.
 - `window_sems[half]` the page table's windows of the turn that fills that half of `kv_blocks`: waited for just before.
@@ -29,9 +29,9 @@ Who waits for what:
 - `append_sem`       the write-backs, all at once, after the last turn: their source `new_words` is never reused.
 - `store_sem`        the outputs, once, after the last turn.
 
-The heads: planes are grouped so that their query rows fill one bf16 register tile (16 rows). A group's queries stand on
-a block diagonal, [rows, planes x 128] with zeros elsewhere, so that one product scores all its heads. In decode the
-matrix unit's time goes into loading K and V; multiplying zeros costs nothing.
+The heads: planes are grouped so that their query rows fill one bf16 register tile (16 rows). A group's queries form a
+block diagonal, [rows, planes x 128] with zeros elsewhere, so one product computes the scores of all its heads. In
+decode the matrix unit spends its time on loading K and V; multiplying zeros costs nothing.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class _Body:
                 body(self.windows.copy(row, first_page, half, i))
 
     def start_fetching(self, items: list[tuple[Any, Any]], following: list[tuple[Any, Any]], half: Any) -> None:
-        """Starts the copies of `items`, whose windows are on their way, and of the windows of the `following`."""
+        """Starts the copies of `items`, whose windows are being copied, and of the windows of the `following`."""
         self.for_each_window(items, half, lambda copy: copy.wait())
         for i, (row, block) in enumerate(items):
             begin, end = self.cached_words(row, block)
@@ -222,7 +222,7 @@ def _attend(
         tile = pl.ds(i * groups.rows, groups.rows)
         q = row[tile]
         k = jnp.concatenate([paging.unpack_kv(kv[p], g) for p in planes], axis=1)
-        # V past the live words may be anything, and 0 x NaN is NaN: it is zeroed.
+        # V past the live words may hold anything, and 0 x NaN is NaN: it is zeroed.
         v = jnp.concatenate(
             [paging.unpack_kv(paging.live_words_only(kv[g.v_plane(p)], live_words), g) for p in planes], axis=1
         )
@@ -262,7 +262,7 @@ def _gather(values: jax.Array, planes: int, g: Geometry) -> jax.Array:
 # Jitted, so that a model's layers trace and lower it once.
 @partial(jax.jit, static_argnames=("g", "blocks", "interpret"))
 def attend(operands: Operands, *, g: Geometry, blocks: DecodeBlocks, interpret: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the first num_singles rows' outputs, in the queries' shape (others: their queries), and the pages."""
+    """Returns the outputs in the queries' shape (rows from num_singles on keep their queries), and the pages."""
     rows, new_words, kv_pages, kv_lens, new_pages, page_table, scalars = operands
     num_rows = rows.shape[0]
     groups = group_planes(g)

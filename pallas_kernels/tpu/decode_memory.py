@@ -29,7 +29,7 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True)
 class Refs:
-    """What the kernel is called with, in this order."""
+    """The kernel's arguments, in this order."""
 
     # Scalars, in SMEM
     kv_lens: Any  # i32[S]
@@ -44,7 +44,7 @@ class Refs:
     out: Any  # [D, rows, 128]
     pages: Any  # uint32[P, planes, page_words, 128]
     # Scratch, in VMEM up to `state`
-    rows: Any  # [D + 1, rows, 128]: queries, overwritten by outputs; the last row takes what belongs to no row
+    rows: Any  # [D + 1, rows, 128]: queries, overwritten by outputs; the last row is for items of no row
     new_words: Any  # uint32[planes, D, 128]
     kv_blocks: Any  # uint32[2, items, planes, block_words, 128]
     state: Any  # f32[groups, 3, group_rows, 128]: the running maximum, sum and weighted values
@@ -66,7 +66,7 @@ class DecodeBlocks:
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """How planes are grouped: `planes` planes share a tile of `rows` query rows."""
+    """A group of planes: `planes` planes share a tile of `rows` query rows."""
 
     count: int
     planes: int
@@ -74,7 +74,7 @@ class Groups:
 
 
 def group_planes(g: Geometry) -> Groups:
-    """The largest groups of planes whose query rows fit one register tile; one plane each where none do."""
+    """The largest groups of planes whose query rows fit one register tile; groups of one plane if none fit."""
     fitting = [
         n for n in range(1, g.num_k_planes + 1) if g.num_k_planes % n == 0 and n * g.queries_per_plane <= ROW_TILE
     ]

@@ -1,11 +1,11 @@
 """The order in which the mixed kernel takes rows, their query blocks, and the KV blocks that each query block sees.
 
-An example: row 5 brings 600 tokens to 900 older ones, row 6 is a whole prompt of 200; query blocks of 512 tokens, KV
-blocks of 1024. The entries, each with the tokens of its KV block that its last query sees:
+An example: row 5 adds 600 tokens to 900 older ones, row 6 is a whole prompt of 200 tokens; query blocks have 512
+tokens, KV blocks 1024. The entries, each with the tokens of its KV block that its last query sees:
 
     cursor (5, 0, 0)    queries 900-1411    tokens 0-1023
            (5, 0, 1)                        tokens 1024-1411    last: the query block's output is stored
-           (5, 1, 0)    queries 1412-1499   tokens 0-1023       fetched anew
+           (5, 1, 0)    queries 1412-1499   tokens 0-1023       fetched again
            (5, 1, 1)                        tokens 1024-1499    last
            (6, 0, 0)    queries 0-199       tokens 0-199        first and last
 """

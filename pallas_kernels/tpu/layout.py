@@ -1,16 +1,16 @@
 """The layout of K and V in a page on a TPU.
 
 A TPU register is 8 sublanes x 128 lanes x 32 bits, a copy engine moves whole 32-bit sublane rows, and the matrix unit
-takes bf16 rows packed in such words by pairs. So a page is `uint32[planes, page_size / kv_packing, 128]`:
+takes bf16 rows packed in such words in pairs. So a page is `uint32[planes, page_size / kv_packing, 128]`:
 
 - One word row holds `kv_packing` consecutive tokens: one of float32, two of bf16, four of int8. The matrix unit reads
   it without any rearrangement (int8 is widened first), and one new token costs one row of 512 bytes per plane.
 - A plane is 128 lanes of K or of V. head_dim 128: one head each. head_dim 64: two heads side by side, or K and V of one
-  head side by side where the head count is odd, so that nothing is padded. Queries have zeros in the lanes of other
-  heads. Nothing else in the kernels depends on the head dim.
+  head side by side if the head count is odd, so nothing is padded. Queries have zeros in the lanes of other heads.
+  Nothing else in the kernels depends on the head dim.
 
-K planes come first, then V planes: plane `i` of K belongs to plane `i + num_k_planes` of V, or to itself where K and V
-share it. Chips split the plane axis.
+K planes come first, then V planes: plane `i` of K belongs to plane `i + num_k_planes` of V, or to itself if K and V
+share planes. The plane axis is split over chips.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from pallas_kernels.spec import AttentionSpec
 
 KV_HEAD_AXIS = 1
 LANES = 128
-MIN_PAGE_SIZE, MAX_PAGE_SIZE = 16, 256  # tokens; twice the smallest with 8 bits, whose pages then fill a register
+MIN_PAGE_SIZE, MAX_PAGE_SIZE = 16, 256  # tokens; with 8 bits the smallest is 32, which fills a register
 
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """The static shape of the problem as one chip's kernel sees it. It does not depend on the head dim."""
+    """The static shapes of one chip's kernels. They do not depend on the head dim."""
 
     num_k_planes: int
     kv_shared: bool  # K and V of a head lie in one plane
@@ -67,7 +67,7 @@ def geometry(spec: AttentionSpec) -> Geometry:
         num_k_planes=spec.num_kv_heads // heads_per_plane,
         kv_shared=shared,
         heads_per_plane=heads_per_plane,
-        # One token's rows fill whole words, so that a block of queries may begin at any token.
+        # One token's rows fill whole words, so a block of queries may begin at any token.
         queries_per_plane=-(-queries // query_packing) * query_packing,
         query_packing=query_packing,
         kv_packing=4 // jnp.dtype(spec.kv_dtype).itemsize,
@@ -85,7 +85,7 @@ def kv_pages(spec: AttentionSpec, num_pages: int) -> jax.ShapeDtypeStruct:
 
 
 def validate(spec: AttentionSpec) -> None:
-    """ValueError, before anything is traced, for a spec that these kernels do not support."""
+    """Raises ValueError, before tracing, if these kernels do not support `spec`."""
     if spec.head_dim not in (64, 128):
         raise ValueError(f"the TPU kernel takes head_dim 64 or 128: {spec.head_dim=}")
     if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):

@@ -1,11 +1,11 @@
-"""The mixed kernel: rows of any number of tokens, prompt chunks above all.
+"""The mixed kernel: rows of any number of tokens, mostly prompt chunks.
 
-First every row's new K/V are copied from HBM to their pages in HBM (`append`); attention then reads pages only. It
-takes the rows' query blocks, and for each the KV blocks that it sees, as one list of entries with a cursor (row, query
-block, KV block). The copies of the next entry, of any row, run while this one computes.
+First every row's new K/V are copied from HBM to their pages in HBM (`append`). Attention then reads pages only. Its
+work is a list of entries: for each query block of each row, the KV blocks that it sees. A cursor (row, query block, KV
+block) steps through them. The copies of the next entry, of any row, run while this entry is computed.
 
     entry i:  wait for the window of the page table that names entry i+1's pages, start the copies of entry i+1's KV
-              block into the other half of `kv_blocks` and of entry i+2's window; where entry i+1 begins a query block,
+              block into the other half of `kv_blocks` and of entry i+2's window; if entry i+1 begins a query block,
               also those of its queries into the other half of `q_blocks`
               wait for entry i's KV block (and its queries, at a query block's beginning)
               for every unit: `prepare` makes its scores, masks them, and transposes V; `fold` takes their softmax and
@@ -14,29 +14,29 @@ block, KV block). The copies of the next entry, of any row, run while this one c
 
 A unit is one plane, one tile of query rows and one tile of the block's tokens (see `tiles`). `prepare` runs one unit
 ahead of `fold`, in the other of two sets of buffers, and both alternate in slices of `SLICE_ROWS` query rows. They do
-not depend on each other, so that the compiler fills the matrix unit and the vector units at the same time, and weights
-go to the matrix unit as soon as they are computed, before the registers run out.
+not depend on each other, so the compiler can fill the matrix unit and the vector units at the same time. Weights go to
+the matrix unit as soon as they are computed, before the registers run out.
 
-Everything is computed transposed, tokens down and query rows across:
+All products are computed transposed, with tokens along the first axis and query rows along the second:
 
     scores^T  [tokens, rows]   = min(K Q^T, mask)
     weights^T [tokens, rows]   = exp2(scores^T - maximum over tokens)
     values^T  [128 + 16, rows] = [V | 1]^T weights^T
 
-Thus the maximum over tokens is taken between registers, not within them. The weights lie as the matrix unit takes its
-stationary operand. 128 rows of V^T stream past it, so that head_dim 128 fills a 256 x 256 unit; V without the transpose
-would leave half of it empty. Ones below V^T make the sum of the weights one more row of the values, without any vector
-instruction.
+So the maximum over tokens is taken between registers, not within them. The weights have the layout of the matrix unit's
+stationary operand. 128 rows of V^T stream past it, so head_dim 128 fills a 256 x 256 unit; V without the transpose
+would leave half of it empty. With rows of ones below V^T, the sum of the weights is one more row of the values, without
+any vector instruction.
 
-`masks` holds the masks of a row's units; number 0 masks nothing. They are computed again only where they differ from
-those of the row before.
+`masks` holds the masks of a row's units; number 0 masks nothing. They are recomputed only if they differ from those of
+the previous row.
 
 `mixed_memory` lists the buffers; `entries` has the order of entries, with an example.
 
-Who waits for what: `kv_sems[half]`, `q_sems[half]` and `out_sems[half]` belong to the halves of their buffers, and
-`window_sems[half]` to the window of the entry that will fill that half of `kv_blocks`. The copies out of a half of
-`out_blocks` are waited for when it is stored into again, and at the end. `append_sem` counts the new words written to
-pages; all of them have arrived before the first KV block is fetched.
+The semaphores: `kv_sems[half]`, `q_sems[half]` and `out_sems[half]` belong to the halves of their buffers, and
+`window_sems[half]` to the window of the entry that will fill that half of `kv_blocks`. The kernel waits for the copies
+out of a half of `out_blocks` before it stores into that half again, and at the end. `append_sem` counts the new words
+written to pages; all of them have arrived before the first KV block is fetched.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class _Body:
         append.append_rows(self.begin_row, self.end_row, refs, self.pages)
         for v_t in (refs.v_t_even, refs.v_t_odd):
             v_t[LANES:] = jnp.ones((SUM_ROWS, self.blocks.tile_tokens), v_t.dtype)
-        # A buffer that only the loop over units touches would be kept in registers by the compiler, and spilled.
+        # Without this use outside the loop over units, the compiler would keep the buffer in registers and spill it.
         refs.scores_odd[:8, :LANES] = jnp.zeros((8, LANES), jnp.float32)
         refs.masks[0] = jnp.full(refs.masks.shape[1:], -paging.MASKED, jnp.float32)
         refs.mask_phase[0] = -1
@@ -144,7 +144,7 @@ class _Body:
         return self.windows.copy(entry.row, entry.first_kv_page, half, 0)
 
     def start_fetching(self, cursor: Cursor, kv_half: Any, q_half: Any) -> None:
-        """Starts the copies of the entry at `cursor`, whose window is on its way, and of the next entry's window."""
+        """Starts the copies of the entry at `cursor`, whose window is being copied, and of the next entry's window."""
         refs, g = self.refs, self.g
         entry = self.entry(cursor)
         self.window(entry, kv_half).wait()
@@ -171,7 +171,7 @@ def _kernel(*refs: Any, g: Geometry, blocks: MixedBlocks) -> None:
 
 
 def _begin_q_block(refs: Refs, entry: Entry, q_half: Any, g: Geometry, blocks: MixedBlocks) -> None:
-    """Scales the queries once for all KV blocks, so that exp2 of a score needs no factor, and empties the state."""
+    """Scales the queries once for all KV blocks, so exp2 of a score needs no factor, and resets the state."""
 
     def plane(p: Any, carry: None) -> None:
         q = pltpu.bitcast(refs.q_blocks[q_half, p], g.dtype)
@@ -246,7 +246,7 @@ def _attend(refs: Refs, entry: Entry, kv: Any, live_words: Any, g: Geometry, blo
 
 
 def _clear_dead_words(kv: Any, live_words: Any, tile_words: int) -> None:
-    """Zeroes the last tile behind the live words: the content may be anything there, and 0 x NaN is NaN."""
+    """Zeroes the last tile after the live words: they may hold anything there, and 0 x NaN is NaN."""
     live = lax.rem(live_words, tile_words)
     begin = pl.multiple_of(live_words - live, tile_words)
 
@@ -281,7 +281,7 @@ def _store_q_block(refs: Refs, entry: Entry, half: Any, g: Geometry, blocks: Mix
 # Jitted, so that a model's layers trace and lower it once.
 @functools.partial(jax.jit, static_argnames=("g", "blocks", "interpret"))
 def attend(operands: Operands, *, g: Geometry, blocks: MixedBlocks, interpret: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the outputs in the queries' place (other rows': their queries), and the pages."""
+    """Returns the outputs in the queries' shape (tokens of other rows keep their queries), and the pages."""
     queries, new_words, kv_pages, kv_lens, query_starts, new_pages, page_table, scalars = operands
     return pl.pallas_call(
         functools.partial(_kernel, g=g, blocks=blocks),

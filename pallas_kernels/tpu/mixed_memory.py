@@ -31,8 +31,8 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True)
 class Refs:
-    """What the kernel is called with, in this order. Buffers with two halves: copies fill or empty one of them while
-    the kernel works on the other."""
+    """The kernel's arguments, in this order. In buffers with two halves, copies fill or empty one half while the kernel
+    works on the other."""
 
     # Scalars, in SMEM
     kv_lens: Any  # i32[S]
@@ -59,11 +59,11 @@ class Refs:
     v_t_odd: Any
     masks: Any  # f32[num_masks, tile_tokens, tile_rows]: MASKED or -MASKED
     tops: Any  # f32[num_k_planes + 1, tiles, 1, tile_rows]: the running maximum
-    values: Any  # f32[num_k_planes + 1, tiles, 128 + SUM_ROWS, tile_rows]: the running sums, relative to it
+    values: Any  # f32[num_k_planes + 1, tiles, 128 + SUM_ROWS, tile_rows]: the running sums, relative to `tops`
     out_blocks: Any  # uint32[2, num_k_planes, q_block * row_words, 128]
     edge: Any  # uint32[2, planes, 1, 128]
     table_windows: Any  # i32[2, 1, 1, 128] in SMEM
-    out_words: Any  # i32[2] in SMEM: words on their way out of each half of out_blocks
+    out_words: Any  # i32[2] in SMEM: words that are being copied out of each half of out_blocks
     mask_phase: Any  # i32[1] in SMEM: the phase that `masks` were made for
     window_sems: Any
     kv_sems: Any

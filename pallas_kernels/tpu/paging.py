@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.tpu.layout import Geometry
 
 WINDOW = 128  # entries of the page table fetched at a time: the lanes of one register
-MASKED = -1e30  # a score that no query sees; finite, so that a wholly masked row makes no NaN
+MASKED = -1e30  # the score of a masked token; finite, so a fully masked row gives no NaN
 
 
 def words_of(tokens: Any, packing: int) -> Any:
@@ -37,7 +37,7 @@ def windows_of_table(page_table: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """The parts of the page table that name a block's pages, on their way from HBM to scalar memory.
+    """Copies of parts of the page table, with the ids of a block's pages, from HBM to scalar memory.
 
     Two halves: a block's pages are needed when its copies are started, one step before the block is computed on. While
     block i is computed on, the pages of block i + 1 and the window of block i + 2 are fetched.
@@ -54,7 +54,7 @@ class Windows:
         return pltpu.make_async_copy(source, self.smem.at[half, slot], self.sems.at[half])
 
     def page(self, half: Any, slot: int, index: Any) -> Any:
-        """The id of the sequence's page `index`, which must be of the window in `slot`."""
+        """The id of the sequence's page `index`, which must be in the window in `slot`."""
         return self.smem[half, slot, 0, lax.rem(index, WINDOW)]
 
 
@@ -116,13 +116,13 @@ def unpack_kv(words: jax.Array, g: Geometry) -> jax.Array:
 
 
 def older_tokens(position: Any, packing: int) -> Any:
-    """A mask of the bits that the tokens before `position` have in its word."""
+    """A mask of the bits of older tokens in the word of `position`."""
     bits = 32 // packing
     return (jnp.uint32(1) << (lax.rem(position, packing) * bits).astype(jnp.uint32)) - jnp.uint32(1)
 
 
 def live_words_only(words: jax.Array, num_words: Any) -> jax.Array:
-    """`words` with zeros past `num_words`: the content there may be anything, and 0 x NaN is NaN."""
+    """`words` with zeros past `num_words`: the words there may hold anything, and 0 x NaN is NaN."""
     index = lax.broadcasted_iota(jnp.int32, words.shape, 0)
     return jnp.where(index < num_words, words, jnp.uint32(0))
 

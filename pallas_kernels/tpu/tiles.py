@@ -1,15 +1,15 @@
 """The units of one KV block of one query block in the mixed kernel, and the mask of each.
 
-A unit is (plane, tile of queries, tile of tokens); units are taken in this order. Units in which no query sees a token
-are left out.
+A unit is (plane, tile of queries, tile of tokens), and units are computed in this order. Units in which no query sees a
+token are left out.
 
 An example: a prompt's first 512 queries against its first 512 tokens, tiles of 256 by 256. Of each plane's four units
-three remain: queries 0-255 see tokens 0-255 only (the diagonal, masked), queries 256-511 see tokens 0-255 whole and
-tokens 256-511 masked. Eight planes make 24 units, taken `units_per_turn` at a time.
+three remain: queries 0-255 see tokens 0-255 only (the diagonal, masked), queries 256-511 see all of tokens 0-255, and
+tokens 256-511 masked. Eight planes make 24 units, computed `units_per_turn` at a time.
 
-A unit's mask depends only on its distance, by which its first query is ahead of its first token: `position + q_tile *
-queries - kv_tile * tokens`. From `tokens - 1` on nothing is masked, and at `-queries` everything is. Tiles and blocks
-are powers of two, so that all distances of one row have the same remainder by the smaller tile, the row's phase. Few
+A unit's mask depends only on its distance, the positions from its first token to its first query: `position + q_tile *
+queries - kv_tile * tokens`. At `tokens - 1` or more nothing is masked, and at `-queries` everything is. Tiles and
+blocks are powers of two, so all distances of one row have the same remainder by the smaller tile, the row's phase. Few
 distances lie between the two limits, and the masks of a row are computed once.
 """
 
@@ -35,7 +35,7 @@ class MixedBlocks:
     units_per_turn: int  # even: units in one turn of the loop
 
     def tile_queries(self, g: Geometry) -> int:
-        """Queries of one tile. ValueError where a tile would not hold a power of two of them."""
+        """Queries of one tile. Raises ValueError if their number is not a power of two."""
         queries, rest = divmod(self.tile_rows, g.queries_per_plane)
         if rest or queries & (queries - 1):
             raise ValueError(f"a tile holds a power of two of queries: {self.tile_rows=} {g.queries_per_plane=}")
@@ -46,7 +46,7 @@ class MixedBlocks:
         return self.q_block // self.tile_queries(g)
 
     def num_masks(self, g: Geometry) -> int:
-        """The number of masks that the units of one row need at most; number 0 masks nothing."""
+        """The most masks that the units of one row need; number 0 masks nothing."""
         queries = self.tile_queries(g)
         return 1 + -(-(queries + self.tile_tokens - 2) // min(queries, self.tile_tokens))
 
@@ -77,7 +77,7 @@ class Tiles:
         )
 
     def num_seen(self, q_tile: Any) -> Any:
-        """How many tiles of tokens, from the first one on, some query of the tile sees."""
+        """The number of token tiles, from the first one on, that some query of the tile sees."""
         end = self.position + jnp.minimum((q_tile + 1) * self.queries, self.num_q)
         seen = lax.div(jnp.maximum(end, 0) + (self.tokens - 1), self.tokens)
         return jnp.where(q_tile * self.queries < self.num_q, jnp.minimum(seen, self.max_kv_tiles), 0)
@@ -109,13 +109,13 @@ class Tiles:
 
     @property
     def _step(self) -> int:
-        """Between one distance and the next."""
+        """The difference between consecutive distances."""
         return min(self.queries, self.tokens)
 
     @property
     def mask_phase(self) -> Any:
         """The same for all units of a row; rows of one phase have the same masks."""
-        return lax.rem(self.position + (self.max_q_tiles * self.queries - 1), self._step)  # of what is never negative
+        return lax.rem(self.position + (self.max_q_tiles * self.queries - 1), self._step)  # never negative
 
     def mask(self, q_tile: Any, kv_tile: Any) -> Any:
         """The number of the mask that a unit needs."""
@@ -124,5 +124,5 @@ class Tiles:
         return jnp.where(distance >= self.tokens - 1, 0, number)
 
     def distance(self, mask: Any) -> Any:
-        """Of the units that need mask number `mask`, from 1 on."""
+        """The distance of the units that need mask number `mask`, which is at least 1."""
         return (mask - 1) * self._step - (self.queries - 1) + self.mask_phase

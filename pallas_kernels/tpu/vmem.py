@@ -1,4 +1,4 @@
-"""How much VMEM a kernel asks the compiler for."""
+"""The VMEM that a kernel requests from the compiler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-COMPILER_BYTES = 16 << 20  # what the compiler keeps next to the scratch buffers: spilled registers, operands of fusions
+COMPILER_BYTES = 16 << 20  # for the compiler, besides the scratch buffers: spilled registers, operands of fusions
 
 
 def bytes_with(scratch: list[Any]) -> int:
