@@ -271,6 +271,31 @@ def test_no_expression_is_computed_before_a_conversation_comes(source):
     template(source)
 
 
+CANNOT = "The chat template cannot render this conversation: "
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("10 ** (10 ** 10)", "**: the result has more than 100000 bits"),
+        ("(-3) ** 100000", "**: the result has more than 100000 bits"),
+        ("'ab' * 500001", "*: the result has more than 1000000 items"),
+        ("10 ** 10 * [1]", "*: the result has more than 1000000 items"),
+        ("2 ** 45000 * 2 ** 45000 * 2 ** 45000", "*: the result has more than 100000 bits"),
+        ("10.0 ** 400", "(34, 'Numerical result out of range')"),
+    ],
+)
+def test_an_operation_too_large_for_one_call_is_refused(expression, message):
+    with pytest.raises(TemplateError) as error:
+        template("{{ " + expression + " }}").render(conversation("hi"))
+    assert str(error.value) == CANNOT + message
+
+
+def test_ordinary_operations_are_computed():
+    source = "{{ 2 ** 10 }} {{ 2 ** -1 }} {{ 6 * 7 }} {{ 'ab' * 3 }} {{ 2 * [1] }} {{ 0.5 * 4 }} {{ -1 * 'a' }}"
+    assert text_of(template(source).render(conversation("hi"))) == "1024 0.5 42 ababab [1, 1] 2.0 "
+
+
 @pytest.mark.parametrize("messages", [conversation("a", ""), [{"role": "assistant", "content": None}]])
 def test_continuing_needs_text_that_the_template_shows(messages):
     with pytest.raises(TemplateError):
