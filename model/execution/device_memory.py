@@ -1,4 +1,4 @@
-"""How much memory a device has: what a chip reports, or of a host what the machine and its containers allow."""
+"""The memory of a device: as a chip reports it, or, for a CPU, as the machine and its containers limit it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class DeviceMemory:
     """Of one device, in bytes."""
 
     total: int
-    free: int  # not in use by anyone, once the weights are there
+    free: int  # not in use, once the weights are in place
     is_host: bool  # the machine's own memory: a CPU
 
 
 def device_memory(device: jax.Device) -> DeviceMemory:
-    """ValueError where the device does not say how much memory it has."""
+    """Raises ValueError if the device does not report its memory."""
     if device.platform == "cpu":
         total, free = _host_memory()
         return DeviceMemory(total=total, free=free, is_host=True)
@@ -41,12 +41,12 @@ def _host_memory() -> tuple[int, int]:
 def cgroup_limits(groups: str, root: Path) -> list[tuple[int, int]]:
     """(limit, used) bytes of every memory control group, version 2 or 1, that `groups` lists and that has a limit.
 
-    Used is what the kernel cannot give back: the usage without the page cache, on both of its lists. A file moves from
-    the inactive list to the active one when it is read a second time, as weights are by a second start.
+    `used` excludes the page cache, which the kernel can reclaim: its inactive and its active list. A file moves to the
+    active list when it is read again, such as weights at a second start.
 
     Args:
-        groups: `/proc/self/cgroup`. Inside a container its paths may be the host's, which are not mounted under `root`;
-            the group is then what is mounted there itself.
+        groups: the text of `/proc/self/cgroup`. Inside a container its paths may be those of the host, which are not
+            mounted under `root`. The mounted root is then the container's group.
     """
     found = []
     for line in groups.splitlines():
@@ -55,7 +55,7 @@ def cgroup_limits(groups: str, root: Path) -> list[tuple[int, int]]:
             mounted, names, prefix = root, ("memory.max", "memory.current"), ""
         elif "memory" in controllers.split(","):
             mounted, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            prefix = "total_"  # with the groups below, as the usage
+            prefix = "total_"  # the sums that include child groups, as the usage does
         else:
             continue
         for folder in {mounted / path.lstrip("/"), mounted}:
@@ -67,7 +67,7 @@ def cgroup_limits(groups: str, root: Path) -> list[tuple[int, int]]:
 
 
 def _page_cache(statistics: Path, prefix: str) -> int:
-    """Bytes of files that are kept in spare memory; 0 where the kernel does not count them."""
+    """Bytes of files in the page cache; 0 if the kernel does not report them."""
     lines = statistics.read_text().splitlines() if statistics.is_file() else []
     counted = {name: int(value) for name, value in map(str.split, lines)}
     return sum(counted.get(f"{prefix}{part}_file", 0) for part in ("active", "inactive"))

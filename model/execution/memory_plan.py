@@ -1,5 +1,7 @@
-"""What one device must hold, and how many K/V pages that leaves room for: planned from shapes, before anything is
-loaded or compiled."""
+"""The memory plan of one device: the bytes of weights, state and temporaries, and how many K/V pages fit besides.
+
+All sizes come from shapes, before weights are loaded or programs are compiled.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from pallas_kernels.api import PagedAttention
 
 GIB = 1 << 30
 
-# On a CPU the K/V share the memory with everything else on the machine, and no CPU is fast enough to fill much more.
+# On a CPU the K/V pages share memory with all other programs, and a CPU is too slow to make use of many more pages.
 MAX_CPU_KV_BYTES = 4 * GIB
 # Pages beyond what all running requests can need at once hold the prefix cache.
 PREFIX_CACHE_SHARE = 1.0
@@ -56,7 +58,7 @@ class MemoryNeeds:
 
 
 def memory_needs(model: Llama, attention: PagedAttention, limits: RunnerConfig) -> MemoryNeeds:
-    """Of a model whose parameters are in place, or described with their sharding (`sharding.abstract_model`)."""
+    """The needs of a model. Its parameters are in place, or abstract with their sharding (`sharding.abstract_model`)."""
     num_shards = attention.num_shards
     return MemoryNeeds(
         weights=weights_bytes(model),
@@ -78,40 +80,43 @@ def memory_needs(model: Llama, attention: PagedAttention, limits: RunnerConfig) 
 
 
 def weights_bytes(model: Llama) -> int:
-    """On one device."""
+    """Bytes of the weights on one device."""
     leaves = jax.tree.leaves(nnx.state(model))
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
 def state_bytes(config: LlamaConfig, *, num_slots: int, pages_per_seq: int, num_shards: int) -> int:
-    """Of the slots and their masks, which every device holds, and of its part of their token histories."""
+    """Bytes of the slots and masks, which every device holds whole, and of the device's share of token histories."""
     row = SlotLayout.width(pages_per_seq) + num_mask_words(config.vocab_size) + config.vocab_size // num_shards
     return 4 * num_slots * row
 
 
 def temporaries_bound(config: LlamaConfig, *, num_tokens: int, num_rows: int, itemsize: int, num_shards: int) -> int:
-    """Bytes that the largest program may need besides its arguments, on one device: an upper bound by shapes.
+    """An upper bound, from shapes, of the bytes that the largest program needs besides its arguments on one device.
 
-    `ModelRunner.warm_up` compares it with what the compiler says.
+    `ModelRunner.warm_up` checks the compiler's own figure against the free memory.
     """
     attention = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     per_token = 6 * config.hidden_size + (3 * attention + 3 * config.intermediate_size) // num_shards
-    bytes_per_logit = 6 * 4  # adjusted, weights, kept ones and what a partial fusion leaves
+    bytes_per_logit = 6 * 4  # adjusted logits, weights, kept weights, and arrays that a partial fusion leaves
     if num_shards > 1:
-        bytes_per_logit += PARTS_ON_CHIPS  # which of so many thresholds it reaches, where a compiler writes that out
+        bytes_per_logit += PARTS_ON_CHIPS  # a byte per threshold, if the compiler stores the comparisons
     logits = num_rows * (config.vocab_size // num_shards) * bytes_per_logit
     return num_tokens * per_token * max(itemsize, 4) + logits + 64 * 2**20
 
 
 def plan_pages(memory: DeviceMemory, needs: MemoryNeeds, limits: RunnerConfig, *, page_size: int) -> int:
-    """Pages that can be owned, so many that every running request may reach max_model_len if memory allows.
+    """The number of pages that requests can own: as many as fit, up to the number that is of use.
+
+    That number lets every running request reach max_model_len, with as many pages again for the prefix cache. On a CPU
+    there is a further limit.
 
     Args:
-        memory: what is free once the weights are there.
+        memory: `free` is measured with the weights in place.
         page_size: in tokens.
 
     Raises:
-        ValueError: not even one request of max_model_len fits. The message has the GiB of each part and the flags.
+        ValueError: not even one request of max_model_len fits. The message lists the GiB of each part and the flags.
     """
     pages_per_seq = -(-limits.max_model_len // page_size)
     beside_weights = min(int(memory.total * limits.memory_utilization) - needs.weights, memory.free)

@@ -1,4 +1,4 @@
-"""Executes the batcher's steps: one compiled program per bucket, readied before the first request."""
+"""Executes the batcher's steps: one program per bucket, compiled before the first request."""
 
 from __future__ import annotations
 
@@ -52,31 +52,31 @@ CPU_FIRST_RUNS_S = 2.0
 
 
 class StepResult:
-    """A step under way. Its one output array has been on its way to the host since the step was dispatched."""
+    """A dispatched step. The copy of its one output array to the host starts at dispatch."""
 
     def __init__(self, output: jax.Array, layout: OutputLayout) -> None:
         self._output = output
         self._layout = layout
 
     def result(self) -> StepOutput:
-        """Blocks until the device is done; to be called from a thread that has nothing else to do."""
+        """Blocks until the device is done. Call it from a thread that may block."""
         return self._layout.split(np.asarray(self._output))
 
 
 class ModelRunner:
     """`batcher.step.Runner` over a Llama.
 
-    Programs need shapes only, so a runner may be made before the weights are there: from `abstract_model(...)`, then
-    `start_compiling`, then `place` with the loaded model.
+    Compiling needs shapes only, so a runner can be made before the weights are loaded. Make it from
+    `abstract_model(...)`, call `start_compiling`, then `place` with the loaded model.
 
     Args:
-        model: with its weights where they shall stay, on one device or spread over `attention.mesh`: in place, or
-            described by shape and sharding.
+        model: its weights are in place, or abstract with shape and sharding. They are on one device or sharded over
+            `attention.mesh`.
         attention: the paged attention of the step, bound to its backend and mesh.
-        config: limits. Memory is planned at once; the K/V pages are allocated when the weights are in place.
+        config: the limits. Memory is planned at once; the K/V pages are allocated when the weights are in place.
 
     Raises:
-        ValueError: it does not fit (see `memory_plan.plan_pages`).
+        ValueError: the model does not fit (see `memory_plan.plan_pages`).
     """
 
     def __init__(self, model: Llama, attention: PagedAttention, config: RunnerConfig) -> None:
@@ -86,7 +86,7 @@ class ModelRunner:
         self._config = config
         # Flattened once: walking the module tree at every call would take longer than dispatching the step.
         structure, weights = nnx.split(model)
-        self._tree: Any  # a PyTreeDef, whose type jax does not show
+        self._tree: Any  # a PyTreeDef; jax does not export its type
         leaves, self._tree = jax.tree.flatten(weights)
         self._rebuild: Callable[[Any], Llama] = lambda x: nnx.merge(structure, jax.tree.unflatten(self._tree, x))
         self._weights_like: list[jax.ShapeDtypeStruct] = _described(leaves)
@@ -119,7 +119,7 @@ class ModelRunner:
         self._state = self._allocate()
 
     def capacity(self) -> Capacity:
-        """What the scheduler must keep within."""
+        """The limits of the scheduler."""
         return Capacity(
             num_slots=self._config.max_num_seqs,
             num_pages=self._num_pages,
@@ -131,12 +131,12 @@ class ModelRunner:
 
     @property
     def num_compiles(self) -> int:
-        """Programs readied by this process since the runner was made, those that were compiled by accident included."""
+        """Programs compiled, or read from the disk, by this process since the runner was made: unplanned ones, too."""
         return self._compiles.total
 
     def start_compiling(self, buckets: Iterable[Bucket]) -> None:
-        """Starts compiling in threads; `warm_up` of the same buckets waits for the programs. A caller that gives up
-        before that must call `stop_compiling`, or the process ends only after the last program."""
+        """Starts compiling in threads; `warm_up` of the same buckets waits for the programs. A caller that does not
+        reach `warm_up` must call `stop_compiling`; otherwise the process exits only after the last program."""
         slots, history = self._state_like.slots, self._state_like.history
         lower: dict[Bucket | str, Callable[[], jax.stages.Lowered]] = {
             bucket: partial(self._lower_step, bucket) for bucket in buckets
@@ -149,17 +149,17 @@ class ModelRunner:
         self._compilation = Compilation(lower, compiler_options(self._a_device().platform), self._compiles)
 
     def stop_compiling(self) -> None:
-        """Gives up what `start_compiling` began."""
+        """Cancels the compilation that `start_compiling` began."""
         if self._compilation is not None:
             self._compilation.cancel()
 
     def warm_up(self, buckets: Iterable[Bucket], report: Callable[[str], None]) -> None:
         """Compiles every bucket's program, in parallel, then runs each once on padding: first calls are slow, and may
-        fail. On a CPU, where a first call is a tenth of a second slower and a call may take many, it begins with the
-        smallest and stops after two seconds.
+        fail. The smallest bucket runs first. On a CPU a first call is only a tenth of a second slower, and one call may
+        take much longer than that: there, the runs stop after two seconds.
 
         Raises:
-            ValueError: the programs need more memory besides the K/V pages than the device has left.
+            ValueError: the temporaries of the programs need more memory than the device has free.
         """
         buckets, waiting_since = list(buckets), time.perf_counter()
         if self._compilation is None:
@@ -190,8 +190,8 @@ class ModelRunner:
         report(f"ran {num_run} of {len(buckets)} programs once in {time.perf_counter() - started:.1f} s")
 
     def execute(self, step: StepInput) -> StepResult:
-        """Dispatches the step and returns. `step.packed` must stay as it is until the result is in: a CPU reads it in
-        place.
+        """Dispatches the step and returns. Do not change `step.packed` before the result is there: a CPU reads the
+        buffer in place.
 
         Raises:
             KeyError: the bucket was not warmed up.
@@ -213,7 +213,7 @@ class ModelRunner:
         return StepResult(output, OutputLayout(step.bucket))
 
     def products_only(self, bucket: Bucket) -> Callable[[], jax.Array]:
-        """A program of the bucket's matrix products and norms alone, to measure steps against. Compiles it."""
+        """Compiles a program of the bucket's matrix products and norms only, as a baseline for step times."""
 
         def forward(weights: Any, tokens: jax.Array) -> jax.Array:
             model = self._rebuild(weights)
@@ -228,8 +228,8 @@ class ModelRunner:
         return lambda: compiled(self._weights, tokens)
 
     def recover(self) -> None:
-        """After a failed step, with none in flight: the state is made anew, for a program that failed may have taken
-        the old one with it. Slots, histories and pages are empty then. Whatever the device raises is raised."""
+        """Allocates a new state after a failed step, with no step in flight: a failed program may have consumed the
+        donated state. Slots, histories and pages are empty afterwards. Errors of the device are raised."""
         for array in jax.tree.leaves(self._state):
             if not array.is_deleted():
                 array.delete()
@@ -238,8 +238,8 @@ class ModelRunner:
 
     def _lower_step(self, bucket: Bucket) -> jax.stages.Lowered:
         step = make_step(bucket, self._rebuild, self._attention)
-        # Explicit shardings: the compiler may otherwise return the state with another layout, which the next program
-        # would refuse.
+        # Explicit shardings: without them the compiler may return the state with another sharding, and the next
+        # program would refuse it.
         kept = jax.tree.map(lambda x: x.sharding, self._state_like)
         return jax.jit(step, donate_argnums=1, out_shardings=(kept, self._everywhere)).lower(
             self._weights_like, self._state_like, self._sent((PackedLayout(bucket).size,))
@@ -254,7 +254,8 @@ class ModelRunner:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._everywhere)
 
     def _run_on_padding(self, bucket: Bucket) -> None:
-        """Runs the bucket's program, and the updates next to it, on rows that are all padding: nothing is written."""
+        """Runs the bucket's program and the state updates on padding rows. The history of slot 0 is cleared, so no
+        request may hold a slot."""
         nowhere = self._config.max_num_seqs * self._state.slots.shape[1]
         patches = np.full((2, PATCH_BLOCK), nowhere, np.int32)
         nothing = PenaltyReset(slot=0, prompt=np.empty(0, np.int32), output=np.empty(0, np.int32))
@@ -267,7 +268,7 @@ class ModelRunner:
         self.execute(step).result()
 
     def _describe_state(self) -> DeviceState:
-        """Its shapes and shardings."""
+        """The shapes and shardings of the state."""
         slots, vocab = self._config.max_num_seqs, self._model_config.vocab_size
         pages = self._attention.kv_pages(self._num_pages + 1)  # and the null page
         kv: Any = jax.ShapeDtypeStruct(pages.shape, pages.dtype, sharding=pages.sharding or self._everywhere)
@@ -290,9 +291,10 @@ class ModelRunner:
         return memory_plan.plan_pages(memory, needs, self._config, page_size=self._attention.spec.page_size)
 
     def _check_temporaries(self) -> None:
-        """The plan had only a bound by shapes; the compiler knows."""
+        """Raises ValueError if the largest temporaries, as the compiler reports them, exceed the free memory. The plan
+        used only an upper bound from shapes."""
         if self._config.num_pages is not None:
-            return  # then the memory is the caller's affair
+            return  # the caller has chosen the memory
         largest = max(program.memory_analysis().temp_size_in_bytes for program in self._programs.values())
         free = device_memory(self._a_device()).free
         if largest > free:
@@ -311,10 +313,10 @@ def _is_in_place(model: Llama) -> bool:
 
 
 def _described(arrays: Any) -> Any:
-    """The arrays' shapes and shardings: what a program is compiled for."""
+    """The arrays' shapes and shardings, from which programs are compiled."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
 
 
 def _spread(keys: jax.Array, queries: jax.Array) -> jax.Array:
-    """[T, K, H] in the shape of [T, N, H]: so that a program without attention still computes its keys."""
+    """[T, K, H] repeated to [T, N, H]. Used in place of attention: XLA would drop keys and values without a use."""
     return jnp.repeat(keys, queries.shape[1] // keys.shape[1], axis=1)

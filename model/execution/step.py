@@ -2,7 +2,7 @@
 
 The host sends one int32 buffer (`batcher.step.PackedLayout`) and reads one back (`OutputLayout`). Everything else stays
 on the device: a row of `SlotLayout` per request slot, the token history of requests with penalties, the masks of
-requests with grammars, and the K/V pages. All of it is donated, so that every step updates them in place.
+requests with grammars, and the K/V pages. All of these are donated: every step updates them in place.
 
 Shape legend: `T` tokens of the step (padded), `S` rows (padded), `W` columns of the slot state, `V` vocabulary,
 `D` embed.
@@ -31,27 +31,25 @@ from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabShard, VocabSp
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import RaggedBatch
 
-SCORE_BLOCK = 64  # rows of logits that exist at a time while the tokens of a prompt are scored
-HISTORY_BLOCK = 4096  # prompt tokens, and as many output tokens, of one dispatch of `reset_history`
+SCORE_BLOCK = 64  # rows of logits computed at a time when prompt tokens are scored
+HISTORY_BLOCK = 4096  # prompt tokens, and as many output tokens, per dispatch of `reset_history`
 HISTORY_BLOCK_SIZE = 2 + 2 * HISTORY_BLOCK
 
 
 @partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True, kw_only=True)
 class DeviceState:
-    """What the device keeps from step to step. Donated to every program that takes it."""
+    """The state that stays on the device between steps. Donated to every program that takes it."""
 
     slots: jax.Array  # i32[num_slots, W], see SlotLayout
-    history: (
-        jax.Array
-    )  # i32[num_slots, V], see sampling.IN_PROMPT, split by vocabulary; kept up for slots with penalties
-    masks: jax.Array  # i32[num_slots, num_mask_words], whole on every chip; brought anew for each token under a grammar
+    history: jax.Array  # i32[num_slots, V], see sampling.IN_PROMPT; split by vocabulary; only for slots with penalties
+    masks: jax.Array  # i32[num_slots, num_mask_words], whole on every chip; sent anew for each token under a grammar
     kv: list[jax.Array]  # per layer, laid out by pallas_kernels
 
 
 @dataclass(frozen=True)
 class OutputLayout:
-    """Offsets of the sections of a step's result, one i32 buffer; floats travel as their bits."""
+    """Offsets of the sections of a step's result, one i32 buffer; floats are bitcast to i32."""
 
     bucket: Bucket
 
@@ -106,7 +104,7 @@ def make_step(
         batch = _ragged_batch(rows, sent["header"], attention.spec.page_size)
         metadata = attention.make_metadata(batch, num_tokens=bucket.num_tokens, decode_only=bucket.decode_only)
 
-        @jax.jit  # traced once for all layers: tracing is most of a start from kept compilations
+        @jax.jit  # traced once for all layers: when programs come from the disk, tracing takes most of the start
         def attend(
             queries: jax.Array, keys: jax.Array, values: jax.Array, kv: jax.Array
         ) -> tuple[jax.Array, jax.Array]:
@@ -148,11 +146,11 @@ def make_step(
 class _Rows:
     """The step's rows, after the patches."""
 
-    slots: jax.Array  # i32[S]; num_slots in padding rows, so that what they write is dropped
+    slots: jax.Array  # i32[S]; num_slots in padding rows: their writes are dropped
     state: jax.Array  # i32[S, W]
-    starts: jax.Array  # i32[S + 1], where each row's tokens begin among the step's; the end of the last
+    starts: jax.Array  # i32[S + 1], index of each row's first token in the step; then the end of the last row
     past: jax.Array  # i32[S], tokens in pages before this step
-    kv_lens: jax.Array  # i32[S], and after it: the position of the token that the row draws
+    kv_lens: jax.Array  # i32[S], tokens in pages after this step; also the position of the token that the row draws
     emits: jax.Array  # bool[S]
 
 
@@ -188,7 +186,8 @@ def _tokens(rows: _Rows, sent: jax.Array, bucket: Bucket) -> tuple[jax.Array, ja
 def _ragged_batch(rows: _Rows, header: jax.Array, page_size: int) -> RaggedBatch:
     page_table = rows.state[:, SlotLayout.PAGE_TABLE :]
     num_pages = -(-rows.kv_lens // page_size)
-    # Page ids that the slot's previous request left behind its own become the null page.
+    # After the row's own pages, the table may still hold page ids of the slot's previous request. These become the
+    # null page.
     is_owned = jnp.arange(page_table.shape[1], dtype=jnp.int32) < num_pages[:, None]
     num_singles, num_rows = header[0], header[1]
     return RaggedBatch(
@@ -201,9 +200,10 @@ def _ragged_batch(rows: _Rows, header: jax.Array, page_size: int) -> RaggedBatch
 
 
 def _advance(slots: jax.Array, rows: _Rows, drawn: jax.Array) -> jax.Array:
-    """The slots' LAST_TOKEN and KV_LEN after the step. They are neighbours: one scatter writes both."""
+    """The slots' LAST_TOKEN and KV_LEN after the step. The columns are adjacent: one scatter writes both."""
     token = jnp.where(rows.emits, drawn, rows.state[:, SlotLayout.LAST_TOKEN])
-    # Without the barrier XLA reads the old state inside the scatter, and on GPUs copies all of it, before and after.
+    # Without the barrier XLA reads the old state inside the scatter. On GPUs it then copies the whole state before and
+    # after the scatter.
     values = lax.optimization_barrier(jnp.stack([token, rows.kv_lens], axis=1))
     return slots.at[rows.slots, : SlotLayout.KV_LEN + 1].set(values, mode="drop")
 
@@ -222,7 +222,7 @@ def _draw(
 
 def _score(model: Llama, vocabulary: VocabSplit, hidden: jax.Array, targets: jax.Array) -> Logprobs:
     """Log-probabilities of `targets` i32[T] after each hidden state [T, D], a block of rows at a time: the logits of
-    all tokens of a large step would not fit. Chips exchange what they found once, after all blocks."""
+    all tokens of a large step would not fit. Chips exchange their results once, after all blocks."""
     num_tokens, embed = hidden.shape
     padding = -num_tokens % SCORE_BLOCK
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, SCORE_BLOCK, embed)
@@ -252,7 +252,7 @@ def bring_masks(masks: jax.Array, block: jax.Array) -> jax.Array:
 
 
 def reset_history(history: jax.Array, block: jax.Array, *, mesh: Mesh | None) -> jax.Array:
-    """Counts one block of a request's tokens, as `history_blocks` makes them, into its slot's row of the history."""
+    """Adds one block of `history_blocks` to the history row of its slot. The first block of a request clears the row."""
     vocabulary = VocabSplit(history.shape[1], mesh)
     return vocabulary.run(_count, history, block, in_specs=(BY_VOCAB, REPLICATED), out_specs=BY_VOCAB)
 
@@ -268,8 +268,8 @@ def _count(shard: VocabShard, history: jax.Array, block: jax.Array) -> jax.Array
 def history_blocks(slot: int, prompt: np.ndarray, output: np.ndarray, vocab_size: int) -> list[np.ndarray]:
     """A token history as i32[HISTORY_BLOCK_SIZE] buffers: slot, whether it is the first, prompt and output tokens.
 
-    A token past the vocabulary is padding. All of the prompt goes before any of the output: marking a token as the
-    prompt's forgets its count.
+    Padding is a token id past the vocabulary. Output tokens start in the last block of the prompt: a later prompt
+    token would overwrite the count of an output token.
     """
     num_prompt_blocks = -(-len(prompt) // HISTORY_BLOCK)
     output_from = max(num_prompt_blocks - 1, 0)  # the last block of the prompt also takes output

@@ -1,4 +1,4 @@
-"""Writes a model in the Hugging Face form: what `model.loading.weights.load_hf` reads, and every other engine."""
+"""Writes a model in the Hugging Face form, which `model.loading.weights.load_hf` and other engines read."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from model.network.llama import Llama
 
 
 def save_hf(model: Llama, folder: Path, *, dtype: Any = jnp.bfloat16) -> None:
-    """`config.json` and one `model.safetensors` of `dtype`. The model must be in the form of one chip.
+    """Writes `config.json` and one `model.safetensors` of `dtype`. The model must be stored for one chip.
 
     Raises:
-        ValueError: the model is quantised, or stored for several chips, its projections cut and its KV heads repeated
-            for them.
+        ValueError: the model is quantised, or stored for several chips: projections are then cut and KV heads may be
+            repeated.
     """
     if model.num_shards != 1:
         raise ValueError(f"only a model stored for one chip can be exported: {model.num_shards=}")
@@ -36,13 +36,13 @@ def save_hf(model: Llama, folder: Path, *, dtype: Any = jnp.bfloat16) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     weights = folder / SINGLE_FILE
     save_file(hf_tensors(model.config, params, dtype=dtype), weights, metadata={"format": "pt"})
-    weights.chmod(0o644)  # the writer makes it private, but a checkpoint is there to be read
+    weights.chmod(0o644)  # safetensors makes the file private; other users may read a checkpoint
     config = replace(model.config, checkpoint_dtype=dtype.name)
     (folder / "config.json").write_text(json.dumps(config.to_hf(), indent=2) + "\n")
 
 
 def hf_tensors(config: LlamaConfig, params: Mapping[str, jax.Array], *, dtype: Any) -> dict[str, np.ndarray]:
-    """Checkpoint key -> tensor [out, in], the fused parameters ("layers.0.attention.qkv.kernel") cut apart."""
+    """Checkpoint key -> tensor [out, in], the fused parameters ("layers.0.attention.qkv.kernel") split."""
     shapes = expected_shapes(config)
     tensors: dict[str, np.ndarray] = {}
     for name, param in params.items():

@@ -1,4 +1,4 @@
-"""Slices of FP8 tensors of a safetensors file, which its own reader cannot make into numpy arrays."""
+"""Slices of FP8 tensors of a safetensors file. The safetensors library cannot return these as numpy arrays."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ FLOAT8 = {"F8_E4M3": ml_dtypes.float8_e4m3fn}
 
 
 class Float8Slice:
-    """One tensor, mapped into memory: the part of safetensors' slices that is used here.
+    """One memory-mapped tensor, with those methods of safetensors' slices that are used here.
 
     Args:
-        path: a file that safetensors has opened and found whole.
+        path: a file that safetensors has opened without an error.
     """
 
     def __init__(self, path: Path, key: str):

@@ -17,7 +17,7 @@ class Source:
     """One tensor of the checkpoint."""
 
     key: str
-    is_kv: bool = False  # rows are KV heads: repeated where chips outnumber them
+    is_kv: bool = False  # rows are KV heads: repeated if there are more chips than heads
 
 
 EMBEDDING = Source("model.embed_tokens.weight")
@@ -41,8 +41,8 @@ _LAYER: dict[str, tuple[Source, ...]] = {
     "mlp.gate_up.kernel": (Source("mlp.gate_proj.weight"), Source("mlp.up_proj.weight")),
     "mlp.down.kernel": (Source("mlp.down_proj.weight"),),
 }
-# Constants that older exporters wrote among the weights; the config has them, too. And the scales
-# of activations and of K/V in quantised checkpoints: neither is quantised here.
+# Constants that older exporters wrote among the weights; the config has them, too. Also the scales of activations and
+# of K/V in quantised checkpoints: neither is quantised here.
 IGNORED = re.compile(
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
     r"|.*\.(input_scale|input_global_scale|output_scale|activation_scale|[qkv]_scale|kv_scale|weight_shape)"
@@ -81,7 +81,7 @@ def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def expected_kernels(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Of `expected_shapes`, those that a quantised checkpoint has in 8 bits: the projections, and perhaps the head."""
+    """Those of `expected_shapes` that a quantised checkpoint holds in 8 bits: the projections, and perhaps the head."""
     kernels = {f"{module}.weight" for module in projections(config.num_layers)} | {HEAD.key}
     return {key: shape for key, shape in expected_shapes(config).items() if key in kernels}
 

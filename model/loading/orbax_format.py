@@ -1,8 +1,8 @@
-"""The model in its stored form, through Orbax: fused, cast and cut for a number of chips once, then restored as it is.
+"""The stored form of a model, in Orbax files: its parameters are already fused, cast and cut for a number of chips.
 
-A start from here skips joining and casting, and every chip reads its own part. Orbax writes the arrays. TensorStore,
-the library beneath Orbax, reads them shard by shard. Each shard's checksum is compared on the host, before the shard
-goes to its chip, because neither library would notice a changed byte.
+A load skips joining and, for the stored dtype, casting; every chip reads its own part. Orbax writes the arrays.
+TensorStore, the library under Orbax, reads them shard by shard. The host compares each shard's checksum before the
+shard goes to its chip: neither library would notice a changed byte.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ FORMAT = 4
 DTYPES = ("bfloat16", "float32")
 DESCRIPTION_FILE = "stored.json"
 _ARRAYS = "arrays"
-_INDEX_CACHE_BYTES = 100 << 20  # of TensorStore, for the tables that say where in its files an array lies
+_INDEX_CACHE_BYTES = 100 << 20  # of TensorStore, for the tables that locate arrays in its files
 
 Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """`stored.json`: what was converted, for how many chips, and the checksums of all that was written."""
+    """`stored.json`: the model that was converted, the number of chips, and the checksums of all arrays."""
 
     num_shards: int
-    dtype: str  # of what is not quantised
+    dtype: str  # of the parameters that are not quantised
     quantization: str | None  # of the projections and the head
-    config: Mapping[str, Any]  # what makes it this model, as `config.json` spells it
+    config: Mapping[str, Any]  # the fields that identify the model, as in `config.json`
     checksums: Mapping[str, list[int]]  # array -> CRC-32 of each shard, in the order of the chips
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Raises ValueError where the conversion is unfinished, of another format, or damaged."""
+        """Raises ValueError if the conversion is unfinished, of another format, or damaged."""
         path = folder / DESCRIPTION_FILE
         if not path.exists():
             raise ValueError(f"{folder} holds no finished conversion ({DESCRIPTION_FILE} is missing): convert again")
@@ -82,7 +82,7 @@ class Description:
         temporary.replace(path)
 
     def check(self, folder: Path, config: LlamaConfig, num_shards: int) -> None:
-        """Raises ValueError where `folder` holds another model, or the form of another number of chips."""
+        """Raises ValueError if `folder` holds another model, or was converted for another number of chips."""
         if self.num_shards != num_shards:
             raise ValueError(
                 f"{folder} was converted for {self.num_shards} chip(s), and {num_shards} are asked for: "
@@ -113,10 +113,10 @@ def save_orbax(model: Llama, folder: Path | str, config: LlamaConfig) -> None:
         dtype=model.dtype.name,
         quantization=model.quantization,
         config=_identity(config),
-        # Of the arrays in memory, so that a byte that changes while it is written is found, too.
+        # Of the arrays in memory: a byte that changes during the write is found, too.
         checksums={name: _checksums(array) for name, array in arrays.items()},
     )
-    description.write(folder)  # last: a folder without it was interrupted
+    description.write(folder)  # last: a folder without it is unfinished
 
 
 def load_orbax(
@@ -127,13 +127,13 @@ def load_orbax(
     mesh: Mesh | None = None,
     for_cpu: bool = False,
 ) -> Llama:
-    """The model that `save_orbax` wrote, each shard read and verified on its way to its chip.
+    """The model that `save_orbax` wrote. Each shard is read and verified before it goes to its chip.
 
-    What is not quantised is cast to `dtype`; quantised weights stay as they were stored.
+    Parameters that are not quantised are cast to `dtype`; quantised weights stay as they were stored.
 
     Raises:
-        ValueError: the folder is unfinished, holds another model, format, or the form of another number of chips, or
-            is damaged. The message names the array, and the shard where there are several.
+        ValueError: the folder is unfinished or damaged, or holds another model, another format, or the form for
+            another number of chips. The message names the damaged array, and the shard if there are several.
     """
     folder = Path(folder).absolute()
     description = Description.read(folder)
@@ -182,7 +182,7 @@ def _restore(
     array = jax.make_array_from_callback(like.shape, like.sharding, read)  # type: ignore[arg-type]  # jax never passes None
     if array.dtype != like.dtype:
         array = _cast(array, dtype=like.dtype)
-    # Waiting here keeps what is in flight to the few parameters that `fill` works on.
+    # Waiting here limits the parameters in flight to the few that `fill` works on.
     return jax.block_until_ready(array)
 
 
@@ -201,7 +201,7 @@ def _cast(array: jax.Array, *, dtype: Any) -> jax.Array:
 
 
 def _checksums(array: jax.Array) -> list[int]:
-    """Of each shard, in the order of the chips; what several chips hold counts once."""
+    """The checksum of each shard, in the order of the chips. A shard on several chips appears once."""
     held = {_bounds(shard.index, array.shape): shard.data for shard in array.addressable_shards}
     return [_crc32(np.asarray(held[bounds])) for bounds in _shards(array.shape, array.sharding)]
 
@@ -225,5 +225,5 @@ def _first_line(error: Exception) -> str:
 
 
 def _identity(config: LlamaConfig) -> dict[str, Any]:
-    """The fields that identify a model: all but the end ids and the dtype of the checkpoint."""
+    """The fields that identify a model: all except the begin and end ids and the dtype of the checkpoint."""
     return replace(config, checkpoint_dtype=None, bos_token_id=None, eos_token_ids=()).to_hf()

@@ -1,4 +1,4 @@
-"""Says what is wrong with a file that the safetensors library refuses, and what to do about it."""
+"""Finds the fault in a file that the safetensors library refuses, and the remedy."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 import struct
 from pathlib import Path
 
-_LENGTH = struct.Struct("<Q")  # of the header, which it precedes
-_MAX_HEADER = 100_000_000  # what the library reads at most
+_LENGTH = struct.Struct("<Q")  # of the header; stored before it
+_MAX_HEADER = 100_000_000  # the library's limit
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
@@ -33,7 +33,7 @@ def fault_in(path: Path, refusal: Exception) -> str:
 
 
 def _described_size(header: bytes) -> int | None:
-    """Bytes of the whole file, by the offsets in its header; None where the header makes no sense."""
+    """Bytes of the whole file according to the offsets in its header; None if the header is malformed."""
     try:
         entries = json.loads(header)
         ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]

@@ -42,13 +42,13 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """A model that was asked for by name: its configuration, and the folder of its files where it has one."""
+    """A model found by its name: its configuration, and the folder of its files if it has one."""
 
-    name: str  # as it was asked for
+    name: str  # as it was given
     kind: Kind
     config: LlamaConfig
-    eos_token_ids: tuple[int, ...]  # every id that ends a turn, not the tokenizer's one only
-    folder: Path | None  # config, tokenizer and weights; None for a preset, which has none of them
+    eos_token_ids: tuple[int, ...]  # every id that ends a turn, not only the tokenizer's one
+    folder: Path | None  # of config, tokenizer and weights; None for a preset, which has no files
 
 
 def resolve(name: str, *, revision: str | None = None, weights: bool = True) -> ModelSource:
@@ -76,7 +76,7 @@ def resolve(name: str, *, revision: str | None = None, weights: bool = True) -> 
             folder = expanded(name, "model")
         case Kind.HUB:
             folder = _download(name, revision, _SMALL_FILES)
-            LlamaConfig.from_file(folder)  # refuse an unsupported model before its gigabytes are fetched
+            LlamaConfig.from_file(folder)  # refuses an unsupported model before its weights are downloaded
             if weights:
                 folder = _download(name, revision, _SMALL_FILES + _WEIGHT_FILES)
     config = LlamaConfig.from_file(folder)
@@ -125,7 +125,7 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
 
 
 def _end_ids(folder: Path, config: LlamaConfig) -> tuple[int, ...]:
-    """Those of `generation_config.json`; where it is absent or silent, those of `config`."""
+    """The end ids of `generation_config.json`; those of `config` if the file or its field is missing."""
     path = folder / "generation_config.json"
     if not path.exists():
         return config.eos_token_ids

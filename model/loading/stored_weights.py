@@ -20,14 +20,14 @@ CONVERTED = "orbax"  # the subfolder that scripts/convert_checkpoint.py writes
 
 @dataclass(frozen=True, kw_only=True)
 class StoredWeights:
-    """Weights on disk that have been checked against the model's configuration, and not been read yet."""
+    """Weights on disk that are checked against the model's configuration but not loaded yet."""
 
     folder: Path
     is_converted: bool  # in the form of `model.loading.orbax_format`; otherwise safetensors
-    config: LlamaConfig  # as the weights are: not tied where they have a head of their own
-    dtypes: tuple[str, ...]  # what they are stored in, each type once
-    remark: str | None  # how they differ from what `config.json` says
-    quantization: EightBit | None = None  # of the projections, and where it is converted of the head
+    config: LlamaConfig  # matches the weights: not tied if they have a head of their own
+    dtypes: tuple[str, ...]  # the stored types, each once
+    remark: str | None  # how they differ from `config.json`
+    quantization: EightBit | None = None  # of the projections; in the converted form also of the head
 
     @property
     def exact_dtype(self) -> str:
@@ -42,7 +42,7 @@ class StoredWeights:
         quantization: EightBit | None = None,
         for_cpu: bool = False,
     ) -> Llama:
-        """The model on `mesh`, cast to `dtype`, its projections and head quantised where that is asked for.
+        """The model on `mesh`, cast to `dtype`. `quantization` is the form of its projections and head.
 
         Raises:
             ValueError: the weights are damaged, or stored in another form than `quantization` asks for.
@@ -73,11 +73,11 @@ def find_weights(folder: Path, config: LlamaConfig, load_format: str = "auto") -
     """The weights of the checkpoint in `folder`.
 
     Args:
-        config: what its `config.json` says.
-        load_format: "orbax", "safetensors", or "auto" for the converted form where there is one.
+        config: from its `config.json`.
+        load_format: "orbax", "safetensors", or "auto" for the converted form if there is one.
 
     Raises:
-        ValueError: no weights, files that are not whole, or those of another model. It says what is wrong.
+        ValueError: there are no weights, or files are incomplete or of another model. The message names the fault.
     """
     if load_format == "orbax" or (load_format == "auto" and (folder / CONVERTED).is_dir()):
         return _converted(folder / CONVERTED, config)
@@ -88,7 +88,7 @@ def find_weights(folder: Path, config: LlamaConfig, load_format: str = "auto") -
     form = None if config.quantized is None else config.quantized.form
     if found.tie_word_embeddings != config.tie_word_embeddings:
         remark = f"{HEAD.key} differs from the embedding and is used, although config.json ties them"
-    # As the reference implementation: config.json is asked first, then the tensors.
+    # As in the reference implementation: the dtype of config.json comes first, then that of the tensors.
     stated = config.checkpoint_dtype or (dtypes[0] if len(dtypes) == 1 else None)
     found = replace(found, checkpoint_dtype=stated)
     return StoredWeights(

@@ -35,18 +35,18 @@ _ROWS_COMPARED = 4096  # of the head and the embedding at once; bounds the host'
 class TensorFiles:
     """The tensors of a folder by name. Slices are read from disk when asked for.
 
-    A `model.safetensors` is the whole checkpoint, with an index next to it or not, as for the reference
-    implementation. Otherwise the index says which files there are; without an index, all `*.safetensors` are read.
+    As in the reference implementation, a `model.safetensors` is the whole checkpoint, even with an index next to it.
+    Otherwise the index lists the files; without an index, all `*.safetensors` are read.
 
     Raises:
-        ValueError, on entering: no files, an index that cannot be followed, or a file that is not whole.
+        ValueError, on entering: there are no files, the index is invalid, or a file is incomplete.
     """
 
     def __init__(self, folder: Path):
         self._folder = folder
         self._stack = ExitStack()
         self._slices: dict[str, Any] = {}
-        self._lacking: dict[str, set[str]] = {}  # file name -> tensors that the index promises in it
+        self._lacking: dict[str, set[str]] = {}  # file name -> tensors that the index lists in it and that it lacks
         self._repeated: set[str] = set()
 
     def __enter__(self) -> Self:
@@ -83,12 +83,12 @@ class TensorFiles:
         return self._slice(key)[index]
 
     def _slice(self, key: str) -> Any:
-        """The stored tensor. Where the head is tied to the embedding, either may be stored alone: see `_expected`."""
+        """The stored tensor. If the head is tied to the embedding, either may be stored alone: see `_expected`."""
         other = {EMBEDDING.key: HEAD.key, HEAD.key: EMBEDDING.key}
         return self._slices[key if key in self._slices else other[key]]
 
     def dtypes(self, config: LlamaConfig) -> tuple[str, ...]:
-        """What the model's tensors are stored in, each type once: ("bfloat16", "float32")."""
+        """The stored types of the model's tensors, 8-bit kernels excluded, each type once: ("bfloat16", "float32")."""
         used = self._expected(config).keys() & self._slices.keys()
         kernels = {key for key in used if self.has_scale(key, config)}
         return tuple(sorted({DTYPES[self._slices[key].get_dtype()] for key in used - kernels}))
@@ -98,7 +98,7 @@ class TensorFiles:
         return config.quantized is not None and scale_key(key, config.quantized) in self._slices
 
     def row_scales(self, key: str, config: LlamaConfig) -> np.ndarray:
-        """f32[out, n]: of the kernel at `key`, the scale of each of n parts of a row; the last may be shorter."""
+        """f32[out, n]: the scales of the kernel at `key`, one for each of n parts of a row. The last may be shorter."""
         assert config.quantized is not None
         values = self._slices[scale_key(key, config.quantized)][...].astype(np.float32)
         num_rows = self.shape(key)[0]
@@ -138,8 +138,8 @@ class TensorFiles:
             raise ValueError(f"{self._folder} does not hold this model's weights: " + "; ".join(problems))
 
     def _expected(self, config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-        """The shapes of the tensors that must be there. Where the config ties the head to the embedding, the files may
-        hold either of them or both (`with_own_head` compares them), as for the reference implementation."""
+        """The shapes of the tensors that must be there. If the config ties the head to the embedding, the files may
+        hold either of them or both (`with_own_head` compares them), as in the reference implementation."""
         expected = expected_shapes(config)
         if HEAD.key in self._slices:
             expected[HEAD.key] = expected[EMBEDDING.key]
@@ -148,7 +148,7 @@ class TensorFiles:
         return expected
 
     def _scale_shapes(self, config: LlamaConfig) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """The shapes that each scale may have, of the head's only where it is there. None without quantisation."""
+        """The allowed shapes of each scale; the head's scale only if it is stored. Empty without quantisation."""
         if (form := config.quantized) is None:
             return {}
         shapes: dict[str, tuple[tuple[int, ...], ...]] = {}
@@ -169,9 +169,9 @@ class TensorFiles:
         return ("I8",) if config.quantized.form is EightBit.INT8 else tuple(FLOAT8)
 
     def with_own_head(self, config: LlamaConfig) -> LlamaConfig:
-        """`config`, untied where it ties the head to the embedding and the files hold a head of other values.
+        """`config`, but untied if it ties the head to the embedding and the files hold a head with other values.
 
-        The reference implementation decides in the same way. The files must have passed `check`.
+        The reference implementation does the same. The files must have passed `check`.
         """
         if not config.tie_word_embeddings or not self._slices.keys() >= {HEAD.key, EMBEDDING.key}:
             return config
@@ -194,7 +194,7 @@ def _slice_of(file: Any, path: Path, key: str) -> Any:
 
 
 def _files_in(folder: Path) -> dict[str, list[str] | None]:
-    """File name -> the keys that the index promises in it. None: there is no index, and all keys are read."""
+    """File name -> the keys that the index lists in it. None: no index is used, and all keys are read."""
     index = folder / INDEX_FILE
     if (folder / SINGLE_FILE).is_file():
         return {SINGLE_FILE: None}
@@ -207,7 +207,7 @@ def _files_in(folder: Path) -> dict[str, list[str] | None]:
 
 
 def _promises(index: Path) -> dict[str, list[str]]:
-    """File name -> keys, as the index has them. ValueError where it names no file next to it."""
+    """File name -> keys, from the index. Raises ValueError if it names a file that is not next to it."""
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} has no weight_map")
@@ -223,7 +223,7 @@ def _promises(index: Path) -> dict[str, list[str]]:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether `name` is a file's name and no path: nothing outside of the folder is opened."""
+    """Whether `name` is a plain file name and not a path: no file outside the folder is opened."""
     return name not in ("", ".", "..") and PurePath(name).name == name
 
 

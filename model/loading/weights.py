@@ -1,7 +1,7 @@
-"""Parameters from outside: Hugging Face safetensors, read shard by shard, and random ones made where they will lie.
+"""Fills the parameters: from Hugging Face safetensors, read shard by shard, or with random values made on the chips.
 
-A parameter is filled by the tensors that `model.loading.hf_format` lists for it. Each chip's rows are read straight
-from the file, put on the chip as they are, and joined there: the host never holds a whole model.
+`model.loading.hf_format` lists the tensors of each parameter. Each chip's rows are read from the file, copied to the
+chip unchanged, and joined there. The host never holds a whole model.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def load_hf(
     """The checkpoint in `folder`, cast to `dtype` or quantised, in its stored form on `mesh`.
 
     Args:
-        config: the checkpoint's own, before any replication of KV heads. Where it ties the head to the embedding and
-            the files hold another head, the model gets that head.
+        config: the checkpoint's own, before any replication of KV heads. If it ties the head to the embedding and the
+            files hold another head, the model gets that head.
 
     Raises:
-        ValueError: files that are not whole, or tensors missing, unexpected, mis-shaped or of a type that cannot be
-            cast: all of these in one message.
+        ValueError: a file is incomplete, or tensors are missing, unexpected, mis-shaped or of a type that cannot be
+            cast. One message lists all such tensors.
     """
     with TensorFiles(Path(folder)) as files:
         files.check(config)
@@ -65,7 +65,7 @@ def random_weights(
     for_cpu: bool = False,
     seed: int = 0,
 ) -> Llama:
-    """Random weights of the right shapes and spread, made on the chips at the speed of their memory."""
+    """Random weights of the right shapes and spread, made on the chips."""
     model = abstract_model(config, dtype=dtype, mesh=mesh, quantization=quantization, for_cpu=for_cpu)
     seeds = np.random.default_rng(seed).integers(1 << 32, size=len(jax.tree.leaves(nnx.state(model))))
     remaining = iter(seeds.astype(np.uint32))
@@ -141,12 +141,12 @@ def _read_module(
         )
     else:
         arrays = (_join(raw, groups=groups, dtype=like.dtype, sharding=like.sharding),)
-    # Waiting here keeps what is in flight to the few parameters that the pool works on.
+    # Waiting here limits the parameters in flight to the few that the pool works on.
     return dict(zip(likes, jax.block_until_ready(arrays), strict=True))
 
 
 def _read(files: TensorFiles, source: Source, config: LlamaConfig, num_shards: int, sharding: Sharding) -> jax.Array:
-    """The tensor as the file has it, each chip's part read by itself, KV heads repeated where chips outnumber them."""
+    """The tensor in the file's dtype. Each chip's part is read separately. KV heads repeat if there are more chips."""
     rows, *rest = files.shape(source.key)
     copies = max(1, num_shards // config.num_kv_heads) if source.is_kv else 1
 
@@ -188,12 +188,12 @@ def _join_quantized(
 ) -> tuple[jax.Array, jax.Array]:
     """The kernel and its scale, from weights, or from kernels and the f32[out, n] scales that they are stored with.
 
-    Kernels of the wanted form with one scale a row stay as they are. Otherwise rows are quantised one by one: the
-    values are the same for any number of chips.
+    Kernels of the wanted form with one scale per row stay unchanged. Other rows are quantised one by one: the values
+    are the same for any number of chips.
 
     Args:
         scales: one for each of `raw`, or none.
-        block: weights of a row that share a scale, where they do not all.
+        block: number of weights of a row that share a scale; None: all of them.
     """
     if not scales:
         made = quantize(_joined(raw, groups), form)
@@ -213,7 +213,7 @@ def _widened(kernel: jax.Array, scales: jax.Array | np.ndarray, block: int | Non
 
 
 def _joined(raw: Sequence[jax.Array | np.ndarray], groups: int) -> jax.Array:
-    """[out, in] tensors, cut into one group per chip and joined group by group, as the rows of one."""
+    """Cuts [out, in] tensors into one group of rows per chip and joins them group by group along the rows."""
     if len(raw) == 1:
         return jnp.asarray(raw[0])
     cut = [part.reshape(groups, part.shape[0] // groups, part.shape[1]) for part in raw]
@@ -226,7 +226,7 @@ def _form_of(dtype: Any) -> EightBit:
 
 @partial(jax.jit, static_argnames="likes")
 def _random(seed: jax.Array, *, likes: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[jax.Array, ...]:
-    """Noise in a matrix, ones in a norm; with a scale, the noise quantised."""
+    """Noise for a matrix, ones for a norm, quantised noise for a kernel with a scale."""
     like = likes[0]
     if len(like.shape) == 1:
         made: tuple[jax.Array, ...] = (jnp.ones(like.shape, like.dtype),)
@@ -238,7 +238,7 @@ def _random(seed: jax.Array, *, likes: tuple[jax.ShapeDtypeStruct, ...]) -> tupl
 
 
 def _noise(seed: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Uniform noise of the usual spread: a hash of the element's number, so that any shard is made by itself."""
+    """Uniform noise of standard deviation INIT_STDDEV. Each value hashes its index: a shard needs no other shard."""
     row = jax.lax.broadcasted_iota(jnp.uint32, shape, 0)
     column = jax.lax.broadcasted_iota(jnp.uint32, shape, 1)
     x = (row * np.uint32(shape[1]) + column) ^ seed

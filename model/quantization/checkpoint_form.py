@@ -1,7 +1,8 @@
-"""Which quantised checkpoints are read: one table from `quantization_config` to how their tensors lie.
+"""The quantised checkpoints that can be read: from `quantization_config` to the layout of their tensors.
 
-All of them hold an 8-bit `weight` for each projection and next to it scales that multiply. What is said of activations
-is not read: they are computed in the model's dtype, which is at least as exact. K/V scales are not read either.
+All of them hold an 8-bit `weight` for each projection and, next to it, scales; a value is weight times scale. Settings
+of activations are ignored: activations stay in the model's dtype, which is at least as exact. K/V scales are ignored,
+too.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ class CheckpointForm:
 
     form: EightBit
     scale: str = "weight_scale"  # the tensor next to `weight`: one value, or one for each row or block
-    block: tuple[int, int] | None = None  # rows and columns that share a scale; None: whole rows, or all of them
+    block: tuple[int, int] | None = None  # rows and columns that share a scale; None: one scale per row, or one in all
 
 
 def read_form(raw: Any, modules: Sequence[str]) -> tuple[CheckpointForm | None, list[str]]:
     """The form that `quantization_config` describes, or every reason why it cannot be read.
 
     Args:
-        modules: the names of all projections. Leaving one of them out of the quantisation is refused.
+        modules: the names of all projections. A config that leaves one of them unquantised is refused.
     """
     if not isinstance(raw, Mapping):
         return None, [f"quantization_config={shown(raw)} is not an object"]
@@ -76,7 +77,7 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> tuple[CheckpointForm | None, 
 
 
 def _fp8(raw: Mapping[str, Any]) -> tuple[CheckpointForm | None, list[str]]:
-    """AutoFP8's scale of a tensor, or the `weight_scale_inv` of blocks, which multiplies, too."""
+    """AutoFP8's scale of a tensor, or the `weight_scale_inv` of blocks: despite its name, it multiplies."""
     problems = []
     if raw.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         problems.append(f"fmt={shown(raw['fmt'])} is not supported (only e4m3)")
@@ -113,7 +114,7 @@ def _block(raw: Any, name: str) -> tuple[tuple[int, int] | None, list[str]]:
 
 
 def _left_out(raw: Mapping[str, Any], modules: Sequence[str]) -> list[str]:
-    """What each method calls the list of modules that stay as they were. The head may be on it."""
+    """The problems of the lists of unquantised modules. Each method has its own key. The head may be listed."""
     problems = []
     for key in ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules"):
         listed = raw.get(key) or []
@@ -131,7 +132,7 @@ def _left_out(raw: Mapping[str, Any], modules: Sequence[str]) -> list[str]:
 
 
 def _is_simple(pattern: str) -> bool:
-    """Whether matching takes a bounded time, whatever the checkpoint says: names, `\\.`, and a few `.*`."""
+    """Whether matching takes a bounded time for any checkpoint: only names, `\\.` and at most three `.*`."""
     return re.fullmatch(r"re:\^?(?:[\w.-]|\\\.|\.\*)*\$?", pattern) is not None and pattern.count("*") <= 3
 
 

@@ -1,4 +1,4 @@
-"""The names of the narrow forms, for those who choose one and compute nothing: no jax here."""
+"""The names of the 8-bit forms. No jax here: configs and options name a form without computing."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ class EightBit(StrEnum):
 
     @property
     def largest(self) -> float:
-        """The value that a row's largest weight becomes."""
+        """The kernel's value for the largest weight of a row."""
         return 127.0 if self is EightBit.INT8 else 448.0
