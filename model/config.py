@@ -1,8 +1,8 @@
-"""The model's constants, from a Hugging Face `config.json`. What would be computed wrongly is refused.
+"""The model's constants, from a Hugging Face `config.json`. A setting that this engine does not compute is refused.
 
-`transformers.LlamaConfig` is the oracle of the tests and is not used here. Its import takes the engine's process 0.9 s
-more, even in a thread next to jax's import (2.4 s of processor time instead of 1.4 s). The HTTP process reads the file
-before its port is bound. Of several problems `LlamaConfig` names one.
+`transformers.LlamaConfig` is the oracle of the tests and is not used here. Its import adds 0.9 s to the engine's start,
+even in a thread next to jax's import (2.4 s of processor time instead of 1.4 s). The HTTP process reads the file
+before its port is bound. `LlamaConfig` also reports only the first of several problems.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from model.quantization.checkpoint_form import CheckpointForm, read_form
 
 ARCHITECTURE = "LlamaForCausalLM"
 CHECKPOINT_DTYPES = ("bfloat16", "float16", "float32")
-DEFAULT_THETA = 10_000.0  # as in `transformers`, where a config gives no base
+DEFAULT_THETA = 10_000.0  # as in `transformers`, if a config gives no base
 
 _Size = Annotated[int, integer(1, 1 << 24)]
 _Count = Annotated[int, integer(1, 1 << 16)]
@@ -59,7 +59,7 @@ _SCALINGS: dict[str, type[LinearScaling] | type[Llama3Scaling]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """Shapes and constants of one Llama. Nothing here has a default: a checkpoint says what it is."""
+    """Shapes and constants of one Llama. They come from the checkpoint and have no defaults."""
 
     vocab_size: int
     hidden_size: int
@@ -73,10 +73,10 @@ class LlamaConfig:
     rope_scaling: RopeScaling | None
     max_position_embeddings: int  # tokens the model was trained to attend over
     tie_word_embeddings: bool  # the head is the transposed embedding
-    checkpoint_dtype: str | None  # what the weights were saved in; None where the file does not say
+    checkpoint_dtype: str | None  # of the saved weights; None if the file does not give it
     bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]  # generation_config.json, where there is one, knows better
-    quantized: CheckpointForm | None = None  # how the checkpoint holds its projections, where they are quantised
+    eos_token_ids: tuple[int, ...]  # those of generation_config.json take precedence
+    quantized: CheckpointForm | None = None  # the form of the checkpoint's projections if they are quantised
 
     def __post_init__(self) -> None:
         problems = [f"{name}={getattr(self, name)} must be positive" for name in _POSITIVE if getattr(self, name) <= 0]
@@ -90,7 +90,7 @@ class LlamaConfig:
 
     @classmethod
     def from_file(cls, path: Path | str) -> LlamaConfig:
-        """Reads `config.json`, given its path or its folder's."""
+        """Reads `config.json`. `path` is the file or its folder."""
         path = Path(path)
         if path.is_dir():
             path = path / "config.json"
@@ -104,10 +104,10 @@ class LlamaConfig:
     def from_hf(cls, raw: Mapping[str, Any]) -> LlamaConfig:
         """Translates the parsed `config.json`.
 
-        Keys which the reference implementation of this architecture does not read are ignored here too.
+        Keys that the reference implementation of this architecture does not read are ignored here, too.
 
         Raises:
-            ValueError: one message naming everything that is missing or that this engine does not compute.
+            ValueError: one message lists every missing field and every setting that this engine does not compute.
         """
         problems = _unsupported(raw)
         file, found = check(raw, _ConfigFile)
@@ -137,7 +137,7 @@ class LlamaConfig:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The inverse of `from_hf`, in the spelling that older and newer readers both take."""
+        """The inverse of `from_hf`, with the field names that older and newer readers both accept."""
         scaling = self.rope_scaling
         names = {kind: name for name, kind in _SCALINGS.items()}
         return {
@@ -171,7 +171,7 @@ _POSITIVE = (
 
 
 class _ConfigFile(msgspec.Struct, kw_only=True):
-    """The fields of `config.json` that are read as they are. Those of rotary embeddings are in `_RopeFields`."""
+    """The fields of `config.json` that need no translation. `_RopeFields` has those of rotary embeddings."""
 
     vocab_size: Annotated[int, integer(1, MAX_VOCAB_SIZE)]
     hidden_size: _Size
@@ -211,25 +211,25 @@ class _Base(msgspec.Struct):
 
 
 class GenerationFile(msgspec.Struct):
-    """Of `generation_config.json`, what the model must know."""
+    """The fields of `generation_config.json` that the model uses."""
 
     eos_token_id: _End | None = None
 
 
 def end_ids(file: _ConfigFile | GenerationFile) -> tuple[int, ...] | None:
-    """`eos_token_id`, one id or several; None where the file does not say."""
+    """`eos_token_id`, one id or several; None if the file does not have it."""
     eos = file.eos_token_id
     return (eos,) if isinstance(eos, int) else None if eos is None else tuple(eos)
 
 
 def end_id_problems(ids: Sequence[int], vocab_size: int) -> list[str]:
-    """The ids that the model can never draw: a text would go on past the end that they are to mark."""
+    """The problem of end ids outside the vocabulary: the model can never draw them, so its text would not end."""
     outside = [id for id in ids if not 0 <= id < vocab_size]
     return [f"eos_token_id={shown(outside)} is not in the vocabulary of {vocab_size} ids"] if outside else []
 
 
 def _unsupported(raw: Mapping[str, Any]) -> list[str]:
-    """What would be computed wrongly, each with what would be right."""
+    """The settings that this engine does not compute, each with the supported values."""
     problems = []
     architectures = raw.get("architectures") or [ARCHITECTURE if raw.get("model_type") == "llama" else None]
     if architectures != [ARCHITECTURE]:
@@ -253,7 +253,7 @@ def _unsupported(raw: Mapping[str, Any]) -> list[str]:
 
 
 def projections(num_layers: int) -> tuple[str, ...]:
-    """The names of the modules that multiply with weights, in a checkpoint's spelling, without the head."""
+    """The checkpoint's names of the modules with a weight matrix, without the head and the embedding."""
     parts = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
     return tuple(f"model.layers.{layer}.{part}" for layer in range(num_layers) for part in parts)
 
@@ -267,7 +267,7 @@ def _quantized(raw: Mapping[str, Any], file: _ConfigFile | None) -> tuple[Checkp
 def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None, list[str]]:
     """theta, scaling and problems, from `rope_theta` + `rope_scaling` or from the newer `rope_parameters`.
 
-    Where both are given, `transformers` reads nothing of `rope_parameters`. Here both must mean the same.
+    If both are given, `transformers` ignores `rope_parameters`. Here both must mean the same.
     """
     spellings = {key: raw.get(key) or {} for key in ("rope_parameters", "rope_scaling")}
     if not all(isinstance(spelling, dict) for spelling in spellings.values()):

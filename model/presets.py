@@ -27,7 +27,7 @@ def _llama(
     max_position_embeddings: int = 131072,
     tie_word_embeddings: bool = False,
 ) -> LlamaConfig:
-    """What the whole family shares is written here once."""
+    """A config with the constants that the whole family shares."""
     return LlamaConfig(
         vocab_size=128256,
         hidden_size=hidden_size,

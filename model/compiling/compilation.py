@@ -1,4 +1,4 @@
-"""The programs of a start, traced and compiled in threads while the caller does something else: loading the weights."""
+"""Traces and compiles the programs of a start in threads, while the caller loads the weights."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Compilation[K: Hashable]:
     """A compilation that begins when the object is made.
 
     Args:
-        programs: how each is traced. Tracing holds the interpreter's lock, so it goes one by one; traced programs are
-            compiled on as many threads as there are cores.
-        options: the compiler's, for all of them.
-        counter: tells which came from the disk.
+        programs: a function that traces each. Tracing holds the interpreter's lock, so programs are traced one by one.
+            They are compiled on as many threads as there are cores.
+        options: of the compiler, for all programs.
+        counter: counts the programs that come from the disk.
     """
 
     def __init__(self, programs: Mapping[K, Lower], options: Mapping[str, Any], counter: CompileCounter) -> None:
@@ -39,15 +39,15 @@ class Compilation[K: Hashable]:
         self._traced: Future[dict[K, Future[Any]]] = self._tracer.submit(self._trace, dict(programs))
 
     def result(self) -> dict[K, Any]:
-        """The executables, in the order of the programs, when all are there. Raises what tracing or compiling raised,
-        once nothing is under way any more."""
+        """Waits for the executables and returns them in the order of the programs. An error of tracing or compiling is
+        raised after the threads have ended."""
         try:
             return {key: program.result() for key, program in self._traced.result().items()}
         finally:
             self.cancel()
 
     def cancel(self) -> None:
-        """Ends after the programs that are being traced or compiled now."""
+        """Starts no further program, and waits for those that are being traced or compiled."""
         self._cancelled.set()
         self._tracer.shutdown()
         self._compiler.shutdown(cancel_futures=True)

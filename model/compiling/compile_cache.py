@@ -1,4 +1,4 @@
-"""Keeps compiled programs on disk between starts, and counts compilations, so that one after warm-up is noticed."""
+"""Keeps compiled programs on disk between starts, and counts compilations: none may happen after warm-up."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import jax
 
-COMPILED = "/jax/core/compile/backend_compile_duration"  # also recorded where the executable came from the disk
+COMPILED = "/jax/core/compile/backend_compile_duration"  # also recorded if the executable came from the disk
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 
 def keep_compilations(folder: Path | str) -> None:
-    """From now on every program that this process compiles is kept in `folder` and looked up there.
+    """Stores every program that this process compiles from now on in `folder`, and looks programs up there.
 
-    JAX by default keeps only programs that took a second or more; a start-up is the sum of many shorter ones.
+    By default JAX keeps only programs that took a second or more. A start compiles many shorter ones.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
@@ -24,10 +24,10 @@ def keep_compilations(folder: Path | str) -> None:
 
 
 class CompileCounter:
-    """Counts the programs that this process has readied to run since the counter was made, by whatever caller.
+    """Counts all programs that this process has compiled, or read from the disk, since the counter was made.
 
-    A `jnp` call outside a compiled step is a compilation too, and so is a function met with a new shape: both stop the
-    engine for as long as the compiler takes, and neither shows in the runner's own books.
+    A `jnp` call outside a compiled step, or a jitted function with a new shape, compiles too. Both stop the engine
+    while the compiler runs, and the runner itself does not see them.
     """
 
     def __init__(self) -> None:
@@ -39,12 +39,12 @@ class CompileCounter:
 
     @property
     def total(self) -> int:
-        """Programs that were readied so far."""
+        """Programs so far."""
         return self._total
 
     @property
     def from_cache_in_this_thread(self) -> int:
-        """How many of those that the calling thread asked for were read from the disk."""
+        """Programs that the calling thread has read from the disk."""
         return getattr(self._cached_here, "count", 0)
 
     def count(self, event: str) -> None:
@@ -55,8 +55,8 @@ class CompileCounter:
             self._cached_here.count = self.from_cache_in_this_thread + 1
 
 
-# JAX keeps its listeners for good: every thread that compiles walks the list of them. A listener therefore stays when
-# its counter is gone, and does nothing.
+# A listener cannot be removed while other threads compile, because they iterate over JAX's list of listeners. So a
+# listener holds its counter by a weak reference and does nothing after the counter is gone.
 
 
 def _forward_duration(counter: weakref.ref[CompileCounter]):

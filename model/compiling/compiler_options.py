@@ -1,8 +1,8 @@
 """XLA's options for the compiled step.
 
 On GPUs the step is captured in CUDA graphs, except for its collectives, and XLA's autotuner chooses between Triton and
-cuBLASLt for each product. On CPUs sums may be added in another order than the program's, which is what lets loops be
-vectorised. The order is the same in every run, and NaN and infinity are kept: "fast math" may do nothing else.
+cuBLASLt for each product. On CPUs XLA may change the order of additions, so that it can vectorise loops. The order is
+the same in every run. The other liberties of "fast math" are switched off: NaN and infinity are kept.
 
 The figures behind each choice are in `scripts/benchmarks/results/decisions.md`.
 """
@@ -20,7 +20,7 @@ _GRAPH_COMMANDS = ("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNA
 
 
 def compiler_options(platform: str) -> dict[str, str | bool]:
-    """For `jax.stages.Lowered.compile`. `platform`: of the devices that the program is for."""
+    """Options of `jax.stages.Lowered.compile` for a program on devices of `platform`."""
     if platform == "cpu":
         return _CPU_OPTIONS
     if platform not in ("gpu", "cuda"):

@@ -1,4 +1,4 @@
-"""The compiled step, the runner that executes the batcher's steps, and the memory that they need.
+"""The compiled step, the runner that executes the batcher's steps, and the memory plan.
 
-Knows the network, sampling, compiling, the kernels' operation, and `batcher.step`; nothing of files.
+It imports the network, sampling, compiling, the API of the kernels, and `batcher.step`. It reads no files.
 """

@@ -58,7 +58,7 @@ class MemoryNeeds:
 
 
 def memory_needs(model: Llama, attention: PagedAttention, limits: RunnerConfig) -> MemoryNeeds:
-    """The needs of a model. Its parameters are in place, or abstract with their sharding (`sharding.abstract_model`)."""
+    """The needs of a model. Parameters are in place, or abstract with their sharding (`sharding.abstract_model`)."""
     num_shards = attention.num_shards
     return MemoryNeeds(
         weights=weights_bytes(model),

@@ -252,7 +252,7 @@ def bring_masks(masks: jax.Array, block: jax.Array) -> jax.Array:
 
 
 def reset_history(history: jax.Array, block: jax.Array, *, mesh: Mesh | None) -> jax.Array:
-    """Adds one block of `history_blocks` to the history row of its slot. The first block of a request clears the row."""
+    """Adds one block of `history_blocks` to the history row of its slot. A request's first block clears the row."""
     vocabulary = VocabSplit(history.shape[1], mesh)
     return vocabulary.run(_count, history, block, in_specs=(BY_VOCAB, REPLICATED), out_specs=BY_VOCAB)
 

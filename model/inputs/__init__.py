@@ -1,1 +1,1 @@
-"""What comes from outside: files and paths, read strictly, and the words in which they are refused."""
+"""Input from outside: strict readers of files and paths, and the wording of their errors."""

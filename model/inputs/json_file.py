@@ -13,11 +13,11 @@ from model.inputs.schema import decode
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A file's JSON object. As in `transformers`, NaN and Infinity are numbers, and the last of equal keys counts.
+    """A file's JSON object. As in `transformers`, NaN and Infinity are numbers, and the last of equal keys is used.
 
     Raises:
-        ValueError: the file holds something else, is larger than MAX_JSON_BYTES, or is nested too deeply.
-        OSError: it cannot be opened.
+        ValueError: the file holds no JSON object, is larger than MAX_JSON_BYTES, or is nested too deeply.
+        OSError: the file cannot be opened.
     """
     text = read_text(path, MAX_JSON_BYTES)
     try:
@@ -34,7 +34,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_fields[S: msgspec.Struct](path: Path, schema: type[S]) -> S:
-    """The fields of a file's JSON object that `schema` has. ValueError naming the file and every wrong field."""
+    """The fields of `schema` in a file's JSON object. A ValueError names the file and every wrong field."""
     raw = read_object(path)
     try:
         return decode(raw, schema)
@@ -43,7 +43,7 @@ def read_fields[S: msgspec.Struct](path: Path, schema: type[S]) -> S:
 
 
 def read_text(path: Path, max_bytes: int) -> str:
-    """A file's text. ValueError where it is longer than `max_bytes` or not UTF-8."""
+    """A file's text. Raises ValueError if the file is longer than `max_bytes` or not UTF-8."""
     check_size(path, max_bytes)
     try:
         return path.read_text(encoding="utf-8")
@@ -52,7 +52,7 @@ def read_text(path: Path, max_bytes: int) -> str:
 
 
 def check_size(path: Path, max_bytes: int) -> None:
-    """ValueError where `path` is not a regular file of at most `max_bytes`, OSError where there is none."""
+    """Raises ValueError if `path` is not a regular file of at most `max_bytes`, OSError if it does not exist."""
     size = path.stat().st_size
     if not path.is_file():
         raise ValueError(f"{path} is not a file")

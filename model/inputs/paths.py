@@ -6,19 +6,19 @@ import argparse
 import re
 from pathlib import Path
 
-# One slash is enough: pathlib has made one of the two where a URL went through it.
+# One slash is enough: pathlib turns the two slashes of a URL into one.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def check_local(path: str | Path, name: str) -> None:
-    """ValueError, naming the flag or field `name`, for a URL such as gs://bucket/folder: as a path it would be a local
-    folder called "gs:"."""
+    """Raises ValueError, with the flag or field `name`, for a URL such as gs://bucket/folder. As a path it would be a
+    local folder called "gs:"."""
     if _URL.match(str(path)):
         raise ValueError(f"{name} {_refusal(path)}")
 
 
 def expanded(path: str | Path, name: str) -> Path:
-    """The path with its ~ replaced. ValueError, naming the flag or field `name`, for an unknown user's."""
+    """The path with its ~ replaced. A ValueError names the flag or field `name` if ~user is unknown."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:

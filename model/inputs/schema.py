@@ -1,4 +1,4 @@
-"""JSON objects with typed fields: the types with their ranges, and a reader that names every problem at once.
+"""JSON objects with typed fields: the types with their ranges, and a reader that reports all problems at once.
 
 A schema is a `msgspec.Struct`. Its fields are `Annotated[TYPE, RANGE]`, with a range from a function of this module.
 Fields of the object that the schema does not have are ignored. null is the same as absent.
@@ -15,22 +15,22 @@ from model.inputs.words import shown
 
 
 def described_as(words: str, **limits: Any) -> msgspec.Meta:
-    """What a field is called where a value is refused. `limits` are those of `msgspec.Meta`."""
+    """A range with its description, which error messages show. `limits` are those of `msgspec.Meta`."""
     return msgspec.Meta(description=words, **limits)
 
 
 def integer(low: int, high: int) -> msgspec.Meta:
-    """Of an `int`."""
+    """The range of an `int`."""
     return described_as(f"an integer from {low} to {high}", ge=low, le=high)
 
 
 def number(low: float, high: float) -> msgspec.Meta:
-    """Of a `float`."""
+    """The range of a `float`."""
     return described_as(f"a number from {low:g} to {high:g}", ge=low, le=high)
 
 
 def number_above(low: float, high: float) -> msgspec.Meta:
-    """Of a `float`."""
+    """The range of a `float`, without its lower bound."""
     return described_as(f"a number above {low:g} and at most {high:g}", gt=low, le=high)
 
 
@@ -39,7 +39,7 @@ TEXT = Annotated[str, described_as("a text")]
 
 
 def decode[S: msgspec.Struct](raw: Mapping[str, Any], schema: type[S]) -> S:
-    """The fields of `raw` that `schema` has. ValueError naming every one that is missing or wrong."""
+    """The fields of `schema` in `raw`. A ValueError names every missing or wrong field."""
     value, problems = check(raw, schema)
     if value is None:
         raise ValueError("; ".join(problems))
@@ -47,7 +47,7 @@ def decode[S: msgspec.Struct](raw: Mapping[str, Any], schema: type[S]) -> S:
 
 
 def check[S: msgspec.Struct](raw: Mapping[str, Any], schema: type[S]) -> tuple[S | None, list[str]]:
-    """As `decode`, with the problems in place of an error; where there are any, None in place of the value."""
+    """As `decode`, but returns the problems instead of raising. The value is None if there are problems."""
     values, problems = {}, []
     for field in msgspec.structs.fields(schema):
         name, value = field.encode_name, raw.get(field.encode_name)

@@ -11,12 +11,12 @@ _REPR = reprlib.Repr(maxlevel=4, maxdict=12, maxlist=12, maxset=12, maxtuple=12,
 
 
 def shown(value: Any) -> str:
-    """`repr`, cut where the value is long or deep."""
+    """`repr`, shortened for long or deeply nested values."""
     return _REPR.repr(value)
 
 
 def one_line(text: str) -> str:
-    """The text in one line: its lines joined, what does not print escaped, the end cut off where it is very long."""
+    """The text in one line: lines are joined, non-printable characters escaped, and a very long text is cut off."""
     line = " ".join(stripped for part in text.splitlines() if (stripped := part.strip()))
     line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in line[: MAX_LINE_CHARS + 1])
     return line if len(line) <= MAX_LINE_CHARS else line[:MAX_LINE_CHARS] + "..."
@@ -28,7 +28,7 @@ def is_worded(error: BaseException) -> bool:
 
 
 def described(error: BaseException) -> str:
-    """The error in one line. Where its message is not for the user, its type and how to find its place."""
+    """The error in one line. An internal error is shown with its type and a hint at --debug."""
     name, message = type(error).__name__, one_line(str(error))
     if is_worded(error):
         return message or name

@@ -1,4 +1,4 @@
-"""Where a model comes from, and its weights: Hugging Face's form, ours (Orbax), and random ones.
+"""Finds a model and loads its weights: from Hugging Face files, from our Orbax files, or random ones.
 
-Knows the network, `quantization`, the config and `model.inputs`. Nothing here runs once the server has started.
+It imports the network, `quantization`, the config and `model.inputs`. Nothing here runs after the server has started.
 """

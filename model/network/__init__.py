@@ -1,5 +1,5 @@
-"""The forward pass: Llama, its layers, the products of a CPU, rotary embeddings, and which chip holds what.
+"""The forward pass: Llama, its layers, the matrix products for CPUs, rotary embeddings, and sharding.
 
-Knows `model.config`, `quantization`, jax and flax. It takes attention as a callable: nothing of pages, batches, files
-or sampling.
+It imports `model.config`, `quantization`, jax and flax. Attention is a callable argument, so the network knows nothing
+of pages, batches, files or sampling.
 """

@@ -1,7 +1,8 @@
 """Products of a few rows with a kernel, in the forms that XLA's CPU backend runs at the memory's speed.
 
-The streamed form needs `xla_cpu_enable_fast_math` (see `compiler_options`): without leave to add in another order the
-loop is not vectorised, and slower than a plain product. `scripts/benchmarks/results/decisions.md` has the speeds.
+The streamed form needs `xla_cpu_enable_fast_math` (see `compiler_options`). Without it XLA must keep the order of
+additions; the loop is then not vectorised, and slower than a plain product. The speeds are in
+`scripts/benchmarks/results/decisions.md`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from jax import lax
 MAX_ROWS_FROM_LEFT = 32
 STREAMS = 4
 MAX_ROWS_INT8_STREAMED = 8
-BLOCK_WEIGHTS = 1 << 19  # 2 MiB once widened
+BLOCK_WEIGHTS = 1 << 19  # 2 MiB in float32
 
 
 def multiply_few(inputs: jax.Array, kernel: jax.Array, out_dtype: Any) -> jax.Array | None:
-    """inputs [T, in] times the transpose of kernel [out, in]: [T, out]. None where T is too large to gain."""
+    """inputs [T, in] times the transpose of kernel [out, in]: [T, out]. None if T is too large for a gain."""
     rows = inputs.shape[0]
     if rows <= max_rows_streamed(kernel.dtype) and kernel.shape[0] % STREAMS == 0:
         return _streamed(inputs, kernel).astype(out_dtype)
@@ -35,7 +36,7 @@ def multiply_few(inputs: jax.Array, kernel: jax.Array, out_dtype: Any) -> jax.Ar
 def multiply_int8(inputs: jax.Array, kernel: jax.Array) -> jax.Array:
     """inputs [T, in] times the transpose of kernel i8[out, in]: f32[T, out], for any T.
 
-    A plain product would write the whole kernel in float32 first. Here as much of it is widened at a time as stays in
+    A plain product would first write the whole kernel in float32. This one converts a block at a time; a block fits in
     a core's cache.
     """
     num_out, width = kernel.shape
@@ -60,17 +61,17 @@ def _in_blocks(inputs: jax.Array, kernel: jax.Array, block: int) -> jax.Array:
 
 
 def max_rows_streamed(dtype: Any) -> int:
-    """The fewer the bytes of a weight, the less arithmetic hides behind reading it."""
+    """The most rows for `_streamed`. Reading a small weight takes less time, and hides less arithmetic."""
     return 8 if jnp.dtype(dtype).itemsize >= 4 else 2
 
 
 @jax.jit  # traced once for all layers
 def _streamed(inputs: jax.Array, kernel: jax.Array) -> jax.Array:
-    """f32[T, out], by multiplying and adding up: one loop reads `STREAMS` parts of the kernel side by side, which keeps
-    more of the memory busy than one part would, and multiplies what it has read with every row of the inputs."""
+    """f32[T, out], by multiplications and additions. One loop reads `STREAMS` parts of the kernel side by side, which
+    uses more of the memory's bandwidth than one part would. It multiplies each weight with every row of the inputs."""
     rows, width = inputs.shape
     parts = kernel.reshape(STREAMS, -1, width).astype(jnp.float32)
-    inputs = lax.optimization_barrier(inputs).astype(jnp.float32)  # or each output would compute them anew
+    inputs = lax.optimization_barrier(inputs).astype(jnp.float32)  # without it, each output computes them again
     terms = tuple(part * row for part in parts for row in inputs)
     zeros = (np.float32(0),) * len(terms)
     sums = lax.reduce(terms, zeros, lambda a, b: tuple(map(jnp.add, a, b)), (1,))

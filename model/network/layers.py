@@ -1,6 +1,6 @@
 """The parts of a decoder layer over a flat row of tokens.
 
-Shape legend of this room: `T` tokens in a step (padded), `S` rows of a step, `N` query heads, `K` KV heads, `H` head
+Shape legend of this package: `T` tokens in a step (padded), `S` rows of a step, `N` query heads, `K` KV heads, `H` head
 dim, `D` embed, `F` mlp, `V` vocab, `L` layers.
 
 Every parameter carries `axes`, the logical names of its dimensions; `model.network.sharding` maps them to a mesh.
@@ -21,7 +21,7 @@ from model.network.rope import rotate
 
 # q [T, N, H], k [T, K, H], v [T, K, H], one layer's K/V -> output [T, N, H], the layer's K/V
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
-# (shape (out, in), logical axes of both) -> the product's weights, in the form that the whole model is made in
+# (shape (out, in), logical axes of both) -> a Linear in the dtype and form of the whole model
 MakeLinear = Callable[[tuple[int, int], tuple[str, str]], Linear]
 
 
@@ -43,8 +43,8 @@ class Attention(nnx.Module):
     """Fused projections around `attend`, which computes attention of the heads.
 
     The rows of `qkv` are [queries | keys | values] of the first chip's heads, then of the second's, and so on
-    (`num_shards` groups): each chip multiplies once and cuts its product in three without moving anything. Grouping by
-    head instead made the TPU compiler re-lay the activations; three products leave small GPU kernels half empty.
+    (`num_shards` groups). Each chip computes one product and splits it in three without moving data. With rows grouped
+    by head, the TPU compiler changed the layout of the activations. Three small products would leave a GPU half idle.
     """
 
     def __init__(self, config: LlamaConfig, linear: MakeLinear, *, num_shards: int):

@@ -1,7 +1,6 @@
-"""Products with weights: every projection of a layer and the head goes through here.
+"""Products with weights: every projection of a layer and the head are a `Linear`.
 
-How weights are stored, how they are multiplied on each platform and how they are split over chips is known in this file
-and nowhere else in the network.
+Within the network, only this file knows how weights are stored, split over chips, and multiplied on each platform.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ class Linear(nnx.Module):
 
     Args:
         shape: of the kernel, (out, in).
-        axes: the logical names of both; `sharding.RULES` says which of them is split over chips.
-        dtype: of the kernel, where it is not quantised.
-        quantization: keep the kernel in 8 bits, with a scale f32[out] that is split as the outputs are.
-        for_cpu: multiply in the forms of `cpu_products`, where those gain.
+        axes: the logical names of both dimensions; `sharding.RULES` maps them to the mesh.
+        dtype: of the kernel if it is not quantised.
+        quantization: stores the kernel in 8 bits, with a scale f32[out] that is split in the same way as the outputs.
+        for_cpu: uses the forms of `cpu_products` where they are faster.
     """
 
     def __init__(
@@ -60,14 +59,14 @@ class Linear(nnx.Module):
         if self.for_cpu and kernel.dtype == jnp.int8:
             product = multiply_int8(inputs, kernel)
         else:
-            # XLA widens the kernel inside the product: no wide copy of it is written.
+            # XLA converts the kernel inside the product: no converted copy of it is written.
             product = multiply(inputs, kernel.astype(inputs.dtype), for_cpu=False, out_dtype=jnp.float32)
         return (product * self.scale[...]).astype(out_dtype)
 
 
 def multiply(inputs: jax.Array, kernel: jax.Array, *, for_cpu: bool, out_dtype: Any = None) -> jax.Array:
-    """inputs [T, in] times the transpose of kernel [out, in]: [T, out]. Float32 means float32 on every chip, not its
-    fast mode."""
+    """inputs [T, in] times the transpose of kernel [out, in]: [T, out]. Float32 products have full precision on every
+    chip, instead of a chip's fast mode."""
     out_dtype = out_dtype or inputs.dtype
     if for_cpu and (product := multiply_few(inputs, kernel, out_dtype)) is not None:
         return product

@@ -1,7 +1,7 @@
 """Llama 3 over a flat row of tokens.
 
-The model knows its constants, arrays, and an `attend` callable: nothing of pages, batches or devices. Serving passes
-paged attention, training and tests plain causal attention.
+The model has constants, arrays, and an `attend` argument. It knows nothing of pages, batches or devices. Serving passes
+paged attention; training and tests pass plain causal attention.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Llama(nnx.Module):
 
     Args:
         config: with the stored number of KV heads, after replication over chips (`sharding.stored_config`).
-        dtype: of weights and activations. Rotary embeddings, norm statistics and logits are float32 regardless.
-        rngs: for random weights; under `nnx.eval_shape` none are made.
-        num_shards: chips over which the heads are split. It orders the rows of the fused projections
-            (`layers`), so weights stored for one number do not serve another.
-        quantization: of the projections and the head. A tied head becomes a kernel of its own then: the embedding
-            stays as it is.
-        for_cpu: multiply a few rows in forms that XLA's CPU backend runs well (`cpu_products`), on one device.
+        dtype: of weights and activations. Rotary embeddings, norm statistics and logits are always float32.
+        rngs: for random weights; `nnx.eval_shape` makes none.
+        num_shards: chips over which the heads are split. The order of rows in the fused projections (`layers`) depends
+            on it, so weights stored for one number of chips do not fit another.
+        quantization: of the projections and the head. A tied head then becomes a separate kernel; the embedding stays
+            unquantised.
+        for_cpu: multiplies a few rows in forms that XLA's CPU backend runs well (`cpu_products`), on one device.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Llama(nnx.Module):
         layers = range(config.num_layers)
         self.layers = nnx.List([DecoderLayer(config, linear, dtype=dtype, num_shards=num_shards) for _ in layers])
         self.norm = RMSNorm(config, dtype=dtype)
-        # None: the embedding is the head's kernel, too.
+        # None: the embedding is also the head's kernel.
         is_shared = config.tie_word_embeddings and quantization is None
         self.head = None if is_shared else linear((vocab, embed), ("vocab", "embed"))
 
@@ -67,7 +67,7 @@ class Llama(nnx.Module):
         self,
         tokens: jax.Array,  # i32[T]
         positions: jax.Array,  # i32[T], of each token in its own sequence
-        kv: Sequence[Any],  # one pytree per layer, handed to attend and taken back
+        kv: Sequence[Any],  # one pytree per layer; `attend` takes it and returns it
         attend: Attend,
     ) -> tuple[jax.Array, list[Any]]:
         """Hidden states [T, D] after the final norm, and the K/V of every layer as `attend` returned them."""
@@ -75,9 +75,9 @@ class Llama(nnx.Module):
             raise ValueError(f"one K/V per layer is needed: {len(kv)=} {self.config.num_layers=}")
         config = self.config
         frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        # Behind a barrier: otherwise XLA computes sines and cosines again inside every layer's kernels.
+        # Without the barrier XLA computes sines and cosines again in every layer's kernels.
         cos, sin = jax.lax.optimization_barrier(rotation(positions, frequencies))
-        x = self.embedding[...].at[tokens].get(mode="clip")  # [T, D]; padding tokens may be anything
+        x = self.embedding[...].at[tokens].get(mode="clip")  # [T, D]; padding tokens may have any id
         new_kv = []
         for layer, layer_kv in zip(self.layers, kv, strict=True):
             x, layer_kv = layer(x, cos, sin, layer_kv, attend)

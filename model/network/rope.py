@@ -25,7 +25,7 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
 
 
 def _llama3(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
-    """Waves that turn often within the original context are kept, those that turn rarely are stretched."""
+    """Keeps frequencies with many turns in the original context; divides those with few turns by `factor`."""
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -33,7 +33,7 @@ def _llama3(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
 
 
 def rotation(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, each f32[T, 1, H / 2], of positions i32[T]: one per step, shared by the layers."""
+    """cos and sin, each f32[T, 1, H / 2], of positions i32[T]. Computed once per step and shared by the layers."""
     angles = positions.astype(jnp.float32)[:, None, None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 

@@ -1,4 +1,4 @@
-"""Which chip holds what: one mesh axis, one table from logical axes to it, and the stored form that follows."""
+"""Sharding: one mesh axis, the table from logical axes to it, and the resulting stored form of the model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from model.quantization.forms import EightBit
 
 TENSOR_AXIS = "tensor"
 
-# Logical axis -> mesh axis. Products split what they put out, then what they take in: two all-reduces a layer and
-# nothing else.
-# The vocabulary is split in the embedding (one all-reduce of [T, D]) and in the head. Logits stay where they are made,
-# and so do the token histories that penalise them: tokens are drawn from parts (`model.sampling.vocab_split`).
+# Logical axis -> mesh axis. In each half of a layer the first product is split by outputs, and the second by inputs:
+# a layer needs two all-reduces and no other exchange.
+# The vocabulary is split in the embedding (one all-reduce of [T, D]) and in the head. Logits and token histories stay
+# on their chips: tokens are drawn from parts (`model.sampling.vocab_split`).
 RULES: dict[str, str | None] = {
     "vocab": TENSOR_AXIS,
     "heads": TENSOR_AXIS,
@@ -31,7 +31,7 @@ RULES: dict[str, str | None] = {
 
 
 def make_mesh(num_shards: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of the first `num_shards` devices, in the order that suits their links."""
+    """A mesh of the first `num_shards` devices. JAX orders them by their links."""
     devices = jax.devices() if devices is None else devices
     if not 1 <= num_shards <= len(devices):
         raise ValueError(f"{num_shards=} chips are asked for, {len(devices)} are there")
@@ -52,19 +52,19 @@ def partition(axes: Sequence[str]) -> P:
 
 
 def sharding_of(axes: Sequence[str], mesh: Mesh | AbstractMesh | None) -> Sharding:
-    """Where an array with these logical axes lies; without a mesh, on the default device."""
+    """The sharding of an array with these logical axes; without a mesh, the default device."""
     if mesh is None:
         return SingleDeviceSharding(jax.devices()[0])
     return NamedSharding(mesh, partition(axes))
 
 
 def stored_config(config: LlamaConfig, num_shards: int) -> LlamaConfig:
-    """`config` with every KV head repeated until each chip has one of its own.
+    """`config`, with KV heads repeated if there are more chips than KV heads: each chip then has one.
 
-    The repeated heads' queries are split among the copies, so the model computes the same; only K/V memory is spent.
+    The queries of a repeated head are split among its copies. The results stay the same; only K/V memory grows.
 
     Raises:
-        ValueError: heads, MLP or vocabulary do not divide over the chips. Everything wrong is named.
+        ValueError: heads, MLP or vocabulary do not divide over the chips. The message lists every such size.
     """
     kv_heads = config.num_kv_heads
     if kv_heads < num_shards and num_shards % kv_heads == 0:
@@ -89,9 +89,9 @@ def abstract_model(
     quantization: EightBit | None = None,
     for_cpu: bool = False,
 ) -> Llama:
-    """The model in its stored form on `mesh`, every parameter a ShapeDtypeStruct with its sharding.
+    """The model in its stored form on `mesh`. Every parameter is a ShapeDtypeStruct with its sharding.
 
-    Weights are loaded into it, and its programs can be compiled before they are there.
+    Programs can be compiled from it before the weights are loaded into it.
     """
     num_shards = num_shards_of(mesh)
     stored = stored_config(config, num_shards)

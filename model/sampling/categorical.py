@@ -1,11 +1,11 @@
-"""Draws tokens in proportion to their weights, the noise a function of seed, position and token.
+"""Draws tokens in proportion to their weights. The random numbers are a function of seed, position and token.
 
-Two draws by Gumbel's maximum, of a block of the vocabulary and of a token in it, make one draw of a token, and take
-V / 128 + 128 random numbers instead of V.
+One draw of a token consists of two draws with the Gumbel-max trick: of a block of the vocabulary, and of a token in
+that block. This takes V / 128 + 128 random numbers instead of V.
 
-Blocks are cut from the whole vocabulary, so that the noise of a token does not depend on the number of chips. Where a
-chip's part begins or ends inside a block, two chips have a share of it each. So every chip offers its best whole block
-and its shares of the first and the last one, each with its own best token, and one exchange decides.
+Blocks divide the whole vocabulary, so the noise of a token does not depend on the number of chips. If a chip's part
+begins or ends inside a block, several chips hold a share of that block. Each chip therefore offers its best whole block
+and its shares of its first and last block, each with the best token of the share. One exchange selects the token.
 
 Shape legend: `S` rows of the step, `V` vocabulary (or one chip's part of it), `B` blocks of 128 tokens.
 """
@@ -63,17 +63,17 @@ def _num_blocks(shard: VocabShard) -> int:
 
 
 def _noise(shard: VocabShard, seed: jax.Array, positions: jax.Array) -> jax.Array:
-    """f32[S, V / BLOCK + BLOCK or one more]: Gumbel noise of all blocks, then of the tokens in one. Every chip makes
-    all of it: to pass it on would take longer."""
+    """f32[S, V / BLOCK + BLOCK or one more]: Gumbel noise of all blocks, then of the tokens in a block. Every chip
+    computes all of it: an exchange would take longer."""
     index = jnp.arange(-(-(_num_blocks(shard) + BLOCK) // 2), dtype=jnp.uint32)
     position = positions.astype(jnp.uint32)[:, None]
     return gumbel(jnp.concatenate(threefry2x32((seed[:, :1], seed[:, 1:]), (position, index)), axis=1))
 
 
 def _local_blocks(shard: VocabShard, weights: jax.Array) -> jax.Array:
-    """`weights` [S, V] as the shard's blocks [S, B, BLOCK], with zeros where a block is another chip's."""
+    """`weights` [S, V] as the shard's blocks [S, B, BLOCK], with zeros for tokens of other chips."""
     num_rows = weights.shape[0]
-    most_before = BLOCK - math.gcd(shard.size, BLOCK)  # of another chip, in this one's first block
+    most_before = BLOCK - math.gcd(shard.size, BLOCK)  # tokens of other chips in this chip's first block, at most
     width = -(-(most_before + shard.size) // BLOCK) * BLOCK
     if shard.size % BLOCK == 0 or shard.num_shards == 1:
         padded = jnp.pad(weights, ((0, 0), (0, width - shard.size)))
@@ -89,14 +89,14 @@ def _end(shard: VocabShard, blocks: jax.Array) -> jax.Array:
 
 def _decide(
     shard: VocabShard,
-    noise: jax.Array,  # f32[S, ...], of all blocks first
+    noise: jax.Array,  # f32[S, ...]; the noise of the blocks comes first
     *,
     blocks: jax.Array,  # i32[S, n]
     masses: jax.Array,  # u32[3, S, n], of this chip's share of each; 0 if it is not offered
     tokens: jax.Array,  # i32[S, n], the best of the share
     scores: jax.Array,  # f32[S, n], of that token
 ) -> jax.Array:
-    """i32[S]: the best token of the best block that any chip has a share of."""
+    """i32[S]: the best token of the best block of all chips."""
     *parts, blocks, tokens, scores = shard.gather(*masses, blocks, tokens, scores)
     is_same = blocks[:, :, None] == blocks[:, None, :]
     whole = jnp.sum(jnp.where(is_same, jnp.stack(parts)[:, :, None], 0), axis=-1, dtype=jnp.uint32)  # u32[3, S, n]

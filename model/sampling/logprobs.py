@@ -1,7 +1,7 @@
-"""Log-probabilities under the raw distribution: of a row's own token and of the most likely ones.
+"""Log-probabilities under the raw distribution: of a row's own token and of the most likely tokens.
 
-Each chip finds the most likely tokens of its part of the vocabulary, and sums over it. These results are small, and are
-merged with those of the other chips.
+Each chip finds the most likely tokens of its part of the vocabulary, and the sum over the part. These small results of
+all chips are then merged.
 
 Shape legend: `S` rows, `V` vocabulary (or one chip's part of it).
 """
@@ -33,7 +33,7 @@ class Logprobs:
 @partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A chip's results for its part; those of several chips lie one after the other."""
+    """A chip's results for its part; those of several chips are concatenated."""
 
     top: jax.Array  # f32[S, k], the greatest logits
     top_ids: jax.Array  # i32[S, k]
@@ -43,12 +43,12 @@ class Found:
 
 
 def logprobs(shard: VocabShard, logits: jax.Array, tokens: jax.Array, asking: jax.Array) -> Logprobs:
-    """`logits` f32[S, V] as the model gave them; `tokens` i32[S], clipped to the vocabulary; zeros if no row asks."""
+    """`logits` f32[S, V] come unchanged from the model; `tokens` i32[S] are clipped. Zeros if no row asks."""
     return _if_asked(asking, lambda: merge(shard, _find(shard, logits, tokens)))
 
 
 def find(shard: VocabShard, logits: jax.Array, tokens: jax.Array, asking: jax.Array) -> Found:
-    """`logprobs` but for the exchange, which `merge` makes."""
+    """`logprobs` without the exchange, which `merge` makes."""
     return _if_asked(asking, lambda: _find(shard, logits, tokens))
 
 
@@ -80,7 +80,7 @@ def merge(shard: VocabShard, found: Found) -> Logprobs:
     of_all = jnp.max(greatest, axis=-1, keepdims=True)
     normaliser = of_all + jnp.log(jnp.sum(mass * jnp.exp(greatest - of_all), axis=-1, keepdims=True))
     num_top = min(MAX_LOGPROBS, shard.vocab_size)
-    top, index = lax.top_k(top, num_top)  # of equals the first: they stand in the order of their ids
+    top, index = lax.top_k(top, num_top)  # equal logits are in the order of their ids
     top_ids = jnp.take_along_axis(top_ids, index, axis=1)
     pad = ((0, 0), (0, MAX_LOGPROBS - num_top))
     return Logprobs(

@@ -1,12 +1,10 @@
-"""Draws each row's next token on the device: every request in a step with its own parameters, and without a sort.
+"""Draws each row's next token on the device, without a sort. Every row has its own parameters.
 
-Order, for every row that asks: logit_bias, penalties, the `min_tokens` ban, the grammar's mask, temperature, top_k,
-top_p, min_p, draw.
-Each stage runs only if some row of the step asks for it, and changes only the rows that do: a row's token depends on
-its own logits, parameters, seed and position, never on the other rows.
+The order of stages is logit_bias, penalties, the `min_tokens` ban, the grammar's mask, temperature, top_k, top_p,
+min_p, draw. A stage runs only if some row of the step asks for it, and changes only the rows that ask. A row's token
+depends on its own logits, parameters, seed and position, never on the other rows.
 
-Everything here runs on each chip's own part of the vocabulary (`vocab_split`), and gives the same tokens for any number
-of chips.
+Each chip works on its own part of the vocabulary (`vocab_split`). The tokens are the same for any number of chips.
 
 Shape legend: `S` rows of the step, `V` vocabulary (or one chip's part of it).
 """
@@ -28,13 +26,13 @@ from model.sampling.categorical import categorical
 from model.sampling.threshold import kept_threshold
 from model.sampling.vocab_split import VocabShard, first_of_greatest
 
-IN_PROMPT = 1 << 30  # in a token's entry of the history: it occurs in the prompt. The bits below count outputs
+IN_PROMPT = 1 << 30  # bit of a token's history entry: it occurs in the prompt. The lower bits count outputs
 
 
 @partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True, kw_only=True)
 class SamplingRows:
-    """The columns of the step's rows in `batcher.sampling_table`, by their names."""
+    """The columns of `batcher.sampling_table` for the step's rows."""
 
     temperature: jax.Array  # f32[S]; 0: greedy
     top_k: jax.Array  # i32[S]; 0: off
@@ -65,14 +63,14 @@ def sampling_rows(state: jax.Array) -> SamplingRows:  # state: i32[S, SlotLayout
 
 
 def _read(state: jax.Array, column: Column) -> jax.Array:
-    """[S] of a number, [S, width] of a list."""
+    """[S] for a number, [S, width] for a list."""
     start = SlotLayout.at(column.name)
     bits = state[:, start] if column.width == 1 else state[:, start : start + column.width]
     return bits != 0 if column.dtype == "bool" else lax.bitcast_convert_type(bits, column.dtype)
 
 
 def greedy(logits: jax.Array) -> jax.Array:  # f32[S, V] -> i32[S]
-    """The most likely token, of the whole vocabulary at once."""
+    """The most likely token of the whole vocabulary."""
     return first_of_greatest(logits, jnp.arange(logits.shape[-1], dtype=jnp.int32))
 
 
@@ -80,9 +78,9 @@ def sample(
     shard: VocabShard,
     logits: jax.Array,  # f32[S, V]
     rows: SamplingRows,
-    positions: jax.Array,  # i32[S], that the drawn token will have in its sequence
-    asking: jax.Array,  # bool[S]: the row's token will be used; nothing is computed for the sake of another
-    history: Callable[[], jax.Array],  # i32[S, V], the rows of `token history`; read only if some row has a penalty
+    positions: jax.Array,  # i32[S], of the drawn token in its sequence
+    asking: jax.Array,  # bool[S]: the row's token will be used; other rows cause no work
+    history: Callable[[], jax.Array],  # i32[S, V], the rows' token histories; read only if some row has a penalty
     masks: Callable[[], jax.Array],  # i32[S, num_mask_words], the rows' masks; read only if some row has one
 ) -> jax.Array:
     """The rows' next tokens, i32[S]."""
@@ -116,7 +114,7 @@ def adjust(
     history: Callable[[], jax.Array],  # i32[S, V]
     masks: Callable[[], jax.Array],  # i32[S, num_mask_words]
 ) -> jax.Array:
-    """The logits [S, V] after bias, penalties, ban and mask: what greedy rows take the best of."""
+    """The logits [S, V] after bias, penalties, ban and mask. Greedy rows take the greatest."""
     biased = asking & (rows.num_bias > 0)
     penalised = asking & rows.has_penalty
     banned = asking & (positions < rows.min_kv_len) & (rows.num_stop_ids > 0)
@@ -156,7 +154,7 @@ def _ban_stop_ids(shard: VocabShard, logits: jax.Array, rows: SamplingRows) -> j
 
 
 def allowed(shard: VocabShard, masks: jax.Array) -> jax.Array:  # i32[S, num_mask_words] -> bool[S, V]
-    """This shard's bits of masks of the whole vocabulary, bit i % 32 of word i // 32 being token i's."""
+    """This shard's bits of the masks. Token i of the vocabulary is bit i % 32 of word i // 32."""
     num_words = -(-shard.size // 32) + 1  # the shard may begin within a word
     words = jnp.pad(masks, ((0, 0), (0, num_words)))
     words = lax.dynamic_slice_in_dim(words, shard.start // 32, num_words, axis=1)
@@ -170,6 +168,6 @@ def tempered_weights(
     greatest: jax.Array,  # f32[S], over the whole vocabulary
     temperature: jax.Array,  # f32[S]
 ) -> jax.Array:
-    """f32[S, V], exp of (logit - greatest) / temperature: the tempered distribution but for a factor, the greatest
-    weight being 1."""
+    """f32[S, V], exp of (logit - greatest) / temperature: the tempered distribution, scaled to a greatest weight of
+    1."""
     return jnp.exp((logits - greatest[:, None]) / temperature[:, None])

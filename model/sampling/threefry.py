@@ -1,8 +1,8 @@
 """Threefry-2x32: random numbers as a function of a key and a counter (Salmon et al., SC 2011, "Random numbers: as easy
 as 1, 2, 3"), 20 rounds.
 
-The same as JAX's own generator, but called once for all rows of a step, each with its own key. Under `vmap` and
-`fold_in` XLA's CPU compiler spends more on the generator than on a layer of the model.
+It is the generator of JAX, but one call serves all rows of a step, each with its own key. With `vmap` and `fold_in`
+XLA's CPU compiler spends more time on the generator than on a layer of the model.
 """
 
 from __future__ import annotations
@@ -28,6 +28,6 @@ def threefry2x32(key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax
 
 
 def gumbel(bits: jax.Array) -> jax.Array:
-    """f32: standard Gumbel noise of u32 random bits. Finite: the uniform number beneath is never 0 or 1."""
+    """f32: standard Gumbel noise from u32 random bits. It is finite: the uniform number is never 0 or 1."""
     uniform = (bits >> 9).astype(jnp.float32) * 2.0**-23 + 2.0**-24
     return -jnp.log(-jnp.log(uniform))

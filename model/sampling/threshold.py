@@ -1,9 +1,9 @@
-"""The weight from which on a row's tokens are kept by top_k, top_p and min_p, found without a sort.
+"""The least weight that top_k, top_p and min_p keep in a row, found without a sort.
 
-All three keep "the tokens at least as likely as some threshold". So each of them is a threshold on the weights, and the
-highest one holds. The thresholds come from a search over the bits of a float32: exact, where a sort of the vocabulary
-would cost more than the model's head. Tokens of equal weight are kept or dropped together, as in vLLM and Hugging Face
-for top_k; for top_p they sort, and keep some arbitrary ones of a tie.
+All three keep the tokens that are at least as likely as some threshold. Each is a threshold on the weights, and the
+highest one applies. An exact search over the bits of a float32 finds the thresholds. A sort of the vocabulary would
+take longer than the model's head. Tokens of equal weight are kept or dropped together. vLLM and Hugging Face do the
+same for top_k; for top_p they sort, and keep arbitrary tokens of a tie.
 
 Shape legend: `S` rows of the step, `V` vocabulary (or one chip's part of it).
 """
@@ -22,14 +22,15 @@ from model.sampling.vocab_split import VocabShard
 
 ONE = 0x3F800000  # the bits of 1.0
 
-# Into how many parts a pass cuts what is left. One device halves: a pass costs what it measures, and there are at most
-# 30, of which 15 to 29 in practice. Several chips exchange sums after each pass, which takes longer than to measure at
-# fifteen places at once: 16 parts make that eight exchanges at most, and four to eight in practice.
+# A pass cuts the remaining range into so many parts. On one device the cost of a pass is that of its measurements, so
+# it halves the range: at most 30 passes, 15 to 29 in practice. Several chips exchange sums after each pass, and an
+# exchange takes longer than fifteen measurements. With 16 parts there are at most eight exchanges, four to eight in
+# practice.
 PARTS_ON_ONE_DEVICE = 2
 PARTS_ON_CHIPS = 16
 MAX_PASSES_ON_CHIPS = 8
 
-Bounds = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # bits i32[S] low and high, sums u32[3, S] from each on
+Bounds = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # low and high bits i32[S]; their sums, u32[3, S]
 
 
 def kept_threshold(
@@ -43,8 +44,8 @@ def kept_threshold(
 ) -> jax.Array:
     """f32[S]: a row's token is kept if its weight is at least this.
 
-    top_k keeps the k most likely tokens; top_p the fewest of those, most likely first, whose share of their mass is
-    top_p or more; min_p those of at least min_p times the greatest weight, which is 1.
+    top_k keeps the k most likely tokens. Of these, top_p keeps the most likely ones, as few as have a share of top_p or
+    more in their mass. min_p keeps the tokens of at least min_p times the greatest weight, which is 1.
     """
     threshold = jnp.zeros_like(min_p)
     threshold = raise_threshold(
@@ -72,17 +73,17 @@ def raise_threshold(
     threshold: jax.Array,  # f32[S]
     *,
     measure: Callable[[jax.Array], jax.Array],  # of a token's weight: 1 to count tokens, the weight itself for mass
-    target: Callable[[jax.Array], jax.Array],  # f32[S], of the measure of what `threshold` keeps; at most that
+    target: Callable[[jax.Array], jax.Array],  # f32[S], at most its argument: the measure that `threshold` keeps
     asking: jax.Array,  # bool[S]; the others keep their threshold
 ) -> jax.Array:
-    """f32[S]: a higher threshold, which keeps the fewest tokens that together measure `target` or more.
+    """f32[S]: a threshold that is at least as high and keeps the fewest tokens that together measure `target` or more.
 
-    Floats that are not negative have the order of their bits, so this is a search over integers. It ends when one token
-    is left between the bounds. Sums are exact, so which tokens are kept does not depend on the order of the search.
+    Non-negative floats are ordered as their bits, so this is a search over integers. It ends when at most one token is
+    left between the bounds. Sums are exact, so the order of the search does not change which tokens are kept.
     """
 
     def measure_from(bits: jax.Array) -> jax.Array:
-        """u32[3, S, n], of all tokens of the weights `bits` i32[S, n] and more. One exchange."""
+        """u32[3, S, n], the sums over all tokens with weights of `bits` i32[S, n] or more. One exchange."""
         at_least = lax.bitcast_convert_type(bits, jnp.float32)[:, :, None]
         each = weights[:, None, :]
         return shard.total(exact_sum(jnp.where(each >= at_least, measure(each), 0)))
@@ -95,7 +96,7 @@ def raise_threshold(
 
     def search() -> jax.Array:
         num_parts = PARTS_ON_ONE_DEVICE if shard.num_shards == 1 else PARTS_ON_CHIPS
-        # `low` keeps enough and `high` does not: above 1 there is nothing.
+        # `low` keeps enough and `high` keeps nothing: no weight is above 1.
         low = lax.bitcast_convert_type(threshold, jnp.int32)
         bits = _cut_range(low, jnp.full_like(low, ONE + 1), num_parts)
         sums = measure_from(bits[:, :-1])
@@ -118,14 +119,14 @@ def raise_threshold(
 
 
 def _cut_range(low: jax.Array, high: jax.Array, num_parts: int) -> jax.Array:
-    """i32[S, num_parts + 1]: from `low` to `high`, both included, in steps as even as integers allow."""
+    """i32[S, num_parts + 1]: from `low` to `high` inclusive, in steps as even as integers allow."""
     width = (high - low)[:, None]
     index = jnp.arange(num_parts + 1, dtype=jnp.int32)
     return low[:, None] + width // num_parts * index + width % num_parts * index // num_parts
 
 
 def _bounds(bits: jax.Array, sums: jax.Array, enough: jax.Array) -> Bounds:
-    """The two neighbours among `bits` i32[S, n], sums u32[3, S, n], between which the measure falls below `enough`."""
+    """The adjacent two of `bits` i32[S, n], with sums u32[3, S, n], between which the measure falls below `enough`."""
     num_enough = jnp.sum(as_float(sums[:, :, 1:-1]) >= enough, axis=1, dtype=jnp.int32)
     at = partial(jnp.take_along_axis, axis=-1)
     low, high = num_enough[:, None], num_enough[:, None] + 1
@@ -135,7 +136,7 @@ def _bounds(bits: jax.Array, sums: jax.Array, enough: jax.Array) -> Bounds:
 def _repeat_while(
     is_open: Callable[[Bounds], jax.Array], narrow: Callable[[Bounds], Bounds], bounds: Bounds, *, at_most: int
 ) -> Bounds:
-    """A while loop written out, one condition inside the other: collectives stand in no loop."""
+    """An unrolled while loop of nested conditions, because the collectives must not be in a loop."""
     if at_most == 0:
         return bounds
     return lax.cond(

@@ -1,7 +1,7 @@
-"""The vocabulary split over the chips: each chip works on the logits that it made, and small results are exchanged.
+"""The vocabulary split over the chips: each chip works on its own logits, and small results are exchanged.
 
-Code that runs on one chip's part takes a `VocabShard`, which knows where the part lies and what the chips can tell each
-other. Without a mesh the same code runs on the whole vocabulary, and the exchanges do nothing.
+Code for one chip's part takes a `VocabShard`, which has the bounds of the part and the exchanges between chips. Without
+a mesh the same code runs on the whole vocabulary, and the exchanges do nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from jax.sharding import PartitionSpec as P
 from model.network.sharding import TENSOR_AXIS, num_shards_of, partition
 
 REPLICATED = P()
-BY_VOCAB = partition(("rows", "vocab"))  # of [rows, V], and of what the chips found, chip after chip
+BY_VOCAB = partition(("rows", "vocab"))  # of [rows, V], and of the chips' concatenated results
 
 
 @dataclass(frozen=True, kw_only=True)
 class VocabShard:
-    """One chip's consecutive part of the vocabulary. The whole of it if `num_shards` is 1."""
+    """One chip's consecutive part of the vocabulary; all of it if `num_shards` is 1."""
 
     vocab_size: int
     num_shards: int = 1
@@ -45,16 +45,16 @@ class VocabShard:
         return self.start + jnp.arange(self.size, dtype=jnp.int32)
 
     def locate(self, tokens: jax.Array) -> jax.Array:
-        """Where this shard has `tokens`; `size`, which a scatter drops, for those of the other shards."""
+        """The index of `tokens` in this shard. Tokens of other shards get `size`, which a scatter drops."""
         index = tokens - self.start
         return jnp.where((index >= 0) & (index < self.size), index, self.size)
 
     def total(self, values: jax.Array) -> jax.Array:
-        """The sum of `values` over the shards, on all of them. One exchange."""
+        """The sum of `values` over the shards; every shard gets it. One exchange."""
         return lax.psum(values, TENSOR_AXIS) if self.num_shards > 1 else values
 
     def gather(self, *columns: jax.Array) -> tuple[jax.Array, ...]:
-        """Every shard's columns, of 32-bit numbers: [rows, n] becomes [rows, num_shards * n]. One exchange for all."""
+        """The 32-bit columns of all shards: [rows, n] becomes [rows, num_shards * n]. One exchange for all columns."""
         if self.num_shards == 1:
             return columns
         bits = [lax.bitcast_convert_type(x, jnp.uint32) for x in columns]
@@ -69,15 +69,15 @@ class VocabShard:
 
 @dataclass(frozen=True)
 class VocabSplit:
-    """How the vocabulary lies on `mesh`; None is one device."""
+    """The split of the vocabulary over `mesh`; None is one device."""
 
     vocab_size: int
     mesh: Mesh | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, in_specs: Sequence[P], out_specs: Any) -> Any:
-        """`function(shard, *args)` on every chip, with its parts of the arguments that are split `BY_VOCAB`.
+        """Calls `function(shard, *args)` on every chip, with the chip's parts of arguments that are split `BY_VOCAB`.
 
-        Results are put together chip after chip, or promised to be the same on all chips, as `out_specs` says.
+        `out_specs`: results are either concatenated (`BY_VOCAB`), or must be the same on all chips (`REPLICATED`).
         """
         shard = VocabShard(vocab_size=self.vocab_size, num_shards=num_shards_of(self.mesh))
         if shard.num_shards == 1:
@@ -87,17 +87,17 @@ class VocabSplit:
             mesh=self.mesh,
             in_specs=tuple(in_specs),
             out_specs=out_specs,
-            check_vma=False,  # what follows an all_gather is the same on all chips; the check cannot tell
+            check_vma=False,  # results of an all_gather are equal on all chips; the check cannot infer it
         )(*args)
 
 
 def first_of_greatest(values: jax.Array, tokens: jax.Array) -> jax.Array:
-    """i32[rows]: of the greatest of `values` [rows, n], the lowest of `tokens`, i32[n] or [rows, n].
+    """i32[rows]: the lowest of `tokens`, i32[n] or [rows, n], whose value in `values` [rows, n] is the greatest.
 
-    Two plain reductions: XLA's argmax takes a CPU twice as long as both. A row with a NaN has no greatest: it gets the
-    last of its tokens, since it must get some.
+    Two plain reductions: on a CPU, XLA's argmax takes twice as long as both. A row with a NaN has no greatest value; it
+    gets its last token.
     """
-    # Without the barrier XLA would write the greatest out once for every value.
+    # Without the barrier XLA would materialise the greatest once for every value.
     is_best = values == lax.optimization_barrier(jnp.max(values, axis=-1, keepdims=True))
     none = jnp.iinfo(jnp.int32).max
     first = jnp.min(jnp.where(is_best, tokens, none), axis=-1)
