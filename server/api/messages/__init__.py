@@ -1,5 +1,5 @@
-"""Anthropic's Messages API, for clients that speak it: a message is a chat with its answer as a list of blocks.
+"""Anthropic's Messages API: a message is a chat whose answer is a list of blocks.
 
-`schemas` is what requests say, `translation` makes chats of them, `writer` words the answer, `routes` puts these
-together.
+`schemas` has the request types, `translation` turns them into chats, `writer` writes the answer, and `routes` has the
+endpoints.
 """

@@ -1,4 +1,4 @@
-"""The requests of /v1/messages, and what becomes of the fields that they do not declare."""
+"""The requests of /v1/messages, and the tables of their undeclared fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request of /v1/messages as a request of /v1/chat/completions."""
+"""Translates a request of /v1/messages to a request of /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def chat_request(body: CountRequest) -> ChatRequest:
-    """Raises RequestError 400."""
+    """The same request to chat. Raises RequestError 400."""
     system = [] if body.system is None else [Message("system", _text("system", body.system))]
     turns = [message for i, turn in enumerate(body.messages) for message in _messages(f"messages.{i}", turn)]
     parallel = None if body.tool_choice is None else not body.tool_choice.disable_parallel_tool_use
@@ -56,7 +56,7 @@ def _response_format(body: CountRequest) -> msgspec.Raw | msgspec.UnsetType:
 
 
 def _messages(where: str, turn: InputMessage) -> Iterable[Message]:
-    """What tools gave comes before the text of its turn, as it follows the calls."""
+    """The messages of one turn. Tool results come before the turn's text: they must follow the calls."""
     if turn.role not in ("user", "assistant", "system"):
         raise invalid(f"{where}.role", f"must be user or assistant, got {turn.role[:40]!r}")
     if isinstance(turn.content, str):

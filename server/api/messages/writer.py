@@ -46,7 +46,7 @@ class MessagesWriter:
         self._generation = generation
         self._head = head
         self._num_blocks = 0
-        self._is_call = False  # the block that is open, of those that were begun
+        self._is_call = False  # whether the open block is a call
 
     def whole(self) -> Iterator[bytes]:
         (choice,) = self._generation.choices
@@ -108,7 +108,7 @@ def _call_block(name: str | None, arguments: Any) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> Any:
-    """Anthropic's is an object: arguments that are none, such as those that were cut off, become a text in one."""
+    """`input` must be an object. Arguments that are not a JSON object become the text field of one."""
     raw = arguments.encode()
     try:
         msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
@@ -126,7 +126,7 @@ def _stop(choice: Choice) -> dict[str, Any]:
 
 
 def _usage(choice: Choice) -> dict[str, Any]:
-    """Tokens of the prompt that were found in the cache are counted apart."""
+    """The `usage` object. Cached prompt tokens are counted separately."""
     cached = choice.num_cached_tokens
     return {
         "input_tokens": choice.num_prompt_tokens - cached,

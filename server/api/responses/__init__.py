@@ -1,5 +1,5 @@
-"""OpenAI's Responses API: a response is a chat with its answer as a list of items, kept in memory for the next one.
+"""OpenAI's Responses API: a response is a chat whose answer is a list of items, kept in memory for later requests.
 
-`schemas` is what requests say, `translation` makes chats of them, `record` is one response, `store` keeps them,
-`writer` words the answer, and `routes` puts these together.
+`schemas` has the request type, `translation` turns it into a chat, `record` is one response, `store` keeps records,
+`writer` writes the answer, and `routes` has the endpoints.
 """

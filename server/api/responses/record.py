@@ -1,4 +1,4 @@
-"""One response: what was asked, the output items as they grow, and how it ended."""
+"""One response: the fields of its request, the output items as they grow, and its end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMIT_REACHED = {"reason": "max_output_tokens"}
 
 
 class _GrowingItem:
-    """An item of the output, and its text as far as it has come."""
+    """An item of the output, with its text up to now."""
 
     ID_PREFIX: ClassVar[str]
 
@@ -76,12 +76,12 @@ Item = TextItem | CallItem
 
 
 class ResponseRecord:
-    """Belongs to the event loop.
+    """One response. Only the event loop may use it.
 
     Args:
-        fields: those of the response that repeat what the request said.
+        fields: the fields of the response that repeat the request.
         messages: the conversation up to the answer, without the instructions.
-        num_chars: about as many as these messages have.
+        num_chars: the approximate number of characters in `messages`.
     """
 
     def __init__(self, id: str, fields: dict[str, Any], messages: Sequence[Message], num_chars: int) -> None:
@@ -101,11 +101,11 @@ class ResponseRecord:
 
     @property
     def num_chars(self) -> int:
-        """About as many as the record keeps."""
+        """The approximate number of characters that the record keeps."""
         return self._num_chars + sum(len(item.text) for item in self.items)
 
     def add(self, piece: Piece) -> tuple[Item, str, bool]:
-        """(the item that it belongs to, its text, whether the item is new)"""
+        """Adds a piece. Returns its item, its text, and whether the item is new."""
         is_call = isinstance(piece, CallDelta)
         text = piece.arguments if isinstance(piece, CallDelta) else piece
         is_new = not self.items or isinstance(self.items[-1], CallItem) != is_call
@@ -118,7 +118,7 @@ class ResponseRecord:
         return self.items[-1], text, is_new
 
     def finish(self, choice: Choice) -> None:
-        """The choice has ended, and all of its pieces were added. An empty answer has one item all the same."""
+        """Call it when the choice has ended and all its pieces are added. Even an empty answer has one item."""
         if not self.items:
             self.add("")
         self._usage = _usage(choice)
@@ -135,11 +135,11 @@ class ResponseRecord:
             self.status = CANCELLED
 
     def item_status(self, item: Item) -> str:
-        """Of an item that will not grow."""
+        """The status of an item that does not grow any more."""
         return INCOMPLETE if self.status != COMPLETED and self.is_over and item is self.items[-1] else COMPLETED
 
     def body(self) -> dict[str, Any]:
-        """The response as JSON that may hold long texts."""
+        """The response's JSON object, for `json_pieces`: it may hold long texts."""
         items = [] if self.status == IN_PROGRESS else self.items
         return {
             "id": self.id,
@@ -154,7 +154,7 @@ class ResponseRecord:
         }
 
     def conversation(self) -> list[Message]:
-        """The messages with which the next response of this conversation begins."""
+        """The messages up to and including this answer, for the next response of the conversation."""
         answer: list[Message] = []
         for is_call, group in groupby(self.items, key=lambda item: isinstance(item, CallItem)):
             if is_call:

@@ -94,7 +94,7 @@ class Responses:
         return LongJson(self._state.turns, json_pieces(answer))
 
     async def cancel(self, request: Request) -> Response:
-        """Ends a response that is being made. Its own connection gets an error."""
+        """Ends a response that is being generated. The connection of the response gets an error."""
         record = self._find(request)
         if record.is_over and record.status != CANCELLED:
             raise RequestError(400, f"The response is over: {record.status}.", code="response_not_cancellable")
@@ -115,7 +115,7 @@ class Responses:
         return record
 
     def _earlier(self, id: str | None) -> ResponseRecord | None:
-        """The response that the request goes on from."""
+        """The response that the request continues."""
         if id is None:
             return None
         record = self._store.get(id)
@@ -132,13 +132,13 @@ class Responses:
             self._store.put(record)
 
     def _leave(self, record: ResponseRecord) -> None:
-        """The connection is done with: a response that has not ended by now never will."""
+        """The connection has ended: a response that is not complete by now is cancelled."""
         self._running.pop(record.id, None)
         record.cancel()
 
 
 class _Answer(Response):
-    """An answer, and what is called when it has been sent or its client has gone."""
+    """An answer. `on_done` is called when it has been sent or its client has disconnected."""
 
     def __init__(self, answer: Response, on_done: Callable[[], None]) -> None:
         self._answer = answer
@@ -153,13 +153,13 @@ class _Answer(Response):
 
 
 def _translated(body: ResponsesRequest) -> tuple[list[FunctionTool], list[Message], int]:
-    """The tools, the messages of the input, and about as many characters as these have."""
+    """The tools, the messages of the input, and the approximate number of characters in the messages."""
     messages = input_messages(body)
     return read_function_tools(body), messages, sum(map(_message_size, messages))
 
 
 def _size(body: ResponsesRequest) -> int:
-    """In characters, for the work of translating it: texts are not copied."""
+    """The size, in characters, of the work to translate the body. Texts do not count: they are not copied."""
     return 0 if isinstance(body.input, str) else CHARS_OF_AN_ITEM * len(body.input)
 
 
@@ -180,7 +180,7 @@ def _check_metadata(metadata: dict[str, str] | None) -> None:
 
 
 def _repeated(body: ResponsesRequest, tools: list[FunctionTool], model: str, state: ServerState) -> dict[str, Any]:
-    """What the response repeats of the request, as it was understood."""
+    """The fields of the response that repeat the request, with defaults filled in."""
     defaults = state.settings.generation_defaults
     return {
         "model": model,

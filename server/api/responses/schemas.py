@@ -1,4 +1,4 @@
-"""The request of /v1/responses, and what becomes of the fields that it does not declare."""
+"""The request of /v1/responses, and the table of its undeclared fields."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ResponsesRequest(Declared, kw_only=True):
     instructions: str | None = None
     previous_response_id: str | None = None
     stream: bool | None = False
-    store: bool | None = None  # None: it is
+    store: bool | None = None  # None: true
     metadata: dict[str, str] | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None

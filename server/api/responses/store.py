@@ -1,4 +1,4 @@
-"""Responses in memory: so many, with so much text, the oldest forgotten first."""
+"""Responses in memory, with limits on their number and on their text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_CHARS = 64 * 2**20
 
 
 class ResponseStore:
-    """Keeps responses, and drops the oldest where there are too many or they are too long together."""
+    """Keeps responses. Drops the oldest if there are too many or their total text is too long."""
 
     def __init__(self, *, max_responses: int = MAX_RESPONSES, max_chars: int = MAX_CHARS) -> None:
         self._max_responses = max_responses
@@ -21,7 +21,7 @@ class ResponseStore:
         self._num_chars = 0
 
     def put(self, record: ResponseRecord) -> None:
-        """Keeps it as the newest. To be called again when it has grown."""
+        """Stores the record as the newest. Call it again when the record has grown."""
         self.remove(record.id)
         self._records[record.id] = record
         self._sizes[record.id] = record.num_chars
@@ -33,6 +33,6 @@ class ResponseStore:
         return self._records.get(id)
 
     def remove(self, id: str) -> bool:
-        """Whether there was such a response."""
+        """Removes the response. Returns whether it was there."""
         self._num_chars -= self._sizes.pop(id, 0)
         return self._records.pop(id, None) is not None

@@ -1,4 +1,4 @@
-"""A request of /v1/responses as a request of /v1/chat/completions."""
+"""Translates a request of /v1/responses to a request of /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from server.api.template_input import ROLES
 from server.api.tools import MAX_TOOLS_BYTES
 from server.http.errors import RequestError, invalid, unsupported
 
-# chat's names, and those of this route
+# chat's names -> the names of this route
 _OTHER_NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
     "response_format": "text.format",
 }
 _PART_TYPES = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-# fields that mean the same in both
+# fields with the same meaning in both routes
 _SAME = (
     *("model", "stream", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "seed", "stop", "ignore_eos", "priority", "cache_salt", "chat_template_kwargs"),
@@ -45,7 +45,7 @@ _tools = msgspec.json.Decoder(list[FunctionTool] | None)
 
 @contextlib.contextmanager
 def own_names() -> Iterator[None]:
-    """Errors of the chat name the fields of this route."""
+    """In errors of the chat, replaces its field names by those of this route."""
     try:
         yield
     except RequestError as error:
@@ -57,7 +57,7 @@ def own_names() -> Iterator[None]:
 
 
 def read_function_tools(body: ResponsesRequest) -> list[FunctionTool]:
-    """Raises RequestError 400."""
+    """The request's tools. Raises RequestError 400."""
     tools = read_raw("tools", body.tools, _tools, max_bytes=MAX_TOOLS_BYTES) or []
     for i, tool in enumerate(tools):
         if tool.type != "function":
@@ -68,7 +68,7 @@ def read_function_tools(body: ResponsesRequest) -> list[FunctionTool]:
 
 
 def chat_request(body: ResponsesRequest, tools: Sequence[FunctionTool], messages: Sequence[Message]) -> ChatRequest:
-    """`messages` are the conversation up to now, the instructions left out. Raises RequestError 400."""
+    """The same request to chat. `messages` are the conversation without the instructions. Raises RequestError 400."""
     instructions = [] if body.instructions is None else [Message("system", body.instructions)]
     return ChatRequest(
         messages=[*instructions, *messages],
@@ -86,7 +86,7 @@ def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
 
 
 def _response_format(text_format: dict[str, Any] | None) -> msgspec.Raw | msgspec.UnsetType:
-    """A schema stands one level deeper in a chat's."""
+    """The format in chat's form, where the schema is one level deeper."""
     if text_format is None:
         return msgspec.UNSET
     if text_format.get("type") == "json_schema":
@@ -105,7 +105,7 @@ def _tool_choice(choice: str | Mapping[str, Any] | None) -> str | dict[str, Any]
 
 
 def input_messages(body: ResponsesRequest) -> list[Message]:
-    """Calls that follow each other are calls of one message. Raises RequestError 400."""
+    """The messages of the input. Consecutive calls are put in one message. Raises RequestError 400."""
     if isinstance(body.input, str):
         return [Message("user", body.input)]
     messages: list[Message] = []
@@ -119,7 +119,7 @@ def input_messages(body: ResponsesRequest) -> list[Message]:
 
 
 def call_message(calls: Iterable[tuple[str, str, str]]) -> Message:
-    """The assistant's, with calls given as (call id, name, arguments)."""
+    """A message of the assistant. Each call is (call id, name, arguments)."""
     return Message("assistant", tool_calls=[ToolCall(FunctionCall(name, text), id) for id, name, text in calls])
 
 

@@ -1,4 +1,4 @@
-"""The answers of /v1/responses: one object, or typed events with numbers in sequence."""
+"""The answers of /v1/responses: one object, or typed events with sequence numbers."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class ResponsesWriter:
         return self._events(text, {"type": "response.content_part.done", "part": item.part(), **place}, done)
 
     def _events(self, *events: dict[str, Any]) -> Iterable[bytes]:
-        """Numbers the events now; they are encoded later."""
+        """Numbers the events now and encodes them later."""
         numbered = []
         for event in events:
             numbered.append(event | {"sequence_number": self._num_events})
