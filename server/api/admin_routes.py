@@ -1,4 +1,4 @@
-"""What an administrator may do to a running server: each route asks for an admin key (`--admin-api-key`)."""
+"""The routes for administrators of a running server. Each needs an admin key (`--admin-api-key`)."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Admin:
         self._level = BodyReader(LogLevelRequest, FieldTable(kind=LogLevelRequest), strict=strict)
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        """Prompts that are running keep their pages; no later one finds them."""
+        """Running requests keep their pages; later requests do not find them."""
         self._state.client.reset_prefix_cache()
         return json_response({"status": "ok"})
 

@@ -1,7 +1,7 @@
-"""Answering a generation: whole or as a stream of server-sent events, watching the socket all the while.
+"""Sends a generation as one JSON object or as a stream of server-sent events, and watches the socket meanwhile.
 
-Nothing is sent before the engine's first output, so that a refusal still gets its own HTTP status, streamed or not.
-After that an error is an event, the last. A client that goes away aborts its request.
+The response starts with the engine's first output: an earlier refusal gets its own HTTP status, even for a stream. A
+later error is the last event of the stream. If the client disconnects, the request is aborted.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class ClientGone(Exception):  # noqa: N818 - it is no error
 
 
 class GenerationAnswer(Response):
-    """An ASGI response that runs until the generation has ended or its client has gone.
+    """An ASGI response that runs until the generation has ended or the client has disconnected.
 
-    `refuse` words an error that comes before anything has been sent.
+    `refuse` makes the response for an error that comes before the response has started.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class GenerationAnswer(Response):
         self._writer = writer
         self._stream = stream
         self._refuse = refuse or error_response
-        self._opened: set[int] = set()  # choices whose first event has been made
+        self._opened: set[int] = set()  # choices that have their first event
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,7 +73,7 @@ class GenerationAnswer(Response):
         self._generation.fail(ClientGone())
 
     def _check_client(self) -> None:
-        """An error of the engine waits until the JSON that has begun is complete; a client that has gone needs none."""
+        """Raises ClientGone. Other errors wait: JSON that has begun is first completed."""
         if isinstance(self._generation.error, ClientGone):
             raise self._generation.error
 
@@ -94,7 +94,7 @@ class GenerationAnswer(Response):
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         try:
             while True:
-                finished = self._generation.finished  # then these are the last events
+                finished = self._generation.finished  # if so, these are the last events
                 events = chain.from_iterable([self._events(choice) for choice in choices])
                 async for body, more in self._turns.blocks(events, self._check_client):
                     if body and (more or not finished):
@@ -108,7 +108,7 @@ class GenerationAnswer(Response):
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _events(self, choice: Choice) -> Iterator[bytes]:
-        """For what the choice has gained by now, in pieces: nothing that comes later is in them."""
+        """The events for the choice's gain up to now, in pieces. Later gains are not in them."""
         gain, writer = choice.take(), self._writer
         opening = () if choice.index in self._opened else writer.opening(choice)
         self._opened.add(choice.index)
@@ -117,7 +117,7 @@ class GenerationAnswer(Response):
 
 
 class LongJson(Response):
-    """A JSON answer that is made while it is sent, chunked; a short one is made at once. `check` as in `Turns`."""
+    """A JSON answer, encoded while it is sent in chunks; a short one is sent whole. `check` as in `Turns`."""
 
     def __init__(self, turns: Turns, pieces: Iterator[bytes], check: Callable[[], None] = lambda: None) -> None:
         self._turns = turns
@@ -138,7 +138,7 @@ class LongJson(Response):
 
 
 def json_response(value: Any) -> Response:
-    """A short answer."""
+    """A short JSON answer."""
     return Response(encode_json(value), media_type="application/json")
 
 

@@ -1,4 +1,4 @@
-"""Work on what clients send, out of the event loop's way."""
+"""Threads for work on clients' input that would block the event loop."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-LONG_WORK = 4096  # characters or tokens from which on work is done in a thread: about a millisecond of it
-NUM_THREADS = 4  # more of them would only make the loop wait longer for the interpreter's lock
+LONG_WORK = 4096  # characters or tokens: about a millisecond of work; from here on it is done in a thread
+NUM_THREADS = 4  # with more threads the event loop would wait longer for the interpreter's lock
 
 
 class Aside:
@@ -18,7 +18,7 @@ class Aside:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="aside")
 
     async def run[**P, R](self, size: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Calls the function. Its work grows with `size`, in characters or tokens: what is short is done at once."""
+        """Calls the function, whose work grows with `size` in characters or tokens. Short work is done at once."""
         if size < LONG_WORK:
             return function(*args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **kwargs))

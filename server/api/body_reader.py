@@ -1,4 +1,4 @@
-"""Reading a body of a request type: the fields that the type declares are decoded, all others sorted by a table."""
+"""Reads the body of a request type. Declared fields are decoded; a table decides about all other fields."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from server.http.errors import RequestError
 
 logger = logging.getLogger("pallas_serve")
 
-MAX_NAMES = 200  # unknown fields that one route warns of: their names are the clients'
+MAX_NAMES = 200  # unknown fields that one route warns of; clients choose their names
 MAX_NAME_CHARS = 80
-MAX_HARMLESS_BYTES = 64  # a longer value is none that changes nothing
+MAX_HARMLESS_BYTES = 64  # a longer value is never a harmless one
 
 _decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw])
@@ -25,9 +25,9 @@ _decode_value = msgspec.json.Decoder(Any)
 
 
 class BodyReader[T: msgspec.Struct]:
-    """Reads bodies of the struct `kind`, which must be the table's own.
+    """Reads bodies of the struct `kind`, which must be that of the table.
 
-    A body of declared fields only is decoded once. Another one is decoded again without its other fields.
+    A body with only declared fields is decoded once. Any other body is decoded again without its undeclared fields.
     """
 
     def __init__(self, kind: type[T], table: FieldTable, *, strict: bool) -> None:
@@ -39,7 +39,7 @@ class BodyReader[T: msgspec.Struct]:
         self._warned: set[str] = set()
 
     async def read(self, request: Request, limits: BodyLimits, aside: Aside) -> T:
-        """Raises RequestError for a body that cannot be read, a field that is refused, and a value of a wrong type."""
+        """Raises RequestError for an unreadable body, a refused field, or a value of a wrong type."""
         body = await read_body(request, limits)
         try:
             return decode_body(self._decoder, body)
@@ -54,7 +54,7 @@ class BodyReader[T: msgspec.Struct]:
             items = decode_body(_decode_list, value)
             return _list(self._declared(bytes(item), table, f"{path}{i}.") for i, item in enumerate(items))
         if not value.startswith(b"{"):
-            return value  # of a wrong type, if it must be an object: the struct's decoder says so
+            return value  # if it must be an object, the struct's decoder reports the wrong type
         names = table.kind.__struct_fields__
         kept: dict[str, msgspec.Raw] = {}
         for name, raw in decode_body(_decode_object, value).items():

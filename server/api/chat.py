@@ -57,7 +57,7 @@ class Chat:
 
 
 async def start_chat(state: ServerState, body: ChatRequest, head: AnswerHead) -> tuple[Generation, ChatOptions]:
-    """Checks what remains to be checked, renders the prompt and submits it. Raises RequestError."""
+    """Makes the checks of a chat, renders the prompt and submits it. Raises RequestError."""
     top_logprobs = _top_logprobs(body)
     param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -102,7 +102,7 @@ async def start_chat(state: ServerState, body: ChatRequest, head: AnswerHead) ->
 
 
 def _echo(body: ChatRequest) -> str:
-    """With `echo`, the text of a last message of the assistant: what its continuation belongs to."""
+    """With `echo`, the text of the last message if it is the assistant's: the answer continues it."""
     last = body.messages[-1]
     return content_text(last) if body.echo and last.role == "assistant" else ""
 

@@ -20,13 +20,13 @@ from server.text.tool_calls.pieces import CallDelta, Piece
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatOptions:
-    """What a chat request wants in its answer."""
+    """The options of a chat's answer."""
 
     prompt: list[int]
     top_logprobs: int | None  # None: no log-probabilities
     num_prompt_logprobs: int | None
-    echo: str = ""  # the text that comes before the answer's own
-    is_named_call: bool = False  # the request named the function: calling it is no reason to end
+    echo: str = ""  # text before the generated text
+    is_named_call: bool = False  # the request named the function: the finish reason is not `tool_calls`
 
 
 class ChatWriter(ChoicesWriter):
@@ -98,7 +98,7 @@ class ChatWriter(ChoicesWriter):
 
 
 def _call_fields(call: CallDelta) -> dict[str, Any]:
-    """The call's head comes with its first delta."""
+    """The fields of a call. Its first delta also has the id and the name."""
     arguments = {"arguments": LongText(call.arguments)}
     if call.name is None:
         return {"function": arguments}

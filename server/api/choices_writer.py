@@ -1,4 +1,4 @@
-"""Answers with a list of `choices`, chat's and completions': one object, or chunks with one choice each."""
+"""Answers with a list of `choices`, as in chat and completions: one object, or chunks with one choice each."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Fields = dict[str, Any]
 
 
 class ChoicesWriter(ABC):
-    """A `Writer`. Subclasses say what one choice holds, whole and in a chunk.
+    """A `Writer`. Subclasses define the fields of one choice, in the whole answer and in a chunk.
 
     Args:
         scores: whether chunks carry log-probabilities.
         hidden_tokens: tokens of each output that are neither shown nor counted.
     """
 
-    WHOLE: ClassVar[str]  # `object` of the whole answer
-    CHUNK: ClassVar[str]  # and of a chunk
+    WHOLE: ClassVar[str]  # the field `object` of the whole answer
+    CHUNK: ClassVar[str]  # the field `object` of a chunk
 
     def __init__(self, generation: Generation, head: AnswerHead, *, scores: bool, hidden_tokens: int = 0) -> None:
         self._generation = generation
@@ -34,25 +34,25 @@ class ChoicesWriter(ABC):
         self._scores_shown = scores
         self._hidden_tokens = hidden_tokens
         self._templates: dict[int, ChunkTemplate] = {}
-        # a chunk of which only the text changes is encoded from a template
+        # if only the text of chunks changes, they are encoded from a template
         self._plain = not (scores or head.usage.in_every_chunk or head.token_ids)
 
-    # what a choice holds
+    # the fields of a choice
 
     @abstractmethod
     def _whole_choice(self, choice: Choice, gain: Gain) -> Fields: ...
 
     @abstractmethod
     def _text_fields(self, text: str | LongText) -> Fields:
-        """The field of a chunk's choice that holds its text."""
+        """The text field of a chunk's choice."""
 
     def _gain_fields(self, gain: Gain) -> list[Fields]:
-        """The same for what was gained, chunk by chunk."""
+        """The fields of the gain, one entry per chunk."""
         return [self._text_fields(LongText(gain.text))]
 
     @abstractmethod
     def _end_fields(self) -> Fields:
-        """The same in a choice's last chunk, which has no text."""
+        """The text field in a choice's last chunk, which has no text."""
 
     @abstractmethod
     def _scores(self, choice: Choice, scored: list[ScoredToken]) -> Fields:
@@ -62,7 +62,7 @@ class ChoicesWriter(ABC):
         return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
 
     def _ids_fields(self, gain: Gain) -> Fields:
-        """`token_ids` of a whole choice, where they are asked for."""
+        """`token_ids` of a whole choice, if the request asks for them."""
         return {"token_ids": list_of(gain.token_ids, len(gain.token_ids))} if self._head.token_ids else {}
 
     def _whole_fields(self) -> Fields:
@@ -113,11 +113,12 @@ class ChoicesWriter(ABC):
 
     @property
     def _moves_without_text(self) -> bool:
-        """Whether a token whose text is empty, or held back, has a chunk of its own."""
+        """Whether a token without text, or with text that is held back, gets a chunk."""
         return self._head.every_token or self._head.token_ids or self._head.usage.in_every_chunk
 
     def _ends_in_gain(self, choice: Choice) -> bool:
-        """Whether a choice's last gain tells the finish reason, so that each chunk counts more tokens than the last."""
+        """Whether the chunk of a choice's last gain also has the finish reason. It has if every chunk shows the usage:
+        a separate last chunk would repeat the counts."""
         return self._head.usage.in_every_chunk and choice.finish_reason is not None
 
     def _template(self, choice: Choice) -> ChunkTemplate:

@@ -1,4 +1,4 @@
-"""The answers of /v1/completions: one object, or chunks. A chunk has the very shape of the object."""
+"""The answers of /v1/completions: one object, or chunks. A chunk has the same shape as the object."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionOptions:
-    """What a completion request wants in its answer."""
+    """The options of a completion's answer."""
 
     prompts: list[Prompt]
     echo: bool
-    discard_output: bool  # max_tokens 0: one hidden step was run, only the prompt is shown
+    discard_output: bool  # max_tokens 0: one token is generated but not shown
     logprobs: int | None
     num_prompt_logprobs: int | None
 
@@ -99,12 +99,12 @@ class CompletionWriter(ChoicesWriter):
         return self._options.prompts[choice.index // self._head.n]
 
     def _prompt_logprobs(self, choice: Choice) -> list[wire.Logprobs]:
-        """The engine scores a prompt once where its choices are answered together, and for each where they are not."""
+        """Without streaming, only the first choice of a prompt has its scores; with streaming, every choice."""
         first = self._generation.choices[choice.index - choice.index % self._head.n]
         return choice.prompt_logprobs or first.prompt_logprobs or []
 
     def _scores(self, choice: Choice, scored: list[ScoredToken], *, prompt: bool = False) -> dict[str, Any]:
-        """Of the tokens that were drawn; with `prompt`, of the prompt's own before them."""
+        """`logprobs` of the drawn tokens; with `prompt`, the prompt's tokens come first."""
         base = len(self._prompt(choice).text) if self._options.echo else 0
 
         def tokens() -> Iterator[ScoredToken]:

@@ -1,7 +1,7 @@
 """POST /v1/completions.
 
-A raw prompt is its author's own: what looks like a special token in it is one, and the tokenizer's begin-of-text is
-put before it unless `add_special_tokens` is false. (In chats nothing that a user writes becomes a special token.)
+The text of a special token in a prompt becomes that token. The tokenizer's begin-of-text is added unless
+`add_special_tokens` is false. (In chats no text of a user becomes a special token.)
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Completions:
         given = _prompts(body)
         check_num_choices(state, len(given), body.n)
         for prompt in given:
-            self._check_length(body, prompt)  # one that is too long is not read first
+            self._check_length(body, prompt)  # first: a prompt that is too long is not read
         _check_kinds(body.prompt)
         kept = truncation(body.truncate_prompt_tokens, state.client.info.max_model_len, body.max_tokens or 1)
         prompts = await state.aside.run(sum(map(len, given)), self._encode, body, given, kept)
@@ -117,7 +117,7 @@ class Completions:
             check_text_length(len(prompt), self._state.tokenizer, self._state.client.info.max_model_len)
 
     def _encode(self, body: CompletionRequest, given: Sequence[str | list[int]], kept: int | None) -> list[Prompt]:
-        """Not on the event loop where the prompts are long together: all of it grows with them."""
+        """Encodes and truncates the prompts. The work grows with them, so long prompts are encoded in a thread."""
         tokenizer = self._state.tokenizer
         texts = [prompt for prompt in given if isinstance(prompt, str)]
         encoded = iter(encode_all(tokenizer, [self._split(text) for text in texts]))
@@ -138,7 +138,7 @@ class Completions:
 
 
 def _prompts(body: CompletionRequest) -> list[str | list[int]]:
-    """The four forms that a prompt may have, as a list of texts and lists of ids; `_check_kinds` looks at the rest."""
+    """The prompts in any of the four forms, as a list of texts and lists of ids. `_check_kinds` checks the items."""
     prompt = body.prompt
     if prompt is None:
         raise RequestError(400, "prompt: is missing", param="prompt")

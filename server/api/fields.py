@@ -1,8 +1,8 @@
-"""What becomes of a field that a request type does not declare: refused by name, accepted without effect, or unknown.
+"""Fields that a request type does not declare: they are refused by name, accepted without effect, or unknown.
 
-A field is refused where ignoring it would give another answer than the one asked for. A refused field with a value
-that changes nothing (null, false, 0, an empty text or list, or a value listed with it) is accepted. A field that no
-table here holds is ignored, with a warning in the log the first time, or refused (`--strict-fields`).
+A field is refused if the answer would be wrong without it. A refused field is accepted with a value that changes
+nothing: null, false, 0, an empty text or list, or a value of `harmless`. A field that is in no table here is ignored,
+with a warning in the log the first time, or refused (`--strict-fields`).
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from server.api.schemas import (
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A field that is not served, and the values with which it may be given."""
+    """A field that is not supported, and the values with which it is accepted."""
 
     why: str  # ends the sentence "FIELD: ..."
-    harmless: tuple[Any, ...] = ()  # values that change nothing, besides those that never do
+    harmless: tuple[Any, ...] = ()  # values that change nothing, besides null, false, 0 and empty ones
 
     def concerns(self, value: Any) -> bool:
-        """Whether the value changes the answer. An empty object may be a schema, which everything fits."""
+        """Whether the value changes the answer. An empty object may: it can be a schema."""
         return (bool(value) or value == {}) and value not in self.harmless
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldTable:
-    """The fields of one request type that its struct does not declare."""
+    """The undeclared fields of one request type."""
 
     kind: type[msgspec.Struct]
     refused: Mapping[str, Refused] = field(default_factory=dict)
@@ -103,13 +103,13 @@ _WITHOUT_EFFECT = frozenset(
     {
         *("metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
         *("safety_identifier", "service_tier", "store", "user"),
-        "guided_decoding_backend",  # there is one
-        "spaces_between_special_tokens",  # byte-level tokens bring their own spaces
+        "guided_decoding_backend",  # there is only one
+        "spaces_between_special_tokens",  # byte-level tokens include their spaces
     }
 )
 
 _STREAM_OPTIONS = FieldTable(kind=StreamOptions, without_effect=frozenset({"include_obfuscation"}))
-# a part that is no text is refused for its `type`
+# a part that is not text is refused because of its `type`
 _CONTENT_PART = FieldTable(
     kind=ContentPart,
     without_effect=frozenset({"annotations", "cache_control", "file", "image_url", "input_audio"}),
