@@ -1,4 +1,4 @@
-"""What every request passes through: its id, the API key, the shutdown's gate, and the counts of /load and /metrics."""
+"""The layer of all requests: request ids, API keys, refusals during a shutdown, and counts for /load and /metrics."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ FULL = -1
 
 
 class Gate:
-    """The outermost layer but CORS. Plain ASGI: on the path of every chunk there is one small function.
+    """The outermost layer except CORS. It is plain ASGI, so that each chunk passes only one small function.
 
-    `routes` say what each path asks for; a path that none of them has needs a key.
+    `routes` give the access of each path; other paths need a key.
     """
 
     def __init__(self, app: ASGIApp, state: ServerState, routes: Sequence[ApiRoute]) -> None:
@@ -94,7 +94,7 @@ class Gate:
         return refusal
 
     def _take_share(self, scope: Scope) -> int | None:
-        """The number of the request's key, which has one request more now, FULL where it may have no more, None where
+        """Counts the request for its key and returns the key's number. FULL: the key has its share already. None:
         requests are not counted by key."""
         if self._most_per_key is None:
             return None
@@ -126,6 +126,6 @@ def _request_id(scope: Scope) -> bytes:
 
 
 def _handler(scope: Scope) -> str:
-    """The route's path, not the client's: labels must stay few."""
+    """The path of the route instead of the client's: there must be few labels."""
     route = scope.get("route")
     return getattr(route, "path", "none")

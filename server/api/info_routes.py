@@ -1,4 +1,4 @@
-"""The routes besides generation: models, health, version, load, metrics, and the tokenizer's."""
+"""The routes besides generation: models, health, version, load, metrics, and the tokenizer's routes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from server.http.json_pieces import LongText, json_pieces, list_of
 from server.text.special_tokens import SpecialTokens, encode_parts
 from server.text.stream import decode_text
 
-MAX_DETOKENIZED = 1_000_000  # tokens; each may stand for a hundred characters
+MAX_DETOKENIZED = 1_000_000  # tokens; each may have a hundred characters
 
 
 def info_routes(state: ServerState) -> list[ApiRoute]:
@@ -72,7 +72,7 @@ class Info:
         self._split = SpecialTokens(state.tokenizer.special_tokens).split
 
     async def health(self, request: Request) -> Response:
-        """200 while requests are served. Raises 503 when the engine is dead or silent, and during a shutdown."""
+        """200 while requests are served. Raises RequestError 503 if the engine is dead or silent, or in a shutdown."""
         client, settings = self._state.client, self._state.settings
         if client.death is not None:
             raise unavailable(f"The engine has failed: {client.death}")
@@ -172,7 +172,7 @@ class Info:
 
 
 def _permission(name: str, created: int) -> dict[str, Any]:
-    """The object that OpenAI's first API had; some clients still read it."""
+    """An object of OpenAI's first API; some clients still read it."""
     return {
         "id": f"modelperm-{name}",
         "object": "model_permission",

@@ -1,4 +1,4 @@
-"""POST /invocations: the one route that SageMaker calls. The fields of the body tell which of ours is meant."""
+"""POST /invocations: the only route that SageMaker calls. The fields of the body select the route that answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def invocation_routes(state: ServerState, *, chat: Endpoint, completions: Endpoint) -> list[ApiRoute]:
-    """SageMaker's route, which passes a body on to the endpoint that its fields belong to."""
+    """SageMaker's route. It passes a body with `messages` to chat, one with `prompt` to completions."""
 
     async def invoke(request: Request) -> Response:
         body = await read_body(request, state.body_limits)
@@ -31,7 +31,7 @@ def invocation_routes(state: ServerState, *, chat: Endpoint, completions: Endpoi
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """Gives the body that has been read before, and then what follows it."""
+    """Returns the body again, which has already been read, and then the messages after it."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_again() -> Message:

@@ -1,4 +1,4 @@
-"""Whether a prompt and what is asked for fit into the model's context, and how many tokens may come."""
+"""Checks that a prompt and its output fit into the model's context, and computes the output limit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from server.text.tokenizer import Tokenizer
 
 
 def check_text_length(num_chars: int, tokenizer: Tokenizer, max_model_len: int) -> None:
-    """Refuses a text that cannot fit however it is cut into tokens, before the work of encoding it."""
+    """Refuses a text that cannot fit in any tokenization, before it is encoded."""
     least = -(-num_chars // tokenizer.max_token_chars)
     if least >= max_model_len:
         raise too_long(
@@ -18,7 +18,7 @@ def check_text_length(num_chars: int, tokenizer: Tokenizer, max_model_len: int) 
 
 
 def check_num_messages(count: int, max_model_len: int) -> None:
-    """Refuses a conversation of which not even one token a message would fit, before a template goes through it."""
+    """Refuses a conversation that would not fit even with one token per message, before the template is rendered."""
     if count >= max_model_len:
         raise too_long(
             f"This model's maximum context length is {max_model_len} tokens. However, your conversation has {count} "
@@ -28,9 +28,8 @@ def check_num_messages(count: int, max_model_len: int) -> None:
 
 
 def truncation(wanted: int | None, max_model_len: int, least_output: int) -> int | None:
-    """How many tokens of a prompt are kept, its last ones; None: all. -1 keeps as many as fit. Raises RequestError 400.
-
-    `least_output` are the tokens of output for which there must be room.
+    """The number of last tokens of a prompt to keep; None: all. `wanted` -1 keeps as many as fit, with room for
+    `least_output` tokens of output. Raises RequestError 400.
     """
     if wanted is None:
         return None
@@ -44,9 +43,9 @@ def truncation(wanted: int | None, max_model_len: int, least_output: int) -> int
 
 
 def output_limit(num_prompt: int, asked: int | None, max_model_len: int, *, param: str) -> int:
-    """The most tokens that may come; `asked` None fills the context. Raises RequestError 400 where nothing fits.
+    """The most tokens of output; `asked` None fills the context. Raises RequestError 400 if none fits.
 
-    `param` is the field in which the caller asked.
+    `param` is the name of the field with `asked`.
     """
     if num_prompt < 1:
         raise RequestError(400, "The prompt is empty.", param="prompt")
@@ -68,7 +67,7 @@ def output_limit(num_prompt: int, asked: int | None, max_model_len: int, *, para
 
 
 def check_counts(max_tokens: int | None, min_tokens: int | None, *, param: str, least: int = 1) -> None:
-    """Raises RequestError 400 where the numbers of tokens are too small or contradict each other."""
+    """Raises RequestError 400 if the numbers of tokens are too small or contradict each other."""
     if max_tokens is not None and max_tokens < least:
         raise invalid(param, f"must be at least {least}, got {max_tokens}")
     if max_tokens is not None and min_tokens is not None and min_tokens > max_tokens:

@@ -1,4 +1,4 @@
-"""Log-probabilities in the two shapes of the API, and vLLM's for prompts. All numbers are finite JSON."""
+"""Log-probabilities in the two shapes of the API, and in vLLM's shape for prompts. All numbers are finite."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ def completion_logprobs(
     *,
     as_ids: bool = False,
 ) -> dict[str, list[Any] | LongList]:
-    """`choices[].logprobs` of completions: four lists of `count` entries, for each of which `tokens` gives the tokens
-    anew. The token that was drawn is always among `top_logprobs`. `as_ids` names tokens by their ids."""
+    """`choices[].logprobs` of completions: four lists of `count` entries. `tokens` is called once per list.
+
+    `top_logprobs` always include the drawn token. `as_ids` names tokens by their ids.
+    """
 
     def name(token_id: int) -> str:
         return _id_name(token_id) if as_ids else token_text(tokenizer, token_id)
@@ -71,7 +73,7 @@ def completion_logprobs(
 def prompt_logprobs(
     tokenizer: Tokenizer, prompt: Sequence[int], scores: Sequence[wire.Logprobs], num_top: int
 ) -> Iterator[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: for each token but the first, token id -> its score. An unknown rank is null."""
+    """vLLM's `prompt_logprobs`: for each token, token id -> its score; null for the first. An unknown rank is null."""
     yield None
     for token_id, score in zip(islice(prompt, 1, None), scores, strict=True):
         ranked: dict[int, tuple[float, int | None]] = {}
@@ -85,7 +87,7 @@ def prompt_logprobs(
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """The token's text; where its bytes are not whole characters, OpenAI's `bytes:\\xe2\\x80` notation."""
+    """The token's text, or OpenAI's `bytes:\\xe2\\x80` notation if its bytes are not whole characters."""
     raw = _bytes(tokenizer, token_id)
     try:
         return raw.decode("utf-8")

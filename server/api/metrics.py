@@ -1,7 +1,7 @@
-"""/metrics: the engine's statistics and the server's own counts under the names that vLLM's dashboards know.
+"""/metrics: the engine's statistics and the server's own counts, with the names that vLLM's dashboards use.
 
-The engine counts in its own process; what is exported here is its last reading (at most a second old). Nothing is kept
-in prometheus-client's global registry, and nothing on the token path is counted here.
+The engine counts in its own process. This module exports its last statistics, which are at most a second old. It does
+not use prometheus-client's global registry, and it counts nothing per token.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 COUNT_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 HTTP_BOUNDS = (0.01, 0.05, 0.1, *LATENCY_BOUNDS)
 
-# a deadline passed in the queue, or while tokens came; a key had its share of requests already
+# the deadline passed in the queue, or during the output; the key already had its share of requests
 LIMITS = ("deadline_waiting", "deadline_running", "key_share")
 
-# vLLM's labels of cache_config_info, and ours of the same meaning
+# vLLM's labels of cache_config_info -> ours with the same meaning
 CACHE_ALIASES = {"block_size": "page_size", "num_gpu_blocks": "num_pages"}
 
 GAUGES = {
@@ -56,7 +56,7 @@ HISTOGRAMS = {
     "request_decode_time_seconds": ("decode_time", "From the first token to the last."),
     "request_inference_time_seconds": ("inference_time", "From admission to the last token."),
     "request_num_preemptions": ("request_preemptions", "How often a request was put back."),
-    # the older name of inter_token_latency_seconds, for which dashboards still ask
+    # the older name of inter_token_latency_seconds; dashboards still use it
     "time_per_output_token_seconds": ("inter_token_latency", "Between two tokens of one request."),
     "request_prompt_tokens": ("request_prompt_tokens", "Prompt tokens of a request."),
     "request_generation_tokens": ("request_generation_tokens", "Generated tokens of a request."),
@@ -65,7 +65,7 @@ HISTOGRAMS = {
 
 
 class StatsSource(Protocol):
-    """Where the engine's figures come from: an `EngineClient`."""
+    """The source of the engine's statistics: an `EngineClient`."""
 
     info: EngineInfo
 
@@ -77,7 +77,7 @@ class StatsSource(Protocol):
 
 
 class ServerMetrics:
-    """Counts what only the HTTP side knows, and renders everything."""
+    """Counts on the HTTP side, and renders all metrics."""
 
     def __init__(self, source: StatsSource, *, prefix: str, model_name: str) -> None:
         self._source = source
@@ -98,11 +98,11 @@ class ServerMetrics:
         self._params_max_tokens.observe(max_tokens)
 
     def observe_end(self, num_tokens: int) -> None:
-        """All choices of a request have ended; `num_tokens` are those of the longest."""
+        """Call it when all choices of a request have ended. `num_tokens` is the length of the longest."""
         self._max_generation_tokens.observe(num_tokens)
 
     def observe_limit(self, limit: str) -> None:
-        """Something was ended or refused for one of LIMITS."""
+        """Counts a request that was ended or refused because of one of LIMITS."""
         self._limited[limit] += 1
 
     def observe_response(self, *, handler: str, method: str, status: int, seconds: float) -> None:

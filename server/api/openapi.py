@@ -1,4 +1,4 @@
-"""/openapi.json and /docs: the routes and their request types, described by the types themselves."""
+"""/openapi.json and /docs: the routes and their request types. Descriptions come from the types."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ summary {{ cursor: pointer; padding: 0.3rem 0; }}
 
 
 def docs_routes(routes: Sequence[ApiRoute], *, version: str, root_path: str = "") -> list[ApiRoute]:
-    """The routes that describe `routes`, which a proxy serves under `root_path`."""
+    """The routes that describe `routes`. `root_path` is the prefix of a proxy."""
     document = openapi(routes, version=version) | ({"servers": [{"url": root_path}]} if root_path else {})
     page = _page(document, version).encode()
 
@@ -69,7 +69,7 @@ def openapi(routes: Sequence[ApiRoute], *, version: str) -> dict[str, Any]:
     bodies = sorted({route.body for route in routes if route.body is not None}, key=lambda body: body.__name__)
     references, components = msgspec.json.schema_components(bodies, ref_template=_REF)
     for schema in components.values():
-        schema.pop("additionalProperties", None)  # further fields are ignored, or judged by `server.api.fields`
+        schema.pop("additionalProperties", None)  # `server.api.fields` decides about further fields
     schemas = dict(zip(bodies, references, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:

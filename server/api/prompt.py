@@ -1,4 +1,4 @@
-"""A chat's messages to token ids: roles and contents checked, the template rendered, the rendering encoded."""
+"""From a chat's messages to token ids: checks roles and contents, renders the template, and encodes the rendering."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from server.text.chat_template import ChatTemplate, TemplateError
 from server.text.special_tokens import encode_parts
 from server.text.time_limit import Overtime, time_limit
 
-CHARS_OF_A_MESSAGE = 40  # about what a template writes around one, to tell long work from short
+CHARS_OF_A_MESSAGE = 40  # about the characters that a template adds to a message; an estimate of work
 
 
 async def encode_chat(
     state: ServerState, body: ChatRequest | TokenizeRequest, template: ChatTemplate, tools: Tools | None = None
 ) -> list[int]:
-    """The prompt's ids. Raises RequestError 400 for whatever the template cannot take."""
+    """The prompt's ids. Raises RequestError 400 for messages or variables that the template cannot render."""
     if not body.messages:
         raise invalid("messages", "must not be empty")
     check_num_messages(len(body.messages), state.client.info.max_model_len)
@@ -47,7 +47,7 @@ async def encode_chat(
         ids = encode_parts(state.tokenizer, parts)
         return state.tokenizer.with_affixes(ids) if body.add_special_tokens else ids  # templates write their own
 
-    # what a template does with its variables cannot be told from their size: it may count up to one
+    # the size of variables does not bound the template's work: it may loop up to a number
     size = LONG_WORK if extra or body.chat_template else num_chars + CHARS_OF_A_MESSAGE * len(messages)
     is_long, limit_s = size >= LONG_WORK, state.settings.template_timeout_s
     try:
@@ -62,7 +62,7 @@ async def encode_chat(
 
 
 def _size(message: Message) -> int:
-    """In characters, for work that goes through the message's parts: its texts are not copied."""
+    """The size, in characters, of work on the message's parts. Text content does not count: it is not copied."""
     num_parts = len(message.content) if isinstance(message.content, list) else 1
     calls = [call.function.arguments for call in message.tool_calls or ()]
     return CHARS_OF_A_MESSAGE * (num_parts + len(calls)) + sum(len(text) for text in calls if isinstance(text, str))

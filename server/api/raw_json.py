@@ -1,4 +1,4 @@
-"""Fields of a request whose values are foreign JSON, read apart: within bounds, and with errors that name the field."""
+"""Reads request fields of arbitrary JSON separately from the body. Sizes are bounded, and errors name the field."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RawField = msgspec.Raw | msgspec.UnsetType
 
 
 def read_raw[T](param: str, raw: RawField, decoder: msgspec.json.Decoder[T | None], *, max_bytes: int) -> T | None:
-    """None where the field was not given. Raises RequestError 400."""
+    """None if the field was not given. Raises RequestError 400."""
     if raw is msgspec.UNSET:
         return None
     if len(raw) > max_bytes:
@@ -27,7 +27,7 @@ def read_raw[T](param: str, raw: RawField, decoder: msgspec.json.Decoder[T | Non
 
 
 def is_deeper_than(most: int, value: Any) -> bool:
-    """Whether lists and objects lie in each other more than `most` deep."""
+    """Whether lists and objects are nested more than `most` deep."""
     level = [value]
     for _ in range(most + 1):
         level = [inner for item in level for inner in _items(item)]

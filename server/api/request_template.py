@@ -1,4 +1,4 @@
-"""The chat template of a request: its own where the server trusts it, else the model's."""
+"""The chat template of a request: its own if the server allows it, else the model's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PARAM = "chat_template"
 
 
 async def template_of(state: ServerState, body: ChatRequest | TokenizeRequest) -> ChatTemplate:
-    """Raises RequestError 400 where there is none, and for a request's own that is not allowed or not valid."""
+    """Raises RequestError 400 if there is no template, or if the request's own is not allowed or not valid."""
     if not body.chat_template:
         if state.chat_template is None:
             raise RequestError(400, "This model has no chat template: use /v1/completions.")

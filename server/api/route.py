@@ -1,4 +1,4 @@
-"""One route, and what the gate and the description of the API must know of it."""
+"""One route, with its properties for the gate and the description of the API."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Access(enum.Enum):
-    """Who may use a route."""
+    """The key that a route needs."""
 
-    OPEN = "open"  # to all, unless `--api-key-all-routes`: probes and Prometheus have no key
-    KEY = "key"  # to whoever has one of the server's keys, or an admin key; to all where there are none
-    ADMIN = "admin"  # to whoever has an admin key
+    OPEN = "open"  # none, unless `--api-key-all-routes`: probes and Prometheus have no key
+    KEY = "key"  # one of the server's keys or an admin key; none if the server has no keys
+    ADMIN = "admin"  # an admin key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ApiRoute:
     """A path and its endpoint.
 
-    `generates` is true where the engine works for the answer: such requests are counted in `/load`, refused while the
-    server drains, and waited for. `body` and `summary` are shown in `/openapi.json`.
+    `generates` is true if the engine works for the answer. Such requests are counted in `/load`. While the server
+    drains, new ones are refused, and running ones are waited for. `/openapi.json` shows `body` and `summary`.
     """
 
     path: str

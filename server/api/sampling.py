@@ -1,4 +1,4 @@
-"""From a request's sampling fields to the engine's SamplingParams: defaults, ranges, and what contradicts what."""
+"""From a request's sampling fields to the engine's SamplingParams: defaults, ranges and contradictions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
 SEED_BITS = 63
-READ_BY_ROUTES = {"max_tokens", "logprobs", "prompt_logprobs", "grammar"}  # for their spellings differ
+READ_BY_ROUTES = {"max_tokens", "logprobs", "prompt_logprobs", "grammar"}  # the routes spell these differently
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
 def check_sampling(body: SamplingFields, *, vocab_size: int) -> None:
-    """Raises RequestError 400 for the first value that is out of range. Lengths come once the prompt is known."""
+    """Raises RequestError 400 for the first value that is out of range. Lengths are checked with the prompt."""
     for name, parameter in PARAMETERS.items():
         value = None if name in READ_BY_ROUTES else getattr(body, name)
         if parameter.range is None or not isinstance(value, int | float):
@@ -65,7 +65,7 @@ def sampling_params(
 ) -> SamplingParams:
     """The parameters of choice number `choice` of a body that `check_sampling` has passed.
 
-    With a seed each choice gets its own, one after the other, so that they differ and can be had again.
+    Choice i of a body with a seed gets the seed + i: choices differ, and a repeated request gives the same ones.
     """
     values: dict[str, Any] = {}
     for name in PARAMETERS.keys() - READ_BY_ROUTES:
@@ -87,13 +87,13 @@ def sampling_params(
 
 
 def check_top_logprobs(param: str, value: int) -> None:
-    """Raises RequestError 400 where more log-probabilities are asked for than there can be."""
+    """Raises RequestError 400 if `value` is outside of 0 to MAX_LOGPROBS."""
     if not 0 <= value <= MAX_LOGPROBS:
         raise invalid(param, f"must be between 0 and {MAX_LOGPROBS}, got {value}")
 
 
 def parse_logit_bias(bias: dict[str, float] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    """(token id, bias) pairs. RequestError 400 where there are too many, or one is out of its range."""
+    """(token id, bias) pairs. Raises RequestError 400 if there are too many, or one is out of range."""
     bias = bias or {}
     if len(bias) > MAX_LOGIT_BIAS:
         raise invalid("logit_bias", f"at most {MAX_LOGIT_BIAS} tokens are allowed, got {len(bias)}")
@@ -110,7 +110,7 @@ def parse_logit_bias(bias: dict[str, float] | None, vocab_size: int) -> tuple[tu
 
 
 def check_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
-    """Raises RequestError 400 where one of them is no token's."""
+    """Raises RequestError 400 if one of the ids is not in the vocabulary."""
     for id in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= id < vocab_size:
             raise invalid(param, f"a token id must be between 0 and {vocab_size - 1}, got {id}")

@@ -1,6 +1,6 @@
-"""The request bodies: JSON to typed fields, and errors that name the field at fault.
+"""The request bodies as typed structs. Decoding errors name the field at fault.
 
-Only fields that are served are declared. `server.api.fields` says what becomes of the others.
+Only supported fields are declared. `server.api.fields` has the others.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class FunctionCall(Declared):
     """The function that a tool call names, and its arguments."""
 
     name: str
-    arguments: str | dict[str, Any] | None = None  # JSON, or what it stands for
+    arguments: str | dict[str, Any] | None = None  # JSON text or an object
 
 
 class ToolCall(Declared):
@@ -110,7 +110,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET  # `server.api.template_input` reads it
-    documents: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET  # likewise
+    documents: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET  # as above
     tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET  # `read_tools` reads them
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

@@ -1,8 +1,8 @@
-"""How many log-probabilities one request may ask for in all: each becomes some eighty bytes of the answer.
+"""The limit on log-probabilities per request: each takes about eighty bytes of the answer.
 
-What counts is what the answer shows: for each token `logprobs` (or `top_logprobs`) + 1, for each choice, and likewise
-for the prompts' tokens where `prompt_logprobs` is given, or `echo` with `logprobs`. A request that leaves
-`max_tokens` out is never refused for its output: the output ends, as with a context that is full, where the limit is.
+Each output token of each choice counts `logprobs` (or `top_logprobs`) + 1. Prompt tokens count in the same way if
+`prompt_logprobs`, or `echo` with `logprobs`, is given. A request without `max_tokens` is not refused for its output:
+the output ends at the limit, as with a full context.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from server.http.errors import RequestError
 def limit_scores(
     limits: Sequence[int], *, n: int, logprobs: int | None, num_prompt_scores: int, fixed: bool, most: int
 ) -> list[int]:
-    """The prompts' output limits, lowered where `most` log-probabilities ask for it and the limits are not `fixed` by
-    the request. Raises RequestError 400 where that does not help."""
+    """The prompts' output limits. They are lowered if there would be more than `most` log-probabilities, unless they
+    are `fixed` by the request. Raises RequestError 400 if the log-probabilities are still too many."""
     per_token = 0 if logprobs is None else n * (logprobs + 1)
     num_scores = num_prompt_scores + per_token * sum(limits)
     if num_scores <= most:

@@ -1,4 +1,4 @@
-"""What the routes share: one object for each running server, handed to them when the app is built."""
+"""The state that the routes share: one object per running server, passed to them when the app is built."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from server.settings import Settings
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import Tokenizer
 
-MIN_MARKS = 2**16  # brackets and colons that a body may have whatever the context's length
+MIN_MARKS = 2**16  # brackets and colons that a body may have even if the context is short
 
 
 @dataclass(kw_only=True, slots=True)
 class ServerState:
-    """What the routes share."""
+    """The state that the routes share."""
 
     settings: Settings
     client: EngineClient
@@ -36,17 +36,17 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # shutting down: new requests are refused
     num_in_flight: int = 0  # requests on the counted routes
-    # by the ids of their answers; whoever answers them keeps them alive
+    # by the ids of their answers; the response keeps its generation alive
     generations: WeakValueDictionary[str, Generation] = field(default_factory=WeakValueDictionary)
 
     @property
     def body_limits(self) -> BodyLimits:
-        """No prompt that fits the context has as many marks: a token rarely holds more than one of them."""
+        """The limits of a body. A prompt that fits the context has fewer marks: a token rarely has more than one."""
         max_marks = max(MIN_MARKS, 2 * self.client.info.max_model_len)
         return BodyLimits(max_bytes=self.settings.max_body_bytes, max_marks=max_marks)
 
     def check_model(self, name: str | None) -> str:
-        """The name under which answers go out. Raises RequestError 404; no name means the model that there is."""
+        """The model's name in answers; without `name`, the server's first name. Raises RequestError 404."""
         if name and name not in self.settings.model_names:
             raise model_not_found(name)
         return name or self.settings.model_names[0]

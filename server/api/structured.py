@@ -1,4 +1,4 @@
-"""Structured output as a request asks for it, in OpenAI's way or in vLLM's, and the grammar that is meant."""
+"""The structured output that a request asks for, in OpenAI's or vLLM's fields, and its grammar."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _decode_any: msgspec.json.Decoder[Any | None] = msgspec.json.Decoder(Any)
 
 
 async def requested_grammar(state: ServerState, body: SamplingFields) -> str | None:
-    """The grammar that the output must be of; None: it is free. Compiled once, aside, to see that it can be.
+    """The grammar of the output; None: the output is free. The grammar is compiled once in a thread to check it.
 
-    Raises RequestError 400 that names the field at fault: more than one constraint, one that cannot be read, or one
-    that the compiler refuses, which says where in a schema the fault lies.
+    Raises RequestError 400 with the field at fault: there is more than one constraint, or one is invalid, or the
+    compiler refuses it. The compiler's message has the place in the schema.
     """
     asked = _asked(body)
     if not asked:
@@ -39,7 +39,7 @@ async def requested_grammar(state: ServerState, body: SamplingFields) -> str | N
 
 
 def _asked(body: SamplingFields) -> list[tuple[str, Made]]:
-    """(field, what makes its grammar) of everything that constrains the output."""
+    """(field, function that makes its grammar) for every constraint on the output."""
     asked = []
     value = _read("response_format", body.response_format)
     if value is not None and (made := _response_format(value)) is not None:
@@ -60,7 +60,7 @@ def _read(param: str, raw: RawField) -> Any:
 
 
 def _response_format(value: Any) -> Made | None:
-    """None: `text`, which is any."""
+    """None for the type `text`: the output is free."""
     param = "response_format"
     match value:
         case {"type": "text"}:
@@ -115,7 +115,7 @@ def _made(param: str, form: str, content: Any) -> Made:
 
 
 def _from_text(param: str, content: Any) -> Any:
-    """A schema may come as the text of its JSON."""
+    """A schema or tag may be given as JSON text."""
     if not isinstance(content, str):
         return content
     try:

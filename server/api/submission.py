@@ -1,4 +1,4 @@
-"""What chat and completions do alike between a decoded body and a running generation."""
+"""The common steps of chat and completions from a decoded body to a running generation."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from server.text.stream import TextStream
 from server.text.tool_calls.parser import CallParser
 
 TIMEOUT_HEADER = "X-Request-Timeout"
-LEAST_LEFT_S = 0.001  # of a deadline that has passed while the prompt was encoded
+LEAST_LEFT_S = 0.001  # left if the deadline has passed while the prompt was encoded
 
 
 async def read_generation[T: SamplingFields](
     state: ServerState, request: Request, reader: BodyReader[T], *, id_prefix: str
 ) -> tuple[T, AnswerHead]:
-    """The body, with everything checked that both routes check, and the head of its answer. Raises RequestError."""
+    """The body after the checks of both routes, and the head of its answer. Raises RequestError."""
     body = await reader.read(request, state.body_limits, state.aside)
     header = request.headers.get(TIMEOUT_HEADER)
     return body, check_generation(state, body, id_prefix=id_prefix, timeout_header=header)
@@ -39,7 +39,7 @@ async def read_generation[T: SamplingFields](
 def check_generation(
     state: ServerState, body: SamplingFields, *, id_prefix: str, timeout_header: str | None = None
 ) -> AnswerHead:
-    """The head of the answer. Raises RequestError where the model or how to draw tokens cannot be had."""
+    """The head of the answer. Raises RequestError for an unknown model or invalid sampling fields."""
     model = state.check_model(body.model)
     check_sampling(body, vocab_size=state.client.info.vocab_size)
     return AnswerHead(
@@ -56,7 +56,7 @@ def check_generation(
 
 
 def _deadline(timeout_s: float | None, header: str | None) -> float | None:
-    """The earlier one of the field's and the header's, which are in seconds. Raises RequestError 400."""
+    """The earlier deadline of the field and the header, which are in seconds. Raises RequestError 400."""
     given = {} if timeout_s is None else {"timeout_s": timeout_s}
     if header is not None:
         try:
@@ -97,9 +97,9 @@ async def start_generation(
 ) -> Generation:
     """Submits `head.n` sequences for each prompt, prompt by prompt; `limits` are the prompts' output limits.
 
-    `grammar` is one of `state.grammars`, of every sequence's output.
-    `new_call_parser` gives each choice what finds tool calls in it; None: nothing does.
-    Where nothing is streamed, only the first choice of each prompt has the prompt's log-probabilities.
+    `grammar` is one of `state.grammars` and applies to every sequence's output.
+    `new_call_parser` makes the parser of a choice's tool calls; None: tool calls are not parsed.
+    Without streaming, only the first choice of each prompt has the prompt's log-probabilities.
     """
     generation = Generation(
         state.client,
@@ -140,7 +140,7 @@ async def start_generation(
             requests.append(
                 wire.WireRequest(
                     generation.choices[-1].request_id,
-                    prompt if choice == 0 else [],  # as the one before
+                    prompt if choice == 0 else [],  # empty: the same prompt as the request before
                     sampling,
                     body.priority or 0,
                     _cache_salt(body.cache_salt),
@@ -154,7 +154,7 @@ async def start_generation(
 
 
 def check_num_choices(state: ServerState, num_prompts: int, n: int | None) -> None:
-    """To be asked before any prompt is encoded: a body has room for millions of prompts."""
+    """Raises RequestError 400. Call it before prompts are encoded: a body has room for millions of prompts."""
     most = state.settings.max_choices
     if num_prompts * (n or 1) > most:
         param = "n" if num_prompts == 1 else "prompt"
@@ -162,14 +162,14 @@ def check_num_choices(state: ServerState, num_prompts: int, n: int | None) -> No
 
 
 def check_min_tokens(body: SamplingFields, limit: int) -> None:
-    """Raises RequestError 400 where `min_tokens` exceeds the tokens that fit."""
+    """Raises RequestError 400 if `min_tokens` exceeds the tokens that fit."""
     if (body.min_tokens or 0) > limit:
         message = f"min_tokens: {body.min_tokens} is more than the {limit} tokens that fit."
         raise RequestError(400, message, param="min_tokens")
 
 
 def _cache_salt(salt: str | None) -> int:
-    """Requests with different salts never share cached prefixes, so none can learn of another's by timing it."""
+    """Requests with different salts share no cached prefixes, so timing a request reveals no other client's prompt."""
     if not salt:
         return 0
     return int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8).digest()) >> 1

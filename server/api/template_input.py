@@ -1,4 +1,4 @@
-"""What a chat template is given: messages in the form that templates know, and the variables besides them."""
+"""The input of a chat template: messages in the form that templates expect, and further variables."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from server.api.tools import MAX_DEPTH
 from server.http.errors import RequestError, invalid, unsupported
 from server.text.chat_template import ChatTemplate
 
-# Llama 3 knows no developer, OpenAI's newer name for system. It calls what tools answer `ipython`; its templates take
-# `tool` for it, too. `function` is the older name.
+# Llama 3 has no role `developer`, which is OpenAI's newer name for `system`. Its role of tool results is `ipython`; its
+# templates also accept `tool`. `function` is OpenAI's older name for `tool`.
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -25,7 +25,7 @@ ROLES = {
     "ipython": "ipython",
 }
 MAY_BE_EMPTY = ("assistant", "tool", "ipython")  # roles whose content may be null
-MAX_VARIABLES_BYTES = 64 * 1024  # the template walks through every string of them, several times
+MAX_VARIABLES_BYTES = 64 * 1024  # the template reads every string of them, several times
 MAX_DOCUMENTS_BYTES = 2 * 2**20
 RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
 
@@ -34,7 +34,7 @@ _documents = msgspec.json.Decoder(list[dict[str, Any]] | None)
 
 
 def template_variables(body: ChatRequest | TokenizeRequest, template: ChatTemplate) -> dict[str, Any]:
-    """`chat_template_kwargs` and `documents`. Raises RequestError 400 for what the template cannot be given."""
+    """`chat_template_kwargs` and `documents`. Raises RequestError 400 if they are not valid for the template."""
     variables = read_raw("chat_template_kwargs", body.chat_template_kwargs, _variables, max_bytes=MAX_VARIABLES_BYTES)
     reserved = RESERVED_VARIABLES.intersection(variables or ())
     if reserved:
@@ -53,15 +53,15 @@ def _read_documents(raw: RawField, template: ChatTemplate) -> list[dict[str, Any
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """All messages as templates know them."""
+    """All messages in the form that templates expect."""
     return [template_message(i, message) for i, message in enumerate(messages)]
 
 
 def template_message(index: int, message: Message) -> dict[str, Any]:
-    """A message as templates know it: a role of theirs, its content as one string, and the arguments of its tool calls
-    as objects.
+    """A message in the form that templates expect. Its role is one of theirs, its content is one string, and the
+    arguments of its tool calls are objects.
 
-    Text parts are joined by line feeds.
+    Text parts are joined by line feeds. Raises RequestError 400.
     """
     where = f"messages.{index}"
     if message.role not in ROLES:
@@ -80,12 +80,12 @@ def template_message(index: int, message: Message) -> dict[str, Any]:
 
 
 def content_text(message: Message) -> str:
-    """The text of a message that `template_message` has passed."""
+    """The text of a message that `template_message` accepts."""
     return _content("", ROLES[message.role], message)
 
 
 def num_characters(message: dict[str, Any]) -> int:
-    """About as many as the message puts into a prompt."""
+    """The approximate number of characters that the message adds to a prompt."""
     calls = [call["function"] for call in message.get("tool_calls", ())]
     return len(message["content"]) + sum(len(call["name"]) + _size(call["arguments"]) for call in calls)
 
@@ -128,7 +128,7 @@ def _function(call: FunctionCall) -> dict[str, Any]:
 
 
 def _arguments(arguments: str | dict[str, Any] | None) -> Any:
-    """As an object, which templates print as JSON. What is none, such as JSON that was cut off, stays a string."""
+    """The arguments as an object, which templates print as JSON. Text that is not a JSON object stays a string."""
     value: Any = arguments
     if isinstance(arguments, str):
         try:

@@ -1,6 +1,6 @@
-"""Grammars that hold the model to tool calls: that it must make one, and that arguments are valid by their schemas.
+"""Grammars that constrain tool calls: the model must make one, or the arguments must be valid by their schemas.
 
-They are written in Llama 3's JSON format, `{"name": "f", "parameters": {...}}`, whatever format the model prefers.
+They use Llama 3's JSON format, `{"name": "f", "parameters": {...}}`, for every model.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ ONE_LINE = JSON_OPTIONS | {"whitespace_pattern": " ?"}
 
 
 async def grammar_with_tools(state: ServerState, tools: Tools | None, grammar: str | None) -> str | None:
-    """The grammar of an answer that may be, or must be, tool calls; `grammar` is that of an answer in words.
+    """The grammar of an answer that may contain, or must be, tool calls. `grammar` is that of an answer without calls.
 
-    Raises RequestError 400 for a schema that cannot be held to.
+    Raises RequestError 400 for a schema that is not supported.
     """
     if tools is None:
         return grammar
@@ -33,10 +33,11 @@ async def grammar_with_tools(state: ServerState, tools: Tools | None, grammar: s
 
 
 def tool_grammar(tools: Tools, answer: str | None = None) -> str:
-    """Where the model must call, the answer is nothing but calls, and every tool's schema counts. Where it may choose,
-    the answer is of the grammar `answer` or calls; without one, text is free until a call of a strict tool begins.
+    """If the model must call, the answer consists of calls only, and every tool's schema applies. If it may choose, the
+    answer either matches the grammar `answer` or consists of calls. Without `answer`, text is free until a call of a
+    strict tool begins.
 
-    Raises GrammarError for a schema that cannot be read.
+    Raises GrammarError for an invalid schema.
     """
     if tools.choice is not ToolChoice.AUTO:
         return lark_grammar(f"start: calls\n{_calls(tools, ONE_LINE)}", foreign=False)
@@ -54,7 +55,8 @@ def tool_grammar(tools: Tools, answer: str | None = None) -> str:
 
 
 def _calls(tools: Tools, options: Mapping[str, Any]) -> str:
-    """A call is JSON as a whole: a grammar of other JSON next to it must have the same marks and white space."""
+    """The rules of calls. Each call is one JSON value. `options` of white space must be the same in a grammar of other
+    JSON next to it."""
     lines = ["calls: call" + (' ("; " call)*' if tools.parallel else "")]
     lines.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools.specs))))
     lines += [f"call_{i}: %json {json.dumps(_call_schema(spec, options))}" for i, spec in enumerate(tools.specs)]
@@ -73,7 +75,7 @@ def _call_schema(spec: FunctionSpec, options: Mapping[str, Any]) -> dict[str, An
 
 
 def _below(schema: Any, place: str) -> Any:
-    """A schema that stands at `place` in another one: its references to itself lead there."""
+    """A schema for use at `place` in another one: its internal references are moved there."""
     if isinstance(schema, Mapping):
         moved = {key: _below(value, place) for key, value in schema.items()}
         reference = schema.get("$ref")
@@ -84,7 +86,7 @@ def _below(schema: Any, place: str) -> Any:
 
 
 def _parts(grammar: str) -> list[dict[str, Any]]:
-    """A grammar's parts, the one with the start first. A text in Lark is one part."""
+    """The parts of a grammar; the first has the start rule. A Lark text is one part."""
     try:
         return list(json.loads(grammar)["grammars"])
     except ValueError:
@@ -92,6 +94,6 @@ def _parts(grammar: str) -> list[dict[str, Any]]:
 
 
 def _schema(spec: FunctionSpec) -> dict[str, Any]:
-    """Of an object. A tool without a schema takes no arguments."""
+    """The schema of the arguments object. A tool without a schema takes no arguments."""
     schema = {"additionalProperties": False} if spec.parameters is None else spec.parameters
     return {**schema, "type": "object"}

@@ -1,4 +1,4 @@
-"""The tools of a request: which there are, which the model may or must call, and what the template shows of them."""
+"""The tools of a request: the tools that the model may or must call, and their form in the template."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from server.text.tool_calls.formats import FORMATS
 from server.text.tool_calls.json_calls import JsonCallParser
 from server.text.tool_calls.parser import CallParser
 
-MAX_TOOLS = 128  # as many as OpenAI takes
-MAX_TOOLS_BYTES = 256 * 1024  # the template walks through every string of them, several times
+MAX_TOOLS = 128  # as in OpenAI's API
+MAX_TOOLS_BYTES = 256 * 1024  # the template reads every string of them, several times
 MAX_DEPTH = 32  # of a tool's JSON schema, and of the arguments of a call: templates indent what they print
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}", re.ASCII)
 
@@ -53,7 +53,7 @@ class ToolChoice(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tools:
-    """The tools of one request, as it was checked. `specs` are those that may be called."""
+    """The checked tools of one request. `specs` are those that may be called."""
 
     specs: tuple[FunctionSpec, ...]
     choice: ToolChoice
@@ -65,11 +65,11 @@ class Tools:
 
     @property
     def are_strict(self) -> bool:
-        """Whether some tool's arguments must be valid by its schema, though the model may choose."""
+        """Whether some tool is strict: its arguments must be valid by its schema, even if the model may choose."""
         return any(spec.strict for spec in self.specs)
 
     def for_template(self) -> list[dict[str, Any]]:
-        """In the form that templates print: OpenAI's, fields that were not given left out."""
+        """The tools in OpenAI's form, which templates print, without fields that were not given."""
         return [{"type": "function", "function": _given(spec)} for spec in self.specs]
 
 
@@ -79,7 +79,7 @@ _decoder = msgspec.json.Decoder(list[ToolSpec] | None)
 def read_tools(raw: RawField, choice: str | Mapping[str, Any] | None, *, parallel: bool | None) -> Tools | None:
     """The request's `tools`, `tool_choice` and `parallel_tool_calls`. None: no tool may be called.
 
-    Raises RequestError 400 for whatever cannot be meant.
+    Raises RequestError 400 if they are invalid.
     """
     specs = _read_specs(raw)
     if not specs:
@@ -98,9 +98,9 @@ def read_tools(raw: RawField, choice: str | Mapping[str, Any] | None, *, paralle
 
 
 async def usable_tools(state: ServerState, body: ChatRequest, template: ChatTemplate) -> Tools | None:
-    """The tools that the model is shown by the template and may call. None: there are none, or it may call none.
+    """The tools that the template shows and the model may call. None: there are none, or no tool may be called.
 
-    Raises RequestError 400 for whatever cannot be meant, or cannot be had on this server.
+    Raises RequestError 400 if the fields are invalid or not supported by this server.
     """
     raw = body.tools
     size = 0 if raw is msgspec.UNSET else len(raw)
@@ -115,7 +115,7 @@ async def usable_tools(state: ServerState, body: ChatRequest, template: ChatTemp
 
 
 def call_parsers(state: ServerState, tools: Tools | None, *, grammar: str | None) -> Callable[[], CallParser] | None:
-    """What makes parsers of tool calls: in the model's own format, or in JSON, where a grammar says what comes."""
+    """Makes parsers of tool calls: in JSON if there is a grammar, otherwise in the model's own format."""
     if tools is None:
         return None
     kind = FORMATS[state.settings.tool_call_parser] if grammar is None else JsonCallParser
@@ -123,7 +123,7 @@ def call_parsers(state: ServerState, tools: Tools | None, *, grammar: str | None
 
 
 def check_template(template: ChatTemplate) -> None:
-    """Raises RequestError 400 where the model would not be shown the tools."""
+    """Raises RequestError 400 if the template does not show tools."""
     if not template.reads("tools"):
         message = "tools: this model's chat template has no place for tools; --chat-template FILE gives it another."
         raise RequestError(400, message, param="tools")
@@ -174,5 +174,5 @@ def _read_choice(choice: str | Mapping[str, Any] | None) -> tuple[ToolChoice, st
 
 def _given(spec: FunctionSpec) -> dict[str, Any]:
     fields = msgspec.structs.asdict(spec)
-    fields.pop("strict")  # how the answer is checked, nothing that the model is told
+    fields.pop("strict")  # it constrains the answer and is not shown to the model
     return {name: value for name, value in fields.items() if value is not None}

@@ -1,7 +1,7 @@
-"""The page at `/`: a chat and a dashboard, served from `server/ui`, and the numbers that the dashboard draws.
+"""The page at `/`: a chat and a dashboard, served from `server/ui`, and the dashboard's numbers.
 
-The page needs no key, for it holds nothing; the routes that it calls do. Its files are read once, at start. They load
-nothing from another host, and the browser is told to hold them to that.
+The page needs no key, because it holds no data; the routes that it calls need one. Its files are read once, at start.
+They load nothing from other hosts, and the content security policy enforces this in the browser.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Dashboard:
         self._state = state
 
     async def state(self, request: Request) -> Response:
-        """The engine's statistics, and of the steps that it samples those after `?after=NUMBER`. Raises 400."""
+        """The engine's statistics, and its sampled steps after `?after=NUMBER`. Raises RequestError 400."""
         after = request.query_params.get("after", "-1")
         try:
             last = int(after)

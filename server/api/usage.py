@@ -11,9 +11,9 @@ from server.engine.generation import Choice
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UsageOptions:
-    """What a stream tells of the counts; an answer that is not streamed has them always."""
+    """The counts that a stream contains; an answer that is not streamed always has them."""
 
-    in_stream: bool  # in a chunk of its own, the last
+    in_stream: bool  # in a separate last chunk
     in_every_chunk: bool
     show_cached: bool  # prompt_tokens_details
 
@@ -21,8 +21,8 @@ class UsageOptions:
 def usage(
     choices: Iterable[Choice], n: int, *, show_cached: bool, hidden_tokens: int = 0, no_output: bool = False
 ) -> dict[str, Any]:
-    """Each prompt counts once, however many of the `n` choices it has; `hidden_tokens` of each output do not count, and
-    with `no_output` none does."""
+    """The `usage` object. A prompt with `n` choices counts once. `hidden_tokens` of each output do not count; with
+    `no_output` no token of output counts."""
     choices = list(choices)
     prompt = sum(choice.num_prompt_tokens for choice in choices[::n])
     completion = 0 if no_output else sum(max(0, choice.num_tokens - hidden_tokens) for choice in choices)
