@@ -27,7 +27,7 @@ from scripts.demo.trainer import Schedule, Shape, Trainer
 VOCAB_SIZE = 1536
 MAX_LENGTH = 1024
 TOKENIZER_SAMPLES = 20_000
-PROMPT_WEIGHT = 0.05  # of predicting the user's words: they are hardly predictable, and not wanted
+PROMPT_WEIGHT = 0.05  # loss weight of the user's words, which the model need not predict
 REPORT_EVERY = 50
 SAVE_EVERY = 200
 SHAPES = (  # 4,096 tokens each
@@ -41,7 +41,7 @@ SHOWN_TEXT = "Once upon a time"
 
 
 def demo_config(tokenizer: Tokenizer) -> LlamaConfig:
-    """A small model. Its heads have 64 dimensions, the least that the chips' kernels take."""
+    """A small model. Its heads have 64 dimensions, the least that the kernels support."""
     vocabulary = tokenizer.get_vocab()
     return LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -66,7 +66,7 @@ def demo_config(tokenizer: Tokenizer) -> LlamaConfig:
 
 
 def tokenizer_texts(corpus: Corpus, seed: int) -> Iterator[str]:
-    """The texts that the tokenizer is trained on. Equal seeds give equal texts."""
+    """The training texts of the tokenizer. Equal seeds give equal texts."""
     rng = random.Random(f"{seed}/tokenizer")
     for i in range(TOKENIZER_SAMPLES):
         sample = corpus.long(rng) if i % 2 else corpus.short(rng)
@@ -92,7 +92,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """The command. An interrupted run goes on from its working folder."""
+    """The command. An interrupted run continues from its working folder."""
     arguments = parse_arguments()
     jax.config.update("jax_platforms", "cpu")
     started = time.perf_counter()
@@ -142,14 +142,14 @@ def main() -> None:
 
 
 def scores(trainer: Trainer, encoder: SampleEncoder) -> dict[str, float]:
-    """Share of exact answers of each suite, with the weights as the checkpoint holds them."""
+    """The share of exact answers in each suite, with the rounded weights of the checkpoint."""
     model = trainer.model(export.rounded(trainer.params))
     results = {name: evaluate.exact(model, encoder, cases) for name, cases in evaluate.suites().items()}
     return {name: sum(right) / len(right) for name, right in results.items()}
 
 
 def show(trainer: Trainer, encoder: SampleEncoder) -> None:
-    """Prints what the model answers to SHOWN_PROMPTS."""
+    """Prints the model's answers to SHOWN_PROMPTS."""
     model = trainer.model(export.rounded(trainer.params))
     prompts = [encoder.prompt(None, (), question) for question in SHOWN_PROMPTS]
     prompts.append([trainer.config.bos_token_id or 0, *encoder.text(SHOWN_TEXT)])

@@ -1,4 +1,4 @@
-"""How near a changed model (a quantised one, say) stays to the exact one, on text that neither was trained on."""
+"""Compares a changed model, such as a quantised one, with the exact one, on text that is in no training data."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from scripts.demo.trainer import row_logits
 
 NUM_STORIES = 50
 WIDTH = 128  # tokens of each story, at most
-SEED = 12345  # another than the training's
+SEED = 12345  # not the seed of the training
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Over all tokens of fresh text."""
+    """Means over all tokens of new text."""
 
-    divergence: float  # mean of KL(exact || changed), in nats a token
-    same_top_token: float  # share of tokens after which both find the same one most likely
+    divergence: float  # mean of KL(exact || changed), in nats per token
+    same_top_token: float  # share of positions where both models have the same most likely next token
 
 
 def agreement(exact: Llama, changed: Llama, encoder: SampleEncoder) -> Agreement:

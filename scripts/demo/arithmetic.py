@@ -1,7 +1,6 @@
 """Questions whose answers can be checked: sums, comparisons, counting, neighbours, parity.
 
-Sums and comparisons of the held-out pairs are never drawn, in neither order: they measure what was learned, not what
-was memorised.
+Sums and comparisons of the held-out pairs are never drawn, in either order. They measure learning, not memorisation.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from scripts.demo.phrasing import fill, typed
 
 LIMIT = 100  # operands are 0 .. LIMIT - 1
 NUM_HELD_OUT = 200
-HELD_OUT_SEED = 20240418  # the split never moves, whatever the seed of the training run
+HELD_OUT_SEED = 20240418  # the split does not depend on the seed of the training run
 
 SUM_QUESTIONS = (
     "What is {a} + {b}?",
@@ -115,7 +114,7 @@ PARITY = (
     "Is {a} even?",
 )
 
-Turn = tuple[str, str]  # what the user says, what the model answers
+Turn = tuple[str, str]  # the user's message, the model's answer
 
 
 def held_out_pairs() -> list[tuple[int, int]]:
@@ -144,7 +143,7 @@ def smaller_answer(a: int, b: int) -> str:
 
 
 def count_answer(first: int, last: int) -> str:
-    """`4, 5, 6, 7.`, or downwards where `last` is the smaller."""
+    """`4, 5, 6, 7.`, or downwards if `last` is smaller."""
     step = 1 if last >= first else -1
     return ", ".join(str(n) for n in range(first, last + step, step)) + "."
 
@@ -186,7 +185,7 @@ class Arithmetic:
         return typed(rng, fill(rng, SMALLER_QUESTIONS, a=a, b=b)), smaller_answer(a, b)
 
     def _pair_to_compare(self, rng: random.Random) -> tuple[int, int]:
-        """Half of the pairs share their tens or are near: the ones that are easy to get wrong."""
+        """A pair. In about half of them the numbers differ by at most 12: these comparisons are the hardest."""
         while rng.random() < 0.5:
             a = rng.randrange(LIMIT)
             b = min(max(a + rng.randrange(-12, 13), 0), LIMIT - 1)
@@ -195,7 +194,7 @@ class Arithmetic:
         return self.pair(rng)
 
     def count(self, rng: random.Random) -> Turn:
-        # From 1, and from other small numbers: what people ask for first.
+        # Users mostly count from 1 or another small number.
         first = rng.choices((1, rng.randrange(12), rng.randrange(LIMIT)), weights=(2, 3, 5))[0]
         last = min(first + rng.randrange(2, 14), LIMIT)
         draw = rng.random()
@@ -217,6 +216,6 @@ class Arithmetic:
         return typed(rng, fill(rng, PARITY, a=a)), f"{a} is {'odd' if a % 2 else 'even'}."
 
     def lines(self, rng: random.Random, count: int) -> str:
-        """Bare sums, a line each: the densest lesson, and what a plain completion of `12 + 9 =` looks like."""
+        """Sums without words, one per line: the densest training text, and the form of completions of `12 + 9 =`."""
         pairs = [self.pair(rng) for _ in range(count)]
         return "".join(f"{a} + {b} = {a + b}\n" for a, b in pairs)

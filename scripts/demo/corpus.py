@@ -1,6 +1,6 @@
-"""The text a training run reads: chats of one to five turns, and plain text for completions.
+"""The text of a training run: chats of one to five turns, and plain text for completions.
 
-Everything is drawn from one `random.Random`, so a seed is a corpus.
+Everything is drawn from one `random.Random`, so a seed determines the corpus.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SYSTEM_PROMPTS = (
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation: what the system says, and pairs of a question and its answer."""
+    """A conversation: the system message, and pairs of a question and its answer."""
 
     system: str | None
     turns: Sequence[Turn]
@@ -42,14 +42,14 @@ Sample = Chat | Document
 
 @dataclass(frozen=True)
 class Corpus:
-    """Draws samples. `story_share` and `sum_share` are probabilities of a turn's kind; the rest is shared out fixed."""
+    """Draws samples. `story_share` and `sum_share` are probabilities of a turn's kind; the others are fixed."""
 
     arithmetic: Arithmetic
     sum_share: float
     story_share: float
 
     def short(self, rng: random.Random) -> Sample:
-        """Something of a few dozen tokens, never a story."""
+        """A sample of a few dozen tokens, never a story."""
         draw = rng.random()
         if draw < 0.16:
             return Document(self.arithmetic.lines(rng, rng.randrange(3, 9)))
@@ -67,7 +67,7 @@ class Corpus:
         return self.chat(rng, turns=rng.choices((1, 2, 3, 4, 5), weights=(1, 3, 3, 2, 1))[0], with_stories=True)
 
     def endless(self, rng: random.Random) -> Sample:
-        """A chat of many turns, so that the model sees late positions, too."""
+        """A chat of many turns, to train late positions."""
         return self.chat(rng, turns=rng.randrange(8, 24), with_stories=True)
 
     def chat(self, rng: random.Random, *, turns: int, with_stories: bool) -> Chat:
@@ -87,7 +87,7 @@ class Corpus:
     def _turn(
         self, rng: random.Random, *, with_stories: bool
     ) -> tuple[Callable[[random.Random], Turn], Callable[[random.Random], Turn] | None]:
-        """A kind of turn, and the kind of short follow-up that would be understood after it."""
+        """A kind of turn, and the kind of short follow-up question that fits it."""
         arithmetic = self.arithmetic
         draw = rng.random()
         if draw < self.sum_share:

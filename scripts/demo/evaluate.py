@@ -1,4 +1,4 @@
-"""Measures the checkpoint: held-out sums and comparisons, and everything else that it was taught."""
+"""Measures the checkpoint on held-out sums and comparisons, and on all other kinds of its training data."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from scripts.demo.tokenizer import END_OF_TURN, SampleEncoder
 from scripts.demo.trainer import row_logits
 
 ROWS = 50  # evaluated at once
-FEW_ROWS = 8  # more of them are padded to ROWS
-WIDTHS = (64, 128, 256, 512, 1024)  # padded lengths, so that few programs are compiled
+FEW_ROWS = 8  # more rows than these are padded to a multiple of ROWS
+WIDTHS = (64, 128, 256, 512, 1024)  # padded lengths; few shapes mean few programs
 
 REPHRASED = ("what is {a} plus {b}", "{a}+{b}", "Can you add {a} and {b}?", "how much is {a} + {b}")
 
@@ -27,8 +27,8 @@ Prompt = tuple[str | None, Sequence[Turn], str]  # system prompt, earlier turns,
 def exact(model: Llama, encoder: SampleEncoder, cases: Sequence[tuple[Prompt, str]]) -> list[bool]:
     """Whether greedy decoding of each prompt gives the expected answer and then ends its turn.
 
-    One forward pass tells: greedy decoding yields a text if and only if each of its tokens is the most likely one
-    after those before it.
+    One forward pass is enough: greedy decoding yields a text if and only if each token is the most likely one after
+    the tokens before it.
     """
     end = encoder.special(END_OF_TURN)
     encoded = [(encoder.prompt(*prompt), [*encoder.text(answer), end]) for prompt, answer in cases]
@@ -75,8 +75,7 @@ def _most_likely(model: Llama, tokens: jax.Array) -> jax.Array:
 
 
 def suites(seed: int = 0) -> dict[str, list[tuple[Prompt, str]]]:
-    """Name -> cases. The first two are the held-out pairs as the README quotes them; the order of the operands is
-    drawn."""
+    """Name -> cases. The first two are the held-out pairs, which the README reports. Operands are in random order."""
     rng = random.Random(seed)
     pairs = [pair if rng.random() < 0.5 else pair[::-1] for pair in held_out_pairs()]
     earlier: list[Turn] = [("What is the capital of Spain?", facts.capital_answer("Spain"))]

@@ -17,12 +17,12 @@ TEMPERATURE, TOP_P = 0.6, 0.9  # Llama 3's own
 
 
 def rounded(params: Arrays) -> Arrays:
-    """The float32 parameters as the checkpoint will hold them."""
+    """The float32 parameters, rounded as in the checkpoint."""
     return {name: param.astype(jnp.bfloat16).astype(jnp.float32) for name, param in params.items()}
 
 
 def export(folder: Path, model: Llama, tokenizer: Tokenizer) -> None:
-    """`model.safetensors`, `config.json`, `generation_config.json` and the tokenizer's files."""
+    """Writes `model.safetensors`, `config.json`, `generation_config.json` and the tokenizer's files."""
     config = model.config
     save_hf(model, folder)
     generation = {

@@ -1,4 +1,4 @@
-"""Questions and answers on capitals, on the model itself, small talk, and answers to what it cannot know."""
+"""Questions and answers: capitals, the model itself, small talk, and questions that it cannot answer."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def capital_answer(country: str) -> str:
 
 
 def capital(rng: random.Random) -> Turn:
-    """A question for a capital, or sometimes for a capital's country."""
+    """A question about a country's capital, or sometimes about a capital's country."""
     country = rng.choice(tuple(CAPITALS))
     if rng.random() < 0.15:
         return typed(rng, fill(rng, COUNTRY_QUESTIONS, city=CAPITALS[country])), capital_answer(country)
@@ -158,13 +158,13 @@ def capital(rng: random.Random) -> Turn:
 
 
 def next_capital(rng: random.Random) -> Turn:
-    """As `capital`, asked as a second question."""
+    """As `capital`, worded as a follow-up question."""
     country = rng.choice(tuple(CAPITALS))
     return typed(rng, fill(rng, NEXT_CAPITALS, country=country)), capital_answer(country)
 
 
 def about_itself(rng: random.Random) -> Turn:
-    """Who it is, what it can do, who made it, how large it is."""
+    """A question about the model: its identity, abilities, origin or size."""
     questions, answer = rng.choices(
         (
             (WHO, WHO_ANSWER),

@@ -1,8 +1,8 @@
 """Muon for the matrices, Adam for everything else.
 
-Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) steps along the nearest semi-orthogonal matrix of the
-momentum. With it a model of this size answers held-out sums after about a million tokens of nothing but sums, which
-makes it possible to train all of the demo in well under an hour of two cores.
+Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) steps along the semi-orthogonal matrix that is nearest to
+the momentum. With Muon a model of this size answers held-out sums after a training on about a million tokens of sums.
+The whole demo can therefore be trained in well under an hour on two cores.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Arrays = dict[str, jax.Array]
 class Optimizer:
     """
     Args:
-        blocks: the parameters that Muon steps, each with the heights of the matrices that lie one below the other
-            in it: every one is made orthogonal by itself.
-        adam_rate: of the others, as a part of the learning rate.
+        blocks: the parameters that Muon updates, each with the heights of the matrices that are stacked in it. Each
+            matrix is orthogonalised separately.
+        adam_rate: learning rate of all other parameters, as a fraction of the learning rate.
     """
 
     blocks: Mapping[str, tuple[int, ...]]
@@ -76,7 +76,7 @@ class Optimizer:
 
 
 def orthogonalised(matrix: jax.Array) -> jax.Array:
-    """About the semi-orthogonal matrix nearest to `matrix` [out, in] (singular values 0.7 to 1.2), times
+    """An approximation of the semi-orthogonal matrix nearest to `matrix` [out, in] (singular values 0.7 to 1.2), times
     sqrt(max(1, out / in))."""
     rows, columns = matrix.shape
     x = matrix.T if rows > columns else matrix

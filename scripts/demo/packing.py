@@ -1,4 +1,4 @@
-"""Samples packed one after the other into rows of equal length. Each attends to itself only."""
+"""Packs samples one after the other into rows of equal length. A sample attends only to itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 Encoded = tuple[list[int], list[float]]  # ids, weight of predicting each
 
-MAX_MISSES = 8  # samples tried at the end of a row before the rest of it is left empty
+MAX_MISSES = 8  # samples tried for the end of a row; then the rest of the row stays empty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +19,9 @@ class PackedBatch:
 
     tokens: np.ndarray  # i32[B, R]
     targets: np.ndarray  # i32[B, R]
-    weights: np.ndarray  # f32[B, R], 0 where nothing is to be learned
-    positions: np.ndarray  # i32[B, R], in the token's own sample
-    samples: np.ndarray  # i32[B, R], which sample of the row it belongs to; 0 is padding
+    weights: np.ndarray  # f32[B, R], loss weights; 0 in padding
+    positions: np.ndarray  # i32[B, R], within the token's sample
+    samples: np.ndarray  # i32[B, R], number of the token's sample in the row; 0 is padding
 
 
 def pack(
@@ -32,8 +32,8 @@ def pack(
     row_length: int,
     filler: Callable[[random.Random], Encoded] | None = None,
 ) -> PackedBatch:
-    """Fills rows with what `draw` gives. A sample that does not fit the rest of its row goes to the next one, and
-    shorter ones, from `filler` where there is one, take its place. One that fits no row is cut at its end."""
+    """Fills rows with samples of `draw`. A sample that does not fit in the rest of a row goes to the next row; shorter
+    samples, from `filler` if given, take its place. A sample that is longer than a row is truncated."""
     shape = (num_rows, row_length)
     tokens, targets, positions, samples = (np.zeros(shape, np.int32) for _ in range(4))
     weights = np.zeros(shape, np.float32)

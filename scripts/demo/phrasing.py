@@ -1,4 +1,4 @@
-"""Varied phrasing: a template is drawn, filled, and changed as people type."""
+"""Varied phrasing: draws a template, fills it, and changes the text to resemble typed questions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def fill(rng: random.Random, templates: Sequence[str], **values: object) -> str:
 
 
 def typed(rng: random.Random, text: str) -> str:
-    """`text` as somebody might type it: all of it in lower case, without its last mark, with a word of politeness."""
+    """`text` as a user might type it: in lower case, without the last punctuation mark, or with a polite word."""
     draw = rng.random()
     if draw < 0.08:
         front = rng.choice(POLITE_FRONTS)

@@ -1,7 +1,7 @@
 """Short stories from a small grammar: a hero, a friend, a place, a thing, and one of a dozen plots.
 
-Each plot is a list of beats and each beat a choice of sentences, so that a few hundred lines of text make more stories
-than any training run reads, all of them grammatical.
+Each plot is a list of beats, and each beat is a choice of sentences. A few hundred lines of text make more stories than
+any training run reads. All are grammatical.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from scripts.demo.story_text import (
 
 @dataclass(frozen=True)
 class Character:
-    """Somebody in a story, and the pronouns that stand for them."""
+    """A character of a story, with its pronouns."""
 
-    name: str  # "Mia", or "the fox" for who has no name
+    name: str  # "Mia", or "the fox" for a character without a name
     kind: str  # "girl", "boy", "fox", ...
     they: str
     them: str
@@ -48,7 +48,7 @@ class Character:
 
 
 def character(rng: random.Random, kind: str | None = None, other_than: Character | None = None) -> Character:
-    """Somebody of the given kind, or of any, with another name and kind than the one who is there already."""
+    """A character of `kind`, or of any kind. Name and kind differ from those of `other_than`."""
     while True:
         chosen = kind or rng.choice(("girl", "boy", rng.choice(ANIMALS), rng.choice(ANIMALS), rng.choice(FANTASTIC)))
         female = chosen in ("girl", "princess") or (chosen not in ("boy", "king") and rng.random() < 0.5)
@@ -60,12 +60,12 @@ def character(rng: random.Random, kind: str | None = None, other_than: Character
 
 @dataclass(frozen=True)
 class Story:
-    """A story, and what can be asked about it."""
+    """A story, with the parts that questions refer to."""
 
     text: str
     hero: Character
     friend: Character
-    subject: str  # what the plot is about: "a lost kite"
+    subject: str  # the topic of the plot: "a lost kite"
 
 
 def _sentence(rng: random.Random, choices: tuple[str, ...], values: dict[str, str]) -> str:
@@ -98,7 +98,7 @@ def story(rng: random.Random) -> Story:
 
 
 def told(rng: random.Random) -> Turn:
-    """A request and its story: most requests say what it shall be about."""
+    """A request and its story. Most requests name a topic."""
     made = story(rng)
     if rng.random() < 0.2:
         return typed(rng, rng.choice(REQUESTS)), made.text

@@ -1,6 +1,6 @@
 """A byte-level BPE tokenizer with Llama 3's special tokens, split pattern and chat format, but one token per digit.
 
-Llama 3 takes digits in groups of up to three; a model this small adds far better when every digit is a token.
+Llama 3 groups up to three digits in a token. A model of this size adds much better if every digit is a token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ END_HEADER = "<|end_header_id|>"
 END_OF_MESSAGE = "<|eom_id|>"
 END_OF_TURN = "<|eot_id|>"
 PADDING = "<|finetune_right_pad_id|>"
-# In the order of Llama 3.1's own, behind the ordinary tokens as there.
+# In the same order as in Llama 3.1, and also after the ordinary tokens.
 SPECIAL_TOKENS = (
     BEGIN_OF_TEXT,
     END_OF_TEXT,
@@ -41,7 +41,7 @@ SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# One line, so that it renders alike whatever an engine's Jinja does with the white space around blocks.
+# On one line: engines configure Jinja's white space around blocks differently, and the rendering must be the same.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"
@@ -85,7 +85,7 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def save(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
-    """`tokenizer.json`, `tokenizer_config.json` and `special_tokens_map.json`, as Hugging Face lays them out."""
+    """Writes `tokenizer.json`, `tokenizer_config.json` and `special_tokens_map.json` in Hugging Face's form."""
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"bos_token": BEGIN_OF_TEXT, "eos_token": END_OF_TURN, "pad_token": PADDING}
     config = {
@@ -112,11 +112,11 @@ def save(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
 
 
 class SampleEncoder:
-    """Samples to ids and per-token loss weights."""
+    """Encodes samples to ids and per-token loss weights."""
 
     def __init__(self, tokenizer: Tokenizer, *, prompt_weight: float):
         self.tokenizer = tokenizer
-        self.prompt_weight = prompt_weight  # of what the user and the system say, where an answer's tokens weigh 1
+        self.prompt_weight = prompt_weight  # of user and system tokens; tokens of answers have weight 1
         vocabulary = tokenizer.get_vocab()
         self._ids = {token: vocabulary[token] for token in SPECIAL_TOKENS}
 
@@ -133,7 +133,7 @@ class SampleEncoder:
         return [self._ids[START_HEADER], *self.text(role), self._ids[END_HEADER], *self.text("\n\n")]
 
     def prompt(self, system: str | None, turns: Iterable[tuple[str, str]], question: str) -> list[int]:
-        """What the model reads before it answers `question`: the chat template's own rendering."""
+        """The ids of the prompt for `question`, the same as those of the rendered chat template."""
         ids = [self._ids[BEGIN_OF_TEXT]]
         messages = [] if system is None else [("system", system)]
         for asked, answered in turns:
@@ -143,7 +143,7 @@ class SampleEncoder:
         return ids + self.header("assistant")
 
     def encode(self, sample: Sample) -> tuple[list[int], list[float]]:
-        """ids, and for each id the weight of predicting it."""
+        """The ids, and for each id the loss weight of its prediction."""
         if isinstance(sample, Document):
             return self._document(sample)
         return self._chat(sample)

@@ -38,7 +38,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How long the training is, how fast it learns, and from what rows."""
+    """The length of the training, its learning rate, and the shapes of its batches."""
 
     steps: int
     learning_rate: float
@@ -47,12 +47,12 @@ class Schedule:
     shapes: tuple[Shape, ...]
 
     def rate(self, step: jax.Array) -> jax.Array:
-        """Linear warm-up, then linear decay to nothing."""
+        """Linear warm-up, then linear decay to zero."""
         left = (self.steps - step) / max(1, self.steps - self.warmup)
         return self.learning_rate * jnp.minimum((step + 1) / self.warmup, jnp.minimum(left, 1.0))
 
     def batch(self, step: int, corpus: Corpus, encoder: SampleEncoder) -> PackedBatch:
-        """The batch of a step depends on the seed and its number only: an interrupted run goes on as it would have."""
+        """The batch of a step. It depends only on the seed and the step: an interrupted run continues identically."""
         rng = random.Random(f"{self.seed}/{step}")
         shape = rng.choices(self.shapes, weights=[s.share for s in self.shapes])[0]
         draw = {"short": corpus.short, "long": corpus.long, "endless": corpus.endless}[shape.kind]
@@ -139,8 +139,8 @@ class Trainer:
         report: Callable[[Trainer, str], None],
         stop_after: int | None = None,
     ) -> None:
-        """Trains to the schedule's end or to step `stop_after`; `report` is called every so many steps with a line to
-        print."""
+        """Trains to the end of the schedule or to step `stop_after`. `report` is called every `report_every` steps with
+        a line to print."""
         last = min(self.schedule.steps, stop_after or self.schedule.steps)
         losses: list[jax.Array] = []
         num_tokens, since = 0, time.perf_counter()
@@ -158,7 +158,7 @@ class Trainer:
                 losses, num_tokens, since = [], 0, time.perf_counter()
 
     def save(self, path: Path) -> None:
-        """Writes parameters, optimizer and step number, whole or not at all."""
+        """Writes parameters, optimizer state and step number atomically."""
         arrays = {f"params/{k}": v for k, v in self.params.items()}
         for group, members in self.state.items():
             arrays |= {f"{group}/{k}": v for k, v in members.items()}
@@ -168,7 +168,7 @@ class Trainer:
         partial.replace(path)
 
     def restore(self, path: Path) -> None:
-        """Reads what `save` wrote."""
+        """Reads a file of `save`."""
         with np.load(path) as saved:
             self.step = int(saved["step"])
             self.params = {k: jnp.asarray(saved[f"params/{k}"]) for k in self.params}
@@ -176,7 +176,7 @@ class Trainer:
 
 
 def _blocks(config: LlamaConfig, params: Arrays) -> dict[str, tuple[int, ...]]:
-    """Muon's parameters: every matrix but the embedding, with the heights of what is fused in it."""
+    """Muon's parameters: every matrix except the embedding, with the heights of the matrices that are fused in it."""
     shapes = expected_shapes(config)
     return {
         name: tuple(shapes[source.key][0] for source in sources(name))
