@@ -1,6 +1,6 @@
 """Batch files: OpenAI's JSON lines of requests, plain prompts, and the records of their answers.
 
-A line is `{"custom_id", "method": "POST", "url", "body"}` as OpenAI's batch API takes it, or `{"prompt": ...}` or
+A line is `{"custom_id", "method": "POST", "url", "body"}` as in OpenAI's batch API, or `{"prompt": ...}` or
 `{"messages": [...]}` with any other fields of such a request. Blank lines are skipped. A record is
 `{"id", "custom_id", "response": {"status_code", "request_id", "body"} or null, "error"}`.
 """
@@ -19,7 +19,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A request, or what is wrong with it."""
+    """A request, or the problem of an invalid line."""
 
     custom_id: str | None
     url: str = ""
@@ -62,7 +62,7 @@ def parse_line(text: str, number: int, defaults: Mapping[str, Any]) -> Line:
 
 
 def answer_record(line: Line, status: int, answer: dict[str, Any]) -> dict[str, Any]:
-    """What the server answered, a refusal included."""
+    """The record of the server's answer, which may be a refusal."""
     for choice in answer.get("choices", ()):
         choice.pop("token_ids", None)
     request_id = answer.get("id") or f"req-{uuid.uuid4().hex}"
@@ -71,7 +71,7 @@ def answer_record(line: Line, status: int, answer: dict[str, Any]) -> dict[str, 
 
 
 def problem_record(line: Line) -> dict[str, Any]:
-    """A line that never became a request."""
+    """The error record of an invalid line."""
     error = {"code": "invalid_line", "message": line.problem}
     return {"id": _record_id(), "custom_id": line.custom_id, "response": None, "error": error}
 
@@ -81,5 +81,5 @@ def _record_id() -> str:
 
 
 def digest(text: str, salt: str) -> str:
-    """Identifies a line: its text, together with the model and the defaults (`salt`)."""
+    """Identifies a line by its text, the model and the defaults (`salt`)."""
     return hashlib.blake2b(f"{salt}\n{text}".encode(errors="surrogateescape"), digest_size=16).hexdigest()

@@ -16,14 +16,14 @@ STDIN = Path("-")
 class BatchInput:
     """The lines of a batch file. They can be read several times.
 
-    A pipe can be read once: its content is kept in a temporary file. Opening such an input waits until its writer ends.
+    The content of a pipe is copied to a temporary file. Opening such an input waits until the pipe's writer ends.
 
     Args:
         path: "-" is the standard input.
 
     Raises:
-        ValueError: a folder.
-        OSError: a file that cannot be read.
+        ValueError: `path` is a folder.
+        OSError: the file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,7 +42,7 @@ class BatchInput:
         self._start = self._file.tell()  # the shell may have read a part of the standard input
 
     def check_is_none_of(self, paths: Iterable[Path]) -> None:
-        """Raises ValueError where one of the output `paths` is this file, directly or through links."""
+        """Raises ValueError if one of the output `paths` is this file, directly or through links."""
         for path in paths:
             if path.exists() and os.path.samestat(self._status, path.stat()):
                 raise ValueError(f"--input {self._path} is the file {path}, which this run would write: name another")
@@ -64,7 +64,7 @@ class BatchInput:
 
 
 def _copied(pipe: BinaryIO) -> BinaryIO:
-    os.set_blocking(pipe.fileno(), True)  # a terminal that is shared may have been left otherwise
+    os.set_blocking(pipe.fileno(), True)  # another program may have left a shared terminal non-blocking
     copy = tempfile.TemporaryFile("w+b", prefix="pallas-serve-")  # noqa: SIM115
     try:
         with pipe:

@@ -1,7 +1,7 @@
 """The HTTP server's application without HTTP: its routes over an engine in this process.
 
-Offline generation goes through the server's validation, chat template, tokenizer and answers, so that a line of a batch
-file means what the same body means to the server.
+Offline generation uses the server's validation, chat template, tokenizer and answers: a line of a batch file has the
+same meaning as the same body sent to the server.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from server.engine.wire import EngineInfo, Output, WireRequest, failure, output_
 
 
 class InProcessEngineClient:
-    """`server.engine.client.EngineClient` over an engine that runs here, on threads of its own.
+    """`server.engine.client.EngineClient` over an engine in this process, which has its own threads.
 
-    Sinks are called on the event loop's thread, as with the engine in its own process. A request's tokens are kept
-    until they are taken, or until it is given up or fails.
+    Sinks are called on the event loop's thread, as with an engine in another process. A request's tokens are kept until
+    they are taken, or until the request is aborted or fails.
     """
 
     def __init__(self, engine: Engine, info: EngineInfo, loop: asyncio.AbstractEventLoop) -> None:
@@ -73,11 +73,11 @@ class InProcessEngineClient:
         self._engine.reset_prefix_cache()
 
     def take_token_ids(self, request_id: str) -> list[int]:
-        """The ids that a finished request has drawn, including the one that ended it. Can be called once."""
+        """The drawn ids of a finished request, including the one that ended it. Call it once per request."""
         return self._token_ids.pop(request_id)
 
     def _on_output(self, output: RequestOutput) -> None:
-        """On the engine's thread. A step's outputs wake the loop once."""
+        """Runs on the engine's thread. All outputs of a step wake the event loop once."""
         with self._lock:
             self._arrived.append(output)
             if len(self._arrived) > 1:
@@ -92,7 +92,7 @@ class InProcessEngineClient:
 
     def _deliver(self, output: Output) -> None:
         sink = self._sinks.get(output.request_id)
-        if sink is None:  # aborted a moment ago
+        if sink is None:  # aborted in the meantime
             return
         self._token_ids[output.request_id] += output.token_ids
         if output.finish_reason is not None:
@@ -125,7 +125,7 @@ async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
     async def receive() -> Message:
         if incoming:
             return incoming.pop()
-        return await asyncio.Future()  # this client never hangs up
+        return await asyncio.Future()  # this client never disconnects
 
     async def send(message: Message) -> None:
         nonlocal status
@@ -139,7 +139,7 @@ async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
 
 
 class LoopThread:
-    """An event loop on its own thread, for synchronous code. It works inside a notebook's loop, too."""
+    """An event loop on its own thread, for synchronous code. It also works inside a notebook's event loop."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -147,7 +147,7 @@ class LoopThread:
         self._thread.start()
 
     def run[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result. An interrupt cancels it and waits for its clean-up."""
+        """Returns the coroutine's result. An interrupt cancels the coroutine and waits for its clean-up."""
         ended = threading.Event()
 
         async def watched() -> T:

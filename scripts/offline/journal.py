@@ -1,4 +1,4 @@
-"""The journal of a batch run: its finished records, from which the next run continues."""
+"""The journal of a batch run: its finished records. The next run continues from them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Key = tuple[int, str]  # a line's number and its digest
 class Journal:
     """The finished records of a run, in the order in which they finished, in `OUTPUT.partial` next to the output.
 
-    A record counts as finished when its whole line is in the file, so that the next run can continue one that was
-    killed at any moment. One process at a time holds the journal. A journal without records leaves no file behind.
+    A record is finished when its whole line is in the file. The next run can therefore continue after a kill at any
+    moment. Only one process at a time can hold the journal. A journal without records leaves no file.
 
     Raises:
-        BlockingIOError: another process holds it. Nothing has been changed then.
+        BlockingIOError: another process holds the journal; nothing was changed.
         ValueError: the file is not a journal.
     """
 
@@ -28,7 +28,7 @@ class Journal:
         self._file = _open_locked(path)
         self._places: dict[Key, tuple[int, int]] = {}  # -> offset, size
         self._end = 0
-        self._is_forgotten = False  # the file still holds records that do not count
+        self._is_forgotten = False  # the file still has records of an earlier run, which do not count
         try:
             self._read_back()
         except BaseException:
@@ -48,7 +48,7 @@ class Journal:
         self._is_forgotten = True
 
     def add(self, number: int, line_digest: str, record: dict[str, Any]) -> None:
-        """Adds the record of a line. It outlives this process once this returns."""
+        """Adds the record of a line. After the return, the record survives a kill of this process."""
         if self._is_forgotten:
             self._file.truncate(0)
             self._end, self._is_forgotten = 0, False
@@ -59,8 +59,8 @@ class Journal:
         self._end += len(raw)
 
     def write_ordered(self, keys: Iterator[Key], output: Path) -> int:
-        """Writes the records of `keys`, in that order, to `output`, whole or not at all, and removes the journal.
-        Returns how many of them are errors."""
+        """Writes the records of `keys`, in that order, to `output` atomically, and removes the journal. Returns the
+        number of error records."""
         num_errors = 0
         temporary = ordered_path(output)
         with temporary.open("wb") as file:
@@ -82,7 +82,7 @@ class Journal:
             self._close(remove=self._end == 0)
 
     def _close(self, *, remove: bool) -> None:
-        """The file is removed while it is locked: a process that opened it in the meantime sees that it is gone."""
+        """Closes the file. It is removed while it is locked: a process that has just opened it sees the removal."""
         if remove:
             self._path.unlink()
         self._file.close()
@@ -90,7 +90,7 @@ class Journal:
     def _read_back(self) -> None:
         self._file.seek(0)
         for raw in self._file:
-            if not raw.endswith(b"\n"):  # torn by whatever ended the last run
+            if not raw.endswith(b"\n"):  # an incomplete line: the last run ended during its write
                 break
             self._places[_key_of(raw, self._path)] = (self._end, len(raw))
             self._end += len(raw)
@@ -98,12 +98,12 @@ class Journal:
 
 
 def partial_path(output: Path) -> Path:
-    """Where the journal of a run that writes `output` lies."""
+    """The path of the journal of a run that writes `output`."""
     return Path(f"{output}.partial")
 
 
 def ordered_path(output: Path) -> Path:
-    """Where the records are put in order before they become `output`."""
+    """The path of the file that collects the ordered records before it becomes `output`."""
     return Path(f"{output}.ordered")
 
 
@@ -118,7 +118,7 @@ def _key_of(raw: bytes, path: Path) -> Key:
 
 
 def _open_locked(path: Path) -> BinaryIO:
-    """Opens or creates the file at `path` and locks it. BlockingIOError where another process holds the lock."""
+    """Opens or creates the file at `path` and locks it. Raises BlockingIOError if another process holds the lock."""
     while True:
         file = path.open("a+b")
         try:
@@ -128,7 +128,7 @@ def _open_locked(path: Path) -> BinaryIO:
         except BaseException:
             file.close()
             raise
-        file.close()  # between the opening and the locking, the run that held it ended and removed it
+        file.close()  # the run that held the file removed it between our open and our lock
 
 
 def _is_at(file: BinaryIO, path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""From flags to an engine: settings, the model and its memory, the step's shapes, a tokenizer, and errors in one line.
+"""From flags to an engine: settings, the model and its memory, the step's shapes, a tokenizer, and error reports.
 
-Knows `model`, `batcher` and `server`, and no other room of `scripts`.
+It imports `model`, `batcher` and `server`, and no other package of `scripts`.
 """

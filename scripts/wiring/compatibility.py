@@ -1,4 +1,4 @@
-"""Flags of vLLM's command line that mean nothing here: accepted with a warning, or refused in words."""
+"""Flags of vLLM's command line without a meaning here: they are accepted with a warning, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 logger = logging.getLogger("pallas_serve")
 
-# without a value, and what is so without them
+# flags without a value -> the behaviour without them
 WITHOUT_EFFECT = {
     "--enforce-eager": "every step is a program that was compiled before the first request",
     "--enable-chunked-prefill": "prompts are always computed in chunks",
@@ -46,7 +46,7 @@ class _Refuse(argparse.Action):
 
 
 def add_compatibility_flags(parser: argparse.ArgumentParser) -> None:
-    """They are not in the help. Warnings of those that were given are in `compatibility_warnings`."""
+    """Adds the flags, hidden from the help. The namespace's `compatibility_warnings` has the warnings."""
     parser.set_defaults(compatibility_warnings=[])
     for flag in WITHOUT_EFFECT:
         parser.add_argument(flag, dest="compatibility_warnings", nargs=0, action=_Warn, help=argparse.SUPPRESS)
@@ -56,6 +56,6 @@ def add_compatibility_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def log_warnings(warnings: Sequence[str]) -> None:
-    """Logs the warnings that the flags of `add_compatibility_flags` have gathered."""
+    """Logs the warnings of the flags of `add_compatibility_flags`."""
     for warning in warnings:
         logger.warning("%s", warning)

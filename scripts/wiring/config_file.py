@@ -1,4 +1,4 @@
-"""`--config FILE`: flags from a YAML file. What the command line says comes later, and so counts."""
+"""`--config FILE`: flags from a YAML file. Flags of the command line take precedence."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MAX_CONFIG_BYTES = 2**20
 
 
 def with_config(argv: Sequence[str]) -> list[str]:
-    """The arguments with those of the file before them, and `--config FILE` taken out.
+    """The arguments of the file, then those of `argv` without `--config FILE`.
 
     A key is a flag's name, with `-` or `_`: `max-model-len: 512`, `served_model_name: [a, b]`, `strict-fields: true`.
-    ValueError or OSError for a file that is none.
+    Raises ValueError or OSError for an invalid file.
     """
     arguments, files = [], []
     rest = iter(argv)
@@ -34,7 +34,7 @@ def with_config(argv: Sequence[str]) -> list[str]:
     if len(files) > 1:
         raise ValueError(f"--config was given {len(files)} times: one file is read")
     from_file = [argument for file in files for argument in _arguments(file)]
-    num_first = 1 if arguments and not arguments[0].startswith("-") else 0  # a model: no list of the file takes it
+    num_first = 1 if arguments and not arguments[0].startswith("-") else 0  # the model stays before lists of the file
     return arguments[:num_first] + from_file + arguments[num_first:]
 
 
@@ -58,7 +58,7 @@ def _flag(name: str, value: Any, file: Path) -> Iterator[str]:
         case True:
             yield f"--{name}"
         case False:
-            if name.startswith("enable-"):  # the others are off unless they are given
+            if name.startswith("enable-"):  # the other switches are off by default
                 yield f"--no-{name}"
         case None:
             return

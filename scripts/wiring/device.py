@@ -1,4 +1,4 @@
-"""The device of an engine: which one this machine has, and jax started on it."""
+"""The device of an engine: finds the machine's device and starts jax on it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from model.inputs.paths import check_local, expanded
 from scripts.wiring.settings import EngineSettings
 
 PLATFORMS = ("cpu", "gpu", "tpu")
-# Of a GPU's memory, for JAX's pool. --memory-utilization is a share of the pool. Outside the pool lie CUDA's context,
-# the loaded programs and NCCL's buffers (scripts/benchmarks/results/decisions.md).
+# The share of a GPU's memory for JAX's pool. --memory-utilization is a share of the pool. CUDA's context, the loaded
+# programs and NCCL's buffers are outside the pool (scripts/benchmarks/results/decisions.md).
 GPU_POOL_SHARE = 0.92
 ROOT = Path(__file__).parents[2]
 
 
 def start_jax(settings: EngineSettings) -> str:
-    """'cpu', 'gpu' or 'tpu': what this process computes on. ValueError where the device asked for is not there."""
+    """'cpu', 'gpu' or 'tpu': the platform of this process. Raises ValueError if the wanted device is missing."""
     import jax
 
     device = find_device() if settings.device == "auto" else settings.device
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_POOL_SHARE))
-    # Only the platform asked for is started: a plug-in for an absent chip fails late and with a long message.
+    # Only the wanted platform is started: a plug-in for an absent chip fails late and with a long message.
     jax.config.update("jax_platforms", device if device == "cpu" else f"{device},cpu")
     if device == "cpu" and settings.tensor_parallel_size > 1:
         jax.config.update("jax_num_cpu_devices", settings.tensor_parallel_size)
@@ -41,7 +41,7 @@ def start_jax(settings: EngineSettings) -> str:
 
 
 def find_device() -> str:
-    """'cpu', 'tpu' or 'cuda': what this machine has, by the rule with which scripts/serve chooses packages."""
+    """'cpu', 'tpu' or 'cuda': this machine's device, by the rule with which scripts/serve chooses packages."""
     command = ["bash", "-c", ". scripts/setup.sh && find_device"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if found.returncode:
@@ -50,7 +50,7 @@ def find_device() -> str:
 
 
 def describe_devices(settings: EngineSettings) -> str:
-    """In a few words, once jax has started."""
+    """The devices in a few words. Call it after `start_jax`."""
     import jax
 
     devices = jax.devices()
@@ -58,7 +58,7 @@ def describe_devices(settings: EngineSettings) -> str:
 
 
 def compile_cache_folder(asked: str | None) -> Path | None:
-    """None: keep nothing."""
+    """The folder of compiled programs; None: they are not kept."""
     if asked == "none":
         return None
     if asked is not None:

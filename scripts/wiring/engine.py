@@ -1,6 +1,6 @@
-"""The engine's factory: from settings to a warmed-up engine, saying what each phase of the start took.
+"""The engine's factory: from settings to a warmed-up engine, with a report of each phase of the start.
 
-`build_served` is what the engine's process calls, and `build` what offline generation calls in its own.
+The engine's process calls `build_served`. Offline generation calls `build` in its own process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """A runner and what an engine over it needs. Several engines may be made over one runner, one after the other."""
+    """A runner and the settings for engines over it. Several engines can be made over one runner, one at a time."""
 
     runner: ModelRunner
     ladder: BucketLadder
@@ -55,7 +55,7 @@ class Built:
         on_death: Callable[[BaseException], None] | None = None,
         grammars: Grammars | None = None,
     ) -> Engine:
-        """An engine over the runner, not started. `on_death` is called with what ended it."""
+        """An engine over the runner, not started. `on_death` is called with the exception that ended it."""
         settings = self.settings
         config = EngineConfig(
             eos_token_ids=self.eos_token_ids,
@@ -69,8 +69,8 @@ class Built:
 
 
 def build_served(served: ServedSettings, report: Report) -> tuple[Engine, EngineInfo]:
-    """`build`, with the tokens of structured output read meanwhile: that holds the interpreter's lock for much of a
-    second, which later would hold up the steps."""
+    """`build`, which also reads the tokens for structured output during compilation. This holds the interpreter's lock
+    for most of a second; while serving, it would delay steps."""
 
     def tokenizer(vocab_size: int) -> Tokenizer:
         from server.text.tokenizer import ByteLevelTokenizer
@@ -87,11 +87,11 @@ def build(
     *,
     read_tokens: bool = False,
 ) -> tuple[Engine, EngineInfo]:
-    """A warmed-up engine, not started. ValueError where a setting, the model or the device cannot be used.
+    """A warmed-up engine, not started. Raises ValueError if a setting, the model or the device cannot be used.
 
     Args:
-        tokenizer: of a model of so many ids; None: the engine serves no grammars.
-        read_tokens: now, while programs are compiled; otherwise the first grammar waits for it.
+        tokenizer: makes the tokenizer from the size of the vocabulary; None: the engine supports no grammars.
+        read_tokens: reads the tokens while programs are compiled; otherwise the first grammar waits for them.
     """
     built = build_runner(settings, report, compile_meanwhile=True)
     grammars = None
@@ -106,8 +106,8 @@ def build(
 
 
 def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile: bool = False) -> Built:
-    """The weights on the device and the pages allocated. `compile_meanwhile`: the programs of all buckets have been
-    begun with, for the warm-up that follows; otherwise nothing is compiled yet."""
+    """A runner with its weights on the device and its pages allocated. With `compile_meanwhile`, the programs of all
+    buckets are being compiled for the warm-up; otherwise nothing is compiled yet."""
     with _phase("start", report) as say:
         platform = start_jax(settings)
         say(f"jax on {describe_devices(settings)}")
@@ -127,17 +127,17 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
     buckets = bucket_config(settings, platform)
     mesh = _mesh(settings.tensor_parallel_size)
     quantization, remark = choose_quantization(settings.quantization, stored, reads_fp8=reads_fp8(platform))
-    # The CPU's forms cut a kernel's rows in their own way, not in the mesh's.
+    # The CPU forms split a kernel's rows in another way than a mesh does.
     for_cpu = platform == "cpu" and mesh is None
     options: dict[str, Any] = {"dtype": dtype, "mesh": mesh, "quantization": quantization, "for_cpu": for_cpu}
     planned = abstract_model(config, **options)
-    placed = planned.config  # its KV heads repeated where chips outnumber them
+    placed = planned.config  # with KV heads repeated if there are more chips than heads
     page_size = settings.page_size or default_page_size(backend, max_model_len)
     attention = paged_attention(placed, backend, dtype=dtype, page_size=page_size, mesh=mesh)
     runner = ModelRunner(planned, attention, runner_config(settings, buckets, max_model_len))
     capacity = runner.capacity()
     ladder = BucketLadder(buckets)
-    # On a GPU, XLA's autotuner times kernels while it compiles and keeps its choices, so nothing else may run then.
+    # On a GPU, XLA's autotuner times kernels during compilation and keeps its choices: nothing else may run then.
     if compile_meanwhile and platform != "gpu":
         runner.start_compiling(ladder.buckets())
     try:
@@ -187,9 +187,9 @@ def paged_attention(
     *,
     dtype: str,
     page_size: int,
-    mesh: Any,  # a Mesh; an AbstractMesh will do for a plan; None for one chip
+    mesh: Any,  # a Mesh; an AbstractMesh is enough for a plan; None for one chip
 ) -> PagedAttention:
-    """Of a model in its stored form: `config` has its KV heads repeated where chips outnumber them."""
+    """The attention of a model in its stored form: `config` has the repeated KV heads (`sharding.stored_config`)."""
     from pallas_kernels.api import PagedAttention
     from pallas_kernels.spec import AttentionSpec
 
@@ -211,7 +211,7 @@ def _mesh(num_shards: int) -> jax.sharding.Mesh | None:
 
 
 def _find_weights(settings: EngineSettings, source: ModelSource) -> StoredWeights | None:
-    """None where random weights are asked for."""
+    """The model's weights on disk; None for random weights."""
     if settings.load_format == "dummy":
         return None
     if source.folder is None:
@@ -236,7 +236,7 @@ def _size_of(model: Llama) -> int:
 
 @contextmanager
 def _phase(name: str, report: Report) -> Iterator[Report]:
-    """Reports the phase's seconds with what the body says of it."""
+    """Reports the seconds of the phase, with the remarks of the body."""
     started = time.perf_counter()
     said: list[str] = []
     yield said.append

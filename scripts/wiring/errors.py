@@ -12,12 +12,12 @@ from model.inputs.words import described, is_worded, one_line
 from server.engine.client import EngineFailedError
 
 EXIT_FAILED = 1
-EXIT_REFUSED = 2  # argparse's own, too: a flag, a path or a checkpoint that cannot be used
-EXIT_INTERRUPTED = 130  # a shell's, for SIGINT
+EXIT_REFUSED = 2  # as argparse: a flag, a path or a checkpoint that cannot be used
+EXIT_INTERRUPTED = 130  # as shells for SIGINT
 
 
 class FailedError(RuntimeError):
-    """What a command set out to do has failed; the message is for the user."""
+    """The work of a command has failed; the message is for the user."""
 
 
 def add_debug_flag(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def add_debug_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(command: str, body: Callable[[], int], *, debug: bool) -> int:
-    """Runs `body` and returns its exit code. An exception is reported on stderr and gives the code of its kind."""
+    """Runs `body` and returns its exit code. An exception is reported on stderr; its type determines the exit code."""
     try:
         return body()
     except (Exception, KeyboardInterrupt) as error:
@@ -34,7 +34,7 @@ def run_command(command: str, body: Callable[[], int], *, debug: bool) -> int:
 
 
 def failed(command: str, error: BaseException, *, debug: bool) -> int:
-    """Says what went wrong, and returns the exit code of `command`."""
+    """Reports the error, and returns the exit code of `command`."""
     if debug:
         traceback.print_exception(error)
     match error:

@@ -11,7 +11,7 @@ from scripts.wiring.settings import EngineSettings
 if TYPE_CHECKING:
     from model.execution.memory_plan import RunnerConfig
 
-# For each platform, the limits that hold where the user gives none, and which shapes are worth a program.
+# Per platform: the default limits, and the shapes that are worth a program.
 _DEFAULTS = {
     # A CPU takes about as long to read the weights as to compute one token, so long steps only delay other requests.
     # Its compiler is slow, so there are few shapes.
@@ -42,11 +42,11 @@ _DEFAULTS = {
 
 
 def bucket_config(settings: EngineSettings, platform: str) -> BucketConfig:
-    """The limits and shapes of the steps: from the settings, or else the platform's defaults."""
+    """The limits and shapes of the steps: from the settings, or by default from the platform."""
     defaults = _DEFAULTS[platform]
     max_num_seqs, asked_tokens = settings.max_num_seqs or defaults.max_num_seqs, settings.max_num_batched_tokens
     if settings.max_num_seqs is None and asked_tokens is not None:
-        max_num_seqs = min(max_num_seqs, max(1, asked_tokens // 2))  # one flag does not fail by the other's default
+        max_num_seqs = min(max_num_seqs, max(1, asked_tokens // 2))  # a default must not make the other flag invalid
     return replace(
         defaults,
         max_num_batched_tokens=asked_tokens or max(defaults.max_num_batched_tokens, 2 * max_num_seqs),
@@ -55,7 +55,7 @@ def bucket_config(settings: EngineSettings, platform: str) -> BucketConfig:
 
 
 def runner_config(settings: EngineSettings, buckets: BucketConfig, max_model_len: int) -> RunnerConfig:
-    """The limits that the memory is planned for."""
+    """The limits for the memory plan."""
     from model.execution.memory_plan import RunnerConfig
 
     return RunnerConfig(

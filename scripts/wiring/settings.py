@@ -21,7 +21,7 @@ SCHEDULING = ("continuous", "static")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSettings:
-    """None means that the engine decides once it knows the model and the device."""
+    """The settings of an engine. None: the engine chooses, from the model and the device."""
 
     model: str = DEMO
     device: str = "auto"
@@ -73,12 +73,12 @@ class EngineSettings:
 
     @classmethod
     def from_namespace(cls, args: argparse.Namespace) -> EngineSettings:
-        """From parsed flags. ValueError where a value is out of its range."""
+        """The settings from parsed flags. Raises ValueError if a value is out of range."""
         return cls(**{name: getattr(args, name) for name in cls.field_names()})
 
     @classmethod
     def from_keywords(cls, **keywords: Any) -> EngineSettings:
-        """ValueError for a keyword that is not a setting."""
+        """The settings from keywords. Raises ValueError for an unknown keyword."""
         unknown = sorted(set(keywords) - set(cls.field_names()))
         if unknown:
             raise ValueError(f"unknown settings {', '.join(unknown)}; there are {', '.join(cls.field_names())}")
@@ -92,10 +92,10 @@ class EngineSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedSettings:
-    """What the engine's process is told."""
+    """The settings that the engine's process gets."""
 
     engine: EngineSettings
-    tokenizer: Path  # a folder: grammars are of the tokens that the server speaks
+    tokenizer: Path  # a folder; grammars use the server's tokenizer
 
 
 def flag(name: str) -> str:
@@ -104,7 +104,7 @@ def flag(name: str) -> str:
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of every command that runs an engine. A flag with the meaning of one of vLLM's has its name."""
+    """Adds the flags of every command that runs an engine. Flags with a counterpart in vLLM have vLLM's names."""
     model = parser.add_argument_group("model")
     model.add_argument(
         "--model",

@@ -1,7 +1,7 @@
-"""A tokenizer for models that come without one (presets with dummy weights), so that they can be served and timed.
+"""A tokenizer for models without one (presets with dummy weights), so that they can be served and timed.
 
-Its text means nothing, as the model's does. A prompt has one token per byte. Every id that a dummy model draws has a
-text, so that streams and stop strings behave as with a real vocabulary.
+Its text has no meaning, as that of a dummy model. A prompt has one token per byte. Every id has a text, so streams and
+stop strings behave as with a real vocabulary.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHAT_TEMPLATE = (
 
 
 def tokenizer_folder(asked: Path | None, source: ModelSource, spare: Path) -> Path:
-    """The tokenizer asked for, the model's own, or a stand-in in the folder `spare` for a preset, which has none."""
+    """The folder of the tokenizer: `asked`, the model's own, or, for a preset, a stand-in in the folder `spare`."""
     if asked is not None:
         check_local(asked, "--tokenizer")
         return asked
@@ -35,7 +35,7 @@ def tokenizer_folder(asked: Path | None, source: ModelSource, spare: Path) -> Pa
 
 
 def write_stand_in_tokenizer(folder: Path, vocab_size: int) -> None:
-    """The files of a tokenizer: bytes first, then made-up words, Llama 3's special tokens last as in its vocabulary.
+    """Writes a tokenizer's files. Its ids are bytes, then made-up words, then Llama 3's special tokens.
 
     Raises:
         ValueError: the vocabulary cannot hold the bytes and the special tokens.
