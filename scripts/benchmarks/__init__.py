@@ -1,4 +1,4 @@
-"""What the benchmark commands measure with: load on a server, compilers' accounts, timings on a chip, simulated time.
+"""The parts of the benchmark commands: load on a server, compilers' accounts, timings on a chip, simulated time.
 
-`README.md` says how figures are taken; `results/` keeps them.
+`README.md` describes the measurements; `results/` has the figures.
 """

@@ -56,7 +56,7 @@ def main(target: str, static: bool, rest: list[str]) -> None:
 
 
 def publish(figures: Any, lines: list[str], json_path: Path | None, markdown_path: Path | None) -> None:
-    """Prints the report, and writes it and the figures to the files that are named."""
+    """Prints the report, and writes the report and the figures to the given files."""
     print("\n".join(lines))
     if json_path:
         json_path.write_text(json.dumps(figures, indent=1) + "\n")

@@ -30,7 +30,7 @@ from scripts.benchmarks.accounts.tpu_static import (
 )
 
 SHIPPED_BLOCKS = [(8, 8), (16, 8), (8, 32), (8, 64), (16, 64)]  # pages of KV, queries
-# Lengths as they come in serving: an item of a decode and a tile of a chunk are paid for whole, however little lives.
+# Lengths as in serving: an item of a decode or a tile of a chunk has its full cost, even if it is mostly padding.
 TUNED_FOR = {
     "decode": [Row(1, kv_len) for kv_len in (100, 300, 700, 1500, 2500, 4000, 6000, 8000)] * 8,
     "mixed": [Row(2048, 2048), Row(512, 4096), Row(300, 300)],
@@ -84,7 +84,7 @@ def _tuples(texts: list[str] | None) -> list[tuple[int, ...]]:
 
 
 def geometry(model: str, kv_dtype: str = "bfloat16") -> Any:
-    """What the TPU kernels know of a model's heads."""
+    """The TPU kernels' geometry of a model's heads."""
     import jax.numpy as jnp
 
     from pallas_kernels.spec import AttentionSpec
@@ -105,7 +105,7 @@ def geometry(model: str, kv_dtype: str = "bfloat16") -> Any:
 def compiled(
     target: str, model: str, jobs: list[tuple[str, tuple[int, ...]]], kv_dtype: str = "bfloat16"
 ) -> list[Kernel]:
-    """The kernels of `jobs` that compile; for the others the reason is printed. The shipped one has bfloat16 pages."""
+    """The kernels of `jobs` that compile; errors of the others are printed. The kernel of jax has bfloat16 pages."""
     from scripts.benchmarks.accounts.targets import tpu_target
 
     kernels = []
@@ -144,7 +144,7 @@ class Report:
         self.kernels = compiled(target, model, jobs, kv_dtype)
 
     def text(self) -> str:
-        """In Markdown."""
+        """The tables in Markdown."""
         heads = "{} query heads, {} KV heads, head dim {}".format(*MODELS[self.model])
         title = f"\n### {self.target.name}, {self.model}: {heads}; pages of {PAGE} in {self.kv_dtype}\n"
         return "\n".join([title, *self._iterations(), "", *self._batches()])
@@ -185,7 +185,7 @@ class Report:
         return lines
 
     def _best(self, kernel: str, rows: Any) -> Any:
-        """Of the shipped kernel the best block sizes of those tried, for each batch anew."""
+        """The estimate of a batch. For the kernel of jax, it is that of the best block sizes for this batch."""
         if kernel == "shipped":
             estimates = [k.estimate(rows) for k in self.kernels if k.name == "shipped"]
             return min(estimates, key=lambda estimate: estimate.cycles, default=None)
@@ -197,7 +197,7 @@ class Report:
 
 
 def _per_pair(estimate: Estimate | None, rows: list[Row]) -> str:
-    """Of prompts only: in a decode the matrix unit multiplies zeros, and the pairs say nothing."""
+    """Bundles per 1,024 pairs, of prompts only: in a decode the matrix unit multiplies padding."""
     if estimate is None or any(row.query_len == 1 for row in rows):
         return ""
     causal = sum(row.query_len * (2 * row.kv_len - row.query_len + 1) / 2 for row in rows)
@@ -208,7 +208,7 @@ def _per_pair(estimate: Estimate | None, rows: list[Row]) -> str:
 
 
 def candidates(g: Any) -> dict[str, list[tuple[int, ...]]]:
-    """By kind of kernel. The sizes of `blocks.choose` come first, so that the sizes kept are no worse than they are."""
+    """The block sizes to try, by kind of kernel. Those of `blocks.choose` come first: the result is no worse."""
     from pallas_kernels.tpu import blocks
 
     rule = blocks.choose(g, CONTEXT // PAGE)
@@ -225,7 +225,7 @@ def candidates(g: Any) -> dict[str, list[tuple[int, ...]]]:
 
 
 def sweep(target: str) -> None:
-    """Keeps, per geometry and kind, the sizes with which `TUNED_FOR` takes fewest cycles, then bundles, then VMEM."""
+    """Stores the best sizes per geometry and kind: for `TUNED_FOR`, the fewest cycles, then bundles, then VMEM."""
     from pallas_kernels import tuning
     from pallas_kernels.tpu import blocks
     from pallas_kernels.tpu.decode_memory import DecodeBlocks
@@ -252,7 +252,7 @@ def sweep(target: str) -> None:
 
 
 def _kept(kernels: list[Kernel], kind: str, by_rule: tuple[int, ...]) -> Kernel:
-    """The best of a kind, and a line for each. Nothing may take more than half of the VMEM: XLA keeps weights there."""
+    """The best kernel of a kind; prints a line for each. At most half of the VMEM: XLA keeps weights in the rest."""
     tried = [k for k in kernels if isinstance(k, KERNELS[kind])]
     fitting = [k for k in tried if k.compiled.vmem.used <= k.compiled.vmem.capacity // 2]
     best = min(fitting, key=lambda k: (_cost(k.estimate(TUNED_FOR[kind])), k.compiled.vmem.used))

@@ -13,11 +13,11 @@ _BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(LH|LB|LE|PB|PF|CT|OH|OB)?\s*:\s*(>
 
 @dataclass
 class Loop:
-    """A loop of a TPU program, by its bundles: instructions that are issued together."""
+    """A loop of a TPU program. A bundle is a set of instructions that are issued together."""
 
     depth: int
     begin: int  # index of its first bundle
-    bundles: int = 0  # inner loops' included, each counted once
+    bundles: int = 0  # including those of inner loops, each counted once
     matmuls: int = 0
     copies: int = 0  # DMAs started
     spills: int = 0
@@ -47,7 +47,7 @@ def bundle_dumps(folder: Path, kernel: str) -> list[Path]:
 
 
 def read_vmem(folder: Path) -> dict[str, Vmem]:
-    """Of each operation in the compiler's latest report in `folder`, by name."""
+    """The VMEM of each operation, by name, from the compiler's latest report in `folder`."""
     text = max(folder.glob("*vmem_report.html"), key=lambda path: path.name).read_text()
     begin = re.search(r"const DATA =\s*", text)
     assert begin is not None
@@ -84,7 +84,7 @@ def read_loops(path: Path) -> list[Loop]:
             latest = {at: loop for at, loop in latest.items() if at < depth}
             latest[depth] = Loop(depth=depth, begin=index)
             loops.append(latest[depth])
-        # Bundles that only the loop's exit needs are printed inside the loop, at the depth outside it.
+        # Bundles of a loop's exit are printed inside the loop, but with the depth outside it.
         for loop in (loop for at, loop in latest.items() if at <= depth):
             loop.bundles += 1
             loop.matmuls += len(re.findall(r"vmatmul\.", text))

@@ -2,8 +2,8 @@
 
     python -m scripts.benchmarks.accounts.compile_gpu_layer h200 '[32, 8, 128]' DUMP_FOLDER [CUDA_ROOT]
 
-The folder gets Mosaic's dump of every kernel, with its SASS if CUDA_ROOT has bin/nvdisasm. One process compiles for one
-target: the PTX version is fixed by the first.
+The folder gets Mosaic's dump of every kernel, with its SASS if CUDA_ROOT has bin/nvdisasm. A process can compile for
+one target only: the first compilation fixes the PTX version.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StepShape:
 def compile_layer(
     target: GpuTarget, mesh: Mesh, spec: AttentionSpec, shape: StepShape
 ) -> tuple[jax.stages.Compiled, jax.ShapeDtypeStruct]:
-    """The compiled layer, and its pages, which it takes donated. `mesh` is of the target's devices."""
+    """The compiled layer, and the shape of its pages, which are donated. `mesh` has the target's devices."""
     attention = PagedAttention(spec, Backend.GPU, mesh)
 
     def layer(batch: RaggedBatch, queries: jax.Array, keys: jax.Array, values: jax.Array, kv: jax.Array) -> object:
@@ -84,7 +84,7 @@ def main(target_name: str, heads: str, folder: str, cuda_root: str | None = None
         os.environ["MOSAIC_GPU_CUDA_ROOT"] = cuda_root
     target = gpu_target(target_name)
     mesh = Mesh(np.array(target.devices()), ("tensor",))
-    # A mixed step has all kernels in it.
+    # A mixed step has all kernels.
     compile_layer(target, mesh, make_spec(tuple(json.loads(heads))), StepShape())
 
 

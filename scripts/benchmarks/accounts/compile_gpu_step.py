@@ -42,7 +42,7 @@ from pallas_kernels.spec import AttentionSpec, Backend
 from scripts.benchmarks.accounts.targets import gpu_target
 
 PAGE_SIZE = 64
-NUM_SLOTS = 256  # other than the rows of a step: an argument's copy is known by its shape
+NUM_SLOTS = 256  # different from the rows of a step: copies of an argument are recognised by their shape
 MIB = 1 << 20
 
 
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def compile_step(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """`folder` gets XLA's dump."""
+    """The account of one step. XLA dumps into `folder`."""
     target = gpu_target(args.target)
     mesh = Mesh(np.array(target.devices(args.chips)), ("tensor",))
     config = preset(args.preset)
@@ -131,7 +131,7 @@ def _dumped(folder: Path, kind: str) -> str:
 
 
 def read_thunks(text: str) -> dict[str, Any]:
-    """What runs in CUDA graphs and what outside of them, from XLA's dump of the thunk sequence."""
+    """The commands inside and outside of CUDA graphs, from XLA's dump of the thunk sequence."""
     buffers, buffer_indent = 0, None
     inside: Counter[str] = Counter()
     outside: Counter[str] = Counter()
@@ -150,7 +150,7 @@ def read_thunks(text: str) -> dict[str, Any]:
 
 
 def read_buffers(text: str) -> dict[str, Any]:
-    """The temporaries of XLA's buffer assignment: the largest, and those shaped as a large argument is."""
+    """The temporaries of XLA's buffer assignment: the largest, and those with the shape of a large argument."""
     arguments: set[tuple[str, ...]] = set()
     temporaries: dict[str, int] = {}
     in_temporaries = False
@@ -172,14 +172,14 @@ def read_buffers(text: str) -> dict[str, Any]:
 
 
 def _dimensions(shape: str) -> tuple[str, ...]:
-    """Type and sizes in any order: a transposed copy is a copy."""
+    """The dtype, and the sizes in sorted order: a transposed copy has the same dimensions."""
     dtype, _, sizes = shape.partition("[")
     sizes, _, _ = sizes.partition("]")
     return (dtype, *sorted(size for size in sizes.split(",") if size != "1"))
 
 
 def read_program(text: str, kv: jax.ShapeDtypeStruct) -> dict[str, Any]:
-    """Copies in the optimised program, by shape, and how many kernels write to K/V pages (scatters, fused)."""
+    """Copies in the optimised program, by shape, and the number of fused scatters that write to K/V pages."""
     local = kv.sharding.shard_shape(kv.shape)
     pages = f"bf16[{','.join(map(str, local))}]"
     return {

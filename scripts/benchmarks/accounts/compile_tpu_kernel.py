@@ -1,4 +1,4 @@
-"""Compiles attention kernels for a TPU target, ours and the one that jax ships: a child process of `tpu_static`."""
+"""Compiles attention kernels for a TPU target: ours and the kernel of jax. It is a child process of `tpu_static`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def our_mixed(g: layout.Geometry, sizes: list[int]) -> tuple[Callable, list[tupl
 
 
 def shipped(spec: AttentionSpec, sizes: list[int]) -> tuple[Callable, list[tuple]]:
-    """The kernel that jax ships with these block sizes, and the shapes of its operands."""
+    """The kernel of jax with these block sizes, and the shapes of its operands."""
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
     def kernel(*operands: jax.Array) -> jax.Array:
@@ -107,14 +107,14 @@ def compile_one(target: str, kernel: str, sizes: list[int], heads: list[int], kv
     call, operands = builders[kernel]()
     mesh = Mesh(np.array(tpu_target(target).devices()[:1]), ("tensor",))
     everywhere = NamedSharding(mesh, P())
-    # A kernel for a chip that is not here lowers under shard_map only: the mesh says what chip it is.
+    # A kernel for an absent chip lowers only under shard_map: the mesh determines the chip.
     sharded = jax.shard_map(call, mesh=mesh, in_specs=(P(),) * len(operands), out_specs=P(), check_vma=False)
     abstract = [jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere) for shape, dtype in operands]
     jax.jit(sharded).lower(*abstract).compile()
 
 
 def main(target: str, folder: Path, jobs: list[tuple[str, list[int], list[int], str]]) -> None:
-    """Prints the loops and the VMEM of each job, or why it does not compile: see `tpu_static.compile_kernels`."""
+    """Prints the loops and the VMEM of each job, or its compile error: see `tpu_static.compile_kernels`."""
     for job in jobs:
         for old in folder.iterdir():
             old.unlink()

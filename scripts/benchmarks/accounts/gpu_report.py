@@ -1,4 +1,4 @@
-"""What the compilers say about the kernels: registers, spills, shared memory; read from the folder of a Mosaic dump.
+"""Reads the compilers' report on kernels from the folder of a Mosaic dump: registers, spills and shared memory.
 
 Set `MOSAIC_GPU_DUMP_TO` to an existing folder before compiling. Used by the compile-only tests and by the bench.
 """
@@ -18,7 +18,7 @@ REGISTERS = 65536  # of a multiprocessor, on every generation
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel of a dump, and what it takes of a multiprocessor."""
+    """A kernel of a dump, with its use of a multiprocessor's resources."""
 
     name: str
     file: str  # the stem of its files in the dump

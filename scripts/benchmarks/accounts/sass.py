@@ -1,4 +1,4 @@
-"""Counts what a GPU kernel's inner loops issue, from Mosaic's dump of its SASS with control codes (`.sass_ctrl`)."""
+"""Counts the instructions of a GPU kernel's inner loops, in Mosaic's dump of SASS with control codes (`.sass_ctrl`)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ PRODUCTS = ("HMMA", "HGMMA")
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """A loop with tensor-core instructions in it. Waiting loops inside (barriers that spin) are not counted."""
+    """A loop with tensor-core instructions. Waiting loops inside it (spinning barriers) are not counted."""
 
     instructions: int  # per warp and turn
-    stall_cycles: int  # the compiler's fixed stalls: the least a warp needs to issue them. Waits for memory not counted
+    stall_cycles: int  # the compiler's fixed stalls: a warp's least time to issue them, without memory waits
     operations: dict[str, int]
 
 
 def read_loops(path: Path) -> list[Loop]:
-    """The innermost loops of the kernel that multiply, in the order of the code."""
+    """The kernel's innermost loops with matrix products, in the order of the code."""
     code = _Code(path.read_text())
     loops = code.loops()
     multiplying = [body for body in loops if any(code.operation(i) in PRODUCTS for i in body)]
@@ -48,7 +48,7 @@ def read_loops(path: Path) -> list[Loop]:
 
 
 class _Code:
-    """The instructions of one kernel, by index, and where each may go on."""
+    """The instructions of one kernel, by index, with the possible successors of each."""
 
     def __init__(self, text: str) -> None:
         self.stalls: list[int] = []
@@ -73,10 +73,10 @@ class _Code:
         return [] if _EXIT.match(text) else following  # `@P0 EXIT` does not match: it may fall through
 
     def loops(self) -> list[frozenset[int]]:
-        """The natural loops: an edge back to an instruction that every way to its source goes through.
+        """The natural loops. A back edge goes to an instruction that is on every path to the edge's source.
 
-        Merely jumping backwards is no loop: the spinning half of a barrier's wait stands behind the kernel's end and
-        jumps back to where it was left.
+        Not every jump backwards makes a loop: the spinning part of a barrier's wait is after the kernel's end and jumps
+        back to the wait.
         """
         before: list[list[int]] = [[] for _ in self.texts]
         for i, successors in enumerate(self.next):

@@ -1,14 +1,15 @@
-"""What the compilers say about the GPU attention kernels, without the chip: resources, inner loops, and two floors.
+"""The compilers' account of the GPU attention kernels, without the chip: resources, inner loops, and two floors.
 
-Per kernel: registers, spills, shared memory, and how many CTAs of it a multiprocessor holds. Per inner loop that
-multiplies, for one turn (one block of keys of one KV head): what a warp issues, and next to it the cycles in which the
-multiprocessor's share of the memory bandwidth delivers the block, and in which its tensor cores multiply it.
+Per kernel: registers, spills, shared memory, and the number of its CTAs that a multiprocessor holds. Per inner loop
+with matrix products, for one turn (one block of keys of one KV head): the instructions of a warp, the cycles in which
+the multiprocessor's share of the memory bandwidth delivers the block, and the cycles in which its tensor cores multiply
+it.
 
 A warpgroup has a warp on each of the four schedulers, so a scheduler issues one warp's instructions per warpgroup. The
-cycles that a turn takes at least are the largest of these instructions, of the exponentials (16 a cycle and
-multiprocessor), and of the compiler's stalls spread over the CTAs that are resident. Scoreboard waits, memory latency
-and bank conflicts are in none of it: a kernel is at least as slow. The memory floor is that of a block which no
-other CTA reads: neighbouring tiles of a prompt share theirs in the L2 cache.
+least number of cycles of a turn is the largest of three counts: these instructions, the exponentials (16 per cycle and
+multiprocessor), and the compiler's stalls divided by the resident CTAs. It includes no scoreboard waits, memory latency
+or bank conflicts, so a real kernel is at least as slow. The memory floor assumes that no other CTA reads the block;
+neighbouring tiles of a prompt share blocks in the L2 cache.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from scripts.benchmarks.accounts.sass import Loop, read_loops
 from scripts.benchmarks.accounts.targets import gpu_target
 
 SHOWN = ("HGMMA", "HMMA", "LDSM", "UTMALDG", "LDGSTS", "MUFU", "BAR", "FENCE", "STL", "LDL")
-MUFU_CYCLES = 8  # of a scheduler for one warp: four of the multiprocessor's 16 units are its own
+MUFU_CYCLES = 8  # of a scheduler for one warp: each scheduler has four of the multiprocessor's 16 units
 BATCHES = {
     "64 x 2k": [2048] * 64,
     "1 x 32k": [32768],
@@ -47,7 +48,7 @@ BATCHES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One turn of a loop on one CTA: what it needs at least, in cycles of a multiprocessor."""
+    """One turn of a loop on one CTA: its lower bounds, in cycles of a multiprocessor."""
 
     block_kv: int
     bytes: int
@@ -57,7 +58,7 @@ class Turn:
 
     @classmethod
     def of(cls, loop: Loop, kernel: gpu_report.Kernel, chip: GpuChip, spec: AttentionSpec) -> Turn:
-        """Of a kernel's loop on `chip`."""
+        """The turn of a kernel's loop on `chip`."""
         gpu = device.Gpu(arch=chip.arch, num_multiprocessors=chip.num_multiprocessors)
         group = spec.num_query_heads // spec.num_kv_heads
         if kernel.name == "paged_decode":
@@ -143,7 +144,7 @@ def _loop_line(kernel: str, which: str, loop: Loop, turn: Turn) -> str:
 
 
 def _batch(lens: list[int], chip: GpuChip, spec: AttentionSpec, turn: Turn) -> dict[str, Any]:
-    """A decode batch: the bytes that it reads, and how the work list divides it."""
+    """A decode batch: the bytes that it reads, and its division by the work list."""
     gpu = device.Gpu(arch=chip.arch, num_multiprocessors=chip.num_multiprocessors)
     kv_lens = jnp.asarray(lens, jnp.int32)
     work, _ = work_list.decode_items(
@@ -195,8 +196,8 @@ def compile_kernels(target: str, heads: tuple[int, int, int], folder: Path, cuda
 
 
 def _cuda_root() -> Path | None:
-    """Where jax finds ptxas: CUDA_ROOT, or what the plug-in's packages brought."""
-    from jax._src import lib  # private, but the only answer that agrees with what compiles
+    """The folder where jax finds ptxas: CUDA_ROOT, or that of the plug-in's packages."""
+    from jax._src import lib  # private, but the only way to get the folder that jax itself uses
 
     return Path(lib.cuda_path) if lib.cuda_path else None
 

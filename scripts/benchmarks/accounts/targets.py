@@ -1,7 +1,7 @@
-"""Targets to compile for without the chip. The chips' figures are in `pallas_kernels/chips.py`.
+"""Targets for compilation without the chip. The chips' figures are in `pallas_kernels/chips.py`.
 
-TPUs: libtpu compiles for any topology by name (`v6e:2x4`) on a machine without one. One process should compile for one
-target; set `TPU_SKIP_MDS_QUERY=1` (no metadata server) and `JAX_PLATFORMS=cpu` before jax is imported.
+TPUs: libtpu compiles for any topology by name (`v6e:2x4`) on a machine without a TPU. A process should compile for one
+target only. Set `TPU_SKIP_MDS_QUERY=1` (no metadata server) and `JAX_PLATFORMS=cpu` before jax is imported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TpuTarget:
     bounds: tuple[int, ...]
 
     def devices(self) -> list[jax.Device]:
-        """Raises RuntimeError (jax's) where libtpu is missing or does not know the topology."""
+        """Descriptions of the chips. jax raises RuntimeError if libtpu is missing or does not know the topology."""
         bounds = (*self.bounds, 1, 1)[:3]  # all chips on one host, as on a VM that is the whole slice
         return list(
             topologies.get_topology_desc(platform="tpu", topology_name=self.name, chips_per_host_bounds=bounds).devices
@@ -47,7 +47,7 @@ def tpu_target(name: str) -> TpuTarget:
 
 
 # ---- GPUs: XLA and Mosaic compile from a description of the chip, with the CUDA plug-in installed but no GPU. ----
-# One process must compile for one target: the PTX version is cached at the first.
+# A process must compile for one target only: the first compilation caches the PTX version.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class GpuTarget:
     chip: GpuChip
 
     def devices(self, count: int = 1) -> list[jax.Device]:
-        """Descriptions of `count` chips of one host. Raises RuntimeError (jax's) where the CUDA plug-in is missing."""
+        """Descriptions of `count` chips of one host. jax raises RuntimeError if the CUDA plug-in is missing."""
         shape = f"1x{count}x1" if count > 1 else "1x1x1"
         return list(
             topologies.get_topology_desc(
@@ -67,11 +67,11 @@ class GpuTarget:
 
     @contextlib.contextmanager
     def compiling(self, mesh: Mesh) -> Iterator[None]:
-        """Lowering and compiling under this context is for the target; `mesh` is of its `devices()`."""
+        """A context that lowers and compiles for the target. `mesh` has its `devices()`."""
         from jax.experimental.mosaic.gpu import core, utils
 
-        # Private, and needed only without the chip: Mosaic takes every described device for a Hopper, and for all of
-        # them has Hopper's limit of shared memory.
+        # Private, and needed only without the chip: Mosaic treats every described device as a Hopper GPU, with Hopper's
+        # limit of shared memory.
         infer_arch = utils._infer_arch
         utils._infer_arch = lambda: self.chip.arch
         try:
@@ -84,7 +84,7 @@ class GpuTarget:
             utils._infer_arch = infer_arch
 
     def _description(self) -> str:
-        """XLA's GpuTargetConfigProto. Without a driver version it keeps most calls out of CUDA graphs."""
+        """XLA's GpuTargetConfigProto. Without a driver version XLA keeps most calls out of CUDA graphs."""
         chip, shared_memory = self.chip, self.chip.shared_memory
         major, minor = chip.arch
         accelerated = "feature_extension: ACCELERATED_FEATURES" if major == 12 else ""

@@ -1,12 +1,12 @@
 """Estimates of the attention kernels on a TPU from the compiler's final VLIW bundles, without the chip.
 
-A kernel is compiled in a child process, and the bundles of its loops are counted. An estimate walks a batch as the
-kernel would, iteration by iteration, and takes for each the larger of its bundles (one a cycle) and of the bytes it
-moves (at the peak bandwidth).
+A kernel is compiled in a child process, and the bundles of its loops are counted. An estimate goes through a batch as
+the kernel does, iteration by iteration. Each iteration takes the longer of its bundles (one per cycle) and its memory
+traffic (at the peak bandwidth).
 
-Read it as a comparison, not as a time: bundles know no stall, DMA has no latency here, and nothing of this was checked
-against a chip. Of our kernels everything inside their outermost loop is charged, branches not taken included; of the
-shipped kernel its innermost loop only, and not the append of new K/V, which it leaves to its caller.
+The estimates are for comparisons. They are not times: bundles have no stalls here, DMA has no latency, and nothing was
+checked on a chip. For our kernels all bundles inside the outermost loop count, including branches that are not taken.
+For the kernel of jax only the innermost loop counts; its caller must append new K/V, which does not count either.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MODELS = {  # query heads, KV heads, head dim, as one chip sees them
 
 @dataclass(frozen=True)
 class Row:
-    """A sequence of a batch, in tokens: of this step, and in all."""
+    """A sequence of a batch: its tokens in this step, and all its tokens."""
 
     query_len: int
     kv_len: int
@@ -48,16 +48,16 @@ BATCHES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Of a batch, or of a part of it."""
+    """The estimate of a batch, or of a part of it."""
 
     cycles: float = 0.0
     bundles: float = 0.0
     inner_bundles: float = 0.0  # in the innermost loop, where the products are
     dma_cycles: float = 0.0
-    pairs: float = 0.0  # (query, KV token) pairs computed on
+    pairs: float = 0.0  # (query, KV token) pairs that are computed
 
     def then(self, bundles: float, dma_cycles: float, inner_bundles: float = 0.0, pairs: float = 0.0) -> Estimate:
-        """With a further piece of work, which takes the longer of its bundles and its copies."""
+        """This estimate plus further work, which takes the longer of its bundles and its copies."""
         return Estimate(
             cycles=self.cycles + max(bundles, dma_cycles),
             bundles=self.bundles + bundles,
@@ -82,18 +82,18 @@ class Iteration:
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What the compiler made of a kernel."""
+    """The compiler's account of a kernel."""
 
     loops: list[Loop]
     vmem: Vmem
 
     def busiest(self, depth: int) -> Loop:
-        """The loop of this depth with matrix products that has most bundles."""
+        """The loop of this depth with matrix products and the most bundles."""
         return max((loop for loop in self.loops if loop.depth == depth and loop.matmuls), key=lambda x: x.bundles)
 
 
 class CompileError(Exception):
-    """The compiler refuses a kernel with these block sizes; the message is its own."""
+    """The compiler refuses a kernel with these block sizes; the message is the compiler's."""
 
 
 def compile_kernels(
@@ -129,14 +129,14 @@ def _result(line: dict[str, Any]) -> Compiled | CompileError:
 
 
 class Kernel:
-    """A kernel with its block sizes, compiled for a target: what an iteration costs, and a batch."""
+    """A kernel with its block sizes, compiled for a target, with estimates of an iteration and of a batch."""
 
     name: str
 
     def __init__(
         self, target: TpuTarget, model: str, sizes: tuple[int, ...], compiled: Compiled, kv_bytes: int = 2
     ) -> None:
-        """`kv_bytes`: of one element of the pages."""
+        """`kv_bytes`: bytes of one element of the pages."""
         self.target, self.model, self.sizes, self.compiled, self.kv_bytes = target, model, sizes, compiled, kv_bytes
         self.num_query_heads, self.num_kv_heads, self.head_dim = MODELS[model]
 
@@ -146,11 +146,11 @@ class Kernel:
         return 2 * self.num_kv_heads * self.head_dim * self.kv_bytes
 
     def dma_cycles(self, num_bytes: float) -> float:
-        """Cycles in which the memory delivers so many bytes."""
+        """Cycles in which the memory delivers `num_bytes`."""
         return num_bytes / self.target.chip.memory_bytes_per_cycle
 
     def mxu_cycles(self, pairs: float) -> float:
-        """Cycles in which the matrix units multiply so many (query, KV token) pairs."""
+        """Cycles in which the matrix units multiply `pairs` (query, KV token) pairs."""
         return 4 * self.num_query_heads * self.head_dim * pairs / self.target.chip.flops_per_cycle
 
     def iteration(self) -> Iteration:
@@ -158,7 +158,7 @@ class Kernel:
         raise NotImplementedError
 
     def estimate(self, rows: list[Row]) -> Estimate:
-        """A batch with these rows."""
+        """The estimate of a batch with these rows."""
         raise NotImplementedError
 
 
@@ -208,7 +208,7 @@ class OurMixed(Kernel):
         self.run = max((loop.bundles for loop in inner if loop.copies), default=0)
         self.once = entry.bundles - sum(loop.bundles for loop in inner if loop.copies or loop is self.turn)
         # Two loops over planes, once per query block: one scales the queries, one stores; one iteration is in `once`.
-        # Other loops come before the turn, too (masks, once per row): the longest is taken for the one that scales.
+        # Other loops also come before the turn (masks, once per row). The longest is assumed to be the scaling loop.
         around = [loop for loop in inner if not loop.copies and loop is not self.turn]
         scale = max((loop.bundles for loop in around if loop.begin < self.turn.begin), default=0)
         store = max((loop.bundles for loop in around if loop.begin > self.turn.begin), default=0)
@@ -254,7 +254,7 @@ class OurMixed(Kernel):
 class Shipped(Kernel):
     """`jax.experimental.pallas.ops.tpu.ragged_paged_attention`. Sizes: pages of KV, queries.
 
-    It stores head dim 64 in 128 lanes: its pages are padded, and so are its queries."""
+    It stores head dim 64 in 128 lanes, so its pages and queries are padded."""
 
     name = "shipped"
 
@@ -278,7 +278,7 @@ class Shipped(Kernel):
         estimate, start = Estimate(), 0
         for row in rows:
             stop = start + row.query_len
-            # It takes all of a row's KV blocks for each block of queries, causal or not, and fetches whole pages.
+            # For each block of queries it reads all KV blocks of the row, causal or not, in whole pages.
             for _ in range(start // queries, -(-stop // queries)):
                 for at in range(0, row.kv_len, kv_block):
                     live = min(kv_block, -(-(row.kv_len - at) // PAGE) * PAGE)

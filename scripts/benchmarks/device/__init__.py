@@ -1,1 +1,1 @@
-"""Timings and checks of the attention kernels on the attached GPU, next to what jax ships."""
+"""Timings and checks of the attention kernels on the attached GPU, compared with other implementations."""

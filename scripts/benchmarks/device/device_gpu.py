@@ -1,9 +1,9 @@
-"""Measures the GPU attention kernels on the attached chip: numbers first, then time. NOT YET RUN ON A CHIP.
+"""Checks, then times, the GPU attention kernels on the attached chip. NOT YET RUN ON A CHIP.
 
-Decode is timed as bytes of K and V per second, next to the bandwidth of a large copy in the same run; prefill as
-floating-point operations per second, next to a large bf16 matrix product. A call goes through several layers, each
-with its own K and V, so that no layer finds them in the L2 cache. Only the figures of the paged kernels include the
-append of the step's K and V.
+The figure of decode is bytes of K and V per second, compared with the bandwidth of a large copy in the same run. That
+of prefill is floating-point operations per second, compared with a large bf16 matrix product. A call goes through
+several layers with separate K and V, so that no layer finds them in the L2 cache. Only the figures of the paged kernels
+include the append of the step's K and V.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from scripts.benchmarks.device.gpu_peers import PEERS, Peer
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The checks and timings of a run. Goals are shares of what the same chip reached in the same run."""
+    """The checks and timings of a run. Goals are relative to the chip's copy and product speeds in the same run."""
 
     variants: list[Any] = field(default_factory=lambda: gpu_check.VARIANTS)
     checked: list[Rows] = field(default_factory=lambda: gpu_check.BATCHES)
@@ -44,7 +44,7 @@ class Plan:
     )
     prefills: dict[str, list[int]] = field(default_factory=lambda: {"1 x 8k": [8192], "4 x 2k": [2048] * 4})
     layers: int = 8
-    batches: int = 7  # of calls; the median batch counts
+    batches: int = 7  # of calls; the median of the batches is reported
     calls: int = 10
     copy_bytes: int = 1 << 30
     product_size: int = 8192
@@ -92,7 +92,7 @@ def measure(
 
 
 def _side_by_side(backend: Backend, plan: Plan, layers: list[Operands]) -> dict[str, Any]:
-    """Seconds of one layer: ours, and each peer's or why there is none."""
+    """Seconds of one layer: of our kernels, and of each peer or the reason why it is missing."""
     found: dict[str, Any] = {"ours": {"layer_s": time_paged(backend, plan, layers)}}
     for name, peer in PEERS.items():
         if not layers[0].uniform:
@@ -100,13 +100,13 @@ def _side_by_side(backend: Backend, plan: Plan, layers: list[Operands]) -> dict[
             continue
         try:
             found[name] = {"layer_s": time_peer(peer, plan, layers)}
-        except Exception as error:  # a peer's failure, whatever it is, must not cost the run: it is reported
+        except Exception as error:  # a peer's failure must not end the run: it is reported
             found[name] = {"missing": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"}
     return found
 
 
 def time_paged(backend: Backend, plan: Plan, layers: list[Operands]) -> float:
-    """The layers' pages lie in a row in one array, as `first_page` allows; all share the first layer's page table."""
+    """The pages of all layers are in one array (`first_page`). All layers share the first layer's page table."""
     first = layers[0]
     attention = PagedAttention(first.spec, backend)
     new = [first.new(whole) for whole in (first.keys, first.values)]
@@ -144,7 +144,7 @@ def time_peer(peer: Peer, plan: Plan, layers: list[Operands]) -> float:
 
 
 def median_seconds(run: Callable[[], jax.Array], plan: Plan) -> float:
-    """Of one call. Several calls are dispatched ahead, so that the host's time is not included."""
+    """The seconds of one call. Several calls are dispatched ahead, to exclude the host's time."""
     run().block_until_ready()
     seconds = []
     for _ in range(plan.batches):
@@ -157,7 +157,7 @@ def median_seconds(run: Callable[[], jax.Array], plan: Plan) -> float:
 
 
 def copy_bytes_per_s(plan: Plan) -> float:
-    """Read and written, by a kernel that adds one to every word."""
+    """Bytes per second, read and written, of a kernel that adds one to every word."""
     x = jnp.zeros(plan.copy_bytes // 4, jnp.int32)
     copy = jax.jit(lambda x: x + 1)
     return 2 * x.nbytes / median_seconds(lambda: copy(x), plan)

@@ -1,8 +1,8 @@
-"""Holds the GPU kernels against attention in float32 on the device at hand, before anything is timed.
+"""Compares the GPU kernels on the attached device with attention in float32, before the timings.
 
-Inputs are random in every run (the seed is in the report). NaN fills every place of the pages that no token owns and,
-before each call, the memory of its outputs and partial results. A kernel that leaves out a write, or reads past a
-sequence's end, therefore gives a wrong result.
+Inputs are random in every run (the seed is in the report). Page slots without a token are NaN. Before each call, so is
+the memory of outputs and partial results. A kernel that omits a write, or reads past a sequence's end, therefore gives
+a wrong result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from scripts.benchmarks.device.gpu_operands import Operands, Rows, make_operands
 TOLERANCE = 0.03  # inputs of 16 bits, float32 inside, probabilities rounded to 16 bits
 POISON_BYTES = 1 << 30
 
-# (query heads, KV heads, head dim), page size, dtype: every form of the kernels that the compile-only tests have.
+# (query heads, KV heads, head dim), page size, dtype: all forms of the kernels in the compile-only tests.
 VARIANTS = [
     ((32, 8, 128), 64, "bfloat16"),
     ((32, 8, 64), 64, "bfloat16"),
@@ -41,7 +41,7 @@ BATCHES: list[Rows] = [
 
 
 def check_all(backend: Backend, variants: list[Any], batches: list[Rows], seed: int) -> Iterator[dict[str, Any]]:
-    """One figure for each variant and batch. SystemExit at the first that is wrong."""
+    """One figure for each variant and batch. Raises SystemExit at the first wrong one."""
     for heads, page_size, dtype in variants:
         spec = make_spec(heads, page_size, jnp.dtype(dtype))
         for index, rows in enumerate(batches):
@@ -50,7 +50,7 @@ def check_all(backend: Backend, variants: list[Any], batches: list[Rows], seed: 
 
 
 def check(backend: Backend, operands: Operands) -> float:
-    """The largest error of the output. SystemExit if it is off, or if the pages are not as they should be."""
+    """The largest error of the output. Raises SystemExit if it exceeds TOLERANCE, or if the pages are wrong."""
     spec, rows = operands.spec, operands.rows
     attention = PagedAttention(spec, backend)
 
@@ -67,7 +67,7 @@ def check(backend: Backend, operands: Operands) -> float:
     poison(jax.devices()[0])
     output, pages = compiled(*arrays)
     error = float(np.abs(np.asarray(output, np.float32) - expected(operands)).max())
-    if not error <= TOLERANCE:  # a NaN is not
+    if not error <= TOLERANCE:  # also true for NaN
         raise SystemExit(f"WRONG: {spec} {rows=} is off by {error} (tolerance {TOLERANCE})")
     wanted = np.asarray(operands.pages(fill=np.nan, with_new=True))
     if not np.array_equal(np.asarray(pages).view(np.uint16), wanted.view(np.uint16)):
@@ -76,7 +76,7 @@ def check(backend: Backend, operands: Operands) -> float:
 
 
 def expected(operands: Operands) -> np.ndarray:
-    """f32[T, N, H]: dense causal attention, row by row, as numpy does it."""
+    """f32[T, N, H]: dense causal attention in numpy, row by row."""
     spec, begin, query_begin = operands.spec, 0, 0
     group = spec.num_query_heads // spec.num_kv_heads
     queries, all_keys, all_values = (
@@ -95,9 +95,9 @@ def expected(operands: Operands) -> np.ndarray:
 
 
 def poison(device: jax.Device) -> None:
-    """Fills most of the device's free memory with NaN and frees it, so that the next outputs begin as NaN.
+    """Fills most of the device's free memory with NaN and frees it: the next outputs then begin as NaN.
 
-    A device that does not say what it has (a CPU) gets one array's worth.
+    On a device that does not report its memory, such as a CPU, one array is filled.
     """
     stats = device.memory_stats() or {}
     free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)

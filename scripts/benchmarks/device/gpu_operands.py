@@ -15,7 +15,7 @@ Rows = list[tuple[int, int]]  # (query length, KV length with the queries); deco
 
 @dataclass(frozen=True, kw_only=True)
 class Operands:
-    """A step of one layer. The step's own K/V are the last ones of every row."""
+    """A step of one layer. The step's K/V are the last of every row."""
 
     spec: AttentionSpec
     rows: Rows
@@ -35,17 +35,17 @@ class Operands:
 
     @property
     def uniform(self) -> bool:
-        """Whether all rows have one shape, which batched attention without pages needs."""
+        """Whether all rows have the same shape; batched attention without pages requires it."""
         return len(set(self.rows)) == 1
 
     def new(self, whole: jax.Array) -> jax.Array:
-        """Of keys or values, those of the step's tokens: [T, K, H]."""
+        """The keys or values of the step's tokens: [T, K, H]."""
         ends = np.cumsum([kv_len for _, kv_len in self.rows])
         index = [np.arange(end - query_len, end) for (query_len, _), end in zip(self.rows, ends, strict=True)]
         return whole[np.concatenate(index)]
 
     def places(self, *, with_new: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of every token, or of those before the step: its index in `keys`, its page, and its slot there."""
+        """Index in `keys`, page, and slot in the page: of every token, or of those before the step."""
         table, begin = np.asarray(self.batch.page_table), 0
         index, pages, slots = [], [], []
         for row, (query_len, kv_len) in enumerate(self.rows):
@@ -57,7 +57,7 @@ class Operands:
         return np.concatenate(index), np.concatenate(pages), np.concatenate(slots)
 
     def pages(self, *, fill: float = 0.0, with_new: bool = False) -> jax.Array:
-        """[P, 2, K, page, H], `fill` wherever no token of a row lies."""
+        """[P, 2, K, page, H], with `fill` in slots without a token."""
         index, pages, slots = self.places(with_new=with_new)
         spec = self.spec
         shape = (self.num_pages, 2, spec.num_kv_heads, spec.page_size, spec.head_dim)

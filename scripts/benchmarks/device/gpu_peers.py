@@ -1,7 +1,7 @@
 """Other implementations of attention on a GPU, compared with the paged kernels in one run.
 
-All take a batch of equal rows. Those without pages get their K and V contiguous, which a server could not give them:
-they are a bound, not an alternative.
+All take a batch of equal rows. Implementations without pages get contiguous K and V. A server does not have these, so
+such implementations are a bound and no alternative.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Store = tuple[jax.Array, ...]
 class Peer:
     """Another implementation of attention, for the same operands."""
 
-    store: Callable[[Operands], Store]  # K and V as the peer wants them
+    store: Callable[[Operands], Store]  # K and V in the peer's form
     attend: Callable[[Operands, jax.Array, Store], jax.Array]  # [B, Q, N, H] -> the same
 
 
@@ -36,7 +36,7 @@ def _contiguous(operands: Operands) -> Store:
 def _dense(
     operands: Operands, queries: jax.Array, store: Store, *, implementation: Literal["xla", "cudnn"]
 ) -> jax.Array:
-    """A decode sees every key; a prefill starts at the first token, so that plain causal masks are right."""
+    """Dense attention. A decode reads every key. A prefill starts at the first token, so a causal mask is correct."""
     keys, values = store
     causal, scale = not operands.decode_only, operands.spec.scale
     return jax.nn.dot_product_attention(
@@ -49,7 +49,7 @@ def _pages(operands: Operands) -> Store:
 
 
 def _gather(operands: Operands, queries: jax.Array, store: Store) -> jax.Array:
-    """Everything is gathered from its pages into contiguous arrays first."""
+    """Dense attention after a gather of all pages into contiguous arrays."""
     gathered = store[0][operands.batch.page_table]  # [B, pages, 2, K, page, H]
     kv_len = operands.rows[0][1]
     batch, _, _, heads, _, head_dim = gathered.shape
@@ -58,7 +58,7 @@ def _gather(operands: Operands, queries: jax.Array, store: Store) -> jax.Array:
 
 
 def _cudnn_pages(operands: Operands) -> Store:
-    """cuDNN's form: keys and values apart [P, K, page, H], without the null page."""
+    """cuDNN's form: separate keys and values [P, K, page, H], without the null page."""
     pages = operands.pages(with_new=True)[1:]
     return pages[:, 0], pages[:, 1]
 

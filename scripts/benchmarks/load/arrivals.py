@@ -1,4 +1,4 @@
-"""When requests are sent: as soon as another ends (closed loop), or at times that do not wait for the server."""
+"""Arrival times of requests. In a closed loop a request is sent when another ends; otherwise times are independent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def arrival_times(count: int, *, rate: float, burstiness: float, random: np.rand
     more regular. An infinite rate sends everything at once.
 
     Raises:
-        ValueError: a rate or a burstiness that is not positive.
+        ValueError: the rate or the burstiness is not positive.
     """
     if not rate > 0 or not burstiness > 0:
         raise ValueError(f"must be positive: {rate=} {burstiness=}")

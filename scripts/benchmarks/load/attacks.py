@@ -1,7 +1,7 @@
-"""What hostile or broken clients send, one attack per function. Each is bounded and takes seconds at most.
+"""Requests of hostile or broken clients, one attack per function. Each is bounded and takes at most seconds.
 
-An attack raises AssertionError for an answer that is not allowed. A connection that the server closes is a
-legitimate answer to most of them.
+An attack raises AssertionError for an answer that is not allowed. For most attacks the server may also close the
+connection.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Attack = Callable[[Victim, Random], Awaitable[None]]
 
 @contextlib.asynccontextmanager
 async def connected(victim: Victim) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A raw connection, cut off without a farewell at the end."""
+    """A raw connection. It is aborted at the end."""
     reader, writer = await asyncio.open_connection(victim.host, victim.port)
     try:
         yield reader, writer
@@ -46,7 +46,7 @@ def post(path: str, body: bytes, *headers: str) -> bytes:
 
 
 async def answer(victim: Victim, request: bytes) -> int:
-    """The status of the answer, 0 where the connection is closed without one; the body is read to its end."""
+    """The status of the answer; 0 if the connection is closed without one. Reads the body to its end."""
     async with connected(victim) as (reader, writer):
         with contextlib.suppress(ConnectionError):
             writer.write(request)
@@ -63,7 +63,7 @@ async def answer(victim: Victim, request: bytes) -> int:
 
 
 async def completion(victim: Victim, **fields: Any) -> int:
-    """The status of a completion with these fields of the body; 0 where the connection was closed without one."""
+    """The status of a completion with these fields of the body; 0 if the connection is closed without an answer."""
     body = {"model": victim.model, "prompt": "Once upon a time", "max_tokens": 16, **fields}
     return await answer(victim, post("/v1/completions", json.dumps(body).encode()))
 
@@ -83,13 +83,13 @@ async def endless_trailers(victim: Victim, random: Random) -> None:
 
 
 async def large_answer(victim: Victim, random: Random) -> None:
-    """Many choices with the most log-probabilities there can be."""
+    """Asks for many choices with the most log-probabilities."""
     status = await completion(victim, n=16, logprobs=20, max_tokens=100, ignore_eos=True)
     assert status in (200, 400, 429), status
 
 
 async def scored_prompts(victim: Victim, random: Random) -> None:
-    """Asks for the log-probabilities of a prompt, eight times over."""
+    """Asks for the log-probabilities of a prompt in eight choices."""
     prompt = [random.randint(5, 200) for _ in range(200)]
     status = await completion(victim, n=8, prompt=prompt, prompt_logprobs=20, max_tokens=1)
     assert status in (200, 400, 429), status
@@ -102,7 +102,7 @@ async def many_long_prompts(victim: Victim, random: Random) -> None:
 
 
 async def echoed_ids(victim: Victim, random: Random) -> None:
-    """Has 32 prompts of token ids echoed."""
+    """Asks for the echo of 32 prompts of token ids."""
     status = await completion(victim, prompt=[[7] * 400] * 32, max_tokens=1, echo=True)
     assert status in (200, 400, 429), status
 

@@ -1,4 +1,4 @@
-"""A streaming client of any OpenAI-compatible server. It leaves as much of the machine as possible to the server."""
+"""A streaming client for any OpenAI-compatible server. It uses as little of the machine as possible."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from scripts.benchmarks.load.workload import BenchRequest
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What happened to one request. Times are seconds of `time.perf_counter`."""
+    """The outcome of one request. Times are seconds of `time.perf_counter`."""
 
     start: float
-    lag: float = 0.0  # seconds between the planned arrival and the sending: the client's own lateness
-    chunk_times: list[float] = field(default_factory=list)  # of each chunk that brought text or a token
+    lag: float = 0.0  # seconds between the planned arrival and the sending: the client's delay
+    chunk_times: list[float] = field(default_factory=list)  # of each chunk with text or a token
     end: float = 0.0
-    prompt_tokens: int | None = None  # None: the server did not say
+    prompt_tokens: int | None = None  # None: the server did not report it
     completion_tokens: int | None = None
     text: str = ""
     error: str | None = None
 
     @property
     def output_tokens(self) -> int:
-        """The server's own count, or else the number of chunks."""
+        """The server's count, or the number of chunks if there is none."""
         return len(self.chunk_times) if self.completion_tokens is None else self.completion_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The server under load, and what all requests to it have in common."""
+    """The server under load, and the common fields of all requests."""
 
     base_url: str  # http://host:port, without /v1
     model: str
@@ -53,7 +53,7 @@ class Target:
         return self.base_url.rstrip("/") + ("/v1/chat/completions" if self.chat else "/v1/completions")
 
     def body(self, request: BenchRequest) -> dict[str, Any]:
-        """The JSON of one request. ValueError: token ids as a chat message."""
+        """The JSON of one request. Raises ValueError for token ids as a chat message."""
         body: dict[str, Any] = {"model": self.model, "temperature": self.temperature, "stream": True}
         body["max_tokens"] = request.max_tokens
         if self.chat:
@@ -105,7 +105,7 @@ async def run(
     if target.api_key:
         headers["Authorization"] = f"Bearer {target.api_key}"
     slots = asyncio.Semaphore(max_concurrency or len(requests))
-    # One connection per request: some servers reset idle kept-alive ones, which would be counted as their failures.
+    # One connection per request: some servers reset idle connections, and the reset would count as a failure.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=target.timeout_s)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
@@ -157,7 +157,7 @@ async def _read_events(response: aiohttp.ClientResponse, outcome: Outcome, keep_
                 outcome.prompt_tokens = chunk.usage.prompt_tokens
                 outcome.completion_tokens = chunk.usage.completion_tokens
             for choice in chunk.choices:
-                ended |= choice.finish_reason is not None  # after which some servers just close
+                ended |= choice.finish_reason is not None  # some servers then close the connection without [DONE]
                 text = choice.text if choice.delta is None else choice.delta.content
                 if text:
                     outcome.chunk_times.append(now)

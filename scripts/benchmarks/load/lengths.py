@@ -1,4 +1,4 @@
-"""How long prompts and outputs are: a constant, a distribution, or a recorded trace."""
+"""Lengths of prompts and outputs: a constant, a distribution, or a recorded trace."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """Raises ValueError for anything but the three spellings above."""
+        """Parses one of the three forms above. Raises ValueError for any other text."""
         kind, *fields = text.split(":")
         try:
             if not fields:
@@ -50,7 +50,7 @@ class Lengths:
 class Trace:
     """Requests recorded in production: their arrivals, and the tokens of their prompts and outputs."""
 
-    arrival_s: np.ndarray  # f64[n], from the first request on
+    arrival_s: np.ndarray  # f64[n], since the first request
     input_lens: np.ndarray  # i64[n]
     output_lens: np.ndarray  # i64[n]
 
@@ -78,7 +78,7 @@ class Trace:
         return Trace(self.arrival_s[part] - self.arrival_s[start], self.input_lens[part], self.output_lens[part])
 
     def scaled(self, factor: float, max_total: int) -> Trace:
-        """Lengths times `factor`, each at least 1, cut so that prompt and output together fit `max_total`."""
+        """Lengths times `factor`, each at least 1. They are cut if prompt and output together exceed `max_total`."""
         if max_total < 2:
             raise ValueError(f"a prompt and its output need two tokens: {max_total=}")
         inputs = np.clip(np.rint(self.input_lens * factor).astype(np.int64), 1, max_total - 1)

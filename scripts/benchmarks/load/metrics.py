@@ -19,7 +19,7 @@ NAMES = {
 
 
 def request_metrics(outcome: Outcome) -> dict[str, float | None]:
-    """Milliseconds of one finished request; None where there is no such time (TPOT of a single token).
+    """Milliseconds of one finished request; None for a missing time, such as the TPOT of a single token.
 
     ITL is per pair of chunks, so it is not here: see `inter_token_latencies`.
     """
@@ -47,7 +47,7 @@ def summary(
     percentiles: Sequence[float] = (50, 90, 99),
     slos_ms: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Everything the report prints, as plain JSON values. Failed requests count in `failed` and nowhere else."""
+    """All figures of the report, as plain JSON values. Failed requests count only in `failed`."""
     finished = [outcome for outcome in outcomes if outcome.error is None]
     per_request = [request_metrics(outcome) for outcome in finished]
     values = {
@@ -63,7 +63,7 @@ def summary(
         "duration_s": duration_s,
         "input_tokens": input_tokens,
         "output_tokens": output_tokens,
-        # Chunks are counted only where a server reports no usage; a chunk may hold more tokens than one.
+        # Chunks are counted only if a server reports no usage; a chunk may have several tokens.
         "tokens_counted_by": sorted({"chunks" if o.completion_tokens is None else "usage" for o in finished}),
         "requests_per_s": len(finished) / duration_s,
         "output_tokens_per_s": output_tokens / duration_s,
@@ -79,7 +79,7 @@ def summary(
 
 
 def _meets(row: Mapping[str, float | None], outcome: Outcome, slos_ms: Mapping[str, float]) -> bool:
-    """A request of one token has no TPOT and no ITL, so it meets both. An ITL objective holds for the longest gap."""
+    """A request of one token has no TPOT and no ITL, so it meets both. The ITL objective limits the longest gap."""
     for name, limit in slos_ms.items():
         if name == "itl":
             gaps = inter_token_latencies([outcome])
@@ -99,7 +99,7 @@ def _distribution(values: np.ndarray, percentiles: Sequence[float]) -> dict[str,
 
 
 def table(result: Mapping[str, Any], title: str) -> str:
-    """The summary for people."""
+    """The summary as a text table."""
     lines = [title, "-" * len(title)]
     lines.append(f"requests          {result['completed']} completed, {result['failed']} failed")
     lines.append(f"duration          {result['duration_s']:.2f} s")

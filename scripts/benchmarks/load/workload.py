@@ -12,7 +12,7 @@ import numpy as np
 
 from scripts.benchmarks.load.lengths import Trace
 
-# Common words, so that a prompt is ordinary text for any tokenizer.
+# Common words: a prompt is ordinary text for any tokenizer.
 _WORDS = (
     "the of and to in is was for on that by it with as at from his an be this are which have had not but all one "
     "they you her she there would their we him been has when who will more no if out so said what up its about "
@@ -22,12 +22,12 @@ _WORDS = (
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """A request to send: a prompt as text or token ids, and how many tokens are asked for."""
+    """A request to send: a prompt as text or token ids, and the number of output tokens."""
 
     prompt: str | list[int]
     max_tokens: int
-    arrival_s: float | None = None  # seconds after the start, where the workload says so
-    fields: dict[str, Any] = field(default_factory=dict)  # of this request's body alone, such as its seed
+    arrival_s: float | None = None  # seconds after the start, if the workload has arrivals
+    fields: dict[str, Any] = field(default_factory=dict)  # further fields of this body, such as a seed
 
 
 def random_text(num_tokens: int, random: np.random.Generator) -> str:
@@ -40,7 +40,7 @@ def random_prompts(
 ) -> Sequence[str | list[int]]:
     """Prompts of the given lengths, all beginning with the same `shared_prefix` tokens.
 
-    As ids the lengths are exact; as text they are approximate, and the server's usage tells the true ones.
+    Lengths are exact for ids and approximate for text; the server's usage has the exact ones.
     """
     if as_ids:
         return random_ids(input_lens, vocab_size=vocab_size, shared_prefix=shared_prefix, random=random)
@@ -52,14 +52,14 @@ def random_ids(
     input_lens: np.ndarray, *, vocab_size: int, shared_prefix: int, random: np.random.Generator
 ) -> list[list[int]]:
     """As `random_prompts`, in token ids."""
-    # Special tokens stand at the end of Llama 3's vocabulary: the last tenth is left alone.
+    # Special tokens are at the end of Llama 3's vocabulary, so the last tenth is not used.
     top = max(vocab_size * 9 // 10, 1)
     prefix: list[int] = random.integers(0, top, shared_prefix).tolist()
     return [prefix + random.integers(0, top, int(n)).tolist() for n in input_lens]
 
 
 def from_trace(trace: Trace, prompts: Sequence[str | list[int]]) -> list[BenchRequest]:
-    """A request for each of the trace's, with its output length and arrival."""
+    """A request for each request of the trace, with its output length and arrival."""
     return [
         BenchRequest(prompt, int(output_len), float(arrival_s))
         for prompt, output_len, arrival_s in zip(prompts, trace.output_lens, trace.arrival_s, strict=True)
@@ -69,10 +69,10 @@ def from_trace(trace: Trace, prompts: Sequence[str | list[int]]) -> list[BenchRe
 def from_file(path: Path, default_output_len: int | None) -> list[BenchRequest]:
     """A JSON lines file (or one JSON list) of objects with `prompt` and `max_tokens` (or `output_len`, `olen`).
 
-    A `fields` object next to them goes into that request's body.
+    The fields of an optional object `fields` go into that request's body.
 
     Raises:
-        ValueError: naming the line, when it has no prompt or no length and no default is given.
+        ValueError: a line has no prompt, or no length without a default. The message names the line.
     """
     text = path.read_text()
     rows = (

@@ -1,1 +1,1 @@
-"""The scheduler on traces in simulated time, under the product's admission policy and others. Needs no jax."""
+"""The scheduler on traces in simulated time, with the product's admission policy and with others. Needs no jax."""

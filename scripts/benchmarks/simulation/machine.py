@@ -1,4 +1,4 @@
-"""The scheduler under a workload, in simulated time: the real engine core over a device that only costs time."""
+"""The scheduler under a workload, in simulated time: the real engine core over a device that only takes time."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from batcher.sequence import Sequence
 from batcher.step import Bucket, Capacity, StepInput, StepOutput
 
 EOS = 1
-TOKEN = 5  # what every step draws until its request ends
+TOKEN = 5  # drawn by every step until the request ends
 VOCAB_SIZE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedRequest:
-    """One request of a workload. It stops by itself after `num_output` tokens, or at `max_tokens` before that."""
+    """One request of a workload. It draws EOS after `num_output` tokens; `max_tokens` may end it earlier."""
 
     arrival_s: float
     num_prompt: int
     num_output: int
-    max_tokens: int | None = None  # None: as many as the context leaves
+    max_tokens: int | None = None  # None: up to the context's length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Result:
     num_steps: int = 0
     seconds: float = 0.0
     num_preemptions: int = 0
-    recomputed_tokens: int = 0  # known tokens of preempted requests that were computed once more
+    recomputed_tokens: int = 0  # known tokens of preempted requests that were computed again
     output_tokens: int = 0
     itl: list[float] = field(default_factory=list)
     ttft: list[float] = field(default_factory=list)
@@ -102,8 +102,8 @@ def simulate(
 
     Args:
         requests: in the order of their arrival.
-        forecast: what admission asks; None: the scheduler's own.
-        max_stalls: steps that a decode may wait for a page before another request is preempted; None likewise.
+        forecast: used by admission; None: the scheduler's own.
+        max_stalls: steps that a decode may wait for a page before another request is preempted; None: the scheduler's.
 
     Raises:
         RuntimeError: the workload takes more than `max_steps` steps.

@@ -1,4 +1,4 @@
-"""Admission policies to compare the scheduler's own forecast with."""
+"""Admission policies for a comparison with the scheduler's own forecast."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AdmitIfFree:
 
 
 class Clairvoyant:
-    """Knows the length of every output, and admits as many requests as never run out of pages.
+    """Knows the length of every output, and admits as many requests as possible without running out of pages.
 
     Args:
         output_lens: tokens, by request id.
@@ -53,7 +53,7 @@ class _ExactOutlook:
         everyone = [*self._sequences, sequence]
         left = np.array([min(self._output_lens[s.request_id], s.limit) - s.num_emitted for s in everyone])
         own = np.array([s.num_prompt + s.num_emitted - s.num_hit_pages * self._page_size for s in everyone])
-        # Usage grows from one end of a request to the next, so its peak is at an end.
+        # Usage only falls when a request ends, so its peak is at the end of some request.
         ends = np.unique(left)[:, None]
         pages = np.where(left >= ends, -(-(own + ends) // self._page_size), 0).sum(axis=1)
         return int(pages.max()) <= num_pages
