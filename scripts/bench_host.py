@@ -2,9 +2,9 @@
 
     python -m scripts.bench_host [--rows 64 256] [--steps 2000] [--arrivals]
 
-A runner that answers at once takes the model's place, so all the time that is measured is the batcher's. Prints
-microseconds per step, median and mean (a machine with other work to do spoils the mean). `--arrivals` replaces every
-finished request by a new one, so that admissions and prompt chunks are in it; without it the rows only decode.
+A runner that answers at once replaces the model, so only the batcher's time is measured. Prints microseconds per step,
+median and mean (other work on the machine distorts the mean). `--arrivals` replaces every finished request by a new
+one, which adds admissions and prompt chunks; without it the rows only decode.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from batcher.step import Bucket, Capacity, StepInput, StepOutput
 
 
 class InstantRunner:
-    """Every step is done before it began; every token is 5."""
+    """A runner whose steps take no time. Every token is 5."""
 
     num_compiles = 0
 
@@ -55,7 +55,7 @@ class _Handle:
 
 
 class Timed:
-    """Keeps how long each call of one method of an object took."""
+    """Records the duration of each call of one method of an object."""
 
     def __init__(self, owner: object, name: str) -> None:
         self.seconds: list[float] = []

@@ -14,7 +14,7 @@ from pallas_kernels.chips import TPUS
 
 
 def main() -> None:
-    """The command. What it can measure depends on the family of the target's chip."""
+    """The command. Its measurements depend on the family of the target's chip."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="a chip: v6e:1x1, ... for TPUs; h100, ... for GPUs")
     parser.add_argument("--static", action="store_true", help="compile only, and count; needs no chip")

@@ -3,8 +3,8 @@
     python -m scripts.bench_offline --num-prompts 256 --max-num-seqs 64 \\
         --output-len lognormal:48:1.1:16:512 --compare static
 
-With --compare, one runner serves both ways of scheduling, one after the other, on the same requests: same weights, same
-compiled programs, same pages. Only what shares a step differs.
+With --compare, one runner serves the same requests with both ways of scheduling, one after the other. Weights, compiled
+programs and pages are the same. Only the composition of steps differs.
 
     python -m scripts.bench_offline --num-prompts 64 --output-len 200 --temperature 1 --compare grammar
 
@@ -45,7 +45,7 @@ ENDLESS = {"type": "array", "items": {"type": "string", "maxLength": 20}, "minIt
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one way of scheduling did with the requests."""
+    """The figures of one way of scheduling."""
 
     scheduling: str
     seconds: float
@@ -53,13 +53,13 @@ class Run:
     output_tokens: int
     num_steps: int
     num_preemptions: int
-    row_waste: float  # share of the steps' rows that computed nothing of use: padding, and rows that had ended
-    token_waste: float  # likewise of the tokens that the steps' shapes held
+    row_waste: float  # share of the steps' rows without a use: padding, and rows that had ended
+    token_waste: float  # the same share of the tokens in the steps' shapes
     compiles_after_warm_up: int
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Over the whole run."""
+        """Mean over the whole run."""
         return self.output_tokens / self.seconds
 
 
@@ -87,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def make_requests(args: argparse.Namespace, *, vocab_size: int, max_model_len: int, seed: int) -> list[Request]:
-    """Random prompts whose outputs have exactly the drawn lengths. ValueError where one does not fit the context."""
+    """Random prompts with outputs of exactly the drawn lengths. Raises ValueError if one does not fit the context."""
     random = np.random.default_rng(seed)
     input_lens = args.input_len.draw(args.num_prompts, random)
     output_lens = args.output_len.draw(args.num_prompts, random)
@@ -106,7 +106,7 @@ def make_requests(args: argparse.Namespace, *, vocab_size: int, max_model_len: i
 
 
 def measure(engine: Engine, requests: Sequence[Request], scheduling: str) -> tuple[Run, dict[str, tuple[int, ...]]]:
-    """Everything is asked for at once; the clock runs until the last token. Returns the tokens of each request too.
+    """Submits all requests at once, and measures until the last token. Also returns the tokens of each request.
 
     Raises:
         FailedError: a request ended with an error.
@@ -159,13 +159,13 @@ def describe(run: Run) -> str:
 
 
 def under_a_grammar(requests: Sequence[Request]) -> list[Request]:
-    """The same requests, each of an array that is not complete before the request's last token."""
+    """The same requests under a grammar of an array that is longer than any output."""
     grammar = json_schema_grammar(ENDLESS)
     return [replace(request, sampling=replace(request.sampling, grammar=grammar)) for request in requests]
 
 
 def grammars_of(built: Built) -> TokenGrammars:
-    """Over the tokens of the model's own tokenizer, or of a stand-in."""
+    """Grammars over the tokens of the model's tokenizer, or of a stand-in."""
     source = resolve(built.settings.model, weights=built.settings.load_format != "dummy")
     with ScratchFolder() as spare:
         size = built.info.vocab_size

@@ -4,8 +4,9 @@
         --server 'ours=scripts/serve --model {model} --port {port} --max-model-len 1024' \\
         --server 'transformers,plain=transformers serve {model} --continuous-batching --port {port}'
 
-A server is NAME[,plain]=COMMAND. `plain` keeps to OpenAI's own fields (no ignore_eos, no stream_options), for servers
-that refuse others. `--concurrency C:N` sends N requests, C at a time. scripts/benchmarks/README.md has whole commands.
+A server is NAME[,plain]=COMMAND. `plain` is for servers that refuse extensions of OpenAI's fields: ignore_eos and
+stream_options are not sent. `--concurrency C:N` sends N requests, C at a time. Complete commands are in
+scripts/benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ from scripts.wiring.errors import FailedError, add_debug_flag, run_command
 
 @dataclass(frozen=True)
 class Peer:
-    """A server to compare: how it is started, and whether requests must do without extensions of OpenAI's schema."""
+    """A server to compare: its command, and whether requests must not use extensions of OpenAI's schema."""
 
     name: str
-    command: str  # with {model} and {port} to be filled in
+    command: str  # with the placeholders {model} and {port}
     plain: bool
 
     @classmethod
     def parse(cls, text: str) -> Peer:
-        """NAME[,plain]=COMMAND, a flag's value. ValueError where it has another form."""
+        """Parses a flag's value, NAME[,plain]=COMMAND. Raises ValueError for any other form."""
         head, _, command = text.partition("=")
         name, *options = head.split(",")
         if not name or not command or set(options) - {"plain"} or "{port}" not in command:
@@ -83,7 +84,8 @@ def parser() -> argparse.ArgumentParser:
 
 @contextmanager
 def serving(peer: Peer, model: str, port: int, timeout_s: float) -> Iterator[psutil.Process]:
-    """The server, ready; its whole process group ends with the context. FailedError where it does not come up."""
+    """Starts the server and waits until it is ready. Its process group ends with the context. Raises FailedError if it
+    does not become ready."""
     log = Path(tempfile.gettempdir()) / f"bench_peers-{peer.name}.log"
     command = peer.command.format(model=shlex.quote(model), port=port)
     with log.open("w") as out:
@@ -116,7 +118,7 @@ def _is_up(port: int) -> bool:
 
 
 class ForeignLoad:
-    """How many cores were busy with something that is neither the bench nor its server. Linux counts it."""
+    """The number of cores that other processes than the bench and its server kept busy, from Linux's counters."""
 
     def __init__(self, server: psutil.Process) -> None:
         self._server = server
@@ -139,14 +141,14 @@ class ForeignLoad:
 def measure(
     peer: Peer, requests: list[BenchRequest], args: argparse.Namespace, server: psutil.Process
 ) -> Iterator[dict[str, Any]]:
-    """One result for each load on a server that is up."""
+    """One result for each load on the running server."""
     target = Target(
         base_url=f"http://127.0.0.1:{args.port}",
         model=args.model,
         ignore_eos=not peer.plain,
         include_usage=not peer.plain,
     )
-    # Warm-up requests are not measured again: a prefix cache would hold their prompts.
+    # Warm-up requests are not measured: a prefix cache would hold their prompts.
     uvloop.run(run(target, requests[-args.num_warmups :], arrivals=None, max_concurrency=args.num_warmups))
     for concurrency, count in args.concurrency:
         load = ForeignLoad(server)
@@ -164,7 +166,7 @@ def measure(
 
 
 def table(results: list[dict[str, Any]], names: list[str]) -> str:
-    """The best of each server's rounds, and how many times the others' tokens/s the first server gives."""
+    """The best round of each server, and the ratio of the first server's tokens/s to each other server's."""
     best: dict[tuple[str, int], dict[str, Any]] = {}
     for result in results:
         key = result["server"], result["concurrency"]

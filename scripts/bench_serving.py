@@ -26,7 +26,7 @@ from scripts.wiring.errors import FailedError, add_debug_flag, run_command
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """A flag's value. Raises ValueError where it is no JSON object."""
+    """Parses a flag's value. Raises ValueError if it is not a JSON object."""
     value = json.loads(text)
     if not isinstance(value, dict):
         raise ValueError(f"not a JSON object: {text}")
@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def build_requests(args: argparse.Namespace, random: np.random.Generator) -> list[BenchRequest]:
-    """The requests that the flags describe. Raises ValueError where they do not go together."""
+    """The requests that the flags describe. Raises ValueError if the flags contradict each other."""
     prompt_options = {
         "as_ids": args.prompt_format == "ids",
         "vocab_size": args.vocab_size,
@@ -101,7 +101,7 @@ def build_requests(args: argparse.Namespace, random: np.random.Generator) -> lis
 
 
 def build_arrivals(args: argparse.Namespace, requests: list[BenchRequest], random: np.random.Generator) -> Any:
-    """Seconds per request, or None for a closed loop."""
+    """The arrival of each request in seconds; None for a closed loop."""
     if args.request_rate is None:
         if args.max_concurrency is None:
             raise ValueError("give --max-concurrency (closed loop), --request-rate, or both")
@@ -114,7 +114,7 @@ def build_arrivals(args: argparse.Namespace, requests: list[BenchRequest], rando
 
 
 def parse_slos(items: list[str]) -> dict[str, float]:
-    """Metric -> limit in milliseconds, from METRIC:MILLISECONDS. Raises ValueError where an item has another form."""
+    """Metric -> limit in milliseconds, from METRIC:MILLISECONDS. Raises ValueError if an item has another form."""
     slos = {}
     for item in items:
         name, _, limit = item.partition(":")
@@ -127,7 +127,7 @@ def parse_slos(items: list[str]) -> dict[str, float]:
 
 
 def first_model(base_url: str, api_key: str | None) -> str:
-    """The name of the first model that the server lists. Raises ValueError where it lists none."""
+    """The name of the first model that the server lists. Raises ValueError if it lists none."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     request = urllib.request.Request(base_url.rstrip("/") + "/v1/models", headers=headers)
     with urllib.request.urlopen(request, timeout=30) as response:
@@ -141,7 +141,7 @@ def first_model(base_url: str, api_key: str | None) -> str:
 async def measure(
     target: Target, requests: list[BenchRequest], arrivals: Any, *, max_concurrency: int | None, num_warmups: int
 ) -> tuple[list[Outcome], float]:
-    """The outcomes, and the seconds that they took. Raises FailedError where a warm-up request fails."""
+    """The outcomes, and the seconds of the run. Raises FailedError if a warm-up request fails."""
     if num_warmups:
         warm, _ = await run(target, requests[:num_warmups], arrivals=None, max_concurrency=max_concurrency or 4)
         errors = [outcome.error for outcome in warm if outcome.error]
@@ -151,7 +151,7 @@ async def measure(
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Loads the server, prints the table, and returns the exit code: 1 where a request failed."""
+    """Loads the server, prints the table, and returns the exit code: 1 if a request failed."""
     random = np.random.default_rng(args.seed)
     requests = build_requests(args, random)
     arrivals = build_arrivals(args, requests, random)

@@ -25,19 +25,19 @@ from scripts.wiring.settings import EngineSettings, add_engine_flags
 if TYPE_CHECKING:
     from model.execution.runner import ModelRunner
 
-MAX_STEPS_AHEAD = 2  # as the engine: the next step is dispatched before this one is read
+MAX_STEPS_AHEAD = 2  # as in the engine: the next step is dispatched before the result of this one is read
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Milliseconds; medians."""
+    """The times of one bucket in milliseconds; medians unless noted."""
 
     num_tokens: int
     num_rows: int
     context: int  # tokens in pages before the step
-    step_ms: float  # from result to result, the next step dispatched ahead
+    step_ms: float  # from result to result; the next step is dispatched ahead
     slowest_ms: float
-    dispatch_ms: float  # what execute() holds its caller for
+    dispatch_ms: float  # duration of execute()
     products_ms: float  # the step's matrix products and norms: no attention, pages, sampling or state
 
     @property
@@ -105,7 +105,7 @@ def bench(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 def time_bucket(runner: ModelRunner, bucket: Bucket, *, context: int, steps: int, sampling: dict[str, float]) -> Timing:
-    """`steps` steps of the bucket, full, over sequences of `context` tokens and the ones that the steps add."""
+    """Times `steps` full steps of the bucket. Sequences begin with `context` tokens, and the steps add to them."""
     capacity = runner.capacity()
     admit(runner, bucket, context, sampling)
     dispatch_s, arrivals, ahead = [], [], []
@@ -132,7 +132,7 @@ def time_bucket(runner: ModelRunner, bucket: Bucket, *, context: int, steps: int
 
 
 def admit(runner: ModelRunner, bucket: Bucket, context: int, sampling: dict[str, float]) -> None:
-    """Gives every row its slot, `context` tokens and pages for what comes (pages that no one wrote: timing only)."""
+    """Gives every row its slot, `context` tokens, and pages for the further ones. The pages have no real content."""
     capacity = runner.capacity()
     width = SlotLayout.width(capacity.pages_per_seq)
     state = np.zeros((bucket.num_rows, width), np.int32)
@@ -162,7 +162,7 @@ def full_step(bucket: Bucket, capacity: Capacity, context: int) -> StepInput:
     packed[parts["emits"]] = 1
     packed[parts["tokens"]] = -1 if bucket.decode_only else np.arange(bucket.num_tokens) % capacity.vocab_size
     packed[parts["patch_indices"]] = capacity.num_slots * width
-    if not bucket.decode_only:  # the same chunk again: prompts do not grow
+    if not bucket.decode_only:  # repeats the same chunk: prompts do not grow
         packed[parts["patch_indices"]][: bucket.num_rows] = rows * width + SlotLayout.KV_LEN
         packed[parts["patch_values"]][: bucket.num_rows] = context
     return StepInput(bucket=bucket, packed=packed)

@@ -1,4 +1,4 @@
-"""Refuses to build a wheel: it would install packages named `model`, `server` and `scripts` for everybody."""
+"""Refuses to build a wheel: it would install top-level packages named `model`, `server` and `scripts`."""
 
 from __future__ import annotations
 

@@ -3,10 +3,10 @@
     python -m scripts.convert_checkpoint MODEL FOLDER --tensor-parallel-size 8
     scripts/serve --model FOLDER --tensor-parallel-size 8
 
-FOLDER becomes a model of its own: the config and tokenizer files, and `orbax/` with fused weights cut for that many
-chips. No value changes unless `--dtype` asks for it: float32 stays float32 and bfloat16 stays bfloat16. What the engine
-does not compute in becomes float32, which holds float16 and bfloat16 exactly. The chips are not needed: the conversion
-runs on the CPU.
+FOLDER becomes a complete model: the config and tokenizer files, and `orbax/` with fused weights cut for that many
+chips. Without `--dtype` and `--quantization` no value changes: float32 stays float32, bfloat16 stays bfloat16, and
+other types become float32, which holds float16 and bfloat16 exactly. The chips are not needed: the conversion runs on
+the CPU.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def convert(
     num_shards: int,
     quantization: str | None = None,
 ) -> None:
-    """`origin` is the folder of `source`, which has weights."""
+    """Converts `source` into `folder`. `origin` is the folder of `source`, with its weights."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not an empty folder")
     import jax

@@ -3,8 +3,8 @@
     python -m scripts.generate --model demo --input prompts.jsonl --output out.jsonl
 
 Lines are OpenAI batch requests or plain prompts (`offline/batch_file.py`). The output has one record per line, in the
-input's order. Until it is complete, finished records are kept in OUTPUT.partial, and the same command continues from
-there. An existing output is replaced only when the new one is complete.
+order of the input. Until the output is complete, OUTPUT.partial holds the finished records; the same command continues
+from there. An existing output is replaced only when the new one is complete.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def generate(
 
     Args:
         keys: of the lines of `batch`.
-        load: makes the LLM; not called where no line is left.
+        load: makes the LLM; not called if no line is left.
     """
     bar = tqdm(total=len(keys), initial=sum(key in journal for key in keys), unit="line", smoothing=0.05)
     asked: dict[int, tuple[int, str, Line]] = {}
@@ -71,7 +71,7 @@ def generate(
         """The requests of the remaining lines. A line that is not a request gets its error record here."""
         seen: set[str] = set()
         lines = batch.numbered_lines()
-        for key in keys:  # lines added since are ignored
+        for key in keys:  # lines that were added later are ignored
             number, text = next(lines, (0, ""))
             if key != (number, digest(text, salt)):
                 raise ValueError(f"line {key[0]} of the input has changed since the run began")
@@ -92,7 +92,7 @@ def generate(
     def on_answer(index: int, status: int, answer: dict[str, Any]) -> None:
         nonlocal num_tokens
         number, line_digest, line = asked[index]
-        asked[index] = (number, line_digest, Line(custom_id=None))  # without its body, which is no longer needed
+        asked[index] = (number, line_digest, Line(custom_id=None))  # drops the body, which is no longer needed
         journal.add(number, line_digest, answer_record(line, status, answer))
         num_tokens += answer.get("usage", {}).get("completion_tokens", 0)
         bar.set_postfix_str(f"{num_tokens} tokens out", refresh=False)
@@ -108,7 +108,7 @@ def generate(
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     args = parser().parse_args(argv)
-    output = Path(os.path.realpath(args.output))  # a link stays: the file it names is written
+    output = Path(os.path.realpath(args.output))  # the target of a link is written
     partial = partial_path(output)
     try:
         settings = EngineSettings.from_namespace(args)
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def check_output(output: Path) -> None:
-    """Raises ValueError where no file can be written at `output`."""
+    """Raises ValueError if no file can be written at `output`."""
     if output.is_dir():
         raise ValueError(f"--output {output} is a folder: name a file in it")
     if output.exists() and not output.is_file():

@@ -100,7 +100,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Path) -> Settings:
-    """ValueError or OSError for values that cannot be."""
+    """The server's settings. Raises ValueError or OSError for invalid values."""
     names = args.served_model_name or (DEMO if source.name == DEMO else args.model,)
     return Settings(
         tokenizer_folder=tokenizer,
@@ -140,7 +140,7 @@ def _generation_defaults(args: argparse.Namespace, source: ModelSource) -> Gener
 
 
 def api_keys(args: argparse.Namespace) -> tuple[str, ...]:
-    """Of the flags and of the environment. ValueError where a place that was named holds none: all would be let in."""
+    """The API keys from flags and environment. Raises ValueError if a given source has no key: access would be open."""
     keys = list(args.api_key)
     if args.api_key_file is not None:
         lines = [line.strip() for line in args.api_key_file.read_text(encoding="utf-8").splitlines()]
@@ -157,12 +157,12 @@ def api_keys(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def version() -> str:
-    """The package's own, from its metadata."""
+    """The package's version, from its metadata."""
     return importlib.metadata.version("pallas-serve")
 
 
 def curl_line(url: str, settings: Settings) -> str:
-    """A command to try the server with."""
+    """A curl command to try the server."""
     question = "What is 47 + 35?" if settings.model_names[0] == DEMO else "Hello!"
     body = {"model": settings.model_names[0], "messages": [{"role": "user", "content": question}]}
     key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if settings.api_keys else ""
@@ -172,7 +172,7 @@ def curl_line(url: str, settings: Settings) -> str:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The flags of the command line and of its `--config`. ValueError or OSError for a file that cannot be read."""
+    """The flags of the command line and of `--config`. Raises ValueError or OSError for an unreadable file."""
     args = parser().parse_args(with_config(argv))
     if args.positional_model is not None:
         if args.model not in (DEMO, args.positional_model):
@@ -195,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
         engine = EngineSettings.from_namespace(args)
         source = resolve(engine.model, weights=engine.load_format != "dummy")
         if source.kind is Kind.HUB:
-            engine = dataclasses.replace(engine, model=str(source.folder))  # fetched once, and in this process
+            engine = dataclasses.replace(engine, model=str(source.folder))  # downloaded once, by this process
         with ScratchFolder() as spare:
             tokenizer = tokenizer_folder(args.tokenizer, source, spare.path)
             settings = server_settings(args, source, tokenizer)

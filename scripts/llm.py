@@ -8,8 +8,8 @@
         print(llm.chat([[{"role": "user", "content": "What is 47 + 35?"}]], {"temperature": 0})[0].text)
 
 `params` are the fields of an OpenAI request body (`max_tokens`, `temperature`, `n`, `stop`, `seed`, `logprobs` and so
-on), one mapping for all or one for each prompt. Prompts run together, continuously batched; results come in the order
-of the prompts.
+on): one mapping for all prompts, or one for each. Prompts are batched continuously. Results are in the order of the
+prompts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Params = Mapping[str, Any]
 
 
 class RefusedError(ValueError):
-    """A request was refused or failed; `status` is what an HTTP client would have got."""
+    """A request was refused or failed; `status` is the HTTP status of its answer."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ class Choice:
     """One of the answers to a prompt."""
 
     text: str
-    token_ids: tuple[int, ...]  # the token that ended it included
+    token_ids: tuple[int, ...]  # including the token that ended it
     finish_reason: str
     stop_reason: str | int | None
     logprobs: dict[str, Any] | None  # in the API's form
@@ -59,7 +59,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What became of one prompt."""
+    """The answers to one prompt."""
 
     choices: tuple[Choice, ...]  # `n` of them
     num_prompt_tokens: int
@@ -67,12 +67,12 @@ class Result:
 
     @property
     def text(self) -> str:
-        """Of the first choice."""
+        """The text of the first choice."""
         return self.choices[0].text
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Of the first choice."""
+        """The token ids of the first choice."""
         return self.choices[0].token_ids
 
 
@@ -81,9 +81,9 @@ class LLM:
 
     Args:
         model: as `--model` of the server.
-        tokenizer: a folder, in place of the model's own.
-        served_model_name: what a request body may call the model; by default `model`.
-        report: takes the lines that say what start-up did.
+        tokenizer: a folder with a tokenizer that replaces the model's own.
+        served_model_name: the model's name in request bodies; by default `model`.
+        report: is called with the lines of the start-up report.
         settings: the other engine flags by name, such as `max_num_seqs=16` (`scripts.wiring.settings.EngineSettings`).
 
     Raises:
@@ -99,7 +99,7 @@ class LLM:
         report: Callable[[str], None] = lambda line: None,
         **settings: Any,
     ) -> None:
-        # The engine refuses nothing: requests that its queue cannot hold wait here.
+        # The queue has no limit: the engine refuses no request for a full queue.
         self.settings = EngineSettings.from_keywords(model=model, **settings | {"max_queue": NO_LIMIT})
         source = resolve(model, weights=self.settings.load_format != "dummy")
         with ScratchFolder() as spare:
@@ -109,7 +109,7 @@ class LLM:
         self.model_name = served_model_name or model
         self.max_in_flight = (
             2 * self.engine.ladder.config.max_num_seqs
-        )  # so that a finished request is replaced at once
+        )  # twice the rows: the next request is waiting when one finishes
         self._thread = LoopThread()
         self._client = InProcessEngineClient(self.engine, info, self._thread.loop)
         defaults = GenerationDefaults.from_folder(source.folder) if source.folder else GenerationDefaults()
@@ -121,7 +121,7 @@ class LLM:
     def generate(
         self, prompts: Sequence[str | Sequence[int]], params: Params | Sequence[Params] | None = None
     ) -> list[Result]:
-        """Continues each prompt, given as text or token ids. Raises RefusedError for the first that is refused."""
+        """Continues each prompt, given as text or token ids. Raises RefusedError for the first refused prompt."""
         bodies = [
             {"prompt": prompt if isinstance(prompt, str) else list(prompt), **own}
             for prompt, own in _paired(prompts, params)
@@ -131,7 +131,7 @@ class LLM:
     def chat(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], params: Params | Sequence[Params] | None = None
     ) -> list[Result]:
-        """Answers each conversation, a list of messages. Raises RefusedError for the first that is refused."""
+        """Answers each conversation, a list of messages. Raises RefusedError for the first refused conversation."""
         bodies = [{"messages": list(messages), **own} for messages, own in _paired(conversations, params)]
         return self._results(CHAT, bodies)
 
@@ -140,11 +140,11 @@ class LLM:
     ) -> None:
         """Sends (path, JSON body) pairs through the server's application, as many at once as the engine can use.
 
-        `on_answer(index, status, answer)` is called as each is done, in no particular order, from another thread, but
-        never twice at once. The requests are drawn from the iterable as they are needed.
+        `on_answer(index, status, answer)` is called for each finished request, in no particular order. All calls come
+        from one other thread. Requests are taken from the iterable when they are needed.
 
         Raises:
-            EngineDeadError: the engine has stopped for good; what was not answered before is not answered.
+            EngineDeadError: the engine has died. The remaining requests have no answer.
         """
         if not self._thread.run(self._post_all(requests, on_answer)):
             raise EngineDeadError(f"the engine has died: {self._client.death}")
@@ -167,7 +167,7 @@ class LLM:
     async def _post_all(
         self, requests: Iterable[tuple[str, Any]], on_answer: Callable[[int, int, dict[str, Any]], None]
     ) -> bool:
-        """Whether all were answered. Answers that the engine finished before it died are delivered."""
+        """Returns whether all requests were answered. Answers from before the engine's death are delivered."""
         remaining = enumerate(requests)
         all_answered = True
 
@@ -189,7 +189,7 @@ class LLM:
                 for _ in range(self.max_in_flight):
                     group.create_task(work())
         except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None  # the caller's own: of `requests`, or of `on_answer`
+            raise failed.exceptions[0] from None  # an error of the caller's `requests` or `on_answer`
         return all_answered
 
     def _results(self, path: str, bodies: list[dict[str, Any]]) -> list[Result]:

@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
-    """The report. ValueError, with the GiB of each part, where not even one request fits."""
+    """The report. Raises ValueError, with the GiB of each part, if not even one request fits."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")

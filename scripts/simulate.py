@@ -2,9 +2,9 @@
 
     python -m scripts.simulate [--trace FILE] [--num-requests 600] [--pools 16384 65536] [--contexts 8192 131072]
 
-All requests of a workload arrive at once. A step takes 8 ms, and 0.02 ms more per padded token. Three policies serve
-each: the scheduler's own forecast; admission as soon as the pages of the known tokens are free, with a preemption as
-soon as a page is missing; and a clairvoyant one that knows every output's length and never runs out of pages.
+All requests of a workload arrive at once. A step takes 8 ms, and 0.02 ms more per padded token. Three policies are
+compared: the scheduler's own forecast; admission as soon as the pages of the known tokens are free, with a preemption
+as soon as a page is missing; and a clairvoyant policy that knows every output's length and never runs out of pages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from scripts.benchmarks.simulation.policies import AdmitIfFree, Clairvoyant
 
 PAGE_SIZE = 64  # tokens
 LIMITS = ("none", "2048", "exact", "mixed")
-# (prompt, output): the conversation is the twin of Azure's trace; the code's prompts are longer, its outputs short.
+# (prompt, output): "conversation" has the distribution of Azure's trace; "code" has longer prompts and short outputs.
 _SYNTHETIC = {
     "conversation": ("lognormal:1020:0.8:4:4142", "lognormal:150:0.9:1:1000"),
     "code": ("lognormal:1500:0.9:4:7437", "lognormal:13:1.1:1:1899"),
@@ -31,7 +31,7 @@ Row = dict[str, Result]
 
 
 def lengths(kind: str, count: int, trace: Path | None) -> tuple[np.ndarray, np.ndarray]:
-    """i64[count], i64[count]: tokens of prompts and outputs. `trace` stands in for the synthetic conversation."""
+    """i64[count], i64[count]: tokens of prompts and outputs. `trace` replaces the synthetic conversation."""
     if kind == "conversation" and trace is not None:
         window = Trace.read(trace).window(0, count)
         return window.input_lens, window.output_lens
@@ -44,7 +44,7 @@ def backlog(prompts: np.ndarray, outputs: np.ndarray, *, limit: str, max_model_l
     """Requests that all arrive at once.
 
     Args:
-        limit: the `max_tokens` that they bring: "none", a number, "exact" (the output's own length), or "mixed" (16 for
+        limit: the `max_tokens` of the requests: "none", a number, "exact" (the output's own length), or "mixed" (16 for
             every second request, none for the others).
     """
     requests = []
@@ -90,7 +90,7 @@ def compare(requests: list[SimulatedRequest], machine: Machine) -> Row:
 
 
 def cases(args: argparse.Namespace) -> Iterator[tuple[str, list[SimulatedRequest], Machine]]:
-    """(what it is, its requests, what serves them)"""
+    """(description, requests, machine) of each case."""
     for context in args.contexts:
         machines = [
             Machine(max_model_len=context, num_pages=pool // PAGE_SIZE, page_size=PAGE_SIZE)
@@ -112,7 +112,7 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[str, list[SimulatedRequest
 
 
 def table_row(name: str, row: Row) -> str:
-    """steps, preemptions, recomputed tokens and worst inter-token latency of each policy, as a line of Markdown."""
+    """A line of Markdown: steps, preemptions, recomputed tokens and worst inter-token latency of each policy."""
     steps = [f"{result.num_steps:,}" for result in row.values()]
     costs = [f"{r.num_preemptions} / {r.recomputed_tokens:,} / {r.worst_itl:.2f}" for r in row.values()]
     return f"| {' | '.join([name, *steps, *costs])} |"

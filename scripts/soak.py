@@ -2,10 +2,10 @@
 
     python -m scripts.soak [--seconds 600] [-- FLAGS OF scripts/serve]
 
-Starts a server on this machine. Ordinary clients ask greedily for texts that are known beforehand, streamed and whole,
-and some leave in the middle; attackers run `benchmarks/load/attacks.py`. At the end nothing may run,
-no page may be used, no program may have been compiled, both processes' memory must have stayed flat, and the log must
-hold no warning but those that the attacks provoke. Exits with 1 where one of these does not hold.
+Starts a server on this machine. Ordinary clients send greedy requests whose answers are known, streamed and whole;
+some disconnect in the middle. Attackers run `benchmarks/load/attacks.py`. At the end no request may run, no page may be
+used, no program may have been compiled, and the memory of both processes must not have grown. The log must have only
+the warnings that the attacks provoke. The exit code is 1 if one of these conditions fails.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from scripts.benchmarks.load.attacks import ATTACKS, Attack, Victim
 
 ROOT = Path(__file__).parent.parent
 START_S = 600.0
-IDLE_S = 60.0  # for what still runs at the end
+IDLE_S = 60.0  # for requests that still run at the end
 SAMPLE_S = 2.0  # between two readings of the memory
 GROWTH_MIB = 24  # of a process's memory from the second quarter to the last
 # Lines at WARNING or above that attacks provoke.
@@ -43,7 +43,7 @@ _SEVERE = re.compile(r" (WARNING|ERROR|CRITICAL) |Traceback")
 
 @dataclass
 class Account:
-    """What happened."""
+    """The record of a run."""
 
     answers: Counter[str] = field(default_factory=Counter)
     attacks: Counter[str] = field(default_factory=Counter)
@@ -62,7 +62,7 @@ def chat(model: str, question: str, *, stream: bool) -> dict[str, Any]:
 
 
 async def ask(session: aiohttp.ClientSession, body: dict[str, Any]) -> str:
-    """The text of the answer. RuntimeError for a status other than 200."""
+    """The text of the answer. Raises RuntimeError for a status other than 200."""
     async with session.post("/v1/chat/completions", json=body) as response:
         if response.status != 200:
             raise RuntimeError(f"status {response.status}: {await response.text()}")
@@ -79,7 +79,7 @@ async def ask(session: aiohttp.ClientSession, body: dict[str, Any]) -> str:
 async def ordinary_client(
     session: aiohttp.ClientSession, model: str, expected: dict[str, str], account: Account, random: Random, until: float
 ) -> None:
-    """Asks `expected`'s questions until `until` and compares the answers. Some streams it leaves in the middle."""
+    """Asks the questions of `expected` until `until` and compares the answers. Leaves some streams in the middle."""
     while time.monotonic() < until:
         question, stream = random.choice(QUESTIONS), random.random() < 0.7
         try:
@@ -107,7 +107,7 @@ async def attacker(victim: Victim, account: Account, random: Random, until: floa
 
 
 async def canary(session: aiohttp.ClientSession, account: Account, until: float) -> None:
-    """GET /health, over and over: how long others wait."""
+    """Requests /health repeatedly, to measure how long other clients wait."""
     while time.monotonic() < until:
         started = time.perf_counter()
         async with session.get("/health") as response:
@@ -181,7 +181,7 @@ def in_quarters(samples: list[int]) -> list[list[int]]:
 
 
 def growth_mib(samples: list[int]) -> float:
-    """From the median of the second quarter to that of the last."""
+    """MiB from the median of the second quarter to that of the last quarter."""
     _, second, _, last = in_quarters(samples)
     return (median(last) - median(second)) / 2**20 if second and last else 0.0
 
@@ -229,7 +229,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def wait_for_url(server: subprocess.Popen[str]) -> str:
-    """Reads the server's output up to its address. RuntimeError where it ends before."""
+    """Reads the server's output up to its address. Raises RuntimeError if the output ends before."""
     assert server.stdout is not None
     for line in server.stdout:
         if found := re.search(r"(http://[\w.:]+)/v1", line):
