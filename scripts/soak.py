@@ -154,7 +154,7 @@ async def settle(session: aiohttp.ClientSession, account: Account) -> None:
 
 
 async def soak(url: str, server: psutil.Process, model: str, args: argparse.Namespace) -> Account:
-    """Runs clients and attackers for `args.seconds`, and says what happened and what they left behind."""
+    """Runs clients and attackers for `args.seconds`. Returns the account of the run, with the problems found."""
     host, _, port = url.removeprefix("http://").partition(":")
     victim = Victim(host=host, port=int(port), model=model)
     account = Account()

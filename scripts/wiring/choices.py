@@ -1,4 +1,4 @@
-"""What a start decides from the flags, the checkpoint and the device, each with its reason in words."""
+"""The choices of a start, from the flags, the checkpoint and the device. Each has its reason in words."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def choose_dtype(
     """The dtype of the computation, and the reason for it in words.
 
     Args:
-        checkpoint_dtype: of a converted checkpoint, what it was converted to; of another, what `config.json` says, or
-            where it does not, what all tensors are; None where neither says.
-        stored: the types of the tensors themselves, where they are known.
+        checkpoint_dtype: of a converted checkpoint, the dtype of the conversion. Otherwise the dtype in `config.json`;
+            if it has none, the common dtype of all tensors; None if they differ.
+        stored: the types of the tensors, if they are known.
     """
     if asked != "auto":
         return asked, "as asked for"
@@ -40,13 +40,13 @@ def choose_dtype(
 def choose_quantization(
     asked: str | None, stored: StoredWeights | None, *, reads_fp8: bool
 ) -> tuple[EightBit | None, str | None]:
-    """How to keep the weights of projections and head, None for what they are computed in, and what to say of it.
+    """The stored form of the projections and the head (None: the computation's dtype), and a remark for the report.
 
     Args:
-        reads_fp8: of the chip, see `chips`.
+        reads_fp8: whether the chip converts fp8 as fast as it reads it, see `chips`.
 
     Raises:
-        ValueError: a converted checkpoint holds another form than the one asked for, or one that the chip reads slowly.
+        ValueError: a converted checkpoint has another form than `asked`, or a form that the chip reads slowly.
     """
     from model.quantization.forms import EightBit
 
@@ -69,7 +69,7 @@ def choose_quantization(
 
 
 def choose_model_len(asked: int | None, trained: int) -> int:
-    """The length in tokens. ValueError where it exceeds what the model was trained for."""
+    """The context length in tokens. Raises ValueError if it exceeds the length that the model was trained for."""
     if asked is not None and asked > trained:
         raise ValueError(f"--max-model-len {asked} is more than the {trained} tokens that the model was trained for")
     return asked or trained

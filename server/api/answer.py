@@ -28,7 +28,7 @@ STREAM_HEADERS = [
 ]
 
 
-class ClientGone(Exception):  # noqa: N818 - it is no error
+class ClientGone(Exception):  # noqa: N818 - it is not an error
     """The socket has closed."""
 
 

@@ -146,7 +146,7 @@ class ServerMetrics:
         yield from self._http()
 
     def _waiting(self, stats: EngineStats) -> Metric:
-        """vLLM tells requests that wait for room from those that wait for something else, which none does here."""
+        """vLLM's gauge of waiting requests by reason. Here all wait for capacity, so `deferred` is always 0."""
         family = self._family(GaugeMetricFamily, "num_requests_waiting_by_reason", "As it says.", ["reason"])
         for reason, count in (("capacity", stats.num_requests_waiting), ("deferred", 0)):
             family.add_metric([*self._labels.values(), reason], count)

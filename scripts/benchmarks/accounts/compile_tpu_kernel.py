@@ -89,7 +89,7 @@ def shipped(spec: AttentionSpec, sizes: list[int]) -> tuple[Callable, list[tuple
 
 
 def compile_one(target: str, kernel: str, sizes: list[int], heads: list[int], kv_dtype: str) -> None:
-    """Compiles a kernel, which dumps its bundles. Raises whatever the compiler raises."""
+    """Compiles a kernel, which dumps its bundles. Errors of the compiler are raised."""
     spec = AttentionSpec(
         num_query_heads=heads[0],
         num_kv_heads=heads[1],
