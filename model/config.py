@@ -18,7 +18,7 @@ from model.inputs.json_file import read_object
 from model.inputs.limits import MAX_VOCAB_SIZE
 from model.inputs.schema import TEXT, TRUTH, check, described_as, integer, number
 from model.inputs.words import shown
-from model.quantization.checkpoint_form import CheckpointForm, read_form
+from model.quantization.checkpoint_form import Stored, read_form
 
 ARCHITECTURE = "LlamaForCausalLM"
 CHECKPOINT_DTYPES = ("bfloat16", "float16", "float32")
@@ -76,7 +76,7 @@ class LlamaConfig:
     checkpoint_dtype: str | None  # of the saved weights; None if the file does not give it
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]  # those of generation_config.json take precedence
-    quantized: CheckpointForm | None = None  # the form of the checkpoint's projections if they are quantised
+    quantized: Stored | None = None  # the form of the checkpoint's projections if they are quantised
 
     def __post_init__(self) -> None:
         problems = [f"{name}={getattr(self, name)} must be positive" for name in _POSITIVE if getattr(self, name) <= 0]
@@ -258,7 +258,7 @@ def projections(num_layers: int) -> tuple[str, ...]:
     return tuple(f"model.layers.{layer}.{part}" for layer in range(num_layers) for part in parts)
 
 
-def _quantized(raw: Mapping[str, Any], file: _ConfigFile | None) -> tuple[CheckpointForm | None, list[str]]:
+def _quantized(raw: Mapping[str, Any], file: _ConfigFile | None) -> tuple[Stored | None, list[str]]:
     if raw.get("quantization_config") is None:
         return None, []
     return read_form(raw["quantization_config"], projections(file.num_hidden_layers if file else 1))

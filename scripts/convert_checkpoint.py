@@ -95,7 +95,7 @@ def convert(
     written = time.perf_counter()
     print(f"{folder}: read in {loaded - started:.1f} s, written in {written - loaded:.1f} s as {kept} ({reason})")
     if form is not None:
-        print(f"projections and head are {form}")
+        print(f"projections and head are {form}" + (f", requantised from {stored.packing}" if stored.packing else ""))
     if stored.remark:
         print(stored.remark)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from model.config import LlamaConfig, projections
 from model.quantization.checkpoint_form import CheckpointForm
+from model.quantization.packed_form import PackedForm, Part
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -81,7 +82,7 @@ def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def expected_kernels(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Those of `expected_shapes` that a quantised checkpoint holds in 8 bits: the projections, and perhaps the head."""
+    """Those of `expected_shapes` that a quantised checkpoint quantises: the projections, and perhaps the head."""
     kernels = {f"{module}.weight" for module in projections(config.num_layers)} | {HEAD.key}
     return {key: shape for key, shape in expected_shapes(config).items() if key in kernels}
 
@@ -89,3 +90,9 @@ def expected_kernels(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 def scale_key(key: str, form: CheckpointForm) -> str:
     """The tensor with the scales of the kernel at `key`."""
     return key.removesuffix("weight") + form.scale
+
+
+def part_keys(key: str, form: PackedForm, shape: tuple[int, ...]) -> dict[str, Part]:
+    """The tensors that hold the packed kernel at `key`."""
+    rows, columns = shape
+    return {key.removesuffix("weight") + name: part for name, part in form.parts(rows, columns).items()}

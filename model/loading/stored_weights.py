@@ -14,6 +14,7 @@ from model.loading.tensor_files import TensorFiles
 from model.loading.weights import load_hf
 from model.network.llama import Llama
 from model.quantization.forms import EightBit
+from model.quantization.packed_form import PackedForm
 
 CONVERTED = "orbax"  # the subfolder that scripts/convert_checkpoint.py writes
 
@@ -28,6 +29,7 @@ class StoredWeights:
     dtypes: tuple[str, ...]  # the stored types, each once
     remark: str | None  # how they differ from `config.json`
     quantization: EightBit | None = None  # of the projections; in the converted form also of the head
+    packing: str | None = None  # the stored form, such as "GPTQ int4", if loading requantises it to `quantization`
 
     @property
     def exact_dtype(self) -> str:
@@ -81,18 +83,23 @@ def find_weights(folder: Path, config: LlamaConfig, load_format: str = "auto") -
     """
     if load_format == "orbax" or (load_format == "auto" and (folder / CONVERTED).is_dir()):
         return _converted(folder / CONVERTED, config)
-    with TensorFiles(folder) as files:
-        files.check(config)
-        found, dtypes = files.with_own_head(config), files.dtypes(config)
+    with TensorFiles(folder, config) as files:
+        found, dtypes = files.with_own_head(), files.dtypes
     remark = None
-    form = None if config.quantized is None else config.quantized.form
+    form = config.quantized
     if found.tie_word_embeddings != config.tie_word_embeddings:
         remark = f"{HEAD.key} differs from the embedding and is used, although config.json ties them"
     # As in the reference implementation: the dtype of config.json comes first, then that of the tensors.
     stated = config.checkpoint_dtype or (dtypes[0] if len(dtypes) == 1 else None)
     found = replace(found, checkpoint_dtype=stated)
     return StoredWeights(
-        folder=folder, is_converted=False, config=found, dtypes=dtypes, remark=remark, quantization=form
+        folder=folder,
+        is_converted=False,
+        config=found,
+        dtypes=dtypes,
+        remark=remark,
+        quantization=None if form is None else form.form,
+        packing=form.name if isinstance(form, PackedForm) else None,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path, PurePath
@@ -23,10 +23,14 @@ from model.loading.hf_format import (
     SINGLE_FILE,
     expected_kernels,
     expected_shapes,
+    part_keys,
     scale_key,
 )
+from model.loading.packed_kernel import PackedKernel
 from model.loading.safetensors_fault import fault_in
+from model.quantization.checkpoint_form import CheckpointForm
 from model.quantization.forms import EightBit
+from model.quantization.packed_form import NAMES, PackedForm, Part
 
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # those that can be read
 _ROWS_COMPARED = 4096  # of the head and the embedding at once; bounds the host's memory
@@ -39,13 +43,19 @@ class TensorFiles:
     Otherwise the index lists the files; without an index, all `*.safetensors` are read.
 
     Raises:
-        ValueError, on entering: there are no files, the index is invalid, or a file is incomplete.
+        ValueError, on entering: there are no files, the index is invalid, a file is incomplete, or the tensors are not
+        those of `config`: each one that is missing, repeated, unexpected, mis-shaped or of an unreadable type is named.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, config: LlamaConfig):
         self._folder = folder
+        self._config = config
+        form = config.quantized
+        self._form = form if isinstance(form, CheckpointForm) else None
+        self._packed_form = form if isinstance(form, PackedForm) else None
         self._stack = ExitStack()
         self._slices: dict[str, Any] = {}
+        self._kernels: dict[str, PackedKernel] = {}
         self._lacking: dict[str, set[str]] = {}  # file name -> tensors that the index lists in it and that it lacks
         self._repeated: set[str] = set()
 
@@ -53,13 +63,16 @@ class TensorFiles:
         try:
             for name, keys in _files_in(self._folder).items():
                 self._open(name, keys)
+            self._check()
         except BaseException:
             self._stack.close()
             raise
+        self._kernels = dict(self._packed_kernels())
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._slices.clear()
+        self._kernels.clear()
         self._stack.close()
 
     def _open(self, name: str, promised: list[str] | None) -> None:
@@ -79,55 +92,64 @@ class TensorFiles:
         return tuple(self._slice(key).get_shape())
 
     def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
-        """The part of a tensor at `index`."""
+        """The part of a tensor at `index`. A packed kernel is unpacked to float32."""
         return self._slice(key)[index]
 
     def _slice(self, key: str) -> Any:
         """The stored tensor. If the head is tied to the embedding, either may be stored alone: see `_expected`."""
+        if key in self._kernels:
+            return self._kernels[key]
         other = {EMBEDDING.key: HEAD.key, HEAD.key: EMBEDDING.key}
         return self._slices[key if key in self._slices else other[key]]
 
-    def dtypes(self, config: LlamaConfig) -> tuple[str, ...]:
-        """The stored types of the model's tensors, 8-bit kernels excluded, each type once: ("bfloat16", "float32")."""
-        used = self._expected(config).keys() & self._slices.keys()
-        kernels = {key for key in used if self.has_scale(key, config)}
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The stored types of the tensors, quantised kernels excluded, each type once: ("bfloat16", "float32")."""
+        used = self._expected().keys() & self._slices.keys()
+        kernels = {key for key in used if self.has_scale(key)}
         return tuple(sorted({DTYPES[self._slices[key].get_dtype()] for key in used - kernels}))
 
-    def has_scale(self, key: str, config: LlamaConfig) -> bool:
-        """Whether the tensor is a kernel of a quantised checkpoint, with its scales next to it."""
-        return config.quantized is not None and scale_key(key, config.quantized) in self._slices
+    def has_scale(self, key: str) -> bool:
+        """Whether the tensor is an 8-bit kernel with its scales next to it."""
+        return self._form is not None and scale_key(key, self._form) in self._slices
 
-    def row_scales(self, key: str, config: LlamaConfig) -> np.ndarray:
+    @property
+    def columns_of_a_scale(self) -> int | None:
+        """How many neighbouring weights of a row share a scale; None: the whole row does."""
+        return None if self._form is None or self._form.block is None else self._form.block[1]
+
+    def row_scales(self, key: str) -> np.ndarray:
         """f32[out, n]: the scales of the kernel at `key`, one for each of n parts of a row. The last may be shorter."""
-        assert config.quantized is not None
-        values = self._slices[scale_key(key, config.quantized)][...].astype(np.float32)
+        assert self._form is not None
+        values = self._slices[scale_key(key, self._form)][...].astype(np.float32)
         num_rows = self.shape(key)[0]
-        if config.quantized.block is None:
+        if self._form.block is None:
             return np.broadcast_to(values.reshape(-1, 1), (num_rows, 1))
-        return values[np.arange(num_rows) // config.quantized.block[0]]
+        return values[np.arange(num_rows) // self._form.block[0]]
 
-    def check(self, config: LlamaConfig) -> None:
-        """Raises ValueError naming every tensor that is missing, repeated, unexpected, mis-shaped or of an unreadable
-        type."""
-        expected, scales = self._expected(config), self._scale_shapes(config)
-        missing = (expected.keys() | scales.keys()) - self._slices.keys() - set().union(*self._lacking.values())
-        extra = {key for key in self._slices.keys() - expected.keys() - scales.keys() if not IGNORED.fullmatch(key)}
-        present = expected.keys() & self._slices.keys()
+    def _check(self) -> None:
+        expected, parts, scales = self._expected(), self._parts(), self._scale_shapes()
+        known = expected.keys() | parts.keys() | scales.keys()
+        required = expected.keys() | scales.keys() | {key for key, part in parts.items() if part.is_required}
+        missing = required - self._slices.keys() - set().union(*self._lacking.values())
+        extra = {key for key in self._slices.keys() - known if not IGNORED.fullmatch(key)}
         problems = [
             f"{name} lacks tensors that the index promises: {_grouped(keys)}" for name, keys in self._lacking.items()
         ]
         problems += [f"missing: {_grouped(missing)}"] if missing else []
         problems += [f"in more than one file: {_grouped(self._repeated)}"] if self._repeated else []
         problems += [f"unexpected: {_grouped(extra)}"] if extra else []
+        tensors = {key: Part(shape, self._types_of(key)) for key, shape in expected.items()} | parts
+        present = {key: tensors[key] for key in tensors.keys() & self._slices.keys()}
         problems += _by_message(
-            (f"has shape {self.shape(key)}, not {expected[key]}", key)
-            for key in present
-            if self.shape(key) != expected[key]
+            (f"has shape {self.shape(key)}, not {part.shape}", key)
+            for key, part in present.items()
+            if self.shape(key) != part.shape
         )
         problems += _by_message(
-            (f"has type {self._slices[key].get_dtype()}, not one of {', '.join(allowed)}", key)
-            for key in present
-            if self._slices[key].get_dtype() not in (allowed := self._types_of(key, config))
+            (f"has type {self._slices[key].get_dtype()}, not one of {', '.join(part.types)}", key)
+            for key, part in present.items()
+            if self._slices[key].get_dtype() not in part.types
         )
         problems += _by_message(
             (f"has shape {self.shape(key)}, not one of {', '.join(map(str, allowed))}", key)
@@ -137,22 +159,48 @@ class TensorFiles:
         if problems:
             raise ValueError(f"{self._folder} does not hold this model's weights: " + "; ".join(problems))
 
-    def _expected(self, config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-        """The shapes of the tensors that must be there. If the config ties the head to the embedding, the files may
-        hold either of them or both (`with_own_head` compares them), as in the reference implementation."""
-        expected = expected_shapes(config)
+    def _expected(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the tensors that must be there, packed kernels excluded. If the config ties the head to the
+        embedding, the files may hold either of them or both (`with_own_head` compares them), as in the reference
+        implementation."""
+        expected = expected_shapes(self._config)
         if HEAD.key in self._slices:
             expected[HEAD.key] = expected[EMBEDDING.key]
-            if config.tie_word_embeddings and EMBEDDING.key not in self._slices:
+            if self._config.tie_word_embeddings and EMBEDDING.key not in self._slices:
                 del expected[EMBEDDING.key]
-        return expected
+        packed = self._packed()
+        return {key: shape for key, shape in expected.items() if key not in packed}
 
-    def _scale_shapes(self, config: LlamaConfig) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """The allowed shapes of each scale; the head's scale only if it is stored. Empty without quantisation."""
-        if (form := config.quantized) is None:
+    def _packed(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the packed kernels: all projections, and the head if it is packed."""
+        if self._packed_form is None:
+            return {}
+        values = HEAD.key.removesuffix("weight") + NAMES[self._packed_form.layout].values
+        kernels = expected_kernels(self._config)
+        return {key: shape for key, shape in kernels.items() if key != HEAD.key or values in self._slices}
+
+    def _parts(self) -> dict[str, Part]:
+        """The tensors that hold the packed kernels."""
+        if (form := self._packed_form) is None:
+            return {}
+        by_kernel = [part_keys(key, form, shape) for key, shape in self._packed().items()]
+        return {name: part for parts in by_kernel for name, part in parts.items()}
+
+    def _packed_kernels(self) -> Iterator[tuple[str, PackedKernel]]:
+        if (form := self._packed_form) is None:
+            return
+        for key, shape in self._packed().items():
+            module = key.removesuffix("weight")
+            present = [name for name in part_keys(key, form, shape) if name in self._slices]
+            parts = {name.removeprefix(module): self._slices[name] for name in present}
+            yield key, PackedKernel(module.removesuffix("."), form, parts, shape)
+
+    def _scale_shapes(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """The allowed shapes of each scale; the head's scale only if it is stored. Empty without 8-bit kernels."""
+        if (form := self._form) is None:
             return {}
         shapes: dict[str, tuple[tuple[int, ...], ...]] = {}
-        for key, (rows, columns) in expected_kernels(config).items():
+        for key, (rows, columns) in expected_kernels(self._config).items():
             name = scale_key(key, form)
             if key == HEAD.key and name not in self._slices:
                 continue
@@ -162,17 +210,17 @@ class TensorFiles:
                 shapes[name] = ((), (1,), (rows,), (rows, 1))
         return shapes
 
-    def _types_of(self, key: str, config: LlamaConfig) -> tuple[str, ...]:
-        if not self.has_scale(key, config):
+    def _types_of(self, key: str) -> tuple[str, ...]:
+        if self._form is None or not self.has_scale(key):
             return tuple(DTYPES)
-        assert config.quantized is not None
-        return ("I8",) if config.quantized.form is EightBit.INT8 else tuple(FLOAT8)
+        return ("I8",) if self._form.form is EightBit.INT8 else tuple(FLOAT8)
 
-    def with_own_head(self, config: LlamaConfig) -> LlamaConfig:
-        """`config`, but untied if it ties the head to the embedding and the files hold a head with other values.
+    def with_own_head(self) -> LlamaConfig:
+        """The config, but untied if it ties the head to the embedding and the files hold a head with other values.
 
-        The reference implementation does the same. The files must have passed `check`.
+        The reference implementation does the same.
         """
+        config = self._config
         if not config.tie_word_embeddings or not self._slices.keys() >= {HEAD.key, EMBEDDING.key}:
             return config
         return config if self._are_equal(HEAD.key, EMBEDDING.key) else replace(config, tie_word_embeddings=False)

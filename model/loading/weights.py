@@ -49,9 +49,8 @@ def load_hf(
         ValueError: a file is incomplete, or tensors are missing, unexpected, mis-shaped or of a type that cannot be
             cast. One message lists all such tensors.
     """
-    with TensorFiles(Path(folder)) as files:
-        files.check(config)
-        config = files.with_own_head(config)
+    with TensorFiles(Path(folder), config) as files:
+        config = files.with_own_head()
         model = abstract_model(config, dtype=dtype, mesh=mesh, quantization=quantization, for_cpu=for_cpu)
         return fill(model, partial(_read_module, files=files, config=config, mesh=mesh))
 
@@ -130,14 +129,14 @@ def _read_module(
     if rest:
         ((_, scale),) = rest
         shardings = (like.sharding, scale.sharding)
-        scales = [
-            _read_scales(files, part, config, num_shards_of(mesh))
-            for part in parts
-            if files.has_scale(part.key, config)
-        ]
-        block = config.quantized and config.quantized.block
+        scales = [_read_scales(files, part, config, num_shards_of(mesh)) for part in parts if files.has_scale(part.key)]
         arrays = _join_quantized(
-            raw, scales, groups=groups, block=block and block[1], form=_form_of(like.dtype), shardings=shardings
+            raw,
+            scales,
+            groups=groups,
+            block=files.columns_of_a_scale,
+            form=_form_of(like.dtype),
+            shardings=shardings,
         )
     else:
         arrays = (_join(raw, groups=groups, dtype=like.dtype, sharding=like.sharding),)
@@ -165,7 +164,7 @@ def _read(files: TensorFiles, source: Source, config: LlamaConfig, num_shards: i
 
 def _read_scales(files: TensorFiles, source: Source, config: LlamaConfig, num_shards: int) -> np.ndarray:
     """f32[out, n] of a quantised checkpoint, rows repeated as `_read` repeats the kernel's."""
-    scales = files.row_scales(source.key, config)
+    scales = files.row_scales(source.key)
     copies = max(1, num_shards // config.num_kv_heads) if source.is_kv else 1
     heads = scales.reshape(-1, config.head_dim if source.is_kv else 1, scales.shape[1])
     return np.repeat(heads, copies, axis=0).reshape(-1, scales.shape[1])

@@ -1,34 +1,38 @@
 """The quantised checkpoints that can be read: from `quantization_config` to the layout of their tensors.
 
-All of them hold an 8-bit `weight` for each projection and, next to it, scales; a value is weight times scale. Settings
-of activations are ignored: activations stay in the model's dtype, which is at least as exact. K/V scales are ignored,
-too.
+Most of them hold an 8-bit `weight` for each projection and, next to it, scales; a value is weight times scale. 4-bit
+weights, and some 8-bit ones, are packed into words (`packed_form`). Settings of activations are ignored: activations
+stay in the model's dtype, which is at least as exact. K/V scales are ignored, too.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from model.inputs.words import shown
 from model.quantization.forms import EightBit
+from model.quantization.packed_form import Layout, PackedForm, Zeros
 
 MAX_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointForm:
-    """How a checkpoint holds the weights of its projections."""
+    """How a checkpoint holds the weights of its projections, one in a byte."""
 
     form: EightBit
     scale: str = "weight_scale"  # the tensor next to `weight`: one value, or one for each row or block
     block: tuple[int, int] | None = None  # rows and columns that share a scale; None: one scale per row, or one in all
 
 
-def read_form(raw: Any, modules: Sequence[str]) -> tuple[CheckpointForm | None, list[str]]:
+Stored = CheckpointForm | PackedForm
+
+
+def read_form(raw: Any, modules: Sequence[str]) -> tuple[Stored | None, list[str]]:
     """The form that `quantization_config` describes, or every reason why it cannot be read.
 
     Args:
@@ -44,8 +48,9 @@ def read_form(raw: Any, modules: Sequence[str]) -> tuple[CheckpointForm | None, 
     return (None if problems else found), problems
 
 
-def _compressed_tensors(raw: Mapping[str, Any]) -> tuple[CheckpointForm | None, list[str]]:
-    """https://github.com/neuralmagic/compressed-tensors: FP8 and INT8 with scales of tensors, rows or blocks."""
+def _compressed_tensors(raw: Mapping[str, Any]) -> tuple[Stored | None, list[str]]:
+    """https://github.com/neuralmagic/compressed-tensors: FP8 and INT8 with scales of tensors, rows or blocks, and
+    integers packed into words with scales of rows or groups."""
     groups = raw.get("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1:
         return None, ["config_groups must be one group that quantises every Linear"]
@@ -53,11 +58,21 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> tuple[CheckpointForm | None, 
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping) or group.get("targets") != ["Linear"]:
         return None, ["config_groups must quantise the weights of targets ['Linear']"]
+    packing = group.get("format") or raw.get("format")
+    found, problems = (_packed_rows if packing == "pack-quantized" else _in_bytes)(weights, packing)
+    sparsity = raw.get("sparsity_config")
+    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
+        problems.append("sparsity_config: sparse weights are not supported")
+    return None if problems else found, problems
+
+
+def _in_bytes(weights: Mapping[str, Any], packing: Any) -> tuple[CheckpointForm | None, list[str]]:
     problems = []
     form = {"float": EightBit.FP8, "int": EightBit.INT8}.get(str(weights.get("type")))
-    packing = group.get("format") or raw.get("format")
     if packing not in ("float-quantized", "naive-quantized", "int-quantized"):
-        problems.append(f"format={shown(packing)} is not supported (only 8 bits: float-quantized or int-quantized)")
+        problems.append(
+            f"format={shown(packing)} is not supported (only float-quantized, int-quantized and pack-quantized)"
+        )
     if form is None or weights.get("num_bits") != 8:
         problems.append("weights must be of 8 bits, type float or int")
     if weights.get("symmetric", True) is not True:
@@ -70,10 +85,74 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> tuple[CheckpointForm | None, 
         problems += problem
     elif strategy not in ("tensor", "channel"):
         problems.append(f"weights.strategy={shown(strategy)} is not supported (only tensor, channel and block)")
-    sparsity = raw.get("sparsity_config")
-    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
-        problems.append("sparsity_config: sparse weights are not supported")
-    return None if problems or form is None else CheckpointForm(form=form, block=block), problems
+    return None if form is None else CheckpointForm(form=form, block=block), problems
+
+
+def _packed_rows(weights: Mapping[str, Any], packing: Any) -> tuple[PackedForm | None, list[str]]:
+    problems = _bits(weights.get("num_bits"), "weights.num_bits")
+    if weights.get("type") != "int":
+        problems.append(f"weights.type={shown(weights.get('type'))} is not supported (only int)")
+    symmetric, order, strategy = (weights.get(name) for name in ("symmetric", "actorder", "strategy"))
+    if symmetric not in (None, True, False):
+        problems.append(f"weights.symmetric={shown(symmetric)} is neither true nor false")
+    if order not in (None, False, "group", "dynamic", "weight", "static"):
+        problems.append(f"weights.actorder={shown(order)} is not supported (only group and weight)")
+    group = None
+    if strategy == "group":
+        group, problem = _group(weights.get("group_size"), "weights.group_size")
+        problems += problem
+    elif strategy != "channel":
+        problems.append(f"weights.strategy={shown(strategy)} is not supported (only group and channel)")
+    if problems:
+        return None, problems
+    return PackedForm(
+        layout=Layout.ROWS,
+        bits=weights["num_bits"],
+        group=group,
+        zeros=Zeros.STORED if symmetric is False else Zeros.MIDDLE,
+        is_ordered=order in ("group", "dynamic"),
+    ), []
+
+
+def _gptq(raw: Mapping[str, Any]) -> tuple[PackedForm | None, list[str]]:
+    """What AutoGPTQ and GPTQModel write: https://github.com/ModelCloud/GPTQModel."""
+    problems = _bits(raw.get("bits"), "bits")
+    group, problem = _group(raw.get("group_size"), "group_size")
+    problems += problem
+    version = raw.get("checkpoint_format") or "gptq"
+    if version not in ("gptq", "gptq_v2"):
+        problems.append(f"checkpoint_format={shown(version)} is not supported (only gptq and gptq_v2)")
+    symmetric, ordered = raw.get("sym", True), raw.get("desc_act", False)
+    problems += [
+        f"{name}={shown(value)} is neither true nor false"
+        for name, value in (("sym", symmetric), ("desc_act", ordered))
+        if not isinstance(value, bool)
+    ]
+    if raw.get("dynamic"):
+        problems.append("dynamic: projections of different forms are not supported")
+    if raw.get("is_marlin_format"):
+        problems.append("is_marlin_format: weights in the order of one GPU's kernel are not supported")
+    if raw.get("pack_dtype", "int32") != "int32":
+        problems.append(f"pack_dtype={shown(raw['pack_dtype'])} is not supported (only int32)")
+    if problems:
+        return None, problems
+    stored = Zeros.LESS_ONE if version == "gptq" else Zeros.STORED
+    zeros = Zeros.MIDDLE if symmetric else stored
+    return PackedForm(layout=Layout.GPTQ, bits=raw["bits"], group=group, zeros=zeros, is_ordered=ordered), []
+
+
+def _awq(raw: Mapping[str, Any]) -> tuple[PackedForm | None, list[str]]:
+    """What AutoAWQ writes in its "gemm" version: https://github.com/casper-hansen/AutoAWQ."""
+    problems = [] if raw.get("bits") == 4 else [f"bits={shown(raw.get('bits'))} is not supported (only 4)"]
+    group, problem = _group(raw.get("group_size"), "group_size")
+    problems += problem
+    if str(raw.get("version", "gemm")).lower() != "gemm":
+        problems.append(f"version={shown(raw['version'])} is not supported (only gemm)")
+    if raw.get("zero_point", True) is not True:
+        problems.append(f"zero_point={shown(raw['zero_point'])} is not supported (only true)")
+    if raw.get("backend") not in (None, "autoawq"):
+        problems.append(f"backend={shown(raw['backend'])} is not supported (only autoawq)")
+    return None if problems else PackedForm(layout=Layout.AWQ, bits=4, group=group, zeros=Zeros.STORED), problems
 
 
 def _fp8(raw: Mapping[str, Any]) -> tuple[CheckpointForm | None, list[str]]:
@@ -98,8 +177,10 @@ def _modelopt(raw: Mapping[str, Any]) -> tuple[CheckpointForm | None, list[str]]
     return CheckpointForm(form=EightBit.FP8), []
 
 
-_METHODS = {
+_METHODS: dict[str, Callable[[Mapping[str, Any]], tuple[Stored | None, list[str]]]] = {
     "compressed-tensors": _compressed_tensors,
+    "gptq": _gptq,
+    "awq": _awq,
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm_fp8,
     "modelopt": _modelopt,
@@ -111,6 +192,17 @@ def _block(raw: Any, name: str) -> tuple[tuple[int, int] | None, list[str]]:
         case [int(rows), int(columns)] if 0 < rows <= MAX_BLOCK and 0 < columns <= MAX_BLOCK:
             return (rows, columns), []
     return None, [f"{name}={shown(raw)} is not two integers from 1 to {MAX_BLOCK}"]
+
+
+def _bits(raw: Any, name: str) -> list[str]:
+    return [] if raw in (4, 8) and isinstance(raw, int) else [f"{name}={shown(raw)} is not supported (only 4 and 8)"]
+
+
+def _group(raw: Any, name: str) -> tuple[int | None, list[str]]:
+    """The size, or None for -1, which means a whole row."""
+    if isinstance(raw, int) and not isinstance(raw, bool) and (raw == -1 or 0 < raw <= MAX_BLOCK):
+        return (None if raw == -1 else raw), []
+    return None, [f"{name}={shown(raw)} is neither -1 nor an integer from 1 to {MAX_BLOCK}"]
 
 
 def _left_out(raw: Mapping[str, Any], modules: Sequence[str]) -> list[str]:

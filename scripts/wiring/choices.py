@@ -65,6 +65,8 @@ def choose_quantization(
         return None, None
     chosen = EightBit.INT8 if form is EightBit.FP8 and not reads_fp8 else form
     reason = f", not {form}: this device reads that slowly" if chosen is not form else ""
+    if stored is not None and stored.packing is not None:
+        return chosen, f"{stored.packing} checkpoint: requantised to {chosen} per row{reason}"
     return chosen, f"projections and head in {chosen}{reason}" + (f"; the checkpoint holds {held}" if held else "")
 
 

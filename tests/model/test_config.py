@@ -112,7 +112,7 @@ def test_a_scaling_may_be_called_type():
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"mlp_bias": True}, "mlp_bias=True is not supported"),
         ({"pretraining_tp": 2}, "pretraining_tp=2 is not supported"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method='awq' is not supported"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "quantization_config.quant_method='aqlm' is not supported"),
         ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype='float8_e4m3fn' is not supported"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn' is not supported"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type='dynamic' is not supported"),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from model.config import projections
 from model.quantization.checkpoint_form import CheckpointForm, read_form
 from model.quantization.forms import EightBit
+from model.quantization.packed_form import Layout, PackedForm, Zeros
 from tests.scripts.test_checkpoint_fuzz import HOSTILE, places
 
 MODULES = projections(2)
@@ -28,7 +29,14 @@ def compressed(fmt="float-quantized", ignore=("lm_head",), **weights):
     }
 
 
+def packed(**weights):
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True} | weights
+    return compressed("pack-quantized", **weights)
+
+
 INT8, FP8 = EightBit.INT8, EightBit.FP8
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "ignored_layers": ["lm_head"]}
 
 
@@ -53,6 +61,25 @@ BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128],
             CheckpointForm(form=FP8, scale="weight_scale_inv", block=(128, 128)),
         ),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, CheckpointForm(form=FP8)),
+        (GPTQ, PackedForm(layout=Layout.GPTQ, bits=4, group=128, zeros=Zeros.MIDDLE)),
+        (GPTQ | {"sym": False}, PackedForm(layout=Layout.GPTQ, bits=4, group=128, zeros=Zeros.LESS_ONE)),
+        (
+            GPTQ | {"sym": False, "checkpoint_format": "gptq_v2", "bits": 8, "group_size": -1, "desc_act": True},
+            PackedForm(layout=Layout.GPTQ, bits=8, group=None, zeros=Zeros.STORED, is_ordered=True),
+        ),
+        (
+            AWQ | {"version": "GEMM", "modules_to_not_convert": None},
+            PackedForm(layout=Layout.AWQ, bits=4, group=128, zeros=Zeros.STORED),
+        ),
+        (packed(), PackedForm(layout=Layout.ROWS, bits=4, group=128, zeros=Zeros.MIDDLE)),
+        (
+            packed(strategy="channel", symmetric=False, actorder="weight"),
+            PackedForm(layout=Layout.ROWS, bits=4, group=None, zeros=Zeros.STORED),
+        ),
+        (
+            packed(actorder="group"),
+            PackedForm(layout=Layout.ROWS, bits=4, group=128, zeros=Zeros.MIDDLE, is_ordered=True),
+        ),
     ],
 )
 def test_these_are_read(raw, wanted):
@@ -65,8 +92,26 @@ def test_these_are_read(raw, wanted):
         ("fp8", "is not an object"),
         ({}, "quant_method=None is not supported"),
         *(({"quant_method": name}, f"quant_method='{name}' is not supported (only ['compressed-tensors'")
-          for name in ("bitsandbytes", "aqlm", "gptq", "awq", "mxfp4")),
-        (compressed("pack-quantized", strategy="tensor"), "format='pack-quantized'"),
+          for name in ("bitsandbytes", "aqlm", "quark", "mxfp4")),
+        (compressed("marlin-24", strategy="tensor"), "format='marlin-24'"),
+        (packed(strategy="tensor"), "strategy='tensor' is not supported (only group and channel)"),
+        (packed(num_bits=3), "weights.num_bits=3 is not supported (only 4 and 8)"),
+        (packed(type="float"), "weights.type='float'"),
+        (packed(group_size=None), "weights.group_size=None is neither -1 nor an integer"),
+        (packed(actorder="block"), "weights.actorder='block'"),
+        (packed() | {"ignore": ["lm_head", "re:.*v_proj"]}, "leaves out 2 projections"),
+        (GPTQ | {"bits": 3}, "bits=3 is not supported (only 4 and 8)"),
+        (GPTQ | {"group_size": 0}, "group_size=0 is neither -1 nor an integer from 1"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
+        (GPTQ | {"is_marlin_format": True}, "is_marlin_format"),
+        (GPTQ | {"sym": "yes"}, "sym='yes' is neither true nor false"),
+        (GPTQ | {"dynamic": {"-:.*down": {}}}, "dynamic: projections of different forms"),
+        (GPTQ | {"pack_dtype": "int16"}, "pack_dtype='int16'"),
+        (AWQ | {"bits": 3}, "bits=3 is not supported (only 4)"),
+        (AWQ | {"version": "gemv"}, "version='gemv' is not supported (only gemm)"),
+        (AWQ | {"zero_point": False}, "zero_point=False"),
+        (AWQ | {"backend": "llm-awq"}, "backend='llm-awq'"),
+        (AWQ | {"modules_to_not_convert": ["model.layers.1.mlp"]}, "leaves out 3 projections"),
         (compressed(num_bits=4), "weights must be of 8 bits"),
         (compressed("int-quantized", type="int", symmetric=False), "zero points"),
         (compressed(strategy="group"), "strategy='group'"),
@@ -96,8 +141,11 @@ def test_others_are_refused_in_words(raw, words):
     assert words in problems[0]
 
 
+HOSTS = [compressed(strategy="block", block_structure=[8, 8]), BLOCKS, GPTQ, AWQ, packed(actorder="group")]
+
+
 @settings(max_examples=150, deadline=None)
-@given(data=st.data(), raw=st.sampled_from([compressed(strategy="block", block_structure=[8, 8]), BLOCKS]))
+@given(data=st.data(), raw=st.sampled_from(HOSTS))
 def test_whatever_stands_there_is_read_or_refused(data, raw):
     raw = copy.deepcopy(raw)
     container, key = data.draw(st.sampled_from(places(raw)))

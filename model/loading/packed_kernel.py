@@ -1,0 +1,86 @@
+"""Slices of packed kernels, read as float32 weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from model.quantization.packed_form import NAMES, Layout, PackedForm, Zeros
+from model.quantization.unpack import dequantize_groups, one_more, unpack, unpack_awq
+
+
+class PackedKernel:
+    """One kernel, with the interface of safetensors' slices.
+
+    Args:
+        name: of the module, for errors.
+        parts: its tensors by the names of `PackedForm.parts`. Optional ones may be absent.
+        shape: [out, in] of the weights.
+    """
+
+    def __init__(self, name: str, form: PackedForm, parts: Mapping[str, Any], shape: tuple[int, ...]):
+        self._name = name
+        self._form = form
+        self._parts = parts
+        self._shape = shape
+
+    def get_shape(self) -> list[int]:
+        return list(self._shape)
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        """f32 weights. ValueError if an input's group does not exist."""
+        (first_row, end_row, _), (first, end, _) = (
+            part.indices(size) for part, size in zip(index, self._shape, strict=True)
+        )
+        rows, columns = slice(first_row, end_row), slice(first, end)
+        scales = self._parts[NAMES[self._form.layout].scales][...]
+        scales = scales[rows] if self._form.layout is Layout.ROWS else scales.T[rows]
+        return dequantize_groups(
+            self._form, self._values(rows, columns), self._zeros(rows), scales, self._groups()[columns]
+        )
+
+    def _values(self, rows: slice, columns: slice) -> np.ndarray:
+        """u8[out, in]"""
+        words, bits = self._parts[NAMES[self._form.layout].values], self._form.bits
+        if self._form.layout is Layout.AWQ:
+            shared, within = self._words_of(rows)
+            return unpack_awq(words[columns, shared])[:, within].T
+        shared, within = self._words_of(columns)
+        packed = words[rows, shared] if self._form.layout is Layout.ROWS else words[shared, rows].T
+        return unpack(packed, bits)[:, within]
+
+    def _words_of(self, values: slice) -> tuple[slice, slice]:
+        """The words that hold these neighbouring values, and the values' place in the unpacked words."""
+        per_word = self._form.per_word
+        first = values.start // per_word
+        start = values.start - first * per_word
+        return slice(first, -(-values.stop // per_word)), slice(start, start + values.stop - values.start)
+
+    def _zeros(self, rows: slice) -> np.ndarray | None:
+        """u8[out, n]"""
+        form = self._form
+        if form.zeros is Zeros.MIDDLE:
+            return None
+        words = self._parts[NAMES[form.layout].zeros][...]
+        if form.layout is Layout.AWQ:
+            return unpack_awq(words).T[rows]
+        if form.layout is Layout.ROWS:
+            words = words.T  # rows share a word: [n, out / per_word], as GPTQ has it
+        if form.zeros is Zeros.LESS_ONE:
+            words = one_more(words, form.bits)
+        return unpack(words, form.bits).T[rows]
+
+    def _groups(self) -> np.ndarray:
+        """i32[in]"""
+        form, columns = self._form, self._shape[1]
+        stored = NAMES[form.layout].groups
+        # compressed-tensors may store groups that are not in use.
+        is_used = form.is_ordered or form.layout is not Layout.ROWS
+        if stored is None or stored not in self._parts or not is_used:
+            return np.arange(columns) // (form.group or columns)
+        groups = self._parts[stored][...]
+        if groups.min() < 0 or groups.max() >= form.num_groups(columns):
+            raise ValueError(f"{self._name}.{stored} names groups outside of 0 to {form.num_groups(columns) - 1}")
+        return groups

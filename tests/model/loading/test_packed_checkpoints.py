@@ -1,0 +1,211 @@
+"""Checkpoints of 4-bit weights, packed here from the formats' descriptions, against the values that were packed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer
+
+from model.config import LlamaConfig, projections
+from model.loading.source import DEMO_FOLDER, resolve
+from model.loading.stored_weights import CONVERTED, find_weights
+from model.loading.weights import load_hf
+from model.network.sharding import make_mesh
+from model.quantization.eight_bit import quantize
+from model.quantization.forms import EightBit
+from scripts.convert_checkpoint import convert
+from scripts.demo.agreement import agreement
+from scripts.demo.tokenizer import SampleEncoder
+from tests.model import checkpoints, packers
+from tests.model.loading.test_weights import flat
+
+quantized = jax.jit(quantize, static_argnums=1)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A way to pack a checkpoint, and how its config says so."""
+
+    pack: Callable[[packers.Quantized], dict[str, np.ndarray]]
+    config: Callable[[int], dict[str, Any]]
+    bits: int = 4
+    symmetric: bool = False
+    ordered: bool = False
+
+
+def gptq(version: int = 1, **options) -> Format:
+    said = {"checkpoint_format": "gptq_v2"} if version == 2 else {}
+    form = Format(lambda kernel: packers.gptq(kernel, version=version), lambda group: {}, **options)
+    said |= {"bits": form.bits, "sym": form.symmetric, "desc_act": form.ordered}
+    return Format(form.pack, lambda group: {"quant_method": "gptq", "group_size": group} | said, **options)
+
+
+def compressed(**options) -> Format:
+    form = Format(packers.compressed_tensors, lambda group: {}, **options)
+
+    def config(group: int) -> dict[str, Any]:
+        weights = {"num_bits": form.bits, "type": "int", "strategy": "group", "group_size": group}
+        weights |= {"symmetric": form.symmetric, "actorder": "group" if form.ordered else None}
+        groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+        return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups,
+                "ignore": ["lm_head"]}  # fmt: skip
+
+    return Format(
+        lambda kernel: packers.compressed_tensors(kernel, symmetric=form.symmetric, ordered=form.ordered),
+        config,
+        **options,
+    )
+
+
+def awq_config(group: int) -> dict[str, Any]:
+    return {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+
+
+FORMATS = {
+    "gptq sym": gptq(symmetric=True),
+    "gptq": gptq(),
+    "gptq v2": gptq(version=2),
+    "gptq v2 sym": gptq(version=2, symmetric=True),
+    "gptq desc_act": gptq(ordered=True),
+    "gptq 8 bits": gptq(bits=8),
+    "awq": Format(packers.awq, awq_config),
+    "compressed-tensors sym": compressed(symmetric=True),
+    "compressed-tensors": compressed(),
+    "compressed-tensors actorder": compressed(ordered=True),
+    "compressed-tensors 8 bits": compressed(symmetric=True, bits=8),
+}
+
+
+def write(folder, format: Format, *, group: int = 32, source=None, packed_head=False):
+    """A checkpoint, its tensors, and the values that these stand for."""
+    if source is None:
+        checkpoints.write(folder, "gqa2")
+        given = checkpoints.tensors("gqa2")
+    else:
+        folder.mkdir()
+        (folder / "config.json").write_text((source / "config.json").read_text())
+        given = load_file(source / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    modules, stored, values = projections(raw["num_hidden_layers"]), {}, {}
+    rng = np.random.default_rng(0)
+    for key, weights in given.items():
+        module, wide = key.removesuffix(".weight"), weights.astype(np.float32)
+        if module not in modules and not (packed_head and module == "lm_head"):
+            stored[key], values[key] = weights, wide
+            continue
+        order = rng.permutation(wide.shape[1]) if format.ordered else None
+        size = wide.shape[1] if group == -1 else group
+        kernel = packers.quantized(wide, bits=format.bits, group=size, symmetric=format.symmetric, order=order)
+        stored |= {f"{module}.{name}": part for name, part in format.pack(kernel).items()}
+        values[key] = kernel.weights()
+    checkpoints.write_tensors(folder, stored)
+    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": format.config(group)}))
+    return stored, values
+
+
+def load(folder, form: EightBit | None, num_shards: int = 1):
+    mesh = make_mesh(num_shards) if num_shards > 1 else None
+    return flat(load_hf(folder, LlamaConfig.from_file(folder), dtype=jnp.float32, mesh=mesh, quantization=form))
+
+
+def load_wide(folder, values, form: EightBit | None, num_shards: int = 1):
+    """The same values from a checkpoint that is not quantised."""
+    checkpoints.write(folder, "gqa2")
+    checkpoints.write_tensors(folder, values)
+    return load(folder, form, num_shards)
+
+
+@pytest.mark.parametrize("num_shards", [1, 4])  # KV heads are repeated for four, and groups cross the cuts
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_weight_is_the_one_that_was_packed(tmp_path, name, num_shards):
+    """And is quantised as the same weights of a checkpoint that is not packed."""
+    _, values = write(tmp_path / "packed", FORMATS[name])
+    for form in (None, EightBit.INT8):
+        found = load(tmp_path / "packed", form, num_shards)
+        wanted = load_wide(tmp_path / "wide", values, form, num_shards)
+        assert found.keys() == wanted.keys()
+        for parameter, value in wanted.items():
+            np.testing.assert_array_equal(found[parameter], value, err_msg=parameter)
+
+
+@pytest.mark.parametrize("group", [16, 24, -1])  # 24 divides neither 64 inputs nor 160
+@pytest.mark.parametrize("name", ["gptq", "awq", "compressed-tensors"])
+def test_groups_of_any_size_are_read(tmp_path, name, group):
+    _, values = write(tmp_path / "packed", FORMATS[name], group=group)
+    found, wanted = load(tmp_path / "packed", None), load_wide(tmp_path / "wide", values, None)
+    np.testing.assert_array_equal(found["layers.1.mlp.down.kernel"], wanted["layers.1.mlp.down.kernel"])
+
+
+def test_a_head_may_be_packed_too(tmp_path):
+    _, values = write(tmp_path / "packed", FORMATS["gptq"], packed_head=True)
+    np.testing.assert_array_equal(load(tmp_path / "packed", None)["head.kernel"], values["lm_head.weight"])
+
+
+def test_zeros_of_symmetric_gptq_need_not_be_there_nor_true(tmp_path):
+    stored, _ = write(tmp_path, FORMATS["gptq sym"])
+    wanted = load(tmp_path, None)
+    for key in [key for key in stored if key.endswith(".qzeros")]:
+        stored[key] = np.zeros_like(stored[key])
+    checkpoints.write_tensors(tmp_path, stored)
+    np.testing.assert_array_equal(load(tmp_path, None)["layers.0.mlp.down.kernel"], wanted["layers.0.mlp.down.kernel"])
+    checkpoints.write_tensors(tmp_path, {key: value for key, value in stored.items() if not key.endswith(".qzeros")})
+    np.testing.assert_array_equal(load(tmp_path, None)["layers.0.mlp.down.kernel"], wanted["layers.0.mlp.down.kernel"])
+
+
+def test_what_is_missing_mis_shaped_or_too_much_is_named(tmp_path):
+    stored, _ = write(tmp_path, FORMATS["gptq desc_act"])
+    del stored["model.layers.0.mlp.up_proj.g_idx"]
+    stored["model.layers.1.mlp.up_proj.scales"] = np.ones((3, 3), np.float16)
+    stored["model.layers.2.mlp.up_proj.qweight"] = stored["model.layers.2.mlp.up_proj.qweight"].astype(np.int64)
+    stored["model.layers.2.mlp.down_proj.weight"] = np.ones((64, 160), np.float32)
+    checkpoints.write_tensors(tmp_path, stored)
+    with pytest.raises(ValueError, match="does not hold") as error:
+        find_weights(tmp_path, LlamaConfig.from_file(tmp_path))
+    text = str(error.value)
+    assert "missing: model.layers.{0}.mlp.up_proj.g_idx" in text
+    assert "unexpected: model.layers.{2}.mlp.down_proj.weight" in text
+    assert "{1}.mlp.up_proj.scales has shape (3, 3), not (2, 160)" in text
+    assert "{2}.mlp.up_proj.qweight has type I64, not one of I32" in text
+
+
+def test_groups_that_are_not_there_are_refused(tmp_path):
+    stored, _ = write(tmp_path, FORMATS["gptq desc_act"])
+    stored["model.layers.1.mlp.up_proj.g_idx"][5] = 2
+    checkpoints.write_tensors(tmp_path, stored)
+    with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj.g_idx names groups outside of 0 to 1"):
+        load(tmp_path, EightBit.INT8)
+
+
+def test_a_conversion_holds_what_loading_makes(tmp_path, capsys):
+    folder, out = tmp_path / "packed", tmp_path / "out"
+    write(folder, FORMATS["awq"])
+    convert(resolve(str(folder)), folder, out, dtype=None, num_shards=1)
+    assert "projections and head are int8, requantised from AWQ int4" in capsys.readouterr().out
+    config = LlamaConfig.from_file(out)
+    assert config.quantized is None
+    stored = find_weights(out, config)
+    assert (stored.folder.name, stored.quantization) == (CONVERTED, EightBit.INT8)
+    found, wanted = flat(stored.load(dtype=jnp.float32, quantization=EightBit.INT8)), load(folder, EightBit.INT8)
+    for parameter, value in wanted.items():
+        np.testing.assert_array_equal(found[parameter], value)
+
+
+@pytest.mark.slow
+def test_a_row_scale_in_place_of_group_scales_changes_the_demo_very_little(tmp_path):
+    write(tmp_path / "demo", FORMATS["gptq sym"], group=128, source=DEMO_FOLDER)
+    config = LlamaConfig.from_file(tmp_path / "demo")
+    encoder = SampleEncoder(Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json")), prompt_weight=0.0)
+    exact, requantised = (
+        load_hf(tmp_path / "demo", config, dtype="float32", quantization=form) for form in (None, EightBit.INT8)
+    )
+    near = agreement(exact, requantised, encoder)
+    assert near.divergence < 1e-4
+    assert near.same_top_token > 0.99
