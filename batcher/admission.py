@@ -61,16 +61,19 @@ def make_sequence(
         raise InvalidRequestError("logit_bias", f"at most {MAX_LOGIT_BIAS} different tokens, not {len(bias_ids)}")
     if not -(2**127) <= request.cache_salt < 2**127:
         raise InvalidRequestError("cache_salt", f"cache_salt must fit in 128 bits, not {request.cache_salt}")
+    if request.embeds and capacity.pooling is None:
+        raise InvalidRequestError("embeds", "this engine makes no embeddings")
     return Sequence(
         request,
         prompt,
-        limit=min(s.max_tokens, capacity.max_model_len - len(prompt)),
+        limit=1 if request.embeds else min(s.max_tokens, capacity.max_model_len - len(prompt)),
         stop_ids=stop_ids,
         seed=seed if s.seed is None else s.seed,
         arrived_s=arrived_s,
         on_output=on_output,
         matcher=matcher,
         allowed=allowed,
+        pooling=capacity.pooling if request.embeds else None,
     )
 
 

@@ -18,6 +18,7 @@ class BucketConfig:
     min_mixed_tokens: int = 16  # of the smallest program that takes prompt tokens
     half_steps: bool = True  # from 64 tokens on, also 1.5 times each power of two
     few_rows: int = 8  # each mixed T also has a program with about this many rows, for a lightly loaded server
+    embeds: bool = False  # there are programs that pool hidden states
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -33,6 +34,9 @@ class BucketConfig:
             )
 
 
+_EMBED_STRIDE = 2  # a program for every fourfold of tokens
+
+
 class BucketLadder:
     """All buckets, and the choice among them.
 
@@ -41,7 +45,8 @@ class BucketLadder:
 
     Every program costs seconds of start-up. Mixed steps have no GREEDY program: when no row samples, SAMPLE's extra
     work is skipped at run time and costs nothing next to the prompt's matrix products. SCORE exists only at both
-    limits: it is rare, and its programs are heavy.
+    limits: it is rare, and its programs are heavy. EMBED has every `_EMBED_STRIDE`-th T from the largest down, with the
+    most rows of each.
     """
 
     def __init__(self, config: BucketConfig) -> None:
@@ -59,12 +64,15 @@ class BucketLadder:
                 few = [s for s in rows if s >= config.few_rows and s < fitting[-1]][:1]
                 self._mixed.append((t, [*few, fitting[-1]]))
         self._tokens = [t for t, _ in self._mixed]
+        thinned = _powers(config.min_mixed_tokens, config.max_num_batched_tokens)[::-_EMBED_STRIDE]
+        self._embed = sorted(Bucket(t, min(config.max_num_seqs, t - 1), Variant.EMBED) for t in thinned if t > 1)
 
     def buckets(self) -> list[Bucket]:
         """All of them, cheapest first."""
         decodes = [Bucket(s, s, variant) for variant in (Variant.GREEDY, Variant.SAMPLE) for s in self._decode]
         mixed = [Bucket(t, s, Variant.SAMPLE) for t, rows in self._mixed for s in rows]
-        return sorted([*decodes, *mixed, self.choose(1, 1, decode_only=False, variant=Variant.SCORE)])
+        score = Bucket(self.config.max_num_batched_tokens, self.config.max_num_seqs, Variant.SCORE)
+        return sorted([*decodes, *mixed, score, *(self._embed if self.config.embeds else ())])
 
     def choose(self, num_tokens: int, num_rows: int, *, decode_only: bool, variant: Variant) -> Bucket:
         """The smallest bucket that holds the step. Raises ValueError if the step exceeds a limit."""
@@ -73,6 +81,8 @@ class BucketLadder:
             raise ValueError(f"no step has this shape: {num_tokens=} {num_rows=} with {c}")
         if variant is Variant.SCORE:
             return Bucket(c.max_num_batched_tokens, c.max_num_seqs, variant)
+        if variant is Variant.EMBED:
+            return next(b for b in self._embed if num_tokens <= b.num_tokens and num_rows <= b.num_rows)
         if decode_only:
             if num_tokens != num_rows:
                 raise ValueError(f"decodes bring one token each: {num_tokens=} {num_rows=}")

@@ -16,6 +16,7 @@ from batcher.grammar import GrammarError
 from batcher.masks import Answer, Ask
 from batcher.pack import Packer
 from batcher.plan import StepPlan
+from batcher.pooling import embedding, take_pooled
 from batcher.request import ErrorCode, FinishReason, RequestOutput, TokenLogprobs
 from batcher.scheduler import Scheduler
 from batcher.sequence import Sequence, State
@@ -161,8 +162,10 @@ class EngineCore:
         self.scheduler.step_returned(plan.number)
         if self._lost:  # an earlier step failed, so this one's result cannot be trusted
             return self._lose(plan)
-        if plan.bucket.variant is Variant.SCORE:
+        if plan.bucket.variant.scores:
             self._take_prompt_logprobs(plan, output)
+        if plan.bucket.variant is Variant.EMBED:
+            take_pooled(plan, output)
         now = self._clock()
         tokens, finite = output.tokens.tolist(), output.finite.tolist()
         gaps: dict[float, int] = {}  # time of the previous token -> rows
@@ -172,6 +175,9 @@ class EngineCore:
                 continue
             if not finite[row]:
                 deliveries.append(self._end_not_finite(seq))
+                continue
+            if seq.pooling is not None:
+                deliveries.append(self._end_embedded(seq))
                 continue
             if seq.first_token_s >= 0:
                 gaps[seq.last_token_s] = gaps.get(seq.last_token_s, 0) + 1
@@ -261,6 +267,14 @@ class EngineCore:
             count = min(chunk.count, seq.num_prompt - 1 - chunk.start)  # the last prompt token has no target
             for i in range(count):
                 seq.prompt_logprobs[chunk.start + i] = _target_logprobs(output, chunk.offset + i, wanted)
+
+    def _end_embedded(self, seq: Sequence) -> Delivery:
+        vector = embedding(seq)
+        if vector is None:
+            return self._end_not_finite(seq)
+        seq, output = self._end(seq, FinishReason.STOP)
+        output.embedding = vector
+        return seq, output
 
     def _end_not_finite(self, seq: Sequence) -> Delivery:
         self._counts.corrupted_requests += 1

@@ -79,6 +79,8 @@ class Engine:
                 "steps longer than the runner takes: "
                 f"{limits.max_num_batched_tokens=} {self._capacity.max_num_batched_tokens=}"
             )
+        if limits.embeds != (self._capacity.pooling is not None):
+            raise ValueError(f"one of runner and ladder embeds: {self._capacity.pooling=} {limits.embeds=}")
         self.config = config
         self.ladder = ladder
         self._runner = runner

@@ -11,7 +11,7 @@ from batcher.plan import StepPlan
 from batcher.sampling_table import column_values
 from batcher.sequence import Sequence
 from batcher.slots import SlotLayout
-from batcher.step import MASK_BLOCK, PATCH_BLOCK, Bucket, Capacity, PackedLayout, PenaltyReset, StepInput, Variant
+from batcher.step import MASK_BLOCK, PATCH_BLOCK, Bucket, Capacity, PackedLayout, PenaltyReset, StepInput
 
 _UNKNOWN = np.iinfo(np.int64).min  # no i32 equals it, so every value is sent the first time
 _FLOAT, _BITS = Struct("<f"), Struct("<i")
@@ -64,7 +64,7 @@ class Packer:
     def _pack_tokens(self, plan: StepPlan, packed: np.ndarray, sections: dict[str, slice]) -> None:
         tokens = packed[sections["tokens"]]
         tokens[: plan.num_tokens] = -1
-        scoring = plan.bucket.variant is Variant.SCORE
+        scoring = plan.bucket.variant.scores
         if scoring:
             targets = packed[sections["targets"]]
             targets[:] = -1

@@ -37,9 +37,20 @@ class SamplingParams:
     grammar: str | None = None  # of the output, in the text form that the engine's `Grammars` read
 
 
+class Pooling(StrEnum):
+    """How the hidden states of a prompt's tokens become one vector, its embedding."""
+
+    LAST = "last"  # that of the last token, the only one that has seen all others
+    MEAN = "mean"  # of all tokens
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One sequence to generate. The server makes n requests of `n > 1`, and finds stop strings in the text."""
+    """One sequence to generate. The server makes n requests of `n > 1`, and finds stop strings in the text.
+
+    A request that `embeds` generates nothing. Its one output has the prompt's embedding, and none of its sampling
+    parameters is read.
+    """
 
     request_id: str
     prompt: tuple[int, ...]
@@ -47,6 +58,7 @@ class Request:
     priority: int = 0  # lower runs sooner
     cache_salt: int = 0  # requests share cached prefix pages only within one salt
     deadline_s: float | None = None  # seconds it may wait in the queue before it is refused
+    embeds: bool = False
 
 
 class FinishReason(StrEnum):
@@ -88,6 +100,7 @@ class RequestOutput:
     token_ids: tuple[int, ...] = ()  # including the id that ended the request
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token id, if requested
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # with the first token; entry i is of prompt token i + 1
+    embedding: bytes | None = None  # of a request that embeds: f32[D], little-endian, of length 1
     num_cached_tokens: int = 0  # prompt tokens whose K/V came from the prefix cache
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None  # the stop id that ended the request; None for end-of-sequence

@@ -34,6 +34,7 @@ from batcher.buckets import BucketLadder
 from batcher.forecast import Forecast, Outlook, OutputForecast
 from batcher.pages import PagePool, next_digest
 from batcher.plan import Chunk, StepPlan
+from batcher.request import Pooling
 from batcher.sequence import Sequence, State
 from batcher.step import Bucket, Capacity, Variant
 
@@ -248,7 +249,7 @@ class Scheduler:
             for i in range(len(seq.digests), len(known) // self.page_size):
                 page = known[i * self.page_size : (i + 1) * self.page_size]
                 seq.digests.append(next_digest(seq.digests, page, seq.request.cache_salt))
-            if not seq.wants_prompt_logprobs:
+            if not seq.needs_every_position:
                 usable = seq.digests[: (len(known) - 1) // self.page_size]  # the last token is always computed
                 hits = self.pool.find(usable, known)
                 if len(hits) < len(usable) and usable[len(hits)] in in_this_step:
@@ -288,7 +289,7 @@ class Scheduler:
         seq.decoding = False
         if not seq.num_preemptions:
             seq.num_hit_tokens = seq.num_computed
-            if self.prefix_caching and not seq.wants_prompt_logprobs:
+            if self.prefix_caching and not seq.needs_every_position:
                 self.prefix_queries += seq.num_prompt
                 self.prefix_hits += seq.num_hit_tokens
         seq.state = State.RUNNING
@@ -342,7 +343,7 @@ class Scheduler:
         emits = [1] * len(decodes)
         listed: list[Chunk] = []
         masks: list[tuple[Sequence, np.ndarray]] = []
-        sampling = scoring = False
+        sampling = scoring = embedding = False
         for seq in decodes:
             seq.num_computed += 1
             seq.num_emitted += 1
@@ -359,6 +360,7 @@ class Scheduler:
             seq.last_step = number
             scoring = scoring or seq.wants_prompt_logprobs
             seq.decoding = seq.num_computed == len(seq.to_compute)
+            embedding = embedding or seq.pooling is Pooling.MEAN or (seq.pooling is Pooling.LAST and seq.decoding)
             emits.append(int(seq.decoding))
             if seq.decoding:
                 seq.num_emitted += 1
@@ -366,7 +368,8 @@ class Scheduler:
                 if seq.mask is not None:
                     masks.append((seq, seq.take_mask()))
             self.commit(seq)
-        variant = Variant.SCORE if scoring else Variant.SAMPLE if sampling else Variant.GREEDY
+        asked = ((embedding, Variant.EMBED), (scoring, Variant.SCORE), (sampling, Variant.SAMPLE))
+        variant = next((variant for is_asked, variant in asked if is_asked), Variant.GREEDY)
         return StepPlan(
             number=number,
             bucket=self._bucket(num_tokens, len(rows), decode_only=not longer, variant=variant),

@@ -8,7 +8,7 @@ from enum import Enum
 import numpy as np
 
 from batcher.grammar import Matcher
-from batcher.request import Request, RequestOutput, TokenLogprobs
+from batcher.request import Pooling, Request, RequestOutput, TokenLogprobs
 from batcher.sampling_table import PARAMETERS, is_asked
 from batcher.step import Variant
 
@@ -62,6 +62,8 @@ class Sequence:
         "on_output",
         "output",
         "pages",
+        "pooled",
+        "pooling",
         "prompt",
         "prompt_logprobs",
         "request",
@@ -87,6 +89,7 @@ class Sequence:
         on_output: OnOutput,
         matcher: Matcher | None = None,  # of the request's grammar
         allowed: np.ndarray | None = None,  # i32[num_mask_words], the mask of `allowed_token_ids`
+        pooling: Pooling | None = None,  # of its embedding; None: it generates
     ) -> None:
         sampling = request.sampling
         self.request = request
@@ -101,6 +104,7 @@ class Sequence:
         self.on_output = on_output
         self.matcher = matcher
         self.allowed = allowed
+        self.pooling = pooling
         asked = [parameter for name, parameter in PARAMETERS.items() if is_asked(sampling, name)]
         self.needs_sampling = any(parameter.variant is Variant.SAMPLE for parameter in asked)
         self.has_penalties = any(parameter.counts_tokens for parameter in asked)
@@ -123,6 +127,7 @@ class Sequence:
         self.commit_at = 0  # the number of computed tokens at which the next page is full
         self.num_hit_pages = 0  # leading pages that came from the prefix cache at the last admission
         self.num_hit_tokens = 0  # prompt tokens found in the prefix cache at the first admission
+        self.pooled: np.ndarray | None = None  # f32[D], the sum of the hidden states of the tokens read back, for MEAN
         self.num_stalls = 0  # steps in a row in which it has waited for a page while decoding
         self.last_step = -1  # the last dispatched step that has a row of it
         self.num_preemptions = 0
@@ -153,6 +158,11 @@ class Sequence:
     def wants_prompt_logprobs(self) -> bool:
         """Whether prompt positions must be scored. They have all been scored when the first token is read."""
         return self.prompt_logprobs is not None and self.first_token_s < 0
+
+    @property
+    def needs_every_position(self) -> bool:
+        """Whether no position of the prompt may be skipped, even where the prefix cache has its K/V."""
+        return self.wants_prompt_logprobs or self.pooling is Pooling.MEAN
 
     def tokens(self) -> np.ndarray:
         """i32[num_known], prompt and output."""

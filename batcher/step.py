@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
-from batcher.request import MAX_LOGPROBS
+from batcher.request import MAX_LOGPROBS, Pooling
 
 if TYPE_CHECKING:  # the HTTP process reads the sampling table, without numpy
     import numpy as np
@@ -28,6 +28,11 @@ class Variant(StrEnum):
     GREEDY = "greedy"  # argmax of the raw logits: no row has a mask, a bias, a penalty, a ban or logprobs
     SAMPLE = "sample"  # everything in SamplingParams except prompt_logprobs
     SCORE = "score"  # SAMPLE, and log-probabilities of every token in the step (prompt_logprobs)
+    EMBED = "embed"  # SCORE, and the pooled hidden states of every row's tokens
+
+    @property
+    def scores(self) -> bool:
+        return self in (Variant.SCORE, Variant.EMBED)
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -53,6 +58,7 @@ class Capacity:
     max_model_len: int  # tokens of prompt and output of one request
     max_num_batched_tokens: int
     vocab_size: int
+    pooling: Pooling | None = None  # of requests that embed; None: there can be none
 
     @property
     def pages_per_seq(self) -> int:
@@ -73,7 +79,7 @@ class PackedLayout:
 
     def sections(self) -> dict[str, slice[int, int, None]]:
         """name -> slice of the buffer: header, slots[S], q_lens[S], emits[S], tokens[T], patch_indices[K],
-        patch_values[K], and for SCORE targets[T].
+        patch_values[K], and for programs that score targets[T].
 
         Rows: decodes (q_len 1) first, then chunks. A padding row has slot == num_slots, q_len 0, emit 0. A token of -1
         stands for the slot's last token. A padding patch has an index past the end of the state. targets[t] is the
@@ -82,7 +88,7 @@ class PackedLayout:
         t, s, k = self.bucket.num_tokens, self.bucket.num_rows, self.num_patches
         sizes = {"header": HEADER_SIZE, "slots": s, "q_lens": s, "emits": s, "tokens": t}
         sizes |= {"patch_indices": k, "patch_values": k}
-        if self.bucket.variant is Variant.SCORE:
+        if self.bucket.variant.scores:
             sizes["targets"] = t
         out, start = {}, 0
         for name, size in sizes.items():
@@ -125,12 +131,13 @@ class StepOutput:
 
     tokens: np.ndarray  # i32[S]
     finite: np.ndarray  # bool[S]: False if the row's logits held a NaN or infinity
-    logprobs: np.ndarray | None = None  # f32[S], SAMPLE and SCORE
+    logprobs: np.ndarray | None = None  # f32[S], all but GREEDY
     top_ids: np.ndarray | None = None  # i32[S, MAX_LOGPROBS], most likely first
     top_logprobs: np.ndarray | None = None  # f32[S, MAX_LOGPROBS]
-    target_logprobs: np.ndarray | None = None  # f32[T], SCORE: of targets[t]
+    target_logprobs: np.ndarray | None = None  # f32[T], SCORE and EMBED: of targets[t]
     target_top_ids: np.ndarray | None = None  # i32[T, MAX_LOGPROBS]
     target_top_logprobs: np.ndarray | None = None  # f32[T, MAX_LOGPROBS]
+    pooled: np.ndarray | None = None  # f32[S, D], EMBED: of the row's last token, or the sum of all its tokens
 
 
 class StepHandle(Protocol):

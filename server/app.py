@@ -13,6 +13,7 @@ from server.api.admin_routes import admin_routes
 from server.api.answer import error_response
 from server.api.chat import chat_routes
 from server.api.completions import completion_routes
+from server.api.embeddings import embedding_routes
 from server.api.gate import Gate
 from server.api.info_routes import info_routes
 from server.api.invocations import invocation_routes
@@ -53,6 +54,7 @@ def create_app(state: ServerState) -> Starlette:
         completion,
         *responses_routes(state),
         *messages_routes(state),
+        *embedding_routes(state),
         *invocations,
         *info_routes(state),
         *admin_routes(state),

@@ -112,6 +112,7 @@ class Settings:
     max_concurrent_per_key: int | None = None  # running requests per key; None: no limit
     strict_fields: bool = False  # unknown fields are refused, not ignored
     max_body_bytes: int = 8 * 2**20  # enough for a million token ids; a longer JSON would delay all streams
+    max_embedding_inputs: int = 2048  # of one HTTP request
     max_choices: int = 128  # sequences of one HTTP request: prompts times n
     max_request_logprobs: int = DEFAULT_MAX_REQUEST_LOGPROBS  # of one HTTP request: see score_limit
     template_timeout_s: float = 10.0  # for the chat template of one long conversation, or of one with variables
@@ -139,7 +140,7 @@ class Settings:
         for name in ("grace_period_s", "heartbeat_timeout_s", "death_linger_s", "template_timeout_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is not negative: {getattr(self, name)}")
-        for name in ("max_body_bytes", "max_choices", "max_request_logprobs"):
+        for name in ("max_body_bytes", "max_embedding_inputs", "max_choices", "max_request_logprobs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"limits are at least 1: {name} is {getattr(self, name)}")
         for name in ("head_timeout_s", "body_timeout_s", "idle_timeout_s", "send_timeout_s"):

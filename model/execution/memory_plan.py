@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from batcher.grammar import num_mask_words
+from batcher.request import Pooling
 from batcher.slots import SlotLayout
 from model.config import LlamaConfig
 from model.execution.device_memory import DeviceMemory
@@ -37,6 +38,7 @@ class RunnerConfig:
     max_model_len: int  # tokens of prompt and output of one request
     memory_utilization: float = 0.9  # of the device's memory, for everything together
     num_pages: int | None = None  # None: as many as fit and can be of use
+    pooling: Pooling | None = None  # of requests that embed; None: there can be none
 
     def __post_init__(self) -> None:
         if min(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len) < 1:

@@ -127,6 +127,7 @@ class ModelRunner:
             max_model_len=self._config.max_model_len,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             vocab_size=self._model_config.vocab_size,
+            pooling=self._config.pooling,
         )
 
     @property
@@ -210,7 +211,7 @@ class ModelRunner:
         state = DeviceState(slots=slots, history=history, masks=masks, kv=self._state.kv)
         self._state, output = self._programs[step.bucket](self._weights, state, step.packed)
         output.copy_to_host_async()
-        return StepResult(output, OutputLayout(step.bucket))
+        return StepResult(output, OutputLayout(step.bucket, self._model_config.hidden_size))
 
     def products_only(self, bucket: Bucket) -> Callable[[], jax.Array]:
         """Compiles a program of the bucket's matrix products and norms only, as a baseline for step times."""
@@ -237,7 +238,7 @@ class ModelRunner:
         self._run_on_padding(min(self._programs))
 
     def _lower_step(self, bucket: Bucket) -> jax.stages.Lowered:
-        step = make_step(bucket, self._rebuild, self._attention)
+        step = make_step(bucket, self._rebuild, self._attention, pooling=self._config.pooling)
         # Explicit shardings: without them the compiler may return the state with another sharding, and the next
         # program would refuse it.
         kept = jax.tree.map(lambda x: x.sharding, self._state_like)

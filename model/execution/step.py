@@ -21,12 +21,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from batcher.request import MAX_LOGPROBS
+from batcher.request import MAX_LOGPROBS, Pooling
 from batcher.slots import SlotLayout
 from batcher.step import Bucket, PackedLayout, StepOutput, Variant
+from model.execution.pooling import pool
 from model.network.llama import Llama
 from model.sampling import sampling
-from model.sampling.logprobs import Logprobs, find, logprobs, merge
+from model.sampling.logprobs import Logprobs, find, if_asked, logprobs, merge
 from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabShard, VocabSplit
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import RaggedBatch
@@ -52,6 +53,7 @@ class OutputLayout:
     """Offsets of the sections of a step's result, one i32 buffer; floats are bitcast to i32."""
 
     bucket: Bucket
+    hidden_size: int
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], type]]:
         """name -> shape and dtype of each section, in the order of the buffer."""
@@ -60,7 +62,11 @@ class OutputLayout:
         if self.bucket.variant is Variant.GREEDY:
             return shapes
         shapes |= _logprob_shapes("", s)
-        return shapes | _logprob_shapes("target_", t) if self.bucket.variant is Variant.SCORE else shapes
+        if self.bucket.variant.scores:
+            shapes |= _logprob_shapes("target_", t)
+        if self.bucket.variant is Variant.EMBED:
+            shapes["pooled"] = ((s, self.hidden_size), np.float32)
+        return shapes
 
     def join(self, arrays: dict[str, jax.Array]) -> jax.Array:
         """Runs inside the program."""
@@ -86,12 +92,13 @@ def _logprob_shapes(prefix: str, rows: int) -> dict[str, tuple[tuple[int, ...], 
 
 
 def make_step(
-    bucket: Bucket, rebuild: Callable[[Any], Llama], attention: PagedAttention
+    bucket: Bucket, rebuild: Callable[[Any], Llama], attention: PagedAttention, *, pooling: Pooling | None = None
 ) -> Callable[[Any, DeviceState, jax.Array], tuple[DeviceState, jax.Array]]:
     """The step of one bucket, to be compiled: (weights, state, packed i32[PackedLayout.size]) -> (state, output).
 
     Args:
         rebuild: weights -> the model; the weights are an argument of the program, its structure is in this closure.
+        pooling: of hidden states, where the bucket's variant is EMBED.
     """
 
     def step(weights: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, jax.Array]:
@@ -130,13 +137,16 @@ def make_step(
                 out_specs=(REPLICATED, REPLICATED, BY_VOCAB),
             )
             outputs |= _named("", found)
-        if bucket.variant is Variant.SCORE:
+        if bucket.variant.scores:
             outputs |= _named("target_", _score(model, vocabulary, hidden, sent["targets"]))
+        if bucket.variant is Variant.EMBED:
+            assert pooling is not None, "the ladder embeds and the runner does not"
+            outputs["pooled"] = pool(hidden, rows.starts, pooling)
         outputs["tokens"] = drawn
 
         slots = _advance(slots, rows, drawn)
         state = DeviceState(slots=slots, history=history, masks=state.masks, kv=kv)
-        return state, OutputLayout(bucket).join(outputs)
+        return state, OutputLayout(bucket, hidden.shape[1]).join(outputs)
 
     return step
 
@@ -227,8 +237,8 @@ def _score(model: Llama, vocabulary: VocabSplit, hidden: jax.Array, targets: jax
     padding = -num_tokens % SCORE_BLOCK
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, SCORE_BLOCK, embed)
     targets = jnp.pad(targets, (0, padding), constant_values=-1).reshape(-1, SCORE_BLOCK)
-    look = partial(vocabulary.run, find, in_specs=(BY_VOCAB, REPLICATED, REPLICATED), out_specs=BY_VOCAB)
-    found = lax.map(lambda x: look(model.logits(x[0]), x[1], x[1] >= 0), (hidden, targets))
+    look = partial(vocabulary.run, find, in_specs=(BY_VOCAB, REPLICATED), out_specs=BY_VOCAB)
+    found = lax.map(lambda x: if_asked(x[1] >= 0, lambda: look(model.logits(x[0]), x[1])), (hidden, targets))
     found = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], found)
     return vocabulary.run(merge, found, in_specs=(BY_VOCAB,), out_specs=REPLICATED)
 

@@ -44,22 +44,20 @@ class Found:
 
 def logprobs(shard: VocabShard, logits: jax.Array, tokens: jax.Array, asking: jax.Array) -> Logprobs:
     """`logits` f32[S, V] come unchanged from the model; `tokens` i32[S] are clipped. Zeros if no row asks."""
-    return _if_asked(asking, lambda: merge(shard, _find(shard, logits, tokens)))
+    return if_asked(asking, lambda: merge(shard, find(shard, logits, tokens)))
 
 
-def find(shard: VocabShard, logits: jax.Array, tokens: jax.Array, asking: jax.Array) -> Found:
-    """`logprobs` without the exchange, which `merge` makes."""
-    return _if_asked(asking, lambda: _find(shard, logits, tokens))
+def if_asked[T](asking: jax.Array, compute: Callable[[], T]) -> T:
+    """The result of `compute` if some row asks, and zeros of its shape otherwise."""
 
-
-def _if_asked[T](asking: jax.Array, compute: Callable[[], T]) -> T:
     def zeros() -> T:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute))
 
     return lax.cond(asking.any(), compute, zeros)
 
 
-def _find(shard: VocabShard, logits: jax.Array, tokens: jax.Array) -> Found:
+def find(shard: VocabShard, logits: jax.Array, tokens: jax.Array) -> Found:
+    """`logprobs` without the exchange, which `merge` makes."""
     top, top_ids = lax.top_k(logits, min(MAX_LOGPROBS, shard.size))
     greatest = jnp.max(logits, axis=-1, keepdims=True)
     own = shard.locate(jnp.clip(tokens, 0, shard.vocab_size - 1))[:, None]

@@ -30,6 +30,8 @@ REFUSED = {
     "--pipeline-parallel-size": "a model is shared by heads only: --tensor-parallel-size",
     "--enable-lora": "LoRA is not supported yet",
 }
+EMBEDDING_TASKS = ("embed", "embedding")  # --enable-embeddings; texts are generated as well
+TASKS = ("auto", "generate", *EMBEDDING_TASKS)
 WITH_VALUE = {"--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--pipeline-parallel-size"}
 
 
@@ -45,11 +47,17 @@ class _Refuse(argparse.Action):
         parser.error(f"{flag}: {REFUSED[flag]}")
 
 
+class _Task(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None):
+        namespace.enable_embeddings = values in EMBEDDING_TASKS or namespace.enable_embeddings
+
+
 def add_compatibility_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags, hidden from the help. The namespace's `compatibility_warnings` has the warnings."""
     parser.set_defaults(compatibility_warnings=[])
     for flag in WITHOUT_EFFECT:
         parser.add_argument(flag, dest="compatibility_warnings", nargs=0, action=_Warn, help=argparse.SUPPRESS)
+    parser.add_argument("--task", choices=TASKS, action=_Task, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     for flag in REFUSED:
         nargs = None if flag in WITH_VALUE else 0
         parser.add_argument(flag, dest=argparse.SUPPRESS, nargs=nargs, action=_Refuse, help=argparse.SUPPRESS)

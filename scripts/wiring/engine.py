@@ -163,6 +163,7 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
     info = EngineInfo(
         max_model_len=max_model_len,
         vocab_size=config.vocab_size,
+        embedding_size=config.hidden_size if settings.enable_embeddings else None,
         cache_config={
             "page_size": str(page_size),
             "num_pages": str(capacity.num_pages),

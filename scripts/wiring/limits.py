@@ -51,6 +51,7 @@ def bucket_config(settings: EngineSettings, platform: str) -> BucketConfig:
         defaults,
         max_num_batched_tokens=asked_tokens or max(defaults.max_num_batched_tokens, 2 * max_num_seqs),
         max_num_seqs=max_num_seqs,
+        embeds=settings.enable_embeddings,
     )
 
 
@@ -64,4 +65,5 @@ def runner_config(settings: EngineSettings, buckets: BucketConfig, max_model_len
         max_model_len=max_model_len,
         memory_utilization=settings.memory_utilization,
         num_pages=settings.num_pages,
+        pooling=settings.pooling,
     )

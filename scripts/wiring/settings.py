@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from batcher.request import Pooling
 from model.inputs.paths import check_local
 from model.loading.source import DEMO
 from model.quantization.forms import EightBit
@@ -17,6 +18,7 @@ DTYPES = ("auto", "bfloat16", "float32")
 QUANTIZATIONS = tuple(EightBit)
 LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
 SCHEDULING = ("continuous", "static")
+POOLING_TYPES = tuple(Pooling)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +40,8 @@ class EngineSettings:
     attention_backend: str = "auto"
     enable_prefix_caching: bool = True
     scheduling: str = "continuous"
+    enable_embeddings: bool = False
+    pooling_type: str = Pooling.LAST.value
     max_queue: int = 1024
     pipeline_depth: int = 2
     compile_cache: str | None = None  # a folder, or "none"; None: the user's cache folder
@@ -50,6 +54,7 @@ class EngineSettings:
             "load_format": LOAD_FORMATS,
             "quantization": (None, *QUANTIZATIONS),
             "scheduling": SCHEDULING,
+            "pooling_type": POOLING_TYPES,
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -70,6 +75,11 @@ class EngineSettings:
             raise ValueError(f"--pipeline-depth must be at least 1, not {self.pipeline_depth}")
         if self.max_queue < 0:
             raise ValueError(f"--max-queue must not be negative, not {self.max_queue}")
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """Of requests that embed; None: there can be none."""
+        return Pooling(self.pooling_type) if self.enable_embeddings else None
 
     @classmethod
     def from_namespace(cls, args: argparse.Namespace) -> EngineSettings:
@@ -123,6 +133,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")
     engine.add_argument("--enable-prefix-caching", action="store_true", default=True, help=argparse.SUPPRESS)
     engine.add_argument("--scheduling", default="continuous", choices=SCHEDULING)
+    engine.add_argument("--enable-embeddings", action="store_true", help="serve /v1/embeddings, too")
+    engine.add_argument(
+        "--pooling-type", default=Pooling.LAST.value, choices=POOLING_TYPES,
+        help="embeddings are of the last token, or the mean over all (default: %(default)s)",
+    )  # fmt: skip
     engine.add_argument("--max-queue", type=int, default=1024, metavar="N", help="requests that may wait; then 429")
     engine.add_argument(
         "--pipeline-depth", type=int, default=2, metavar="N", help="steps in flight (default: 2; 1: no overlap)"

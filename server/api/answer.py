@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -30,6 +30,37 @@ STREAM_HEADERS = [
 
 class ClientGone(Exception):  # noqa: N818 - it is not an error
     """The socket has closed."""
+
+
+class Work(Protocol):
+    """What the engine does for an answer."""
+
+    def fail(self, error: Exception) -> None:
+        """Ends it; whoever waits for it gets the error."""
+
+    def abort(self) -> None:
+        """Ends what still runs of it."""
+
+
+@contextlib.asynccontextmanager
+async def watched(work: Work, receive: Receive) -> AsyncIterator[None]:
+    """Within the context the work fails when the client goes away; at the context's end what still runs is aborted."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            continue
+        work.fail(ClientGone())
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except ClientGone:
+        pass  # no client is left to answer
+    finally:
+        work.abort()
+        watcher.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watcher
 
 
 class GenerationAnswer(Response):
@@ -56,21 +87,8 @@ class GenerationAnswer(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watcher = asyncio.create_task(self._watch(receive))
-        try:
+        async with watched(self._generation, receive):
             await (self._send_stream(scope, receive, send) if self._stream else self._send_whole(scope, receive, send))
-        except ClientGone:
-            pass  # no client is left to answer
-        finally:
-            self._generation.abort()
-            watcher.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watcher
-
-    async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            continue
-        self._generation.fail(ClientGone())
 
     def _check_client(self) -> None:
         """Raises ClientGone. Other errors wait: JSON that has begun is first completed."""

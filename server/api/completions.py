@@ -7,7 +7,6 @@ The text of a special token in a prompt becomes that token. The tokenizer's begi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,7 +23,7 @@ from server.api.score_limit import limit_scores
 from server.api.state import ServerState
 from server.api.structured import requested_grammar
 from server.api.submission import check_min_tokens, check_num_choices, read_generation, start_generation
-from server.http.errors import RequestError, invalid
+from server.api.token_prompts import check_kinds, listed
 from server.text.special_tokens import SpecialTokens, encode_all
 from server.text.stream import decode_text
 
@@ -63,11 +62,11 @@ class Completions:
         check_counts(body.max_tokens, body.min_tokens, param="max_tokens", least=0 if echo else 1)
 
         grammar = await requested_grammar(state, body)
-        given = _prompts(body)
+        given = listed("prompt", body.prompt)
         check_num_choices(state, len(given), body.n)
         for prompt in given:
             self._check_length(body, prompt)  # first: a prompt that is too long is not read
-        _check_kinds(body.prompt)
+        check_kinds("prompt", body.prompt)
         kept = truncation(body.truncate_prompt_tokens, state.client.info.max_model_len, body.max_tokens or 1)
         prompts = await state.aside.run(sum(map(len, given)), self._encode, body, given, kept)
         # max_tokens 0 (with echo): one hidden step computes the prompt's log-probabilities
@@ -135,20 +134,3 @@ class Completions:
                 ids = prompt if kept is None else prompt[-kept:]
             prompts.append(Prompt(ids=ids, text=decode_text(tokenizer, ids) if body.echo else ""))
         return prompts
-
-
-def _prompts(body: CompletionRequest) -> list[str | list[int]]:
-    """The prompts in any of the four forms, as a list of texts and lists of ids. `_check_kinds` checks the items."""
-    prompt = body.prompt
-    if prompt is None:
-        raise RequestError(400, "prompt: is missing", param="prompt")
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
-        raise invalid("prompt", "must not be an empty list")
-    return cast("list[str | list[int]]", [prompt] if isinstance(prompt[0], int) else prompt)
-
-
-def _check_kinds(prompt: str | Sequence[str | int | list[int]] | None) -> None:
-    if isinstance(prompt, list) and len(set(map(type, prompt))) > 1:
-        raise invalid("prompt", "must be a text, a list of texts, a list of token ids or a list of such lists")

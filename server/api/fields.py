@@ -18,6 +18,7 @@ from server.api.schemas import (
     CompletionRequest,
     ContentPart,
     DetokenizeRequest,
+    EmbeddingRequest,
     FunctionCall,
     Message,
     StreamOptions,
@@ -136,6 +137,15 @@ COMPLETION_FIELDS = FieldTable(
     refused=_GENERATION | _COMPLETION,
     without_effect=_WITHOUT_EFFECT,
     inner={"stream_options": _STREAM_OPTIONS},
+)
+EMBEDDING_FIELDS = FieldTable(
+    kind=EmbeddingRequest,
+    refused={
+        "embed_dtype": Refused("numbers of another type are not supported yet", ("float32",)),
+        "messages": Refused("embeddings of conversations are not supported yet: there is `input`"),
+        "pooling_type": Refused("the pooling is chosen at the server's start: --pooling-type"),
+    },
+    without_effect=frozenset({"user"}),
 )
 TOKENIZE_FIELDS = FieldTable(kind=TokenizeRequest, inner={"messages": _MESSAGE})
 DETOKENIZE_FIELDS = FieldTable(kind=DetokenizeRequest)

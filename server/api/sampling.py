@@ -30,8 +30,7 @@ def check_sampling(body: SamplingFields, *, vocab_size: int) -> None:
             raise invalid(name, f"must be {parameter.range}, got {value}")
     if body.n is not None and body.n < 1:
         raise invalid("n", f"must be at least 1, got {body.n}")
-    if body.priority is not None and abs(body.priority) > 2**31:
-        raise invalid("priority", f"must fit in 32 bits, got {body.priority}")
+    check_priority(body.priority)
     _check_seed(body.seed)
     _check_stops(body.stop)
     stop_token_ids = body.stop_token_ids or []
@@ -43,6 +42,12 @@ def check_sampling(body: SamplingFields, *, vocab_size: int) -> None:
         if not body.allowed_token_ids:
             raise invalid("allowed_token_ids", "must have at least one token id")
         check_ids("allowed_token_ids", body.allowed_token_ids, vocab_size)
+
+
+def check_priority(priority: int | None) -> None:
+    """Raises RequestError 400 where it is out of range."""
+    if priority is not None and abs(priority) > 2**31:
+        raise invalid("priority", f"must fit in 32 bits, got {priority}")
 
 
 def stop_strings(body: SamplingFields) -> tuple[str, ...]:

@@ -124,6 +124,22 @@ class CompletionRequest(SamplingFields, kw_only=True):
     logprobs: int | None = None
 
 
+class EmbeddingRequest(Declared, kw_only=True):
+    """The body of a request for embeddings."""
+
+    model: str | None = None
+    input: str | list[str | int | list[int]] | None = None
+    encoding_format: str | None = None
+    dimensions: int | None = None
+    # beyond OpenAI's
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    timeout_s: float | None = None
+    cache_salt: str | None = None
+    normalize: bool | None = None
+
+
 class TokenizeRequest(Declared, kw_only=True):
     """The body of `/tokenize`: a text or a conversation."""
 

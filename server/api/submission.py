@@ -48,14 +48,14 @@ def check_generation(
         created=int(time.time()),
         n=body.n or 1,
         usage=_usage_options(state, body),
-        deadline=_deadline(body.timeout_s, timeout_header),
+        deadline=deadline_of(body.timeout_s, timeout_header),
         every_token=bool(body.ignore_eos),
         token_ids=bool(body.return_token_ids),
         names_are_ids=bool(body.return_tokens_as_token_ids),
     )
 
 
-def _deadline(timeout_s: float | None, header: str | None) -> float | None:
+def deadline_of(timeout_s: float | None, header: str | None) -> float | None:
     """The earlier deadline of the field and the header, which are in seconds. Raises RequestError 400."""
     given = {} if timeout_s is None else {"timeout_s": timeout_s}
     if header is not None:
@@ -143,7 +143,7 @@ async def start_generation(
                     prompt if choice == 0 else [],  # empty: the same prompt as the request before
                     sampling,
                     body.priority or 0,
-                    _cache_salt(body.cache_salt),
+                    cache_salt_of(body.cache_salt),
                     min((s for s in (left_s, state.settings.queue_timeout_s) if s is not None), default=None),
                 )
             )
@@ -168,7 +168,7 @@ def check_min_tokens(body: SamplingFields, limit: int) -> None:
         raise RequestError(400, message, param="min_tokens")
 
 
-def _cache_salt(salt: str | None) -> int:
+def cache_salt_of(salt: str | None) -> int:
     """Requests with different salts share no cached prefixes, so timing a request reveals no other client's prompt."""
     if not salt:
         return 0

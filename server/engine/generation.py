@@ -122,7 +122,7 @@ class Choice:
         if output.expired:
             self._generation.on_limit("deadline_waiting")
         if output.error is not None or output.finish_reason == FinishReason.ABORT:
-            self._generation.fail(_error_of(output))
+            self._generation.fail(error_of(output))
             return
         try:
             self._read(output)
@@ -271,7 +271,8 @@ class Generation:
             self._progress.set()
 
 
-def _error_of(output: wire.Output) -> RequestError:
+def error_of(output: wire.Output) -> RequestError:
+    """Why a request has ended without all of its output."""
     if output.error is None:
         return unavailable("The server is shutting down.")
     message = output.error

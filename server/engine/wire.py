@@ -25,6 +25,7 @@ class WireRequest(msgspec.Struct, array_like=True, frozen=True):
     priority: int = 0
     cache_salt: int = 0
     deadline_s: float | None = None
+    embeds: bool = False
 
 
 SAME_GRAMMAR = ""
@@ -83,6 +84,7 @@ class Output(msgspec.Struct, array_like=True, frozen=True):
     status: int = 500
     param: str | None = None
     expired: bool = False  # the error is that the request has waited too long
+    embedding: bytes | None = None
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +92,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     max_model_len: int  # tokens of prompt and output of one request
     vocab_size: int  # ids at or above it cannot be sent
+    embedding_size: int | None = None  # numbers of an embedding; None: the engine makes none
     cache_config: dict[str, str] = {}  # labels of the cache_config_info metric: page size, pages, dtype
 
 
@@ -147,6 +150,7 @@ def _request(item: WireRequest, prompt: tuple[int, ...], sampling: SamplingParam
         priority=item.priority,
         cache_salt=item.cache_salt,
         deadline_s=item.deadline_s,
+        embeds=item.embeds,
     )
 
 
@@ -172,6 +176,7 @@ def output_to_wire(output: RequestOutput) -> Output:
         output.error,
         _STATUSES.get(output.error_code, 500),
         expired=output.error_code is ErrorCode.QUEUE_DEADLINE,
+        embedding=output.embedding,
     )
 
 

@@ -16,7 +16,7 @@ from hashlib import blake2b
 import numpy as np
 
 from batcher.grammar import num_mask_words
-from batcher.request import MAX_LOGPROBS, Request
+from batcher.request import MAX_LOGPROBS, Pooling, Request
 from batcher.slots import SlotLayout
 from batcher.step import (
     MASK_BLOCK,
@@ -32,6 +32,7 @@ from batcher.step import (
 from tests.batcher.toy_grammar import ToyGrammars
 
 POISON = -77  # in every position of a page that the present owner has not written
+FAKE_HIDDEN = 4
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
@@ -128,6 +129,25 @@ def expected_tokens(request: Request, capacity: Capacity, eos_token_ids: tuple[i
 def fake_logprob(prefix: np.ndarray, token: int) -> float:
     digest = blake2b(prefix.astype(np.int32).tobytes() + token.to_bytes(4, "little"), digest_size=2).digest()
     return float(np.float32(-int.from_bytes(digest, "little") / 1000))
+
+
+def fake_hidden(prefix: np.ndarray) -> np.ndarray:
+    """f32[FAKE_HIDDEN], of the last token of a prefix."""
+    digest = blake2b(prefix.astype(np.int32).tobytes(), digest_size=FAKE_HIDDEN).digest()
+    return np.frombuffer(digest, np.uint8).astype(np.float32) - 128
+
+
+def fake_pooled(prefix: np.ndarray, start: int, pooling: Pooling | None) -> np.ndarray:
+    """Of a row that has computed `prefix[start:]` in a step."""
+    if pooling is Pooling.LAST:
+        return fake_hidden(prefix)
+    return sum(fake_hidden(prefix[: stop + 1]) for stop in range(start, len(prefix)))
+
+
+def expected_embedding(request: Request, pooling: Pooling) -> np.ndarray:
+    """f32[FAKE_HIDDEN], from the request alone."""
+    pooled = fake_pooled(np.array(request.prompt), 0, pooling).astype(np.float64)
+    return (pooled / np.linalg.norm(pooled)).astype(np.float32)
 
 
 class FakeRunner:
@@ -278,7 +298,9 @@ class FakeRunner:
                 if self.state[slot, SlotLayout.at("has_mask")] and slot not in self.brought:
                     self._fail(f"slot {slot} draws with a mask that was never brought")
                 self._emit(out, row, slot, prefix)
-            if bucket.variant is Variant.SCORE:
+            if bucket.variant is Variant.EMBED:
+                out.pooled[row] = fake_pooled(prefix, kv_len, c.pooling)
+            if bucket.variant.scores:
                 self._score(out, part["targets"], start, kv_len, prefix)
             start += q_len
         written = [page for _, pages in touched for page in pages]
@@ -388,12 +410,15 @@ class _Output:
         self.target_logprobs = np.full(t, np.nan, np.float32)
         self.target_top_ids = np.full((t, MAX_LOGPROBS), POISON, np.int32)
         self.target_top_logprobs = np.full((t, MAX_LOGPROBS), np.nan, np.float32)
+        self.pooled = np.full((s, FAKE_HIDDEN), np.nan, np.float32)
 
     def result(self) -> StepOutput:
         if self.bucket.variant is Variant.GREEDY:
             return StepOutput(tokens=self.tokens, finite=self.finite)
         rows = {"logprobs": self.logprobs, "top_ids": self.top_ids, "top_logprobs": self.top_logprobs}
-        if self.bucket.variant is Variant.SCORE:
+        if self.bucket.variant is Variant.EMBED:
+            rows["pooled"] = self.pooled
+        if self.bucket.variant.scores:
             rows["target_logprobs"] = self.target_logprobs
             rows["target_top_ids"] = self.target_top_ids
             rows["target_top_logprobs"] = self.target_top_logprobs

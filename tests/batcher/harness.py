@@ -5,25 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig
 from batcher.engine import Engine
 from batcher.request import FinishReason, Request, RequestOutput, SamplingParams
 from batcher.step import Capacity
-from tests.batcher.fake_runner import FakeRunner, expected_tokens
+from tests.batcher.fake_runner import FakeRunner, expected_embedding, expected_tokens
 from tests.batcher.toy_grammar import ToyGrammars
 
 EOS = (1, 2)
 CAPACITY = Capacity(num_slots=4, num_pages=64, page_size=4, max_model_len=64, max_num_batched_tokens=32, vocab_size=100)
 
 
-def make_capacity(**changes: int) -> Capacity:
+def make_capacity(**changes: object) -> Capacity:
     return Capacity(**{name: getattr(CAPACITY, name) for name in CAPACITY.__dataclass_fields__} | changes)
 
 
 def make_request(request_id: str, prompt: Iterable[int], *, priority: int = 0, **sampling: object) -> Request:
     """Greedy and ten tokens long unless told otherwise."""
-    extra = {name: sampling.pop(name) for name in ("cache_salt", "deadline_s") if name in sampling}
+    extra = {name: sampling.pop(name) for name in ("cache_salt", "deadline_s", "embeds") if name in sampling}
     params = SamplingParams(**{"max_tokens": 10, "temperature": 0.0, "seed": 0} | sampling)
     return Request(request_id=request_id, prompt=tuple(prompt), sampling=params, priority=priority, **extra)
 
@@ -73,6 +75,7 @@ class Drive:
         self.clock = Clock()
         self.runner = runner or FakeRunner(capacity)
         limits = {"max_num_batched_tokens": capacity.max_num_batched_tokens, "max_num_seqs": capacity.num_slots}
+        limits["embeds"] = capacity.pooling is not None
         self.ladder = BucketLadder(BucketConfig(**limits | {"min_mixed_tokens": 8} | (buckets or {})))
         settings = EngineConfig(**{"eos_token_ids": EOS, "seed": 0} | config)
         grammars = grammars or ToyGrammars(capacity.vocab_size)
@@ -129,6 +132,13 @@ class Drive:
             assert reasons, request_id
             assert reasons[-1] is not None, request_id
             assert set(reasons[:-1]) <= {None}, request_id
+            if self.requests[request_id].embeds:
+                if heard.finish_reason is FinishReason.STOP:
+                    found = np.frombuffer(heard.last.embedding, "<f4")
+                    wanted = expected_embedding(self.requests[request_id], self.capacity.pooling)
+                    np.testing.assert_allclose(found, wanted, atol=1e-6)
+                assert heard.tokens == []
+                continue
             expected = self.expected(request_id)
             if reasons[-1] in (FinishReason.STOP, FinishReason.LENGTH):
                 assert heard.tokens == expected, request_id

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from batcher.request import Pooling
 from batcher.step import Bucket, Variant
 from model.config import LlamaConfig
 from model.execution.memory_plan import RunnerConfig
@@ -111,20 +112,23 @@ def step_collectives(bucket, num_shards, vocab):
     """Of the step's program over `num_shards` chips, for a small model with a large vocabulary."""
     config = replace(TINY, vocab_size=vocab, num_heads=8, num_kv_heads=8, intermediate_size=64)
     mesh = make_mesh(num_shards)
-    limits = RunnerConfig(max_num_seqs=bucket.num_rows, max_num_batched_tokens=32, max_model_len=64, num_pages=16)
+    sizes = {"max_num_seqs": bucket.num_rows, "max_num_batched_tokens": 32, "max_model_len": 64, "num_pages": 16}
+    limits = RunnerConfig(**sizes, pooling=Pooling.MEAN if bucket.variant is Variant.EMBED else None)
     model = abstract_model(config, dtype=jnp.float32, mesh=mesh)
     runner = ModelRunner(model, paged_attention(model.config, mesh=mesh), limits)
     return collectives(runner._lower_step(bucket).compile().as_text())
 
 
 @pytest.mark.parametrize("num_shards", [2, 4, 8])
-@pytest.mark.parametrize("bucket", [Bucket(4, 4, Variant.SAMPLE), Bucket(24, 4, Variant.SCORE)])
+@pytest.mark.parametrize(
+    "bucket", [Bucket(4, 4, Variant.SAMPLE), Bucket(24, 4, Variant.SCORE), Bucket(24, 4, Variant.EMBED)]
+)
 def test_logits_stay_where_they_are_made(bucket, num_shards):
     """128256 tokens are 1002 blocks of the draw, which two chips share evenly, and four and eight do not."""
     found = step_collectives(bucket, num_shards, vocab=128256)
     assert not [collective for collective in found if collective.in_loop]
     assert {collective.kind for collective in found} == {"all-reduce", "all-gather"}
-    rows = bucket.num_tokens if bucket.variant is Variant.SCORE else bucket.num_rows
+    rows = bucket.num_tokens if bucket.variant.scores else bucket.num_rows
     too_large = rows * 32 * num_shards
     small = [
         x for x in found if x.shape != (bucket.num_tokens, TINY.hidden_size)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig
 from batcher.engine import Engine
-from batcher.request import FinishReason
+from batcher.request import FinishReason, Pooling
 from batcher.step import Capacity
 from server.engine.wire import EngineInfo
-from tests.batcher.fake_runner import FakeRunner
+from tests.batcher.fake_runner import FAKE_HIDDEN, FakeRunner
 from tests.server.support.tokenizers import EOT, VOCAB_SIZE
 
 CAPACITY = Capacity(
@@ -31,6 +31,7 @@ class RealConfig:
     nan_token: int | None = None
     broken_at: int | None = None  # the step whose result raises
     healthy: bool = True
+    pooling: Pooling | None = None
     held_at: int | None = None  # the step whose result waits until a request is aborted
 
 
@@ -55,8 +56,13 @@ def build(config: RealConfig, report: Callable[[str], None]) -> tuple[Engine, En
         if number == config.held_at:
             assert aborted.wait(30)
 
-    runner = FakeRunner(CAPACITY, nan_token=config.nan_token, on_result=on_result, healthy=config.healthy)
-    ladder = BucketLadder(BucketConfig(max_num_batched_tokens=64, max_num_seqs=8))
+    capacity = replace(CAPACITY, pooling=config.pooling)
+    runner = FakeRunner(capacity, nan_token=config.nan_token, on_result=on_result, healthy=config.healthy)
+    ladder = BucketLadder(BucketConfig(max_num_batched_tokens=64, max_num_seqs=8, embeds=config.pooling is not None))
     engine = _Engine(aborted, runner, EngineConfig(eos_token_ids=(EOT,), max_waiting=config.max_waiting), ladder)
     engine.warm_up(report)
-    return engine, EngineInfo(max_model_len=CAPACITY.max_model_len, vocab_size=VOCAB_SIZE)
+    return engine, EngineInfo(
+        max_model_len=CAPACITY.max_model_len,
+        vocab_size=VOCAB_SIZE,
+        embedding_size=None if config.pooling is None else FAKE_HIDDEN,
+    )

@@ -1,0 +1,86 @@
+"""The embeddings of one HTTP request's inputs, each a request of its own to the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from server.engine import wire
+from server.engine.client import EngineClient
+from server.engine.generation import error_of
+from server.http.errors import unavailable
+
+AT_ONCE = 64  # inputs that the engine has at a time, so that those of one request do not fill its queue
+
+
+class Embeddings:
+    """All of them or none: the first error ends the others. `wait` is awaited by one task, the one that answers.
+
+    `on_limit` hears that a deadline has ended them: `deadline_waiting` or `deadline_running`.
+    """
+
+    def __init__(self, client: EngineClient, *, on_limit: Callable[[str], None] = lambda limit: None) -> None:
+        self.num_cached_tokens = 0
+        self.error: Exception | None = None  # a RequestError, or that the client has gone
+        self._client = client
+        self._on_limit = on_limit
+        self._waiting: deque[tuple[int, wire.WireRequest]] = deque()
+        self._running: dict[str, int] = {}  # request id -> the number of its input
+        self._vectors: list[bytes] = []
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def submit(self, requests: Sequence[wire.WireRequest], *, timeout_s: float | None = None) -> None:
+        """One request for each input, in order. After `timeout_s` there is an error instead of the embeddings."""
+        if self._client.death is not None:
+            raise unavailable(f"The engine has failed: {self._client.death}")
+        self._waiting.extend(enumerate(requests))
+        self._vectors = [b""] * len(requests)
+        if timeout_s is not None:
+            self._deadline = asyncio.get_running_loop().call_later(timeout_s, self._pass_deadline)
+        self._submit_next(AT_ONCE)
+
+    async def wait(self) -> list[bytes]:
+        """The vectors, f32[D] each, in the order of the inputs. Raises RequestError where the engine has failed."""
+        await self._done
+        return self._vectors
+
+    def on_output(self, output: wire.Output) -> None:
+        if output.error is not None or output.embedding is None:
+            if output.expired:
+                self._on_limit("deadline_waiting")
+            self.fail(error_of(output))
+            return
+        self._vectors[self._running.pop(output.request_id)] = output.embedding
+        self.num_cached_tokens += output.num_cached_tokens
+        self._submit_next(1)
+        if not self._running and not self._done.done():
+            self._done.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        """Ends everything; `wait` raises the error."""
+        self.error = self.error or error
+        if not self._done.done():
+            self._done.set_exception(error)
+            self.abort()
+
+    def abort(self) -> None:
+        """Gives up whatever still runs. Harmless when nothing does."""
+        self._waiting.clear()
+        self._client.abort(list(self._running))
+        self._running.clear()
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if not self._done.done():
+            self._done.cancel()
+
+    def _pass_deadline(self) -> None:
+        self._on_limit("deadline_running")
+        self.fail(unavailable("The embeddings were not ready within the request's time."))
+
+    def _submit_next(self, count: int) -> None:
+        next_ones = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
+        self._running |= {request.request_id: number for number, request in next_ones}
+        if next_ones:
+            self._client.submit([(request, self) for _, request in next_ones])
