@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
 import numpy as np
 
+from batcher.bad_words import BadWords, without
 from batcher.errors import InvalidRequestError
 from batcher.grammar import Matcher, num_mask_words
 from batcher.request import MAX_DEVICE_STOP_IDS, MAX_LOGIT_BIAS, Request, SamplingParams
@@ -51,11 +53,10 @@ def make_sequence(
             f"with min_tokens, at most {MAX_DEVICE_STOP_IDS} stop ids including end-of-sequence ids, "
             f"not {len(stop_ids)}",
         )
-    allowed = None
-    if s.allowed_token_ids is not None:
-        allowed = _mask("allowed_token_ids", s.allowed_token_ids, capacity.vocab_size)
-        if s.min_tokens and stop_ids.issuperset(s.allowed_token_ids):
-            raise InvalidRequestError("allowed_token_ids", "with min_tokens, one that is no stop id must be allowed")
+    allowed = _allowed(s, capacity.vocab_size, never_last=stop_ids if s.min_tokens else ())
+    words = [word for word in s.bad_words if len(word) > 1]
+    if words:
+        matcher = BadWords(words, _mask("bad_words", range(capacity.vocab_size), capacity.vocab_size), matcher)
     bias_ids = _token_ids("logit_bias", [token for token, _ in s.logit_bias], capacity.vocab_size)
     if len(bias_ids) > MAX_LOGIT_BIAS or len(set(bias_ids.tolist())) != len(bias_ids):
         raise InvalidRequestError("logit_bias", f"at most {MAX_LOGIT_BIAS} different tokens, not {len(bias_ids)}")
@@ -92,6 +93,27 @@ def _token_ids(name: str, ids: Seq[int], vocab_size: int) -> np.ndarray:
             name, f"{name} has a token id out of range at index {at}: {int(array[at])} is not in [0, {vocab_size})"
         )
     return array.astype(np.int32)
+
+
+def _allowed(s: SamplingParams, vocab_size: int, *, never_last: Collection[int]) -> np.ndarray | None:
+    """The mask, i32[num_mask_words], of the tokens that may be drawn whatever came before; None: all.
+
+    InvalidRequestError where none is left but those that end the output before it may end.
+    """
+    for word in s.bad_words:
+        if not len(_token_ids("bad_words", word, vocab_size)):
+            raise InvalidRequestError("bad_words", "a word must have at least one token id")
+    barred = [word[0] for word in s.bad_words if len(word) == 1]
+    if s.allowed_token_ids is None and not barred:
+        return None
+    name = "bad_words" if s.allowed_token_ids is None else "allowed_token_ids"
+    ids = range(vocab_size) if s.allowed_token_ids is None else s.allowed_token_ids
+    allowed = without(_mask(name, ids, vocab_size), barred)
+    if not allowed.any():
+        raise InvalidRequestError(name, "at least one token that is not a bad word must be allowed")
+    if never_last and not without(allowed, list(never_last)).any():
+        raise InvalidRequestError(name, "with min_tokens, one that is no stop id must be allowed")
+    return allowed
 
 
 def _mask(name: str, ids: Seq[int], vocab_size: int) -> np.ndarray:

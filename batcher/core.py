@@ -122,7 +122,7 @@ class EngineCore:
             return [self._end(seq, FinishReason.STOP)]
         mask = permit.mask if seq.allowed is None else permit.mask & seq.allowed
         if not mask.any():
-            nothing = "no token of allowed_token_ids is one that the grammar allows next"
+            nothing = "of the tokens that allowed_token_ids and bad_words leave, the grammar allows none next"
             return [self._end(seq, FinishReason.ERROR, nothing, ErrorCode.GRAMMAR)]
         seq.mask, seq.is_blocked, seq.is_slow_to_mask = mask, False, answer.was_slow
         if seq.state is State.COMPILING:

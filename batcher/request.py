@@ -34,6 +34,7 @@ class SamplingParams:
     logprobs: int | None = None  # None: off; n: of the sampled token and the n most likely ones, n <= MAX_LOGPROBS
     prompt_logprobs: int | None = None  # likewise for each prompt token except the first; bypasses the prefix cache
     allowed_token_ids: tuple[int, ...] | None = None  # None: all; no other token can be drawn
+    bad_words: tuple[tuple[int, ...], ...] = ()  # no output has these tokens one after the other
     grammar: str | None = None  # of the output, in the text form that the engine's `Grammars` read
 
 

@@ -105,7 +105,8 @@ def _ban(request: Admitted) -> tuple[Value, ...]:
 
 
 def _has_mask(request: Admitted) -> tuple[Value, ...]:
-    return (request.sampling.grammar is not None or request.sampling.allowed_token_ids is not None,)
+    s = request.sampling
+    return (s.grammar is not None or s.allowed_token_ids is not None or bool(s.bad_words),)
 
 
 def _bias(request: Admitted) -> tuple[Value, ...]:
@@ -156,6 +157,7 @@ PARAMETERS: dict[str, Parameter] = {
         variant=Variant.SAMPLE,
     ),
     "allowed_token_ids": _on_host(variant=Variant.SAMPLE),  # a mask like a grammar's, but constant
+    "bad_words": _on_host(off=(), variant=Variant.SAMPLE),  # masks, of which some follow from the last tokens
     "grammar": Parameter(
         columns=(Column("has_mask", "bool"),),
         values=_has_mask,

@@ -87,8 +87,8 @@ class Sequence:
         seed: int,
         arrived_s: float,
         on_output: OnOutput,
-        matcher: Matcher | None = None,  # of the request's grammar
-        allowed: np.ndarray | None = None,  # i32[num_mask_words], the mask of `allowed_token_ids`
+        matcher: Matcher | None = None,  # of the request's grammar and its bad words
+        allowed: np.ndarray | None = None,  # i32[num_mask_words], the mask of tokens that may ever be drawn
         pooling: Pooling | None = None,  # of its embedding; None: it generates
     ) -> None:
         sampling = request.sampling

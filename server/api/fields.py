@@ -54,7 +54,6 @@ _STRUCTURED = Refused("this way to ask for structured output is not supported ye
 _ANOTHER_SAMPLER = "this sampler is not supported yet: there are temperature, top_k, top_p and min_p"
 
 _GENERATION = {
-    "bad_words": Refused("barring words is not supported yet; there are `logit_bias` and `allowed_token_ids`"),
     "best_of": Refused("drawing more sequences than are returned is not supported yet: ask for `n`", (1,)),
     "dry_multiplier": Refused(_ANOTHER_SAMPLER),
     "dynatemp_range": Refused(_ANOTHER_SAMPLER),

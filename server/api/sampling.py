@@ -16,7 +16,8 @@ MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
 SEED_BITS = 63
-READ_BY_ROUTES = {"max_tokens", "logprobs", "prompt_logprobs", "grammar"}  # the routes spell these differently
+# the routes spell these differently
+READ_BY_ROUTES = {"max_tokens", "logprobs", "prompt_logprobs", "grammar", "bad_words"}
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
@@ -67,6 +68,7 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
     grammar: str | None = None,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
     """The parameters of choice number `choice` of a body that `check_sampling` has passed.
 
@@ -78,7 +80,7 @@ def sampling_params(
         if value is not None:
             values[name] = value
     values |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
-    values["grammar"] = grammar
+    values |= {"grammar": grammar, "bad_words": bad_words}
     if body.allowed_token_ids is not None:
         values["allowed_token_ids"] = tuple(dict.fromkeys(body.allowed_token_ids))
     values["logit_bias"] = parse_logit_bias(body.logit_bias, vocab_size)

@@ -52,6 +52,7 @@ class SamplingFields(Declared, kw_only=True):
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     # `server.api.structured` reads these

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from starlette.requests import Request
 
+from server.api.bad_words import bad_word_ids
 from server.api.body_reader import BodyReader
 from server.api.sampling import check_sampling, sampling_params, stop_strings
 from server.api.schemas import SamplingFields
@@ -109,6 +110,7 @@ async def start_generation(
         on_end=state.metrics.observe_end,
     )
     include_stop = bool(body.include_stop_str_in_output)
+    bad_words = await bad_word_ids(state, body.bad_words)
     texts = stop_strings(body)
     stops = await state.aside.run(sum(map(len, texts)), StopStrings, texts) if texts else None
     left_s = None if head.deadline is None else max(LEAST_LEFT_S, head.deadline - time.monotonic())
@@ -136,6 +138,7 @@ async def start_generation(
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs if choice == 0 or body.stream else None,
                 grammar=wire.SAME_GRAMMAR if grammar is not None and requests else grammar,
+                bad_words=bad_words,
             )
             requests.append(
                 wire.WireRequest(

@@ -115,7 +115,9 @@ def expected_tokens(request: Request, capacity: Capacity, eos_token_ids: tuple[i
             permit = matcher.advance(drawn)
             if permit.is_over:
                 break
-            draw = replace(draw, allowed=tuple(t for t in matcher.allowed() if t in allowed))
+        if matcher is not None or s.bad_words:
+            free = allowed if matcher is None else [t for t in matcher.allowed() if t in allowed]
+            draw = replace(draw, allowed=tuple(t for t in free if not completes(s.bad_words, [*output, t])))
         token = draw.token(np.array(tokens), history, capacity.vocab_size)
         drawn = (token,)
         tokens.append(token)
@@ -124,6 +126,11 @@ def expected_tokens(request: Request, capacity: Capacity, eos_token_ids: tuple[i
         if token in stop_ids and len(output) >= s.min_tokens:
             break
     return output
+
+
+def completes(words: Iterable[tuple[int, ...]], output: list[int]) -> bool:
+    """Whether the output ends with one of the words."""
+    return any(tuple(output[-len(word) :]) == word for word in words)
 
 
 def fake_logprob(prefix: np.ndarray, token: int) -> float:

@@ -148,7 +148,6 @@ def test_messages_that_no_template_knows(echo, message, param):
         ({"function_call": {"name": "f"}}, "function_call"),
         ({"best_of": 2}, "best_of"),
         ({"use_beam_search": True}, "use_beam_search"),
-        ({"bad_words": ["a"]}, "bad_words"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0"),

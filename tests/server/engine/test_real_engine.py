@@ -51,6 +51,17 @@ def ended(server: RunningServer) -> dict[str, float]:
     return {r: metric(server, name, f'finished_reason="{r}"') for r in ("stop", "length", "abort", "error")}
 
 
+def test_bad_words_are_never_written(server):
+    fields = {"allowed_token_ids": [97, 98, 99], "max_tokens": 60, "ignore_eos": True}
+    with server.http() as http:
+        for seed in range(4):
+            body = {"prompt": "a", "seed": seed, "temperature": 1.0, "bad_words": [" ab", "cac", "bb"], **fields}
+            text = http.post(PATH, json=body).json()["choices"][0]["text"]
+            assert not any(word in text for word in ("ab", "cac", "bb"))
+            words = ((97, 98), (99, 97, 99), (98, 98))
+            assert text == foretold("a", seed=seed, bad_words=words, **fields)[0]
+
+
 def test_greedy_and_sampled_texts_are_those_foretold(server):
     with server.http() as http:
         for fields in ({"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1}):
