@@ -376,15 +376,23 @@ def _logprobs(output: StepOutput, row: int, count: int) -> TokenLogprobs:
 
 def _target_logprobs(output: StepOutput, position: int, count: int) -> TokenLogprobs:
     """Log-probabilities of the prompt token that follows a position of the step."""
-    return _entry(output.target_logprobs, output.target_top_ids, output.target_top_logprobs, position, count)
+    assert output.target_ranks is not None
+    rank = int(output.target_ranks[position])
+    return _entry(output.target_logprobs, output.target_top_ids, output.target_top_logprobs, position, count, rank)
 
 
 def _entry(
-    logprobs: np.ndarray | None, top_ids: np.ndarray | None, top_logprobs: np.ndarray | None, at: int, count: int
+    logprobs: np.ndarray | None,
+    top_ids: np.ndarray | None,
+    top_logprobs: np.ndarray | None,
+    at: int,
+    count: int,
+    rank: int | None = None,
 ) -> TokenLogprobs:
     assert logprobs is not None and top_ids is not None and top_logprobs is not None
     return TokenLogprobs(
         logprob=float(logprobs[at]),
         top_ids=tuple(top_ids[at, :count].tolist()),
         top_logprobs=tuple(top_logprobs[at, :count].tolist()),
+        rank=rank,
     )

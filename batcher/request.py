@@ -88,6 +88,7 @@ class TokenLogprobs:
     logprob: float
     top_ids: tuple[int, ...] = ()  # most likely first
     top_logprobs: tuple[float, ...] = ()
+    rank: int | None = None  # 1 + the number of more likely tokens; of prompt tokens only
 
 
 @dataclass(kw_only=True, slots=True)

@@ -137,6 +137,7 @@ class StepOutput:
     target_logprobs: np.ndarray | None = None  # f32[T], SCORE and EMBED: of targets[t]
     target_top_ids: np.ndarray | None = None  # i32[T, MAX_LOGPROBS]
     target_top_logprobs: np.ndarray | None = None  # f32[T, MAX_LOGPROBS]
+    target_ranks: np.ndarray | None = None  # i32[T], of targets[t]: 1 for the most likely token
     pooled: np.ndarray | None = None  # f32[S, D], EMBED: of the row's last token, or the sum of all its tokens
 
 

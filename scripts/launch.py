@@ -83,8 +83,7 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument(
         "--max-request-logprobs", type=int, default=DEFAULT_MAX_REQUEST_LOGPROBS, metavar="N",
         help="log-probabilities of one request: n x max_tokens x (logprobs + 1), and the prompt's likewise; more are "
-        "refused, and an output without max_tokens ends there (default: %(default)s, one choice with 20 of "
-        "199,000 tokens)",
+        "refused, and an output without max_tokens ends there (default: %(default)s)",
     )  # fmt: skip
     defaults = {field.name: field.default for field in dataclasses.fields(Settings)}
     for name, (metavar, kind, text) in CONNECTION_FLAGS.items():
@@ -92,7 +91,9 @@ def parser() -> argparse.ArgumentParser:
         text = text if default is None else f"{text} (default: {default:g})"
         flag = f"--{name.removesuffix('_s').replace('_', '-')}"
         server.add_argument(flag, dest=name, type=kind, default=default, metavar=metavar, help=text)
-    server.add_argument("--metrics-prefix", default=DEFAULT_METRICS_PREFIX, help="vllm: keeps existing dashboards")
+    server.add_argument(
+        "--metrics-prefix", metavar="P", default=DEFAULT_METRICS_PREFIX, help="vllm: keeps existing dashboards"
+    )
     server.add_argument("--no-ui", dest="ui", action="store_false", help="no page at /")
     server.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     add_debug_flag(p)

@@ -27,7 +27,7 @@ from batcher.step import Bucket, PackedLayout, StepOutput, Variant
 from model.execution.pooling import pool
 from model.network.llama import Llama
 from model.sampling import sampling
-from model.sampling.logprobs import Logprobs, find, if_asked, logprobs, merge
+from model.sampling.logprobs import Logprobs, find_ranked, if_asked, logprobs, merge_ranked
 from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabShard, VocabSplit
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import RaggedBatch
@@ -64,6 +64,7 @@ class OutputLayout:
         shapes |= _logprob_shapes("", s)
         if self.bucket.variant.scores:
             shapes |= _logprob_shapes("target_", t)
+            shapes["target_ranks"] = ((t,), np.int32)
         if self.bucket.variant is Variant.EMBED:
             shapes["pooled"] = ((s, self.hidden_size), np.float32)
         return shapes
@@ -138,7 +139,8 @@ def make_step(
             )
             outputs |= _named("", found)
         if bucket.variant.scores:
-            outputs |= _named("target_", _score(model, vocabulary, hidden, sent["targets"]))
+            found, outputs["target_ranks"] = _score(model, vocabulary, hidden, sent["targets"])
+            outputs |= _named("target_", found)
         if bucket.variant is Variant.EMBED:
             assert pooling is not None, "the ladder embeds and the runner does not"
             outputs["pooled"] = pool(hidden, rows.starts, pooling)
@@ -230,17 +232,18 @@ def _draw(
     return drawn, found, history.at[counted, shard.locate(drawn)].add(1, mode="drop")
 
 
-def _score(model: Llama, vocabulary: VocabSplit, hidden: jax.Array, targets: jax.Array) -> Logprobs:
-    """Log-probabilities of `targets` i32[T] after each hidden state [T, D], a block of rows at a time: the logits of
-    all tokens of a large step would not fit. Chips exchange their results once, after all blocks."""
+def _score(model: Llama, vocabulary: VocabSplit, hidden: jax.Array, targets: jax.Array) -> tuple[Logprobs, jax.Array]:
+    """Log-probabilities and ranks of `targets` i32[T] after each hidden state [T, D], a block of rows at a time: the
+    logits of all tokens of a large step would not fit. Chips exchange the targets' logits for each block, and their
+    results once, after all blocks."""
     num_tokens, embed = hidden.shape
     padding = -num_tokens % SCORE_BLOCK
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, SCORE_BLOCK, embed)
     targets = jnp.pad(targets, (0, padding), constant_values=-1).reshape(-1, SCORE_BLOCK)
-    look = partial(vocabulary.run, find, in_specs=(BY_VOCAB, REPLICATED), out_specs=BY_VOCAB)
+    look = partial(vocabulary.run, find_ranked, in_specs=(BY_VOCAB, REPLICATED), out_specs=BY_VOCAB)
     found = lax.map(lambda x: if_asked(x[1] >= 0, lambda: look(model.logits(x[0]), x[1])), (hidden, targets))
     found = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], found)
-    return vocabulary.run(merge, found, in_specs=(BY_VOCAB,), out_specs=REPLICATED)
+    return vocabulary.run(merge_ranked, found, in_specs=(BY_VOCAB,), out_specs=REPLICATED)
 
 
 def _named(prefix: str, found: Logprobs) -> dict[str, jax.Array]:

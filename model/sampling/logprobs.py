@@ -42,6 +42,15 @@ class Found:
     chosen: jax.Array  # f32[S, 1], the logit of the row's own token; 0 if another chip has it
 
 
+@partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """A chip's results, and how many tokens of its part are more likely than the row's own."""
+
+    found: Found
+    num_above: jax.Array  # i32[S, 1]
+
+
 def logprobs(shard: VocabShard, logits: jax.Array, tokens: jax.Array, asking: jax.Array) -> Logprobs:
     """`logits` f32[S, V] come unchanged from the model; `tokens` i32[S] are clipped. Zeros if no row asks."""
     return if_asked(asking, lambda: merge(shard, find(shard, logits, tokens)))
@@ -69,6 +78,19 @@ def find(shard: VocabShard, logits: jax.Array, tokens: jax.Array) -> Found:
         mass=jnp.sum(jnp.exp(logits - greatest), axis=-1, keepdims=True),
         chosen=jnp.where(own < shard.size, chosen, 0),
     )
+
+
+def find_ranked(shard: VocabShard, logits: jax.Array, tokens: jax.Array) -> Ranked:
+    """`find`, and what the ranks of `tokens` are made of. Takes one exchange, of the tokens' own logits."""
+    found = find(shard, logits, tokens)
+    num_above = jnp.sum(logits > shard.total(found.chosen), axis=-1, keepdims=True, dtype=jnp.int32)
+    return Ranked(found=found, num_above=num_above)
+
+
+def merge_ranked(shard: VocabShard, ranked: Ranked) -> tuple[Logprobs, jax.Array]:
+    """The log-probabilities, and the ranks of the rows' own tokens, i32[S]: 1 for the most likely one."""
+    (num_above,) = shard.gather(ranked.num_above)
+    return merge(shard, ranked.found), 1 + jnp.sum(num_above, axis=-1)
 
 
 def merge(shard: VocabShard, found: Found) -> Logprobs:

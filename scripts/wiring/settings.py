@@ -135,9 +135,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--scheduling", default="continuous", choices=SCHEDULING)
     engine.add_argument("--enable-embeddings", action="store_true", help="serve /v1/embeddings, too")
     engine.add_argument(
-        "--pooling-type", default=Pooling.LAST.value, choices=POOLING_TYPES,
-        help="embeddings are of the last token, or the mean over all (default: %(default)s)",
-    )  # fmt: skip
+        "--pooling-type",
+        default=Pooling.LAST.value,
+        choices=POOLING_TYPES,
+        metavar="TYPE",
+        help="of embeddings: last, mean",
+    )
     engine.add_argument("--max-queue", type=int, default=1024, metavar="N", help="requests that may wait; then 429")
     engine.add_argument(
         "--pipeline-depth", type=int, default=2, metavar="N", help="steps in flight (default: 2; 1: no overlap)"

@@ -92,7 +92,7 @@ class ChatWriter(ChoicesWriter):
     def _whole_fields(self) -> dict[str, Any]:
         prompt, num_top = self._options.prompt, self._options.num_prompt_logprobs
         if num_top is None:
-            return self._prompt_ids()
+            return {"prompt_logprobs": None, **self._prompt_ids()}
         entries = prompt_logprobs(self._tokenizer, prompt, self._generation.choices[0].prompt_logprobs or [], num_top)
         return {"prompt_logprobs": list_of(entries, len(prompt)), **self._prompt_ids()}
 

@@ -74,6 +74,7 @@ class CompletionWriter(ChoicesWriter):
             **self._prompt_ids(choice),
             **self._ids_fields(shown),
         }
+        part["prompt_logprobs"] = None
         if options.num_prompt_logprobs is not None:
             ids, scores = self._prompt(choice).ids, self._prompt_logprobs(choice)
             entries = prompt_logprobs(self._tokenizer, ids, scores, options.num_prompt_logprobs)

@@ -73,13 +73,13 @@ def completion_logprobs(
 def prompt_logprobs(
     tokenizer: Tokenizer, prompt: Sequence[int], scores: Sequence[wire.Logprobs], num_top: int
 ) -> Iterator[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: for each token, token id -> its score; null for the first. An unknown rank is null."""
+    """vLLM's `prompt_logprobs`: for each token, token id -> its score; null for the first."""
     yield None
     for token_id, score in zip(islice(prompt, 1, None), scores, strict=True):
         ranked: dict[int, tuple[float, int | None]] = {}
         for rank, (id, logprob) in enumerate(score.top(num_top), start=1):
             ranked[id] = (logprob, rank)
-        ranked.setdefault(token_id, (score.logprob, None))
+        ranked.setdefault(token_id, (score.logprob, score.rank))
         yield {
             str(id): {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(tokenizer, id)}
             for id, (logprob, rank) in ranked.items()

@@ -59,10 +59,13 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
     logprob: float
     top_ids: bytes  # i32[num_top]
     top_logprobs: bytes  # f64[num_top]
+    rank: int | None = None
 
     @classmethod
-    def packed(cls, logprob: float, top_ids: Sequence[int], top_logprobs: Sequence[float]) -> Logprobs:
-        return cls(logprob, array("i", top_ids).tobytes(), array("d", top_logprobs).tobytes())
+    def packed(
+        cls, logprob: float, top_ids: Sequence[int], top_logprobs: Sequence[float], rank: int | None = None
+    ) -> Logprobs:
+        return cls(logprob, array("i", top_ids).tobytes(), array("d", top_logprobs).tobytes(), rank)
 
     def top(self, most: int) -> list[tuple[int, float]]:
         """(token id, log-probability) of at most `most` tokens, most likely first."""
@@ -187,4 +190,4 @@ def failure(request_id: str, error: str, *, status: int, param: str | None = Non
 
 
 def _logprobs(entry: TokenLogprobs) -> Logprobs:
-    return Logprobs.packed(entry.logprob, entry.top_ids, entry.top_logprobs)
+    return Logprobs.packed(entry.logprob, entry.top_ids, entry.top_logprobs, entry.rank)

@@ -336,6 +336,7 @@ class FakeRunner:
             if targets[t] >= 0:
                 seen = prefix[: position + 1]
                 out.target_logprobs[t] = fake_logprob(seen, int(targets[t]))
+                out.target_ranks[t] = 1 + position
                 out.target_top_ids[t] = np.arange(MAX_LOGPROBS)
                 out.target_top_logprobs[t] = [fake_logprob(seen, i) for i in range(MAX_LOGPROBS)]
 
@@ -417,6 +418,7 @@ class _Output:
         self.target_logprobs = np.full(t, np.nan, np.float32)
         self.target_top_ids = np.full((t, MAX_LOGPROBS), POISON, np.int32)
         self.target_top_logprobs = np.full((t, MAX_LOGPROBS), np.nan, np.float32)
+        self.target_ranks = np.full(t, POISON, np.int32)
         self.pooled = np.full((s, FAKE_HIDDEN), np.nan, np.float32)
 
     def result(self) -> StepOutput:
@@ -429,4 +431,5 @@ class _Output:
             rows["target_logprobs"] = self.target_logprobs
             rows["target_top_ids"] = self.target_top_ids
             rows["target_top_logprobs"] = self.target_top_logprobs
+            rows["target_ranks"] = self.target_ranks
         return StepOutput(tokens=self.tokens, finite=self.finite, **rows)

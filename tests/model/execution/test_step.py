@@ -240,12 +240,15 @@ def test_score_gives_the_logprob_of_every_prompt_token(runner):
         output = run(runner, score, [(first, count), (second, count)], admit=[first, second] if count == 5 else [])
         for row, start in ((first, 0), (second, count)):
             part = slice(start, start + count)
-            found[row.slot].append((output.target_logprobs[part], output.target_top_ids[part]))
+            sections = (output.target_logprobs, output.target_top_ids, output.target_ranks)
+            found[row.slot].append(tuple(section[part] for section in sections))
     for row in (first, second):
         exact = np.asarray(jax.nn.log_softmax(dense_logits(row.prompt), axis=-1))
-        scores, top_ids = (np.concatenate(parts) for parts in zip(*found[row.slot], strict=True))
+        scores, top_ids, ranks = (np.concatenate(parts) for parts in zip(*found[row.slot], strict=True))
         np.testing.assert_allclose(scores[:12], exact[np.arange(12), row.prompt[1:]], atol=1e-4)
         np.testing.assert_array_equal(top_ids[:12, 0], exact[:12].argmax(axis=1))
+        own = exact[np.arange(12), row.prompt[1:]]
+        np.testing.assert_array_equal(ranks[:12], 1 + (exact[:12] > own[:, None]).sum(axis=1))
         assert len(row.output) == 1
 
 

@@ -16,6 +16,7 @@ from batcher.step import Bucket, Variant
 from model.config import LlamaConfig
 from model.execution.memory_plan import RunnerConfig
 from model.execution.runner import ModelRunner
+from model.execution.step import SCORE_BLOCK
 from model.loading.weights import load_hf
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, make_mesh, partition, sharding_of, stored_config
@@ -126,7 +127,8 @@ def step_collectives(bucket, num_shards, vocab):
 def test_logits_stay_where_they_are_made(bucket, num_shards):
     """128256 tokens are 1002 blocks of the draw, which two chips share evenly, and four and eight do not."""
     found = step_collectives(bucket, num_shards, vocab=128256)
-    assert not [collective for collective in found if collective.in_loop]
+    in_loop = [collective.size for collective in found if collective.in_loop]
+    assert in_loop == ([SCORE_BLOCK] if bucket.variant.scores else [])  # the targets' logits, for their ranks
     assert {collective.kind for collective in found} == {"all-reduce", "all-gather"}
     rows = bucket.num_tokens if bucket.variant.scores else bucket.num_rows
     too_large = rows * 32 * num_shards

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import pytest
 from batcher.grammar import num_mask_words
 from model.network.sharding import make_mesh
 from model.sampling import sampling
-from model.sampling.logprobs import logprobs
+from model.sampling.logprobs import find_ranked, logprobs, merge_ranked
 from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabShard, VocabSplit
 from tests.model.sampling.test_sampling import make_rows, mixed_rows
 
@@ -88,6 +88,26 @@ def test_any_number_of_chips_draws_the_same_tokens(vocab, num_shards, kind):
     np.testing.assert_array_equal(found.top_ids, expected.top_ids)
     np.testing.assert_allclose(found.top, expected.top, atol=1e-5)
     np.testing.assert_allclose(found.chosen, expected.chosen, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_shards", [1, 4])
+@pytest.mark.parametrize("kind", ["normal", "flat"])
+def test_ranks_count_the_more_likely_tokens_of_all_chips(kind, num_shards):
+    logits, _, _ = inputs(1000, kind)
+    tokens = np.random.default_rng(5).integers(0, 1000, ROWS).astype(np.int32)
+    tokens[:3] = logits[:3].argmax(axis=1)
+    split = VocabSplit(1000, make_mesh(num_shards) if num_shards > 1 else None)
+
+    def ranked(shard, logits, tokens):
+        return merge_ranked(shard, find_ranked(shard, logits, tokens))
+
+    run = jax.jit(partial(split.run, ranked, in_specs=(BY_VOCAB, REPLICATED), out_specs=REPLICATED))
+    found, ranks = run(logits, tokens)
+    own = logits[np.arange(ROWS), tokens]
+    np.testing.assert_array_equal(ranks, 1 + (logits > own[:, None]).sum(axis=1))
+    assert ranks[:3].tolist() == [1, 1, 1]
+    exact = jax.nn.log_softmax(logits, axis=-1)[np.arange(ROWS), tokens]
+    np.testing.assert_allclose(found.chosen, exact, atol=1e-5)
 
 
 @pytest.mark.parametrize("num_shards", [1, 8])
