@@ -549,6 +549,7 @@ def test_every_sampling_parameter_reaches_the_draw() -> None:
         {"seed": 1},
         {"grammar": "3 30 30"},
         {"allowed_token_ids": tuple(range(20, 50))},
+        {"bad_words": tuple((token,) for token in range(3, 50))},
     ]
     fields = {name for change in changes for name in change}
     assert fields | {
