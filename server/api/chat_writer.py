@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -48,7 +48,11 @@ class ChatWriter(ChoicesWriter):
         return chain.from_iterable(map(event_pieces, chunks))
 
     def _gain_fields(self, gain: Gain) -> list[dict[str, Any]]:
-        return [self._piece_fields(piece) for piece in gain.pieces] if gain.calls else super()._gain_fields(gain)
+        if not gain.calls:
+            return super()._gain_fields(gain)
+        if self._head.usage.in_every_chunk:  # one chunk, for each counts more tokens than the last
+            return [_joined_fields(gain)]
+        return [self._piece_fields(piece) for piece in gain.pieces]
 
     def _prompt_ids(self) -> dict[str, Any]:
         prompt = self._options.prompt
@@ -57,7 +61,7 @@ class ChatWriter(ChoicesWriter):
     def _piece_fields(self, piece: Piece) -> dict[str, Any]:
         if isinstance(piece, str):
             return self._text_fields(LongText(piece))
-        return {"delta": {"tool_calls": [{"index": piece.index, **_call_fields(piece)}]}}
+        return {"delta": {"tool_calls": [_delta_fields(piece)]}}
 
     def _ending(self, choice: Choice) -> dict[str, Any]:
         fields = super()._ending(choice)
@@ -95,6 +99,20 @@ class ChatWriter(ChoicesWriter):
             return {"prompt_logprobs": None, **self._prompt_ids()}
         entries = prompt_logprobs(self._tokenizer, prompt, self._generation.choices[0].prompt_logprobs or [], num_top)
         return {"prompt_logprobs": list_of(entries, len(prompt)), **self._prompt_ids()}
+
+
+def _joined_fields(gain: Gain) -> dict[str, Any]:
+    """Content and calls in one delta, of each call what it has gained."""
+    joined: dict[int, CallDelta] = {}
+    for call in gain.calls:
+        before = joined.get(call.index)
+        joined[call.index] = call if before is None else replace(before, arguments=before.arguments + call.arguments)
+    content = {"content": LongText(gain.text)} if gain.text else {}
+    return {"delta": {**content, "tool_calls": [_delta_fields(call) for call in joined.values()]}}
+
+
+def _delta_fields(call: CallDelta) -> dict[str, Any]:
+    return {"index": call.index, **_call_fields(call)}
 
 
 def _call_fields(call: CallDelta) -> dict[str, Any]:

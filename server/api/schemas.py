@@ -48,6 +48,7 @@ class SamplingFields(Declared, kw_only=True):
     prompt_logprobs: int | None = None
     priority: int | None = None
     timeout_s: float | None = None
+    request_id: str | None = None
     cache_salt: str | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None

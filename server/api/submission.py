@@ -24,6 +24,7 @@ from server.text.stop_strings import StopStrings
 from server.text.stream import TextStream
 from server.text.tool_calls.parser import CallParser
 
+MAX_ID_CHARS = 200
 TIMEOUT_HEADER = "X-Request-Timeout"
 LEAST_LEFT_S = 0.001  # left if the deadline has passed while the prompt was encoded
 
@@ -44,7 +45,7 @@ def check_generation(
     model = state.check_model(body.model)
     check_sampling(body, vocab_size=state.client.info.vocab_size)
     return AnswerHead(
-        id=f"{id_prefix}-{uuid.uuid4().hex}",
+        id=f"{id_prefix}-{_own_id(body.request_id)}",
         model=model,
         created=int(time.time()),
         n=body.n or 1,
@@ -54,6 +55,15 @@ def check_generation(
         token_ids=bool(body.return_token_ids),
         names_are_ids=bool(body.return_tokens_as_token_ids),
     )
+
+
+def _own_id(id: str | None) -> str:
+    """The part of an answer's id that a request may choose. Raises RequestError 400."""
+    if id is None:
+        return uuid.uuid4().hex
+    if not (0 < len(id) <= MAX_ID_CHARS and id.isprintable()):
+        raise invalid("request_id", f"must have 1 to {MAX_ID_CHARS} characters, all of them printable")
+    return id
 
 
 def deadline_of(timeout_s: float | None, header: str | None) -> float | None:
@@ -104,7 +114,8 @@ async def start_generation(
     """
     generation = Generation(
         state.client,
-        head.id,
+        # An id that the request has chosen may come again while the engine still has outputs of the one before.
+        head.id if body.request_id is None else f"{head.id}-{uuid.uuid4().hex}",
         stream=bool(body.stream),
         on_limit=state.metrics.observe_limit,
         on_end=state.metrics.observe_end,
@@ -150,6 +161,9 @@ async def start_generation(
                     min((s for s in (left_s, state.settings.queue_timeout_s) if s is not None), default=None),
                 )
             )
+    running = state.generations.get(head.id)
+    if running is not None and not running.finished:
+        raise invalid("request_id", "a request with this id is running already")
     state.metrics.observe_request(n=head.n, max_tokens=max(limits))
     generation.submit(requests, timeout_s=left_s)
     state.generations[head.id] = generation

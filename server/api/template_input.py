@@ -13,17 +13,10 @@ from server.api.tools import MAX_DEPTH
 from server.http.errors import RequestError, invalid, unsupported
 from server.text.chat_template import ChatTemplate
 
-# Llama 3 has no role `developer`, which is OpenAI's newer name for `system`. Its role of tool results is `ipython`; its
-# templates also accept `tool`. `function` is OpenAI's older name for `tool`.
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "ipython": "ipython",
-}
+# Llama 3 has no role `developer`, which is OpenAI's newer name for `system`. `function` is OpenAI's older name for
+# `tool`. All other roles go to the template as they are.
+TEMPLATE_NAMES = {"developer": "system", "function": "tool"}
+MAX_ROLE_CHARS = 64
 MAY_BE_EMPTY = ("assistant", "tool", "ipython")  # roles whose content may be null
 MAX_VARIABLES_BYTES = 64 * 1024  # the template reads every string of them, several times
 MAX_DOCUMENTS_BYTES = 2 * 2**20
@@ -58,16 +51,15 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def template_message(index: int, message: Message) -> dict[str, Any]:
-    """A message in the form that templates expect. Its role is one of theirs, its content is one string, and the
+    """A message in the form that templates expect. Its content is one string, and the
     arguments of its tool calls are objects.
 
     Text parts are joined by line feeds. Raises RequestError 400.
     """
     where = f"messages.{index}"
-    if message.role not in ROLES:
-        known = ", ".join(ROLES)
-        raise invalid(f"{where}.role", f"must be one of {known}, got {message.role[:40]!r}")
-    role = ROLES[message.role]
+    if not 0 < len(message.role) <= MAX_ROLE_CHARS:
+        raise invalid(f"{where}.role", f"must have 1 to {MAX_ROLE_CHARS} characters, got {len(message.role)}")
+    role = TEMPLATE_NAMES.get(message.role, message.role)
     fields: dict[str, Any] = {"role": role, "content": _content(where, role, message)}
     if message.name is not None:
         fields["name"] = message.name
@@ -81,7 +73,7 @@ def template_message(index: int, message: Message) -> dict[str, Any]:
 
 def content_text(message: Message) -> str:
     """The text of a message that `template_message` accepts."""
-    return _content("", ROLES[message.role], message)
+    return _content("", TEMPLATE_NAMES.get(message.role, message.role), message)
 
 
 def num_characters(message: dict[str, Any]) -> int:

@@ -11,8 +11,9 @@ the two renderings shows this. Then a lighter mask is tried: a mark before each 
 token. It is used only if it gives the plain rendering and the control tokens of the masked rendering. If this fails
 too, the text is rendered under a mask that can be undone afterwards. On all paths the users' text stays plain text.
 
-Roles are not masked: they are checked against a fixed list before. The field names that templates look up in messages,
-tools and documents (FIELDS) are not masked either. All other keys are masked like text.
+Roles that every template knows (ROLES), and roles that this template compares with, are not masked. All other roles are
+masked like text. The field names that templates look up in messages, tools and documents (FIELDS) are not masked
+either. All other keys are masked like text.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ FIELDS = frozenset(
     "role content name tool_calls tool_call_id id type function description parameters arguments strict return "
     "properties required items enum default anyOf additionalProperties title text doc_id".split()
 )
+ROLES = frozenset({"system", "user", "assistant", "tool", "ipython"})
 _TWO_CALLS = [{"type": "function", "id": id, "function": {"name": "f", "arguments": {}}} for id in ("call_1", "call_2")]
 
 
@@ -49,8 +51,10 @@ class ChatTemplate:
         environment = template_environment()
         try:
             self._template = environment.from_string(source)
-            names = environment.parse(source).find_all(jinja2.nodes.Name)
+            tree = environment.parse(source)
+            names = tree.find_all(jinja2.nodes.Name)
             self._reads = frozenset(name.name for name in names if name.ctx == "load")
+            self._roles = ROLES | _compared_names(tree)
         except Exception as error:  # Jinja's errors, and Python's errors in the code that Jinja generates
             raise TemplateError(f"The chat template is not valid: {error or type(error).__name__}") from error
         self._variables = dict(variables)
@@ -132,8 +136,12 @@ class ChatTemplate:
         extra: Mapping[str, Any],
         change: Change,
     ) -> str:
-        """Renders the conversation with `change` applied to every string except roles and field names."""
-        changed = [_change_fields(message, change) | {"role": message["role"]} for message in messages]
+        """Renders the conversation with `change` applied to every string except known roles and field names."""
+
+        def changed_role(role: str) -> str:
+            return role if role in self._roles else change(role)
+
+        changed = [_change_fields(message, change) | {"role": changed_role(message["role"])} for message in messages]
         own = {"messages": changed, "add_generation_prompt": add_generation_prompt}
         variables = {"tools": None, "documents": None} | _change_fields(extra, change) | self._variables | own
         try:
@@ -146,6 +154,14 @@ class ChatTemplate:
         asked: dict[str, Any] = {"role": "user", "content": ""}
         messages = [asked, {"role": "assistant", "content": "", "tool_calls": _TWO_CALLS}]
         return _try(lambda change: self._run(messages, True, {}, change), str) is not None
+
+
+def _compared_names(tree: jinja2.nodes.Template) -> frozenset[str]:
+    """The names with which the template compares anything, such as `critic` in `message.role == 'critic'`."""
+    compared = (
+        const.value for compare in tree.find_all(jinja2.nodes.Compare) for const in compare.find_all(jinja2.nodes.Const)
+    )
+    return frozenset(value for value in compared if isinstance(value, str) and value.isidentifier())
 
 
 def _try(rendering: Callable[[Change], str], change: Change) -> str | None:

@@ -132,7 +132,9 @@ def test_wrong_types_name_their_field(echo, fields, param):
 @pytest.mark.parametrize(
     ("message", "param"),
     [
-        ({"role": "wizard", "content": "a"}, "messages.0.role"),
+        ({"role": "", "content": "a"}, "messages.0.role"),
+        ({"role": "w" * 65, "content": "a"}, "messages.0.role"),
+        ({"role": "wizard"}, "messages.0.content"),
         ({"role": "user"}, "messages.0.content"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages.0.content.0.text"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import openai
@@ -313,3 +314,24 @@ def test_a_template_without_tools_says_so(scripted):
         error = post(scripted, {"messages": MESSAGES, **fields}).json()["error"]
         assert "chat template" in error["message"]
         assert error["param"] in fields
+
+
+@pytest.mark.parametrize("which", ["server", "fast_pythonic"])
+def test_usage_grows_with_each_chunk_of_a_call(request, which):
+    running = request.getfixturevalue(which)
+    options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    fields = {"messages": MESSAGES, "tools": TOOLS, "stream": True, "seed": SEEDS["two calls"], "max_tokens": 200}
+    with running.http() as http:
+        *chunks, last = stream_events(http, CHAT, fields | options)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert all(before < after for before, after in itertools.pairwise(counts))
+    assert (counts[0], counts[-1]) == (0, last["usage"]["completion_tokens"])
+    calls: dict[int, dict[str, str]] = {}
+    for chunk in chunks:
+        for delta in chunk["choices"][0]["delta"].get("tool_calls", ()):
+            call = calls.setdefault(delta["index"], {"name": "", "arguments": ""})
+            call["name"] += delta["function"].get("name", "")
+            call["arguments"] += delta["function"]["arguments"]
+    assert [call["name"] for call in calls.values()] == ["get_weather", "get_time"]
+    assert all(isinstance(json.loads(call["arguments"]), dict) for call in calls.values())
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
