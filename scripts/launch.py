@@ -19,6 +19,7 @@ from model.inputs.limits import MAX_TEMPLATE_BYTES
 from model.inputs.paths import local_path
 from model.loading.source import DEMO, Kind, ModelSource, resolve
 from scripts.wiring.compatibility import add_compatibility_flags, log_warnings
+from scripts.wiring.completion import PrintCompletion
 from scripts.wiring.config_file import CONFIG, with_config
 from scripts.wiring.errors import add_debug_flag, failed
 from scripts.wiring.settings import EngineSettings, ServedSettings, add_engine_flags
@@ -97,6 +98,7 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument("--no-ui", dest="ui", action="store_false", help="no page at /")
     server.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     add_debug_flag(p)
+    p.add_argument("--print-completion", action=PrintCompletion, help="of flags, for bash and zsh to `eval`")
     return p
 
 
