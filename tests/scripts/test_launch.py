@@ -62,6 +62,22 @@ def test_flags_of_vllm_mean_the_same_here():
 
 
 @pytest.mark.parametrize(
+    ("flags", "pooling"),
+    [
+        ([], None),
+        (["--pooling-type", "mean"], None),
+        (["--enable-embeddings"], "last"),
+        (["--task", "embed", "--pooling-type", "mean"], "mean"),
+        (["--runner", "pooling", "--convert", "none"], "last"),
+        (["--convert", "embed"], "last"),
+        (["--task", "generate"], None),
+    ],
+)
+def test_embeddings_are_enabled_by_vllms_flags_too(flags, pooling):
+    assert EngineSettings.from_namespace(parse(*flags)).pooling == pooling
+
+
+@pytest.mark.parametrize(
     "flags", [["--beams", "2"], ["--max-model", "5"], ["--dtype", "int3"], ["--port", "x"], ["--scheduling", "fair"]]
 )
 def test_unknown_flags_and_values_are_refused(flags, capsys):
