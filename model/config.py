@@ -18,7 +18,8 @@ from model.inputs.json_file import read_object
 from model.inputs.limits import MAX_VOCAB_SIZE
 from model.inputs.schema import TEXT, TRUTH, check, described_as, integer, number
 from model.inputs.words import shown
-from model.quantization.checkpoint_form import Stored, read_form
+from model.quantization.checkpoint_form import Stored, kv_scale_type, read_form
+from model.quantization.forms import EightBit
 
 ARCHITECTURE = "LlamaForCausalLM"
 CHECKPOINT_DTYPES = ("bfloat16", "float16", "float32")
@@ -77,6 +78,7 @@ class LlamaConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]  # those of generation_config.json take precedence
     quantized: Stored | None = None  # the form of the checkpoint's projections if they are quantised
+    kv_scale_type: EightBit = EightBit.FP8  # of the 8-bit K/V that the checkpoint's K/V scales are for, if it has some
 
     def __post_init__(self) -> None:
         problems = [f"{name}={getattr(self, name)} must be positive" for name in _POSITIVE if getattr(self, name) <= 0]
@@ -134,6 +136,7 @@ class LlamaConfig:
             bos_token_id=file.bos_token_id,
             eos_token_ids=end_ids(file) or (),
             quantized=quantized,
+            kv_scale_type=kv_scale_type(raw.get("quantization_config")),
         )
 
     def to_hf(self) -> dict[str, Any]:

@@ -74,6 +74,7 @@ def convert(
     jax.config.update("jax_platforms", "cpu")
     if num_shards > 1:
         jax.config.update("jax_num_cpu_devices", num_shards)
+    from model.loading.kv_ranges import save_kv_ranges
     from model.loading.orbax_format import save_orbax
     from model.loading.stored_weights import CONVERTED, find_weights
     from model.network.sharding import make_mesh
@@ -87,6 +88,7 @@ def convert(
     model = stored.load(dtype=kept, mesh=mesh, quantization=form)
     loaded = time.perf_counter()
     save_orbax(model, folder / CONVERTED, stored.config)
+    save_kv_ranges(folder / CONVERTED, stored.kv_ranges())
     for pattern in _COPIED:
         for path in sorted(origin.glob(pattern)):
             if path.name not in _NOT_COPIED:

@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 
 from model.config import LlamaConfig
 from model.loading.hf_format import HEAD
+from model.loading.kv_ranges import load_kv_ranges, read_kv_ranges
 from model.loading.tensor_files import TensorFiles
 from model.loading.weights import load_hf
 from model.network.llama import Llama
@@ -35,6 +37,13 @@ class StoredWeights:
     def exact_dtype(self) -> str:
         """The narrower of bfloat16 and float32 that holds every stored value exactly."""
         return "bfloat16" if self.dtypes == ("bfloat16",) else "float32"
+
+    def kv_ranges(self) -> np.ndarray | None:
+        """As `kv_ranges.read_kv_ranges`; those of a converted checkpoint are its source's."""
+        if self.is_converted:
+            return load_kv_ranges(self.folder)
+        with TensorFiles(self.folder, self.config) as files:
+            return read_kv_ranges(files, self.config)
 
     def load(
         self,

@@ -87,6 +87,13 @@ class TensorFiles:
         self._repeated |= self._slices.keys() & keys
         self._slices |= {key: _slice_of(file, path, key) for key in keys}
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._slices
+
+    def values(self, key: str) -> np.ndarray:
+        """The whole tensor, in float32 and flat."""
+        return self._slice(key)[...].astype(np.float32).reshape(-1)
+
     def shape(self, key: str) -> tuple[int, ...]:
         """The shape of a tensor, without its values."""
         return tuple(self._slice(key).get_shape())
