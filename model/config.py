@@ -18,7 +18,8 @@ from model.inputs.json_file import read_object
 from model.inputs.limits import MAX_VOCAB_SIZE
 from model.inputs.schema import TEXT, TRUTH, check, described_as, integer, number
 from model.inputs.words import shown
-from model.quantization.checkpoint_form import Stored, read_form
+from model.quantization.checkpoint_form import Stored, kv_scale_type, read_form
+from model.quantization.forms import EightBit
 
 ARCHITECTURE = "LlamaForCausalLM"
 CHECKPOINT_DTYPES = ("bfloat16", "float16", "float32")
@@ -50,18 +51,10 @@ class Llama3Scaling:
     original_max_position_embeddings: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class FactorScaling:
-    """Every frequency divided by a factor of its own, as GGUF files hold Llama 3.1's scaling."""
-
-    factors: tuple[float, ...]
-
-
-RopeScaling = LinearScaling | Llama3Scaling | FactorScaling
-_SCALINGS: dict[str, type[LinearScaling] | type[Llama3Scaling] | type[FactorScaling]] = {
+RopeScaling = LinearScaling | Llama3Scaling
+_SCALINGS: dict[str, type[LinearScaling] | type[Llama3Scaling]] = {
     "linear": LinearScaling,
     "llama3": Llama3Scaling,
-    "factors": FactorScaling,
 }
 
 
@@ -85,6 +78,7 @@ class LlamaConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]  # those of generation_config.json take precedence
     quantized: Stored | None = None  # the form of the checkpoint's projections if they are quantised
+    kv_scale_type: EightBit = EightBit.FP8  # of the 8-bit K/V that the checkpoint's K/V scales are for, if it has some
 
     def __post_init__(self) -> None:
         problems = [f"{name}={getattr(self, name)} must be positive" for name in _POSITIVE if getattr(self, name) <= 0]
@@ -92,9 +86,6 @@ class LlamaConfig:
             problems.append(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
             problems.append(f"head_dim={self.head_dim} is odd, but rotary embeddings turn pairs")
-        scaling = self.rope_scaling
-        if isinstance(scaling, FactorScaling) and len(scaling.factors) != self.head_dim // 2:
-            problems.append(f"{len(scaling.factors)} rope factors are given for {self.head_dim // 2} frequencies")
         problems += end_id_problems(self.eos_token_ids, self.vocab_size)
         if problems:
             raise ValueError("not a Llama: " + "; ".join(problems))
@@ -145,6 +136,7 @@ class LlamaConfig:
             bos_token_id=file.bos_token_id,
             eos_token_ids=end_ids(file) or (),
             quantized=quantized,
+            kv_scale_type=kv_scale_type(raw.get("quantization_config")),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -205,7 +197,6 @@ class _RopeFields(msgspec.Struct):
     type: TEXT | None = None  # the older name of `rope_type`
     rope_theta: _Theta | None = None
     factor: _Factor | None = None
-    factors: Annotated[tuple[_Factor, ...], described_as("a list of numbers from 1e-06 to 1e+09")] | None = None
     low_freq_factor: _Factor | None = None
     high_freq_factor: _Factor | None = None
     original_max_position_embeddings: _Tokens | Annotated[float, number(1, 1 << 30)] | None = None

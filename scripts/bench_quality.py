@@ -1,4 +1,4 @@
-"""What quantised weights cost in quality, measured on the embedded demo against its float32 weights.
+"""What quantised weights and K/V cost in quality, measured on the embedded demo against its float32 weights.
 
 python -m scripts.bench_quality
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from itertools import product
 
 from scripts.wiring.errors import add_debug_flag, failed
 from scripts.wiring.settings import QUANTIZATIONS
@@ -16,12 +17,13 @@ def parser() -> argparse.ArgumentParser:
     """The command's flags."""
     p = argparse.ArgumentParser(prog="python -m scripts.bench_quality", description=__doc__.splitlines()[0])
     p.add_argument("--quantization", nargs="*", default=list(QUANTIZATIONS), choices=QUANTIZATIONS)
+    p.add_argument("--no-kv", dest="kv", action="store_false", help="leave out K/V in int8, alone and with each")
     add_debug_flag(p)
     return p
 
 
-def bench(forms: list[str]) -> None:
-    """Prints one line for each form."""
+def bench(forms: list[str], *, kv: bool) -> None:
+    """Prints one line for each form of the weights, and with `kv` another one for K/V in int8."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -33,31 +35,33 @@ def bench(forms: list[str]) -> None:
     from model.quantization.forms import EightBit
     from scripts.demo import evaluate
     from scripts.demo.agreement import agreement
+    from scripts.demo.narrow_kv import with_narrow_kv
     from scripts.demo.tokenizer import SampleEncoder
 
     config = LlamaConfig.from_file(DEMO_FOLDER)
     encoder = SampleEncoder(Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json")), prompt_weight=0.0)
     exact = load_hf(DEMO_FOLDER, config, dtype="float32")
     suites = evaluate.suites()
-    print(f"{'weights':10}{'KL, nats a token':>18}{'same top token':>16}{'sums':>10}{'comparisons':>13}")
-    for form in (None, *map(EightBit, forms)):
+    print(f"{'weights':10}{'K/V':10}{'KL, nats a token':>18}{'same top token':>16}{'sums':>10}{'comparisons':>13}")
+    for form, is_narrow in product((None, *map(EightBit, forms)), (False, True) if kv else (False,)):
         model = load_hf(DEMO_FOLDER, config, dtype="float32", quantization=form)
+        if is_narrow:
+            model = with_narrow_kv(model)
         near = agreement(exact, model, encoder)
         right = [
             f"{sum(evaluate.exact(model, encoder, suites[name]))}/{len(suites[name])}"
             for name in ("held_out_sums", "held_out_comparisons")
         ]
-        print(
-            f"{form or 'float32':10}{near.divergence:18.6f}{near.same_top_token:16.4f}{right[0]:>10}{right[1]:>13}",
-            flush=True,
-        )
+        stored = f"{form or 'float32':10}{'int8' if is_narrow else 'float32':10}"
+        scores = f"{near.divergence:18.6f}{near.same_top_token:16.4f}{right[0]:>10}{right[1]:>13}"
+        print(stored + scores, flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     args = parser().parse_args(argv)
     try:
-        bench(args.quantization)
+        bench(args.quantization, kv=args.kv)
     except (Exception, KeyboardInterrupt) as error:
         return failed("bench_quality", error, debug=args.debug)
     return 0

@@ -19,6 +19,7 @@ from model.inputs.limits import MAX_TEMPLATE_BYTES
 from model.inputs.paths import local_path
 from model.loading.source import DEMO, Kind, ModelSource, resolve
 from scripts.wiring.compatibility import add_compatibility_flags, log_warnings
+from scripts.wiring.completion import PrintCompletion
 from scripts.wiring.config_file import CONFIG, with_config
 from scripts.wiring.errors import add_debug_flag, failed
 from scripts.wiring.settings import EngineSettings, ServedSettings, add_engine_flags
@@ -97,6 +98,7 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument("--no-ui", dest="ui", action="store_false", help="no page at /")
     server.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     add_debug_flag(p)
+    p.add_argument("--print-completion", action=PrintCompletion, help="of flags, for bash and zsh to `eval`")
     return p
 
 
@@ -107,7 +109,7 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         tokenizer_folder=tokenizer,
         vocab_size=source.config.vocab_size,
         model_names=tuple(names),
-        model_root=str(source.path or source.name),
+        model_root=str(source.folder or source.name),
         host=args.host,
         port=args.port,
         uds=args.uds,
@@ -135,7 +137,7 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
 
 
 def _generation_defaults(args: argparse.Namespace, source: ModelSource) -> GenerationDefaults:
-    defaults = GenerationDefaults.from_folder(source.path) if source.path else GenerationDefaults()
+    defaults = GenerationDefaults.from_folder(source.folder) if source.folder else GenerationDefaults()
     changes = args.override_generation_config
     return defaults if changes is None else defaults.overridden(changes, where="--override-generation-config")
 
@@ -196,7 +198,7 @@ def main(argv: list[str] | None = None) -> int:
         engine = EngineSettings.from_namespace(args)
         source = resolve(engine.model, weights=engine.load_format != "dummy")
         if source.kind is Kind.HUB:
-            engine = dataclasses.replace(engine, model=str(source.path))  # downloaded once, by this process
+            engine = dataclasses.replace(engine, model=str(source.folder))  # downloaded once, by this process
         with ScratchFolder() as spare:
             tokenizer = tokenizer_folder(args.tokenizer, source, spare.path)
             settings = server_settings(args, source, tokenizer)

@@ -42,7 +42,7 @@ def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
     from model.network.sharding import TENSOR_AXIS, abstract_model
     from pallas_kernels.layout import default_page_size
     from pallas_kernels.spec import Backend
-    from scripts.wiring.choices import choose_dtype, choose_model_len, choose_quantization
+    from scripts.wiring.choices import choose_dtype, choose_kv_dtype, choose_model_len, choose_quantization
     from scripts.wiring.device import GPU_POOL_SHARE
     from scripts.wiring.engine import paged_attention
     from scripts.wiring.limits import bucket_config, runner_config
@@ -50,8 +50,8 @@ def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
     platform = "tpu" if chip in TPUS else "gpu"
     source = resolve(settings.model, weights=False)
     config, stored = source.config, None
-    if settings.load_format != "dummy" and source.path is not None and has_weights(source.path):
-        stored = find_weights(source.path, config, settings.load_format)
+    if settings.load_format != "dummy" and source.folder is not None and has_weights(source.folder):
+        stored = find_weights(source.folder, config, settings.load_format)
         config = stored.config
     reads_fp8 = CHIPS[chip].reads_fp8
     quantization, _ = choose_quantization(settings.quantization, stored, reads_fp8=reads_fp8)
@@ -63,7 +63,8 @@ def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
     model = abstract_model(config, dtype=dtype, mesh=mesh, quantization=quantization)
     backend = Backend(platform)
     page_size = settings.page_size or default_page_size(backend, max_model_len, chip)
-    attention = paged_attention(model.config, backend, dtype=dtype, page_size=page_size, mesh=mesh)
+    kv_dtype, _ = choose_kv_dtype(settings.kv_cache_dtype, dtype, backend)
+    attention = paged_attention(model.config, backend, dtype=dtype, kv_dtype=kv_dtype, page_size=page_size, mesh=mesh)
     limits = runner_config(settings, buckets, max_model_len)
     needs = memory_needs(model, attention, limits)
     total = int(device_gib * GIB * (GPU_POOL_SHARE if platform == "gpu" else 1))
@@ -72,7 +73,7 @@ def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
     pages_per_seq = -(-max_model_len // page_size)
     parts = {
         f"weights, {dtype}" + (f" and {quantization}" if quantization else ""): needs.weights,
-        f"K/V, {num_pages} pages of {page_size} tokens": (num_pages + 1) * needs.page,
+        f"K/V, {kv_dtype}, {num_pages} pages of {page_size} tokens": (num_pages + 1) * needs.page,
         f"temporaries of the largest step (at most), {limits.max_num_batched_tokens} tokens": needs.temporaries,
         f"state of {limits.max_num_seqs} request slots": needs.state,
     }

@@ -7,6 +7,8 @@ processes, the servers that tests start included, and kept from one run to the n
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.kernels)
     if hasattr(config, "workerinput"):  # the longest first, so that no process ends much later than the others
         items.sort(key=lambda item: not any(map(item.get_closest_marker, ("slow", "e2e"))))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs() -> Iterator[None]:
+    """A process runs many files, and what JAX has compiled for one is of no use to the next: gigabytes otherwise."""
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
 
 
 class ByFile(LoadScopeScheduling):

@@ -37,6 +37,7 @@ from model.execution.memory_plan import RunnerConfig
 from model.execution.step import (
     HISTORY_BLOCK_SIZE,
     DeviceState,
+    KvScales,
     OutputLayout,
     apply_patches,
     bring_masks,
@@ -74,12 +75,15 @@ class ModelRunner:
             `attention.mesh`.
         attention: the paged attention of the step, bound to its backend and mesh.
         config: the limits. Memory is planned at once; the K/V pages are allocated when the weights are in place.
+        kv_scales: as for `place`, if the model's weights are in place.
 
     Raises:
         ValueError: the model does not fit (see `memory_plan.plan_pages`).
     """
 
-    def __init__(self, model: Llama, attention: PagedAttention, config: RunnerConfig) -> None:
+    def __init__(
+        self, model: Llama, attention: PagedAttention, config: RunnerConfig, kv_scales: np.ndarray | None = None
+    ) -> None:
         self._compiles = CompileCounter()
         self._model_config = model.config
         self._attention = attention
@@ -94,9 +98,13 @@ class ModelRunner:
             (device,) = leaves[0].sharding.device_set
             self._everywhere: jax.sharding.Sharding = SingleDeviceSharding(device)
             self._by_vocab: jax.sharding.Sharding = self._everywhere
+            by_head: jax.sharding.Sharding = self._everywhere
         else:
             self._everywhere = NamedSharding(attention.mesh, P())
             self._by_vocab = sharding_of(("rows", "vocab"), attention.mesh)
+            by_head = sharding_of(("rows", "heads"), attention.mesh)
+        scales: Any = jax.ShapeDtypeStruct((2, attention.spec.num_kv_heads), jnp.float32, sharding=by_head)
+        self._kv_scales_like: list[Any] = [scales if attention.spec.has_kv_scales else None] * model.config.num_layers
 
         self._pages_per_seq = -(-config.max_model_len // attention.spec.page_size)
         self._num_pages = self._plan_pages(model) if config.num_pages is None else config.num_pages
@@ -109,13 +117,25 @@ class ModelRunner:
         self._programs: dict[Bucket, Any] = {}
         self._compilation: Compilation[Bucket | str] | None = None
         if _is_in_place(model):
-            self.place(model)
+            self.place(model, kv_scales)
 
-    def place(self, model: Llama) -> None:
-        """Takes the loaded weights of the model that the runner was made for, and allocates the state."""
+    def place(self, model: Llama, kv_scales: np.ndarray | None = None) -> None:
+        """Takes the loaded weights of the model that the runner was made for, and allocates the state.
+
+        Args:
+            kv_scales: f32[L, 2, K], the scales of keys and values in 8-bit pages; None for other pages.
+        """
         self._weights, tree = jax.tree.flatten(nnx.split(model)[1])
         if self._tree != tree or _described(self._weights) != self._weights_like:
             raise ValueError("these are not the weights that the runner was made for: shapes or placement differ")
+        if (kv_scales is not None) != self._attention.spec.has_kv_scales:
+            raise ValueError(f"K/V scales come with pages of 8 bits only: {self._attention.spec.kv_dtype=}")
+        self._kv_scales: KvScales = self._kv_scales_like
+        if kv_scales is not None:
+            self._kv_scales = [
+                jax.device_put(scales, like.sharding)
+                for scales, like in zip(kv_scales, self._kv_scales_like, strict=True)
+            ]
         self._state = self._allocate()
 
     def capacity(self) -> Capacity:
@@ -209,7 +229,7 @@ class ModelRunner:
         for block in step.masks:
             masks = self._bring_masks(masks, block)
         state = DeviceState(slots=slots, history=history, masks=masks, kv=self._state.kv)
-        self._state, output = self._programs[step.bucket](self._weights, state, step.packed)
+        self._state, output = self._programs[step.bucket](self._weights, self._kv_scales, state, step.packed)
         output.copy_to_host_async()
         return StepResult(output, OutputLayout(step.bucket, self._model_config.hidden_size))
 
@@ -242,8 +262,8 @@ class ModelRunner:
         # Explicit shardings: without them the compiler may return the state with another sharding, and the next
         # program would refuse it.
         kept = jax.tree.map(lambda x: x.sharding, self._state_like)
-        return jax.jit(step, donate_argnums=1, out_shardings=(kept, self._everywhere)).lower(
-            self._weights_like, self._state_like, self._sent((PackedLayout(bucket).size,))
+        return jax.jit(step, donate_argnums=2, out_shardings=(kept, self._everywhere)).lower(
+            self._weights_like, self._kv_scales_like, self._state_like, self._sent((PackedLayout(bucket).size,))
         )
 
     def _lower_update(self, update: Callable[..., Any], array: jax.Array, sent: tuple[int, ...]) -> jax.stages.Lowered:

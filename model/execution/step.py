@@ -10,7 +10,7 @@ Shape legend: `T` tokens of the step (padded), `S` rows (padded), `W` columns of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,6 +35,9 @@ from pallas_kernels.spec import RaggedBatch
 SCORE_BLOCK = 64  # rows of logits computed at a time when prompt tokens are scored
 HISTORY_BLOCK = 4096  # prompt tokens, and as many output tokens, per dispatch of `reset_history`
 HISTORY_BLOCK_SIZE = 2 + 2 * HISTORY_BLOCK
+
+# For each layer f32[2, K], the scales of keys and values in 8-bit pages; None if pages have the activations' dtype.
+KvScales = Sequence[jax.Array | None]
 
 
 @partial(jax.tree_util.register_dataclass)
@@ -94,15 +97,16 @@ def _logprob_shapes(prefix: str, rows: int) -> dict[str, tuple[tuple[int, ...], 
 
 def make_step(
     bucket: Bucket, rebuild: Callable[[Any], Llama], attention: PagedAttention, *, pooling: Pooling | None = None
-) -> Callable[[Any, DeviceState, jax.Array], tuple[DeviceState, jax.Array]]:
-    """The step of one bucket, to be compiled: (weights, state, packed i32[PackedLayout.size]) -> (state, output).
+) -> Callable[[Any, KvScales, DeviceState, jax.Array], tuple[DeviceState, jax.Array]]:
+    """The step of one bucket, to be compiled: (weights, K/V scales, state, packed i32[PackedLayout.size]) ->
+    (state, output).
 
     Args:
         rebuild: weights -> the model; the weights are an argument of the program, its structure is in this closure.
         pooling: of hidden states, where the bucket's variant is EMBED.
     """
 
-    def step(weights: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, jax.Array]:
+    def step(weights: Any, kv_scales: KvScales, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, jax.Array]:
         model = rebuild(weights)
         sent = {name: packed[part] for name, part in PackedLayout(bucket).sections().items()}
         slots = apply_patches(state.slots, jnp.stack([sent["patch_indices"], sent["patch_values"]]))
@@ -114,11 +118,13 @@ def make_step(
 
         @jax.jit  # traced once for all layers: when programs come from the disk, tracing takes most of the start
         def attend(
-            queries: jax.Array, keys: jax.Array, values: jax.Array, kv: jax.Array
+            queries: jax.Array, keys: jax.Array, values: jax.Array, kv: tuple[jax.Array, jax.Array | None]
         ) -> tuple[jax.Array, jax.Array]:
-            return attention(queries, keys, values, kv, metadata)
+            pages, scales = kv
+            return attention(queries, keys, values, pages, metadata, kv_scales=scales)
 
-        hidden, kv = model(tokens, positions, state.kv, attend)  # [T, D]
+        pages_and_scales = list(zip(state.kv, kv_scales, strict=True))
+        hidden, kv = model(tokens, positions, pages_and_scales, attend)  # [T, D]
 
         last = hidden if bucket.decode_only else hidden[jnp.maximum(rows.starts[1:] - 1, 0)]
         logits = model.logits(last)  # f32[S, V]

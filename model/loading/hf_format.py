@@ -42,8 +42,8 @@ _LAYER: dict[str, tuple[Source, ...]] = {
     "mlp.gate_up.kernel": (Source("mlp.gate_proj.weight"), Source("mlp.up_proj.weight")),
     "mlp.down.kernel": (Source("mlp.down_proj.weight"),),
 }
-# Constants that older exporters wrote among the weights; the config has them, too. Also the scales of activations and
-# of K/V in quantised checkpoints: neither is quantised here.
+# Constants that older exporters wrote among the weights; the config has them, too. Also two kinds of scales: those of
+# activations, which are not quantised here, and those of K/V, which `kv_ranges` reads if they are needed.
 IGNORED = re.compile(
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
     r"|.*\.(input_scale|input_global_scale|output_scale|activation_scale|[qkv]_scale|kv_scale|weight_shape)"

@@ -87,15 +87,12 @@ class TensorFiles:
         self._repeated |= self._slices.keys() & keys
         self._slices |= {key: _slice_of(file, path, key) for key in keys}
 
-    @property
-    def form(self) -> EightBit | None:
-        """The form in which the projections are kept unless another one is asked for; None: not quantised."""
-        return None if self._config.quantized is None else self._config.quantized.form
+    def __contains__(self, key: str) -> bool:
+        return key in self._slices
 
-    @property
-    def packing(self) -> str | None:
-        """The stored form of projections that are requantised, in words."""
-        return None if self._packed_form is None else self._packed_form.name
+    def values(self, key: str) -> np.ndarray:
+        """The whole tensor, in float32 and flat."""
+        return self._slice(key)[...].astype(np.float32).reshape(-1)
 
     def shape(self, key: str) -> tuple[int, ...]:
         """The shape of a tensor, without its values."""

@@ -73,16 +73,20 @@ class Llama(nnx.Module):
         """Hidden states [T, D] after the final norm, and the K/V of every layer as `attend` returned them."""
         if len(kv) != self.config.num_layers:
             raise ValueError(f"one K/V per layer is needed: {len(kv)=} {self.config.num_layers=}")
-        config = self.config
-        frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        # Without the barrier XLA computes sines and cosines again in every layer's kernels.
-        cos, sin = jax.lax.optimization_barrier(rotation(positions, frequencies))
-        x = self.embedding[...].at[tokens].get(mode="clip")  # [T, D]; padding tokens may have any id
+        x, cos, sin = self.embed(tokens, positions)
         new_kv = []
         for layer, layer_kv in zip(self.layers, kv, strict=True):
             x, layer_kv = layer(x, cos, sin, layer_kv, attend)
             new_kv.append(layer_kv)
         return self.norm(x), new_kv
+
+    def embed(self, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The first layer's x [T, D], and cos and sin of the rotation. Padding tokens may have any id."""
+        config = self.config
+        frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        # Without the barrier XLA computes sines and cosines again in every layer's kernels.
+        cos, sin = jax.lax.optimization_barrier(rotation(positions, frequencies))
+        return self.embedding[...].at[tokens].get(mode="clip"), cos, sin
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """f32[S, V] of hidden [S, D] as `__call__` returned it."""

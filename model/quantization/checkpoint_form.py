@@ -2,7 +2,8 @@
 
 Most of them hold an 8-bit `weight` for each projection and, next to it, scales; a value is weight times scale. 4-bit
 weights, and some 8-bit ones, are packed into words (`packed_form`). Settings of activations are ignored: activations
-stay in the model's dtype, which is at least as exact. K/V scales are ignored, too.
+stay in the model's dtype, which is at least as exact. Of the settings of K/V only the type is read, because the values
+of K/V scales depend on it.
 """
 
 from __future__ import annotations
@@ -46,6 +47,13 @@ def read_form(raw: Any, modules: Sequence[str]) -> tuple[Stored | None, list[str
     found, problems = _METHODS[method](raw)
     problems = [f"quantization_config.{problem}" for problem in problems + _left_out(raw, modules)]
     return (None if problems else found), problems
+
+
+def kv_scale_type(raw: Any) -> EightBit:
+    """The 8-bit type of K/V that the scales of a checkpoint with this `quantization_config` are for."""
+    scheme = raw.get("kv_cache_scheme") if isinstance(raw, Mapping) else None
+    is_int = isinstance(scheme, Mapping) and scheme.get("type") == "int"
+    return EightBit.INT8 if is_int else EightBit.FP8
 
 
 def _compressed_tensors(raw: Mapping[str, Any]) -> tuple[Stored | None, list[str]]:

@@ -2,7 +2,9 @@
 
     python -m scripts.bench_kernels --target v6e:1x1 --static             every Llama shape, the chosen block sizes
     python -m scripts.bench_kernels --target v6e:1x1 --static --sweep     tries block sizes, keeps the best in tuned/
+    python -m scripts.bench_kernels --target v6e:1x1 --static --step llama-3.1-8b --quantization int8 --kv-dtype int8
 
+The last compiles a whole decode step of a model, and the same in bfloat16, and prints what each reads.
 What is counted, and how far it can be trusted, is said in `benchmarks.tpu_static`.
 """
 
@@ -17,6 +19,8 @@ import sys
 from typing import Any
 
 from model.inputs.paths import local_path
+from model.quantization.forms import EightBit
+from scripts.benchmarks.accounts import tpu_step
 from scripts.benchmarks.accounts.tpu_static import (
     BATCHES,
     KERNELS,
@@ -52,10 +56,15 @@ def main(target: str, static: bool, rest: list[str]) -> None:
     parser.add_argument("--kv-dtype", choices=KV_BYTES, default="bfloat16", help="of our pages (default: bfloat16)")
     parser.add_argument("--no-shipped", action="store_true", help="leave out the kernel that jax ships")
     parser.add_argument("--sweep", action="store_true", help="try the block sizes of a grid, keep the best in tuned/")
+    parser.add_argument("--step", metavar="PRESET", help="a whole decode step of this model, next to bfloat16's")
+    parser.add_argument("--quantization", choices=list(EightBit), help="of the step's weights (default: bfloat16)")
     parser.add_argument("--markdown", type=local_path, help="also append the tables here")
     args = parser.parse_args(rest)
     if not static:
         raise ValueError("there is no TPU here to measure on: use --static")
+    if args.step:
+        print(tpu_step.table(target, args.step, args.quantization, args.kv_dtype))
+        return
     models = args.model or list(MODELS)
     if args.sweep:
         if args.model or args.kv_dtype != "bfloat16":

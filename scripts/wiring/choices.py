@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from model.loading.stored_weights import StoredWeights
     from model.quantization.forms import EightBit
+    from pallas_kernels.spec import Backend
 
 
 def choose_dtype(
@@ -68,6 +69,22 @@ def choose_quantization(
     if stored is not None and stored.packing is not None:
         return chosen, f"{stored.packing} checkpoint: requantised to {chosen} per row{reason}"
     return chosen, f"projections and head in {chosen}{reason}" + (f"; the checkpoint holds {held}" if held else "")
+
+
+def choose_kv_dtype(asked: str, dtype: str, backend: Backend) -> tuple[str, str | None]:
+    """The dtype of the K/V pages, and a remark if it is not the requested one.
+
+    Args:
+        dtype: of the computation.
+
+    Raises:
+        ValueError: the backend's kernels do not support 8-bit pages.
+    """
+    if asked == "auto":
+        return dtype, None
+    if backend.startswith("gpu"):
+        raise ValueError(f"--kv-cache-dtype {asked}: the GPU kernels read pages in {dtype} only; leave the flag out")
+    return "int8", None if asked == "int8" else f"not {asked}: int8 is the 8-bit type of the {backend} attention"
 
 
 def choose_model_len(asked: int | None, trained: int) -> int:

@@ -30,8 +30,12 @@ REFUSED = {
     "--pipeline-parallel-size": "a model is shared by heads only: --tensor-parallel-size",
     "--enable-lora": "LoRA is not supported yet",
 }
-EMBEDDING_TASKS = ("embed", "embedding")  # --enable-embeddings; texts are generated as well
-TASKS = ("auto", "generate", *EMBEDDING_TASKS)
+# values, and whether they mean --enable-embeddings; text is generated with all of them
+EMBEDDING_FLAGS = {
+    "--task": {"auto": False, "generate": False, "embed": True, "embedding": True},
+    "--runner": {"auto": False, "generate": False, "pooling": True},
+    "--convert": {"auto": False, "none": False, "embed": True},
+}
 WITH_VALUE = {"--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--pipeline-parallel-size"}
 
 
@@ -47,9 +51,9 @@ class _Refuse(argparse.Action):
         parser.error(f"{flag}: {REFUSED[flag]}")
 
 
-class _Task(argparse.Action):
+class _Embed(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None):
-        namespace.enable_embeddings = values in EMBEDDING_TASKS or namespace.enable_embeddings
+        namespace.enable_embeddings = EMBEDDING_FLAGS[flag][values] or namespace.enable_embeddings
 
 
 def add_compatibility_flags(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +61,8 @@ def add_compatibility_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(compatibility_warnings=[])
     for flag in WITHOUT_EFFECT:
         parser.add_argument(flag, dest="compatibility_warnings", nargs=0, action=_Warn, help=argparse.SUPPRESS)
-    parser.add_argument("--task", choices=TASKS, action=_Task, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    for flag, values in EMBEDDING_FLAGS.items():
+        parser.add_argument(flag, choices=values, action=_Embed, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     for flag in REFUSED:
         nargs = None if flag in WITH_VALUE else 0
         parser.add_argument(flag, dest=argparse.SUPPRESS, nargs=nargs, action=_Refuse, help=argparse.SUPPRESS)

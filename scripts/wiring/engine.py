@@ -17,8 +17,9 @@ from batcher.config import EngineConfig, Scheduling
 from batcher.engine import Engine
 from batcher.grammar import Grammars
 from model.loading.source import ModelSource, resolve
-from scripts.wiring.choices import choose_dtype, choose_model_len, choose_quantization, reads_fp8
+from scripts.wiring.choices import choose_dtype, choose_kv_dtype, choose_model_len, choose_quantization, reads_fp8
 from scripts.wiring.device import describe_devices, start_jax
+from scripts.wiring.kv_scales import find_kv_scales
 from scripts.wiring.limits import bucket_config, runner_config
 from scripts.wiring.settings import EngineSettings, ServedSettings
 from server.engine.wire import EngineInfo
@@ -123,6 +124,7 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
     dtype, reason = choose_dtype(
         settings.dtype, config.checkpoint_dtype, platform, () if stored is None else stored.dtypes
     )
+    kv_dtype, kv_remark = choose_kv_dtype(settings.kv_cache_dtype, dtype, backend)
     max_model_len = choose_model_len(settings.max_model_len, config.max_position_embeddings)
     buckets = bucket_config(settings, platform)
     mesh = _mesh(settings.tensor_parallel_size)
@@ -133,7 +135,7 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
     planned = abstract_model(config, **options)
     placed = planned.config  # with KV heads repeated if there are more chips than heads
     page_size = settings.page_size or default_page_size(backend, max_model_len)
-    attention = paged_attention(placed, backend, dtype=dtype, page_size=page_size, mesh=mesh)
+    attention = paged_attention(placed, backend, dtype=dtype, kv_dtype=kv_dtype, page_size=page_size, mesh=mesh)
     runner = ModelRunner(planned, attention, runner_config(settings, buckets, max_model_len))
     capacity = runner.capacity()
     ladder = BucketLadder(buckets)
@@ -143,13 +145,18 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
     try:
         with _phase("load", report) as say:
             model = _random(settings, config, **options) if stored is None else stored.load(**options)
-            origin = "nowhere (random)" if stored is None else source.path
+            origin = "nowhere (random)" if stored is None else source.folder
             say(f"{_size_of(model) / GIB:.2f} GiB of weights from {origin}, as {dtype} ({reason})")
             for line in (remark, stored and stored.remark):
                 if line:
                     say(line)
+        kv_scales = None
+        if attention.spec.has_kv_scales:
+            with _phase("scales", report) as say:
+                kv_scales, origin = find_kv_scales(model, stored, attention.spec, measure=settings.calculate_kv_scales)
+                say(", ".join(filter(None, (f"K/V in {kv_dtype}", kv_remark, origin))))
         with _phase("allocate", report) as say:
-            runner.place(model)
+            runner.place(model, kv_scales)
             kv_bytes = capacity.num_pages * attention.page_bytes() * placed.num_layers
             say(
                 f"{capacity.num_pages} K/V pages of {page_size} tokens, {kv_bytes / GIB:.2f} GiB: "
@@ -167,7 +174,7 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
         cache_config={
             "page_size": str(page_size),
             "num_pages": str(capacity.num_pages),
-            "cache_dtype": dtype,
+            "cache_dtype": kv_dtype,
             "enable_prefix_caching": str(settings.enable_prefix_caching),
             "memory_utilization": str(settings.memory_utilization),
             "attention_backend": str(backend),
@@ -187,6 +194,7 @@ def paged_attention(
     backend: Backend,
     *,
     dtype: str,
+    kv_dtype: str,
     page_size: int,
     mesh: Any,  # a Mesh; an AbstractMesh is enough for a plan; None for one chip
 ) -> PagedAttention:
@@ -200,7 +208,7 @@ def paged_attention(
         head_dim=config.head_dim,
         page_size=page_size,
         dtype=dtype,
-        kv_dtype=dtype,
+        kv_dtype=kv_dtype,
     )
     return PagedAttention(spec, backend, mesh)
 
@@ -215,11 +223,11 @@ def _find_weights(settings: EngineSettings, source: ModelSource) -> StoredWeight
     """The model's weights on disk; None for random weights."""
     if settings.load_format == "dummy":
         return None
-    if source.path is None:
+    if source.folder is None:
         raise ValueError(f"--model {settings.model} has no weights: add --load-format dummy for random ones")
     from model.loading.stored_weights import find_weights
 
-    return find_weights(source.path, source.config, settings.load_format)
+    return find_weights(source.folder, source.config, settings.load_format)
 
 
 def _random(settings: EngineSettings, config: LlamaConfig, **options: Any) -> Llama:

@@ -16,6 +16,7 @@ from model.quantization.forms import EightBit
 DEVICES = ("auto", "cpu", "tpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float32")
 QUANTIZATIONS = tuple(EightBit)
+KV_CACHE_DTYPES = ("auto", "int8", "fp8", "fp8_e4m3")
 LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
 SCHEDULING = ("continuous", "static")
 POOLING_TYPES = tuple(Pooling)
@@ -30,6 +31,8 @@ class EngineSettings:
     dtype: str = "auto"
     load_format: str = "auto"
     quantization: str | None = None  # None: as the weights are stored
+    kv_cache_dtype: str = "auto"
+    calculate_kv_scales: bool = False
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -53,6 +56,7 @@ class EngineSettings:
             "dtype": DTYPES,
             "load_format": LOAD_FORMATS,
             "quantization": (None, *QUANTIZATIONS),
+            "kv_cache_dtype": KV_CACHE_DTYPES,
             "scheduling": SCHEDULING,
             "pooling_type": POOLING_TYPES,
         }
@@ -125,6 +129,13 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--dtype", default="auto", choices=DTYPES, help="auto: the checkpoint's; float32 on a CPU")
     model.add_argument(
         "--quantization", choices=QUANTIZATIONS, help="8 bits a weight, made while loading (default: as stored)"
+    )
+    model.add_argument(
+        "--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES,
+        help="int8: twice the tokens in the same memory (auto: the type that is computed in; not on GPUs yet)",
+    )  # fmt: skip
+    model.add_argument(
+        "--calculate-kv-scales", action="store_true", help="of 8-bit K/V, although the checkpoint brings some"
     )
     model.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and output together")
     engine = parser.add_argument_group("engine")

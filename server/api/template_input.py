@@ -57,8 +57,7 @@ def template_message(index: int, message: Message) -> dict[str, Any]:
     Text parts are joined by line feeds. Raises RequestError 400.
     """
     where = f"messages.{index}"
-    if not 0 < len(message.role) <= MAX_ROLE_CHARS:
-        raise invalid(f"{where}.role", f"must have 1 to {MAX_ROLE_CHARS} characters, got {len(message.role)}")
+    check_role(f"{where}.role", message.role)
     role = TEMPLATE_NAMES.get(message.role, message.role)
     fields: dict[str, Any] = {"role": role, "content": _content(where, role, message)}
     if message.name is not None:
@@ -69,6 +68,12 @@ def template_message(index: int, message: Message) -> dict[str, Any]:
     if calls and role != "assistant":
         raise invalid(f"{where}.tool_calls", "are only allowed in messages of the assistant")
     return fields | ({"tool_calls": calls} if calls else {})
+
+
+def check_role(param: str, role: str) -> None:
+    """Raises RequestError 400 for a role that no template has."""
+    if not 0 < len(role) <= MAX_ROLE_CHARS:
+        raise invalid(param, f"must have 1 to {MAX_ROLE_CHARS} characters, got {len(role)}")
 
 
 def content_text(message: Message) -> str:

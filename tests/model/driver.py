@@ -12,10 +12,12 @@ from batcher.request import SamplingParams
 from batcher.slots import SlotLayout
 from batcher.step import MASK_BLOCK, PATCH_BLOCK, Bucket, PackedLayout, PenaltyReset, StepInput, StepOutput
 from model.config import LlamaConfig
+from model.execution.kv_range import measured_range
 from model.execution.memory_plan import RunnerConfig
 from model.execution.runner import ModelRunner
 from model.network.llama import Llama
 from pallas_kernels.api import PagedAttention
+from pallas_kernels.quantised import scales_of
 from pallas_kernels.spec import AttentionSpec, Backend
 from tests.model.dense_attention import causal_attention
 
@@ -49,21 +51,30 @@ def tiny_model(seed: int = 0) -> Llama:
     return model
 
 
-def paged_attention(config: LlamaConfig = TINY, *, page_size: int = 8, **options) -> PagedAttention:
+def paged_attention(
+    config: LlamaConfig = TINY, *, page_size: int = 8, kv_dtype=jnp.float32, **options
+) -> PagedAttention:
     spec = AttentionSpec(
         num_query_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         page_size=page_size,
         dtype=jnp.float32,
-        kv_dtype=jnp.float32,
+        kv_dtype=kv_dtype,
     )
     return PagedAttention(spec, Backend.REFERENCE, **options)
 
 
-def tiny_runner(model: Llama | None = None, **limits) -> ModelRunner:
+def int8_scales(model: Llama) -> np.ndarray:
+    """f32[L, 2, K], measured as at a start."""
+    return np.asarray(scales_of(jnp.asarray(measured_range(model)), jnp.int8))
+
+
+def tiny_runner(model: Llama | None = None, *, kv_dtype=jnp.float32, **limits) -> ModelRunner:
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64, "num_pages": 40} | limits
-    return ModelRunner(tiny_model() if model is None else model, paged_attention(), RunnerConfig(**settings))
+    model, attention = tiny_model() if model is None else model, paged_attention(kv_dtype=kv_dtype)
+    kv_scales = int8_scales(model) if attention.spec.has_kv_scales else None
+    return ModelRunner(model, attention, RunnerConfig(**settings), kv_scales)
 
 
 def dense_logits(model: Llama, tokens: list[int]) -> np.ndarray:

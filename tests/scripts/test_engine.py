@@ -13,8 +13,9 @@ from model.config import LlamaConfig
 from model.loading.source import resolve
 from model.loading.stored_weights import StoredWeights, find_weights
 from model.quantization.forms import EightBit
+from pallas_kernels.spec import Backend
 from scripts.convert_checkpoint import convert
-from scripts.wiring.choices import choose_dtype, choose_quantization
+from scripts.wiring.choices import choose_dtype, choose_kv_dtype, choose_quantization
 from scripts.wiring.engine import build_runner
 from scripts.wiring.settings import EngineSettings
 from tests.model import checkpoints
@@ -30,12 +31,13 @@ def converted(source: Path, folder: Path, dtype: str | None = None) -> Path:
     return folder
 
 
-def start(folder: Path) -> str:
-    """The line of an engine's start that tells of the weights."""
+def start(folder: Path, phase: str = "load", **settings: object) -> str:
+    """The line of an engine's start that tells of the weights, or of another phase."""
     said: list[str] = []
     limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 32, "num_pages": 8}
-    build_runner(EngineSettings(model=str(folder), device="cpu", compile_cache="none", **limits), said.append)
-    (line,) = (line for line in said if line.startswith("  load"))
+    asked = EngineSettings(model=str(folder), device="cpu", compile_cache="none", **limits, **settings)
+    build_runner(asked, said.append)
+    (line,) = (line for line in said if line.startswith(f"  {phase}"))
     return line
 
 
@@ -66,7 +68,7 @@ def test_the_type_to_compute_in_is_chosen_with_a_true_reason(arguments, expected
 def test_eight_bits_are_chosen_by_what_the_chip_reads():
     def choose(asked, reads_fp8, held=None, is_converted=False):
         stored = StoredWeights(
-            path=Path(), is_converted=is_converted, config=TINY, dtypes=(), remark=None, quantization=held
+            folder=Path(), is_converted=is_converted, config=TINY, dtypes=(), remark=None, quantization=held
         )
         return choose_quantization(asked, stored, reads_fp8=reads_fp8)
 
@@ -84,6 +86,29 @@ def test_eight_bits_are_chosen_by_what_the_chip_reads():
         choose("int8", True, None, is_converted=True)
     with pytest.raises(ValueError, match="fp8, which this device reads no faster"):
         choose(None, False, FP8, is_converted=True)
+
+
+def test_8_bits_of_kv_are_int8_and_refused_where_no_kernel_has_them():
+    assert choose_kv_dtype("auto", "bfloat16", Backend.GPU) == ("bfloat16", None)
+    assert choose_kv_dtype("int8", "bfloat16", Backend.TPU) == ("int8", None)
+    for asked in ("fp8", "fp8_e4m3"):
+        remark = f"not {asked}: int8 is the 8-bit type of the tpu attention"
+        assert choose_kv_dtype(asked, "bfloat16", Backend.TPU) == ("int8", remark)
+    with pytest.raises(ValueError, match="--kv-cache-dtype fp8: the GPU kernels read pages in bfloat16 only"):
+        choose_kv_dtype("fp8", "bfloat16", Backend.GPU)
+
+
+def test_the_scales_of_kv_come_from_the_checkpoint_or_are_measured(tmp_path):
+    folder = checkpoints.write(tmp_path / "hf", "gqa2")
+    measured = "K/V in int8, with scales measured on fixed tokens"
+    assert start(folder, "scales", kv_cache_dtype="int8").endswith(measured)
+    given = {f"model.layers.{i}.self_attn.{x}_scale": np.ones(1, np.float32) / 64 for i in range(3) for x in "kv"}
+    checkpoints.write_tensors(folder, checkpoints.tensors("gqa2") | given)
+    own = "K/V in int8, not fp8: int8 is the 8-bit type of the reference attention, with the checkpoint's scales"
+    assert start(folder, "scales", kv_cache_dtype="fp8").endswith(own)
+    assert start(folder, "scales", kv_cache_dtype="int8", calculate_kv_scales=True).endswith(measured)
+    assert start(converted(folder, tmp_path / "out"), "scales", kv_cache_dtype="fp8").endswith(own)
+    assert "8 K/V pages" in start(folder, "allocate", kv_cache_dtype="int8")
 
 
 def test_a_quantised_checkpoint_starts_and_is_converted_as_it_would_start(tmp_path):

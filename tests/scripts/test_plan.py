@@ -63,6 +63,20 @@ def test_what_does_not_fit_is_said_in_gib_with_the_flags(capsys):
     assert "--tensor-parallel-size" in error
 
 
+def test_pages_of_int8_hold_twice_the_tokens(capsys):
+    flags = ["--model", "preset:llama-3.1-8b", "--chip", "v6e", "--max-model-len", "8192", "--max-num-seqs", "256"]
+    wide, narrow = (report_of(capsys, *flags, *more) for more in ((), ("--kv-cache-dtype", "int8")))
+    assert gib(narrow, "K/V, int8") == pytest.approx(gib(wide, "K/V, bfloat16"), abs=0.02)
+    wide_tokens, tokens = (int(re.search(r"room for (\d+) tokens", text)[1]) for text in (wide, narrow))
+    assert tokens == pytest.approx(2 * wide_tokens, rel=0.01)
+    assert report_of(capsys, *flags, "--kv-cache-dtype", "fp8") == narrow
+
+
+def test_8_bit_pages_are_refused_on_gpus(capsys):
+    assert plan.main(["--model", "preset:llama-3.1-8b", "--chip", "h100", "--kv-cache-dtype", "fp8"]) == 2
+    assert "--kv-cache-dtype fp8: the GPU kernels read pages in bfloat16 only" in capsys.readouterr().err
+
+
 def test_of_a_gpu_only_jaxs_pool_is_planned_with(capsys):
     report = report_of(capsys, "--model", "preset:llama-3.1-8b", "--chip", "h100", "--memory-utilization", "0.5")
     assert gib(report, "of each chip") == pytest.approx(80 * 0.92 * 0.5, abs=0.02)

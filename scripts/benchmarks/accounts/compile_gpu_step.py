@@ -100,10 +100,10 @@ def compile_step(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     )
     bucket = Bucket(args.tokens or args.rows, args.rows, args.variant)
     kept = jax.tree.map(lambda x: x.sharding, state)
-    step = jax.jit(make_step(bucket, rebuild, attention), donate_argnums=1, out_shardings=(kept, everywhere))
+    step = jax.jit(make_step(bucket, rebuild, attention), donate_argnums=2, out_shardings=(kept, everywhere))
     with target.compiling(mesh):
         begin = time.perf_counter()
-        lowered = step.lower(leaves, state, integers(PackedLayout(bucket).size))
+        lowered = step.lower(leaves, [None] * config.num_layers, state, integers(PackedLayout(bucket).size))
         lowered_s = time.perf_counter() - begin
         dump = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True, "xla_dump_hlo_pass_re": ""}
         begin = time.perf_counter()

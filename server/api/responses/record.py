@@ -153,6 +153,11 @@ class ResponseRecord:
             "usage": self._usage,
         }
 
+    @property
+    def input_messages(self) -> Sequence[Message]:
+        """The conversation that the response answers, without the instructions."""
+        return self._messages
+
     def conversation(self) -> list[Message]:
         """The messages up to and including this answer, for the next response of the conversation."""
         answer: list[Message] = []

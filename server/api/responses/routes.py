@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from server.api.answer import GenerationAnswer, LongJson
 from server.api.body_reader import BodyReader
 from server.api.chat import start_chat
+from server.api.responses.input_items import items_page
 from server.api.responses.record import CANCELLED, ResponseRecord
 from server.api.responses.schemas import RESPONSES_FIELDS, ResponsesRequest
 from server.api.responses.store import ResponseStore
@@ -45,6 +46,7 @@ def responses_routes(state: ServerState) -> list[ApiRoute]:
         ),
         ApiRoute(path=f"{PATH}/{{id}}", endpoint=responses.retrieve, summary="A response that was kept."),
         ApiRoute(path=f"{PATH}/{{id}}", endpoint=responses.delete, method="DELETE", summary="Forgets it."),
+        ApiRoute(path=f"{PATH}/{{id}}/input_items", endpoint=responses.input_items, summary="The input of a response."),
         ApiRoute(
             path=f"{PATH}/{{id}}/cancel", endpoint=responses.cancel, method="POST", summary="Ends one that is running."
         ),
@@ -86,6 +88,11 @@ class Responses:
 
     async def retrieve(self, request: Request) -> Response:
         return self._shown(self._find(request))
+
+    async def input_items(self, request: Request) -> Response:
+        record = self._find(request)
+        page = items_page(record.id, record.input_messages, request.query_params)
+        return LongJson(self._state.turns, json_pieces(page))
 
     async def delete(self, request: Request) -> Response:
         record = self._find(request)

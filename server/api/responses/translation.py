@@ -11,6 +11,7 @@ import msgspec
 from server.api.raw_json import read_raw
 from server.api.responses.schemas import InputItem, InputPart, ResponsesRequest
 from server.api.schemas import ChatRequest, ContentPart, FunctionCall, Message, ToolCall
+from server.api.template_input import check_role
 from server.api.tools import MAX_TOOLS_BYTES
 from server.http.errors import RequestError, invalid, unsupported
 
@@ -128,6 +129,7 @@ def _message(where: str, item: InputItem) -> Message:
         case "message":
             if item.role is None:
                 raise invalid(f"{where}.role", "is missing")
+            check_role(f"{where}.role", item.role)
             return Message(item.role, _content(f"{where}.content", item.content))
         case "function_call":
             if item.name is None or item.call_id is None or item.arguments is None:

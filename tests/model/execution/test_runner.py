@@ -25,7 +25,7 @@ from model.execution.runner import ModelRunner
 from model.loading import weights
 from model.network.sharding import abstract_model, make_mesh
 from tests.model import checkpoints
-from tests.model.driver import TINY, Row, paged_attention, run, tiny_model, tiny_runner
+from tests.model.driver import TINY, Row, int8_scales, paged_attention, run, tiny_model, tiny_runner
 
 SLOTS = 4
 BUCKETS = [Bucket(4, 4, Variant.GREEDY), Bucket(24, 4, Variant.GREEDY), Bucket(4, 4, Variant.SAMPLE)]
@@ -233,15 +233,17 @@ def mask_of(tokens, vocab_size):
 SAMPLED = SamplingParams(max_tokens=64, temperature=1.2, top_p=0.9, top_k=50, frequency_penalty=0.5, logprobs=3)
 
 
-def texts_of(folder, num_shards, decode):
+def texts_of(folder, num_shards, decode, kv_dtype=jnp.float32):
     config = LlamaConfig.from_file(folder)
     mesh = make_mesh(num_shards) if num_shards > 1 else None
     like = abstract_model(config, dtype=jnp.float32, mesh=mesh)
     limits = RunnerConfig(max_num_seqs=SLOTS, max_num_batched_tokens=24, max_model_len=64, num_pages=16)
-    runner = ModelRunner(like, paged_attention(like.config, mesh=mesh), limits)
+    attention = paged_attention(like.config, mesh=mesh, kv_dtype=kv_dtype)
+    runner = ModelRunner(like, attention, limits)
     prompt = replace(BUCKETS[1], variant=decode.variant)
     runner.start_compiling([prompt, decode])  # the weights come meanwhile
-    runner.place(weights.load_hf(folder, config, dtype=jnp.float32, mesh=mesh))
+    model = weights.load_hf(folder, config, dtype=jnp.float32, mesh=mesh)
+    runner.place(model, int8_scales(model) if attention.spec.has_kv_scales else None)
     lines = []
     runner.warm_up([prompt, decode], lines.append)
     assert re.match(r"compiled 5 programs in [\d.]+ s, [\d.]+ s of them after loading", lines[0])
@@ -264,13 +266,22 @@ def texts_of(folder, num_shards, decode):
 
 @pytest.fixture(scope="module")
 def texts_of_one_device(checkpoint):
-    return {decode.variant: texts_of(checkpoint, 1, decode) for decode in (BUCKETS[0], BUCKETS[2])}
+    kinds = [(BUCKETS[0], jnp.float32), (BUCKETS[2], jnp.float32), (BUCKETS[2], jnp.int8)]
+    return {(decode, kv_dtype): texts_of(checkpoint, 1, decode, kv_dtype) for decode, kv_dtype in kinds}
 
 
-@pytest.mark.parametrize(("num_shards", "decode"), [(2, BUCKETS[2]), (4, BUCKETS[0]), (4, BUCKETS[2])])
-def test_a_mesh_gives_the_tokens_of_one_device(checkpoint, texts_of_one_device, num_shards, decode):
+@pytest.mark.parametrize(
+    ("num_shards", "decode", "kv_dtype"),
+    [
+        (2, BUCKETS[0], jnp.float32),
+        (4, BUCKETS[2], jnp.float32),
+        (2, BUCKETS[2], jnp.int8),
+        (4, BUCKETS[2], jnp.int8),
+    ],
+)
+def test_a_mesh_gives_the_tokens_of_one_device(checkpoint, texts_of_one_device, num_shards, decode, kv_dtype):
     """Four shards of a model with two KV heads: they are replicated."""
-    assert texts_of(checkpoint, num_shards, decode) == texts_of_one_device[decode.variant]
+    assert texts_of(checkpoint, num_shards, decode, kv_dtype) == texts_of_one_device[decode, kv_dtype]
 
 
 def test_chips_update_their_parts_of_the_state_in_place():

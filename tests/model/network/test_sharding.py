@@ -120,12 +120,12 @@ def step_collectives(bucket, num_shards, vocab):
     return collectives(runner._lower_step(bucket).compile().as_text())
 
 
-@pytest.mark.parametrize("num_shards", [2, 4, 8])
+@pytest.mark.parametrize("num_shards", [2, 8])
 @pytest.mark.parametrize(
     "bucket", [Bucket(4, 4, Variant.SAMPLE), Bucket(96, 4, Variant.SCORE), Bucket(24, 4, Variant.EMBED)]
 )
 def test_logits_stay_where_they_are_made(bucket, num_shards):
-    """128256 tokens are 1002 blocks of the draw, which two chips share evenly, and four and eight do not."""
+    """128256 tokens are 1002 blocks of the draw, which two chips share evenly, and eight do not."""
     found = step_collectives(bucket, num_shards, vocab=128256)
     in_loop = [collective.size for collective in found if collective.in_loop]
     assert in_loop == ([SCORE_BLOCK] if bucket.num_tokens > SCORE_BLOCK else [])  # the targets' logits, for their ranks

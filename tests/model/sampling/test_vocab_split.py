@@ -76,12 +76,10 @@ def test_one_device_draws_what_it_always_drew(vocab):
 
 
 @pytest.mark.parametrize("kind", ["normal", "flat", "masked"])
-@pytest.mark.parametrize(
-    ("vocab", "num_shards"), [(96, 8), (1000, 4), (1000, 8), (1536, 8), (128256, 2), (128256, 4), (128256, 8)]
-)
+@pytest.mark.parametrize(("vocab", "num_shards"), [(96, 8), (1000, 4), (1536, 8), (128256, 8)])
 def test_any_number_of_chips_draws_the_same_tokens(vocab, num_shards, kind):
-    """A part is 12 tokens, and many share a block of 128; 250 or 125 tokens; one block and a half; of Llama 3's tokens
-    501 blocks, 250 and a half, 125 and a quarter."""
+    """A part has 12 tokens, so many parts share a block of 128; 250 tokens; one block and a half; with Llama 3's
+    vocabulary 125 blocks and a quarter."""
     tokens, found = drawn(vocab, num_shards, kind)
     expected_tokens, expected = drawn(vocab, 1, kind)
     np.testing.assert_array_equal(tokens, expected_tokens)

@@ -15,7 +15,8 @@ from scripts.benchmarks.accounts.bundles import dump_flags
 from tests.pallas_kernels.tpu.compile_for import shapes
 
 TARGETS = ("v5e:1x1", "v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1")
-STEPS = [("v6e:1x1", "llama-3.1-8b"), ("v6e:2x4", "llama-3.1-8b"), ("v6e:2x4", "llama-3.1-70b")]
+KERNELS, STEPS = "tests.pallas_kernels.tpu.compile_for", "scripts.benchmarks.accounts.compile_tpu_step"
+MODELS = [("v6e:1x1", "llama-3.1-8b"), ("v6e:2x4", "llama-3.1-8b"), ("v6e:2x4", "llama-3.1-70b")]
 # So that several may run on one machine, and none asks for a metadata server or a chip.
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
@@ -28,7 +29,7 @@ pytestmark = [
 
 def compile_in_a_process_of_its_own(module: str, *arguments: str, flags: str = "") -> list[dict]:
     process = subprocess.run(
-        [sys.executable, "-m", f"tests.pallas_kernels.tpu.{module}", *arguments],
+        [sys.executable, "-m", module, *arguments],
         env=os.environ | ENVIRONMENT | {"LIBTPU_INIT_ARGS": flags},
         capture_output=True,
         text=True,
@@ -44,7 +45,7 @@ def compile_in_a_process_of_its_own(module: str, *arguments: str, flags: str = "
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_fit_and_update_pages_in_place(target: str, tmp_path: Path) -> None:
-    results = compile_in_a_process_of_its_own("compile_for", target, str(tmp_path), flags=dump_flags(str(tmp_path)))
+    results = compile_in_a_process_of_its_own(KERNELS, target, str(tmp_path), flags=dump_flags(str(tmp_path)))
     assert [result["shape"] for result in results] == list(shapes(target))
     for result, shape in zip(results, shapes(target).values(), strict=True):
         assert result["alias_bytes"] >= result["kv_bytes"], result
@@ -58,9 +59,25 @@ def test_kernels_fit_and_update_pages_in_place(target: str, tmp_path: Path) -> N
             assert kernel["spilled"] <= 1 << 20, result
 
 
-@pytest.mark.parametrize(("target", "preset"), STEPS)
+@pytest.mark.parametrize(("target", "preset"), MODELS)
 def test_whole_steps_compile(target: str, preset: str) -> None:
-    decode, mixed = compile_in_a_process_of_its_own("compile_step", target, preset, "64", "512")
+    sizes = ("--tokens", "64", "--tokens", "512")
+    decode, mixed = compile_in_a_process_of_its_own(STEPS, "--target", target, "--preset", preset, *sizes)
     for result in (decode, mixed):
         assert result["alias_bytes"] >= result["kv_bytes"], result
         assert result["temp_bytes"] < 256 << 20 < result["kv_bytes"], result
+
+
+def test_a_step_in_8_bits_copies_neither_weights_nor_pages() -> None:
+    """And it reads little more than half of what the step in bfloat16 reads."""
+    flags = ("--target", "v6e:1x1", "--layers", "4")
+    sizes = ("--tokens", "64", "--tokens", "512")
+    wide = compile_in_a_process_of_its_own(STEPS, *flags, *sizes)
+    narrow = compile_in_a_process_of_its_own(STEPS, *flags, *sizes, "--quantization", "int8", "--kv-dtype", "int8")
+    for exact, result in zip(wide, narrow, strict=True):
+        assert result["kv_bytes"] == exact["kv_bytes"] // 2
+        assert result["alias_bytes"] >= result["kv_bytes"], result
+        # The smallest weight of a layer takes 32 MiB in bfloat16, and its pages more.
+        assert result["temp_bytes"] <= exact["temp_bytes"] + (8 << 20), (exact, result)
+        read = result["weights_read"] + result["kv_read"]
+        assert read <= 0.55 * (exact["weights_read"] + exact["kv_read"]), (exact, result)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from jax.sharding import Mesh
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
 from tests.pallas_kernels.dense import Row, make_case
-from tests.pallas_kernels.tpu.interpreted import DMA_MODES, run
+from tests.pallas_kernels.tpu.interpreted import DMA_MODES, filled_pages, run
 
 
 def spec(**changes) -> AttentionSpec:
@@ -76,6 +78,22 @@ def test_head_counts_over_pages_of_int8(num_query_heads: int, num_kv_heads: int,
     heads = int8(num_query_heads=num_query_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
     case = make_case(heads, rows((1, 35), (1, 2), (19, 24)), num_tokens=24, num_rows=4, pages_per_seq=3)
     assert run(case).clean
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["keys", "values"])
+def test_a_scale_that_is_no_number_spoils_its_own_head_only(kind: int) -> None:
+    heads = int8(num_query_heads=4, num_kv_heads=2, dtype=jnp.float32)
+    case = make_case(heads, rows((1, 40), (19, 70)), num_tokens=24, num_rows=4, pages_per_seq=3)
+    clean = case.expected()[:, :2]
+    pages = jnp.asarray(filled_pages(case, 0))
+    case.kv_scales[kind, 1] = np.nan
+    attention = PagedAttention(heads, Backend.TPU_INTERPRET)
+    metadata = attention.make_metadata(case.batch, num_tokens=case.num_tokens, decode_only=False)
+    operands = (jnp.asarray(x) for x in (case.queries, case.keys, case.values))
+    out, _ = attention(*operands, pages, metadata, kv_scales=jnp.asarray(case.kv_scales))
+    out = np.asarray(out, np.float64)[: case.num_real_tokens]
+    assert np.abs(out[:, :2] - clean).max() < 2e-5
+    assert np.isnan(out[:, 2:]).all()
 
 
 def test_float32_over_pages_of_int8() -> None:
@@ -142,10 +160,11 @@ def test_chosen_block_sizes(num_query_heads: int, head_dim: int) -> None:
     assert run(case, block_sizes=None).clean
 
 
+@pytest.mark.parametrize("make_spec", [spec, int8])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_sharded_by_kv_head(head_dim: int) -> None:
-    """Two chips, half of the KV heads each, through the public operation."""
-    heads = spec(num_query_heads=8, num_kv_heads=4, head_dim=head_dim)
+def test_sharded_by_kv_head(head_dim: int, make_spec: Callable[..., AttentionSpec]) -> None:
+    """Two chips, half of the KV heads and of their scales each, through the public operation."""
+    heads = make_spec(num_query_heads=8, num_kv_heads=4, head_dim=head_dim)
     mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",))
     attention = PagedAttention(heads, Backend.TPU_INTERPRET, mesh)
     case = make_case(heads, rows((1, 1), (19, 19)), num_tokens=24, num_rows=4, pages_per_seq=2)
@@ -154,10 +173,10 @@ def test_sharded_by_kv_head(head_dim: int) -> None:
     @jax.jit
     def step(batch: RaggedBatch, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
         metadata = attention.make_metadata(batch, num_tokens=case.num_tokens, decode_only=False)
-        return attention(*operands, metadata)
+        return attention(*operands[:4], metadata, 0, *operands[4:])
 
     empty = jnp.zeros(pages.shape, pages.dtype, device=pages.sharding)
-    out, after = step(case.batch, case.queries, case.keys, case.values, empty)
+    out, after = step(case.batch, case.queries, case.keys, case.values, empty, *case.scales)
     assert np.abs(np.asarray(out, np.float64)[: case.num_real_tokens] - case.expected()).max() < 0.03
     assert after.sharding.shard_shape(after.shape)[1] == pages.shape[1] // 2
 

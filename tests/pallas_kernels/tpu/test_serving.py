@@ -11,14 +11,15 @@ from tests.e2e.conftest import serve
 
 PROMPTS = ["Once upon a time, there was a", "The"]
 # Few and small programs: every step of the interpreter costs seconds.
-LIMITS = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 16, "page_size": 16, "num_pages": 12}
+LIMITS = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 16, "page_size": 32, "num_pages": 6}
 GREEDY = {"temperature": 0, "max_tokens": 6}
 
 
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_same_greedy_text_as_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"model": "demo", "dtype": "float32", "compile_cache": "none", **LIMITS}
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_same_greedy_text_as_the_reference(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"model": "demo", "dtype": "float32", "kv_cache_dtype": kv_dtype, "compile_cache": "none", **LIMITS}
     with LLM(attention_backend="reference", **options) as llm:
         expected = [result.text for result in llm.generate(PROMPTS, GREEDY)]
     monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_backend_optimization_level=0")  # compiles sooner

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -137,3 +140,21 @@ def test_a_running_server_exports_its_engines_numbers(scripted):
     assert float(lines[0].split()[-1]) >= 16
     lines = [line for line in text.splitlines() if line.startswith("http_requests_total{")]
     assert any('handler="/v1/completions",method="POST",status="200"' in line for line in lines)
+
+
+DASHBOARD = Path(__file__).parents[3] / "scripts/deploy/grafana-dashboard.json"
+
+
+def test_every_query_of_the_dashboard_is_about_metrics_and_labels_that_are_exported():
+    metrics = metrics_of(EngineStats(finished={"stop": 1}))
+    metrics.observe_response(handler="/v1/chat/completions", method="POST", status=200, seconds=0.1)
+    exported = {name: {label for labels in found for label, _ in labels} for name, found in samples(metrics).items()}
+    dashboard = json.loads(DASHBOARD.read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    expressions += [entry["query"] for entry in dashboard["templating"]["list"] if entry["type"] == "query"]
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"]) > 20
+    for expression in expressions:
+        names = re.findall(r"\b(?:pallas_serve:|http_|process_)\w+", expression)
+        assert names and all(name in exported for name in names), expression
+        labels = {*re.findall(r"(\w+)=~", expression), *re.findall(r"by \((\w+)\)", expression)}
+        assert labels <= set().union(*(exported[name] for name in names)), expression

@@ -249,7 +249,7 @@ REFUSED = [
     ({"metadata": {"a": "b" * 513}}, "metadata"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"input": []}, "input"),
-    ({"input": [{"role": "wizard", "content": "a"}]}, "input.0.role"),
+    ({"input": [{"role": "", "content": "a"}]}, "input.0.role"),
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input.0.content.0.text"),
     ({"max_output_tokens": 5000}, "max_output_tokens"),
 ]
@@ -283,3 +283,28 @@ def test_the_oldest_responses_are_forgotten():
     assert [id for id in "gh" if store.get(id)] == ["h"]
     assert store.remove("h")
     assert not store.remove("h")
+
+
+def test_input_items_are_listed_page_by_page(server):
+    call = {"type": "function_call", "call_id": "call_1", "name": "get_weather", "arguments": ARGUMENTS}
+    result = {"type": "function_call_output", "call_id": "call_1", "output": "rain"}
+    first = created(server, input=[{"role": "user", "content": "hello"}, call, result], tools=[WEATHER])
+    second = created(server, input=[{"role": "user", "content": [{"type": "input_text", "text": "and now?"}]}],
+                     previous_response_id=first["id"], tools=[WEATHER])  # fmt: skip
+    with server.client() as client:
+        newest = client.responses.input_items.list(second["id"])
+        assert [item.type for item in newest.data] == [
+            *("message", "message", "function_call_output", "function_call", "message")
+        ]
+        assert newest.data[0].content[0].text == "and now?"
+        assert newest.data[1].content[0].text == SCRIPTS["plain"]
+        assert (newest.data[2].output, newest.data[3].arguments) == ("rain", ARGUMENTS)
+        assert not newest.has_more
+        oldest = list(client.responses.input_items.list(second["id"], order="asc", limit=2))  # all pages
+        assert [item.id for item in oldest] == [item.id for item in reversed(newest.data)]
+        assert len({item.id for item in oldest}) == 5
+    with server.http() as http:
+        for query in ({"limit": 0}, {"limit": 101}, {"limit": "x"}, {"order": "up"}, {"after": "item_0"}):
+            refused = http.get(f"{PATH}/{second['id']}/input_items", params=query)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, next(iter(query)))
+        assert http.get(f"{PATH}/resp-none/input_items").status_code == 404

@@ -1,0 +1,129 @@
+"""Compiles whole steps of a model for TPUs that are not here, as the runner would, and prints what the compiler says.
+
+    JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 python -m scripts.benchmarks.accounts.compile_tpu_step \
+        --target v6e:1x1 --preset llama-3.1-8b --quantization int8 --kv-dtype int8
+
+It prints a JSON object for each `--tokens`: 64 (the rows) is the decode step, others are mixed steps of as many rows.
+`alias_bytes` are updated in place, `temp_bytes` are what the program writes besides its results. `weights_read` and
+`kv_read` are counted, not compiled: the bytes that a chip must read in a decode step of 64 rows of `--context` tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from batcher.grammar import num_mask_words
+from batcher.slots import SlotLayout
+from batcher.step import Bucket, PackedLayout, Variant
+from model.execution.memory_plan import weights_bytes
+from model.execution.step import DeviceState, make_step
+from model.network.llama import Llama
+from model.network.sharding import TENSOR_AXIS, abstract_model, make_mesh, sharding_of
+from model.presets import preset
+from model.quantization.forms import EightBit
+from pallas_kernels.api import PagedAttention
+from pallas_kernels.spec import AttentionSpec, Backend
+from scripts.benchmarks.accounts.targets import tpu_target
+
+NUM_ROWS, PAGES_PER_SEQ, PAGE_SIZE = 64, 64, 128
+NUM_PAGES = 512
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--preset", default="llama-3.1-8b")
+    parser.add_argument("--tokens", type=int, action="append", help="of a step; may be given again (default: 64)")
+    parser.add_argument("--context", type=int, default=2048, help="tokens of each row")
+    parser.add_argument("--quantization", type=EightBit, choices=list(EightBit), help="of projections and head")
+    parser.add_argument("--kv-dtype", choices=("bfloat16", "int8"), default="bfloat16", help="of the pages")
+    parser.add_argument("--layers", type=int, help="compile this many only")
+    args = parser.parse_args()
+    devices = tpu_target(args.target).devices()
+    mesh = make_mesh(len(devices), devices)
+    config = preset(args.preset)
+    if args.layers:
+        config = replace(config, num_layers=args.layers)
+    model = abstract_model(config, dtype=jnp.bfloat16, mesh=mesh, quantization=args.quantization)
+    spec = AttentionSpec(
+        num_query_heads=model.config.num_heads,
+        num_kv_heads=model.config.num_kv_heads,
+        head_dim=model.config.head_dim,
+        page_size=PAGE_SIZE,
+        dtype=jnp.bfloat16,
+        kv_dtype=jnp.dtype(args.kv_dtype),
+    )
+    attention = PagedAttention(spec, Backend.TPU, mesh, TENSOR_AXIS)
+    for num_tokens in args.tokens or [NUM_ROWS]:
+        account = {"num_tokens": num_tokens, **compile_step(model, attention, mesh, num_tokens)}
+        print(json.dumps(account | reads(model, attention, args.context)), flush=True)
+
+
+def compile_step(model: Llama, attention: PagedAttention, mesh: Mesh, num_tokens: int) -> dict[str, Any]:
+    """Of the step of so many tokens in `NUM_ROWS` rows."""
+    structure, weights = nnx.split(model)
+    leaves, tree = jax.tree.flatten(weights)
+    everywhere, config = NamedSharding(mesh, P()), model.config
+
+    def integers(*shape: int) -> Any:  # which stands for an array
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=everywhere)
+
+    pages: Any = attention.kv_pages(NUM_PAGES)
+    by_head, by_vocab = sharding_of(("rows", "heads"), mesh), sharding_of(("rows", "vocab"), mesh)
+    scales: Any = jax.ShapeDtypeStruct((2, config.num_kv_heads), jnp.float32, sharding=by_head)
+    history: Any = jax.ShapeDtypeStruct((NUM_ROWS, config.vocab_size), jnp.int32, sharding=by_vocab)
+    state = DeviceState(
+        slots=integers(NUM_ROWS, SlotLayout.width(PAGES_PER_SEQ)),
+        history=history,
+        masks=integers(NUM_ROWS, num_mask_words(config.vocab_size)),
+        kv=[pages] * config.num_layers,
+    )
+    kv_scales = [scales if attention.spec.has_kv_scales else None] * config.num_layers
+    kept = jax.tree.map(lambda x: x.sharding, state)
+    bucket = Bucket(num_tokens=num_tokens, num_rows=NUM_ROWS, variant=Variant.GREEDY)
+    step = make_step(bucket, lambda leaves: nnx.merge(structure, jax.tree.unflatten(tree, leaves)), attention)
+    begin, begin_cpu = time.perf_counter(), time.process_time()
+    lowered = jax.jit(step, donate_argnums=2, out_shardings=(kept, everywhere)).lower(
+        leaves, kv_scales, state, integers(PackedLayout(bucket).size)
+    )
+    traced = time.perf_counter()
+    memory = lowered.compile().memory_analysis()
+    assert memory is not None
+    return {
+        "trace_s": round(traced - begin, 1),
+        "compile_s": round(time.perf_counter() - traced, 1),
+        "cpu_s": round(time.process_time() - begin_cpu, 1),  # of both; what the machine's other work leaves alone
+        "kv_bytes": attention.page_bytes() * NUM_PAGES * config.num_layers,
+        "alias_bytes": memory.alias_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "code_bytes": memory.generated_code_size_in_bytes,
+    }
+
+
+def reads(model: Llama, attention: PagedAttention, context: int) -> dict[str, int]:
+    """Bytes that a chip reads in a decode step of `NUM_ROWS` rows of `context` tokens: all weights but the embedding,
+    of which it looks up rows, unless the embedding is the head; and every page of the rows."""
+    embedding = model.embedding.get_value()
+    looked_up = math.prod(embedding.sharding.shard_shape(embedding.shape)) * embedding.dtype.itemsize
+    num_pages = NUM_ROWS * -(-context // attention.spec.page_size)
+    return {
+        "weights_read": weights_bytes(model) - (0 if model.head is None else looked_up),
+        "kv_read": num_pages * attention.page_bytes() * model.config.num_layers,
+    }
+
+
+if __name__ == "__main__":
+    main()
