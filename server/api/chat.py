@@ -59,6 +59,9 @@ class Chat:
 async def start_chat(state: ServerState, body: ChatRequest, head: AnswerHead) -> tuple[Generation, ChatOptions]:
     """Makes the checks of a chat, renders the prompt and submits it. Raises RequestError."""
     top_logprobs = _top_logprobs(body)
+    num_prompt_logprobs = body.prompt_logprobs
+    if num_prompt_logprobs is None and body.echo and not body.stream:
+        num_prompt_logprobs = top_logprobs  # as in vLLM
     param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     check_counts(asked, body.min_tokens, param=param)
@@ -75,7 +78,7 @@ async def start_chat(state: ServerState, body: ChatRequest, head: AnswerHead) ->
         [limit],
         n=head.n,
         logprobs=top_logprobs,
-        num_prompt_scores=0 if body.prompt_logprobs is None else len(prompt) * (body.prompt_logprobs + 1),
+        num_prompt_scores=0 if num_prompt_logprobs is None else len(prompt) * (num_prompt_logprobs + 1),
         fixed=asked is not None,
         most=state.settings.max_request_logprobs,
     )
@@ -87,14 +90,14 @@ async def start_chat(state: ServerState, body: ChatRequest, head: AnswerHead) ->
         [prompt],
         [limit],
         logprobs=top_logprobs,
-        prompt_logprobs=body.prompt_logprobs,
+        prompt_logprobs=num_prompt_logprobs,
         grammar=grammar,
         new_call_parser=call_parsers(state, tools, grammar=grammar),
     )
     options = ChatOptions(
         prompt=prompt,
         top_logprobs=top_logprobs,
-        num_prompt_logprobs=body.prompt_logprobs,
+        num_prompt_logprobs=num_prompt_logprobs,
         echo=_echo(body),
         is_named_call=tools is not None and tools.choice is ToolChoice.NAMED,
     )

@@ -196,6 +196,15 @@ def test_prompt_logprobs(scripted):
     assert scores[2] == {str(ord("u")): {"logprob": -0.5, "rank": 1, "decoded_token": "u"}}
 
 
+def test_prompt_logprobs_come_with_echo_and_are_null_where_nothing_asks(scripted):
+    asked = {"logprobs": True, "top_logprobs": 2, "max_tokens": 1}
+    assert post(scripted, **asked).json()["prompt_logprobs"] is None
+    scores = post(scripted, echo=True, **asked).json()["prompt_logprobs"]
+    assert scores == post(scripted, prompt_logprobs=2, max_tokens=1).json()["prompt_logprobs"]
+    assert len(scores) == HELLO_TOKENS
+    assert post(scripted, echo=True, max_tokens=1).json()["prompt_logprobs"] is None
+
+
 def test_usage_on_every_chunk(scripted):
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = events(scripted, stream_options=options)

@@ -114,6 +114,18 @@ def test_prompt_logprobs_are_complete_in_spite_of_the_cache(server):
             assert None not in logprobs["token_logprobs"][1:]
 
 
+def test_prompt_tokens_have_their_true_ranks(server):
+    """The numpy runner's rank of a prompt token is its position, and its most likely tokens are the first ids."""
+    with server.http() as http:
+        for num_top in (0, 2):
+            body = {"prompt": "a prompt", "prompt_logprobs": num_top, "max_tokens": 1}
+            first, *others = http.post(PATH, json=body).json()["choices"][0]["prompt_logprobs"]
+            assert first is None
+            assert [entry[str(ord(c))]["rank"] for c, entry in zip("a prompt", others, strict=True)] == [*range(1, 9)]
+            assert [entry.get("1", {}).get("rank") for entry in others] == [2 if num_top else None] * 8
+        assert http.post(PATH, json={"prompt": "a", "max_tokens": 1}).json()["choices"][0]["prompt_logprobs"] is None
+
+
 def test_a_stop_string_frees_the_pages_and_counts_as_finished(tmp_path):
     text, _ = foretold("hello", seed=7, max_tokens=200)
     stop = text[20:23]
