@@ -73,7 +73,9 @@ class EmbeddingRoute:
         prompts = await self._prompts(body)
         left_s = None if deadline is None else max(LEAST_LEFT_S, deadline - time.monotonic())
         embeddings = Embeddings(state.client, on_limit=state.metrics.observe_limit)
-        embeddings.submit(self._requests(body, prompts, left_s), timeout_s=left_s)
+        id = f"embd-{uuid.uuid4().hex}"
+        embeddings.submit(self._requests(id, body, prompts, left_s), timeout_s=left_s)
+        state.generations[id] = embeddings
         num_tokens = sum(map(len, prompts))
         return EmbeddingsAnswer(
             state, embeddings, model=model, num_tokens=num_tokens, as_base64=body.encoding_format == "base64"
@@ -116,9 +118,8 @@ class EmbeddingRoute:
         return prompts
 
     def _requests(
-        self, body: EmbeddingRequest, prompts: Sequence[list[int]], left_s: float | None
+        self, id: str, body: EmbeddingRequest, prompts: Sequence[list[int]], left_s: float | None
     ) -> list[wire.WireRequest]:
-        id = f"embd-{uuid.uuid4().hex}"
         salt = cache_salt_of(body.cache_salt)
         waits_s = min((s for s in (left_s, self._state.settings.queue_timeout_s) if s is not None), default=None)
         return [

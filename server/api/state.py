@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 from server.api.aside import Aside
 from server.api.metrics import ServerMetrics
 from server.engine.client import EngineClient
+from server.engine.embedding import Embeddings
 from server.engine.generation import Generation
 from server.grammar.checker import GrammarChecker
 from server.http.body import BodyLimits
@@ -37,7 +38,7 @@ class ServerState:
     draining: bool = False  # shutting down: new requests are refused
     num_in_flight: int = 0  # requests on the counted routes
     # by the ids of their answers; the response keeps its generation alive
-    generations: WeakValueDictionary[str, Generation] = field(default_factory=WeakValueDictionary)
+    generations: WeakValueDictionary[str, Generation | Embeddings] = field(default_factory=WeakValueDictionary)
 
     @property
     def body_limits(self) -> BodyLimits:

@@ -41,6 +41,10 @@ class Embeddings:
             self._deadline = asyncio.get_running_loop().call_later(timeout_s, self._pass_deadline)
         self._submit_next(AT_ONCE)
 
+    @property
+    def finished(self) -> bool:
+        return self._done.done()
+
     async def wait(self) -> list[bytes]:
         """The vectors, f32[D] each, in the order of the inputs. Raises RequestError where the engine has failed."""
         await self._done

@@ -14,7 +14,7 @@ import pytest
 from batcher.request import Pooling, Request, SamplingParams
 from tests.batcher.fake_runner import FAKE_HIDDEN, expected_embedding
 from tests.server.support.real_engine import CAPACITY, RealConfig
-from tests.server.support.requests import wait_until
+from tests.server.support.requests import load, wait_until
 from tests.server.support.running import RunningServer, running_server
 from tests.server.support.stub_app import StubClient, call, state_of
 from tests.server.support.tokenizers import BOS, EOT
@@ -190,6 +190,19 @@ def test_a_request_that_is_given_up_is_aborted(tmp_path, how):
         assert len(http.post(PATH, json={"input": ["b"] * 10}).json()["data"]) == 10
         wait_until(lambda: metric(server, "num_requests_running") == 0)
         wait_until(lambda: metric(server, "kv_cache_usage_perc") == 0)
+
+
+def test_an_administrator_ends_them(tmp_path):
+    """The engine's first step waits until it hears of an abort."""
+    config = RealConfig(pooling=Pooling.LAST, held_at=0)
+    with running_server(tmp_path, TARGET, config, admin_api_keys=("boss",)) as server, server.http() as http:
+        with ThreadPoolExecutor() as pool:
+            answer = pool.submit(http.post, PATH, json={"input": ["a"] * 100})
+            wait_until(lambda: load(server) == 1)
+            boss = {"Authorization": "Bearer boss"}
+            wait_until(lambda: http.post("/abort_requests", json={}, headers=boss).json()["aborted"])
+        assert answer.result().status_code == 503
+        assert "administrator" in answer.result().json()["error"]["message"]
 
 
 def test_a_dead_engine_is_said_at_once():
