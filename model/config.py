@@ -51,10 +51,18 @@ class Llama3Scaling:
     original_max_position_embeddings: int
 
 
-RopeScaling = LinearScaling | Llama3Scaling
-_SCALINGS: dict[str, type[LinearScaling] | type[Llama3Scaling]] = {
+@dataclass(frozen=True, kw_only=True)
+class FactorScaling:
+    """Every frequency divided by a factor of its own, as GGUF files hold Llama 3.1's scaling."""
+
+    factors: tuple[float, ...]
+
+
+RopeScaling = LinearScaling | Llama3Scaling | FactorScaling
+_SCALINGS: dict[str, type[LinearScaling] | type[Llama3Scaling] | type[FactorScaling]] = {
     "linear": LinearScaling,
     "llama3": Llama3Scaling,
+    "factors": FactorScaling,
 }
 
 
@@ -86,6 +94,9 @@ class LlamaConfig:
             problems.append(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
             problems.append(f"head_dim={self.head_dim} is odd, but rotary embeddings turn pairs")
+        scaling = self.rope_scaling
+        if isinstance(scaling, FactorScaling) and len(scaling.factors) != self.head_dim // 2:
+            problems.append(f"{len(scaling.factors)} rope factors are given for {self.head_dim // 2} frequencies")
         problems += end_id_problems(self.eos_token_ids, self.vocab_size)
         if problems:
             raise ValueError("not a Llama: " + "; ".join(problems))
@@ -197,6 +208,7 @@ class _RopeFields(msgspec.Struct):
     type: TEXT | None = None  # the older name of `rope_type`
     rope_theta: _Theta | None = None
     factor: _Factor | None = None
+    factors: Annotated[tuple[_Factor, ...], described_as("a list of numbers from 1e-06 to 1e+09")] | None = None
     low_freq_factor: _Factor | None = None
     high_freq_factor: _Factor | None = None
     original_max_position_embeddings: _Tokens | Annotated[float, number(1, 1 << 30)] | None = None

@@ -17,11 +17,11 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from model.config import read_object
 from model.inputs.paths import local_path
-from model.loading.source import ModelSource, resolve
+from model.loading.source import Kind, ModelSource, resolve
 from scripts.wiring.errors import add_debug_flag, failed
 from scripts.wiring.settings import QUANTIZATIONS
 
@@ -38,7 +38,7 @@ _NOT_COPIED = ("model.safetensors.index.json", "config.json")
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="a folder or a hub name")
+    parser.add_argument("model", help="a folder, a GGUF file or a hub name")
     parser.add_argument("folder", type=local_path, help="where to write; new or empty")
     parser.add_argument("--revision", help="of a hub model")
     parser.add_argument("--dtype", choices=DTYPES, help="what to store (default: what keeps every value exactly)")
@@ -48,10 +48,10 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         source = resolve(args.model, revision=args.revision)
-        if source.folder is None:
+        if source.path is None:
             raise ValueError(f"{args.model} has no weights to convert")
         form = {"dtype": args.dtype, "quantization": args.quantization, "num_shards": args.tensor_parallel_size}
-        convert(source, source.folder, args.folder, **form)
+        convert(source, source.path, args.folder, **form)
     except (Exception, KeyboardInterrupt) as error:
         return failed("convert_checkpoint", error, debug=args.debug)
     return 0
@@ -66,7 +66,7 @@ def convert(
     num_shards: int,
     quantization: str | None = None,
 ) -> None:
-    """Converts `source` into `folder`. `origin` is the folder of `source`, with its weights."""
+    """Converts `source` into `folder`. `origin` is the path of `source`, with its weights."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not an empty folder")
     import jax
@@ -89,11 +89,17 @@ def convert(
     loaded = time.perf_counter()
     save_orbax(model, folder / CONVERTED, stored.config)
     save_kv_ranges(folder / CONVERTED, stored.kv_ranges())
-    for pattern in _COPIED:
-        for path in sorted(origin.glob(pattern)):
-            if path.name not in _NOT_COPIED:
-                shutil.copyfile(path, folder / path.name)
-    write_config(origin, folder, stored.config, kept)
+    if source.kind is Kind.GGUF:
+        from scripts.wiring.gguf_files import write_small_files
+
+        raw = write_small_files(origin, folder)
+    else:
+        raw = read_object(origin / "config.json")
+        for pattern in _COPIED:
+            for path in sorted(origin.glob(pattern)):
+                if path.name not in _NOT_COPIED:
+                    shutil.copyfile(path, folder / path.name)
+    write_config(raw, folder, stored.config, kept)
     written = time.perf_counter()
     print(f"{folder}: read in {loaded - started:.1f} s, written in {written - loaded:.1f} s as {kept} ({reason})")
     if form is not None:
@@ -113,9 +119,8 @@ def choose_dtype(asked: str | None, stored: StoredWeights) -> tuple[str, str]:
     return "float32", f"which holds {held} exactly, as bfloat16 does not; --dtype bfloat16 rounds and takes half"
 
 
-def write_config(origin: Path, folder: Path, config: LlamaConfig, dtype: str) -> None:
+def write_config(raw: dict[str, Any], folder: Path, config: LlamaConfig, dtype: str) -> None:
     """Writes the checkpoint's `config.json` with the dtype that was stored, and whether the head is tied."""
-    raw = read_object(origin / "config.json")
     raw = {key: value for key, value in raw.items() if key not in ("dtype", "torch_dtype", "quantization_config")}
     raw |= {"torch_dtype": dtype, "tie_word_embeddings": config.tie_word_embeddings}
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")

@@ -109,7 +109,7 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         tokenizer_folder=tokenizer,
         vocab_size=source.config.vocab_size,
         model_names=tuple(names),
-        model_root=str(source.folder or source.name),
+        model_root=str(source.path or source.name),
         host=args.host,
         port=args.port,
         uds=args.uds,
@@ -137,7 +137,7 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
 
 
 def _generation_defaults(args: argparse.Namespace, source: ModelSource) -> GenerationDefaults:
-    defaults = GenerationDefaults.from_folder(source.folder) if source.folder else GenerationDefaults()
+    defaults = GenerationDefaults.from_folder(source.path) if source.path else GenerationDefaults()
     changes = args.override_generation_config
     return defaults if changes is None else defaults.overridden(changes, where="--override-generation-config")
 
@@ -198,7 +198,7 @@ def main(argv: list[str] | None = None) -> int:
         engine = EngineSettings.from_namespace(args)
         source = resolve(engine.model, weights=engine.load_format != "dummy")
         if source.kind is Kind.HUB:
-            engine = dataclasses.replace(engine, model=str(source.folder))  # downloaded once, by this process
+            engine = dataclasses.replace(engine, model=str(source.path))  # downloaded once, by this process
         with ScratchFolder() as spare:
             tokenizer = tokenizer_folder(args.tokenizer, source, spare.path)
             settings = server_settings(args, source, tokenizer)

@@ -112,7 +112,7 @@ class LLM:
         )  # twice the rows: the next request is waiting when one finishes
         self._thread = LoopThread()
         self._client = InProcessEngineClient(self.engine, info, self._thread.loop)
-        defaults = GenerationDefaults.from_folder(source.folder) if source.folder else GenerationDefaults()
+        defaults = GenerationDefaults.from_folder(source.path) if source.path else GenerationDefaults()
         server = Settings(tokenizer_folder=folder, model_names=(self.model_name,), generation_defaults=defaults)
         self._state = create_state(server, self._client, tokens)
         self._app = create_app(self._state)

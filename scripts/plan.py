@@ -50,8 +50,8 @@ def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
     platform = "tpu" if chip in TPUS else "gpu"
     source = resolve(settings.model, weights=False)
     config, stored = source.config, None
-    if settings.load_format != "dummy" and source.folder is not None and has_weights(source.folder):
-        stored = find_weights(source.folder, config, settings.load_format)
+    if settings.load_format != "dummy" and source.path is not None and has_weights(source.path):
+        stored = find_weights(source.path, config, settings.load_format)
         config = stored.config
     reads_fp8 = CHIPS[chip].reads_fp8
     quantization, _ = choose_quantization(settings.quantization, stored, reads_fp8=reads_fp8)

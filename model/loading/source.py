@@ -1,4 +1,5 @@
-"""Where a model comes from: a local folder, a name on the Hugging Face hub, a preset, or the embedded demo."""
+"""Where a model comes from: a local folder, a GGUF file, a name on the Hugging Face hub, a preset, or the embedded
+demo."""
 
 from __future__ import annotations
 
@@ -19,8 +20,10 @@ from huggingface_hub.errors import (
 
 from model import presets
 from model.config import GenerationFile, LlamaConfig, end_id_problems, end_ids
+from model.inputs.gguf import GgufFile, is_gguf
 from model.inputs.json_file import read_fields
 from model.inputs.paths import check_local, expanded
+from model.loading.gguf_config import gguf_model_config
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
@@ -35,6 +38,7 @@ class Kind(StrEnum):
     """Where a model comes from."""
 
     FOLDER = "folder"
+    GGUF = "gguf"
     HUB = "hub"
     PRESET = "preset"
     DEMO = "demo"
@@ -42,20 +46,20 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """A model found by its name: its configuration, and the folder of its files if it has one."""
+    """A model found by its name: its configuration, and where its files are if it has any."""
 
     name: str  # as it was given
     kind: Kind
     config: LlamaConfig
     eos_token_ids: tuple[int, ...]  # every id that ends a turn, not only the tokenizer's one
-    folder: Path | None  # of config, tokenizer and weights; None for a preset, which has no files
+    path: Path | None  # the folder or GGUF file of config, tokenizer and weights; None for a preset, which has none
 
 
 def resolve(name: str, *, revision: str | None = None, weights: bool = True) -> ModelSource:
     """Finds the model and reads its configuration; a hub model is downloaded first.
 
     Args:
-        name: "demo", "preset:NAME", a folder with a config.json, or a hub name such as "org/model".
+        name: "demo", "preset:NAME", a folder with a config.json, a GGUF file, or a hub name such as "org/model".
         revision: branch, tag or commit of a hub model.
         weights: False downloads the small files only (for dummy weights).
 
@@ -69,7 +73,11 @@ def resolve(name: str, *, revision: str | None = None, weights: bool = True) -> 
     match kind:
         case Kind.PRESET:
             config = presets.preset(name.removeprefix(presets.PREFIX))
-            return ModelSource(name=name, kind=kind, config=config, eos_token_ids=config.eos_token_ids, folder=None)
+            return ModelSource(name=name, kind=kind, config=config, eos_token_ids=config.eos_token_ids, path=None)
+        case Kind.GGUF:
+            path = expanded(name, "model")
+            config = gguf_model_config(GgufFile.read(path))
+            return ModelSource(name=name, kind=kind, config=config, eos_token_ids=config.eos_token_ids, path=path)
         case Kind.DEMO:
             folder = DEMO_FOLDER
         case Kind.FOLDER:
@@ -80,7 +88,7 @@ def resolve(name: str, *, revision: str | None = None, weights: bool = True) -> 
             if weights:
                 folder = _download(name, revision, _SMALL_FILES + _WEIGHT_FILES)
     config = LlamaConfig.from_file(folder)
-    return ModelSource(name=name, kind=kind, config=config, eos_token_ids=_end_ids(folder, config), folder=folder)
+    return ModelSource(name=name, kind=kind, config=config, eos_token_ids=_end_ids(folder, config), path=folder)
 
 
 def _kind(name: str) -> Kind:
@@ -88,16 +96,26 @@ def _kind(name: str) -> Kind:
         return Kind.DEMO
     if name.startswith(presets.PREFIX):
         return Kind.PRESET
-    if expanded(name, "model").is_dir():
-        if not (expanded(name, "model") / "config.json").exists():
-            raise ValueError(f"the folder {name} has no config.json")
+    path = expanded(name, "model")
+    if is_gguf(path):
+        if not path.is_file():
+            raise ValueError(f"there is no file {name}")
+        return Kind.GGUF
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise ValueError(f"the folder {name} has no config.json{_instead(path)}")
         return Kind.FOLDER
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
         return Kind.HUB
     raise ValueError(
-        f"no model {name!r}: it can be {DEMO!r}, a folder, a hub name (org/model), "
+        f"no model {name!r}: it can be {DEMO!r}, a folder, a GGUF file, a hub name (org/model), "
         f"or one of {', '.join(presets.PREFIX + preset for preset in presets.PRESETS)}"
     )
+
+
+def _instead(folder: Path) -> str:
+    found = sorted(path.name for path in folder.iterdir() if is_gguf(path))
+    return f"; name a GGUF file in it, such as {found[0]}" if found else ""
 
 
 def _download(name: str, revision: str | None, patterns: list[str]) -> Path:

@@ -10,13 +10,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from model.config import LlamaConfig
+from model.inputs.gguf import is_gguf
+from model.loading.checkpoint import open_checkpoint
 from model.loading.hf_format import HEAD
 from model.loading.kv_ranges import load_kv_ranges, read_kv_ranges
 from model.loading.tensor_files import TensorFiles
 from model.loading.weights import load_hf
 from model.network.llama import Llama
 from model.quantization.forms import EightBit
-from model.quantization.packed_form import PackedForm
 
 CONVERTED = "orbax"  # the subfolder that scripts/convert_checkpoint.py writes
 
@@ -25,8 +26,8 @@ CONVERTED = "orbax"  # the subfolder that scripts/convert_checkpoint.py writes
 class StoredWeights:
     """Weights on disk that are checked against the model's configuration but not loaded yet."""
 
-    folder: Path
-    is_converted: bool  # in the form of `model.loading.orbax_format`; otherwise safetensors
+    path: Path  # of a folder, or of a GGUF file
+    is_converted: bool  # in the form of `model.loading.orbax_format`; otherwise safetensors or GGUF
     config: LlamaConfig  # matches the weights: not tied if they have a head of their own
     dtypes: tuple[str, ...]  # the stored types, each once
     remark: str | None  # how they differ from `config.json`
@@ -41,8 +42,10 @@ class StoredWeights:
     def kv_ranges(self) -> np.ndarray | None:
         """As `kv_ranges.read_kv_ranges`; those of a converted checkpoint are its source's."""
         if self.is_converted:
-            return load_kv_ranges(self.folder)
-        with TensorFiles(self.folder, self.config) as files:
+            return load_kv_ranges(self.path)
+        if is_gguf(self.path):
+            return None  # the format has no K/V scales
+        with TensorFiles(self.path, self.config) as files:
             return read_kv_ranges(files, self.config)
 
     def load(
@@ -62,53 +65,55 @@ class StoredWeights:
             from model.loading.orbax_format import load_orbax
 
             self._check_form(quantization)
-            return load_orbax(self.folder, self.config, dtype=dtype, mesh=mesh, for_cpu=for_cpu)
+            return load_orbax(self.path, self.config, dtype=dtype, mesh=mesh, for_cpu=for_cpu)
         form = {"dtype": dtype, "mesh": mesh, "quantization": quantization, "for_cpu": for_cpu}
-        return load_hf(self.folder, self.config, **form)
+        return load_hf(self.path, self.config, **form)
 
     def _check_form(self, asked: EightBit | None) -> None:
         if asked is not self.quantization:
             held = self.quantization or "weights that are not quantised"
             raise ValueError(
-                f"{self.folder} holds {held}, and {asked or 'none'} is asked for: convert again with --quantization, "
+                f"{self.path} holds {held}, and {asked or 'none'} is asked for: convert again with --quantization, "
                 f"or load the safetensors"
             )
 
 
-def has_weights(folder: Path) -> bool:
-    """Whether `folder` holds weights of any form, or only the files that describe a model."""
-    return (folder / CONVERTED).is_dir() or any(folder.glob("*.safetensors"))
+def has_weights(path: Path) -> bool:
+    """Whether there are weights of any form at `path`, or only the files that describe a model."""
+    return is_gguf(path) or (path / CONVERTED).is_dir() or any(path.glob("*.safetensors"))
 
 
-def find_weights(folder: Path, config: LlamaConfig, load_format: str = "auto") -> StoredWeights:
-    """The weights of the checkpoint in `folder`.
+def find_weights(path: Path, config: LlamaConfig, load_format: str = "auto") -> StoredWeights:
+    """The weights of the checkpoint at `path`, a folder or a GGUF file.
 
     Args:
-        config: from its `config.json`.
-        load_format: "orbax", "safetensors", or "auto" for the converted form if there is one.
+        config: from its `config.json`, or from the file's metadata.
+        load_format: "orbax", "safetensors" for the form that is not converted, or "auto" for the converted form if
+            there is one.
 
     Raises:
         ValueError: there are no weights, or files are incomplete or of another model. The message names the fault.
     """
-    if load_format == "orbax" or (load_format == "auto" and (folder / CONVERTED).is_dir()):
-        return _converted(folder / CONVERTED, config)
-    with TensorFiles(folder, config) as files:
-        found, dtypes = files.with_own_head(), files.dtypes
+    if is_gguf(path) and load_format == "orbax":
+        raise ValueError(f"{path} is a GGUF file: only a folder can hold converted weights")
+    if load_format == "orbax" or (load_format == "auto" and (path / CONVERTED).is_dir()):
+        return _converted(path / CONVERTED, config)
+    with open_checkpoint(path, config) as files:
+        found, dtypes, form, packing = files.with_own_head(), files.dtypes, files.form, files.packing
     remark = None
-    form = config.quantized
     if found.tie_word_embeddings != config.tie_word_embeddings:
         remark = f"{HEAD.key} differs from the embedding and is used, although config.json ties them"
     # As in the reference implementation: the dtype of config.json comes first, then that of the tensors.
     stated = config.checkpoint_dtype or (dtypes[0] if len(dtypes) == 1 else None)
     found = replace(found, checkpoint_dtype=stated)
     return StoredWeights(
-        folder=folder,
+        path=path,
         is_converted=False,
         config=found,
         dtypes=dtypes,
         remark=remark,
-        quantization=None if form is None else form.form,
-        packing=form.name if isinstance(form, PackedForm) else None,
+        quantization=form,
+        packing=packing,
     )
 
 
@@ -118,7 +123,7 @@ def _converted(folder: Path, config: LlamaConfig) -> StoredWeights:
     description = Description.read(folder)
     dtype, form = description.dtype, description.quantization
     return StoredWeights(
-        folder=folder,
+        path=folder,
         is_converted=True,
         config=replace(config, checkpoint_dtype=dtype),
         dtypes=(dtype,),

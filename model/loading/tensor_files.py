@@ -87,6 +87,16 @@ class TensorFiles:
         self._repeated |= self._slices.keys() & keys
         self._slices |= {key: _slice_of(file, path, key) for key in keys}
 
+    @property
+    def form(self) -> EightBit | None:
+        """The form in which the projections are kept unless another one is asked for; None: not quantised."""
+        return None if self._config.quantized is None else self._config.quantized.form
+
+    @property
+    def packing(self) -> str | None:
+        """The stored form of projections that are requantised, in words."""
+        return None if self._packed_form is None else self._packed_form.name
+
     def __contains__(self, key: str) -> bool:
         return key in self._slices
 

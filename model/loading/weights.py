@@ -19,8 +19,8 @@ from flax import nnx
 from jax.sharding import Mesh, Sharding
 
 from model.config import LlamaConfig
+from model.loading.checkpoint import Checkpoint, open_checkpoint
 from model.loading.hf_format import Source, sources
-from model.loading.tensor_files import TensorFiles
 from model.network.linear import INIT_STDDEV
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, num_shards_of
@@ -31,7 +31,7 @@ MAX_PARAMETERS_IN_FLIGHT = 4  # read ahead while earlier ones are joined; bounds
 
 
 def load_hf(
-    folder: Path | str,
+    path: Path | str,
     config: LlamaConfig,
     *,
     dtype: Any,
@@ -39,7 +39,7 @@ def load_hf(
     quantization: EightBit | None = None,
     for_cpu: bool = False,
 ) -> Llama:
-    """The checkpoint in `folder`, cast to `dtype` or quantised, in its stored form on `mesh`.
+    """The checkpoint at `path`, a folder or a GGUF file, cast to `dtype` or quantised, in its stored form on `mesh`.
 
     Args:
         config: the checkpoint's own, before any replication of KV heads. If it ties the head to the embedding and the
@@ -49,7 +49,7 @@ def load_hf(
         ValueError: a file is incomplete, or tensors are missing, unexpected, mis-shaped or of a type that cannot be
             cast. One message lists all such tensors.
     """
-    with TensorFiles(Path(folder), config) as files:
+    with open_checkpoint(Path(path), config) as files:
         config = files.with_own_head()
         model = abstract_model(config, dtype=dtype, mesh=mesh, quantization=quantization, for_cpu=for_cpu)
         return fill(model, partial(_read_module, files=files, config=config, mesh=mesh))
@@ -120,7 +120,7 @@ def fill_each(
 
 
 def _read_module(
-    module: str, likes: Described, *, files: TensorFiles, config: LlamaConfig, mesh: Mesh | None
+    module: str, likes: Described, *, files: Checkpoint, config: LlamaConfig, mesh: Mesh | None
 ) -> Mapping[str, jax.Array]:
     (name, like), *rest = likes.items()  # the weights, and the scale that they are quantised with
     parts = sources(f"{module}.{name}" if module else name)
@@ -144,7 +144,7 @@ def _read_module(
     return dict(zip(likes, jax.block_until_ready(arrays), strict=True))
 
 
-def _read(files: TensorFiles, source: Source, config: LlamaConfig, num_shards: int, sharding: Sharding) -> jax.Array:
+def _read(files: Checkpoint, source: Source, config: LlamaConfig, num_shards: int, sharding: Sharding) -> jax.Array:
     """The tensor in the file's dtype. Each chip's part is read separately. KV heads repeat if there are more chips."""
     rows, *rest = files.shape(source.key)
     copies = max(1, num_shards // config.num_kv_heads) if source.is_kv else 1
@@ -162,7 +162,7 @@ def _read(files: TensorFiles, source: Source, config: LlamaConfig, num_shards: i
     return jax.make_array_from_callback((rows * copies, *rest), sharding, read)  # type: ignore[arg-type]  # jax never passes None
 
 
-def _read_scales(files: TensorFiles, source: Source, config: LlamaConfig, num_shards: int) -> np.ndarray:
+def _read_scales(files: Checkpoint, source: Source, config: LlamaConfig, num_shards: int) -> np.ndarray:
     """f32[out, n] of a quantised checkpoint, rows repeated as `_read` repeats the kernel's."""
     scales = files.row_scales(source.key)
     copies = max(1, num_shards // config.num_kv_heads) if source.is_kv else 1

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model.config import LinearScaling, Llama3Scaling, RopeScaling
+from model.config import FactorScaling, LinearScaling, Llama3Scaling, RopeScaling
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
@@ -19,6 +19,8 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
             pass
         case LinearScaling(factor=factor):
             frequencies = frequencies / factor
+        case FactorScaling(factors=factors):
+            frequencies = frequencies / np.array(factors)
         case Llama3Scaling():
             frequencies = _llama3(frequencies, scaling)
     return frequencies.astype(np.float32)

@@ -145,7 +145,7 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
     try:
         with _phase("load", report) as say:
             model = _random(settings, config, **options) if stored is None else stored.load(**options)
-            origin = "nowhere (random)" if stored is None else source.folder
+            origin = "nowhere (random)" if stored is None else source.path
             say(f"{_size_of(model) / GIB:.2f} GiB of weights from {origin}, as {dtype} ({reason})")
             for line in (remark, stored and stored.remark):
                 if line:
@@ -223,11 +223,11 @@ def _find_weights(settings: EngineSettings, source: ModelSource) -> StoredWeight
     """The model's weights on disk; None for random weights."""
     if settings.load_format == "dummy":
         return None
-    if source.folder is None:
+    if source.path is None:
         raise ValueError(f"--model {settings.model} has no weights: add --load-format dummy for random ones")
     from model.loading.stored_weights import find_weights
 
-    return find_weights(source.folder, source.config, settings.load_format)
+    return find_weights(source.path, source.config, settings.load_format)
 
 
 def _random(settings: EngineSettings, config: LlamaConfig, **options: Any) -> Llama:

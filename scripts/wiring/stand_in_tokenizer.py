@@ -28,8 +28,8 @@ def tokenizer_folder(asked: Path | None, source: ModelSource, spare: Path) -> Pa
     if asked is not None:
         check_local(asked, "--tokenizer")
         return asked
-    if source.folder is not None:
-        return source.folder
+    if source.path is not None:
+        return source.path
     write_stand_in_tokenizer(spare, source.config.vocab_size)
     return spare
 

@@ -14,9 +14,11 @@ from typing import Protocol
 
 import tokenizers
 
+from model.inputs.gguf import is_gguf
 from model.inputs.json_file import check_size
 from model.inputs.limits import MAX_TOKENIZER_BYTES, MAX_VOCAB_SIZE
 from model.inputs.words import shown
+from server.text.gguf_tokenizer import read_gguf_tokenizer
 from server.text.tiktoken_model import tokenizer_from_tiktoken
 from server.text.tokenizer_files import chat_template, special_tokens
 
@@ -105,8 +107,13 @@ class ByteLevelTokenizer:
     def from_folder(cls, folder: Path, *, vocab_size: int = MAX_VOCAB_SIZE) -> ByteLevelTokenizer:
         """Reads `tokenizer.json` (or a tiktoken-style `tokenizer.model`), `tokenizer_config.json` and the template.
 
+        In place of a folder there may be a GGUF file, which holds all of them.
+
         Raises ValueError if the tokenizer is missing, is of another kind or does not fit a model of `vocab_size` ids.
         """
+        if is_gguf(folder):
+            found = read_gguf_tokenizer(folder)
+            return cls._checked(folder, found.backend, found.variables, found.chat_template, vocab_size)
         if (folder / "tokenizer.json").is_file():
             path, read, variables = folder / "tokenizer.json", _read_backend, {}
         elif (folder / "tokenizer.model").is_file():
@@ -117,7 +124,18 @@ class ByteLevelTokenizer:
         variables |= special_tokens(folder)
         template = chat_template(folder)
         check_size(path, MAX_TOKENIZER_BYTES)
-        backend = read(path)
+        return cls._checked(path, read(path), variables, template, vocab_size)
+
+    @classmethod
+    def _checked(
+        cls,
+        path: Path,
+        backend: tokenizers.Tokenizer,
+        variables: Mapping[str, str],
+        template: str | None,
+        vocab_size: int,
+    ) -> ByteLevelTokenizer:
+        """With the file's path in the error."""
         try:
             return cls(backend, config=variables, chat_template=template, vocab_size=vocab_size)
         except ValueError as error:

@@ -68,7 +68,7 @@ def test_the_type_to_compute_in_is_chosen_with_a_true_reason(arguments, expected
 def test_eight_bits_are_chosen_by_what_the_chip_reads():
     def choose(asked, reads_fp8, held=None, is_converted=False):
         stored = StoredWeights(
-            folder=Path(), is_converted=is_converted, config=TINY, dtypes=(), remark=None, quantization=held
+            path=Path(), is_converted=is_converted, config=TINY, dtypes=(), remark=None, quantization=held
         )
         return choose_quantization(asked, stored, reads_fp8=reads_fp8)
 

@@ -20,7 +20,10 @@ def parse(*flags: str) -> argparse.Namespace:
 
 @pytest.mark.parametrize(
     ("modules", "absent"),
-    [("scripts.launch", {"jax", "transformers"}), ("scripts.wiring.engine, model.execution.runner", {"transformers"})],
+    [
+        ("scripts.launch", {"jax", "transformers", "gguf"}),
+        ("scripts.wiring.engine, model.execution.runner", {"transformers", "gguf"}),
+    ],
     ids=["server", "engine"],
 )
 def test_a_process_starts_without_what_takes_long_to_import(modules, absent):

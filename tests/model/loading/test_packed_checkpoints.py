@@ -192,7 +192,7 @@ def test_a_conversion_holds_what_loading_makes(tmp_path, capsys):
     config = LlamaConfig.from_file(out)
     assert config.quantized is None
     stored = find_weights(out, config)
-    assert (stored.folder.name, stored.quantization) == (CONVERTED, EightBit.INT8)
+    assert (stored.path.name, stored.quantization) == (CONVERTED, EightBit.INT8)
     found, wanted = flat(stored.load(dtype=jnp.float32, quantization=EightBit.INT8)), load(folder, EightBit.INT8)
     for parameter, value in wanted.items():
         np.testing.assert_array_equal(found[parameter], value)

@@ -31,7 +31,7 @@ PARAMETERS = {  # as published with the models
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_the_published_number_of_parameters(name):
     found = resolve(f"preset:{name}")
-    assert (found.kind, found.folder) == (Kind.PRESET, None)
+    assert (found.kind, found.path) == (Kind.PRESET, None)
     assert found.eos_token_ids == (128001, 128008, 128009)
     model = abstract_model(found.config, dtype=jnp.bfloat16)
     assert sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(model))) == PARAMETERS[name]
@@ -46,7 +46,7 @@ def test_a_folder_is_read_with_its_generation_config(tmp_path):
     generation = {"eos_token_id": [5, 7], "temperature": 0.6, "top_p": 0.9, "do_sample": True}
     (folder / "generation_config.json").write_text(json.dumps(generation))
     found = resolve(str(folder))
-    assert (found.kind, found.folder, found.config.num_kv_heads) == (Kind.FOLDER, folder, 2)
+    assert (found.kind, found.path, found.config.num_kv_heads) == (Kind.FOLDER, folder, 2)
     assert found.eos_token_ids == (5, 7)
 
 
@@ -137,7 +137,7 @@ def test_a_hub_model_becomes_a_folder(weights, monkeypatch, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_2_1B))
     calls = hub(monkeypatch, lambda patterns: str(tmp_path))
     found = resolve("meta/llama", revision="abc", weights=weights)
-    assert (found.kind, found.folder) == (Kind.HUB, tmp_path)
+    assert (found.kind, found.path) == (Kind.HUB, tmp_path)
     assert {(name, revision) for name, revision, _ in calls} == {("meta/llama", "abc")}
     assert any("*.safetensors" in patterns for _, _, patterns in calls) is weights
 

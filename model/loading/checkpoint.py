@@ -1,0 +1,61 @@
+"""Opens the weights of a checkpoint that is not converted: a folder of safetensors files, or a GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol, Self
+
+import numpy as np
+
+from model.config import LlamaConfig
+from model.inputs.gguf import is_gguf
+from model.loading.tensor_files import TensorFiles
+from model.quantization.forms import EightBit
+
+
+class Checkpoint(Protocol):
+    """Tensors under their Hugging Face names. On entering, all of them have been checked against the config."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    @property
+    def form(self) -> EightBit | None:
+        """The form in which the projections are kept unless another one is asked for; None: not quantised."""
+
+    @property
+    def packing(self) -> str | None:
+        """The stored form of projections that are requantised, in words."""
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The stored types of the tensors, quantised kernels excluded, each type once."""
+
+    @property
+    def columns_of_a_scale(self) -> int | None:
+        """How many neighbouring weights of a row share a scale; None: the whole row does."""
+
+    def with_own_head(self) -> LlamaConfig:
+        """The config, but untied if the head differs from the embedding."""
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+
+    def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
+        """The part of a tensor at `index`."""
+
+    def has_scale(self, key: str) -> bool:
+        """Whether the tensor is an 8-bit kernel with scales of its own."""
+
+    def row_scales(self, key: str) -> np.ndarray:
+        """f32[out, n]: the scales of the kernel at `key`."""
+
+
+def open_checkpoint(path: Path, config: LlamaConfig) -> Checkpoint:
+    """The weights at `path`. ValueError, on entering, if they are not those of `config`."""
+    if not is_gguf(path):
+        return TensorFiles(path, config)
+    from model.loading.gguf_tensors import GgufTensors
+
+    return GgufTensors(path, config)

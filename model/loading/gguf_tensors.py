@@ -1,0 +1,189 @@
+"""The tensors of a GGUF file under their names in the Hugging Face form, read by slices.
+
+Import this module only for a GGUF file: the package `gguf`, which dequantises the blocks, takes half a second.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+import ml_dtypes
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from model.config import LlamaConfig
+from model.inputs.gguf import GgufFile, GgufTensor
+from model.loading import gguf_config
+from model.loading.hf_format import EMBEDDING, HEAD, expected_kernels, expected_shapes
+from model.quantization.forms import EightBit
+
+Type = GGMLQuantizationType
+FLOATS: Mapping[Type, np.dtype] = {
+    Type.F32: np.dtype("<f4"),
+    Type.F16: np.dtype("<f2"),
+    Type.BF16: np.dtype(ml_dtypes.bfloat16),
+}
+BLOCKS = (Type.Q8_0, Type.Q4_0, Type.Q4_K, Type.Q5_K, Type.Q6_K)
+_TOP = {
+    EMBEDDING.key: gguf_config.EMBEDDING,
+    HEAD.key: gguf_config.HEAD,
+    "model.norm.weight": "output_norm.weight",
+}
+_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_ROWS_AT_ONCE = 1024  # dequantised together; bounds the temporary memory
+
+
+class GgufTensors:
+    """The tensors of a file by name, with the interface of `TensorFiles`.
+
+    Raises:
+        ValueError, on entering: the file is incomplete, or its tensors are not those of `config`. Each one that is
+        missing, unexpected, mis-shaped or of an unreadable type is named.
+    """
+
+    columns_of_a_scale = None  # scales are applied when a tensor is read
+
+    def __init__(self, path: Path, config: LlamaConfig):
+        self._path = path
+        self._config = config
+        self._tensors: Mapping[str, GgufTensor] = {}
+        self._bytes: np.ndarray = np.empty(0, np.uint8)
+
+    def __enter__(self) -> Self:
+        self._tensors = GgufFile.read(self._path).tensors
+        self._bytes = np.memmap(self._path, np.uint8, "r")
+        self._check()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._bytes = np.empty(0, np.uint8)
+
+    def with_own_head(self) -> LlamaConfig:
+        """The config: the file's metadata and tensors have already decided whether the head is tied."""
+        return self._config
+
+    @property
+    def form(self) -> EightBit | None:
+        """The form to which the projections are requantised; None if they are of a float type."""
+        return EightBit.INT8 if self._block_types() else None
+
+    @property
+    def packing(self) -> str | None:
+        """The stored types of quantised projections, in words."""
+        types = self._block_types()
+        return f"GGUF {' and '.join(types)}" if types else None
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The stored types, those of quantised projections excluded, each type once: ("Q6_K", "float32")."""
+        kernels = expected_kernels(self._config).keys() if self._block_types() else set()
+        used = {self._type(key) for key in expected_shapes(self._config).keys() - kernels}
+        return tuple(sorted(FLOATS[type].name if type in FLOATS else type.name for type in used))
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """The shape of a tensor, without its values."""
+        return self._tensor(key).shape
+
+    def has_scale(self, key: str) -> bool:
+        """False: see `columns_of_a_scale`."""
+        return False
+
+    def row_scales(self, key: str) -> np.ndarray:
+        """Raises ValueError: see `columns_of_a_scale`."""
+        raise ValueError(f"{key} of {self._path} has no separate scales")
+
+    def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
+        """The part of a tensor at `index`. Quantised blocks are dequantised to float32."""
+        tensor = self._tensor(key)
+        *rows, columns = (np.arange(size)[part] for part, size in zip(index, tensor.shape, strict=True))
+        chosen = self._stored_rows(key, rows[0]) if rows else np.zeros(1, np.int64)
+        values = _values(self._bytes, tensor, chosen, int(columns[0]), int(columns[-1]) + 1)
+        return values if rows else values[0]
+
+    def _stored_rows(self, key: str, rows: np.ndarray) -> np.ndarray:
+        """In q and k, llama.cpp rotates pairs of neighbouring rows of a head, and Hugging Face its two halves."""
+        config = self._config
+        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(key.split(".")[-2])
+        if heads is None:
+            return rows
+        stored = np.arange(heads * config.head_dim).reshape(heads, config.head_dim // 2, 2)
+        return stored.swapaxes(1, 2).reshape(-1)[rows]
+
+    def _block_types(self) -> list[str]:
+        """The quantised types of the projections, by name. The head may be of another type than the projections."""
+        kernels = expected_kernels(self._config).keys() - {HEAD.key}
+        return sorted({type.name for key in kernels if (type := self._type(key)) in BLOCKS})
+
+    def _type(self, key: str) -> Type:
+        return Type(self._tensor(key).type)
+
+    def _tensor(self, key: str) -> GgufTensor:
+        """The stored tensor. A head that is tied to the embedding is not stored."""
+        is_tied = key == HEAD.key and self._config.tie_word_embeddings
+        return self._tensors[_name(EMBEDDING.key if is_tied else key)]
+
+    def _check(self) -> None:
+        expected = {_name(key): shape for key, shape in expected_shapes(self._config).items()}
+        missing, extra = expected.keys() - self._tensors.keys(), self._tensors.keys() - expected.keys()
+        extra -= {gguf_config.ROPE_FACTORS}
+        problems = [f"missing: {', '.join(sorted(missing))}"] if missing else []
+        problems += [f"unexpected: {', '.join(sorted(extra))}"] if extra else []
+        for name in sorted(expected.keys() & self._tensors.keys()):
+            problems += [f"{name} {problem}" for problem in self._problems(self._tensors[name], expected[name])]
+        if problems:
+            raise ValueError(f"{self._path} does not hold this model's weights: {'; '.join(problems)}")
+
+    def _problems(self, tensor: GgufTensor, shape: tuple[int, ...]) -> list[str]:
+        readable = (*FLOATS, *BLOCKS)
+        if tensor.type not in readable:
+            name = Type(tensor.type).name if tensor.type in Type else tensor.type
+            return [f"has type {name}, not one of {', '.join(type.name for type in readable)}"]
+        type = Type(tensor.type)
+        if tensor.shape != shape:
+            return [f"has shape {tensor.shape}, not {shape}"]
+        per_block, block_bytes = GGML_QUANT_SIZES[type]
+        if shape[-1] % per_block:
+            return [f"has rows of {shape[-1]} values, which are no whole blocks of {per_block}"]
+        end = tensor.offset + int(np.prod(shape)) // per_block * block_bytes
+        return [f"ends at byte {end} of a file of {len(self._bytes)}: it is cut off"] if end > len(self._bytes) else []
+
+
+def _name(key: str) -> str:
+    """The name in GGUF."""
+    if key in _TOP:
+        return _TOP[key]
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", key)
+    assert match is not None
+    return f"blk.{match[1]}.{_LAYER[match[2]]}.weight"
+
+
+def _values(file: np.ndarray, tensor: GgufTensor, rows: np.ndarray, first: int, end: int) -> np.ndarray:
+    """[rows, end - first]: these columns of these rows."""
+    type = Type(tensor.type)
+    per_block, block_bytes = GGML_QUANT_SIZES[type]
+    num_rows, num_blocks = int(np.prod(tensor.shape[:-1])), tensor.shape[-1] // per_block
+    size = num_rows * num_blocks * block_bytes
+    stored = file[tensor.offset : tensor.offset + size].reshape(num_rows, num_blocks, block_bytes)
+    first_block, end_block = first // per_block, -(-end // per_block)
+    within = slice(first - first_block * per_block, end - first_block * per_block)
+    parts = []
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
+        part = np.array(stored[rows[start : start + _ROWS_AT_ONCE], first_block:end_block])
+        flat = part.reshape(len(part), -1)
+        wide = flat.view(FLOATS[type]) if type in FLOATS else dequantize(flat, type)
+        parts.append(np.asarray(wide)[:, within])
+    return np.concatenate(parts)

@@ -1,0 +1,260 @@
+"""GGUF files, written by the package `gguf`, against the same values in safetensors."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import gguf
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from model.config import LlamaConfig
+from model.inputs.gguf import GgufFile
+from model.loading.gguf_config import hf_config
+from model.loading.hf_format import expected_shapes
+from model.loading.source import DEMO_FOLDER, Kind, resolve
+from model.loading.stored_weights import find_weights
+from model.loading.weights import load_hf
+from model.network.rope import inverse_frequencies
+from model.network.sharding import make_mesh
+from model.quantization.forms import EightBit
+from scripts.convert_checkpoint import convert
+from server.text.gguf_tokenizer import read_gguf_tokenizer
+from tests.model import checkpoints, gguf_files
+from tests.model.gguf_files import Type
+from tests.model.loading.test_weights import flat
+from tests.model.network.test_llama import jitted_logits
+
+
+def write(tmp_path, variant="gqa2", type=Type.F32, **options):
+    """A file, the config of the folder that it is made of, and the values that it holds."""
+    folder = checkpoints.write(tmp_path / "source", variant)
+    config, tensors = LlamaConfig.from_file(folder), checkpoints.tensors(variant)
+    path = gguf_files.write(tmp_path / "model.gguf", config, tensors, type, **options)
+    return path, config, gguf_files.values_of(tensors, type)
+
+
+def load(path, form=None, num_shards=1, dtype=jnp.float32):
+    source = resolve(str(path))
+    mesh = make_mesh(num_shards) if num_shards > 1 else None
+    return flat(load_hf(source.path, source.config, dtype=dtype, mesh=mesh, quantization=form))
+
+
+def load_wide(folder, values, *options):
+    """The same values from safetensors."""
+    checkpoints.write_tensors(folder, values)
+    return load(folder, *options)
+
+
+def assert_equal(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("num_shards", [1, 4])  # KV heads are repeated for four, and blocks cross the cuts
+@pytest.mark.parametrize("type", [Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0])
+def test_every_weight_is_the_one_that_was_written(tmp_path, type, num_shards):
+    path, _, values = write(tmp_path, type=type)
+    for form in (None, EightBit.INT8):
+        found = load(path, form, num_shards)
+        assert_equal(found, load_wide(tmp_path / "source", values, form, num_shards))
+
+
+K_TYPES = {Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,)}  # where the scales of a block are
+
+
+def random_blocks(rng, shape, type):
+    """Any bytes are a block, if its float16 scales are finite."""
+    per_block, num_bytes = gguf.GGML_QUANT_SIZES[type]
+    blocks = rng.integers(0, 256, (shape[0], shape[1] // per_block, num_bytes), dtype=np.uint8)
+    for place in K_TYPES[type]:
+        scales = rng.uniform(1e-4, 1e-3, blocks.shape[:2]).astype(np.float16)
+        blocks[..., place : place + 2] = scales[..., None].view(np.uint8)
+    return blocks.reshape(shape[0], -1)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("type", K_TYPES)
+def test_k_blocks_are_read(tmp_path, type, num_shards):
+    folder = checkpoints.write(tmp_path / "source", "gqa2")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_layers": 1}
+    config = dataclasses.replace(LlamaConfig.from_file(folder), **sizes)
+    rng = np.random.default_rng(0)
+    zeros = {key: np.ones(shape, np.float32) for key, shape in expected_shapes(config).items()}
+    values = dict(zeros)
+
+    def packed(key, rows):
+        blocks = random_blocks(rng, rows.shape, type)
+        values[key] = np.asarray(gguf.quants.dequantize(blocks, type))
+        return blocks, type
+
+    path = gguf_files.write(tmp_path / "model.gguf", config, zeros, packed=packed)
+    for key, heads in (("q_proj", config.num_heads), ("k_proj", config.num_kv_heads)):
+        name = f"model.layers.0.self_attn.{key}.weight"
+        wide = values[name]
+        assert gguf_files.permuted(np.ascontiguousarray(wide), heads).shape == wide.shape
+        pairs = wide.reshape(heads, wide.shape[0] // heads // 2, 2, -1)  # stored: neighbours are a pair
+        values[name] = pairs.swapaxes(1, 2).reshape(wide.shape)
+    found = load(path, None, num_shards)
+    mesh = make_mesh(num_shards) if num_shards > 1 else None
+    checkpoints.write_tensors(tmp_path / "source", values)
+    assert_equal(found, flat(load_hf(tmp_path / "source", config, dtype=jnp.float32, mesh=mesh)))
+    stored = find_weights(path, resolve(str(path)).config)
+    assert (stored.quantization, stored.packing) == (EightBit.INT8, f"GGUF {type.name}")
+    assert stored.dtypes == ("float32",) if stored.config.tie_word_embeddings else (type.name, "float32")
+
+
+@pytest.mark.parametrize("variant", ["gqa2", "tied", "mha", "eps", "theta", "head_dim_128", "narrow_heads"])
+def test_the_config_is_the_one_of_the_folder(tmp_path, variant):
+    path, config, _ = write(tmp_path, variant)
+    found = resolve(str(path))
+    assert (found.kind, found.path) == (Kind.GGUF, path)
+    silent = {"checkpoint_dtype": None, "bos_token_id": None, "eos_token_ids": ()}  # of the tokenizer, which is absent
+    assert found.config == dataclasses.replace(config, **silent)
+
+
+def test_factors_of_frequencies_are_llama_3s_scaling(tmp_path):
+    path, config, _ = write(tmp_path, "llama3_rope")
+    found = resolve(str(path)).config
+    wanted = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    scaled = inverse_frequencies(found.head_dim, found.rope_theta, found.rope_scaling)
+    np.testing.assert_allclose(scaled, wanted, rtol=3e-7)
+    tokens = checkpoints.golden_sequence("llama3_rope")
+    exact = jitted_logits(load_hf(tmp_path / "source", config, dtype=jnp.float32), tokens)
+    np.testing.assert_allclose(jitted_logits(load_hf(path, found, dtype=jnp.float32), tokens), exact, atol=2e-5)
+    assert LlamaConfig.from_hf(found.to_hf()) == found
+
+
+def test_linear_scaling_is_read_and_other_kinds_are_refused(tmp_path):
+    def scaling(kind):
+        return lambda writer: (writer.add_rope_scaling_type(kind), writer.add_rope_scaling_factor(4.0))
+
+    path, config, _ = write(tmp_path, "linear_rope", more=scaling(gguf.RopeScalingType.LINEAR))
+    assert resolve(str(path)).config.rope_scaling == config.rope_scaling
+    path, _, _ = write(tmp_path, "gqa2", more=scaling(gguf.RopeScalingType.YARN))
+    with pytest.raises(ValueError, match=r"model\.gguf.*rope_type='yarn' is not supported"):
+        resolve(str(path))
+
+
+def test_what_is_stored_is_known_before_it_is_loaded(tmp_path):
+    def described(type):
+        path, _, _ = write(tmp_path, type=type)
+        stored = find_weights(path, resolve(str(path)).config)
+        return stored.quantization, stored.packing, stored.dtypes, stored.config.checkpoint_dtype
+
+    assert described(Type.F32) == (None, None, ("float32",), "float32")
+    assert described(Type.BF16) == (None, None, ("bfloat16", "float32"), None)
+    assert described(Type.Q8_0) == (EightBit.INT8, "GGUF Q8_0", ("Q8_0", "float32"), None)
+
+
+def test_the_demo_is_the_same_model(tmp_path):
+    tensors = load_file(DEMO_FOLDER / "model.safetensors")
+    config = LlamaConfig.from_file(DEMO_FOLDER)
+    path = gguf_files.write(tmp_path / "demo.gguf", config, tensors, Type.BF16, tokenizer=DEMO_FOLDER)
+    found = resolve(str(path))
+    assert found.config == dataclasses.replace(config, checkpoint_dtype=None)
+    assert found.eos_token_ids == resolve("demo").eos_token_ids
+    assert_equal(load(path), load(DEMO_FOLDER))  # bfloat16 values are kept, so that all logits are equal, too
+
+
+def test_a_conversion_is_a_model_of_its_own(tmp_path, capsys):
+    tensors = load_file(DEMO_FOLDER / "model.safetensors")
+    config = LlamaConfig.from_file(DEMO_FOLDER)
+    path = gguf_files.write(tmp_path / "demo.gguf", config, tensors, Type.Q8_0, tokenizer=DEMO_FOLDER)
+    convert(resolve(str(path)), path, tmp_path / "out", dtype=None, num_shards=1)
+    assert "projections and head are int8, requantised from GGUF Q8_0" in capsys.readouterr().out
+    source = resolve(str(tmp_path / "out"))
+    stored = find_weights(source.path, source.config)
+    assert stored.is_converted
+    assert source.eos_token_ids == resolve("demo").eos_token_ids
+    assert_equal(flat(stored.load(dtype=jnp.float32, quantization=EightBit.INT8)), load(path, EightBit.INT8))
+
+
+def test_a_file_that_is_cut_off_is_refused_wherever_it_ends(tmp_path):
+    path, _, _ = write(tmp_path)
+    whole = path.read_bytes()
+    start = min(tensor.offset for tensor in GgufFile.read(path).tensors.values())
+    for size in [*range(0, start - 32, 97), start - 33]:
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"model\.gguf (is cut off within its head|is not a GGUF file)"):
+            resolve(str(path))
+    for size in (start, len(whole) - 64):
+        path.write_bytes(whole[:size])
+        config = resolve(str(path)).config
+        with pytest.raises(ValueError, match=r"ends at byte \d+ of a file of \d+: it is cut off"):
+            find_weights(path, config)
+
+
+@pytest.fixture(scope="module")
+def a_file(tmp_path_factory):
+    path, _, _ = write(tmp_path_factory.mktemp("gguf"), "llama3_rope", tokenizer=DEMO_FOLDER)
+    return path
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_damaged_head_is_read_or_refused(a_file, tmp_path, data):
+    whole = bytearray(a_file.read_bytes())
+    start = min(tensor.offset for tensor in GgufFile.read(a_file).tensors.values())
+    place = st.one_of(st.integers(0, 1000), st.integers(0, start - 1))  # most of the head is the vocabulary
+    for _ in range(data.draw(st.integers(1, 4))):
+        whole[data.draw(place)] = data.draw(st.integers(0, 255))
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(whole)
+    problem = None
+    try:
+        find_weights(path, resolve(str(path)).config)
+        read_gguf_tokenizer(path)
+    except ValueError as error:
+        problem = str(error)
+    assert problem is None or str(path) in problem
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (lambda writer: writer.add_uint16("split.count", 3), "one of 3 parts: join them with llama-gguf-split --merge"),
+        (lambda writer: writer.add_expert_count(8), r"llama.expert_count=8 is not supported \(only 0\)"),
+        (lambda writer: writer.add_tensor("blk.0.attn_q.bias", np.ones(64, np.float32)), "unexpected: blk.0.attn_q.b"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused(tmp_path, more, words):
+    path, _, _ = write(tmp_path, more=more)
+    with pytest.raises(ValueError, match=rf"model\.gguf.*{words}"):
+        find_weights(path, resolve(str(path)).config)
+
+
+def test_another_architecture_is_named(tmp_path):
+    path, _, _ = write(tmp_path, architecture="qwen2")
+    with pytest.raises(ValueError, match=r"general.architecture='qwen2' is not supported \(only 'llama' is\)"):
+        resolve(str(path))
+
+
+def test_missing_metadata_are_named(tmp_path):
+    file = GgufFile.read(write(tmp_path)[0])
+    kept = {key: value for key, value in file.metadata.items() if "block_count" not in key and "rms" not in key}
+    with pytest.raises(ValueError, match=r"it lacks llama.block_count, llama.attention.layer_norm_rms_epsilon"):
+        hf_config(dataclasses.replace(file, metadata=kept))
+
+
+def test_types_that_are_not_read_are_named(tmp_path):
+    def packed(key, rows):
+        return (gguf.quants.quantize(rows, Type.Q5_0), Type.Q5_0) if "down" in key else (rows, Type.F32)
+
+    path, _, _ = write(tmp_path, packed=packed)
+    with pytest.raises(ValueError, match=r"blk.0.ffn_down.weight has type Q5_0, not one of F32, F16, BF16, Q8_0"):
+        find_weights(path, resolve(str(path)).config)
+
+
+def test_a_folder_with_a_gguf_file_only_and_a_missing_file_are_told_apart(tmp_path):
+    path, _, _ = write(tmp_path)
+    with pytest.raises(ValueError, match=r"has no config\.json; name a GGUF file in it, such as model\.gguf"):
+        resolve(str(tmp_path))
+    with pytest.raises(ValueError, match=r"there is no file .*absent\.gguf"):
+        resolve(str(path.with_name("absent.gguf")))
