@@ -5,6 +5,7 @@ Import this module only for a GGUF file: the package `gguf`, which dequantises t
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -146,20 +147,20 @@ class GgufTensors:
             problems += [f"{name} {problem}" for problem in self._problems(self._tensors[name], expected[name])]
         if problems:
             raise ValueError(f"{self._path} does not hold this model's weights: {'; '.join(problems)}")
+        end = max(tensor.offset + _num_bytes(tensor) for tensor in map(self._tensors.get, expected) if tensor)
+        if end > len(self._bytes):
+            raise ValueError(f"{self._path} is cut off: it has {len(self._bytes)} bytes, and its tensors end at {end}")
 
     def _problems(self, tensor: GgufTensor, shape: tuple[int, ...]) -> list[str]:
         readable = (*FLOATS, *BLOCKS)
         if tensor.type not in readable:
             name = Type(tensor.type).name if tensor.type in Type else tensor.type
             return [f"has type {name}, not one of {', '.join(type.name for type in readable)}"]
-        type = Type(tensor.type)
         if tensor.shape != shape:
             return [f"has shape {tensor.shape}, not {shape}"]
-        per_block, block_bytes = GGML_QUANT_SIZES[type]
-        if shape[-1] % per_block:
-            return [f"has rows of {shape[-1]} values, which are no whole blocks of {per_block}"]
-        end = tensor.offset + int(np.prod(shape)) // per_block * block_bytes
-        return [f"ends at byte {end} of a file of {len(self._bytes)}: it is cut off"] if end > len(self._bytes) else []
+        per_block, _ = GGML_QUANT_SIZES[Type(tensor.type)]
+        whole = shape[-1] % per_block == 0
+        return [] if whole else [f"has rows of {shape[-1]} values, which are no whole blocks of {per_block}"]
 
 
 def _name(key: str) -> str:
@@ -171,13 +172,17 @@ def _name(key: str) -> str:
     return f"blk.{match[1]}.{_LAYER[match[2]]}.weight"
 
 
+def _num_bytes(tensor: GgufTensor) -> int:
+    per_block, block_bytes = GGML_QUANT_SIZES[Type(tensor.type)]
+    return math.prod(tensor.shape) // per_block * block_bytes
+
+
 def _values(file: np.ndarray, tensor: GgufTensor, rows: np.ndarray, first: int, end: int) -> np.ndarray:
     """[rows, end - first]: these columns of these rows."""
     type = Type(tensor.type)
     per_block, block_bytes = GGML_QUANT_SIZES[type]
-    num_rows, num_blocks = int(np.prod(tensor.shape[:-1])), tensor.shape[-1] // per_block
-    size = num_rows * num_blocks * block_bytes
-    stored = file[tensor.offset : tensor.offset + size].reshape(num_rows, num_blocks, block_bytes)
+    stored = file[tensor.offset : tensor.offset + _num_bytes(tensor)]
+    stored = stored.reshape(-1, tensor.shape[-1] // per_block, block_bytes)
     first_block, end_block = first // per_block, -(-end // per_block)
     within = slice(first - first_block * per_block, end - first_block * per_block)
     parts = []
