@@ -108,7 +108,9 @@ def test_the_scales_of_kv_come_from_the_checkpoint_or_are_measured(tmp_path):
     assert start(folder, "scales", kv_cache_dtype="fp8").endswith(own)
     assert start(folder, "scales", kv_cache_dtype="int8", calculate_kv_scales=True).endswith(measured)
     assert start(converted(folder, tmp_path / "out"), "scales", kv_cache_dtype="fp8").endswith(own)
-    assert "8 K/V pages" in start(folder, "allocate", kv_cache_dtype="int8")
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 32, "num_pages": 8}
+    settings = EngineSettings(model=str(folder), device="cpu", kv_cache_dtype="int8", compile_cache="none", **limits)
+    assert build_runner(settings, lambda line: None).info.cache_config["cache_dtype"] == "int8"
 
 
 def test_a_quantised_checkpoint_starts_and_is_converted_as_it_would_start(tmp_path):

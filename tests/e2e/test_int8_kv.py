@@ -1,0 +1,34 @@
+"""The demo over int8 pages, by the whole engine: no text depends on company, chunks, cached prefixes or preemption."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.llm import LLM
+
+QUESTIONS = [[{"role": "user", "content": f"What is {a} + {b}?"}] for a, b in ((47, 35), (12, 81), (33, 44), (5, 19))]
+STORIES = ["Once upon a time, there was a", "The little dog"]
+GREEDY = {"temperature": 0, "max_tokens": 24}
+
+
+def texts(*, alone: bool, **settings) -> list[str]:
+    """Of all prompts twice, so that the second time finds the first one's prefixes."""
+    limits = {"max_model_len": 128, "max_num_seqs": 4, "page_size": 16}
+    with LLM(model="demo", kv_cache_dtype="int8", **limits, **settings) as llm:
+        found = []
+        for _ in range(2):
+            groups = [[q] for q in QUESTIONS] if alone else [QUESTIONS]
+            found += [result.text for group in groups for result in llm.chat(group, GREEDY)]
+            found += [result.text for result in llm.generate(STORIES, GREEDY)]
+        assert llm.stats().num_pages_used == 0
+    return found
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_texts_are_the_same_in_any_company_and_however_they_are_computed():
+    expected = texts(alone=True, max_num_batched_tokens=128, enable_prefix_caching=False)
+    assert "82" in expected[0] and "93" in expected[1] and "77" in expected[2] and "24" in expected[3]
+    assert expected[:6] == expected[6:]
+    # Nine pages: four requests do not fit together.
+    assert texts(alone=False, max_num_batched_tokens=12, num_pages=9) == expected
