@@ -9,20 +9,20 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.admin_routes import admin_routes
-from server.api.answer import error_response
-from server.api.chat import chat_routes
-from server.api.completions import completion_routes
-from server.api.embeddings import embedding_routes
+from server.api.answers.answer import error_response
 from server.api.gate import Gate
-from server.api.info_routes import info_routes
-from server.api.invocations import invocation_routes
-from server.api.messages.routes import messages_routes
 from server.api.metrics import ServerMetrics
-from server.api.openapi import docs_routes
-from server.api.responses.routes import responses_routes
+from server.api.routes.admin import admin_routes
+from server.api.routes.chat import chat_routes
+from server.api.routes.completions import completion_routes
+from server.api.routes.embeddings import embedding_routes
+from server.api.routes.info import info_routes
+from server.api.routes.invocations import invocation_routes
+from server.api.routes.messages.routes import messages_routes
+from server.api.routes.openapi import docs_routes
+from server.api.routes.responses.routes import responses_routes
+from server.api.routes.ui import ui_routes
 from server.api.state import ServerState
-from server.api.ui import ui_routes
 from server.engine.client import EngineClient
 from server.http.errors import NOT_FOUND, RequestError
 from server.settings import Settings

@@ -1,4 +1,5 @@
-"""OpenAI's API: routes, schemas, limits, the prompt, the forms of answers, counts, and the gate before all routes.
+"""The HTTP API: `routes` on top, `request` reads their bodies, `answers` writes their responses.
 
-It imports the other three packages. Only `server.app` and `server.main` import this one.
+The gate stands before all routes; the other modules are shared by them. The API imports the other packages of
+`server`. Only `server.app` and `server.main` import it.
 """

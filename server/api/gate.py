@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.api.answer import error_response
+from server.api.answers.answer import error_response
 from server.api.route import Access, ApiRoute
 from server.api.state import ServerState
 from server.http.auth import KeyRing

@@ -13,7 +13,7 @@ from batcher.request import SamplingParams
 from batcher.sampling_table import PARAMETERS, Range, is_asked
 from batcher.slots import SlotLayout, sampling_columns
 from batcher.step import Variant
-from server.api.schemas import ChatRequest, CompletionRequest
+from server.api.request.schemas import ChatRequest, CompletionRequest
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,7 +91,7 @@ def test_a_parameter_is_written_in_four_files(name: str) -> None:
     """
     rooms = [path for room in ("batcher", "server", "model", "pallas_kernels") for path in (ROOT / room).rglob("*.py")]
     naming = {str(path.relative_to(ROOT)) for path in rooms if re.search(rf"\b{name}\b", path.read_text())}
-    at_home = {"batcher/request.py", "batcher/sampling_table.py", "server/api/schemas.py"}
+    at_home = {"batcher/request.py", "batcher/sampling_table.py", "server/api/request/schemas.py"}
     assert at_home < naming
-    (on_the_device,) = (path for path in naming - at_home if not path.startswith("server/api/responses/"))
+    (on_the_device,) = (path for path in naming - at_home if not path.startswith("server/api/routes/responses/"))
     assert on_the_device.startswith("model/")

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.api import fields as tables
-from server.api.body_reader import MAX_NAMES, BodyReader
-from server.api.fields import CHAT_FIELDS, COMPLETION_FIELDS, FieldTable
-from server.api.schemas import ChatRequest
+from server.api.request import fields as tables
+from server.api.request.body_reader import MAX_NAMES, BodyReader
+from server.api.request.fields import CHAT_FIELDS, COMPLETION_FIELDS, FieldTable
+from server.api.request.schemas import ChatRequest
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.openai_schemas import SCHEMAS
 from tests.server.support.running import ECHO, RunningServer, running_server

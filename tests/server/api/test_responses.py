@@ -9,8 +9,8 @@ import pydantic
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
-from server.api.responses.record import ResponseRecord
-from server.api.responses.store import ResponseStore
+from server.api.routes.responses.record import ResponseRecord
+from server.api.routes.responses.store import ResponseStore
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.requests import wait_until
 from tests.server.support.running import ECHO, running_server

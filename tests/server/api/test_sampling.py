@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher.request import SamplingParams
-from server.api.sampling import check_sampling, sampling_params, stop_strings
-from server.api.schemas import CompletionRequest
+from server.api.request.sampling import check_sampling, sampling_params, stop_strings
+from server.api.request.schemas import CompletionRequest
 from server.settings import GenerationDefaults
 
 VOCAB = 1000

@@ -8,8 +8,8 @@ import json
 import msgspec
 import pytest
 
-from server.api.schemas import ChatRequest, CompletionRequest
-from server.api.structured import MAX_BYTES, requested_grammar
+from server.api.request.schemas import ChatRequest, CompletionRequest
+from server.api.request.structured import MAX_BYTES, requested_grammar
 from server.grammar.checker import GrammarChecker
 from server.grammar.forms import (
     choice_grammar,

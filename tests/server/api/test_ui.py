@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from server.api.ui import FOLDER
+from server.api.routes.ui import FOLDER
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.running import ECHO, RunningServer, running_server
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from server.api.info_routes import MAX_DETOKENIZED
+from server.api.routes.info import MAX_DETOKENIZED
 from tests.server.support.stub_app import COMPLETIONS, DONE, StubClient, call, state_of
 
 CHAT = "/v1/chat/completions"

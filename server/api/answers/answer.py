@@ -1,0 +1,165 @@
+"""Sends a generation as one JSON object or as a stream of server-sent events, and watches the socket meanwhile.
+
+The response starts with the engine's first output: an earlier refusal gets its own HTTP status, even for a stream. A
+later error is the last event of the stream. If the client disconnects, the request is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from itertools import chain
+from typing import Any, Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from server.api.answers.writer import Writer
+from server.engine.generation import Choice, Generation
+from server.http.errors import RequestError
+from server.http.sse import encode_json
+from server.http.turns import Turns
+
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies that buffer would undo the streaming
+]
+
+
+class ClientGone(Exception):  # noqa: N818 - it is not an error
+    """The socket has closed."""
+
+
+class Work(Protocol):
+    """What the engine does for an answer."""
+
+    def fail(self, error: Exception) -> None:
+        """Ends it; whoever waits for it gets the error."""
+
+    def abort(self) -> None:
+        """Ends what still runs of it."""
+
+
+@contextlib.asynccontextmanager
+async def watched(work: Work, receive: Receive) -> AsyncIterator[None]:
+    """Within the context the work fails when the client goes away; at the context's end what still runs is aborted."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            continue
+        work.fail(ClientGone())
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except ClientGone:
+        pass  # no client is left to answer
+    finally:
+        work.abort()
+        watcher.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watcher
+
+
+class GenerationAnswer(Response):
+    """An ASGI response that runs until the generation has ended or the client has disconnected.
+
+    `refuse` makes the response for an error that comes before the response has started.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        writer: Writer,
+        turns: Turns,
+        *,
+        stream: bool,
+        refuse: Callable[[RequestError], Response] | None = None,
+    ) -> None:
+        self._generation = generation
+        self._turns = turns
+        self._writer = writer
+        self._stream = stream
+        self._refuse = refuse or error_response
+        self._opened: set[int] = set()  # choices that have their first event
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with watched(self._generation, receive):
+            await (self._send_stream(scope, receive, send) if self._stream else self._send_whole(scope, receive, send))
+
+    def _check_client(self) -> None:
+        """Raises ClientGone. Other errors wait: JSON that has begun is first completed."""
+        if isinstance(self._generation.error, ClientGone):
+            raise self._generation.error
+
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._generation.wait()
+        except RequestError as error:
+            await self._refuse(error)(scope, receive, send)
+            return
+        await LongJson(self._turns, self._writer.whole(), self._check_client)(scope, receive, send)
+
+    async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            choices = await self._generation.wait()
+        except RequestError as error:
+            await self._refuse(error)(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        try:
+            while True:
+                finished = self._generation.finished  # if so, these are the last events
+                events = chain.from_iterable([self._events(choice) for choice in choices])
+                async for body, more in self._turns.blocks(events, self._check_client):
+                    if body and (more or not finished):
+                        await send({"type": "http.response.body", "body": body, "more_body": True})
+                if finished:
+                    break
+                choices = await self._generation.wait()
+            body += self._writer.last()
+        except RequestError as error:
+            body = self._writer.failed(error)
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _events(self, choice: Choice) -> Iterator[bytes]:
+        """The events for the choice's gain up to now, in pieces. Later gains are not in them."""
+        gain, writer = choice.take(), self._writer
+        opening = () if choice.index in self._opened else writer.opening(choice)
+        self._opened.add(choice.index)
+        gained = writer.gained(choice, gain)
+        return chain(opening, gained, () if choice.finish_reason is None else writer.ending(choice))
+
+
+class LongJson(Response):
+    """A JSON answer, encoded while it is sent in chunks; a short one is sent whole. `check` as in `Turns`."""
+
+    def __init__(self, turns: Turns, pieces: Iterator[bytes], check: Callable[[], None] = lambda: None) -> None:
+        self._turns = turns
+        self._pieces = pieces
+        self._check = check
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"application/json")]
+        started = False
+        async for body, more in self._turns.blocks(self._pieces, self._check):
+            if not started:
+                if not more:
+                    headers.append((b"content-length", b"%d" % len(body)))
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                started = True
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def json_response(value: Any) -> Response:
+    """A short JSON answer."""
+    return Response(encode_json(value), media_type="application/json")
+
+
+def error_response(error: RequestError) -> Response:
+    """The answer to a refused request, in OpenAI's form."""
+    return Response(error.encode(), error.status, error.headers(), "application/json")

@@ -1,0 +1,123 @@
+"""The answers of /v1/chat/completions: one object, or chunks."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+from batcher.request import FinishReason
+from server.api.answers.choices_writer import ChoicesWriter
+from server.api.answers.logprobs import chat_entries, prompt_logprobs
+from server.api.answers.writer import AnswerHead
+from server.engine.generation import Choice, Gain, Generation, ScoredToken
+from server.http.json_pieces import LongText, event_pieces, list_of
+from server.text.tokenizer import Tokenizer
+from server.text.tool_calls.pieces import CallDelta, Piece
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatOptions:
+    """The options of a chat's answer."""
+
+    prompt: list[int]
+    top_logprobs: int | None  # None: no log-probabilities
+    num_prompt_logprobs: int | None
+    echo: str = ""  # text before the generated text
+    is_named_call: bool = False  # the request named the function: the finish reason is not `tool_calls`
+
+
+class ChatWriter(ChoicesWriter):
+    """Writes chat completions and their chunks."""
+
+    WHOLE = "chat.completion"
+    CHUNK = "chat.completion.chunk"
+
+    def __init__(self, generation: Generation, head: AnswerHead, tokenizer: Tokenizer, options: ChatOptions) -> None:
+        super().__init__(generation, head, scores=options.top_logprobs is not None)
+        self._tokenizer = tokenizer
+        self._options = options
+
+    def opening(self, choice: Choice) -> Iterable[bytes]:
+        first = self._chunk(choice, {"delta": {"role": "assistant", "content": ""}}, opens=True)
+        chunks = [first | self._prompt_ids()]
+        if self._options.echo:
+            chunks.append(self._chunk(choice, self._text_fields(LongText(self._options.echo)), opens=True))
+        return chain.from_iterable(map(event_pieces, chunks))
+
+    def _gain_fields(self, gain: Gain) -> list[dict[str, Any]]:
+        if not gain.calls:
+            return super()._gain_fields(gain)
+        if self._head.usage.in_every_chunk:  # one chunk, for each counts more tokens than the last
+            return [_joined_fields(gain)]
+        return [self._piece_fields(piece) for piece in gain.pieces]
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        prompt = self._options.prompt
+        return {"prompt_token_ids": list_of(prompt, len(prompt))} if self._head.token_ids else {}
+
+    def _piece_fields(self, piece: Piece) -> dict[str, Any]:
+        if isinstance(piece, str):
+            return self._text_fields(LongText(piece))
+        return {"delta": {"tool_calls": [_delta_fields(piece)]}}
+
+    def _ending(self, choice: Choice) -> dict[str, Any]:
+        fields = super()._ending(choice)
+        has_called = choice.num_calls and not self._options.is_named_call
+        if has_called and choice.finish_reason == FinishReason.STOP.value:
+            fields["finish_reason"] = "tool_calls"
+        return fields
+
+    def _whole_choice(self, choice: Choice, gain: Gain) -> dict[str, Any]:
+        calls = {"tool_calls": [_call_fields(call) for call in gain.calls]} if gain.calls else {}
+        text = self._options.echo + gain.text
+        content = LongText(text) if text or not calls else None
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": content, "refusal": None, **calls},
+            "logprobs": self._scores(choice, gain.scored) if self._scores_shown else None,
+            **self._ending(choice),
+            **self._ids_fields(gain),
+        }
+
+    def _text_fields(self, text: str | LongText) -> dict[str, Any]:
+        return {"delta": {"content": text}}
+
+    def _end_fields(self) -> dict[str, Any]:
+        return {"delta": {}}
+
+    def _scores(self, choice: Choice, scored: list[ScoredToken]) -> dict[str, Any]:
+        num_top = self._options.top_logprobs or 0
+        entries = chat_entries(self._tokenizer, scored, num_top, as_ids=self._head.names_are_ids)
+        return {"content": list_of(entries, len(scored)), "refusal": None}
+
+    def _whole_fields(self) -> dict[str, Any]:
+        prompt, num_top = self._options.prompt, self._options.num_prompt_logprobs
+        if num_top is None:
+            return {"prompt_logprobs": None, **self._prompt_ids()}
+        entries = prompt_logprobs(self._tokenizer, prompt, self._generation.choices[0].prompt_logprobs or [], num_top)
+        return {"prompt_logprobs": list_of(entries, len(prompt)), **self._prompt_ids()}
+
+
+def _joined_fields(gain: Gain) -> dict[str, Any]:
+    """Content and calls in one delta, of each call what it has gained."""
+    joined: dict[int, CallDelta] = {}
+    for call in gain.calls:
+        before = joined.get(call.index)
+        joined[call.index] = call if before is None else replace(before, arguments=before.arguments + call.arguments)
+    content = {"content": LongText(gain.text)} if gain.text else {}
+    return {"delta": {**content, "tool_calls": [_delta_fields(call) for call in joined.values()]}}
+
+
+def _delta_fields(call: CallDelta) -> dict[str, Any]:
+    return {"index": call.index, **_call_fields(call)}
+
+
+def _call_fields(call: CallDelta) -> dict[str, Any]:
+    """The fields of a call. Its first delta also has the id and the name."""
+    arguments = {"arguments": LongText(call.arguments)}
+    if call.name is None:
+        return {"function": arguments}
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": {"name": call.name, **arguments}}

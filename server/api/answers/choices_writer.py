@@ -1,0 +1,150 @@
+"""Answers with a list of `choices`, as in chat and completions: one object, or chunks with one choice each."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any, ClassVar
+
+from server.api.answers.usage import usage
+from server.api.answers.writer import AnswerHead
+from server.engine.generation import Choice, Gain, Generation, ScoredToken
+from server.http.errors import RequestError
+from server.http.json_pieces import LongText, NestedList, event_pieces, json_pieces, list_of
+from server.http.sse import DONE, ChunkTemplate, encode_json, event
+
+Fields = dict[str, Any]
+
+
+class ChoicesWriter(ABC):
+    """A `Writer`. Subclasses define the fields of one choice, in the whole answer and in a chunk.
+
+    Args:
+        scores: whether chunks carry log-probabilities.
+        hidden_tokens: tokens of each output that are neither shown nor counted.
+    """
+
+    WHOLE: ClassVar[str]  # the field `object` of the whole answer
+    CHUNK: ClassVar[str]  # the field `object` of a chunk
+
+    def __init__(self, generation: Generation, head: AnswerHead, *, scores: bool, hidden_tokens: int = 0) -> None:
+        self._generation = generation
+        self._head = head
+        self._scores_shown = scores
+        self._hidden_tokens = hidden_tokens
+        self._templates: dict[int, ChunkTemplate] = {}
+        # if only the text of chunks changes, they are encoded from a template
+        self._plain = not (scores or head.usage.in_every_chunk or head.token_ids)
+
+    # the fields of a choice
+
+    @abstractmethod
+    def _whole_choice(self, choice: Choice, gain: Gain) -> Fields: ...
+
+    @abstractmethod
+    def _text_fields(self, text: str | LongText) -> Fields:
+        """The text field of a chunk's choice."""
+
+    def _gain_fields(self, gain: Gain) -> list[Fields]:
+        """The fields of the gain, one entry per chunk."""
+        return [self._text_fields(LongText(gain.text))]
+
+    @abstractmethod
+    def _end_fields(self) -> Fields:
+        """The text field in a choice's last chunk, which has no text."""
+
+    @abstractmethod
+    def _scores(self, choice: Choice, scored: list[ScoredToken]) -> Fields:
+        """`logprobs` of tokens that were drawn."""
+
+    def _ending(self, choice: Choice) -> Fields:
+        return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+
+    def _ids_fields(self, gain: Gain) -> Fields:
+        """`token_ids` of a whole choice, if the request asks for them."""
+        return {"token_ids": list_of(gain.token_ids, len(gain.token_ids))} if self._head.token_ids else {}
+
+    def _whole_fields(self) -> Fields:
+        """Further fields of the whole answer."""
+        return {}
+
+    # the frame around it
+
+    def whole(self) -> Iterator[bytes]:
+        choices = self._generation.choices
+        body = self._object(self.WHOLE, NestedList(self._whole_choice(choice, choice.take()) for choice in choices))
+        return json_pieces(body | {"usage": self._usage(choices, self._head.n)} | self._whole_fields())
+
+    def opening(self, choice: Choice) -> Iterable[bytes]:
+        return ()
+
+    def gained(self, choice: Choice, gain: Gain) -> Iterable[bytes]:
+        ends = self._ends_in_gain(choice)
+        if not (gain.pieces or gain.scored or ends or (self._moves_without_text and gain.token_ids)):
+            return ()
+        if self._plain and not gain.calls:
+            return map(self._template(choice).fill, [gain.text])
+        chunks = [self._chunk(choice, fields) for fields in self._gain_fields(gain)]
+        first, last = chunks[0]["choices"][0], chunks[-1]["choices"][0]
+        if self._scores_shown:
+            first["logprobs"] = self._scores(choice, gain.scored)
+        if self._head.token_ids:
+            first["token_ids"] = list_of(gain.token_ids, len(gain.token_ids))
+        if ends:
+            last |= self._ending(choice)
+        return chain.from_iterable(map(event_pieces, chunks))
+
+    def ending(self, choice: Choice) -> Iterable[bytes]:
+        if self._ends_in_gain(choice):
+            return ()
+        chunk = self._chunk(choice, self._end_fields())
+        chunk["choices"][0] |= self._ending(choice)
+        return [event(encode_json(chunk))]
+
+    def last(self) -> bytes:
+        if not self._head.usage.in_stream:
+            return DONE
+        counts = self._usage(self._generation.choices, self._head.n)
+        return event(encode_json(self._object(self.CHUNK, []) | {"usage": counts})) + DONE
+
+    def failed(self, error: RequestError) -> bytes:
+        return event(error.encode()) + DONE
+
+    @property
+    def _moves_without_text(self) -> bool:
+        """Whether a token without text, or with text that is held back, gets a chunk."""
+        return self._head.every_token or self._head.token_ids or self._head.usage.in_every_chunk
+
+    def _ends_in_gain(self, choice: Choice) -> bool:
+        """Whether the chunk of a choice's last gain also has the finish reason. It has if every chunk shows the usage:
+        a separate last chunk would repeat the counts."""
+        return self._head.usage.in_every_chunk and choice.finish_reason is not None
+
+    def _template(self, choice: Choice) -> ChunkTemplate:
+        if choice.index not in self._templates:
+            chunk = self._chunk(choice, self._text_fields(ChunkTemplate.HOLE))
+            self._templates[choice.index] = ChunkTemplate(chunk)
+        return self._templates[choice.index]
+
+    def _chunk(self, choice: Choice, fields: Fields, *, opens: bool = False) -> Fields:
+        """`opens` marks a chunk before a choice's first token."""
+        part = {"index": choice.index, **fields, "logprobs": None, "finish_reason": None}
+        chunk = self._object(self.CHUNK, [part])
+        if self._head.usage.in_stream:
+            in_every_chunk = self._head.usage.in_every_chunk
+            chunk["usage"] = self._usage([choice], 1, no_output=opens) if in_every_chunk else None
+        return chunk
+
+    def _object(self, kind: str, choices: list[Fields] | NestedList) -> Fields:
+        head = self._head
+        return {"id": head.id, "object": kind, "created": head.created, "model": head.model, "choices": choices}
+
+    def _usage(self, choices: list[Choice], n: int, *, no_output: bool = False) -> Fields:
+        return usage(
+            choices,
+            n,
+            show_cached=self._head.usage.show_cached,
+            hidden_tokens=self._hidden_tokens,
+            no_output=no_output,
+        )

@@ -1,0 +1,126 @@
+"""The answers of /v1/completions: one object, or chunks. A chunk has the same shape as the object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from server.api.answers.choices_writer import ChoicesWriter
+from server.api.answers.logprobs import completion_logprobs, prompt_logprobs
+from server.api.answers.writer import AnswerHead
+from server.engine import wire
+from server.engine.generation import Choice, Gain, Generation, ScoredToken
+from server.http.json_pieces import LongText, event_pieces, list_of
+from server.text.stream import TextStream
+from server.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """A prompt, in ids and as text."""
+
+    ids: list[int]
+    text: str  # as it was given, or decoded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompletionOptions:
+    """The options of a completion's answer."""
+
+    prompts: list[Prompt]
+    echo: bool
+    discard_output: bool  # max_tokens 0: one token is generated but not shown
+    logprobs: int | None
+    num_prompt_logprobs: int | None
+
+
+class CompletionWriter(ChoicesWriter):
+    """Writes completions and their chunks."""
+
+    WHOLE = CHUNK = "text_completion"
+
+    def __init__(
+        self, generation: Generation, head: AnswerHead, tokenizer: Tokenizer, options: CompletionOptions
+    ) -> None:
+        hidden_tokens = 1 if options.discard_output else 0
+        super().__init__(generation, head, scores=options.logprobs is not None, hidden_tokens=hidden_tokens)
+        self._tokenizer = tokenizer
+        self._options = options
+
+    def opening(self, choice: Choice) -> Iterable[bytes]:
+        if not (self._options.echo or self._head.token_ids):
+            return ()
+        text = self._prompt(choice).text if self._options.echo else ""
+        chunk = self._chunk(choice, self._text_fields(LongText(text)) | self._prompt_ids(choice), opens=True)
+        if self._scores_shown and self._options.echo:
+            chunk["choices"][0]["logprobs"] = self._scores(choice, [], prompt=True)
+        return event_pieces(chunk)
+
+    def gained(self, choice: Choice, gain: Gain) -> Iterable[bytes]:
+        return super().gained(choice, self._shown(gain))
+
+    def _shown(self, gain: Gain) -> Gain:
+        return Gain() if self._options.discard_output else gain
+
+    def _whole_choice(self, choice: Choice, gain: Gain) -> dict[str, Any]:
+        options, shown = self._options, self._shown(gain)
+        part: dict[str, Any] = {
+            "index": choice.index,
+            "text": LongText(self._prompt(choice).text + shown.text if options.echo else shown.text),
+            "logprobs": self._scores(choice, shown.scored, prompt=options.echo) if self._scores_shown else None,
+            **self._ending(choice),
+            **self._prompt_ids(choice),
+            **self._ids_fields(shown),
+        }
+        part["prompt_logprobs"] = None
+        if options.num_prompt_logprobs is not None:
+            ids, scores = self._prompt(choice).ids, self._prompt_logprobs(choice)
+            entries = prompt_logprobs(self._tokenizer, ids, scores, options.num_prompt_logprobs)
+            part["prompt_logprobs"] = list_of(entries, len(ids))
+        return part
+
+    def _text_fields(self, text: str | LongText) -> dict[str, Any]:
+        return {"text": text}
+
+    def _end_fields(self) -> dict[str, Any]:
+        return {"text": ""}
+
+    def _ending(self, choice: Choice) -> dict[str, Any]:
+        if self._options.discard_output:
+            return {"finish_reason": "length", "stop_reason": None}
+        return super()._ending(choice)
+
+    def _prompt_ids(self, choice: Choice) -> dict[str, Any]:
+        ids = self._prompt(choice).ids
+        return {"prompt_token_ids": list_of(ids, len(ids))} if self._head.token_ids else {}
+
+    def _prompt(self, choice: Choice) -> Prompt:
+        return self._options.prompts[choice.index // self._head.n]
+
+    def _prompt_logprobs(self, choice: Choice) -> list[wire.Logprobs]:
+        """Without streaming, only the first choice of a prompt has its scores; with streaming, every choice."""
+        first = self._generation.choices[choice.index - choice.index % self._head.n]
+        return choice.prompt_logprobs or first.prompt_logprobs or []
+
+    def _scores(self, choice: Choice, scored: list[ScoredToken], *, prompt: bool = False) -> dict[str, Any]:
+        """`logprobs` of the drawn tokens; with `prompt`, the prompt's tokens come first."""
+        base = len(self._prompt(choice).text) if self._options.echo else 0
+
+        def tokens() -> Iterator[ScoredToken]:
+            if prompt:
+                yield from self._prompt_tokens(choice)
+            for token in scored:
+                yield ScoredToken(token.token_id, base + token.offset, token.scores)
+
+        count = len(scored) + (len(self._prompt(choice).ids) if prompt else 0)
+        num_top = self._options.logprobs or 0
+        return completion_logprobs(self._tokenizer, tokens, count, num_top, as_ids=self._head.names_are_ids)
+
+    def _prompt_tokens(self, choice: Choice) -> Iterator[ScoredToken]:
+        stream = TextStream(self._tokenizer)
+        scores = chain([None], self._prompt_logprobs(choice))
+        for id, score in zip(self._prompt(choice).ids, scores, strict=True):
+            yield ScoredToken(id, stream.num_chars, score)
+            stream.push(id)

@@ -1,0 +1,51 @@
+"""The parts of an answer in any form: the common head, and the parts in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from server.api.answers.usage import UsageOptions
+from server.engine.generation import Choice, Gain
+from server.http.errors import RequestError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerHead:
+    """The fields that the whole answer, or all of its chunks, have in common."""
+
+    id: str
+    model: str
+    created: int  # seconds since 1970
+    n: int  # choices of each prompt
+    usage: UsageOptions
+    deadline: float | None = None  # of the monotonic clock; a waiting request is then refused, a running one ends
+    every_token: bool = False  # a token without text also has a chunk
+    token_ids: bool = False  # the ids of the prompt and of the output are shown
+    names_are_ids: bool = False  # log-probabilities call a token `token_id:97`
+
+
+class Writer(Protocol):
+    """Writes the answers of a route. `GenerationAnswer` calls the methods in the order of this class.
+
+    The methods return pieces of JSON or of server-sent events. They read the choice at once and may encode later.
+    """
+
+    def whole(self) -> Iterator[bytes]:
+        """The JSON body. Called when every choice has finished."""
+
+    def opening(self, choice: Choice) -> Iterable[bytes]:
+        """The events before a choice's first gain."""
+
+    def gained(self, choice: Choice, gain: Gain) -> Iterable[bytes]:
+        """The events for a choice's gain. There may be none."""
+
+    def ending(self, choice: Choice) -> Iterable[bytes]:
+        """The events after the last gain of a choice. The choice has a finish reason."""
+
+    def last(self) -> bytes:
+        """The end of the stream, when all choices have finished."""
+
+    def failed(self, error: RequestError) -> bytes:
+        """The end of a stream after an error."""

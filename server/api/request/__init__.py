@@ -1,0 +1,1 @@
+"""From the body of a request to a running generation: fields, checks, the prompt, tools, the grammar, submission."""

@@ -1,0 +1,93 @@
+"""Reads the body of a request type. Declared fields are decoded; a table decides about all other fields."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from server.api.aside import Aside
+from server.api.request.fields import FieldTable
+from server.http.body import BodyLimits, UnknownFieldError, decode_body, read_body
+from server.http.errors import RequestError
+
+logger = logging.getLogger("pallas_serve")
+
+MAX_NAMES = 200  # unknown fields that one route warns of; clients choose their names
+MAX_NAME_CHARS = 80
+MAX_HARMLESS_BYTES = 64  # a longer value is never a harmless one
+
+_decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_decode_list = msgspec.json.Decoder(list[msgspec.Raw])
+_decode_value = msgspec.json.Decoder(Any)
+
+
+class BodyReader[T: msgspec.Struct]:
+    """Reads bodies of the struct `kind`, which must be that of the table.
+
+    A body with only declared fields is decoded once. Any other body is decoded again without its undeclared fields.
+    """
+
+    def __init__(self, kind: type[T], table: FieldTable, *, strict: bool) -> None:
+        if kind is not table.kind:
+            raise ValueError(f"the table is of another type: {kind=} {table.kind=}")
+        self._decoder = msgspec.json.Decoder(kind, strict=False)
+        self._table = table
+        self._strict = strict
+        self._warned: set[str] = set()
+
+    async def read(self, request: Request, limits: BodyLimits, aside: Aside) -> T:
+        """Raises RequestError for an unreadable body, a refused field, or a value of a wrong type."""
+        body = await read_body(request, limits)
+        try:
+            return decode_body(self._decoder, body)
+        except UnknownFieldError:
+            known = await aside.run(len(body), self._declared, body, self._table, "")
+        return decode_body(self._decoder, known)
+
+    def _declared(self, value: bytes, table: FieldTable, path: str) -> bytes:
+        """The JSON of an object, or of a list of objects, without the fields that their type does not declare."""
+        value = value.lstrip()
+        if value.startswith(b"["):
+            items = decode_body(_decode_list, value)
+            return _list(self._declared(bytes(item), table, f"{path}{i}.") for i, item in enumerate(items))
+        if not value.startswith(b"{"):
+            return value  # if it must be an object, the struct's decoder reports the wrong type
+        names = table.kind.__struct_fields__
+        kept: dict[str, msgspec.Raw] = {}
+        for name, raw in decode_body(_decode_object, value).items():
+            if name not in names:
+                self._judge(name, raw, table, path)
+            elif name in table.inner:
+                kept[name] = msgspec.Raw(self._declared(bytes(raw), table.inner[name], f"{path}{name}."))
+            else:
+                kept[name] = raw
+        return msgspec.json.encode(kept)
+
+    def _judge(self, name: str, raw: msgspec.Raw, table: FieldTable, path: str) -> None:
+        if name in table.without_effect:
+            return
+        refused = table.refused.get(name)
+        param = f"{path}{name[:MAX_NAME_CHARS]}"
+        if refused is None:
+            self._unknown(param, name)
+            return
+        value = _decode_value.decode(raw) if len(raw) <= MAX_HARMLESS_BYTES else raw
+        if refused.concerns(value):
+            raise RequestError(400, f"{param}: {refused.why}.", param=param, code="unsupported_parameter")
+
+    def _unknown(self, param: str, name: str) -> None:
+        if self._strict:
+            message = f"{param}: this server does not know the field, and it refuses such fields (--strict-fields)."
+            raise RequestError(400, message, param=param, code="unknown_parameter")
+        if name in self._warned or len(self._warned) >= MAX_NAMES:
+            return
+        self._warned.add(name)
+        note = "" if len(self._warned) < MAX_NAMES else "; further fields are ignored without a warning"
+        logger.warning("the unknown field %r is ignored (--strict-fields refuses such fields)%s", param, note)
+
+
+def _list(items: Any) -> bytes:
+    return b"[" + b",".join(items) + b"]"

@@ -1,0 +1,150 @@
+"""Fields that a request type does not declare: they are refused by name, accepted without effect, or unknown.
+
+A field is refused if the answer would be wrong without it. A refused field is accepted with a value that changes
+nothing: null, false, 0, an empty text or list, or a value of `harmless`. A field that is in no table here is ignored,
+with a warning in the log the first time, or refused (`--strict-fields`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from server.api.request.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    ContentPart,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    FunctionCall,
+    Message,
+    StreamOptions,
+    TokenizeRequest,
+    ToolCall,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A field that is not supported, and the values with which it is accepted."""
+
+    why: str  # ends the sentence "FIELD: ..."
+    harmless: tuple[Any, ...] = ()  # values that change nothing, besides null, false, 0 and empty ones
+
+    def concerns(self, value: Any) -> bool:
+        """Whether the value changes the answer. An empty object may: it can be a schema."""
+        return (bool(value) or value == {}) and value not in self.harmless
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FieldTable:
+    """The undeclared fields of one request type."""
+
+    kind: type[msgspec.Struct]
+    refused: Mapping[str, Refused] = field(default_factory=dict)
+    without_effect: frozenset[str] = frozenset()  # about accounts, storage or speed: the answer is the same
+    inner: Mapping[str, FieldTable] = field(default_factory=dict)  # declared fields that hold objects, or lists of them
+
+
+NO_REASONING = Refused("reasoning apart from the answer is not supported yet", ("none",))
+_STRUCTURED = Refused("this way to ask for structured output is not supported yet: there is `structured_outputs`")
+_ANOTHER_SAMPLER = "this sampler is not supported yet: there are temperature, top_k, top_p and min_p"
+
+_GENERATION = {
+    "best_of": Refused("drawing more sequences than are returned is not supported yet: ask for `n`", (1,)),
+    "dry_multiplier": Refused(_ANOTHER_SAMPLER),
+    "dynatemp_range": Refused(_ANOTHER_SAMPLER),
+    "early_stopping": Refused("beam search is not supported yet"),
+    "enable_thinking": NO_REASONING,
+    "grammar": _STRUCTURED,
+    "guided_whitespace_pattern": _STRUCTURED,
+    "include_reasoning": NO_REASONING,
+    "kv_transfer_params": Refused("moving K/V between servers is not supported yet", ({},)),
+    "length_penalty": Refused("beam search is not supported yet", (1,)),
+    "logits_processors": Refused("code that comes with a request is not supported yet; there is `logit_bias`"),
+    "logprob_token_ids": Refused("log-probabilities of chosen tokens are not supported yet; there is `logprobs`"),
+    "mirostat": Refused(_ANOTHER_SAMPLER),
+    "mm_processor_kwargs": Refused("input other than text is not supported yet"),
+    "n_predict": Refused("this name of `max_tokens` is not supported yet", (-1,)),
+    "reasoning": NO_REASONING,
+    "reasoning_effort": NO_REASONING,
+    "repeat_penalty": Refused("this name of `repetition_penalty` is not supported yet", (1,)),
+    "repetition_detection": Refused("ending outputs that repeat themselves is not supported yet"),
+    "structural_tag": _STRUCTURED,
+    "tfs_z": Refused(_ANOTHER_SAMPLER, (1,)),
+    "thinking": NO_REASONING,
+    "thinking_token_budget": NO_REASONING,
+    "top_a": Refused(_ANOTHER_SAMPLER),
+    "typical_p": Refused(_ANOTHER_SAMPLER, (1,)),
+    "use_beam_search": Refused("beam search is not supported yet"),
+    "vllm_xargs": Refused("arguments of vLLM's plug-ins are not supported yet", ({},)),
+    "xtc_probability": Refused(_ANOTHER_SAMPLER),
+}
+
+_CHAT = {
+    "audio": Refused("audio output is not supported yet"),
+    "function_call": Refused("this older form of `tool_choice` is not supported yet", ("none", "auto")),
+    "functions": Refused("this older form of `tools` is not supported yet"),
+    "moderation": Refused("moderation is not supported yet"),
+    "modalities": Refused("output other than text is not supported yet", (["text"],)),
+    "verbosity": Refused("a level of verbosity is not supported yet: say it in a message", ("medium",)),
+    "web_search_options": Refused("searching the web is not supported yet"),
+}
+
+_COMPLETION = {
+    "prompt_embeds": Refused("a prompt of embeddings is not supported yet"),
+    "suffix": Refused("inserting text before a suffix is not supported yet"),
+}
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        *("safety_identifier", "service_tier", "store", "user"),
+        "guided_decoding_backend",  # there is only one
+        "spaces_between_special_tokens",  # byte-level tokens include their spaces
+    }
+)
+
+_STREAM_OPTIONS = FieldTable(kind=StreamOptions, without_effect=frozenset({"include_obfuscation"}))
+# a part that is not text is refused because of its `type`
+_CONTENT_PART = FieldTable(
+    kind=ContentPart,
+    without_effect=frozenset({"annotations", "cache_control", "file", "image_url", "input_audio"}),
+)
+_FUNCTION_CALL = FieldTable(kind=FunctionCall)
+_TOOL_CALL = FieldTable(kind=ToolCall, without_effect=frozenset({"index"}), inner={"function": _FUNCTION_CALL})
+_MESSAGE = FieldTable(
+    kind=Message,
+    refused={
+        "audio": Refused("audio is not supported yet"),
+    },
+    without_effect=frozenset({"annotations"}),
+    inner={"content": _CONTENT_PART, "function_call": _FUNCTION_CALL, "tool_calls": _TOOL_CALL},
+)
+
+CHAT_FIELDS = FieldTable(
+    kind=ChatRequest,
+    refused=_GENERATION | _CHAT,
+    without_effect=_WITHOUT_EFFECT,
+    inner={"messages": _MESSAGE, "stream_options": _STREAM_OPTIONS},
+)
+COMPLETION_FIELDS = FieldTable(
+    kind=CompletionRequest,
+    refused=_GENERATION | _COMPLETION,
+    without_effect=_WITHOUT_EFFECT,
+    inner={"stream_options": _STREAM_OPTIONS},
+)
+EMBEDDING_FIELDS = FieldTable(
+    kind=EmbeddingRequest,
+    refused={
+        "embed_dtype": Refused("numbers of another type are not supported yet", ("float32",)),
+        "messages": Refused("embeddings of conversations are not supported yet: there is `input`"),
+        "pooling_type": Refused("the pooling is chosen at the server's start: --pooling-type"),
+    },
+    without_effect=frozenset({"user"}),
+)
+TOKENIZE_FIELDS = FieldTable(kind=TokenizeRequest, inner={"messages": _MESSAGE})
+DETOKENIZE_FIELDS = FieldTable(kind=DetokenizeRequest)

@@ -1,0 +1,165 @@
+"""The request bodies as typed structs. Decoding errors name the field at fault.
+
+Only supported fields are declared. `server.api.request.fields` has the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Declared(msgspec.Struct, forbid_unknown_fields=True):
+    """Decoding says where a field is that the type does not declare."""
+
+
+class StreamOptions(Declared):
+    """What a stream has besides its text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(Declared, kw_only=True):
+    """What chat and completions share. None: not given."""
+
+    model: str | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | msgspec.UnsetType | None = msgspec.UNSET
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    # beyond OpenAI's
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    priority: int | None = None
+    timeout_s: float | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    # `server.api.request.structured` reads these
+    response_format: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    structured_outputs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    guided_json: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    guided_regex: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    guided_choice: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    guided_grammar: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class ContentPart(Declared):
+    """A part of a message's content."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class FunctionCall(Declared):
+    """The function that a tool call names, and its arguments."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None  # JSON text or an object
+
+
+class ToolCall(Declared):
+    """A tool call in an assistant's message."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: str | None = None
+
+
+class Message(Declared):
+    """One message of the conversation."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    function_call: FunctionCall | None = None  # the older form of `tool_calls`
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    """The body of a chat completion."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    echo: bool | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET  # read by `template_input`
+    documents: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET  # as above
+    tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET  # `read_tools` reads them
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    """The body of a completion."""
+
+    prompt: str | list[str | int | list[int]] | None = None
+    echo: bool | None = False
+    logprobs: int | None = None
+
+
+class EmbeddingRequest(Declared, kw_only=True):
+    """The body of a request for embeddings."""
+
+    model: str | None = None
+    input: str | list[str | int | list[int]] | None = None
+    encoding_format: str | None = None
+    dimensions: int | None = None
+    # beyond OpenAI's
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    timeout_s: float | None = None
+    cache_salt: str | None = None
+    normalize: bool | None = None
+
+
+class TokenizeRequest(Declared, kw_only=True):
+    """The body of `/tokenize`: a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    return_token_strs: bool | None = None
+    chat_template_kwargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    documents: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class DetokenizeRequest(Declared, kw_only=True):
+    """The body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]

@@ -1,0 +1,178 @@
+"""The tools of a request: the tools that the model may or must call, and their form in the template."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from server.api.request.raw_json import RawField, is_deeper_than, read_raw
+from server.api.request.schemas import ChatRequest
+from server.api.state import ServerState
+from server.http.errors import RequestError, invalid, unsupported
+from server.text.chat_template import ChatTemplate
+from server.text.tool_calls.formats import FORMATS
+from server.text.tool_calls.json_calls import JsonCallParser
+from server.text.tool_calls.parser import CallParser
+
+MAX_TOOLS = 128  # as in OpenAI's API
+MAX_TOOLS_BYTES = 256 * 1024  # the template reads every string of them, several times
+MAX_DEPTH = 32  # of a tool's JSON schema, and of the arguments of a call: templates indent what they print
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}", re.ASCII)
+
+
+class FunctionSpec(msgspec.Struct):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolSpec(msgspec.Struct):
+    """A tool of a body's `tools`."""
+
+    type: str
+    function: FunctionSpec | None = None
+
+
+class ToolChoice(enum.Enum):
+    """Whether a tool may or must be called."""
+
+    NONE = "none"
+    AUTO = "auto"
+    REQUIRED = "required"
+    NAMED = "named"  # one function, which must be called
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tools:
+    """The checked tools of one request. `specs` are those that may be called."""
+
+    specs: tuple[FunctionSpec, ...]
+    choice: ToolChoice
+    parallel: bool  # whether an answer may have several calls
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(spec.name for spec in self.specs)
+
+    @property
+    def are_strict(self) -> bool:
+        """Whether some tool is strict: its arguments must be valid by its schema, even if the model may choose."""
+        return any(spec.strict for spec in self.specs)
+
+    def for_template(self) -> list[dict[str, Any]]:
+        """The tools in OpenAI's form, which templates print, without fields that were not given."""
+        return [{"type": "function", "function": _given(spec)} for spec in self.specs]
+
+
+_decoder = msgspec.json.Decoder(list[ToolSpec] | None)
+
+
+def read_tools(raw: RawField, choice: str | Mapping[str, Any] | None, *, parallel: bool | None) -> Tools | None:
+    """The request's `tools`, `tool_choice` and `parallel_tool_calls`. None: no tool may be called.
+
+    Raises RequestError 400 if they are invalid.
+    """
+    specs = _read_specs(raw)
+    if not specs:
+        if choice not in (None, "none"):
+            raise RequestError(400, "tool_choice: it is only allowed together with `tools`.", param="tool_choice")
+        return None
+    kind, name = _read_choice(choice)
+    if kind is ToolChoice.NONE:
+        return None
+    if kind is ToolChoice.NAMED:
+        chosen = [spec for spec in specs if spec.name == name]
+        if not chosen:
+            raise invalid("tool_choice", f"there is no tool called {name[:64]!r} in `tools`")
+        specs = chosen
+    return Tools(specs=tuple(specs), choice=kind, parallel=parallel is not False and kind is not ToolChoice.NAMED)
+
+
+async def usable_tools(state: ServerState, body: ChatRequest, template: ChatTemplate) -> Tools | None:
+    """The tools that the template shows and the model may call. None: there are none, or no tool may be called.
+
+    Raises RequestError 400 if the fields are invalid or not supported by this server.
+    """
+    raw = body.tools
+    size = 0 if raw is msgspec.UNSET else len(raw)
+    tools = await state.aside.run(size, read_tools, raw, body.tool_choice, parallel=body.parallel_tool_calls)
+    if tools is None:
+        return None
+    check_template(template)
+    if tools.choice is ToolChoice.AUTO and not state.settings.enable_auto_tool_choice:
+        message = "tool_choice: `auto` is switched off on this server (--no-enable-auto-tool-choice)."
+        raise RequestError(400, message, param="tool_choice")
+    return tools
+
+
+def call_parsers(state: ServerState, tools: Tools | None, *, grammar: str | None) -> Callable[[], CallParser] | None:
+    """Makes parsers of tool calls: in JSON if there is a grammar, otherwise in the model's own format."""
+    if tools is None:
+        return None
+    kind = FORMATS[state.settings.tool_call_parser] if grammar is None else JsonCallParser
+    return partial(kind, tools.names, most_calls=None if tools.parallel else 1)
+
+
+def check_template(template: ChatTemplate) -> None:
+    """Raises RequestError 400 if the template does not show tools."""
+    if not template.reads("tools"):
+        message = "tools: this model's chat template has no place for tools; --chat-template FILE gives it another."
+        raise RequestError(400, message, param="tools")
+
+
+def _read_specs(raw: RawField) -> list[FunctionSpec]:
+    tools = read_raw("tools", raw, _decoder, max_bytes=MAX_TOOLS_BYTES) or []
+    if len(tools) > MAX_TOOLS:
+        raise invalid("tools", f"at most {MAX_TOOLS} are allowed, got {len(tools)}")
+    specs = [_checked(i, tool) for i, tool in enumerate(tools)]
+    seen: set[str] = set()
+    for i, spec in enumerate(specs):
+        if spec.name in seen:
+            raise invalid(f"tools.{i}.function.name", f"{spec.name!r} is the name of another tool, too")
+        seen.add(spec.name)
+    return specs
+
+
+def _checked(index: int, tool: ToolSpec) -> FunctionSpec:
+    where = f"tools.{index}"
+    if tool.type != "function":
+        raise unsupported(f"{where}.type", f"tools of the type `{tool.type[:40]}` are")
+    if tool.function is None:
+        raise invalid(f"{where}.function", "is missing")
+    if not _NAME.fullmatch(tool.function.name):
+        message = f"must be 1 to 64 letters, digits, `_`, `-` or `.`, got {tool.function.name[:70]!r}"
+        raise invalid(f"{where}.function.name", message)
+    if is_deeper_than(MAX_DEPTH, tool.function.parameters):
+        raise invalid(f"{where}.function.parameters", f"are nested more than {MAX_DEPTH} deep")
+    if (tool.function.parameters or {}).get("type", "object") != "object":
+        raise invalid(f"{where}.function.parameters.type", "must be `object`: arguments have names")
+    return tool.function
+
+
+def _read_choice(choice: str | Mapping[str, Any] | None) -> tuple[ToolChoice, str]:
+    """(the kind of choice, the name of the function that must be called)"""
+    match choice:
+        case None:
+            return ToolChoice.AUTO, ""
+        case "none" | "auto" | "required":
+            return ToolChoice(choice), ""
+        case {"type": "function", "function": {"name": str(name)}}:
+            return ToolChoice.NAMED, name
+        case {"type": str(kind)} if kind != "function":
+            raise unsupported("tool_choice", f"the type `{kind[:40]}` is")
+    raise invalid("tool_choice", 'must be none, auto, required or {"type": "function", "function": {"name": ...}}')
+
+
+def _given(spec: FunctionSpec) -> dict[str, Any]:
+    fields = msgspec.structs.asdict(spec)
+    fields.pop("strict")  # it constrains the answer and is not shown to the model
+    return {name: value for name, value in fields.items() if value is not None}

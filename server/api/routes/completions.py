@@ -1,0 +1,136 @@
+"""POST /v1/completions.
+
+The text of a special token in a prompt becomes that token. The tokenizer's begin-of-text is added unless
+`add_special_tokens` is false. (In chats no text of a user becomes a special token.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api.answers.answer import GenerationAnswer
+from server.api.answers.completion_writer import CompletionOptions, CompletionWriter, Prompt
+from server.api.request.body_reader import BodyReader
+from server.api.request.fields import COMPLETION_FIELDS
+from server.api.request.limits import check_counts, check_text_length, output_limit, truncation
+from server.api.request.sampling import check_ids, check_top_logprobs
+from server.api.request.schemas import CompletionRequest
+from server.api.request.score_limit import limit_scores
+from server.api.request.structured import requested_grammar
+from server.api.request.submission import check_min_tokens, check_num_choices, read_generation, start_generation
+from server.api.request.token_prompts import check_kinds, listed
+from server.api.route import ApiRoute
+from server.api.state import ServerState
+from server.text.special_tokens import SpecialTokens, encode_all
+from server.text.stream import decode_text
+
+DEFAULT_MAX_TOKENS = 16
+
+
+def completion_routes(state: ServerState) -> list[ApiRoute]:
+    """The route of completions."""
+    return [
+        ApiRoute(
+            path="/v1/completions",
+            endpoint=Completions(state).__call__,
+            method="POST",
+            generates=True,
+            body=CompletionRequest,
+            summary="Continues a text.",
+        )
+    ]
+
+
+class Completions:
+    """Answers `/v1/completions`."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._reader = BodyReader(CompletionRequest, COMPLETION_FIELDS, strict=state.settings.strict_fields)
+        self._split = SpecialTokens(state.tokenizer.special_tokens).split
+
+    async def __call__(self, request: Request) -> Response:
+        state = self._state
+        body, head = await read_generation(state, request, self._reader, id_prefix="cmpl")
+        for param, value in (("logprobs", body.logprobs), ("prompt_logprobs", body.prompt_logprobs)):
+            if value is not None:
+                check_top_logprobs(param, value)
+        echo = bool(body.echo)
+        check_counts(body.max_tokens, body.min_tokens, param="max_tokens", least=0 if echo else 1)
+
+        grammar = await requested_grammar(state, body)
+        given = listed("prompt", body.prompt)
+        check_num_choices(state, len(given), body.n)
+        for prompt in given:
+            self._check_length(body, prompt)  # first: a prompt that is too long is not read
+        check_kinds("prompt", body.prompt)
+        kept = truncation(body.truncate_prompt_tokens, state.client.info.max_model_len, body.max_tokens or 1)
+        prompts = await state.aside.run(sum(map(len, given)), self._encode, body, given, kept)
+        # max_tokens 0 (with echo): one hidden step computes the prompt's log-probabilities
+        limits = [self._limit(body, len(prompt.ids)) for prompt in prompts]
+        for limit in limits:
+            check_min_tokens(body, limit)
+        wants_scores = [value for value in (body.logprobs if echo else None, body.prompt_logprobs) if value is not None]
+        num_prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+        limit_scores(
+            limits,
+            n=head.n,
+            logprobs=body.logprobs,
+            num_prompt_scores=head.n * sum(value + 1 for value in wants_scores) * num_prompt_tokens,
+            fixed=True,
+            most=state.settings.max_request_logprobs,
+        )
+        generation = await start_generation(
+            state,
+            body,
+            head,
+            [prompt.ids for prompt in prompts],
+            limits,
+            logprobs=body.logprobs,
+            prompt_logprobs=max(wants_scores, default=None),
+            grammar=grammar,
+        )
+        options = CompletionOptions(
+            prompts=prompts,
+            echo=echo,
+            discard_output=body.max_tokens == 0,
+            logprobs=body.logprobs,
+            num_prompt_logprobs=body.prompt_logprobs,
+        )
+        writer = CompletionWriter(generation, head, state.tokenizer, options)
+        return GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream))
+
+    def _limit(self, body: CompletionRequest, num_prompt: int) -> int:
+        asked = None if body.max_tokens is None else max(1, body.max_tokens)
+        limit = output_limit(num_prompt, asked, self._state.client.info.max_model_len, param="max_tokens")
+        return min(limit, DEFAULT_MAX_TOKENS) if asked is None else limit
+
+    def _check_length(self, body: CompletionRequest, prompt: str | list[int]) -> None:
+        if isinstance(prompt, list):
+            if body.truncate_prompt_tokens is None:
+                self._limit(body, len(prompt))
+        elif isinstance(prompt, str):
+            check_text_length(len(prompt), self._state.tokenizer, self._state.client.info.max_model_len)
+
+    def _encode(self, body: CompletionRequest, given: Sequence[str | list[int]], kept: int | None) -> list[Prompt]:
+        """Encodes and truncates the prompts. The work grows with them, so long prompts are encoded in a thread."""
+        tokenizer = self._state.tokenizer
+        texts = [prompt for prompt in given if isinstance(prompt, str)]
+        encoded = iter(encode_all(tokenizer, [self._split(text) for text in texts]))
+        prompts = []
+        for prompt in given:
+            if isinstance(prompt, str):
+                ids = next(encoded)
+                ids = ids if body.add_special_tokens is False else tokenizer.with_affixes(ids)
+                if kept is None or len(ids) <= kept:
+                    prompts.append(Prompt(ids=ids, text=prompt))
+                    continue
+                ids = ids[-kept:]
+            else:
+                check_ids("prompt", prompt, self._state.client.info.vocab_size)
+                ids = prompt if kept is None else prompt[-kept:]
+            prompts.append(Prompt(ids=ids, text=decode_text(tokenizer, ids) if body.echo else ""))
+        return prompts

@@ -1,0 +1,189 @@
+"""The routes besides generation: models, health, version, load, metrics, and the tokenizer's routes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api.answers.answer import LongJson, json_response
+from server.api.metrics import CONTENT_TYPE
+from server.api.request.body_reader import BodyReader
+from server.api.request.fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
+from server.api.request.limits import check_text_length
+from server.api.request.prompt import encode_chat
+from server.api.request.sampling import check_ids
+from server.api.request.schemas import DetokenizeRequest, TokenizeRequest
+from server.api.request.template import template_of
+from server.api.request.tools import check_template, read_tools
+from server.api.route import Access, ApiRoute
+from server.api.state import ServerState
+from server.http.errors import RequestError, invalid, model_not_found, unavailable
+from server.http.json_pieces import LongText, json_pieces, list_of
+from server.text.special_tokens import SpecialTokens, encode_parts
+from server.text.stream import decode_text
+
+MAX_DETOKENIZED = 1_000_000  # tokens; each may have a hundred characters
+
+
+def info_routes(state: ServerState) -> list[ApiRoute]:
+    """The routes that generate nothing: models, health, load, version, tokens."""
+    info = Info(state)
+    routes = [
+        ApiRoute(path="/v1/models", endpoint=info.models, summary="The models that are served."),
+        ApiRoute(path="/v1/models/{name:path}", endpoint=info.model, summary="One of them."),
+        ApiRoute(path="/health", endpoint=info.health, access=Access.OPEN, summary="Whether requests are served."),
+        ApiRoute(path="/ping", endpoint=info.health, access=Access.OPEN, summary="As /health."),
+        ApiRoute(path="/ping", endpoint=info.health, method="POST", access=Access.OPEN, summary="As /health."),
+        ApiRoute(path="/version", endpoint=info.version, access=Access.OPEN, summary="The server's version."),
+        ApiRoute(path="/load", endpoint=info.load, summary="How many requests are being answered."),
+        ApiRoute(path="/metrics", endpoint=info.metrics, access=Access.OPEN, summary="Statistics for Prometheus."),
+        ApiRoute(
+            path="/tokenize",
+            endpoint=info.tokenize,
+            method="POST",
+            body=TokenizeRequest,
+            summary="The token ids of a text, or of a chat.",
+        ),
+        ApiRoute(
+            path="/detokenize",
+            endpoint=info.detokenize,
+            method="POST",
+            body=DetokenizeRequest,
+            summary="The text of token ids.",
+        ),
+    ]
+    if state.settings.enable_tokenizer_info:
+        summary = "The tokenizer's special tokens and chat template."
+        routes.append(ApiRoute(path="/tokenizer_info", endpoint=info.tokenizer_info, summary=summary))
+    return routes
+
+
+class Info:
+    """Answers the routes of `info_routes`."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        strict = state.settings.strict_fields
+        self._tokenize = BodyReader(TokenizeRequest, TOKENIZE_FIELDS, strict=strict)
+        self._detokenize = BodyReader(DetokenizeRequest, DETOKENIZE_FIELDS, strict=strict)
+        self._split = SpecialTokens(state.tokenizer.special_tokens).split
+
+    async def health(self, request: Request) -> Response:
+        """200 while requests are served. Raises RequestError 503 if the engine is dead or silent, or in a shutdown."""
+        client, settings = self._state.client, self._state.settings
+        if client.death is not None:
+            raise unavailable(f"The engine has failed: {client.death}")
+        silent_s = time.monotonic() - client.last_heartbeat
+        if silent_s > settings.heartbeat_timeout_s:
+            raise unavailable(f"The engine has not been heard of for {silent_s:.0f} s.")
+        if self._state.draining:
+            raise unavailable("The server is shutting down.")
+        return json_response({"status": "ok"})
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": self._state.settings.version})
+
+    async def load(self, request: Request) -> Response:
+        return json_response({"server_load": self._state.num_in_flight})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._state.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    async def models(self, request: Request) -> Response:
+        return json_response(
+            {"object": "list", "data": [self._model(name) for name in self._state.settings.model_names]}
+        )
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._state.settings.model_names:
+            raise model_not_found(name)
+        return json_response(self._model(name))
+
+    async def tokenize(self, request: Request) -> Response:
+        state = self._state
+        body = await self._tokenize.read(request, state.body_limits, state.aside)
+        state.check_model(body.model)
+        if body.messages is not None and body.prompt is None:
+            template = await template_of(state, body)
+            tools = read_tools(body.tools, None, parallel=None)
+            if tools is not None:
+                check_template(template)
+            ids = await encode_chat(state, body, template, tools)
+        elif body.prompt is not None and body.messages is None:
+            check_text_length(len(body.prompt), state.tokenizer, state.client.info.max_model_len)
+            affixes = body.add_special_tokens is not False
+            ids = await state.aside.run(len(body.prompt), self._encode, body.prompt, affixes)
+        else:
+            raise RequestError(400, "Give either `prompt` or `messages`.", param="prompt")
+        strings = list_of(map(state.tokenizer.vocabulary_string, ids), len(ids))
+        answer = {
+            "count": len(ids),
+            "max_model_len": state.client.info.max_model_len,
+            "tokens": list_of(ids, len(ids)),
+            "token_strs": strings if body.return_token_strs else None,
+        }
+        return LongJson(state.turns, json_pieces(answer))
+
+    def _encode(self, text: str, affixes: bool) -> list[int]:
+        ids = encode_parts(self._state.tokenizer, self._split(text))
+        return self._state.tokenizer.with_affixes(ids) if affixes else ids
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        tokenizer, settings = self._state.tokenizer, self._state.settings
+        answer = {
+            **tokenizer.template_variables,
+            "tokenizer_class": type(tokenizer).__name__,
+            "model_max_length": self._state.client.info.max_model_len,
+            "vocab_size": len(tokenizer.token_bytes),
+            "special_tokens": tokenizer.special_tokens,
+            "chat_template": settings.chat_template or tokenizer.chat_template,
+        }
+        return LongJson(self._state.turns, json_pieces(answer))
+
+    async def detokenize(self, request: Request) -> Response:
+        state = self._state
+        body = await self._detokenize.read(request, state.body_limits, state.aside)
+        state.check_model(body.model)
+        if len(body.tokens) > MAX_DETOKENIZED:
+            raise invalid("tokens", f"at most {MAX_DETOKENIZED} are decoded at once, got {len(body.tokens)}")
+        text = await state.aside.run(len(body.tokens), self._decode, body.tokens)
+        return LongJson(state.turns, json_pieces({"prompt": LongText(text)}))
+
+    def _decode(self, ids: list[int]) -> str:
+        check_ids("tokens", ids, self._state.client.info.vocab_size)
+        return decode_text(self._state.tokenizer, ids, skip_special_tokens=False)
+
+    def _model(self, name: str) -> dict[str, Any]:
+        state = self._state
+        return {
+            "id": name,
+            "object": "model",
+            "created": state.created,
+            "owned_by": "pallas-serve",
+            "root": state.settings.model_root or name,
+            "parent": None,
+            "max_model_len": state.client.info.max_model_len,
+            "permission": [_permission(name, state.created)],
+        }
+
+
+def _permission(name: str, created: int) -> dict[str, Any]:
+    """An object of OpenAI's first API; some clients still read it."""
+    return {
+        "id": f"modelperm-{name}",
+        "object": "model_permission",
+        "created": created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }

@@ -1,0 +1,92 @@
+"""/v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api.answers.answer import GenerationAnswer
+from server.api.request.body_reader import BodyReader
+from server.api.request.prompt import encode_chat
+from server.api.request.schemas import ChatRequest
+from server.api.request.submission import TIMEOUT_HEADER, check_generation
+from server.api.request.template import template_of
+from server.api.request.tools import usable_tools
+from server.api.route import ApiRoute
+from server.api.routes.chat import start_chat
+from server.api.routes.messages.schemas import COUNT_FIELDS, MESSAGES_FIELDS, CountRequest, MessagesRequest
+from server.api.routes.messages.translation import chat_request
+from server.api.routes.messages.writer import MessagesWriter, message_error
+from server.api.state import ServerState
+from server.http.errors import RequestError
+from server.http.sse import encode_json
+
+PATH = "/v1/messages"
+CHARS_OF_A_BLOCK = 40
+
+
+def messages_routes(state: ServerState) -> list[ApiRoute]:
+    """The routes of Anthropic's API."""
+    messages = Messages(state)
+    return [
+        ApiRoute(
+            path=PATH,
+            endpoint=messages.create,
+            method="POST",
+            generates=True,
+            body=MessagesRequest,
+            summary="Answers a conversation, in Anthropic's form.",
+        ),
+        ApiRoute(
+            path=f"{PATH}/count_tokens",
+            endpoint=messages.count_tokens,
+            method="POST",
+            body=CountRequest,
+            summary="How many tokens a conversation has.",
+        ),
+    ]
+
+
+class Messages:
+    """Answers the routes of `messages_routes`."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        strict = state.settings.strict_fields
+        self._reader = BodyReader(MessagesRequest, MESSAGES_FIELDS, strict=strict)
+        self._count_reader = BodyReader(CountRequest, COUNT_FIELDS, strict=strict)
+
+    async def create(self, request: Request) -> Response:
+        try:
+            return await self._create(request)
+        except RequestError as error:
+            return message_error(error)
+
+    async def count_tokens(self, request: Request) -> Response:
+        try:
+            return await self._count(request)
+        except RequestError as error:
+            return message_error(error)
+
+    async def _create(self, request: Request) -> Response:
+        state = self._state
+        body = await self._reader.read(request, state.body_limits, state.aside)
+        chat = await self._translated(body)
+        head = check_generation(state, chat, id_prefix="msg", timeout_header=request.headers.get(TIMEOUT_HEADER))
+        generation, _ = await start_chat(state, chat, head)
+        writer = MessagesWriter(generation, head)
+        return GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream), refuse=message_error)
+
+    async def _count(self, request: Request) -> Response:
+        state = self._state
+        body = await self._count_reader.read(request, state.body_limits, state.aside)
+        state.check_model(body.model)
+        chat = await self._translated(body)
+        template = await template_of(state, chat)
+        ids = await encode_chat(state, chat, template, await usable_tools(state, chat, template))
+        return Response(encode_json({"input_tokens": len(ids)}), media_type="application/json")
+
+    async def _translated(self, body: CountRequest) -> ChatRequest:
+        num_blocks = sum(len(turn.content) if isinstance(turn.content, list) else 1 for turn in body.messages)
+        size = CHARS_OF_A_BLOCK * num_blocks + (len(bytes(body.tools)) if body.tools else 0)
+        return await self._state.aside.run(size, chat_request, body)

@@ -1,0 +1,104 @@
+"""The requests of /v1/messages, and the tables of their undeclared fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from server.api.request.fields import FieldTable, Refused
+from server.api.request.schemas import Declared
+
+
+class Block(Declared):
+    """A piece of a message's content: text, a call of a tool, or what the tool gave."""
+
+    type: str
+    text: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[Block] | None = None
+    is_error: bool | None = None
+
+
+class InputMessage(Declared):
+    """One message of the conversation."""
+
+    role: str
+    content: str | list[Block]
+
+
+class MessageTool(Declared):
+    """A tool that the model may call."""
+
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    type: str | None = None
+
+
+class MessageToolChoice(Declared):
+    """Whether and which tool must be called."""
+
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class OutputConfig(Declared):
+    """What is asked of the output's text."""
+
+    format: dict[str, Any] | None = None  # {"type": "json_schema", "schema": ...}
+
+
+class CountRequest(Declared, kw_only=True):
+    """The body of a request to count tokens."""
+
+    messages: list[InputMessage]
+    model: str | None = None
+    system: str | list[Block] | None = None
+    tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    tool_choice: MessageToolChoice | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesRequest(CountRequest, kw_only=True):
+    """The body of a request for an answer."""
+
+    max_tokens: int
+    stream: bool | None = False
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    # beyond Anthropic's
+    seed: int | None = None
+    ignore_eos: bool | None = None
+
+
+_CONTENT = {"cache_control", "citations", "caller"}
+_BLOCK = FieldTable(kind=Block, without_effect=frozenset(_CONTENT | {"source", "signature", "thinking", "data"}))
+_INNER = {
+    "messages": FieldTable(kind=InputMessage, inner={"content": _BLOCK}),
+    "system": _BLOCK,
+    "tool_choice": FieldTable(kind=MessageToolChoice),
+    "output_config": FieldTable(
+        kind=OutputConfig, refused={"effort": Refused("a level of effort is not supported yet", ("high",))}
+    ),
+}
+_REFUSED = {
+    "container": Refused("running code is not supported yet"),
+    "context_management": Refused("making a conversation shorter is not supported yet"),
+    "mcp_servers": Refused("servers of tools are not supported yet"),
+    "output_format": Refused("this older form of `output_config.format` is not supported yet"),
+    "thinking": Refused("reasoning apart from the answer is not supported yet", ({"type": "disabled"},)),
+}
+_WITHOUT_EFFECT = frozenset({"metadata", "service_tier", "cache_control", "betas", "inference_geo"})
+
+MESSAGES_FIELDS = FieldTable(
+    kind=MessagesRequest, refused=_REFUSED, without_effect=_WITHOUT_EFFECT, inner=_INNER
+)  # fmt: skip
+COUNT_FIELDS = FieldTable(kind=CountRequest, refused=_REFUSED, without_effect=_WITHOUT_EFFECT, inner=_INNER)

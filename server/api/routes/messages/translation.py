@@ -1,0 +1,127 @@
+"""Translates a request of /v1/messages to a request of /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from server.api.request.raw_json import read_raw
+from server.api.request.schemas import ChatRequest, FunctionCall, Message, ToolCall
+from server.api.request.tools import MAX_TOOLS_BYTES
+from server.api.routes.messages.schemas import (
+    Block,
+    CountRequest,
+    InputMessage,
+    MessagesRequest,
+    MessageTool,
+    MessageToolChoice,
+)
+from server.http.errors import invalid, unsupported
+
+_tools = msgspec.json.Decoder(list[MessageTool] | None)
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def chat_request(body: CountRequest) -> ChatRequest:
+    """The same request to chat. Raises RequestError 400."""
+    system = [] if body.system is None else [Message("system", _text("system", body.system))]
+    turns = [message for i, turn in enumerate(body.messages) for message in _messages(f"messages.{i}", turn)]
+    parallel = None if body.tool_choice is None else not body.tool_choice.disable_parallel_tool_use
+    chat = ChatRequest(
+        model=body.model,
+        messages=system + turns,
+        tools=_chat_tools(body),
+        tool_choice=_chat_tool_choice(body.tool_choice),
+        parallel_tool_calls=parallel,
+        response_format=_response_format(body),
+    )
+    if isinstance(body, MessagesRequest):
+        chat.max_tokens = body.max_tokens
+        for name in ("stream", "temperature", "top_p", "top_k", "seed", "ignore_eos"):
+            setattr(chat, name, getattr(body, name))
+        chat.stop = body.stop_sequences
+    return chat
+
+
+def _response_format(body: CountRequest) -> msgspec.Raw | msgspec.UnsetType:
+    text_format = None if body.output_config is None else body.output_config.format
+    match text_format:
+        case None:
+            return msgspec.UNSET
+        case {"type": "json_schema", "schema": schema}:
+            return msgspec.Raw(msgspec.json.encode({"type": "json_schema", "json_schema": {"schema": schema}}))
+    raise invalid("output_config.format", 'must be {"type": "json_schema", "schema": ...}')
+
+
+def _messages(where: str, turn: InputMessage) -> Iterable[Message]:
+    """The messages of one turn. Tool results come before the turn's text: they must follow the calls."""
+    if turn.role not in ("user", "assistant", "system"):
+        raise invalid(f"{where}.role", f"must be user or assistant, got {turn.role[:40]!r}")
+    if isinstance(turn.content, str):
+        yield Message(turn.role, turn.content)
+        return
+    where = f"{where}.content"
+    texts, calls, results = [], [], []
+    for i, block in enumerate(turn.content):
+        match block.type:
+            case "text":
+                texts.append(_block_text(f"{where}.{i}", block))
+            case "tool_use":
+                calls.append(_call(f"{where}.{i}", block))
+            case "tool_result":
+                text = _text(f"{where}.{i}.content", block.content or "")
+                results.append(Message("tool", text, tool_call_id=block.tool_use_id))
+            case _:
+                raise unsupported(f"{where}.{i}", f"content of the type `{block.type[:40]}` is")
+    yield from results
+    if texts or not (calls or results):
+        yield Message(turn.role, "\n".join(texts))
+    if calls:
+        yield Message(turn.role, tool_calls=calls)
+
+
+def _call(where: str, block: Block) -> ToolCall:
+    if block.name is None:
+        raise invalid(f"{where}.name", "is missing")
+    return ToolCall(FunctionCall(block.name, block.input or {}), block.id)
+
+
+def _text(where: str, content: str | list[Block]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(_block_text(f"{where}.{i}", block) for i, block in enumerate(content))
+
+
+def _block_text(where: str, block: Block) -> str:
+    if block.type != "text":
+        raise unsupported(where, f"content of the type `{block.type[:40]}` is")
+    if block.text is None:
+        raise invalid(f"{where}.text", "is missing")
+    return block.text
+
+
+def _chat_tools(body: CountRequest) -> msgspec.Raw | msgspec.UnsetType:
+    tools = read_raw("tools", body.tools, _tools, max_bytes=MAX_TOOLS_BYTES)
+    if not tools:
+        return msgspec.UNSET
+    for i, tool in enumerate(tools):
+        if tool.type not in (None, "custom"):
+            raise unsupported(f"tools.{i}.type", f"tools of the type `{tool.type[:40]}` are")
+    return msgspec.Raw(msgspec.json.encode([_chat_tool(tool) for tool in tools]))
+
+
+def _chat_tool(tool: MessageTool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description}
+    return {"type": "function", "function": {**function, "parameters": tool.input_schema, "strict": tool.strict}}
+
+
+def _chat_tool_choice(choice: MessageToolChoice | None) -> str | dict[str, Any] | None:
+    if choice is None:
+        return None
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name or ""}}
+    if choice.type not in _CHOICES:
+        raise invalid("tool_choice.type", f"must be auto, any, tool or none, got {choice.type[:40]!r}")
+    return _CHOICES[choice.type]

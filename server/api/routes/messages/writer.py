@@ -1,0 +1,140 @@
+"""The answers of /v1/messages: one object, or events."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from batcher.request import FinishReason
+from server.api.answers.writer import AnswerHead
+from server.engine.generation import Choice, Gain, Generation
+from server.http.errors import RequestError
+from server.http.json_pieces import LongText, NestedList, json_pieces
+from server.http.sse import encode_json
+from server.text.tool_calls.pieces import CallDelta, Piece
+
+ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def error_body(error: RequestError) -> dict[str, Any]:
+    """A refusal in Anthropic's form."""
+    return {"type": "error", "error": {"type": ERROR_TYPES.get(error.status, "api_error"), "message": error.message}}
+
+
+def message_error(error: RequestError) -> Response:
+    """The answer to a refused request, in Anthropic's form."""
+    return Response(encode_json(error_body(error)), error.status, error.headers(), "application/json")
+
+
+class MessagesWriter:
+    """A `Writer` for one choice."""
+
+    def __init__(self, generation: Generation, head: AnswerHead) -> None:
+        self._generation = generation
+        self._head = head
+        self._num_blocks = 0
+        self._is_call = False  # whether the open block is a call
+
+    def whole(self) -> Iterator[bytes]:
+        (choice,) = self._generation.choices
+        pieces = choice.take().pieces
+        body = self._message(choice, NestedList(map(_block, pieces))) | _stop(choice)
+        return json_pieces(body | {"usage": _usage(choice)})
+
+    def opening(self, choice: Choice) -> Iterable[bytes]:
+        usage = _usage(choice) | {"output_tokens": 0}
+        message = self._message(choice, []) | {"stop_reason": None, "stop_sequence": None, "usage": usage}
+        return _event("message_start", message=message)
+
+    def gained(self, choice: Choice, gain: Gain) -> Iterable[bytes]:
+        return chain.from_iterable([self._piece_events(piece) for piece in gain.pieces])
+
+    def ending(self, choice: Choice) -> Iterable[bytes]:
+        delta = _event("message_delta", delta=_stop(choice), usage={"output_tokens": choice.num_tokens})
+        return chain(self._close(), delta, _event("message_stop"))
+
+    def last(self) -> bytes:
+        return b""
+
+    def failed(self, error: RequestError) -> bytes:
+        return b"".join(_event("error", error=error_body(error)["error"]))
+
+    def _piece_events(self, piece: Piece) -> Iterable[bytes]:
+        is_call = isinstance(piece, CallDelta)
+        begins = not self._num_blocks or is_call != self._is_call or (isinstance(piece, CallDelta) and piece.name)
+        before = chain(self._close(), self._open(piece)) if begins else ()
+        index = self._num_blocks - 1
+        if isinstance(piece, CallDelta):
+            delta = {"type": "input_json_delta", "partial_json": LongText(piece.arguments)}
+        else:
+            delta = {"type": "text_delta", "text": LongText(piece)}
+        return chain(before, _event("content_block_delta", index=index, delta=delta))
+
+    def _open(self, piece: Piece) -> Iterable[bytes]:
+        self._is_call = isinstance(piece, CallDelta)
+        self._num_blocks += 1
+        empty = _call_block(piece.name, {}) if isinstance(piece, CallDelta) else {"type": "text", "text": ""}
+        return _event("content_block_start", index=self._num_blocks - 1, content_block=empty)
+
+    def _close(self) -> Iterable[bytes]:
+        return _event("content_block_stop", index=self._num_blocks - 1) if self._num_blocks else ()
+
+    def _message(self, choice: Choice, content: Any) -> dict[str, Any]:
+        head = self._head
+        return {"id": head.id, "type": "message", "role": "assistant", "model": head.model, "content": content}
+
+
+def _block(piece: Piece) -> dict[str, Any]:
+    if isinstance(piece, CallDelta):
+        return _call_block(piece.name, _input(piece.arguments))
+    return {"type": "text", "text": LongText(piece)}
+
+
+def _call_block(name: str | None, arguments: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex}", "name": name, "input": arguments}
+
+
+def _input(arguments: str) -> Any:
+    """`input` must be an object. Arguments that are not a JSON object become the text field of one."""
+    raw = arguments.encode()
+    try:
+        msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, RecursionError):
+        return {"arguments": LongText(arguments)}
+    return msgspec.Raw(raw)
+
+
+def _stop(choice: Choice) -> dict[str, Any]:
+    if choice.finish_reason == FinishReason.LENGTH.value:
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if isinstance(choice.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
+    return {"stop_reason": "tool_use" if choice.num_calls else "end_turn", "stop_sequence": None}
+
+
+def _usage(choice: Choice) -> dict[str, Any]:
+    """The `usage` object. Cached prompt tokens are counted separately."""
+    cached = choice.num_cached_tokens
+    return {
+        "input_tokens": choice.num_prompt_tokens - cached,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": choice.num_tokens,
+    }
+
+
+def _event(kind: str, **fields: Any) -> Iterable[bytes]:
+    return chain((f"event: {kind}\ndata: ".encode(),), json_pieces({"type": kind, **fields}), (b"\n\n",))

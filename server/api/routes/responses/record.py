@@ -1,0 +1,179 @@
+"""One response: the fields of its request, the output items as they grow, and its end."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, ClassVar
+
+from batcher.request import FinishReason
+from server.api.request.schemas import Message
+from server.api.routes.responses.translation import call_message
+from server.engine.generation import Choice
+from server.http.errors import RequestError
+from server.http.json_pieces import LongText, NestedList
+from server.text.tool_calls.pieces import CallDelta, Piece
+
+IN_PROGRESS, COMPLETED, INCOMPLETE, CANCELLED, FAILED = "in_progress", "completed", "incomplete", "cancelled", "failed"
+LIMIT_REACHED = {"reason": "max_output_tokens"}
+
+
+class _GrowingItem:
+    """An item of the output, with its text up to now."""
+
+    ID_PREFIX: ClassVar[str]
+
+    def __init__(self, index: int) -> None:
+        self.index = index  # in the output
+        self.id = f"{self.ID_PREFIX}_{uuid.uuid4().hex}"
+        self._texts: list[str] = []
+
+    def add(self, text: str) -> None:
+        self._texts.append(text)
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+
+class TextItem(_GrowingItem):
+    """A message of the model."""
+
+    ID_PREFIX = "msg"
+
+    def part(self) -> dict[str, Any]:
+        return {"type": "output_text", "text": LongText(self.text), "annotations": [], "logprobs": []}
+
+    def fields(self, status: str) -> dict[str, Any]:
+        content = [] if status == IN_PROGRESS else [self.part()]
+        return {"type": "message", "id": self.id, "status": status, "role": "assistant", "content": content}
+
+
+class CallItem(_GrowingItem):
+    """A call of a function. Its text is the arguments."""
+
+    ID_PREFIX = "fc"
+
+    def __init__(self, index: int, name: str) -> None:
+        super().__init__(index)
+        self.call_id = f"call_{uuid.uuid4().hex}"
+        self.name = name
+
+    def fields(self, status: str) -> dict[str, Any]:
+        return {
+            "type": "function_call",
+            "id": self.id,
+            "call_id": self.call_id,
+            "name": self.name,
+            "arguments": "" if status == IN_PROGRESS else LongText(self.text),
+            "status": status,
+        }
+
+
+Item = TextItem | CallItem
+
+
+class ResponseRecord:
+    """One response. Only the event loop may use it.
+
+    Args:
+        fields: the fields of the response that repeat the request.
+        messages: the conversation up to the answer, without the instructions.
+        num_chars: the approximate number of characters in `messages`.
+    """
+
+    def __init__(self, id: str, fields: dict[str, Any], messages: Sequence[Message], num_chars: int) -> None:
+        self.id = id
+        self.status = IN_PROGRESS
+        self.items: list[Item] = []
+        self._fields = fields
+        self._messages = messages
+        self._num_chars = num_chars
+        self._usage: dict[str, Any] | None = None
+        self._error: dict[str, Any] | None = None
+        self._created = int(time.time())
+
+    @property
+    def is_over(self) -> bool:
+        return self.status != IN_PROGRESS
+
+    @property
+    def num_chars(self) -> int:
+        """The approximate number of characters that the record keeps."""
+        return self._num_chars + sum(len(item.text) for item in self.items)
+
+    def add(self, piece: Piece) -> tuple[Item, str, bool]:
+        """Adds a piece. Returns its item, its text, and whether the item is new."""
+        is_call = isinstance(piece, CallDelta)
+        text = piece.arguments if isinstance(piece, CallDelta) else piece
+        is_new = not self.items or isinstance(self.items[-1], CallItem) != is_call
+        if isinstance(piece, CallDelta) and piece.name is not None:
+            is_new = True
+            self.items.append(CallItem(len(self.items), piece.name))
+        elif is_new:
+            self.items.append(TextItem(len(self.items)))
+        self.items[-1].add(text)
+        return self.items[-1], text, is_new
+
+    def finish(self, choice: Choice) -> None:
+        """Call it when the choice has ended and all its pieces are added. Even an empty answer has one item."""
+        if not self.items:
+            self.add("")
+        self._usage = _usage(choice)
+        self.status = INCOMPLETE if choice.finish_reason == FinishReason.LENGTH.value else COMPLETED
+
+    def fail(self, error: RequestError) -> None:
+        if not self.is_over:
+            self.status = FAILED
+            code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+            self._error = {"code": code, "message": error.message}
+
+    def cancel(self) -> None:
+        if not self.is_over:
+            self.status = CANCELLED
+
+    def item_status(self, item: Item) -> str:
+        """The status of an item that does not grow any more."""
+        return INCOMPLETE if self.status != COMPLETED and self.is_over and item is self.items[-1] else COMPLETED
+
+    def body(self) -> dict[str, Any]:
+        """The response's JSON object, for `json_pieces`: it may hold long texts."""
+        items = [] if self.status == IN_PROGRESS else self.items
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "status": self.status,
+            "error": self._error,
+            "incomplete_details": LIMIT_REACHED if self.status == INCOMPLETE else None,
+            **self._fields,
+            "output": NestedList(item.fields(self.item_status(item)) for item in items),
+            "usage": self._usage,
+        }
+
+    @property
+    def input_messages(self) -> Sequence[Message]:
+        """The conversation that the response answers, without the instructions."""
+        return self._messages
+
+    def conversation(self) -> list[Message]:
+        """The messages up to and including this answer, for the next response of the conversation."""
+        answer: list[Message] = []
+        for is_call, group in groupby(self.items, key=lambda item: isinstance(item, CallItem)):
+            if is_call:
+                answer.append(call_message((c.call_id, c.name, c.text) for c in group if isinstance(c, CallItem)))
+            else:
+                answer += [Message("assistant", item.text) for item in group]
+        return [*self._messages, *answer]
+
+
+def _usage(choice: Choice) -> dict[str, Any]:
+    return {
+        "input_tokens": choice.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": choice.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": choice.num_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": choice.num_prompt_tokens + choice.num_tokens,
+    }

@@ -1,0 +1,214 @@
+"""/v1/responses: create, retrieve, delete, cancel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from server.api.answers.answer import GenerationAnswer, LongJson
+from server.api.request.body_reader import BodyReader
+from server.api.request.schemas import Message
+from server.api.request.submission import TIMEOUT_HEADER, check_generation
+from server.api.route import ApiRoute
+from server.api.routes.chat import start_chat
+from server.api.routes.responses.input_items import items_page
+from server.api.routes.responses.record import CANCELLED, ResponseRecord
+from server.api.routes.responses.schemas import RESPONSES_FIELDS, ResponsesRequest
+from server.api.routes.responses.store import ResponseStore
+from server.api.routes.responses.translation import (
+    FunctionTool,
+    chat_request,
+    input_messages,
+    own_names,
+    read_function_tools,
+)
+from server.api.routes.responses.writer import ResponsesWriter
+from server.api.state import ServerState
+from server.engine.generation import Generation
+from server.http.errors import NOT_FOUND, RequestError, invalid
+from server.http.json_pieces import json_pieces
+
+PATH = "/v1/responses"
+MAX_METADATA = 16
+MAX_METADATA_CHARS = (64, 512)  # of a key, of a value
+CHARS_OF_AN_ITEM = 40
+
+
+def responses_routes(state: ServerState) -> list[ApiRoute]:
+    """The routes of the Responses API."""
+    responses = Responses(state)
+    return [
+        ApiRoute(
+            path=PATH,
+            endpoint=responses.create,
+            method="POST",
+            generates=True,
+            body=ResponsesRequest,
+            summary="Answers an input, and keeps the answer.",
+        ),
+        ApiRoute(path=f"{PATH}/{{id}}", endpoint=responses.retrieve, summary="A response that was kept."),
+        ApiRoute(path=f"{PATH}/{{id}}", endpoint=responses.delete, method="DELETE", summary="Forgets it."),
+        ApiRoute(path=f"{PATH}/{{id}}/input_items", endpoint=responses.input_items, summary="The input of a response."),
+        ApiRoute(
+            path=f"{PATH}/{{id}}/cancel", endpoint=responses.cancel, method="POST", summary="Ends one that is running."
+        ),
+    ]
+
+
+class Responses:
+    """Answers the routes of `responses_routes`."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._reader = BodyReader(ResponsesRequest, RESPONSES_FIELDS, strict=state.settings.strict_fields)
+        self._store = ResponseStore()
+        self._running: dict[str, Generation] = {}  # of responses that are stored
+
+    async def create(self, request: Request) -> Response:
+        state = self._state
+        body = await self._reader.read(request, state.body_limits, state.aside)
+        _check_metadata(body.metadata)
+        earlier = self._earlier(body.previous_response_id)
+        size = len(bytes(body.tools)) if body.tools else 0
+        tools, new, num_chars = await state.aside.run(size + _size(body), _translated, body)
+        messages = new if earlier is None else [*earlier.conversation(), *new]
+        chat = chat_request(body, tools, messages)
+        with own_names():
+            head = check_generation(state, chat, id_prefix="resp", timeout_header=request.headers.get(TIMEOUT_HEADER))
+            generation, _ = await start_chat(state, chat, head)
+        num_chars += 0 if earlier is None else earlier.num_chars
+        record = ResponseRecord(head.id, _repeated(body, tools, head.model, state), messages, num_chars)
+        stores = body.store is not False
+        if stores:
+            self._store.put(record)
+            self._running[record.id] = generation
+        writer = ResponsesWriter(generation, record, lambda: self._end(record, stores))
+        return _Answer(
+            GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream)),
+            lambda: self._leave(record),
+        )
+
+    async def retrieve(self, request: Request) -> Response:
+        return self._shown(self._find(request))
+
+    async def input_items(self, request: Request) -> Response:
+        record = self._find(request)
+        page = items_page(record.id, record.input_messages, request.query_params)
+        return LongJson(self._state.turns, json_pieces(page))
+
+    async def delete(self, request: Request) -> Response:
+        record = self._find(request)
+        self._store.remove(record.id)
+        answer = {"id": record.id, "object": "response", "deleted": True}
+        return LongJson(self._state.turns, json_pieces(answer))
+
+    async def cancel(self, request: Request) -> Response:
+        """Ends a response that is being generated. The connection of the response gets an error."""
+        record = self._find(request)
+        if record.is_over and record.status != CANCELLED:
+            raise RequestError(400, f"The response is over: {record.status}.", code="response_not_cancellable")
+        record.cancel()
+        if (generation := self._running.pop(record.id, None)) is not None:
+            generation.fail(RequestError(409, "The response was cancelled.", code="response_cancelled"))
+        return self._shown(record)
+
+    def _shown(self, record: ResponseRecord) -> Response:
+        return LongJson(self._state.turns, json_pieces(record.body()))
+
+    def _find(self, request: Request) -> ResponseRecord:
+        id = request.path_params["id"]
+        record = self._store.get(id)
+        if record is None:
+            message = f"There is no response with the id {id[:100]!r}: it is not stored, or not any more."
+            raise RequestError(404, message, type=NOT_FOUND, param="response_id")
+        return record
+
+    def _earlier(self, id: str | None) -> ResponseRecord | None:
+        """The response that the request continues."""
+        if id is None:
+            return None
+        record = self._store.get(id)
+        if record is None:
+            message = f"previous_response_id: there is no response with the id {id[:100]!r}."
+            raise RequestError(400, message, param="previous_response_id", code="previous_response_not_found")
+        if not record.is_over:
+            raise invalid("previous_response_id", "the response is still being made")
+        return record
+
+    def _end(self, record: ResponseRecord, stores: bool) -> None:
+        self._running.pop(record.id, None)
+        if stores and self._store.get(record.id) is record:  # it may have been deleted meanwhile
+            self._store.put(record)
+
+    def _leave(self, record: ResponseRecord) -> None:
+        """The connection has ended: a response that is not complete by now is cancelled."""
+        self._running.pop(record.id, None)
+        record.cancel()
+
+
+class _Answer(Response):
+    """An answer. `on_done` is called when it has been sent or its client has disconnected."""
+
+    def __init__(self, answer: Response, on_done: Callable[[], None]) -> None:
+        self._answer = answer
+        self._on_done = on_done
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            self._on_done()
+
+
+def _translated(body: ResponsesRequest) -> tuple[list[FunctionTool], list[Message], int]:
+    """The tools, the messages of the input, and the approximate number of characters in the messages."""
+    messages = input_messages(body)
+    return read_function_tools(body), messages, sum(map(_message_size, messages))
+
+
+def _size(body: ResponsesRequest) -> int:
+    """The size, in characters, of the work to translate the body. Texts do not count: they are not copied."""
+    return 0 if isinstance(body.input, str) else CHARS_OF_AN_ITEM * len(body.input)
+
+
+def _message_size(message: Message) -> int:
+    parts = [message.content] if isinstance(message.content, str) else [part.text for part in message.content or ()]
+    calls = [call.function.arguments for call in message.tool_calls or ()]
+    return CHARS_OF_AN_ITEM + sum(len(text) for text in (*parts, *calls) if isinstance(text, str))
+
+
+def _check_metadata(metadata: dict[str, str] | None) -> None:
+    if metadata is None:
+        return
+    key_chars, value_chars = MAX_METADATA_CHARS
+    if len(metadata) > MAX_METADATA:
+        raise invalid("metadata", f"at most {MAX_METADATA} pairs are kept, got {len(metadata)}")
+    if any(len(key) > key_chars or len(value) > value_chars for key, value in metadata.items()):
+        raise invalid("metadata", f"keys have at most {key_chars} characters, values at most {value_chars}")
+
+
+def _repeated(body: ResponsesRequest, tools: list[FunctionTool], model: str, state: ServerState) -> dict[str, Any]:
+    """The fields of the response that repeat the request, with defaults filled in."""
+    defaults = state.settings.generation_defaults
+    return {
+        "model": model,
+        "instructions": body.instructions,
+        "metadata": body.metadata or {},
+        "max_output_tokens": body.max_output_tokens,
+        "temperature": defaults.temperature if body.temperature is None else body.temperature,
+        "top_p": defaults.top_p if body.top_p is None else body.top_p,
+        "tools": tools,
+        "tool_choice": body.tool_choice or "auto",
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": None, "summary": None},
+        "store": body.store is not False,
+        "truncation": "disabled",
+        "background": False,
+    }

@@ -1,0 +1,102 @@
+"""The request of /v1/responses, and the table of its undeclared fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from server.api.request.fields import NO_REASONING, FieldTable, Refused
+from server.api.request.schemas import Declared
+
+
+class InputPart(Declared):
+    """A part of an item's content."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class InputItem(Declared):
+    """A message (then `type` may be missing), a call of a function, or what the function gave."""
+
+    type: str | None = None
+    role: str | None = None
+    content: str | list[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[InputPart] | None = None
+
+
+class TextOptions(Declared):
+    """What the text of the answer is to be."""
+
+    format: dict[str, Any] | None = None
+
+
+class ResponsesRequest(Declared, kw_only=True):
+    """The body of a request for a response."""
+
+    input: str | list[InputItem]
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    stream: bool | None = False
+    store: bool | None = None  # None: true
+    metadata: dict[str, str] | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    # beyond OpenAI's
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+_PART = FieldTable(kind=InputPart, without_effect=frozenset({"annotations", "logprobs"}))
+_ITEM = FieldTable(
+    kind=InputItem, without_effect=frozenset({"id", "status", "phase"}), inner={"content": _PART, "output": _PART}
+)
+RESPONSES_FIELDS = FieldTable(
+    kind=ResponsesRequest,
+    refused={
+        "background": Refused("answering after the connection has closed is not supported yet"),
+        "context_management": Refused("making a conversation shorter is not supported yet"),
+        "conversation": Refused(
+            "conversations that are kept apart are not supported yet; there is previous_response_id"
+        ),
+        "include": Refused("further parts of the output are not supported yet", (["reasoning.encrypted_content"],)),
+        "moderation": Refused("moderation is not supported yet"),
+        "prompt": Refused("templates of prompts are not supported yet"),
+        "reasoning": NO_REASONING,
+        "top_logprobs": Refused("log-probabilities are not supported yet here; /v1/chat/completions has them"),
+        "truncation": Refused("cutting prompts is not supported yet", ("disabled",)),
+    },
+    without_effect=frozenset(
+        "max_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier service_tier "
+        "stream_options user".split()
+    ),
+    inner={
+        "input": _ITEM,
+        "text": FieldTable(
+            kind=TextOptions,
+            refused={
+                "verbosity": Refused("a level of verbosity is not supported yet: say it in a message", ("medium",))
+            },
+        ),
+    },
+)

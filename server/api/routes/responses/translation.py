@@ -1,0 +1,155 @@
+"""Translates a request of /v1/responses to a request of /v1/chat/completions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from server.api.request.raw_json import read_raw
+from server.api.request.schemas import ChatRequest, ContentPart, FunctionCall, Message, ToolCall
+from server.api.request.template_input import check_role
+from server.api.request.tools import MAX_TOOLS_BYTES
+from server.api.routes.responses.schemas import InputItem, InputPart, ResponsesRequest
+from server.http.errors import RequestError, invalid, unsupported
+
+# chat's names -> the names of this route
+_OTHER_NAMES = {
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text.format",
+}
+_PART_TYPES = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+# fields with the same meaning in both routes
+_SAME = (
+    *("model", "stream", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "seed", "stop", "ignore_eos", "priority", "cache_salt", "chat_template_kwargs"),
+    "parallel_tool_calls",
+)
+
+
+class FunctionTool(msgspec.Struct):
+    """A tool in the form of the Responses API."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+_tools = msgspec.json.Decoder(list[FunctionTool] | None)
+
+
+@contextlib.contextmanager
+def own_names() -> Iterator[None]:
+    """In errors of the chat, replaces its field names by those of this route."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param in _OTHER_NAMES:
+            own = _OTHER_NAMES[error.param]
+            error.message = error.message.replace(error.param, own)
+            error.param = own
+        raise
+
+
+def read_function_tools(body: ResponsesRequest) -> list[FunctionTool]:
+    """The request's tools. Raises RequestError 400."""
+    tools = read_raw("tools", body.tools, _tools, max_bytes=MAX_TOOLS_BYTES) or []
+    for i, tool in enumerate(tools):
+        if tool.type != "function":
+            raise unsupported(f"tools.{i}.type", f"tools of the type `{tool.type[:40]}` are")
+        if tool.name is None:
+            raise invalid(f"tools.{i}.name", "is missing")
+    return tools
+
+
+def chat_request(body: ResponsesRequest, tools: Sequence[FunctionTool], messages: Sequence[Message]) -> ChatRequest:
+    """The same request to chat. `messages` are the conversation without the instructions. Raises RequestError 400."""
+    instructions = [] if body.instructions is None else [Message("system", body.instructions)]
+    return ChatRequest(
+        messages=[*instructions, *messages],
+        max_completion_tokens=body.max_output_tokens,
+        tools=msgspec.Raw(msgspec.json.encode(list(map(_chat_tool, tools)))) if tools else msgspec.UNSET,
+        tool_choice=_tool_choice(body.tool_choice),
+        response_format=_response_format(body.text.format if body.text else None),
+        **{name: getattr(body, name) for name in _SAME},
+    )
+
+
+def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
+    fields = msgspec.structs.asdict(tool)
+    return {"type": fields.pop("type"), "function": fields}
+
+
+def _response_format(text_format: dict[str, Any] | None) -> msgspec.Raw | msgspec.UnsetType:
+    """The format in chat's form, where the schema is one level deeper."""
+    if text_format is None:
+        return msgspec.UNSET
+    if text_format.get("type") == "json_schema":
+        schema = {name: value for name, value in text_format.items() if name != "type"}
+        text_format = {"type": "json_schema", "json_schema": schema}
+    return msgspec.Raw(msgspec.json.encode(text_format))
+
+
+def _tool_choice(choice: str | Mapping[str, Any] | None) -> str | dict[str, Any] | None:
+    match choice:
+        case {"type": "function", "name": name}:
+            return {"type": "function", "function": {"name": name}}
+        case Mapping():
+            return dict(choice)
+    return choice
+
+
+def input_messages(body: ResponsesRequest) -> list[Message]:
+    """The messages of the input. Consecutive calls are put in one message. Raises RequestError 400."""
+    if isinstance(body.input, str):
+        return [Message("user", body.input)]
+    messages: list[Message] = []
+    for i, item in enumerate(body.input):
+        message = _message(f"input.{i}", item)
+        if message.tool_calls and messages and messages[-1].tool_calls:
+            messages[-1].tool_calls.extend(message.tool_calls)
+        else:
+            messages.append(message)
+    return messages
+
+
+def call_message(calls: Iterable[tuple[str, str, str]]) -> Message:
+    """A message of the assistant. Each call is (call id, name, arguments)."""
+    return Message("assistant", tool_calls=[ToolCall(FunctionCall(name, text), id) for id, name, text in calls])
+
+
+def _message(where: str, item: InputItem) -> Message:
+    kind = item.type or "message"
+    match kind:
+        case "message":
+            if item.role is None:
+                raise invalid(f"{where}.role", "is missing")
+            check_role(f"{where}.role", item.role)
+            return Message(item.role, _content(f"{where}.content", item.content))
+        case "function_call":
+            if item.name is None or item.call_id is None or item.arguments is None:
+                raise invalid(where, "a function_call needs `call_id`, `name` and `arguments`")
+            return call_message([(item.call_id, item.name, item.arguments)])
+        case "function_call_output":
+            if item.call_id is None or item.output is None:
+                raise invalid(where, "a function_call_output needs `call_id` and `output`")
+            return Message("tool", _content(f"{where}.output", item.output), tool_call_id=item.call_id)
+    raise unsupported(f"{where}.type", f"items of the type `{kind[:40]}` are")
+
+
+def _content(where: str, content: str | list[InputPart] | None) -> str | list[ContentPart] | None:
+    if not isinstance(content, list):
+        return content
+    parts = []
+    for i, part in enumerate(content):
+        if part.type not in _PART_TYPES:
+            raise unsupported(f"{where}.{i}", f"content of the type `{part.type[:40]}` is")
+        if (part.refusal if part.type == "refusal" else part.text) is None:
+            raise invalid(f"{where}.{i}.{_PART_TYPES[part.type]}", "is missing")
+        parts.append(ContentPart(_PART_TYPES[part.type], part.text, part.refusal))
+    return parts

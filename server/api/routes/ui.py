@@ -1,0 +1,117 @@
+"""The page at `/`: a chat and a dashboard, served from `server/ui`, and the dashboard's numbers.
+
+The page needs no key, because it holds no data; the routes that it calls need one. Its files are read once, at start.
+They load nothing from other hosts, and the content security policy enforces this in the browser.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from batcher.stats import Histogram
+from batcher.step_log import StepRecord
+from server.api.route import Access, ApiRoute
+from server.api.state import ServerState
+from server.http.errors import invalid
+from server.http.sse import encode_json
+
+FOLDER = Path(__file__).parents[2] / "ui"
+CONTENT_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+def ui_routes(state: ServerState) -> list[ApiRoute]:
+    """The page's files and its numbers; none with `--no-ui`."""
+    if not state.settings.ui:
+        return []
+    routes = [_file_route(path) for path in sorted(FOLDER.iterdir()) if path.suffix in CONTENT_TYPES]
+    return [*routes, ApiRoute(path="/ui/state", endpoint=Dashboard(state).state)]
+
+
+def _file_route(path: Path) -> ApiRoute:
+    content = path.read_bytes()
+    headers = {
+        "content-type": CONTENT_TYPES[path.suffix],
+        "content-security-policy": POLICY,
+        "x-content-type-options": "nosniff",
+        "cache-control": "no-cache",
+        "etag": f'"{hashlib.sha256(content).hexdigest()[:32]}"',
+    }
+
+    async def serve(request: Request) -> Response:
+        if request.headers.get("if-none-match") == headers["etag"]:
+            return Response(status_code=304, headers=headers)
+        return Response(content, headers=headers)
+
+    return ApiRoute(path="/" if path.name == "index.html" else f"/ui/{path.name}", endpoint=serve, access=Access.OPEN)
+
+
+class Dashboard:
+    """Answers `/ui/state`."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    async def state(self, request: Request) -> Response:
+        """The engine's statistics, and its sampled steps after `?after=NUMBER`. Raises RequestError 400."""
+        after = request.query_params.get("after", "-1")
+        try:
+            last = int(after)
+        except ValueError:
+            raise invalid("after", f"the number of a step, got {after[:50]!r}") from None
+        return Response(encode_json(self._snapshot(last)), media_type="application/json")
+
+    def _snapshot(self, last: int) -> dict[str, Any]:
+        state, stats = self._state, self._state.client.stats
+        return {
+            "model": state.settings.model_names[0],
+            "version": state.settings.version,
+            "max_model_len": state.client.info.max_model_len,
+            "alive": state.client.death is None,
+            "running": stats.num_requests_running,
+            "waiting": stats.num_requests_waiting,
+            "pages": stats.num_pages,
+            "pages_used": stats.num_pages_used,
+            "pages_reusable": stats.num_pages_reusable,
+            "prompt_tokens": stats.prompt_tokens,
+            "generation_tokens": stats.generation_tokens,
+            "prefix_cache_queries": stats.prefix_cache_queries,
+            "prefix_cache_hits": stats.prefix_cache_hits,
+            "preemptions": stats.num_preemptions,
+            "compiles_after_warm_up": stats.num_compiles_after_warm_up,
+            "num_steps": stats.num_steps,
+            "step_tokens": stats.step_tokens,
+            "step_tokens_padded": stats.step_tokens_padded,
+            "finished": stats.finished,
+            "time_to_first_token": _histogram(stats.time_to_first_token),
+            "inter_token_latency": _histogram(stats.inter_token_latency),
+            "steps": [_step(record) for record in stats.recent_steps if record.number > last],
+        }
+
+
+def _histogram(histogram: Histogram) -> dict[str, Any]:
+    return {"bounds": histogram.bounds, "counts": histogram.counts, "total": histogram.total}
+
+
+def _step(record: StepRecord) -> dict[str, Any]:
+    return {
+        "number": record.number,
+        "time_s": record.time_s,
+        "variant": record.variant,
+        "tokens": record.num_tokens,
+        "tokens_padded": record.num_tokens_padded,
+        "slots": record.slots,
+    }
