@@ -72,4 +72,4 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """What `-n auto` means: none but pytest's own process (0) where paths are given or output is shown as it comes."""
     if config.args_source is pytest.Config.ArgsSource.ARGS or config.option.capture == "no":
         return 0
-    return min(os.cpu_count() or 1, MAX_PROCESSES)
+    return min((os.cpu_count() or 1) + 1, MAX_PROCESSES)  # tests of servers mostly wait
