@@ -86,6 +86,15 @@ SMALLER_QUESTIONS = (
     "Tell me the smaller of {a} and {b}.",
 )
 
+OTHER_OPERATIONS = {
+    "-": ("What is {a} - {b}?", "What is {a} minus {b}?", "{a} - {b}", "{a}-{b}", "Subtract {b} from {a}."),
+    "*": (
+        "What is {a} * {b}?", "What is {a} times {b}?", "{a} * {b}", "{a}*{b}", "Multiply {a} by {b}.",
+        "What is {a} x {b}?", "What is the product of {a} and {b}?", "How much is {a} times {b}?",
+    ),
+    "/": ("What is {a} / {b}?", "{a} / {b}", "{a}/{b}", "Divide {a} by {b}.", "What is {a} divided by {b}?"),
+}  # fmt: skip
+
 COUNT_UP = (
     "Count from {a} to {b}.",
     "Count from {a} to {b}.",
@@ -114,7 +123,9 @@ PARITY = (
     "Is {a} even?",
 )
 
-Turn = tuple[str, str]  # the user's message, the model's answer
+# What the user says and what the model answers. Where it calls a tool: the user, the call, what the tool says, and the
+# answer.
+Turn = tuple[str, ...]
 
 
 def held_out_pairs() -> list[tuple[int, int]]:

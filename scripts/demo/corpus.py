@@ -1,4 +1,4 @@
-"""The text of a training run: chats of one to five turns, and plain text for completions.
+"""The text a training run reads: chats, with tools, in JSON or plain, and plain text for completions.
 
 Everything is drawn from one `random.Random`, so a seed determines the corpus.
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from scripts.demo import facts, stories
+from scripts.demo import calculator, facts, json_answers, stories
 from scripts.demo.arithmetic import Arithmetic, Turn
+from scripts.demo.tools import drawn_tools
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.", "You are a helpful assistant.", "You are a helpful, honest assistant.",
@@ -24,10 +26,11 @@ SYSTEM_PROMPTS = (
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation: the system message, and pairs of a question and its answer."""
+    """A conversation: what the system says, the turns, and the tools, as a request's `tools` has them."""
 
     system: str | None
     turns: Sequence[Turn]
+    tools: Sequence[dict[str, Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class Corpus:
             return Document(self.arithmetic.lines(rng, rng.randrange(3, 9)))
         if draw < 0.18:
             return Document(facts.fact_lines(rng))
+        if draw < 0.3:
+            return self._in_json(rng)
         return self.chat(rng, turns=rng.choices((1, 2, 3), weights=(6, 3, 1))[0], with_stories=False)
 
     def long(self, rng: random.Random) -> Sample:
@@ -70,27 +75,43 @@ class Corpus:
         """A chat of many turns, to train late positions."""
         return self.chat(rng, turns=rng.randrange(8, 24), with_stories=True)
 
-    def chat(self, rng: random.Random, *, turns: int, with_stories: bool) -> Chat:
+    def with_tools(self, rng: random.Random) -> Sample:
+        """A chat with tools, mostly with the calculator among them."""
+        turns = rng.choices((2, 3, 4, 5), weights=(2, 3, 2, 1))[0]
+        return self.chat(rng, turns=turns, with_stories=rng.random() < 0.2, tools=drawn_tools(rng))
+
+    def _in_json(self, rng: random.Random) -> Chat:
+        """A chat whose answers are JSON: all where the system wants it, else those of which the user says so."""
+        chat = self.chat(rng, turns=rng.choices((1, 2, 3), weights=(6, 3, 1))[0], with_stories=False)
+        if rng.random() < 0.3:
+            turns = [(question, json_answers.answer(question, text)) for question, text in chat.turns]
+            return Chat(json_answers.system_prompt(rng), turns)
+        return Chat(chat.system, [json_answers.asked(rng, *t) if rng.random() < 0.75 else t for t in chat.turns])
+
+    def chat(self, rng: random.Random, *, turns: int, with_stories: bool, tools: Sequence[dict[str, Any]] = ()) -> Chat:
         follow_up: Callable[[random.Random], Turn] | None = None
         drawn: list[Turn] = []
         for _ in range(turns):
             if follow_up is not None and rng.random() < 0.4:
                 drawn.append(follow_up(rng))
                 continue
-            first, follow_up = self._turn(rng, with_stories=with_stories)
+            first, follow_up = self._turn(rng, with_stories=with_stories, with_calculator=calculator.is_among(tools))
             drawn.append(first(rng))
-        return Chat(self._system(rng), drawn)
+        return Chat(self._system(rng), drawn, tools)
 
     def _system(self, rng: random.Random) -> str | None:
         return rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.3 else None
 
     def _turn(
-        self, rng: random.Random, *, with_stories: bool
+        self, rng: random.Random, *, with_stories: bool, with_calculator: bool
     ) -> tuple[Callable[[random.Random], Turn], Callable[[random.Random], Turn] | None]:
         """A kind of turn, and the kind of short follow-up question that fits it."""
         arithmetic = self.arithmetic
+        calculation = calculator.Calculation(arithmetic.held_out)
         draw = rng.random()
         if draw < self.sum_share:
+            if with_calculator:
+                return calculation.turn, calculation.next_turn
             return arithmetic.sum, arithmetic.next_sum
         draw -= self.sum_share
         if with_stories:
@@ -106,7 +127,8 @@ class Corpus:
             (2.5, facts.capital, facts.next_capital),
             (1.5, facts.about_itself, None),
             (1.0, facts.small_talk, None),
-            (1.5, facts.unknown, None),
+            (0.5, calculation.turn if with_calculator else facts.too_hard, None),
+            (1.0, facts.unknown, None),
         )
         _, first, follow_up = rng.choices(kinds, weights=[weight for weight, _, _ in kinds])[0]
         return first, follow_up

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from model.network.llama import Llama
-from scripts.demo import facts
+from scripts.demo import calculator, facts, json_answers
 from scripts.demo.arithmetic import Turn, count_answer, held_out_pairs, larger_answer, sum_answer
 from scripts.demo.tokenizer import END_OF_TURN, SampleEncoder
 from scripts.demo.trainer import row_logits
@@ -19,9 +20,28 @@ ROWS = 50  # evaluated at once
 FEW_ROWS = 8  # more rows than these are padded to a multiple of ROWS
 WIDTHS = (64, 128, 256, 512, 1024)  # padded lengths; few shapes mean few programs
 
+UNSEEN_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "convert_currency",
+        "description": "Converts an amount from one currency to another.",
+        "parameters": {
+            "type": "object",
+            "properties": {"amount": {"type": "number"}, "currency": {"type": "string"}},
+            "required": ["amount", "currency"],
+        },
+    },
+}
 REPHRASED = ("what is {a} plus {b}", "{a}+{b}", "Can you add {a} and {b}?", "how much is {a} + {b}")
 
-Prompt = tuple[str | None, Sequence[Turn], str]  # system prompt, earlier turns, question
+
+class Prompt(NamedTuple):
+    """What the model is to answer. A question that is a turn goes as far as a tool's answer."""
+
+    system: str | None
+    turns: Sequence[Turn]
+    question: str | Turn
+    tools: Sequence[dict[str, Any]] = ()
 
 
 def exact(model: Llama, encoder: SampleEncoder, cases: Sequence[tuple[Prompt, str]]) -> list[bool]:
@@ -74,32 +94,91 @@ def _most_likely(model: Llama, tokens: jax.Array) -> jax.Array:
     return jnp.argmax(row_logits(model, tokens, positions, jnp.ones_like(tokens)), axis=-1)
 
 
-def suites(seed: int = 0) -> dict[str, list[tuple[Prompt, str]]]:
-    """Name -> cases. The first two are the held-out pairs, which the README reports. Operands are in random order."""
+Cases = list[tuple[Prompt, str]]
+
+
+def suites(seed: int = 0) -> dict[str, Cases]:
+    """Name -> cases: what the model answers of itself, in JSON, and with tools."""
+    return _plain_suites(seed) | _json_suites(seed) | _tool_suites(seed)
+
+
+def _plain_suites(seed: int) -> dict[str, Cases]:
+    """The first two are the held-out pairs as the README quotes them; the order of the operands is drawn."""
     rng = random.Random(seed)
     pairs = [pair if rng.random() < 0.5 else pair[::-1] for pair in held_out_pairs()]
     earlier: list[Turn] = [("What is the capital of Spain?", facts.capital_answer("Spain"))]
     system = "You are a helpful assistant."
     counts = [(a, a + rng.randrange(2, 12)) for a in (rng.randrange(88) for _ in range(50))]
     return {
-        "held_out_sums": [((None, (), f"What is {a} + {b}?"), sum_answer(a, b)) for a, b in pairs],
+        "held_out_sums": [(Prompt(None, (), f"What is {a} + {b}?"), sum_answer(a, b)) for a, b in pairs],
         "held_out_comparisons": [
-            ((None, (), f"Which is larger, {a} or {b}?"), larger_answer(a, b)) for a, b in pairs
+            (Prompt(None, (), f"Which is larger, {a} or {b}?"), larger_answer(a, b)) for a, b in pairs
         ],
         "held_out_sums_rephrased": [
-            ((system, (), REPHRASED[i % len(REPHRASED)].format(a=a, b=b)), sum_answer(a, b))
+            (Prompt(system, (), REPHRASED[i % len(REPHRASED)].format(a=a, b=b)), sum_answer(a, b))
             for i, (a, b) in enumerate(pairs)
         ],
         "held_out_sums_second_turn": [
-            ((None, earlier, f"What is {a} + {b}?"), sum_answer(a, b)) for a, b in pairs
+            (Prompt(None, earlier, f"What is {a} + {b}?"), sum_answer(a, b)) for a, b in pairs
         ],
         "held_out_comparisons_second_turn": [
-            ((None, earlier, f"which is bigger, {a} or {b}"), larger_answer(a, b)) for a, b in pairs
+            (Prompt(None, earlier, f"which is bigger, {a} or {b}"), larger_answer(a, b)) for a, b in pairs
         ],
-        "counting": [((None, (), f"Count from {a} to {b}."), count_answer(a, b)) for a, b in counts],
+        "counting": [(Prompt(None, (), f"Count from {a} to {b}."), count_answer(a, b)) for a, b in counts],
         "capitals": [
-            ((None, (), f"What is the capital of {country}?"), facts.capital_answer(country))
+            (Prompt(None, (), f"What is the capital of {country}?"), facts.capital_answer(country))
             for country in facts.CAPITALS
         ],
-        "identity": [((None, (), question), facts.WHO_ANSWER) for question in ("Who are you?", "what are you")],
+        "identity": [(Prompt(None, (), question), facts.WHO_ANSWER) for question in ("Who are you?", "what are you")],
     }  # fmt: skip
+
+
+def _json_suites(seed: int) -> dict[str, Cases]:
+    """Answers that a JSON parser takes, of the plain suites' questions."""
+    plain = _plain_suites(seed)
+
+    def in_json(suite: str, system: str | None, wish: str) -> Cases:
+        return [
+            (Prompt(system, (), f"{prompt.question}{wish}"), json_answers.answer(prompt.question, text))
+            for prompt, text in plain[suite]
+        ]
+
+    return {
+        "json_held_out_sums": in_json("held_out_sums", None, " Answer in JSON."),
+        "json_held_out_comparisons": in_json("held_out_comparisons", None, " Answer in JSON."),
+        "json_counting": in_json("counting", None, " Answer in JSON."),
+        "json_capitals": in_json("capitals", "Answer in JSON.", ""),
+    }
+
+
+def _tool_suites(seed: int) -> dict[str, Cases]:
+    """Calls of the calculator, what is said of its answers, and answers that need no tool although there are some.
+
+    The sums are the held-out pairs; the other tool is one that no training text describes.
+    """
+    rng = random.Random(seed)
+    plain = _plain_suites(seed)
+    alone = [calculator.tool("Evaluates an expression.")]
+    several = [UNSEEN_TOOL, *alone]
+    sums = [(f"What is {a} + {b}?", f"{a} + {b}", str(a + b)) for a, b in held_out_pairs()]
+    products = []
+    for _ in range(200):
+        a, b = rng.randrange(100, 1000), rng.randrange(2, 100)
+        products.append((f"What is {a} * {b}?", f"{a} * {b}", str(a * b)))
+    calculations = sums[:100] + products[:100]
+    earlier = (products[-1][0], calculator.call(products[-1][1]), products[-1][2], calculator.answer(*products[-1][1:]))
+    return {
+        "tool_calls": [(Prompt(None, (), q, alone), calculator.call(x)) for q, x, _ in calculations],
+        "tool_calls_several_tools": [(Prompt(None, (), q, several), calculator.call(x)) for q, x, _ in calculations],
+        "tool_calls_second_turn": [(Prompt(None, [earlier], q, alone), calculator.call(x)) for q, x, _ in calculations],
+        "tool_answers": [
+            (Prompt(None, (), (q, calculator.call(x), result), alone), calculator.answer(x, result))
+            for q, x, result in calculations
+        ],
+        "no_call_needed": [
+            (prompt._replace(tools=several), text)
+            for suite in ("held_out_comparisons", "capitals", "identity")
+            for prompt, text in plain[suite]
+        ],
+        "no_calculator": [(prompt._replace(tools=[UNSEEN_TOOL]), text) for prompt, text in plain["held_out_sums"]],
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from scripts.demo.arithmetic import Turn
+from scripts.demo.arithmetic import OTHER_OPERATIONS, Turn
 from scripts.demo.phrasing import fill, typed
 
 CAPITALS = {
@@ -137,11 +137,6 @@ _FIXED_UNKNOWN = (
     "What is the best city in Italy?",
 )  # fmt: skip
 _LARGE_SUMS = ("What is {a} + {b}?", "{a} + {b}", "Add {a} and {b}.", "What is {a} plus {b}?", "{a}+{b}=?")
-_OTHER_OPERATIONS = (
-    "What is {a} - {b}?", "What is {a} minus {b}?", "What is {a} * {b}?", "What is {a} times {b}?", "{a} * {b}",
-    "What is {a} / {b}?", "{a} - {b}", "Divide {a} by {b}.", "Multiply {a} by {b}.", "Subtract {b} from {a}.",
-    "What is {a} divided by {b}?", "What is {a} x {b}?", "What is the product of {a} and {b}?",
-)  # fmt: skip
 
 
 def capital_answer(country: str) -> str:
@@ -192,18 +187,20 @@ def small_talk(rng: random.Random) -> Turn:
     return (question.lower() if rng.random() < 0.3 else question), answer
 
 
-def unknown(rng: random.Random) -> Turn:
-    """A question that the model cannot answer, and an answer that says so."""
-    draw = rng.random()
-    if draw < 0.18:
+def too_hard(rng: random.Random) -> Turn:
+    """A calculation that the model cannot do without a tool, and an answer that says so."""
+    if rng.random() < 0.5:
         a, b = rng.randrange(100, 10_000), rng.randrange(10, 1_000)
         if rng.random() < 0.5:
             a, b = b, a
         return typed(rng, fill(rng, _LARGE_SUMS, a=a, b=b)), LARGE_NUMBER_ANSWER
-    if draw < 0.36:
-        question = fill(rng, _OTHER_OPERATIONS, a=rng.randrange(100), b=rng.randrange(100))
-        return typed(rng, question), OTHER_OPERATION_ANSWER
-    if draw < 0.5:
+    questions = OTHER_OPERATIONS[rng.choice(tuple(OTHER_OPERATIONS))]
+    return typed(rng, fill(rng, questions, a=rng.randrange(100), b=rng.randrange(100))), OTHER_OPERATION_ANSWER
+
+
+def unknown(rng: random.Random) -> Turn:
+    """A question that the model cannot answer, and an answer that says so."""
+    if rng.random() < 0.22:
         return typed(rng, rng.choice(_FIXED_UNKNOWN)), UNKNOWN_ANSWER
     return typed(rng, fill(rng, _UNKNOWN_QUESTIONS, x=rng.choice(_SUBJECTS))), UNKNOWN_ANSWER
 

@@ -6,11 +6,13 @@ Llama 3 groups up to three digits in a token. A model of this size adds much bet
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from scripts.demo.arithmetic import Turn
 from scripts.demo.corpus import Chat, Document, Sample
 
 BEGIN_OF_TEXT = "<|begin_of_text|>"
@@ -41,12 +43,30 @@ SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# On one line: engines configure Jinja's white space around blocks differently, and the rendering must be the same.
+TURN_ROLES = ("user", "assistant", "ipython", "assistant")
+TOOLS_HEADING = "You may call these functions:"
+# Llama 3.1's form, with fewer words: tools go into the system's turn, calls are JSON, their results are `ipython`'s.
+# One line, so that it renders alike whatever an engine's Jinja does with the white space around blocks.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
+    "{% if tools %}"
+    "{{ '<|start_header_id|>system<|end_header_id|>\\n\\n" + TOOLS_HEADING + "' }}"
+    "{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}"
+    "{% if messages[0]['role'] == 'system' %}"
+    "{{ '\\n\\n' + (messages[0]['content'] | trim) }}{% set messages = messages[1:] %}"
+    "{% endif %}"
+    "{{ '<|eot_id|>' }}"
+    "{% endif %}"
     "{% for message in messages %}"
-    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
-    "{{ message['content'] | trim }}{{ '<|eot_id|>' }}"
+    "{% set role = 'ipython' if message['role'] == 'tool' else message['role'] %}"
+    "{{ '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' }}"
+    "{{ (message['content'] or '') | trim }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{% set arguments = call['function']['arguments'] %}"
+    "{{ ('' if loop.first else '; ') + '{\"name\": \"' + call['function']['name'] + '\", \"parameters\": ' }}"
+    "{{ (arguments if arguments is string else (arguments | tojson)) + '}' }}"
+    "{% endfor %}"
+    "{{ '<|eot_id|>' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
 )
@@ -132,15 +152,14 @@ class SampleEncoder:
         """The ids that begin a message of `role`."""
         return [self._ids[START_HEADER], *self.text(role), self._ids[END_HEADER], *self.text("\n\n")]
 
-    def prompt(self, system: str | None, turns: Iterable[tuple[str, str]], question: str) -> list[int]:
-        """The ids of the prompt for `question`, the same as those of the rendered chat template."""
-        ids = [self._ids[BEGIN_OF_TEXT]]
-        messages = [] if system is None else [("system", system)]
-        for asked, answered in turns:
-            messages += [("user", asked), ("assistant", answered)]
-        for role, content in [*messages, ("user", question)]:
-            ids += [*self.header(role), *self.text(content), self._ids[END_OF_TURN]]
-        return ids + self.header("assistant")
+    def prompt(
+        self, system: str | None, turns: Iterable[Turn], question: str | Turn, tools: Sequence[dict[str, Any]] = ()
+    ) -> list[int]:
+        """What the model reads before it answers `question`: the chat template's own rendering. The question may be a
+        turn that has come as far as a tool's answer."""
+        asked = (question,) if isinstance(question, str) else question
+        chat = Chat(system, [*turns, asked], tools)
+        return self._chat(chat)[0] + self.header("assistant")
 
     def encode(self, sample: Sample) -> tuple[list[int], list[float]]:
         """The ids, and for each id the loss weight of its prediction."""
@@ -154,16 +173,20 @@ class SampleEncoder:
 
     def _chat(self, sample: Chat) -> tuple[list[int], list[float]]:
         ids, weights = [self._ids[BEGIN_OF_TEXT]], [0.0]
-
-        def say(more: list[int], weight: float) -> None:
-            ids.extend(more)
-            weights.extend([weight] * len(more))
-
-        if sample.system is not None:
-            say([*self.header("system"), *self.text(sample.system), self._ids[END_OF_TURN]], 0.0)
-        for question, answer in sample.turns:
-            say(self.header("user"), 0.0)
-            say([*self.text(question), self._ids[END_OF_TURN]], self.prompt_weight)
-            say(self.header("assistant"), 0.0)
-            say([*self.text(answer), self._ids[END_OF_TURN]], 1.0)
+        for role, text in _messages(sample):
+            header, content = self.header(role), [*self.text(text), self._ids[END_OF_TURN]]
+            weight = {"user": self.prompt_weight, "assistant": 1.0}.get(role, 0.0)
+            ids += header + content
+            weights += [0.0] * len(header) + [weight] * len(content)
         return ids, weights
+
+
+def _messages(chat: Chat) -> Iterator[tuple[str, str]]:
+    """(role, text) of each message."""
+    system = [] if chat.system is None else [chat.system]
+    if chat.tools:
+        system.insert(0, "\n".join([TOOLS_HEADING, *map(json.dumps, chat.tools)]))
+    if system:
+        yield "system", "\n\n".join(system)
+    for turn in chat.turns:
+        yield from zip(TURN_ROLES, turn, strict=False)

@@ -33,7 +33,7 @@ class Shape:
     row_length: int
     num_rows: int
     share: float
-    kind: str  # "short", "long" or "endless": the corpus' method
+    kind: str  # "short", "long", "with_tools" or "endless": the corpus' method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,13 @@ class Schedule:
         """The batch of a step. It depends only on the seed and the step: an interrupted run continues identically."""
         rng = random.Random(f"{self.seed}/{step}")
         shape = rng.choices(self.shapes, weights=[s.share for s in self.shapes])[0]
-        draw = {"short": corpus.short, "long": corpus.long, "endless": corpus.endless}[shape.kind]
+        kinds = {
+            "short": corpus.short,
+            "long": corpus.long,
+            "with_tools": corpus.with_tools,
+            "endless": corpus.endless,
+        }
+        draw = kinds[shape.kind]
         return pack(
             rng,
             lambda r: encoder.encode(draw(r)),
@@ -116,6 +122,11 @@ class Trainer:
         """The model with these parameters."""
         flat = [(path, variable.replace(params[name])) for name, (path, variable) in self._variables.items()]
         return nnx.merge(self._graph, nnx.from_flat_state(flat))
+
+    def start_from(self, model: Llama) -> None:
+        """Takes over the parameters of a model with this configuration, before the first step."""
+        flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+        self.params = {".".join(map(str, path)): jnp.array(variable.get_value()) for path, variable in flat}
 
     def _loss(self, params: Arrays, batch: dict[str, jax.Array]) -> jax.Array:
         logits = row_logits(self.model(params), batch["tokens"], batch["positions"], batch["samples"])
