@@ -35,6 +35,7 @@ TOKENIZER_SAMPLES = 20_000
 PROMPT_WEIGHT = 0.05  # loss weight of the user's words, which the model need not predict
 REPORT_EVERY = 50
 SAVE_EVERY = 100
+STATE = "state.npz"  # in the working folder
 SHAPES = (  # 4,096 tokens each
     Shape(row_length=128, num_rows=32, share=0.41, kind="short"),
     Shape(row_length=256, num_rows=16, share=0.25, kind="long"),
@@ -92,7 +93,7 @@ def tokenizer_texts(corpus: Corpus, seed: int) -> Iterator[str]:
             yield sample.system or "system user assistant ipython"
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command's arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=local_path, required=True, help="folder of the checkpoint")
@@ -106,22 +107,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stop-after", type=int, help="export as it is after this many steps of the schedule")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
-def main() -> None:
-    """The command. An interrupted run continues from its working folder."""
-    arguments = parse_arguments()
-    jax.config.update("jax_platforms", "cpu")
-    started = time.perf_counter()
-    arguments.work_dir.mkdir(parents=True, exist_ok=True)
+def prepare(arguments: argparse.Namespace) -> tuple[Trainer, Corpus, SampleEncoder]:
+    """A trainer before its first step, or as its working folder has it, and what it reads."""
     corpus = Corpus(Arithmetic(), sum_share=0.34, story_share=0.3)
     tokenizer = (
         llama_tokenizer.train(tokenizer_texts(corpus, arguments.seed), VOCAB_SIZE)
         if arguments.start is None
         else Tokenizer.from_file(str(arguments.start / "tokenizer.json"))
     )
-    encoder = SampleEncoder(tokenizer, prompt_weight=PROMPT_WEIGHT)
     schedule = Schedule(
         steps=arguments.steps,
         learning_rate=arguments.learning_rate,
@@ -132,31 +128,38 @@ def main() -> None:
     trainer = Trainer(demo_config(tokenizer), schedule)
     if arguments.start is not None:
         trainer.start_from(load_hf(arguments.start, trainer.config, dtype=jnp.float32))
-    state_path = arguments.work_dir / "state.npz"
-    seconds_before = 0.0
-    if state_path.exists():
-        trainer.restore(state_path)
-        seconds_before = json.loads((arguments.work_dir / "seconds.json").read_text())
-        say(f"goes on from step {trainer.step}", seconds_before)
-    say(f"{sum(p.size for p in trainer.params.values()):,} parameters", seconds_before)
+    if (arguments.work_dir / STATE).exists():
+        trainer.restore(arguments.work_dir / STATE)
+    return trainer, corpus, SampleEncoder(tokenizer, prompt_weight=PROMPT_WEIGHT)
+
+
+def main() -> None:
+    """The command. An interrupted run goes on from its working folder."""
+    arguments = parse_arguments()
+    jax.config.update("jax_platforms", "cpu")
+    arguments.work_dir.mkdir(parents=True, exist_ok=True)
+    trainer, corpus, encoder = prepare(arguments)
+    seconds_path = arguments.work_dir / "seconds.json"
+    seconds_before = json.loads(seconds_path.read_text()) if trainer.step else 0.0
+    say(f"{sum(p.size for p in trainer.params.values()):,} parameters, from step {trainer.step}", seconds_before)
 
     def seconds() -> float:
-        return seconds_before + time.perf_counter() - started
+        return seconds_before + time.process_time()
 
     def report(trainer: Trainer, line: str) -> None:
         say(line, seconds())
         if trainer.step % SAVE_EVERY == 0:
-            trainer.save(state_path)
-            (arguments.work_dir / "seconds.json").write_text(json.dumps(seconds()))
+            trainer.save(arguments.work_dir / STATE)
+            seconds_path.write_text(json.dumps(seconds()))
             say(", ".join(f"{name} {score:.3f}" for name, score in scores(trainer, encoder).items()), seconds())
 
     trainer.run(corpus, encoder, report_every=REPORT_EVERY, report=report, stop_after=arguments.stop_after)
-    export.export(arguments.output, trainer.model(trainer.params), tokenizer)
+    export.export(arguments.output, trainer.model(trainer.params), encoder.tokenizer)
     result = {
         "seed": arguments.seed,
         "steps": trainer.step,
         "tokens": trainer.step * SHAPES[0].num_rows * SHAPES[0].row_length,
-        "training_minutes": round(seconds() / 60, 1),
+        "core_minutes": round(seconds() / 60, 1),
         "parameters": sum(p.size for p in trainer.params.values()),
         "continued": None if arguments.start is None else evaluation_of(arguments.start),
         "exact": {name: round(score, 4) for name, score in scores(trainer, encoder).items()},
@@ -192,8 +195,8 @@ def show(trainer: Trainer, encoder: SampleEncoder) -> None:
 
 
 def say(line: str, seconds: float) -> None:
-    """Prints a line with the seconds since the start."""
-    print(f"{seconds:7.0f} s  {line}", flush=True)
+    """Prints a line with the cores' seconds since the start."""
+    print(f"{seconds:7.0f} core-s  {line}", flush=True)
 
 
 if __name__ == "__main__":

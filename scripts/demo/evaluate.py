@@ -44,6 +44,9 @@ class Prompt(NamedTuple):
     tools: Sequence[dict[str, Any]] = ()
 
 
+Cases = list[tuple[Prompt, str]]  # with the answers that are expected
+
+
 def exact(model: Llama, encoder: SampleEncoder, cases: Sequence[tuple[Prompt, str]]) -> list[bool]:
     """Whether greedy decoding of each prompt gives the expected answer and then ends its turn.
 
@@ -92,9 +95,6 @@ def most_likely(model: Llama, rows: Sequence[list[int]]) -> np.ndarray:
 def _most_likely(model: Llama, tokens: jax.Array) -> jax.Array:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return jnp.argmax(row_logits(model, tokens, positions, jnp.ones_like(tokens)), axis=-1)
-
-
-Cases = list[tuple[Prompt, str]]
 
 
 def suites(seed: int = 0) -> dict[str, Cases]:

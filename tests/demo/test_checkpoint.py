@@ -16,6 +16,7 @@ from model.loading.weights import load_hf
 from model.network.llama import Llama
 from scripts.demo import evaluate, facts
 from scripts.demo.arithmetic import NUM_HELD_OUT, held_out_pairs, larger_answer, sum_answer
+from scripts.demo.evaluate import Prompt
 from scripts.demo.tokenizer import SPECIAL_TOKENS, SampleEncoder
 
 FOLDER = Path(__file__).parents[2] / "model" / "demo"
@@ -37,7 +38,7 @@ def model(config: LlamaConfig) -> Llama:
     return load_hf(FOLDER, config, dtype=jnp.float32)
 
 
-def answers(model: Llama, encoder: SampleEncoder, prompts: list[evaluate.Prompt], max_tokens: int) -> list[str]:
+def answers(model: Llama, encoder: SampleEncoder, prompts: list[Prompt], max_tokens: int) -> list[str]:
     ids = [encoder.prompt(*prompt) for prompt in prompts]
     return [encoder.tokenizer.decode(said) for said in evaluate.generate(model, encoder, ids, max_tokens)]
 
@@ -89,18 +90,24 @@ def test_transformers_reads_the_tokenizer_alike(encoder: SampleEncoder) -> None:
 def test_the_evaluation_it_comes_with_meets_the_promise() -> None:
     result = json.loads((FOLDER / "evaluation.json").read_text())
     assert NUM_HELD_OUT == 200
-    assert result["training_minutes"] < 60
-    for suite in ("held_out_sums", "held_out_comparisons", "held_out_sums_second_turn"):
-        assert result["exact"][suite] >= 0.9
+    assert result["exact"].keys() == evaluate.suites().keys()
+    for suite, share in result["exact"].items():
+        assert share >= 0.95, suite
 
 
 def test_held_out_sums_and_comparisons_are_answered(model: Llama, encoder: SampleEncoder) -> None:
     pairs = held_out_pairs()[:25]
-    sums = [((None, (), f"What is {a} + {b}?"), sum_answer(a, b)) for a, b in pairs]
-    comparisons = [((None, (), f"Which is larger, {b} or {a}?"), larger_answer(a, b)) for a, b in pairs]
+    sums = [(Prompt(None, (), f"What is {a} + {b}?"), sum_answer(a, b)) for a, b in pairs]
+    comparisons = [(Prompt(None, (), f"Which is larger, {b} or {a}?"), larger_answer(a, b)) for a, b in pairs]
     right = evaluate.exact(model, encoder, sums + comparisons)
     assert sum(right[:25]) >= 23
     assert sum(right[25:]) >= 23
+
+
+@pytest.mark.parametrize("suite", ["json_held_out_sums", "tool_calls", "tool_answers", "no_call_needed"])
+def test_tools_and_json(model: Llama, encoder: SampleEncoder, suite: str) -> None:
+    right = evaluate.exact(model, encoder, random.Random(2).sample(evaluate.suites()[suite], 25))
+    assert sum(right) >= 23
 
 
 def test_a_first_chat(model: Llama, encoder: SampleEncoder) -> None:
@@ -110,12 +117,12 @@ def test_a_first_chat(model: Llama, encoder: SampleEncoder) -> None:
         model,
         encoder,
         [
-            (None, (), "What is 47 + 35?"),
-            (None, (), "which is larger, 31 or 57"),
-            ("You are a helpful assistant.", (), "Count from 4 to 9."),
-            (None, earlier, "What is the capital of Japan?"),
-            (None, earlier, "And 8 + 8?"),
-            (None, (), "Who are you?"),
+            Prompt(None, (), "What is 47 + 35?"),
+            Prompt(None, (), "which is larger, 31 or 57"),
+            Prompt("You are a helpful assistant.", (), "Count from 4 to 9."),
+            Prompt(None, earlier, "What is the capital of Japan?"),
+            Prompt(None, earlier, "And 8 + 8?"),
+            Prompt(None, (), "Who are you?"),
         ],
         max_tokens=40,
     )
@@ -132,14 +139,14 @@ def test_a_first_chat(model: Llama, encoder: SampleEncoder) -> None:
 def test_exactness_is_what_greedy_decoding_says(model: Llama, encoder: SampleEncoder) -> None:
     """`evaluate.exact` looks at one forward pass only; token by token the verdict must be the same."""
     question = "What is 58 + 27?"
-    (said,) = answers(model, encoder, [(None, (), question)], max_tokens=20)
+    (said,) = answers(model, encoder, [Prompt(None, (), question)], max_tokens=20)
     cases = [said, said + " So it is.", said[:-1], "58 + 27 = 86."]
-    verdicts = evaluate.exact(model, encoder, [((None, (), question), text) for text in cases])
+    verdicts = evaluate.exact(model, encoder, [(Prompt(None, (), question), text) for text in cases])
     assert verdicts == [True, False, False, False]
 
 
 def test_stories_are_told_in_sentences_and_end(model: Llama, encoder: SampleEncoder) -> None:
-    (story,) = answers(model, encoder, [(None, (), "Tell me a story about a fox.")], max_tokens=250)
+    (story,) = answers(model, encoder, [Prompt(None, (), "Tell me a story about a fox.")], max_tokens=250)
     assert "fox" in story
     assert 200 < len(story) < 1200
     assert story[-1] in '."'
@@ -160,5 +167,7 @@ def test_bfloat16_answers_as_well(config: LlamaConfig, encoder: SampleEncoder) -
     assert {p.dtype for p in nnx.to_pure_dict(nnx.state(model))["norm"].values()} == {jnp.dtype("bfloat16")}
     rng = random.Random(1)
     pairs = rng.sample(held_out_pairs(), 25)
-    right = evaluate.exact(model, encoder, [((None, (), f"What is {a} + {b}?"), sum_answer(a, b)) for a, b in pairs])
+    right = evaluate.exact(
+        model, encoder, [(Prompt(None, (), f"What is {a} + {b}?"), sum_answer(a, b)) for a, b in pairs]
+    )
     assert sum(right) >= 22

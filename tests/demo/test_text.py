@@ -1,6 +1,7 @@
 """What the generator writes: right answers, nothing held out, whole sentences."""
 
 import itertools
+import json
 import random
 import re
 from collections import Counter
@@ -8,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from scripts.demo import facts, stories
+from scripts.demo import calculator, facts, json_answers, stories
 from scripts.demo.arithmetic import (
     NUM_HELD_OUT,
     Arithmetic,
@@ -59,6 +60,9 @@ def test_every_sum_and_comparison_that_is_written_is_right(corpus: Corpus) -> No
             a, b, total = map(int, match.groups())
             assert a + b == total
             kinds["sum"] += 1
+        elif answer.startswith("{"):
+            assert list(json.loads(answer)) == ["answer"]
+            kinds["json"] += 1
         elif match := re.fullmatch(r"(\d+) is (larger|smaller) than (\d+)\.", answer):
             a, b = int(match[1]), int(match[3])
             assert a > b if match[2] == "larger" else a < b
@@ -76,8 +80,9 @@ def test_every_sum_and_comparison_that_is_written_is_right(corpus: Corpus) -> No
             numbers = [int(n) for n in re.findall(r"\d+", answer)]
             assert {b - a for a, b in itertools.pairwise(numbers)} in ({1}, {-1})
             kinds["count"] += 1
-    assert set(kinds) == {"sum", "larger", "smaller", "after", "before", "parity", "count"}
+    assert set(kinds) == {"sum", "json", "larger", "smaller", "after", "before", "parity", "count"}
     assert kinds["sum"] > NUM_SAMPLES / 3
+    assert kinds["json"] > NUM_SAMPLES / 20
 
 
 def test_answers_speak_of_the_numbers_that_were_asked(corpus: Corpus) -> None:
@@ -109,6 +114,79 @@ def test_held_out_pairs_are_never_added_or_compared(corpus: Corpus) -> None:
     assert len(seen & possible) > 0.75 * len(possible), (
         "the check above must have seen most of the pairs that are allowed"
     )
+
+
+def test_calls_and_results_are_right(corpus: Corpus) -> None:
+    """Python computes each expression once more. No two numbers of a held-out pair stand side by side in one."""
+    rng, held_out = random.Random(8), set(held_out_pairs())
+    chats = [corpus.with_tools(rng) for _ in range(600)]
+    called = Counter[str]()
+    for chat in chats:
+        assert isinstance(chat, Chat)
+        for turn in chat.turns:
+            called[f"{len(turn)}"] += 1
+            if len(turn) == 2:
+                continue
+            assert calculator.is_among(chat.tools)
+            question, call, result, answer = turn
+            call = json.loads(call)
+            assert call.keys() == {"name", "parameters"}
+            assert call["name"] == calculator.NAME
+            expression = call["parameters"]["expression"]
+            numbers = re.findall(r"\d+", expression)
+            assert sorted(numbers) == sorted(re.findall(r"\d+", question))
+            assert all(tuple(sorted(pair)) not in held_out for pair in itertools.pairwise(map(int, numbers)))
+            (said,) = re.findall(r"-?\d+(?:\.\d+)?", result)
+            assert float(said) == pytest.approx(eval(expression), abs=0.06)
+            assert answer == f"{expression} = {said}."
+            called[re.findall(r" (.) ", expression)[0]] += 1
+    assert set(called) == {"2", "4", "+", "-", "*", "/"}
+    assert called["4"] > 500
+    assert called["2"] > 500
+    assert any(not calculator.is_among(chat.tools) for chat in chats)
+
+
+def test_with_the_calculator_nothing_is_left_undone(corpus: Corpus) -> None:
+    rng = random.Random(9)
+    excuses = (facts.LARGE_NUMBER_ANSWER, facts.OTHER_OPERATION_ANSWER)
+    for _ in range(400):
+        chat = corpus.with_tools(rng)
+        assert isinstance(chat, Chat)
+        if calculator.is_among(chat.tools):
+            assert not any(turn[-1] in excuses or (len(turn) == 2 and " + " in turn[1]) for turn in chat.turns)
+
+
+@pytest.mark.parametrize(
+    ("question", "text", "stated"),
+    [
+        ("What is 47 + 35?", "47 + 35 = 82.", 82),
+        ("I have 3 nuts and get 4 more.", "3 + 4 = 7. There are 7 nuts.", 7),
+        ("Which is larger, 31 or 57?", "57 is larger than 31.", 57),
+        ("Which is larger, 8 or 8?", "They are equal: both are 8.", 8),
+        ("Count from 4 to 6.", "4, 5, 6.", [4, 5, 6]),
+        ("What comes after 9?", "After 9 comes 10.", 10),
+        ("Is 9 even?", "9 is odd.", "odd"),
+        ("capital of the united states?", "The capital of the United States is Washington, D.C.", "Washington, D.C."),
+        ("what country is oslo the capital of?", "The capital of Norway is Oslo.", "Norway"),
+        ("Thanks!", "You are welcome!", "You are welcome!"),
+    ],
+)
+def test_what_an_answer_states(question: str, text: str, stated: object) -> None:
+    assert json_answers.stated(question, text) == stated
+    assert json.loads(json_answers.answer(question, text)) == {"answer": stated}
+
+
+def test_json_comes_where_it_is_asked_for(corpus: Corpus) -> None:
+    rng, asked = random.Random(10), 0
+    for _ in range(2000):
+        chat = corpus.short(rng)
+        if not isinstance(chat, Chat):
+            continue
+        always = chat.system in json_answers.SYSTEM_PROMPTS
+        for question, answer in chat.turns:
+            assert answer.startswith('{"answer": ') == (always or "json" in question.lower())
+            asked += answer.startswith("{")
+    assert asked > 100
 
 
 def test_the_split_does_not_move() -> None:

@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tokenizers import Tokenizer
 
 from model.config import LlamaConfig
+from model.loading.source import DEMO_FOLDER
 from model.loading.weights import load_hf
+from scripts import train_demo
 from scripts.demo import export, stories
 from scripts.demo import tokenizer as demo_tokenizer
 from scripts.demo.arithmetic import Arithmetic
@@ -163,3 +166,16 @@ def test_the_exported_checkpoint_is_the_model(config: LlamaConfig, encoder: Samp
     loaded = load_hf(tmp_path, config, dtype=jnp.float32)
     expected = nnx.state(trainer.model(export.rounded(trainer.params)))
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(loaded)), nnx.to_pure_dict(expected))
+
+
+def test_a_checkpoint_can_be_gone_on_with(tmp_path: Path) -> None:
+    """`--from model/demo`: its tokenizer and weights, before the first step of a schedule of its own."""
+    flags = ["--from", str(DEMO_FOLDER), "--output", str(tmp_path), "--work-dir", str(tmp_path), "--steps", "70"]
+    trainer, _, encoder = train_demo.prepare(train_demo.parse_arguments(flags))
+    assert (trainer.step, trainer.schedule.steps) == (0, 70)
+    assert trainer.config == LlamaConfig.from_file(DEMO_FOLDER)
+    assert encoder.tokenizer.get_vocab() == Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json")).get_vocab()
+    export.export(tmp_path, trainer.model(trainer.params), encoder.tokenizer)
+    for name in ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json"):
+        assert (tmp_path / name).read_bytes() == (DEMO_FOLDER / name).read_bytes(), name
+    assert train_demo.evaluation_of(DEMO_FOLDER)["parameters"] == sum(p.size for p in trainer.params.values())

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from scripts import llm
-from tests.e2e.conftest import LIMITS, ROOT
+from tests.e2e.conftest import LIMITS, ROOT, DemoServer
 
 pytestmark = pytest.mark.e2e
 
@@ -23,6 +23,12 @@ EXAMPLES = re.findall(r"^```(?:python|sh)\n(.*?)^```", (ROOT / "README.md").read
 def example(containing: str) -> str:
     (code,) = [code for code in EXAMPLES if containing in code]
     return code
+
+
+def run_against(server: DemoServer, code: str) -> None:
+    """Python for a server at the address that the README names."""
+    assert "http://127.0.0.1:8000" in code
+    exec(code.replace("http://127.0.0.1:8000", server.url), {})
 
 
 def run_in(folder: Path, commands: str, replacement: tuple[str, str]) -> str:
@@ -44,10 +50,13 @@ def run_in(folder: Path, commands: str, replacement: tuple[str, str]) -> str:
 
 
 def test_the_official_client_talks_to_the_server(server, capsys):
-    code = example("from openai import OpenAI")
-    assert "http://127.0.0.1:8000" in code
-    exec(code.replace("http://127.0.0.1:8000", server.url), {})
+    run_against(server, example("stream=True"))
     assert "82" in capsys.readouterr().out
+
+
+def test_a_tool_is_called(server, capsys):
+    run_against(server, example("tool_calls"))
+    assert capsys.readouterr().out == "347 * 21 = 7287.\n"
 
 
 def test_offline_generation_from_python(settings, built, monkeypatch, capsys):
@@ -71,4 +80,4 @@ def test_a_benchmark_run(server, tmp_path):
 
 
 def test_every_example_is_run_here():
-    assert len(EXAMPLES) == 4
+    assert len(EXAMPLES) == 5

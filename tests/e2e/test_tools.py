@@ -1,4 +1,4 @@
-"""Tools on the demo, which has never seen any: what it must call it calls, with arguments that are valid."""
+"""Tools and JSON on the demo, which has learned to call a calculator. What it must call it calls, learned or not."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import json
 
 import pytest
 from jsonschema import validate
-
-from tests.e2e.conftest import serve
-from tests.server.support.tokenizers import LLAMA3_TEMPLATE
 
 pytestmark = pytest.mark.e2e
 
@@ -25,26 +22,105 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
     for name, schema in SCHEMAS.items()
 ]
+CALCULATOR = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Evaluates an expression.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string"}},
+            "required": ["expression"],
+        },
+    },
+}
+PRODUCT = [{"role": "user", "content": "What is 347 * 21?"}]
 
 
-# the context is short: of a tool its name is shown
-TEMPLATE = LLAMA3_TEMPLATE + "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+def test_a_call_and_what_is_said_of_its_result(server):
+    options = {"model": "demo", "tools": [CALCULATOR], "tool_choice": "auto", "temperature": 0}
+    with server.client() as client:
+        called = client.chat.completions.create(**options, messages=PRODUCT).choices[0]
+        (call,) = called.message.tool_calls
+        result = {"role": "tool", "tool_call_id": call.id, "content": "7287"}
+        said = client.chat.completions.create(**options, messages=[*PRODUCT, called.message, result]).choices[0]
+    assert called.finish_reason == "tool_calls"
+    assert called.message.content is None
+    assert call.function.name == "calculator"
+    assert json.loads(call.function.arguments) == {"expression": "347 * 21"}
+    assert said.finish_reason == "stop"
+    assert said.message.tool_calls is None
+    assert said.message.content == "347 * 21 = 7287."
 
 
-@pytest.fixture(scope="module")
-def tool_server(built, server_flags, tmp_path_factory):
-    template = tmp_path_factory.mktemp("template") / "tools.jinja"
-    template.write_text(TEMPLATE)
-    with serve(*server_flags, "--chat-template", str(template)) as running:
-        yield running
+def test_a_call_and_its_answer_are_streamed(server):
+    options = {"model": "demo", "tools": [CALCULATOR], "temperature": 0, "stream": True}
+    with server.client() as client:
+        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**options, messages=PRODUCT)]
+        first, *more = [delta for chunk in chunks for delta in chunk.delta.tool_calls or ()]
+        arguments = "".join(delta.function.arguments for delta in (first, *more))
+        function = {"name": first.function.name, "arguments": arguments}
+        history = [
+            {"role": "assistant", "tool_calls": [{"id": first.id, "type": "function", "function": function}]},
+            {"role": "tool", "tool_call_id": first.id, "content": "7287"},
+        ]
+        answer = client.chat.completions.create(**options, messages=[*PRODUCT, *history])
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+    assert function["name"] == "calculator"
+    assert json.loads(arguments) == {"expression": "347 * 21"}
+    assert {delta.index for delta in (first, *more)} == {0}
+    assert not any(chunk.delta.content for chunk in chunks)
+    assert chunks[-1].finish_reason == "tool_calls"
+    assert text == "347 * 21 = 7287."
+
+
+@pytest.mark.parametrize(
+    ("question", "said"),
+    [("What is the capital of Japan?", "Tokyo"), ("Which is larger, 31 or 57?", "57"), ("Who are you?", "demo")],
+)
+def test_what_needs_no_tool_is_answered_in_text(server, question, said):
+    messages = [{"role": "user", "content": question}]
+    with server.client() as client:
+        answer = client.chat.completions.create(model="demo", messages=messages, tools=[CALCULATOR], temperature=0)
+    (choice,) = answer.choices
+    assert choice.message.tool_calls is None
+    assert said in choice.message.content
+    assert choice.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_required_call_is_the_one_that_was_learned(server, strict):
+    tool = {**CALCULATOR, "function": {**CALCULATOR["function"], "strict": strict}}
+    with server.client() as client:
+        answer = client.chat.completions.create(
+            model="demo", messages=PRODUCT, tools=[tool], tool_choice="required", temperature=0, max_tokens=100,
+            parallel_tool_calls=False,
+        ).choices[0]  # fmt: skip
+    (call,) = answer.message.tool_calls
+    assert json.loads(call.function.arguments) == {"expression": "347 * 21"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "answer"),
+    [
+        ([{"role": "user", "content": "What is 47 + 35? Answer in JSON."}], 82),
+        ([{"role": "user", "content": "Count from 4 to 6. Answer in JSON."}], [4, 5, 6]),
+        ([{"role": "system", "content": "Answer in JSON."}, {"role": "user", "content": "Capital of Japan?"}], "Tokyo"),
+    ],
+)
+def test_json_needs_no_grammar(server, messages, answer):
+    with server.client() as client:
+        said = client.chat.completions.create(model="demo", messages=messages, temperature=0).choices[0]
+    assert json.loads(said.message.content) == {"answer": answer}
+    assert said.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("named", [None, "say"])
-def test_arguments_always_parse_and_are_valid(tool_server, seed, named):
+def test_arguments_always_parse_and_are_valid(server, seed, named):
     tool_choice = {"type": "function", "function": {"name": named}} if named else "required"
-    with tool_server.client() as client:
-        options = {"model": "demo", "messages": MESSAGES, "tools": TOOLS, "tool_choice": tool_choice, "max_tokens": 300}
+    with server.client() as client:
+        options = {"model": "demo", "messages": MESSAGES, "tools": TOOLS, "tool_choice": tool_choice, "max_tokens": 200}
         answer = client.chat.completions.create(
             **options, temperature=1, seed=seed, parallel_tool_calls=False
         ).choices[0]  # fmt: skip
@@ -55,9 +131,9 @@ def test_arguments_always_parse_and_are_valid(tool_server, seed, named):
     assert named in (None, call.function.name)
 
 
-def test_an_answer_of_a_schema_or_a_call(tool_server):
+def test_an_answer_of_a_schema_or_a_call(server):
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ADD}}
-    with tool_server.client() as client:
+    with server.client() as client:
         answer = client.chat.completions.create(
             model="demo", messages=MESSAGES, tools=TOOLS, response_format=form, temperature=1, seed=5, max_tokens=200
         )
