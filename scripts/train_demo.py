@@ -34,7 +34,8 @@ MAX_LENGTH = 1024
 TOKENIZER_SAMPLES = 20_000
 PROMPT_WEIGHT = 0.05  # loss weight of the user's words, which the model need not predict
 REPORT_EVERY = 50
-SAVE_EVERY = 100
+SAVE_EVERY = 50
+SCORE_EVERY = 200
 STATE = "state.npz"  # in the working folder
 SHAPES = (  # 4,096 tokens each
     Shape(row_length=128, num_rows=32, share=0.41, kind="short"),
@@ -151,6 +152,7 @@ def main() -> None:
         if trainer.step % SAVE_EVERY == 0:
             trainer.save(arguments.work_dir / STATE)
             seconds_path.write_text(json.dumps(seconds()))
+        if trainer.step % SCORE_EVERY == 0:
             say(", ".join(f"{name} {score:.3f}" for name, score in scores(trainer, encoder).items()), seconds())
 
     trainer.run(corpus, encoder, report_every=REPORT_EVERY, report=report, stop_after=arguments.stop_after)

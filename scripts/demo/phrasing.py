@@ -24,11 +24,11 @@ def typed(rng: random.Random, text: str) -> str:
         text = (text if text[-1] in ".?!" else text + ".") + rng.choice(POLITE_ENDS)
     draw = rng.random()
     if draw < 0.15:
-        text = text.rstrip("?.!")
+        text = text.rstrip("?.! ")
     elif draw < 0.30:
         text = text.lower()
     elif draw < 0.42:
-        text = text.lower().rstrip("?.!")
+        text = text.lower().rstrip("?.! ")
     elif draw < 0.45:
         text = text[0].lower() + text[1:]
     return text

@@ -144,7 +144,7 @@ def test_the_server_renders_the_template_alike(tokenizer: Tokenizer, hugging_fac
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": evil},
     ]
-    tools = [calculator.tool(evil, description=evil)]
+    tools = [calculator.tool(evil, title=evil)]
     parts = template.render(messages, extra={"tools": tools})
     text = "".join(part.text for part in parts)
     expected = hugging_face.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
