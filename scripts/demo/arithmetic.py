@@ -123,8 +123,7 @@ PARITY = (
     "Is {a} even?",
 )
 
-# What the user says and what the model answers. Where it calls a tool: the user, the call, what the tool says, and the
-# answer.
+# The user's message and the model's answer. With a tool call: the user's message, the call, the tool's result, the answer.
 Turn = tuple[str, ...]
 
 

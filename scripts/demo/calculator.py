@@ -1,4 +1,4 @@
-"""The one tool that the demo learns to call: a calculator. Questions, calls, and what to say of the tool's answer."""
+"""The one tool that the demo learns to call, a calculator: questions, calls, results and answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_DIGITS = 4  # of an operand
 
 
 def tool(description: str | None, **parameters: Any) -> dict[str, Any]:
-    """The calculator as a request's `tools` describe it; `parameters` replace entries of its schema."""
+    """The calculator in the form of a request's `tools`. `parameters` replace entries of its schema."""
     schema = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
     given = {} if description is None else {"description": description}
     return {"type": "function", "function": {"name": NAME, **given, "parameters": schema | parameters}}
@@ -46,7 +46,7 @@ def answer(expression: str, result: str) -> str:
 
 
 def value(a: int, operation: str, b: int) -> float:
-    """Of `a operation b`; a whole number is an int."""
+    """The value of `a operation b`. A whole number is an int."""
     if operation == "/":
         return a // b if a % b == 0 else a / b
     return {"+": a + b, "-": a - b, "*": a * b}[operation]
@@ -54,12 +54,12 @@ def value(a: int, operation: str, b: int) -> float:
 
 @dataclass(frozen=True)
 class Calculation:
-    """Draws questions for the calculator with its answers. No two numbers of `held_out` stand side by side."""
+    """Draws turns that call the calculator. No pair of `held_out` is next to each other in an expression."""
 
     held_out: Collection[tuple[int, int]]
 
     def turn(self, rng: random.Random) -> Turn:
-        """A question, the call, the calculator's answer and the model's."""
+        """A question, the call, the calculator's result and the model's answer."""
         draw = rng.random()
         if draw < 0.15:
             return self._turn(rng, ANY_QUESTIONS, *self._three(rng))
@@ -70,7 +70,7 @@ class Calculation:
         return self._answered(rng, question, f"{a} {operation} {b}", value(a, operation, b))
 
     def next_turn(self, rng: random.Random) -> Turn:
-        """As `turn`, asked as a further question."""
+        """Like `turn`, as a follow-up question."""
         a, operation, b = self._two(rng)
         return self._turn(rng, NEXT_QUESTIONS, f"{a} {operation} {b}", value(a, operation, b))
 

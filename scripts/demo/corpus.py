@@ -1,4 +1,4 @@
-"""The text a training run reads: chats, with tools, in JSON or plain, and plain text for completions.
+"""The text of a training run: chats in prose, in JSON or with tools, and plain text for completions.
 
 Everything is drawn from one `random.Random`, so a seed determines the corpus.
 """
@@ -26,7 +26,7 @@ SYSTEM_PROMPTS = (
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation: what the system says, the turns, and the tools, as a request's `tools` has them."""
+    """A conversation: the system message, the turns, and the tools in the form of a request's `tools`."""
 
     system: str | None
     turns: Sequence[Turn]
@@ -76,12 +76,12 @@ class Corpus:
         return self.chat(rng, turns=rng.randrange(8, 24), with_stories=True)
 
     def with_tools(self, rng: random.Random) -> Sample:
-        """A chat with tools, mostly with the calculator among them."""
+        """A chat with tools. The calculator is among them in most chats."""
         turns = rng.choices((2, 3, 4, 5), weights=(2, 3, 2, 1))[0]
         return self.chat(rng, turns=turns, with_stories=rng.random() < 0.2, tools=drawn_tools(rng))
 
     def _in_json(self, rng: random.Random) -> Chat:
-        """A chat whose answers are JSON: all where the system wants it, else those of which the user says so."""
+        """A chat with answers in JSON: all of them if the system message asks for it, else those that the user wants."""
         chat = self.chat(rng, turns=rng.choices((1, 2, 3), weights=(6, 3, 1))[0], with_stories=False)
         if rng.random() < 0.3:
             turns = [(question, json_answers.answer(question, text)) for question, text in chat.turns]

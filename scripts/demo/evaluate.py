@@ -36,7 +36,7 @@ REPHRASED = ("what is {a} plus {b}", "{a}+{b}", "Can you add {a} and {b}?", "how
 
 
 class Prompt(NamedTuple):
-    """What the model is to answer. A question that is a turn goes as far as a tool's answer."""
+    """A prompt. The question may be a turn that ends with a tool's result."""
 
     system: str | None
     turns: Sequence[Turn]
@@ -98,12 +98,12 @@ def _most_likely(model: Llama, tokens: jax.Array) -> jax.Array:
 
 
 def suites(seed: int = 0) -> dict[str, Cases]:
-    """Name -> cases: what the model answers of itself, in JSON, and with tools."""
+    """Name -> cases: answers in prose, in JSON, and with tools."""
     return _plain_suites(seed) | _json_suites(seed) | _tool_suites(seed)
 
 
 def _plain_suites(seed: int) -> dict[str, Cases]:
-    """The first two are the held-out pairs as the README quotes them; the order of the operands is drawn."""
+    """The first two are the held-out pairs, which the README reports. Operands are in random order."""
     rng = random.Random(seed)
     pairs = [pair if rng.random() < 0.5 else pair[::-1] for pair in held_out_pairs()]
     earlier: list[Turn] = [("What is the capital of Spain?", facts.capital_answer("Spain"))]
@@ -134,7 +134,7 @@ def _plain_suites(seed: int) -> dict[str, Cases]:
 
 
 def _json_suites(seed: int) -> dict[str, Cases]:
-    """Answers that a JSON parser takes, of the plain suites' questions."""
+    """Questions of the plain suites, with a request for JSON."""
     plain = _plain_suites(seed)
 
     def in_json(suite: str, system: str | None, wish: str) -> Cases:
@@ -152,9 +152,9 @@ def _json_suites(seed: int) -> dict[str, Cases]:
 
 
 def _tool_suites(seed: int) -> dict[str, Cases]:
-    """Calls of the calculator, what is said of its answers, and answers that need no tool although there are some.
+    """Calls of the calculator, sentences about its results, and questions that need no call.
 
-    The sums are the held-out pairs; the other tool is one that no training text describes.
+    The sums are the held-out pairs. No training text describes UNSEEN_TOOL.
     """
     rng = random.Random(seed)
     plain = _plain_suites(seed)

@@ -1,4 +1,4 @@
-"""Answers in JSON, where the user or the system asks for them: `{"answer": 82}`."""
+"""Answers in JSON, on request of the user or of the system message: `{"answer": 82}`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SYSTEM_PROMPTS = (
     "You are a helpful assistant. Answer in JSON.", "You are a helpful assistant that answers in JSON.",
     "Respond with JSON.", "All answers are JSON.", "You are a JSON API.",
 )  # fmt: skip
-# What is to be taken out of an answer's sentence; of capitals and lists see below.
+# The fact in an answer's sentence. `stated` handles capitals and lists.
 _STATED = (
     r"\d+ \+ \d+ = (\d+)\.",
     r"(\d+) is (?:larger|smaller) than \d+\.",
@@ -36,7 +36,7 @@ def system_prompt(rng: random.Random) -> str:
 
 
 def asked(rng: random.Random, question: str, text: str) -> Turn:
-    """The same question with the wish for JSON, and the answer in JSON."""
+    """The question with a request for JSON, and the answer in JSON."""
     return _wish(rng, question), answer(question, text)
 
 
@@ -46,7 +46,7 @@ def answer(question: str, text: str) -> str:
 
 
 def stated(question: str, text: str) -> int | str | list[int]:
-    """What an answer says, without its sentence: a number, a word, the numbers that are counted. Else all of it."""
+    """The fact that an answer states: a number, a word, or a list of numbers. Other answers are returned whole."""
     if re.fullmatch(r"\d+(, \d+)+\.", text):
         return [int(number) for number in re.findall(r"\d+", text)]
     for pattern in _STATED:

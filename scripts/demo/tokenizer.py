@@ -45,8 +45,8 @@ SPLIT_PATTERN = (
 
 TURN_ROLES = ("user", "assistant", "ipython", "assistant")
 TOOLS_HEADING = "You may call these functions:"
-# Llama 3.1's form, with fewer words: tools go into the system's turn, calls are JSON, their results are `ipython`'s.
-# One line, so that it renders alike whatever an engine's Jinja does with the white space around blocks.
+# Llama 3.1's form in fewer words: tools are shown in the system turn, calls are JSON, results have the role `ipython`.
+# On one line: engines configure Jinja's white space around blocks differently, and the rendering must be the same.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% if tools %}"
@@ -155,8 +155,8 @@ class SampleEncoder:
     def prompt(
         self, system: str | None, turns: Iterable[Turn], question: str | Turn, tools: Sequence[dict[str, Any]] = ()
     ) -> list[int]:
-        """What the model reads before it answers `question`: the chat template's own rendering. The question may be a
-        turn that has come as far as a tool's answer."""
+        """The ids of the prompt for `question`, the same as those of the rendered chat template. The question may be a
+        turn that ends with a tool's result."""
         asked = (question,) if isinstance(question, str) else question
         chat = Chat(system, [*turns, asked], tools)
         return self._chat(chat)[0] + self.header("assistant")

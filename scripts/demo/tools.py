@@ -1,4 +1,4 @@
-"""The tools that chats of the training text are given: the calculator, described in various words, and others."""
+"""The tools in chats of the training text: the calculator, described in various words, and random others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def drawn_tools(rng: random.Random) -> list[dict[str, Any]]:
 
 
 def calculator_tool(rng: random.Random) -> dict[str, Any]:
-    """The calculator as one of many people would describe it."""
+    """The calculator with a random description and small variations of its schema."""
     description = rng.choice((None, *CALCULATOR_DESCRIPTIONS)) if rng.random() < 0.8 else CALCULATOR_DESCRIPTIONS[0]
     schema: dict[str, Any] = {}
     if rng.random() < 0.3:
@@ -52,7 +52,7 @@ def calculator_tool(rng: random.Random) -> dict[str, Any]:
 
 
 def other(rng: random.Random) -> dict[str, Any]:
-    """A tool that no chat calls: it could be anything."""
+    """A random tool, which no chat calls."""
     verb, noun = rng.choice(VERBS), rng.choice(NOUNS)
     names = rng.sample(PROPERTIES, rng.randrange(3))
     schema: dict[str, Any] = {"type": "object", "properties": {name: {"type": rng.choice(TYPES)} for name in names}}

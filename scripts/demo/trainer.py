@@ -124,7 +124,7 @@ class Trainer:
         return nnx.merge(self._graph, nnx.from_flat_state(flat))
 
     def start_from(self, model: Llama) -> None:
-        """Takes over the parameters of a model with this configuration, before the first step."""
+        """Takes the parameters of a model with the same configuration. To be called before the first step."""
         flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
         self.params = {".".join(map(str, path)): jnp.array(variable.get_value()) for path, variable in flat}
 
