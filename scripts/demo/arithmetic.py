@@ -123,7 +123,7 @@ PARITY = (
     "Is {a} even?",
 )
 
-# The user's message and the model's answer. With a tool call: the user's message, the call, the tool's result, the answer.
+# The user's message and the model's answer. With a call: the user's message, the call, the tool's result, the answer.
 Turn = tuple[str, ...]
 
 

@@ -81,7 +81,7 @@ class Corpus:
         return self.chat(rng, turns=turns, with_stories=rng.random() < 0.2, tools=drawn_tools(rng))
 
     def _in_json(self, rng: random.Random) -> Chat:
-        """A chat with answers in JSON: all of them if the system message asks for it, else those that the user wants."""
+        """A chat with answers in JSON: all if the system message asks for it, else those for which the user does."""
         chat = self.chat(rng, turns=rng.choices((1, 2, 3), weights=(6, 3, 1))[0], with_stories=False)
         if rng.random() < 0.3:
             turns = [(question, json_answers.answer(question, text)) for question, text in chat.turns]
