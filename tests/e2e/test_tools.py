@@ -120,7 +120,7 @@ def test_json_needs_no_grammar(server, messages, answer):
 def test_arguments_always_parse_and_are_valid(server, seed, named):
     tool_choice = {"type": "function", "function": {"name": named}} if named else "required"
     with server.client() as client:
-        options = {"model": "demo", "messages": MESSAGES, "tools": TOOLS, "tool_choice": tool_choice, "max_tokens": 200}
+        options = {"model": "demo", "messages": MESSAGES, "tools": TOOLS, "tool_choice": tool_choice, "max_tokens": 150}
         answer = client.chat.completions.create(
             **options, temperature=1, seed=seed, parallel_tool_calls=False
         ).choices[0]  # fmt: skip
@@ -135,7 +135,7 @@ def test_an_answer_of_a_schema_or_a_call(server):
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ADD}}
     with server.client() as client:
         answer = client.chat.completions.create(
-            model="demo", messages=MESSAGES, tools=TOOLS, response_format=form, temperature=1, seed=5, max_tokens=200
+            model="demo", messages=MESSAGES, tools=TOOLS, response_format=form, temperature=1, seed=5, max_tokens=150
         )
     message = answer.choices[0].message
     if message.tool_calls:
