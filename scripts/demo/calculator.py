@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 from collections.abc import Collection, Sequence
@@ -20,7 +19,6 @@ ANY_QUESTIONS = (
     "Use the calculator: {x}", "Use the calculator for {x}.", "What does the calculator say for {x}?",
 )  # fmt: skip
 NEXT_QUESTIONS = ("And {x}?", "What about {x}?", "How about {x}?", "Now {x}.", "And what is {x}?")
-MOST_DIGITS = 4  # of an operand
 
 
 def tool(description: str | None, **parameters: Any) -> dict[str, Any]:
@@ -54,48 +52,37 @@ def value(a: int, operation: str, b: int) -> float:
 
 @dataclass(frozen=True)
 class Calculation:
-    """Draws turns that call the calculator. No pair of `held_out` is next to each other in an expression."""
+    """Draws turns that call the calculator. No pair of `held_out` is in an expression."""
 
     held_out: Collection[tuple[int, int]]
 
     def turn(self, rng: random.Random) -> Turn:
         """A question, the call, the calculator's result and the model's answer."""
-        draw = rng.random()
-        if draw < 0.15:
-            return self._turn(rng, ANY_QUESTIONS, *self._three(rng))
-        a, operation, b = self._two(rng)
-        if draw < 0.4:
-            return self._turn(rng, ANY_QUESTIONS, f"{a} {operation} {b}", value(a, operation, b))
-        question = fill(rng, QUESTIONS[operation], a=a, b=b)
-        return self._answered(rng, question, f"{a} {operation} {b}", value(a, operation, b))
+        a, operation, b = self._operands(rng)
+        expression = f"{a} {operation} {b}"
+        if rng.random() < 0.4:
+            question = fill(rng, ANY_QUESTIONS, x=expression)
+        else:
+            question = fill(rng, QUESTIONS[operation], a=a, b=b)
+        return self._answered(rng, question, expression, value(a, operation, b))
 
     def next_turn(self, rng: random.Random) -> Turn:
         """Like `turn`, as a follow-up question."""
-        a, operation, b = self._two(rng)
-        return self._turn(rng, NEXT_QUESTIONS, f"{a} {operation} {b}", value(a, operation, b))
-
-    def _turn(self, rng: random.Random, questions: Sequence[str], expression: str, value: float) -> Turn:
-        return self._answered(rng, fill(rng, questions, x=expression), expression, value)
+        a, operation, b = self._operands(rng)
+        expression = f"{a} {operation} {b}"
+        return self._answered(rng, fill(rng, NEXT_QUESTIONS, x=expression), expression, value(a, operation, b))
 
     def _answered(self, rng: random.Random, question: str, expression: str, value: float) -> Turn:
-        number = str(value) if isinstance(value, int) else str(round(value, rng.choice((1, 2, 2, 3, 4))))
-        result = fill(rng, ("{n}", "{n}", "{n}", '{{"result": {n}}}', '{{"value": {n}}}', '"{n}"'), n=number)
+        number = str(value) if isinstance(value, int) else str(round(value, 2))
+        result = fill(rng, ("{n}", "{n}", "{n}", '{{"result": {n}}}'), n=number)
         return typed(rng, question), call(expression), result, answer(expression, number)
 
-    def _two(self, rng: random.Random) -> tuple[int, str, int]:
+    def _operands(self, rng: random.Random) -> tuple[int, str, int]:
+        """Numbers of up to three digits, in products and quotients up to two for the second."""
         operation = rng.choice("++--***/")
-        a, b = self._operands(rng, 2)
-        return a, operation, max(b, 1) if operation == "/" else b
-
-    def _three(self, rng: random.Random) -> tuple[str, int]:
-        a, b, c = self._operands(rng, 3)
-        first, second = rng.choice("+-"), rng.choice("+-")
-        total = a + (b if first == "+" else -b) + (c if second == "+" else -c)
-        return f"{a} {first} {b} {second} {c}", total
-
-    def _operands(self, rng: random.Random, count: int) -> list[int]:
         while True:
-            digits = rng.choices(range(1, MOST_DIGITS + 1), weights=(2, 6, 4, 2), k=count)
-            drawn = [rng.randrange(10 ** (d - 1) if d > 1 else 0, 10**d) for d in digits]
-            if all((min(pair), max(pair)) not in self.held_out for pair in itertools.pairwise(drawn)):
-                return drawn
+            a, b = (rng.randrange(10**digits) for digits in rng.choices((1, 2, 3), weights=(1, 3, 3), k=2))
+            if operation in "*/":
+                b = b % 100 + 1
+            if (min(a, b), max(a, b)) not in self.held_out:
+                return a, operation, b

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from scripts.demo import calculator, facts, json_answers, stories
@@ -58,7 +58,7 @@ class Corpus:
             return Document(self.arithmetic.lines(rng, rng.randrange(3, 9)))
         if draw < 0.18:
             return Document(facts.fact_lines(rng))
-        if draw < 0.3:
+        if draw < 0.4:
             return self._in_json(rng)
         return self.chat(rng, turns=rng.choices((1, 2, 3), weights=(6, 3, 1))[0], with_stories=False)
 
@@ -77,8 +77,9 @@ class Corpus:
 
     def with_tools(self, rng: random.Random) -> Sample:
         """A chat with tools. The calculator is among them in most chats."""
-        turns = rng.choices((2, 3, 4, 5), weights=(2, 3, 2, 1))[0]
-        return self.chat(rng, turns=turns, with_stories=rng.random() < 0.2, tools=drawn_tools(rng))
+        turns = rng.choices((3, 4, 5), weights=(2, 3, 2))[0]
+        corpus = replace(self, sum_share=0.6)
+        return corpus.chat(rng, turns=turns, with_stories=rng.random() < 0.1, tools=drawn_tools(rng))
 
     def _in_json(self, rng: random.Random) -> Chat:
         """A chat with answers in JSON: all if the system message asks for it, else those for which the user does."""

@@ -1,4 +1,7 @@
-"""Answers in JSON, on request of the user or of the system message: `{"answer": 82}`."""
+"""Answers in JSON, on request of the user or of the system message: `{"text": "47 + 35 = 82.", "answer": 82}`.
+
+The text comes first: a model this small finds an answer while it writes the sentence.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +44,12 @@ def asked(rng: random.Random, question: str, text: str) -> Turn:
 
 
 def answer(question: str, text: str) -> str:
-    """`{"answer": 82}` for the answer `47 + 35 = 82.`"""
-    return json.dumps({"answer": stated(question, text)})
+    """`{"text": "47 + 35 = 82.", "answer": 82}` for the answer `47 + 35 = 82.`"""
+    return json.dumps({"text": text, "answer": stated(question, text)})
 
 
-def stated(question: str, text: str) -> int | str | list[int]:
-    """The fact that an answer states: a number, a word, or a list of numbers. Other answers are returned whole."""
+def stated(question: str, text: str) -> int | str | list[int] | None:
+    """The fact that an answer states: a number, a word, or a list of numbers. None: it states none."""
     if re.fullmatch(r"\d+(, \d+)+\.", text):
         return [int(number) for number in re.findall(r"\d+", text)]
     for pattern in _STATED:
@@ -55,7 +58,7 @@ def stated(question: str, text: str) -> int | str | list[int]:
     if (match := re.match(r"The capital of (.+) is ", text)) and match[1] in facts.CAPITALS:
         country, city = match[1], facts.CAPITALS[match[1]]
         return country if city.lower().rstrip(".") in question.lower() else city
-    return text
+    return None
 
 
 def _wish(rng: random.Random, question: str) -> str:

@@ -32,11 +32,13 @@ def corpus() -> Corpus:
 
 
 def turns(corpus: Corpus) -> Iterator[tuple[str, str]]:
+    """Questions and answers. Of an answer in JSON, its text."""
     rng = random.Random(1)
     for _ in range(NUM_SAMPLES):
         sample = corpus.short(rng)
         if isinstance(sample, Chat):
-            yield from sample.turns
+            for question, answer in sample.turns:
+                yield question, json.loads(answer)["text"] if answer.startswith("{") else answer
         else:
             yield from (("", line) for line in sample.text.splitlines())
 
@@ -60,9 +62,6 @@ def test_every_sum_and_comparison_that_is_written_is_right(corpus: Corpus) -> No
             a, b, total = map(int, match.groups())
             assert a + b == total
             kinds["sum"] += 1
-        elif answer.startswith("{"):
-            assert list(json.loads(answer)) == ["answer"]
-            kinds["json"] += 1
         elif match := re.fullmatch(r"(\d+) is (larger|smaller) than (\d+)\.", answer):
             a, b = int(match[1]), int(match[3])
             assert a > b if match[2] == "larger" else a < b
@@ -80,9 +79,8 @@ def test_every_sum_and_comparison_that_is_written_is_right(corpus: Corpus) -> No
             numbers = [int(n) for n in re.findall(r"\d+", answer)]
             assert {b - a for a, b in itertools.pairwise(numbers)} in ({1}, {-1})
             kinds["count"] += 1
-    assert set(kinds) == {"sum", "json", "larger", "smaller", "after", "before", "parity", "count"}
+    assert set(kinds) == {"sum", "larger", "smaller", "after", "before", "parity", "count"}
     assert kinds["sum"] > NUM_SAMPLES / 3
-    assert kinds["json"] > NUM_SAMPLES / 20
 
 
 def test_answers_speak_of_the_numbers_that_were_asked(corpus: Corpus) -> None:
@@ -137,7 +135,7 @@ def test_calls_and_results_are_right(corpus: Corpus) -> None:
             assert sorted(numbers) == sorted(re.findall(r"\d+", question))
             assert all(tuple(sorted(pair)) not in held_out for pair in itertools.pairwise(map(int, numbers)))
             (said,) = re.findall(r"-?\d+(?:\.\d+)?", result)
-            assert float(said) == pytest.approx(eval(expression), abs=0.06)
+            assert float(said) == pytest.approx(eval(expression), abs=0.006)
             assert answer == f"{expression} = {said}."
             called[re.findall(r" (.) ", expression)[0]] += 1
     assert set(called) == {"2", "4", "+", "-", "*", "/"}
@@ -168,12 +166,12 @@ def test_with_the_calculator_nothing_is_left_undone(corpus: Corpus) -> None:
         ("Is 9 even?", "9 is odd.", "odd"),
         ("capital of the united states?", "The capital of the United States is Washington, D.C.", "Washington, D.C."),
         ("what country is oslo the capital of?", "The capital of Norway is Oslo.", "Norway"),
-        ("Thanks!", "You are welcome!", "You are welcome!"),
+        ("Thanks!", "You are welcome!", None),
     ],
 )
 def test_what_an_answer_states(question: str, text: str, stated: object) -> None:
     assert json_answers.stated(question, text) == stated
-    assert json.loads(json_answers.answer(question, text)) == {"answer": stated}
+    assert json.loads(json_answers.answer(question, text)) == {"text": text, "answer": stated}
 
 
 def test_json_comes_where_it_is_asked_for(corpus: Corpus) -> None:
@@ -184,7 +182,7 @@ def test_json_comes_where_it_is_asked_for(corpus: Corpus) -> None:
             continue
         always = chat.system in json_answers.SYSTEM_PROMPTS
         for question, answer in chat.turns:
-            assert answer.startswith('{"answer": ') == (always or "json" in question.lower())
+            assert answer.startswith('{"text": ') == (always or "json" in question.lower())
             asked += answer.startswith("{")
     assert asked > 100
 
