@@ -38,10 +38,10 @@ SAVE_EVERY = 50
 SCORE_EVERY = 200
 STATE = "state.npz"  # in the working folder
 SHAPES = (  # 4,096 tokens each
-    Shape(row_length=128, num_rows=32, share=0.40, kind="short"),
+    Shape(row_length=128, num_rows=32, share=0.50, kind="short"),
     Shape(row_length=256, num_rows=16, share=0.17, kind="long"),
     Shape(row_length=512, num_rows=8, share=0.04, kind="long"),
-    Shape(row_length=512, num_rows=8, share=0.37, kind="with_tools"),
+    Shape(row_length=512, num_rows=8, share=0.27, kind="with_tools"),
     Shape(row_length=1024, num_rows=4, share=0.02, kind="endless"),
 )
 SHOWN_PROMPTS = (

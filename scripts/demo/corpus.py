@@ -58,7 +58,7 @@ class Corpus:
             return Document(self.arithmetic.lines(rng, rng.randrange(3, 9)))
         if draw < 0.18:
             return Document(facts.fact_lines(rng))
-        if draw < 0.4:
+        if draw < 0.5:
             return self._in_json(rng)
         return self.chat(rng, turns=rng.choices((1, 2, 3), weights=(6, 3, 1))[0], with_stories=False)
 
@@ -83,7 +83,8 @@ class Corpus:
 
     def _in_json(self, rng: random.Random) -> Chat:
         """A chat with answers in JSON: all if the system message asks for it, else those for which the user does."""
-        chat = self.chat(rng, turns=rng.choices((1, 2, 3), weights=(6, 3, 1))[0], with_stories=False)
+        corpus = replace(self, sum_share=0.2)
+        chat = corpus.chat(rng, turns=rng.choices((1, 2, 3), weights=(6, 3, 1))[0], with_stories=False)
         if rng.random() < 0.3:
             turns = [(question, json_answers.answer(question, text)) for question, text in chat.turns]
             return Chat(json_answers.system_prompt(rng), turns)

@@ -105,7 +105,7 @@ def test_a_required_call_is_the_one_that_was_learned(server, strict):
     [
         ([{"role": "user", "content": "What is 47 + 35? Answer in JSON."}], 82),
         ([{"role": "user", "content": "Count from 4 to 6. Answer in JSON."}], [4, 5, 6]),
-        ([{"role": "system", "content": "Answer in JSON."}, {"role": "user", "content": "Capital of Japan?"}], "Tokyo"),
+        ([{"role": "system", "content": "Answer in JSON."}, {"role": "user", "content": "What is 12 + 9?"}], 21),
     ],
 )
 def test_json_needs_no_grammar(server, messages, answer):
