@@ -78,7 +78,7 @@ class Calculation:
         return typed(rng, question), call(expression), result, answer(expression, number)
 
     def _operands(self, rng: random.Random) -> tuple[int, str, int]:
-        """Numbers of up to three digits, in products and quotients up to two for the second."""
+        """Numbers of up to three digits. The second of a product or quotient is 1 to 100."""
         operation = rng.choice("++--***/")
         while True:
             a, b = (rng.randrange(10**digits) for digits in rng.choices((1, 2, 3), weights=(1, 3, 3), k=2))
