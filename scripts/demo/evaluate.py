@@ -139,8 +139,9 @@ def _json_suites(seed: int) -> dict[str, Cases]:
 
     def in_json(suite: str, system: str | None, wish: str) -> Cases:
         return [
-            (Prompt(system, (), f"{prompt.question}{wish}"), json_answers.answer(prompt.question, text))
-            for prompt, text in plain[suite]
+            (Prompt(system, (), f"{question}{wish}"), json_answers.answer(question, text))
+            for (_, _, question, _), text in plain[suite]
+            if isinstance(question, str)
         ]
 
     return {
