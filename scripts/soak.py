@@ -2,17 +2,17 @@
 
     python -m scripts.soak [--seconds 600] [-- FLAGS OF scripts/serve]
 
-Starts a server on this machine. Ordinary clients send greedy requests whose answers are known, streamed and whole;
-some disconnect in the middle. Attackers run `benchmarks/load/attacks.py`. At the end no request may run, no page may be
-used, no program may have been compiled, and the memory of both processes must not have grown. The log must have only
-the warnings that the attacks provoke. The exit code is 1 if one of these conditions fails.
+Starts a server on this machine. Ordinary clients send greedy requests whose answers are known: chats, structured
+output and tool calls, streamed and whole, and embeddings. Attackers run `benchmarks/load/attacks.py`. At the end no
+request may run, no page may be used, no program may have been compiled, and the memory of both processes must not
+have grown. The log must have only the warnings that the attacks provoke. If one of these conditions fails, the exit
+code is 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import re
 import subprocess
 import sys
@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import Any
 
 import aiohttp
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from scripts.benchmarks.load.attacks import ATTACKS, Attack, Victim
+from scripts.benchmarks.load.questions import CONSTRAINED, TEXTS, TEXTS_TO_EMBED, Answer, Question, ask, same
 
 ROOT = Path(__file__).parent.parent
 START_S = 600.0
@@ -52,46 +52,28 @@ class Account:
     memory: dict[str, list[int]] = field(default_factory=lambda: {"http": [], "engine": []})  # bytes
 
 
-QUESTIONS = [f"What is {a} + {b}?" for a, b in ((47, 35), (12, 9), (31, 64), (5, 88), (70, 14), (23, 23))]
-
-
-def chat(model: str, question: str, *, stream: bool) -> dict[str, Any]:
-    """The body of a greedy chat request."""
-    messages = [{"role": "user", "content": question}]
-    return {"model": model, "messages": messages, "temperature": 0, "max_tokens": 48, "stream": stream}
-
-
-async def ask(session: aiohttp.ClientSession, body: dict[str, Any]) -> str:
-    """The text of the answer. Raises RuntimeError for a status other than 200."""
-    async with session.post("/v1/chat/completions", json=body) as response:
-        if response.status != 200:
-            raise RuntimeError(f"status {response.status}: {await response.text()}")
-        if not body["stream"]:
-            return (await response.json())["choices"][0]["message"]["content"]
-        text = ""
-        async for line in response.content:
-            if line.startswith(b"data: {"):
-                choices = json.loads(line[6:])["choices"]
-                text += (choices[0]["delta"].get("content") or "") if choices else ""
-        return text
-
-
 async def ordinary_client(
-    session: aiohttp.ClientSession, model: str, expected: dict[str, str], account: Account, random: Random, until: float
+    session: aiohttp.ClientSession,
+    model: str,
+    expected: list[tuple[Question, Answer]],
+    account: Account,
+    random: Random,
+    until: float,
 ) -> None:
-    """Asks the questions of `expected` until `until` and compares the answers. Leaves some streams in the middle."""
+    """Asks the questions of `expected` until `until` and compares the answers."""
     while time.monotonic() < until:
-        question, stream = random.choice(QUESTIONS), random.random() < 0.7
+        (question, right), stream = random.choice(expected), random.random() < 0.7
         try:
-            text = await ask(session, chat(model, question, stream=stream))
+            answer = await ask(session, question, model, stream=stream)
         except (RuntimeError, aiohttp.ClientError) as error:
             account.answers["refused"] += 1
             if "429" not in str(error):
                 account.problems.append(f"an ordinary request failed: {error!r}")
             continue
-        account.answers["right" if text == expected[question] else "wrong"] += 1
-        if text != expected[question]:
-            account.problems.append(f"{question!r} was answered {text!r}, not {expected[question]!r}")
+        is_right = same(answer, right)
+        account.answers["right" if is_right else "wrong"] += 1
+        if not is_right:
+            account.problems.append(f"{question} was answered {answer!r}, not {right!r}")
 
 
 async def attacker(victim: Victim, account: Account, random: Random, until: float) -> None:
@@ -160,7 +142,8 @@ async def soak(url: str, server: psutil.Process, model: str, args: argparse.Name
     account = Account()
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, connector=connector) as session:
-        expected = {question: await ask(session, chat(model, question, stream=False)) for question in QUESTIONS}
+        questions = [*TEXTS, *CONSTRAINED, *(TEXTS_TO_EMBED if args.embeddings else [])]
+        expected = [(question, await ask(session, question, model, stream=False)) for question in questions]
         until = time.monotonic() + args.seconds
         async with asyncio.TaskGroup() as group:
             for i in range(args.clients):
@@ -224,6 +207,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--clients", type=int, default=6, help="ordinary ones")
     p.add_argument("--attackers", type=int, default=2)
     p.add_argument("--served-model-name", default="demo")
+    p.add_argument("--embeddings", action="store_true", help="serve and ask for embeddings, too")
     p.add_argument("flags", nargs="*", metavar="FLAG", help="of scripts/serve, after --")
     return p
 
@@ -241,6 +225,8 @@ def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     args = parser().parse_args(argv)
     command = [sys.executable, "-m", "scripts.launch", "--port", "0", "--max-model-len", "512", *args.flags]
+    if args.embeddings:
+        command.append("--enable-embeddings")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("w") as errors:
