@@ -17,7 +17,6 @@ from tests.model.dense_attention import causal_attention
 pytestmark = pytest.mark.e2e
 
 TEXTS = ["Once upon a time", "What is 47 + 35?", "Lily and Tom went to the park. " * 12, "7"]
-FLAGS = ["--max-num-seqs=8", "--max-num-batched-tokens=32", "--max-model-len=256"]
 
 
 def dense_vectors(prompts: list[list[int]], pooling: str) -> np.ndarray:
@@ -36,8 +35,7 @@ def dense_vectors(prompts: list[list[int]], pooling: str) -> np.ndarray:
 
 @pytest.mark.parametrize("flags", [["--task=embed"], ["--enable-embeddings", "--pooling-type=mean"]])
 def test_embeddings_of_the_demo(server_flags, flags):
-    cache = server_flags[server_flags.index("--compile-cache") :]
-    with serve(*FLAGS, *flags, *cache) as server, server.client() as client, ThreadPoolExecutor(8) as pool:
+    with serve(*server_flags, *flags) as server, server.client() as client, ThreadPoolExecutor(8) as pool:
 
         def ask(_: int) -> str:
             question = [{"role": "user", "content": "What is 47 + 35?"}]

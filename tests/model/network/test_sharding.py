@@ -121,9 +121,7 @@ def step_collectives(bucket, num_shards, vocab):
 
 
 @pytest.mark.parametrize("num_shards", [2, 8])
-@pytest.mark.parametrize(
-    "bucket", [Bucket(4, 4, Variant.SAMPLE), Bucket(96, 4, Variant.SCORE), Bucket(24, 4, Variant.EMBED)]
-)
+@pytest.mark.parametrize("bucket", [Bucket(4, 4, Variant.SAMPLE), Bucket(96, 4, Variant.EMBED)])
 def test_logits_stay_where_they_are_made(bucket, num_shards):
     """128256 tokens are 1002 blocks of the draw, which two chips share evenly, and eight do not."""
     found = step_collectives(bucket, num_shards, vocab=128256)
