@@ -21,7 +21,7 @@ TEXTS = ["Once upon a time", "What is 47 + 35?", "Lily and Tom went to the park.
 
 def dense_vectors(prompts: list[list[int]], pooling: str) -> np.ndarray:
     """f32[len(prompts), D], of length 1 each."""
-    folder = resolve("demo").folder
+    folder = resolve("demo").path
     config = LlamaConfig.from_file(folder)
     model = load_hf(folder, config, dtype=jnp.float32)
     found = []

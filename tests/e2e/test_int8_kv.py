@@ -13,7 +13,7 @@ GREEDY = {"temperature": 0, "max_tokens": 24}
 
 def texts(*, alone: bool, **settings) -> list[str]:
     """Of all prompts twice, so that the second time finds the first one's prefixes."""
-    limits = {"max_model_len": 128, "max_num_seqs": 4, "page_size": 16}
+    limits = {"max_model_len": 128, "max_num_seqs": 1 if alone else 4, "page_size": 16}
     with LLM(model="demo", kv_cache_dtype="int8", **limits, **settings) as llm:
         found = []
         for _ in range(2):
