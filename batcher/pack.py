@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from struct import Struct
 
 import numpy as np
@@ -134,23 +135,28 @@ def slot_state(seq: Sequence, page_size: int) -> tuple[np.ndarray, np.ndarray]:
     A list is sent without padding: the rest of its columns is never read.
     """
     columns, values = [SlotLayout.KV_LEN], [seq.num_hit_pages * page_size]
-    lists: list[tuple[int, np.ndarray]] = [(SlotLayout.PAGE_TABLE, np.array(seq.pages, np.int32))]
     for column, value in column_values(seq):
-        start = SlotLayout.at(column.name)
+        start, bits = SlotLayout.at(column.name), _BITS_OF[column.dtype]
         if isinstance(value, int | float):
             columns.append(start)
-            values.append(_float_bits(value) if column.dtype == "float32" else int(value))
+            values.append(bits(value))
         else:
-            lists.append((start, np.array(value, column.dtype).view(np.int32)))
-    return (
-        np.concatenate([np.array(columns), *(start + np.arange(len(numbers)) for start, numbers in lists)]),
-        np.concatenate([np.array(values), *(numbers for _, numbers in lists)]),
-    )
+            columns += range(start, start + len(value))
+            values += map(bits, value)
+    table = SlotLayout.PAGE_TABLE + np.arange(len(seq.pages))
+    return np.concatenate([np.array(columns), table]), np.concatenate([np.array(values), np.array(seq.pages, np.int64)])
 
 
 def _float_bits(value: float) -> int:
     bits: int = _BITS.unpack(_FLOAT.pack(value))[0]
     return bits
+
+
+def _signed(value: float) -> int:
+    return int(value) - (int(value) >> 31 << 32)  # of 32 bits
+
+
+_BITS_OF: dict[str, Callable[[float], int]] = {"float32": _float_bits, "uint32": _signed, "int32": int, "bool": int}
 
 
 def _penalty_reset(seq: Sequence) -> PenaltyReset:
