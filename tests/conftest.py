@@ -1,7 +1,7 @@
 """The tests run on the CPU, whatever chip or plug-in is here, with eight CPU devices so that sharded code can run.
 
-`scripts/test` runs them in one process more than there are cores (pytest-xdist). What takes long to compile is compiled once for all
-processes, the servers that tests start included, and kept from one run to the next.
+`scripts/test` runs them in one process more than there are cores (pytest-xdist). What takes long to compile is compiled
+once for all processes, the servers that tests start included, and kept from one run to the next.
 """
 
 from __future__ import annotations
