@@ -56,7 +56,7 @@ def make_sequence(
     allowed = _allowed(s, capacity.vocab_size, never_last=stop_ids if s.min_tokens else ())
     words = [word for word in s.bad_words if len(word) > 1]
     if words:
-        matcher = BadWords(words, _mask("bad_words", range(capacity.vocab_size), capacity.vocab_size), matcher)
+        matcher = BadWords(words, _packed(np.arange(capacity.vocab_size), capacity.vocab_size), matcher)
     bias_ids = _token_ids("logit_bias", [token for token, _ in s.logit_bias], capacity.vocab_size)
     if len(bias_ids) > MAX_LOGIT_BIAS or len(set(bias_ids.tolist())) != len(bias_ids):
         raise InvalidRequestError("logit_bias", f"at most {MAX_LOGIT_BIAS} different tokens, not {len(bias_ids)}")
@@ -96,9 +96,9 @@ def _token_ids(name: str, ids: Seq[int], vocab_size: int) -> np.ndarray:
 
 
 def _allowed(s: SamplingParams, vocab_size: int, *, never_last: Collection[int]) -> np.ndarray | None:
-    """The mask, i32[num_mask_words], of the tokens that may be drawn whatever came before; None: all.
+    """The constant mask of a request, i32[num_mask_words]: the tokens that it may draw at any position. None: all.
 
-    InvalidRequestError where none is left but those that end the output before it may end.
+    Raises InvalidRequestError if no token is left, or, before `min_tokens`, none but stop ids.
     """
     for word in s.bad_words:
         if not len(_token_ids("bad_words", word, vocab_size)):
@@ -106,9 +106,13 @@ def _allowed(s: SamplingParams, vocab_size: int, *, never_last: Collection[int])
     barred = [word[0] for word in s.bad_words if len(word) == 1]
     if s.allowed_token_ids is None and not barred:
         return None
-    name = "bad_words" if s.allowed_token_ids is None else "allowed_token_ids"
-    ids = range(vocab_size) if s.allowed_token_ids is None else s.allowed_token_ids
-    allowed = without(_mask(name, ids, vocab_size), barred)
+    if s.allowed_token_ids is None:
+        name, tokens = "bad_words", np.arange(vocab_size)
+    else:
+        name, tokens = "allowed_token_ids", _token_ids("allowed_token_ids", s.allowed_token_ids, vocab_size)
+        if not len(tokens):
+            raise InvalidRequestError(name, f"{name} must have at least one token id")
+    allowed = without(_packed(tokens, vocab_size), barred)
     if not allowed.any():
         raise InvalidRequestError(name, "at least one token that is not a bad word must be allowed")
     if never_last and not without(allowed, list(never_last)).any():
@@ -116,11 +120,8 @@ def _allowed(s: SamplingParams, vocab_size: int, *, never_last: Collection[int])
     return allowed
 
 
-def _mask(name: str, ids: Seq[int], vocab_size: int) -> np.ndarray:
-    """i32[num_mask_words]. Raises InvalidRequestError if `ids` is empty or one is not a token of the model."""
-    tokens = _token_ids(name, ids, vocab_size)
-    if not len(tokens):
-        raise InvalidRequestError(name, f"{name} must have at least one token id")
+def _packed(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
+    """The mask of these tokens, i32[num_mask_words]."""
     bits = np.zeros(num_mask_words(vocab_size) * 32, np.uint8)
     bits[tokens] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
