@@ -70,7 +70,7 @@ class Embeddings:
             self.abort()
 
     def abort(self) -> None:
-        """Gives up whatever still runs. Harmless when nothing does."""
+        """Aborts the requests that still run, if any."""
         self._waiting.clear()
         self._client.abort(list(self._running))
         self._running.clear()

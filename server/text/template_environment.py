@@ -21,7 +21,7 @@ def template_environment() -> ImmutableSandboxedEnvironment:
     environment: ImmutableSandboxedEnvironment = compile_jinja_template("").environment.overlay(optimized=False)
     environment.code_generator_class = _CodeGenerator
     environment.intercepted_binops = frozenset(("**", "*"))
-    setattr(environment, "call_binop", _bounded_operation)  # noqa: B010 - a method, which mypy lets nobody assign
+    setattr(environment, "call_binop", _bounded_operation)  # noqa: B010 - mypy rejects an assignment to a method
     return environment
 
 

@@ -63,8 +63,8 @@ def embed(runner: ModelRunner, row: Row, counts: list[int], company: Row | None 
     """What the row's chunks give together, next to another row in the first step."""
     parts = []
     for i, count in enumerate(counts):
-        beside = [(company, len(company.prompt))] if company is not None and i == 0 else []
-        rows = [(row, count), *beside]
+        others = [(company, len(company.prompt))] if company is not None and i == 0 else []
+        rows = [(row, count), *others]
         output = run(runner, EMBED, rows, admit=[row for row, _ in rows] if i == 0 else [])
         at = [r is row for r, _ in sorted(rows, key=lambda chunk: chunk[1] != 1)].index(True)
         parts.append(output.pooled[at].copy())
