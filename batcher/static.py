@@ -12,10 +12,10 @@ class StaticScheduler(Scheduler):
     """Takes as many waiting requests as fit, computes all their prompts, then decodes until the longest has ended.
 
     No request joins or leaves meanwhile. As in a padded batch, the row of a request that has ended keeps decoding: its
-    K/V grows, and its tokens are dropped. Such a row stops only when its context is full, and it stays in the padded
-    shape even then. Pages are reserved as if every output were as long as the longest one, so no request is ever
-    preempted. Prompts are chunked and found in the prefix cache as in continuous scheduling, and are not padded to the
-    longest prompt. Both favour this baseline.
+    K/V grows, and its tokens are dropped. Such a row stops when its context is full or its output is as long as the
+    batch's longest, and it stays in the padded shape even then. Pages are reserved as if every output were as long as
+    the longest one, so no request is ever preempted. Prompts are chunked and found in the prefix cache as in continuous
+    scheduling, and are not padded to the longest prompt. Both favour this baseline.
     """
 
     _states_of_running = (State.RUNNING, State.FINISHED)
@@ -47,15 +47,14 @@ class StaticScheduler(Scheduler):
                 budget -= chunks[-1][1]
         if chunks:
             return self._plan([], chunks, admitted, grown=[])
-        num_wanted = sum(seq.state is State.RUNNING and seq.num_emitted < seq.limit for seq in self.running)
-        if not num_wanted:
-            return None
+        longest = max((seq.limit for seq in self.running), default=0)
         decodes = [
             seq
             for seq in self.running
-            if seq.decoding and not seq.is_blocked and seq.num_computed < self.max_model_len - 1
+            if seq.decoding and not seq.is_blocked and seq.num_computed < self._num_stored(seq, longest)
         ]
-        if not decodes:
+        num_wanted = sum(seq.state is State.RUNNING and seq.num_emitted < seq.limit for seq in decodes)
+        if not num_wanted:
             return None
         grown = [seq for seq in decodes if seq.num_computed == len(seq.pages) * self.page_size]
         for seq in grown:
@@ -81,8 +80,12 @@ class StaticScheduler(Scheduler):
         """Whether the whole pool suffices for the batch with `seq`, until the batch ends."""
         batch = [*self.running, seq]
         longest = max(s.limit for s in batch)
-        tokens = [min(s.num_prompt + longest, self.max_model_len) - 1 for s in batch]  # the last drawn is not stored
-        return sum(-(-n // self.page_size) for n in tokens) <= self.pool.num_pages
+        return sum(-(-self._num_stored(s, longest) // self.page_size) for s in batch) <= self.pool.num_pages
+
+    def _num_stored(self, seq: Sequence, longest: int) -> int:
+        """Tokens in the row's pages at the end of a batch whose longest output has `longest` tokens. The last token
+        that a row draws is not stored."""
+        return min(seq.num_prompt + longest, self.max_model_len) - 1
 
     def _bucket(self, num_tokens: int, num_rows: int, *, decode_only: bool, variant: Variant) -> Bucket:
         if decode_only:

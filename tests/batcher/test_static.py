@@ -117,3 +117,14 @@ def test_a_batch_takes_no_more_than_the_pages_for_whole_outputs() -> None:
     drive.check_outputs()
     assert drive.engine.stats().num_preemptions == 0
     assert max(step.packed[1] for step in drive.runner.steps) == 2
+
+
+def test_a_row_held_back_by_its_grammar_does_not_make_ended_rows_outgrow_their_pages() -> None:
+    # A row under a grammar is held back while its mask is computed, so the batch takes more steps than its longest
+    # output has tokens. Rows that have ended stay within the pages that were reserved for them.
+    drive = Drive(make_capacity(num_slots=3, num_pages=9, page_size=1, max_model_len=8), scheduling=Scheduling.STATIC)
+    drive.add(make_request("grammar", [0], max_tokens=3, grammar="1 0 5"))
+    drive.add(make_request("short", [0], max_tokens=1))
+    drive.add(make_request("as short", [0], max_tokens=1))
+    drive.finish()
+    drive.check_outputs()
