@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ import pytest
 from model.config import LlamaConfig
 from model.loading.source import resolve
 from model.loading.weights import load_hf
-from tests.e2e.conftest import serve
+from tests.e2e.clients import imported, imported_litellm
+from tests.e2e.conftest import DemoServer, serve
 from tests.model.dense_attention import causal_attention
 
 pytestmark = pytest.mark.e2e
@@ -33,9 +35,22 @@ def dense_vectors(prompts: list[list[int]], pooling: str) -> np.ndarray:
     return np.array(found)
 
 
-@pytest.mark.parametrize("flags", [["--task=embed"], ["--enable-embeddings", "--pooling-type=mean"]])
-def test_embeddings_of_the_demo(server_flags, flags):
-    with serve(*server_flags, *flags) as server, server.client() as client, ThreadPoolExecutor(8) as pool:
+FLAGS = {"last": ["--task=embed"], "mean": ["--enable-embeddings", "--pooling-type=mean"]}
+
+
+@pytest.fixture(scope="module", params=FLAGS)
+def pooling(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def embedder(server_flags, pooling) -> Iterator[DemoServer]:
+    with serve(*server_flags, *FLAGS[pooling]) as server:
+        yield server
+
+
+def test_embeddings_of_the_demo(embedder, pooling):
+    with embedder.client() as client, ThreadPoolExecutor(8) as pool:
 
         def ask(_: int) -> str:
             question = [{"role": "user", "content": "What is 47 + 35?"}]
@@ -44,13 +59,31 @@ def test_embeddings_of_the_demo(server_flags, flags):
 
         chats = [pool.submit(ask, i) for i in range(8)]
         answers = [pool.submit(client.embeddings.create, model="demo", input=TEXTS * 5) for _ in range(4)]
-        with server.http() as http:
+        with embedder.http() as http:
             prompts = [http.post("/tokenize", json={"prompt": text}).json()["tokens"] for text in TEXTS]
-        expected = np.tile(dense_vectors(prompts, "mean" if len(flags) > 1 else "last"), (5, 1))
+        expected = np.tile(dense_vectors(prompts, pooling), (5, 1))
         for answer in answers:
             found = np.array([entry.embedding for entry in answer.result().data])
             np.testing.assert_allclose(found, expected, atol=2e-5)
             assert answer.result().usage.prompt_tokens == 5 * sum(map(len, prompts))
         assert all("82" in chat.result() for chat in chats)
-        metrics = server.wait_for_metrics(lambda m: m["num_requests_running"] == 0 and m["prompt_tokens_total"] > 0)
+        metrics = embedder.wait_for_metrics(lambda m: m["num_requests_running"] == 0 and m["prompt_tokens_total"] > 0)
         assert metrics["num_compiles_after_warm_up_total"] == 0
+
+
+def test_other_clients_get_the_same_vectors(embedder):
+    litellm = imported_litellm()
+    langchain_openai = imported("langchain_openai", package="langchain-openai")
+    with embedder.client() as client:
+        expected = [entry.embedding for entry in client.embeddings.create(model="demo", input=TEXTS).data]
+    url = f"{embedder.url}/v1"
+    # With a check of the length it sends ids of OpenAI's tokenizer, as it does for every model.
+    langchain = langchain_openai.OpenAIEmbeddings(
+        model="demo", base_url=url, api_key="none", check_embedding_ctx_length=False
+    )
+    np.testing.assert_allclose(langchain.embed_documents(TEXTS), expected, atol=2e-5)
+    np.testing.assert_allclose(langchain.embed_query(TEXTS[0]), expected[0], atol=2e-5)
+    langchain.client._client.close()
+    for provider in ("openai", "hosted_vllm"):
+        answer = litellm.embedding(model=f"{provider}/demo", input=TEXTS, api_base=url, api_key="none")
+        np.testing.assert_allclose([entry["embedding"] for entry in answer.data], expected, atol=2e-5)

@@ -1,0 +1,151 @@
+"""LangChain's clients on the demo: what they make of its texts, streams, tool calls and structured output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from pydantic import BaseModel
+
+from tests.e2e.clients import imported
+
+langchain_openai = imported("langchain_openai", package="langchain-openai")
+messages = imported("langchain_core.messages", package="langchain-openai")
+tools = imported("langchain_core.tools", package="langchain-openai")
+
+pytestmark = [
+    pytest.mark.e2e,
+    # the official client warns of its own type of a parsed stream, which LangChain prints
+    pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning"),
+]
+
+SUM = "What is 47 + 35?"
+AS_JSON = f"{SUM} Answer in JSON."
+PRODUCT = "What is 347 * 21?"
+
+
+class Answer(BaseModel):
+    """The form in which the demo answers in JSON."""
+
+    text: str
+    answer: int
+
+
+class calculator(BaseModel):  # noqa: N801 - the name of the tool that the demo has learned
+    """Evaluates an expression."""
+
+    expression: str
+
+
+@tools.tool("calculator", description="Evaluates an expression.")
+def evaluate(expression: str) -> str:
+    a, times, b = expression.split()
+    assert times == "*"
+    return str(int(a) * int(b))
+
+
+def chat_model(server, **options) -> Iterator:
+    model = langchain_openai.ChatOpenAI(
+        model="demo", base_url=f"{server.url}/v1", api_key="none", temperature=0, max_retries=0, **options
+    )
+    yield model
+    model.root_client.close()
+
+
+@pytest.fixture(scope="module")
+def chat(server):
+    yield from chat_model(server)
+
+
+@pytest.fixture(scope="module")
+def responses(server):
+    yield from chat_model(server, use_responses_api=True)
+
+
+@pytest.fixture(params=["chat", "responses"])
+def model(request):
+    """On `/v1/chat/completions` and on `/v1/responses`."""
+    return request.getfixturevalue(request.param)
+
+
+def test_text(model):
+    answer = model.invoke(SUM)
+    assert answer.text == "47 + 35 = 82."
+    assert answer.usage_metadata["output_tokens"] == 12
+    assert [answer.text for answer in model.batch([SUM, "What is the capital of Japan?"])] == [
+        "47 + 35 = 82.",
+        "The capital of Japan is Tokyo.",
+    ]
+
+
+def test_a_stream(model):
+    chunks = list(model.stream(SUM))
+    assert "".join(chunk.text for chunk in chunks) == "47 + 35 = 82."
+    assert len(chunks) > 5
+
+
+def test_log_probabilities(chat):
+    (first, *_) = chat.bind(logprobs=True, top_logprobs=2).invoke(SUM).response_metadata["logprobs"]["content"]
+    assert first["token"] == first["top_logprobs"][0]["token"] == "4"
+    assert len(first["top_logprobs"]) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_and_its_result(model, stream):
+    def ask(history):
+        if not stream:
+            return bound.invoke(history)
+        first, *rest = bound.stream(history)
+        return sum(rest, first)
+
+    bound = model.bind_tools([evaluate])
+    history = [messages.HumanMessage(PRODUCT)]
+    called = ask(history)
+    (call,) = called.tool_calls
+    result = evaluate.invoke(call)
+    assert (call["args"], result.content) == ({"expression": "347 * 21"}, "7287")
+    assert ask([*history, called, result]).text == "347 * 21 = 7287."
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"tool_choice": "any"}, {"tool_choice": "calculator"}, {"strict": True}, {"parallel_tool_calls": False}],
+    ids=str,
+)
+def test_ways_to_bind_a_tool(model, options):
+    (call,) = model.bind_tools([evaluate], **options).invoke(PRODUCT).tool_calls
+    assert (call["name"], call["args"]) == ("calculator", {"expression": "347 * 21"})
+
+
+@pytest.mark.parametrize("form", [Answer, Answer.model_json_schema()], ids=["class", "schema"])
+@pytest.mark.parametrize("options", [{"method": "json_mode"}, {"method": "json_schema"}], ids=str)
+def test_structured_output(model, form, options):
+    structured = model.with_structured_output(form, **options)
+    expected = {"text": "47 + 35 = 82.", "answer": 82}
+    *_, streamed = structured.stream(AS_JSON)
+    for answer in (structured.invoke(AS_JSON), streamed):
+        assert (answer if isinstance(answer, dict) else answer.model_dump()) == expected
+
+
+@pytest.mark.parametrize("strict", [None, True, False])
+def test_structured_output_by_a_call(model, strict):
+    structured = model.with_structured_output(calculator, method="function_calling", strict=strict, include_raw=True)
+    answer = structured.invoke(PRODUCT)
+    assert answer["parsing_error"] is None
+    assert answer["parsed"] == calculator(expression="347 * 21")
+
+
+def test_a_completion(server):
+    model = langchain_openai.OpenAI(
+        model="demo", base_url=f"{server.url}/v1", api_key="none", temperature=0, max_tokens=10, max_retries=0
+    )
+    whole = model.invoke("Once upon a time")
+    assert "there was" in whole
+    assert "".join(model.stream("Once upon a time")) == whole
+    assert len(model.generate(["Once upon a time", "Lily and Tom"]).generations) == 2
+    model.client._client.close()
+
+
+def test_a_prompt_that_is_too_long(model):
+    with pytest.raises(Exception, match="maximum context length is 512"):
+        model.invoke("one two " * 2000)
