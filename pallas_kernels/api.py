@@ -64,7 +64,7 @@ class PagedAttention:
         """
         validate.batch(batch, num_tokens=num_tokens, decode_only=decode_only)
         return _implementation(self.backend).make_metadata(
-            batch, self.local_spec, num_tokens=num_tokens, decode_only=decode_only
+            batch, self.local_spec, num_tokens=num_tokens, decode_only=decode_only, **_form(self.backend)
         )
 
     def __call__(
@@ -105,13 +105,18 @@ class PagedAttention:
         return P(*(self.axis if i == axis else None for i in range(axis + 1)))
 
 
-def choose_backend(requested: str | None, platform: str) -> Backend:
-    """The backend for `platform` ('cpu', 'tpu', 'gpu'/'cuda'), or the one requested by name.
+def candidates(requested: str | None, platform: str) -> tuple[Backend, ...]:
+    """The backends for `platform` ('cpu', 'tpu', 'gpu'/'cuda'), the preferred one first; or the one requested by name.
 
     Raises:
         ValueError: the name is unknown, or names a compiled kernel that the platform cannot run.
     """
-    native = {"cpu": Backend.REFERENCE, "tpu": Backend.TPU, "gpu": Backend.GPU, "cuda": Backend.GPU}
+    native = {
+        "cpu": (Backend.REFERENCE,),
+        "tpu": (Backend.TPU, Backend.REFERENCE),
+        "gpu": (Backend.GPU, Backend.GPU_MMA, Backend.REFERENCE),
+    }
+    native["cuda"] = native["gpu"]
     if platform not in native:
         raise ValueError(f"no attention backend for {platform=}; it can be one of {sorted(native)}")
     if requested is None or requested == "auto":
@@ -120,12 +125,12 @@ def choose_backend(requested: str | None, platform: str) -> Backend:
     if requested not in names:
         raise ValueError(f"unknown attention backend {requested!r}; it can be 'auto' or one of {names}")
     backend = Backend(requested)
-    if backend in (Backend.TPU, Backend.GPU) and backend is not native[platform]:
+    if not backend.is_interpreted and backend is not Backend.REFERENCE and backend not in native[platform]:
         raise ValueError(
             f"the attention backend {requested!r} cannot run on {platform=}; use {requested + '-interpret'!r} "
             f"to interpret it on a CPU (slow), or 'auto'"
         )
-    return backend
+    return (backend,)
 
 
 def _implementation(backend: Backend) -> Any:
@@ -145,4 +150,8 @@ def _implementation(backend: Backend) -> Any:
 def _options(backend: Backend) -> dict[str, bool]:
     if backend is Backend.REFERENCE:
         return {}
-    return {"interpret": backend in (Backend.TPU_INTERPRET, Backend.GPU_INTERPRET)}
+    return {"interpret": backend.is_interpreted, **_form(backend)}
+
+
+def _form(backend: Backend) -> dict[str, bool]:
+    return {"mma_only": True} if backend in (Backend.GPU_MMA, Backend.GPU_MMA_INTERPRET) else {}

@@ -24,6 +24,11 @@ def kv_pages(spec: AttentionSpec, backend: Backend, num_pages: int) -> jax.Shape
     return jax.ShapeDtypeStruct(shape, jnp.dtype(spec.kv_dtype))
 
 
+def page_axis(backend: Backend) -> int:
+    """The axis of `kv_pages` that counts the pages."""
+    return 1 if backend is Backend.REFERENCE else 0
+
+
 def kv_head_axis(backend: Backend) -> int:
     """The axis of `kv_pages` that is split over chips."""
     family = backend.split("-")[0]

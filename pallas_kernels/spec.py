@@ -27,6 +27,13 @@ class Backend(StrEnum):
     TPU_INTERPRET = "tpu-interpret"  # the TPU kernel, interpreted on the CPU
     GPU = "gpu"
     GPU_INTERPRET = "gpu-interpret"  # the GPU kernel, interpreted on the CPU
+    GPU_MMA = "gpu-mma"  # the GPU kernels without Hopper's own instructions (wgmma), which other GPUs have anyway
+    GPU_MMA_INTERPRET = "gpu-mma-interpret"
+
+    @property
+    def is_interpreted(self) -> bool:
+        """Whether it runs a chip's kernels on the CPU."""
+        return self.value.endswith("-interpret")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ work lists of `work_list`. Page ids are NOT checked: neither the chip nor the in
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -62,9 +62,11 @@ def validate(spec: AttentionSpec) -> None:
         raise ValueError(f"the GPU kernels take up to {decode.TILE_M} query heads per KV head: {group=}")
 
 
-def make_metadata(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, decode_only: bool) -> AttentionMetadata:
-    """See `pallas_kernels.api.PagedAttention.make_metadata`."""
-    gpu = device.current()
+def make_metadata(
+    batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, decode_only: bool, mma_only: bool = False
+) -> AttentionMetadata:
+    """See `pallas_kernels.api.PagedAttention.make_metadata`. `mma_only`: see `device.Gpu`."""
+    gpu = replace(device.current(), mma_only=mma_only)
     block_kv = tuning.decode_tiles(gpu, spec).block_kv
     row = jnp.arange(batch.kv_lens.shape[0])
     # In a program that only decodes, padding rows get an item too: it writes zeros.
@@ -116,6 +118,7 @@ def append_and_attend(
     *,
     spec: AttentionSpec,
     interpret: Any,  # bool, or the interpreter's parameters
+    mma_only: bool = False,  # as for `make_metadata`
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.api.PagedAttention.__call__`. `interpret` runs the same kernels on a CPU."""
     first_page = jnp.asarray(first_page, jnp.int32)
@@ -123,7 +126,7 @@ def append_and_attend(
     beyond = kv_pages.shape[0] + jnp.arange(queries.shape[0], dtype=jnp.int32)
     pages = jnp.where(is_padding, beyond, metadata.token_pages + first_page)
     kv_pages = append.append(kv_pages, keys, values, pages, metadata.token_slots)
-    gpu = device.current()
+    gpu = replace(device.current(), mma_only=mma_only)
     options = {"spec": spec, "gpu": gpu, "interpret": _interpreter(interpret)}
     output = attend(queries, kv_pages, metadata, first_page.reshape(1), **options)
     return output, kv_pages

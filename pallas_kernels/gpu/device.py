@@ -17,6 +17,7 @@ class Gpu:
 
     arch: tuple[int, int]  # compute capability
     num_multiprocessors: int
+    mma_only: bool = False  # use no matrix products of a whole warpgroup, although the chip has them
 
     def __post_init__(self) -> None:
         if self.arch not in SHARED_MEMORY:
@@ -34,8 +35,8 @@ class Gpu:
 
     @property
     def has_wgmma(self) -> bool:
-        """Matrix products of a whole warpgroup, which only Hopper has."""
-        return self.arch[0] == 9
+        """Whether the kernels use matrix products of a whole warpgroup, which only Hopper has."""
+        return self.arch[0] == 9 and not self.mma_only
 
 
 # Few multiprocessors keep interpreted grids small. The interpreter follows this arch only.

@@ -17,6 +17,7 @@ from batcher.config import EngineConfig, Scheduling
 from batcher.engine import Engine
 from batcher.grammar import Grammars
 from model.loading.source import ModelSource, resolve
+from scripts.wiring.attention import choose_attention
 from scripts.wiring.choices import choose_dtype, choose_kv_dtype, choose_model_len, choose_quantization, reads_fp8
 from scripts.wiring.device import describe_devices, start_jax
 from scripts.wiring.kv_scales import find_kv_scales
@@ -38,6 +39,20 @@ if TYPE_CHECKING:
 
 Report = Callable[[str], None]
 GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backends:
+    """The attention backends that a start may choose from."""
+
+    candidates: Callable[[str, str], tuple[Backend, ...]]  # as `pallas_kernels.api.candidates`
+    make: Callable[..., PagedAttention]  # as `paged_attention`
+
+
+def _backends() -> Backends:
+    from pallas_kernels.api import candidates
+
+    return Backends(candidates=candidates, make=paged_attention)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,14 +102,16 @@ def build(
     tokenizer: Callable[[int], Tokenizer] | None = None,
     *,
     read_tokens: bool = False,
+    backends: Backends | None = None,
 ) -> tuple[Engine, EngineInfo]:
     """A warmed-up engine, not started. Raises ValueError if a setting, the model or the device cannot be used.
 
     Args:
         tokenizer: makes the tokenizer from the size of the vocabulary; None: the engine supports no grammars.
         read_tokens: reads the tokens while programs are compiled; otherwise the first grammar waits for them.
+        backends: as for `build_runner`.
     """
-    built = build_runner(settings, report, compile_meanwhile=True)
+    built = build_runner(settings, report, compile_meanwhile=True, backends=backends)
     grammars = None
     if tokenizer is not None:
         size, ends = built.info.vocab_size, built.eos_token_ids
@@ -106,25 +123,35 @@ def build(
     return engine, built.info
 
 
-def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile: bool = False) -> Built:
-    """A runner with its weights on the device and its pages allocated. With `compile_meanwhile`, the programs of all
-    buckets are being compiled for the warm-up; otherwise nothing is compiled yet."""
+def build_runner(
+    settings: EngineSettings,
+    report: Report,
+    *,
+    compile_meanwhile: bool = False,
+    backends: Backends | None = None,
+) -> Built:
+    """A runner with its weights on the device and its pages allocated.
+
+    Args:
+        compile_meanwhile: the programs of all buckets are being compiled for the warm-up; otherwise nothing is
+            compiled yet.
+        backends: the candidates for the attention backend, if not those of `pallas_kernels.api`.
+    """
     with _phase("start", report) as say:
         platform = start_jax(settings)
         say(f"jax on {describe_devices(settings)}")
     from model.execution.runner import ModelRunner
     from model.network.sharding import abstract_model
-    from pallas_kernels.api import choose_backend
     from pallas_kernels.layout import default_page_size
 
+    backends = backends or _backends()
     source = resolve(settings.model, weights=settings.load_format != "dummy")
     stored = _find_weights(settings, source)
     config = source.config if stored is None else stored.config
-    backend = choose_backend(settings.attention_backend, platform)
+    candidates = backends.candidates(settings.attention_backend, platform)
     dtype, reason = choose_dtype(
         settings.dtype, config.checkpoint_dtype, platform, () if stored is None else stored.dtypes
     )
-    kv_dtype, kv_remark = choose_kv_dtype(settings.kv_cache_dtype, dtype, backend)
     max_model_len = choose_model_len(settings.max_model_len, config.max_position_embeddings)
     buckets = bucket_config(settings, platform)
     mesh = _mesh(settings.tensor_parallel_size)
@@ -134,8 +161,30 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
     options: dict[str, Any] = {"dtype": dtype, "mesh": mesh, "quantization": quantization, "for_cpu": for_cpu}
     planned = abstract_model(config, **options)
     placed = planned.config  # with KV heads repeated if there are more chips than heads
-    page_size = settings.page_size or default_page_size(backend, max_model_len)
-    attention = paged_attention(placed, backend, dtype=dtype, kv_dtype=kv_dtype, page_size=page_size, mesh=mesh)
+
+    def attention_over(backend: Backend) -> PagedAttention:
+        return backends.make(
+            placed,
+            backend,
+            dtype=dtype,
+            kv_dtype=choose_kv_dtype(settings.kv_cache_dtype, dtype, backend)[0],
+            page_size=settings.page_size or default_page_size(backend, max_model_len),
+            mesh=mesh,
+        )
+
+    with _phase("self-test", report) as say:
+        chosen = choose_attention(
+            settings.attention_backend,
+            candidates,
+            attention_over,
+            buckets,
+            platform=platform,
+            max_model_len=max_model_len,
+        )
+        say("; ".join(chosen.remarks))
+    attention = chosen.attention
+    backend, page_size = attention.backend, attention.spec.page_size
+    kv_dtype, kv_remark = choose_kv_dtype(settings.kv_cache_dtype, dtype, backend)
     runner = ModelRunner(planned, attention, runner_config(settings, buckets, max_model_len))
     capacity = runner.capacity()
     ladder = BucketLadder(buckets)
@@ -171,6 +220,7 @@ def build_runner(settings: EngineSettings, report: Report, *, compile_meanwhile:
         max_model_len=max_model_len,
         vocab_size=config.vocab_size,
         embedding_size=config.hidden_size if settings.enable_embeddings else None,
+        attention=chosen.info,
         cache_config={
             "page_size": str(page_size),
             "num_pages": str(capacity.num_pages),

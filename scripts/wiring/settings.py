@@ -161,7 +161,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     device.add_argument("--device", default="auto", choices=DEVICES)
     device.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="chips that share the model")
     device.add_argument(
-        "--attention-backend", default="auto", help="reference, tpu, gpu, tpu-interpret or gpu-interpret"
+        "--attention-backend", default="auto", help="tpu, gpu or gpu-mma, each also with -interpret; reference"
     )
     device.add_argument(
         "--memory-utilization", "--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE",

@@ -127,6 +127,7 @@ class ServerMetrics:
         config = GaugeMetricFamily(f"{self._prefix}cache_config_info", "The KV cache's shape.", labels=list(info))
         config.add_metric(list(info.values()), 1)
         yield config
+        yield from self._attention()
         for name, doc in COUNTERS.items():
             yield self._counter(name, doc, getattr(stats, name))
         finished = self._family(CounterMetricFamily, "request_success", "Finished requests.", ["finished_reason"])
@@ -144,6 +145,17 @@ class ServerMetrics:
             limited.add_metric([*self._labels.values(), limit], count)
         yield limited
         yield from self._http()
+
+    def _attention(self) -> Iterator[Metric]:
+        info = self._source.info.attention
+        doc = "Attention backends that failed their self-test at the start; 0 in health."
+        yield self._gauge("attention_backend_failures", doc, len(info.failures))
+        states = {**dict.fromkeys(info.failures, 0), **({info.backend: 1} if info.backend else {})}
+        doc = "1: in use. 0: failed its self-test."
+        family = self._family(GaugeMetricFamily, "attention_backend", doc, ["backend"])
+        for backend, value in states.items():
+            family.add_metric([*self._labels.values(), backend], value)
+        yield family
 
     def _waiting(self, stats: EngineStats) -> Metric:
         """vLLM's gauge of waiting requests by reason. Here all wait for capacity, so `deferred` is always 0."""

@@ -90,12 +90,22 @@ class Output(msgspec.Struct, array_like=True, frozen=True):
     embedding: bytes | None = None
 
 
+class AttentionInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The attention backend of the engine, and the result of the self-tests at its start."""
+
+    requested: str = ""  # the flag
+    backend: str = ""
+    self_test: str = ""  # "passed", or why none was needed
+    failures: dict[str, str] = {}  # backends that failed their self-test -> the reason
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's properties that the server needs before the first request."""
 
     max_model_len: int  # tokens of prompt and output of one request
     vocab_size: int  # ids at or above it cannot be sent
     embedding_size: int | None = None  # numbers of an embedding; None: the engine makes none
+    attention: AttentionInfo = AttentionInfo()
     cache_config: dict[str, str] = {}  # labels of the cache_config_info metric: page size, pages, dtype
 
 

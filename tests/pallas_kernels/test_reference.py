@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import quantised
-from pallas_kernels.api import PagedAttention, choose_backend
+from pallas_kernels.api import PagedAttention, candidates
 from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
 from tests.pallas_kernels.dense import Case, Row, make_case
 
@@ -207,13 +207,14 @@ def test_values_do_not_recompile():
 )
 def test_a_backend_that_cannot_run_is_refused(requested, platform, message):
     with pytest.raises(ValueError, match=message):
-        choose_backend(requested, platform)
+        candidates(requested, platform)
 
 
 def test_auto_follows_the_platform():
-    assert choose_backend("auto", "cpu") is Backend.REFERENCE
-    assert choose_backend(None, "tpu") is Backend.TPU
-    assert choose_backend("tpu-interpret", "cpu") is Backend.TPU_INTERPRET
+    assert candidates("auto", "cpu") == (Backend.REFERENCE,)
+    assert candidates(None, "tpu") == (Backend.TPU, Backend.REFERENCE)
+    assert candidates("auto", "cuda") == (Backend.GPU, Backend.GPU_MMA, Backend.REFERENCE)
+    assert candidates("tpu-interpret", "cpu") == (Backend.TPU_INTERPRET,)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -72,7 +73,8 @@ class Info:
         self._split = SpecialTokens(state.tokenizer.special_tokens).split
 
     async def health(self, request: Request) -> Response:
-        """200 while requests are served. Raises RequestError 503 if the engine is dead or silent, or in a shutdown."""
+        """200 while requests are served; with `?verbose`, also the attention backend and the result of its self-test.
+        Raises RequestError 503 if the engine is dead or silent, or in a shutdown."""
         client, settings = self._state.client, self._state.settings
         if client.death is not None:
             raise unavailable(f"The engine has failed: {client.death}")
@@ -81,7 +83,9 @@ class Info:
             raise unavailable(f"The engine has not been heard of for {silent_s:.0f} s.")
         if self._state.draining:
             raise unavailable("The server is shutting down.")
-        return json_response({"status": "ok"})
+        if "verbose" not in request.query_params:
+            return json_response({"status": "ok"})
+        return json_response({"status": "ok", "attention": msgspec.structs.asdict(client.info.attention)})
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": self._state.settings.version})

@@ -1,0 +1,23 @@
+"""Dense causal attention in numpy, row by row: the oracle of `self_test` and of the benches. It shares no code with
+any backend."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def attend(
+    queries: np.ndarray,  # [Q, N, H], the last ones of the sequence
+    keys: np.ndarray,  # [L, K, H]
+    values: np.ndarray,  # [L, K, H]
+    *,
+    scale: float,
+) -> np.ndarray:
+    """f32[Q, N, H]: attention of a sequence's last Q tokens over its L tokens."""
+    group = queries.shape[1] // keys.shape[1]
+    keys, values = (np.repeat(x.astype(np.float32), group, axis=1) for x in (keys, values))
+    scores = np.einsum("qnh,tnh->nqt", queries.astype(np.float32), keys, optimize=True) * scale
+    position = len(keys) - len(queries) + np.arange(len(queries))
+    scores = np.where(np.arange(len(keys)) <= position[:, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("nqt,tnh->qnh", weights / weights.sum(-1, keepdims=True), values, optimize=True)

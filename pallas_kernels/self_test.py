@@ -1,0 +1,313 @@
+"""Runs the operation on random batches and compares every output with dense attention in float32.
+
+An engine runs this before it is ready, so a kernel that a chip computes wrongly never serves a token.
+
+The steps are those of a small server: mixed steps append chunks of a few sequences, and decode steps continue them.
+Only the operation itself writes to the pages, so this module knows no backend's layout. All memory without a token is
+poisoned: free pages and, in every other step, the queries, keys and values of padding. With pages of floats the poison
+is NaN, with pages of integers it is the lowest number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import dense, layout, quantised, validate
+from pallas_kernels.api import PagedAttention
+from pallas_kernels.spec import AttentionSpec, RaggedBatch
+
+# Of a row's largest output. Inputs of 16 bits and probabilities rounded to 16 bits give less than a third of it; a key
+# too many or too few gives more, in a row of some hundred keys.
+TOLERANCE = 0.02
+LONGEST = 700  # tokens of a sequence: several blocks of every kernel
+SPARE_PAGES = 3  # that no sequence owns, besides the null page
+MIXED_STEPS, DECODE_STEPS = 3, 2  # of each program
+
+
+class SelfTestError(RuntimeError):
+    """A program does not compile, or its numbers are wrong. The message names the program."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """The shape of a program: T == S is one that only decodes."""
+
+    num_tokens: int
+    num_rows: int
+
+    @property
+    def decode_only(self) -> bool:
+        """Whether every row has one token."""
+        return self.num_tokens == self.num_rows
+
+    def __str__(self) -> str:
+        if self.decode_only:
+            return f"decode of {self.num_rows} rows"
+        return f"mixed step of {self.num_tokens} tokens in {self.num_rows} rows"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A sequence's tokens in a step."""
+
+    sequence: int
+    past: int  # tokens that are in pages already; 0: the sequence starts
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """The rows of one step, single tokens first."""
+
+    program: Program
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passed:
+    """The figures of a test without a fault."""
+
+    num_steps: int
+    largest_error: float  # as a share of its row's largest output
+
+
+@dataclass
+class _Sequence:
+    pages: np.ndarray  # the ids that it owns
+    keys: list[np.ndarray] = field(default_factory=list)  # [1, K, H] each, as stored
+    values: list[np.ndarray] = field(default_factory=list)
+
+
+def plan_steps(
+    programs: Sequence[Program], *, num_sequences: int, longest: int, rng: np.random.Generator
+) -> list[Step]:
+    """Random steps of every program: mixed ones first, so that the decodes find sequences of several lengths. A
+    sequence that has no room starts again: the old content of its pages is then stale."""
+    lengths = [0] * num_sequences
+    steps = []
+    for program in sorted(programs, key=lambda program: program.decode_only):
+        for _ in range(DECODE_STEPS if program.decode_only else MIXED_STEPS):
+            order = [int(i) for i in rng.permutation(num_sequences)[: program.num_rows]]
+            counts = [1] * len(order) if program.decode_only else _chunks(len(order), program.num_tokens, rng)
+            rows = []
+            for sequence, count in zip(order, counts, strict=True):
+                past, count = lengths[sequence], min(count, longest)
+                row = Row(sequence=sequence, past=past if past + count <= longest else 0, count=count)
+                lengths[sequence] = row.past + row.count
+                rows.append(row)
+            steps.append(Step(program=program, rows=tuple(sorted(rows, key=lambda row: row.count > 1))))
+    return steps
+
+
+def _chunks(num_rows: int, num_tokens: int, rng: np.random.Generator) -> list[int]:
+    """Tokens of each row: single tokens, and at least one chunk of two or more. Their sum is at most `num_tokens`,
+    which exceeds `num_rows`."""
+    total = int(rng.integers(max(num_rows + 1, num_tokens // 2), num_tokens + 1))
+    singles = int(rng.integers(max(0, 2 * num_rows - total), num_rows))
+    spare = total + singles - 2 * num_rows
+    shares = rng.dirichlet(np.full(num_rows - singles, 0.5))  # unlike each other: one chunk is often long
+    return [1] * singles + [2 + int(share * spare) for share in shares]
+
+
+class SelfTest:
+    """Tests of one operation. Programs are compiled once, whatever the number of runs.
+
+    Args:
+        pages_per_seq: the width of the page table, on which block sizes depend.
+        num_sequences: at most; a program with fewer rows takes some of them.
+        longest: no sequence grows beyond so many tokens, nor beyond its page table.
+    """
+
+    def __init__(
+        self,
+        attention: PagedAttention,
+        *,
+        pages_per_seq: int,
+        num_sequences: int = 4,
+        longest: int = LONGEST,
+        compiler_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._attention, self._pages_per_seq, self._num_sequences = attention, pages_per_seq, num_sequences
+        self._longest = min(longest, pages_per_seq * attention.spec.page_size)
+        self._pages_each = -(-self._longest // attention.spec.page_size)
+        self._num_pages = 1 + num_sequences * self._pages_each + SPARE_PAGES
+        self._poison = 0x80 if jnp.issubdtype(attention.spec.kv_dtype, jnp.integer) else 0xFF  # of each byte
+        self._compiler_options = dict(compiler_options or {})
+        self._compiled: dict[Program, Any] = {}
+
+    def run(
+        self,
+        programs: Sequence[Program],
+        *,
+        seed: int = 0,
+        before_step: Callable[[], None] = lambda: None,
+        repeat: bool = False,
+    ) -> Passed:
+        """Tests `programs` on random steps.
+
+        Args:
+            before_step: is called before each step, to poison the device's free memory, for example.
+            repeat: runs every step twice and compares the bits of both results.
+
+        Raises:
+            SelfTestError: a program does not compile or run, or its numbers are wrong.
+        """
+        self._rng = np.random.default_rng(seed)
+        steps = plan_steps(programs, num_sequences=self._num_sequences, longest=self._longest, rng=self._rng)
+        ids = 1 + self._rng.permutation(self._num_pages - 1).astype(np.int32)
+        owned = ids[: self._num_sequences * self._pages_each].reshape(self._num_sequences, -1)
+        self._sequences = [_Sequence(pages=pages) for pages in owned]
+        self._free = np.append(ids[owned.size :], 0)
+        self._scales = _kv_scales(self._attention.spec, self._rng)
+        pages, largest = self._poisoned_pages(), 0.0
+        for number, step in enumerate(steps):
+            poisoned = number % 2 == 0
+            arrays = self._operands(step, poisoned=poisoned)
+            program = self._program(step.program, arrays, pages)
+            results = []
+            for kv_pages in (pages, jnp.copy(pages)) if repeat else (pages,):
+                before_step()
+                try:
+                    output, pages = program(*self._placed(arrays), kv_pages)
+                    results.append((np.asarray(output), np.asarray(pages)))
+                except Exception as error:
+                    raise SelfTestError(f"{step.program} does not run: {_first_line(error)}") from error
+            real = sum(row.count for row in step.rows)
+            if len({(output[:real].tobytes(), after.tobytes()) for output, after in results}) > 1:
+                raise SelfTestError(f"{step.program} gives other bits when it is run again")
+            expected = self._expected(step, arrays[1])
+            largest = max(largest, self._compare(step, results[0][0], expected, padding_is_finite=not poisoned))
+            self._check_free_pages(step, results[0][1])
+        return Passed(num_steps=len(steps), largest_error=largest)
+
+    def _program(self, program: Program, arrays: tuple[Any, ...], pages: jax.Array) -> Any:
+        if program in self._compiled:
+            return self._compiled[program]
+
+        def step(batch: RaggedBatch, queries: Any, keys: Any, values: Any, scales: Any, pages: Any) -> Any:
+            metadata = self._attention.make_metadata(
+                batch, num_tokens=program.num_tokens, decode_only=program.decode_only
+            )
+            return self._attention(queries, keys, values, pages, metadata, kv_scales=scales)
+
+        try:
+            lowered = jax.jit(step, donate_argnums=5).lower(*self._placed(arrays), pages)
+            self._compiled[program] = lowered.compile(compiler_options=self._compiler_options)
+        except Exception as error:
+            raise SelfTestError(f"{program} does not compile: {_first_line(error)}") from error
+        return self._compiled[program]
+
+    def _placed(self, arrays: tuple[Any, ...]) -> Any:
+        """The operands on the device, or on all chips of the mesh."""
+        mesh = self._attention.mesh
+        return jax.device_put(arrays, None if mesh is None else NamedSharding(mesh, P()))
+
+    def _poisoned_pages(self) -> jax.Array:
+        like = self._attention.kv_pages(self._num_pages)
+        content = np.full((*like.shape, like.dtype.itemsize), self._poison, np.uint8).view(like.dtype)[..., 0]
+        return jax.device_put(content, like.sharding)
+
+    def _operands(self, step: Step, *, poisoned: bool) -> tuple[Any, ...]:
+        """The batch, the queries, keys and values, and the scales. Draws the tokens of the step and lets the sequences
+        grow by them."""
+        spec, program = self._attention.spec, step.program
+        kv = (spec.num_kv_heads, spec.head_dim)
+        num_real = sum(row.count for row in step.rows)
+        dtype = jnp.dtype(spec.dtype)
+        queries, keys, values = (
+            self._rng.standard_normal((program.num_tokens, *shape), np.float32).astype(dtype)
+            for shape in ((spec.num_query_heads, spec.head_dim), kv, kv)
+        )
+        table = np.zeros((program.num_rows, self._pages_per_seq), np.int32)
+        kv_lens = np.zeros(program.num_rows, np.int32)
+        starts = np.full(program.num_rows + 1, num_real, np.int32)
+        begin = 0
+        for index, row in enumerate(step.rows):
+            sequence, new = self._sequences[row.sequence], slice(begin, begin + row.count)
+            sequence.keys[row.past :] = stored(keys[new], self._scales, 0, spec)
+            sequence.values[row.past :] = stored(values[new], self._scales, 1, spec)
+            kv_lens[index] = row.past + row.count
+            used = -(-kv_lens[index] // spec.page_size)
+            table[index, :used] = sequence.pages[:used]
+            starts[index] = begin
+            begin += row.count
+        if poisoned:
+            for x in (queries, keys, values):
+                x[num_real:] = np.nan
+        batch = RaggedBatch(
+            page_table=jnp.asarray(table),
+            kv_lens=jnp.asarray(kv_lens),
+            query_starts=jnp.asarray(starts),
+            num_singles=jnp.int32(sum(row.count == 1 for row in step.rows)),
+            num_rows=jnp.int32(len(step.rows)),
+        )
+        validate.page_table(batch, num_pages=self._num_pages, page_size=spec.page_size)
+        return batch, queries, keys, values, self._scales
+
+    def _expected(self, step: Step, queries: np.ndarray) -> list[np.ndarray]:
+        """f32[Q, N, H] of each row."""
+        spec, outputs, begin = self._attention.spec, [], 0
+        group = spec.num_query_heads // spec.num_kv_heads
+        per_head = None if self._scales is None else np.repeat(self._scales, group, axis=1)[..., None]
+        for row in step.rows:
+            sequence, own = self._sequences[row.sequence], queries[begin : begin + row.count]
+            if per_head is not None:
+                own = (own.astype(np.float32) * per_head[0]).astype(queries.dtype)
+            output = dense.attend(own, np.stack(sequence.keys), np.stack(sequence.values), scale=spec.scale)
+            outputs.append(output if per_head is None else output * per_head[1])
+            begin += row.count
+        return outputs
+
+    def _compare(self, step: Step, output: np.ndarray, expected: list[np.ndarray], *, padding_is_finite: bool) -> float:
+        """The largest error of a row. Raises SelfTestError if one is too large."""
+        begin, largest = 0, 0.0
+        for row, wanted in zip(step.rows, expected, strict=True):
+            found = output[begin : begin + row.count].astype(np.float32)
+            error = float(np.abs(found - wanted).max() / np.abs(wanted).max())
+            if not error <= TOLERANCE:  # also true for NaN
+                kind = "a single token" if row.count == 1 else f"a chunk of {row.count} tokens"
+                raise SelfTestError(
+                    f"{step.program}: {kind} over {row.past + row.count} keys is wrong: "
+                    + ("not a number" if np.isnan(error) else f"off by {error:.1%} of its largest value")
+                )
+            largest = max(largest, error)
+            begin += row.count
+        if padding_is_finite and not np.isfinite(output.astype(np.float32)).all():
+            raise SelfTestError(f"{step.program}: the output of a padding token is not finite")
+        return largest
+
+    def _check_free_pages(self, step: Step, pages: np.ndarray) -> None:
+        axis = layout.page_axis(self._attention.backend)
+        free = np.ascontiguousarray(np.take(pages, self._free, axis=axis))
+        if (free.view(np.uint8) != self._poison).any():
+            raise SelfTestError(f"{step.program}: a page that no sequence owns was written to")
+
+
+def stored(x: np.ndarray, scales: np.ndarray | None, kind: int, spec: AttentionSpec) -> np.ndarray:
+    """Keys (`kind` 0) or values (1) [Q, K, H] as the pages hold them."""
+    if scales is None:
+        return x
+    largest = quantised.LARGEST[jnp.dtype(spec.kv_dtype)]
+    units = np.clip(x.astype(np.float32) * (np.float32(1) / scales[kind])[:, None], -largest, largest)
+    return (np.rint(units) if jnp.issubdtype(spec.kv_dtype, jnp.integer) else units).astype(jnp.dtype(spec.kv_dtype))
+
+
+def _kv_scales(spec: AttentionSpec, rng: np.random.Generator) -> np.ndarray | None:
+    """f32[2, K] for pages of 8 bits: unlike scales, with which few normal values are clipped."""
+    if not spec.has_kv_scales:
+        return None
+    largest = quantised.LARGEST[jnp.dtype(spec.kv_dtype)]
+    return (rng.uniform(3.0, 5.0, (2, spec.num_kv_heads)) / largest).astype(np.float32)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -1,0 +1,109 @@
+"""Chooses the attention backend of an engine: the first candidate whose kernels pass a self-test on this device.
+
+A kernel that a compiler refuses, or that computes wrong numbers on this chip, never serves a token: with
+`--attention-backend auto` the next candidate is taken, with a warning; a backend asked for by name is an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from server.engine.wire import AttentionInfo
+
+if TYPE_CHECKING:
+    from batcher.buckets import BucketConfig
+    from pallas_kernels.api import PagedAttention
+    from pallas_kernels.self_test import Program
+    from pallas_kernels.spec import Backend
+
+logger = logging.getLogger("pallas_serve")
+
+TEST_TOKENS = 256  # of the mixed program, or fewer: enough for chunks of several tiles
+NOT_TESTED = "not needed: the reference is what kernels are compared with"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """The attention of an engine, and what its start found out about it."""
+
+    attention: PagedAttention
+    info: AttentionInfo
+    remarks: tuple[str, ...]  # for the report
+
+
+def choose_attention(
+    requested: str,
+    candidates: Sequence[Backend],
+    make: Callable[[Backend], PagedAttention],
+    buckets: BucketConfig,
+    *,
+    platform: str,
+    max_model_len: int,
+) -> Chosen:
+    """The attention of the first of `candidates` that passes its self-test.
+
+    Args:
+        requested: `--attention-backend`.
+        make: the attention of the model over a backend. Its ValueErrors are raised.
+
+    Raises:
+        ValueError: none passes.
+    """
+    from pallas_kernels.self_test import SelfTestError
+
+    failures: dict[str, str] = {}
+    for backend in candidates:
+        attention = make(backend)
+        try:
+            result, remark = _tested(attention, buckets, platform, max_model_len)
+        except SelfTestError as error:
+            failures[str(backend)] = str(error)
+            logger.warning("the attention backend %s failed its self-test: %s", backend, error)
+            continue
+        info = AttentionInfo(requested=requested, backend=str(backend), self_test=result, failures=failures)
+        return Chosen(attention=attention, info=info, remarks=(*_warnings(failures, backend), remark))
+    reasons = "; ".join(f"{backend}: {reason}" for backend, reason in failures.items())
+    raise ValueError(f"--attention-backend {requested}: failed its self-test on this device: {reasons}")
+
+
+def self_test_programs(buckets: BucketConfig) -> list[Program]:
+    """The shapes of the self-test: those of a mixed step of the engine, and of its largest decode-only step."""
+    from batcher.buckets import BucketLadder
+    from batcher.step import Variant
+    from pallas_kernels.self_test import Program
+
+    ladder, tokens = BucketLadder(buckets), min(TEST_TOKENS, buckets.max_num_batched_tokens)
+    rows = min(buckets.max_num_seqs, tokens - 1)
+    mixed = ladder.choose(tokens, rows, decode_only=False, variant=Variant.SAMPLE)
+    most = buckets.max_num_seqs
+    return [Program(num_tokens=mixed.num_tokens, num_rows=mixed.num_rows), Program(num_tokens=most, num_rows=most)]
+
+
+def _tested(attention: PagedAttention, buckets: BucketConfig, platform: str, max_model_len: int) -> tuple[str, str]:
+    """The result in a word, and a remark. Raises SelfTestError."""
+    from model.compiling.compiler_options import compiler_options
+    from pallas_kernels.self_test import SelfTest
+    from pallas_kernels.spec import Backend
+
+    if attention.backend is Backend.REFERENCE and platform == "cpu":
+        return NOT_TESTED, f"attention backend {attention.backend}: a test is {NOT_TESTED}"
+    started = time.perf_counter()
+    pages_per_seq = -(-max_model_len // attention.spec.page_size)
+    test = SelfTest(attention, pages_per_seq=pages_per_seq, compiler_options=compiler_options(platform))
+    passed = test.run(self_test_programs(buckets))
+    seconds = time.perf_counter() - started
+    return "passed", (
+        f"attention backend {attention.backend} agrees with float32 within {passed.largest_error:.2%} in "
+        f"{passed.num_steps} steps ({seconds:.1f} s)"
+    )
+
+
+def _warnings(failures: dict[str, str], backend: Backend) -> tuple[str, ...]:
+    if not failures:
+        return ()
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
+    return (f"WARNING: {', '.join(failures)} failed the self-test on this device ({reasons}); serving with {backend}",)

@@ -1,0 +1,111 @@
+"""The self-test of a backend: what it runs, and the faults that it finds. Those of the kernels are in their rooms."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pallas_kernels.api import PagedAttention
+from pallas_kernels.reference import NOWHERE
+from pallas_kernels.self_test import Program, SelfTest, SelfTestError, plan_steps
+from pallas_kernels.spec import AttentionSpec, Backend
+
+MIXED, DECODE = Program(num_tokens=16, num_rows=3), Program(num_tokens=3, num_rows=3)
+
+
+def spec(dtype="float32", kv_dtype=None, **fields):
+    shape = {"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 16, "page_size": 8} | fields
+    return AttentionSpec(**shape, dtype=jnp.dtype(dtype), kv_dtype=jnp.dtype(kv_dtype or dtype))
+
+
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 200)), min_size=1, max_size=4),
+    num_sequences=st.integers(1, 9),
+    longest=st.integers(2, 300),
+    seed=st.integers(0, 1 << 30),
+)
+def test_steps_are_ragged_batches_of_sequences_that_grow(shapes, num_sequences, longest, seed):
+    programs = [Program(num_tokens=rows + more, num_rows=rows) for rows, more in shapes]
+    steps = plan_steps(programs, num_sequences=num_sequences, longest=longest, rng=np.random.default_rng(seed))
+    assert {step.program for step in steps} == set(programs)
+    lengths = dict.fromkeys(range(num_sequences), 0)
+    for step in steps:
+        counts = [row.count for row in step.rows]
+        assert 1 <= len(counts) <= step.program.num_rows
+        assert sum(counts) <= step.program.num_tokens
+        assert sorted(counts, key=lambda count: count > 1) == counts  # single tokens first
+        assert (max(counts) == 1) == step.program.decode_only
+        assert len({row.sequence for row in step.rows}) == len(step.rows)
+        for row in step.rows:
+            assert row.past in (0, lengths[row.sequence])
+            lengths[row.sequence] = row.past + row.count
+            assert lengths[row.sequence] <= longest
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", None), ("bfloat16", "int8")])
+def test_the_reference_passes(dtype, kv_dtype):
+    attention = PagedAttention(spec(dtype, kv_dtype), Backend.REFERENCE)
+    passed = SelfTest(attention, pages_per_seq=5).run([MIXED, DECODE], repeat=True)
+    assert passed.num_steps == 5
+    assert 0 < passed.largest_error < (1e-5 if dtype == "float32" else 0.01)
+
+
+class Faulty(PagedAttention):
+    """The reference, with `fault(output, pages, metadata)` applied to its results."""
+
+    def __call__(self, *arguments, **options):
+        output, pages = super().__call__(*arguments, **options)
+        return type(self).fault(output, pages, arguments[4])
+
+
+def of_singles(output, pages, metadata):
+    single = (jnp.arange(output.shape[0]) < metadata.num_singles)[:, None, None]
+    return jnp.where(single & (not metadata.decode_only), output * 1.1, output), pages
+
+
+def of_decodes(output, pages, metadata):
+    return output * (0.9 if metadata.decode_only else 1.0), pages
+
+
+def of_one_value(output, pages, metadata):
+    return output.at[0, 1, 2].add(0.1), pages
+
+
+def of_padding(output, pages, metadata):
+    return jnp.where((metadata.token_page == NOWHERE)[:, None, None], jnp.inf, output), pages
+
+
+def of_pages(output, pages, metadata):
+    return output, pages.at[0, 0].set(0)
+
+
+def of_tokens_in_pages(output, pages, metadata):
+    return output, jnp.where(jnp.isnan(pages), pages, 0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "program", "message"),
+    [
+        (of_singles, MIXED, "mixed step of 16 tokens in 3 rows: a single token over .* keys is wrong: off by 10"),
+        (of_decodes, DECODE, "decode of 3 rows: a single token over .* keys is wrong: off by 10"),
+        (of_one_value, MIXED, "is wrong: off by"),
+        (of_padding, MIXED, "the output of a padding token is not finite"),
+        (of_pages, DECODE, "a page that no sequence owns was written to"),
+        (of_tokens_in_pages, DECODE, "is wrong: off by"),
+    ],
+)
+def test_a_fault_is_found_and_its_program_named(fault, program, message):
+    faulty = type("Faulty", (Faulty,), {"fault": staticmethod(fault)})
+    with pytest.raises(SelfTestError, match=message):
+        SelfTest(faulty(spec(), Backend.REFERENCE), pages_per_seq=5).run([program])
+
+
+def test_a_kernel_that_does_not_compile_is_named():
+    attention = PagedAttention(spec("bfloat16", head_dim=64, page_size=16), Backend.GPU)
+    with pytest.raises(
+        SelfTestError, match="mixed step of 16 tokens in 3 rows does not compile: ValueError: Only interp"
+    ):
+        SelfTest(attention, pages_per_seq=5).run([MIXED, DECODE])

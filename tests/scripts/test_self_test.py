@@ -1,0 +1,83 @@
+"""The self-test of the attention backend at an engine's start, in real server processes with faulty kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from batcher.buckets import BucketConfig
+from pallas_kernels.self_test import Program
+from scripts.wiring.attention import NOT_TESTED, self_test_programs
+from scripts.wiring.engine import build_runner
+from scripts.wiring.limits import bucket_config
+from scripts.wiring.settings import EngineSettings
+from server.settings import Settings
+from tests.model import checkpoints
+from tests.server.support.running import running_server, spawn
+from tests.server.support.tokenizers import write_folder
+
+FAULTY = "tests.scripts.faulty_backends"
+MIXED = "mixed step of 2 tokens in 1 rows"
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory) -> EngineSettings:
+    """Of a model that compiles quickly."""
+    folder = checkpoints.write(tmp_path_factory.mktemp("model"), "gqa2")
+    limits = {"max_num_seqs": 1, "max_num_batched_tokens": 2, "max_model_len": 32, "num_pages": 8}
+    return EngineSettings(model=str(folder), device="cpu", compile_cache="none", **limits)
+
+
+def test_the_programs_are_the_ladders_own():
+    programs = [(p.num_tokens, p.num_rows) for p in self_test_programs(bucket_config(EngineSettings(), "gpu"))]
+    assert programs == [(384, 256), (256, 256)]
+    small = BucketConfig(max_num_batched_tokens=16, max_num_seqs=2)
+    assert [str(program) for program in self_test_programs(small)] == [
+        "mixed step of 16 tokens in 2 rows",
+        "decode of 2 rows",
+    ]
+    one = BucketConfig(max_num_batched_tokens=2, max_num_seqs=1)
+    assert self_test_programs(one) == [Program(num_tokens=2, num_rows=1), Program(num_tokens=1, num_rows=1)]
+
+
+def test_the_reference_on_a_cpu_is_not_compared_with_itself(settings):
+    said: list[str] = []
+    info = build_runner(settings, said.append).info.attention
+    assert (info.requested, info.backend, info.self_test, info.failures) == ("auto", "reference", NOT_TESTED, {})
+    (line,) = (line for line in said if line.startswith("  self-test"))
+    assert "not needed" in line
+
+
+def test_a_server_falls_back_and_says_so_everywhere(settings, tmp_path):
+    refused = f"gpu: {MIXED} does not compile: NotImplementedError: no such instruction"
+    with running_server(tmp_path, f"{FAULTY}:build_with_fallback", settings) as server, server.http() as http:
+        (warning,) = (line for line in server.lines if "WARNING" in line)
+        assert f"({refused}; gpu-mma: {MIXED}: " in warning
+        assert "is wrong: not a number" in warning
+        assert "serving with reference" in warning
+        assert server.log.count("failed its self-test") == 2
+        assert http.get("/health").json() == {"status": "ok"}
+        attention = http.get("/health?verbose").json()["attention"]
+        assert (attention["requested"], attention["backend"]) == ("auto", "reference")
+        assert list(attention["failures"]) == ["gpu", "gpu-mma"]
+        families = text_string_to_metric_families(http.get("/metrics").text)
+        metrics = {family.name.removeprefix("pallas_serve:"): family.samples for family in families}
+        assert [sample.value for sample in metrics["attention_backend_failures"]] == [2]
+        assert {sample.labels["backend"]: sample.value for sample in metrics["attention_backend"]} == {
+            "gpu": 0, "gpu-mma": 0, "reference": 1,
+        }  # fmt: skip
+        body = {"model": "test-model", "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}
+        assert http.post("/v1/completions", json=body).status_code == 200
+
+
+def test_a_backend_asked_for_by_name_does_not_start_with_a_fault(settings, tmp_path):
+    server = Settings(tokenizer_folder=write_folder(tmp_path), model_names=("m",), port=0)
+    asked = replace(settings, attention_backend="gpu-mma")
+    process = spawn(server, f"{FAULTY}:build_without_fallback", asked)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    (failed,) = (line for line in said.splitlines() if line.startswith("failed: "))
+    assert f"--attention-backend gpu-mma: failed its self-test on this device: gpu-mma: {MIXED}" in failed
+    assert "WARNING" not in said
