@@ -15,9 +15,9 @@ def attend(
 ) -> np.ndarray:
     """f32[Q, N, H]: attention of a sequence's last Q tokens over its L tokens."""
     group = queries.shape[1] // keys.shape[1]
-    keys, values = (np.repeat(x.astype(np.float32), group, axis=1) for x in (keys, values))
-    scores = np.einsum("qnh,tnh->nqt", queries.astype(np.float32), keys, optimize=True) * scale
-    position = len(keys) - len(queries) + np.arange(len(queries))
-    scores = np.where(np.arange(len(keys)) <= position[:, None], scores, -np.inf)
+    keys, values = (np.repeat(x.astype(np.float32), group, axis=1).swapaxes(0, 1) for x in (keys, values))  # [N, L, H]
+    scores = queries.astype(np.float32).swapaxes(0, 1) @ keys.swapaxes(1, 2) * np.float32(scale)  # [N, Q, L]
+    position = keys.shape[1] - len(queries) + np.arange(len(queries))
+    scores = np.where(np.arange(keys.shape[1]) <= position[:, None], scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("nqt,tnh->qnh", weights / weights.sum(-1, keepdims=True), values, optimize=True)
+    return (weights / weights.sum(-1, keepdims=True) @ values).swapaxes(0, 1)

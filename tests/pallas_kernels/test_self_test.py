@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.experimental import io_callback
 
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.reference import NOWHERE
@@ -51,6 +53,12 @@ def test_the_reference_passes(dtype, kv_dtype):
     passed = SelfTest(attention, pages_per_seq=5).run([MIXED, DECODE], repeat=True)
     assert passed.num_steps == 5
     assert 0 < passed.largest_error < (1e-5 if dtype == "float32" else 0.01)
+
+
+def test_heads_may_be_split_over_chips():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tensor",))
+    attention = PagedAttention(spec("bfloat16", "int8"), Backend.REFERENCE, mesh)
+    assert SelfTest(attention, pages_per_seq=5).run([MIXED]).num_steps == 3
 
 
 class Faulty(PagedAttention):
@@ -101,6 +109,20 @@ def test_a_fault_is_found_and_its_program_named(fault, program, message):
     faulty = type("Faulty", (Faulty,), {"fault": staticmethod(fault)})
     with pytest.raises(SelfTestError, match=message):
         SelfTest(faulty(spec(), Backend.REFERENCE), pages_per_seq=5).run([program])
+
+
+def test_results_that_change_from_run_to_run_are_found():
+    random = np.random.default_rng(0)
+
+    def with_noise(output, pages, metadata):
+        noise = io_callback(lambda: random.random(dtype=np.float32), jax.ShapeDtypeStruct((), np.float32))
+        return output * (1 + noise * 1e-4), pages
+
+    faulty = type("Faulty", (Faulty,), {"fault": staticmethod(with_noise)})
+    test = SelfTest(faulty(spec(), Backend.REFERENCE), pages_per_seq=5)
+    assert test.run([DECODE]).num_steps == 2
+    with pytest.raises(SelfTestError, match="decode of 3 rows gives other bits when it is run again"):
+        test.run([DECODE], repeat=True)
 
 
 def test_a_kernel_that_does_not_compile_is_named():
