@@ -8,6 +8,7 @@ import pytest
 
 from batcher.step import Bucket, Capacity, PackedLayout, Variant
 from scripts import bench_step
+from scripts.benchmarks.step_timing import full_step
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -56,7 +57,7 @@ def test_a_decode_step_asks_for_the_slots_last_tokens():
         num_slots=4, num_pages=9, page_size=8, max_model_len=64, max_num_batched_tokens=16, vocab_size=96
     )
     bucket = Bucket(3, 3, Variant.GREEDY)
-    packed, parts = bench_step.full_step(bucket, capacity, 20).packed, PackedLayout(bucket).sections()
+    packed, parts = full_step(bucket, capacity, 20).packed, PackedLayout(bucket).sections()
     assert packed[:3].tolist() == [3, 3, 3]
     assert packed[parts["tokens"]].tolist() == [-1, -1, -1]
     assert packed[parts["q_lens"]].tolist() == [1, 1, 1]

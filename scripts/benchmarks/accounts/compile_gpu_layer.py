@@ -40,10 +40,10 @@ class StepShape:
 
 
 def compile_layer(
-    target: GpuTarget, mesh: Mesh, spec: AttentionSpec, shape: StepShape
+    target: GpuTarget, mesh: Mesh, spec: AttentionSpec, shape: StepShape, backend: Backend = Backend.GPU
 ) -> tuple[jax.stages.Compiled, jax.ShapeDtypeStruct]:
     """The compiled layer, and the shape of its pages, which are donated. `mesh` has the target's devices."""
-    attention = PagedAttention(spec, Backend.GPU, mesh)
+    attention = PagedAttention(spec, backend, mesh)
 
     def layer(batch: RaggedBatch, queries: jax.Array, keys: jax.Array, values: jax.Array, kv: jax.Array) -> object:
         metadata = attention.make_metadata(batch, num_tokens=shape.num_tokens, decode_only=shape.decode_only)

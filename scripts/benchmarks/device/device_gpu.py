@@ -1,4 +1,4 @@
-"""Checks, then times, the GPU attention kernels on the attached chip. NOT YET RUN ON A CHIP.
+"""Checks, then times, the attention kernels on the attached chip. NOT YET RUN ON A CHIP.
 
 The figure of decode is bytes of K and V per second, compared with the bandwidth of a large copy in the same run. That
 of prefill is floating-point operations per second, compared with a large bf16 matrix product. A call goes through
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -22,7 +22,7 @@ import numpy as np
 
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import Backend
-from scripts.benchmarks.accounts.compile_gpu_layer import make_spec
+from scripts.benchmarks.accounts.compile_gpu_layer import PAGE_SIZE, make_spec
 from scripts.benchmarks.device import gpu_check
 from scripts.benchmarks.device.gpu_operands import Operands, Rows, make_operands
 from scripts.benchmarks.device.gpu_peers import PEERS, Peer
@@ -43,6 +43,8 @@ class Plan:
         }
     )
     prefills: dict[str, list[int]] = field(default_factory=lambda: {"1 x 8k": [8192], "4 x 2k": [2048] * 4})
+    peers: Mapping[str, Peer] = field(default_factory=lambda: PEERS)
+    page_size: int = PAGE_SIZE
     layers: int = 8
     batches: int = 7  # of calls; the median of the batches is reported
     calls: int = 10
@@ -76,7 +78,7 @@ def measure(
     figures["checks"] = list(gpu_check.check_all(backend, plan.variants, plan.checked, seed))
     figures["copy_bytes_per_s"] = copy_bytes_per_s(plan)
     figures["product_flops_per_s"] = product_flops_per_s(plan)
-    spec = make_spec(heads)
+    spec = make_spec(heads, plan.page_size)
     figures["decode"] = {
         name: _side_by_side(backend, plan, [make_operands(spec, [(1, n) for n in lens], seed + layer)
                                             for layer in range(plan.layers)])
@@ -94,7 +96,7 @@ def measure(
 def _side_by_side(backend: Backend, plan: Plan, layers: list[Operands]) -> dict[str, Any]:
     """Seconds of one layer: of our kernels, and of each peer or the reason why it is missing."""
     found: dict[str, Any] = {"ours": {"layer_s": time_paged(backend, plan, layers)}}
-    for name, peer in PEERS.items():
+    for name, peer in plan.peers.items():
         if not layers[0].uniform:
             found[name] = {"missing": "rows of different lengths"}
             continue
@@ -110,7 +112,7 @@ def time_paged(backend: Backend, plan: Plan, layers: list[Operands]) -> float:
     first = layers[0]
     attention = PagedAttention(first.spec, backend)
     new = [first.new(whole) for whole in (first.keys, first.values)]
-    pages = jnp.concatenate([first.pages() for _ in layers])
+    pages = random_pages(attention, first.num_pages, copies=len(layers))
 
     def step(batch: Any, queries: jax.Array, keys: jax.Array, values: jax.Array, pages: jax.Array) -> Any:
         metadata = attention.make_metadata(batch, num_tokens=first.num_tokens, decode_only=first.decode_only)
@@ -126,6 +128,17 @@ def time_paged(backend: Backend, plan: Plan, layers: list[Operands]) -> float:
         return output
 
     return median_seconds(run, plan) / len(layers)
+
+
+def random_pages(attention: PagedAttention, num_pages: int, *, copies: int) -> jax.Array:
+    """The pages of `copies` layers: normal values in every slot. Zeros would take less power, and might run faster."""
+    like = attention.kv_pages(num_pages)
+    if like.dtype == jnp.uint32:  # the TPU's words of two values
+        pairs = jax.random.normal(jax.random.key(0), (*like.shape, 2), jnp.bfloat16)
+        pages = jax.lax.bitcast_convert_type(pairs, jnp.uint32)
+    else:
+        pages = jax.random.normal(jax.random.key(0), like.shape, like.dtype)
+    return jnp.tile(pages, (copies, *[1] * (pages.ndim - 1)))
 
 
 def time_peer(peer: Peer, plan: Plan, layers: list[Operands]) -> float:
@@ -196,7 +209,11 @@ def report(figures: dict[str, Any]) -> list[str]:
         f"    {figures['command']}",
         "",
         f"Driver {figures['driver']}; {versions}; seed {figures['seed']}.",
-        f"Numbers: {len(checks)} batches right, largest error {worst:.4f} (tolerance {gpu_check.TOLERANCE}).",
+        *(
+            [f"Numbers: {len(checks)} batches right, largest error {worst:.4f} (tolerance {gpu_check.TOLERANCE})."]
+            if checks
+            else []
+        ),
         f"Copy {figures['copy_bytes_per_s'] / 1e9:.0f} GB/s (read and written); bf16 product "
         f"{figures['product_flops_per_s'] / 1e12:.0f} TFLOP/s.",
     ]

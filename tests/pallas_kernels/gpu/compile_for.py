@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from pallas_kernels.gpu import tuning
 from pallas_kernels.gpu.device import Gpu
+from pallas_kernels.spec import Backend
 from scripts.benchmarks.accounts import gpu_report
 from scripts.benchmarks.accounts.compile_gpu_layer import StepShape, compile_layer, make_spec
 from scripts.benchmarks.accounts.targets import gpu_target
@@ -28,6 +29,7 @@ DECODE = StepShape(num_tokens=64, pages_per_seq=64, decode_only=True)
 # 512 sequences of up to 128k tokens each, and 8,192 tokens in a mixed step.
 LARGEST = StepShape(num_rows=512, num_tokens=8192, pages_per_seq=2048)
 
+MMA_ONLY = "llama-3.1-8b, without wgmma"  # what a Hopper chip falls back to
 # What is compiled: ((query heads, KV heads, head dim) of one chip, page size, dtype), step.
 CASES = {
     # The mixed program has the decode kernels in it: alone they are compiled for two head dims only.
@@ -40,6 +42,7 @@ CASES = {
     "one head each": ((8, 8, 64), 16, "bfloat16", USUAL),
     "sixteen in a group": ((16, 1, 128), 16, "bfloat16", USUAL),
     "largest, float16": ((32, 8, 128), 64, "float16", LARGEST),
+    MMA_ONLY: ((32, 8, 128), 64, "bfloat16", USUAL),
 }
 
 
@@ -53,9 +56,14 @@ def main(target_name: str) -> None:
             for file in folder.iterdir():
                 file.unlink()
             spec = make_spec(heads, page_size, jnp.dtype(dtype))
-            compiled, kv = compile_layer(target, mesh, spec, shape)
+            backend = Backend.GPU_MMA if case == MMA_ONLY else Backend.GPU
+            compiled, kv = compile_layer(target, mesh, spec, shape, backend)
             memory = compiled.memory_analysis()
-            gpu = Gpu(arch=target.chip.arch, num_multiprocessors=target.chip.num_multiprocessors)
+            gpu = Gpu(
+                arch=target.chip.arch,
+                num_multiprocessors=target.chip.num_multiprocessors,
+                mma_only=backend is Backend.GPU_MMA,
+            )
             result = {
                 "case": case,
                 "decode_only": shape.decode_only,
