@@ -22,9 +22,10 @@ def parse(*flags: str) -> argparse.Namespace:
     ("modules", "absent"),
     [
         ("scripts.launch", {"jax", "transformers", "gguf"}),
+        ("scripts.check", {"jax", "transformers", "gguf"}),
         ("scripts.wiring.engine, model.execution.runner", {"transformers", "gguf"}),
     ],
-    ids=["server", "engine"],
+    ids=["server", "check", "engine"],
 )
 def test_a_process_starts_without_what_takes_long_to_import(modules, absent):
     code = f"import sys, {modules}; print(*sorted({absent} & set(sys.modules)))"
