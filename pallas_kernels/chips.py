@@ -81,6 +81,11 @@ def arch_reads_fp8(arch: tuple[int, int]) -> bool:
     return arch >= (9, 0)
 
 
+def arch_converts_fp8(arch: tuple[int, int]) -> bool:
+    """Whether there is an instruction that converts fp8 (e4m3) to float16."""
+    return arch >= (8, 9)
+
+
 @dataclass(frozen=True)
 class GpuChip:
     """One of NVIDIA's GPUs. Figures without another source are from its data sheet."""

@@ -63,7 +63,8 @@ def plan(settings: EngineSettings, chip: str, device_gib: float) -> str:
     model = abstract_model(config, dtype=dtype, mesh=mesh, quantization=quantization)
     backend = Backend(platform)
     page_size = settings.page_size or default_page_size(backend, max_model_len, chip)
-    kv_dtype, _ = choose_kv_dtype(settings.kv_cache_dtype, dtype, backend)
+    arch = None if chip in TPUS else GPUS[chip].arch
+    kv_dtype, _ = choose_kv_dtype(settings.kv_cache_dtype, dtype, backend, arch)
     attention = paged_attention(model.config, backend, dtype=dtype, kv_dtype=kv_dtype, page_size=page_size, mesh=mesh)
     limits = runner_config(settings, buckets, max_model_len)
     needs = memory_needs(model, attention, limits)

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu import append, combine, decode, device, prefill_hopper, prefill_mma, tuning, work_list
+from pallas_kernels.chips import arch_converts_fp8
+from pallas_kernels.gpu import append, combine, decode, device, prefill_hopper, prefill_mma, tuning, widening, work_list
 from pallas_kernels.gpu.prefill_body import PrefillOperands
 from pallas_kernels.gpu.work_list import TOKEN_ALIGNMENT
 from pallas_kernels.spec import AttentionSpec, RaggedBatch
@@ -53,10 +54,9 @@ def validate(spec: AttentionSpec) -> None:
         raise ValueError(f"the GPU kernels take page_size in {PAGE_SIZES}: {spec.page_size=}")
     if jnp.dtype(spec.dtype) not in [jnp.dtype(dtype) for dtype in DTYPES]:
         raise ValueError(f"the GPU kernels take bfloat16 or float16: {spec.dtype=}")
-    if spec.has_kv_scales:
-        raise ValueError(
-            f"the GPU kernels store K and V in the activations' dtype only: {spec.kv_dtype=} {spec.dtype=}"
-        )
+    arch = device.current().arch
+    if jnp.dtype(spec.kv_dtype) == jnp.float8_e4m3fn and not arch_converts_fp8(arch):
+        raise ValueError(f"this GPU has no instruction that converts fp8, use int8: {spec.kv_dtype=} {arch=}")
     group = spec.num_query_heads // spec.num_kv_heads
     if group > decode.TILE_M:
         raise ValueError(f"the GPU kernels take up to {decode.TILE_M} query heads per KV head: {group=}")
@@ -128,8 +128,9 @@ def append_and_attend(
     kv_pages = append.append(kv_pages, keys, values, pages, metadata.token_slots)
     gpu = replace(device.current(), mma_only=mma_only)
     options = {"spec": spec, "gpu": gpu, "interpret": _interpreter(interpret)}
+    queries = queries.astype(widening.product_dtype(spec.dtype, spec.kv_dtype))
     output = attend(queries, kv_pages, metadata, first_page.reshape(1), **options)
-    return output, kv_pages
+    return output.astype(spec.dtype), kv_pages
 
 
 def _interpreter(interpret: Any) -> Any:

@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu import matmul, online_softmax, vector
+from pallas_kernels.gpu import matmul, online_softmax, vector, widening
 from pallas_kernels.gpu.ring import BlockShape, Ring, Source
 from pallas_kernels.gpu.work_list import (
     ITEM_FIRST_BLOCK,
@@ -97,6 +97,8 @@ class Refs:
     v_smem: Any  # [stages, block_kv, H]
     p_smem: Any  # [16, block_kv]
     arrived: Any = None  # barriers of the ring; None: cp.async
+    k_wide: Any = None  # [block_kv, H], of 8-bit tiles
+    v_wide: Any = None
 
 
 def decode(
@@ -115,10 +117,11 @@ def decode(
         rows=rows, head_dim=head_dim, blocks=blocks, dtype=dtype, scale_log2=scale * LOG2E, tiles=tiles,
         interpret=interpret,
     )  # fmt: skip
+    kv_dtype = operands.kv_pages.dtype
     kv_tiles = plgpu.SMEM(
         (tiles.num_stages, tiles.block_kv, head_dim),
-        dtype,
-        transforms=matmul.swizzled(head_dim, dtype, copied_rows=None if tiles.use_tma else blocks.copy_tokens),
+        kv_dtype,
+        transforms=matmul.swizzled(head_dim, kv_dtype, copied_rows=None if tiles.use_tma else blocks.copy_tokens),
     )
     scratch: dict[str, Any] = {
         # The result reuses the memory of the keys after their last use.
@@ -128,6 +131,8 @@ def decode(
     }
     if tiles.use_tma:
         scratch["arrived"] = plgpu.Barrier(num_arrivals=2 * blocks.copies, num_barriers=tiles.num_stages)
+    if kv_dtype != dtype:
+        scratch["k_wide"] = scratch["v_wide"] = widening.wide_tile((tiles.block_kv, head_dim), dtype)
     return plgpu.kernel(
         body,
         out_type=[
@@ -170,7 +175,7 @@ class _Body:
         )  # fmt: skip
         ring = Ring(
             source=source, first_block=first_block, num_blocks=num_blocks, num_stages=self.tiles.num_stages,
-            k_smem=k_smem, v_smem=refs.v_smem, arrived=refs.arrived,
+            k_smem=k_smem, v_smem=refs.v_smem, arrived=refs.arrived, k_wide=refs.k_wide, v_wide=refs.v_wide,
         )  # fmt: skip
         first_row = self.rows.first(row, kv_head)
         loaded_row = self.rows.loaded(first_row)
@@ -203,8 +208,8 @@ class _Body:
 
         def step(i, carry, *, tail):
             acc, peak, total = carry
-            slot = ring.advance(i)
-            k = plgpu.load(ring.k_smem.at[slot].transpose((1, 0)), layout=rhs, optimized=False)
+            k_tile, v_tile = ring.tiles(ring.advance(i))
+            k = plgpu.load(k_tile.transpose((1, 0)), layout=rhs, optimized=False)
             zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), acc_layout)
             scores = matmul.mma(zeros, q, k, interpret=self.interpret)
             valid = kv_len - (ring.first_block + i) * block_kv  # keys of this block that exist
@@ -214,7 +219,7 @@ class _Body:
             p, alpha, new_peak, total = online_softmax.step(scores, peak, total, self.scale_log2)
             p_smem[...] = p.astype(self.dtype)
             p = plgpu.load(p_smem, layout=lhs, optimized=False)
-            v = plgpu.load(ring.v_smem.at[slot], layout=rhs, optimized=False)
+            v = plgpu.load(v_tile, layout=rhs, optimized=False)
             if tail:
                 # The places after the last key may hold any values, and 0 * NaN is NaN.
                 key = plgpu.broadcasted_iota(jnp.int32, (block_kv, self.head_dim), 0, layout=rhs)

@@ -44,7 +44,8 @@ class PrefillBody:
     num_kv_heads: int
     head_dim: int
     blocks: BlockShape
-    dtype: Any
+    dtype: Any  # of queries, products and output
+    kv_dtype: Any  # of the pages
     scale_log2: float
     sizes: Any  # the kernel's own tiles; all have block_kv and num_stages
     num_ctas: int
@@ -62,6 +63,7 @@ class PrefillBody:
             head_dim=head_dim,
             blocks=BlockShape(block_kv=sizes.block_kv, page_size=page_size, pages_per_seq=pages_per_seq),
             dtype=operands.queries.dtype,
+            kv_dtype=operands.kv_pages.dtype,
             scale_log2=scale * LOG2E,
             sizes=sizes,
             num_ctas=num_ctas,

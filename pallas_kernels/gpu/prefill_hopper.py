@@ -1,7 +1,8 @@
 """Prefill on Hopper: ragged causal chunks against their pages, warp-specialised, on wgmma.
 
-A persistent CTA per multiprocessor takes tiles from the list. One warpgroup feeds the ring of K and V tiles by TMA. Two
-others multiply 64 rows each and take turns at the tensor cores, so that one's softmax runs during the other's products.
+A persistent CTA per multiprocessor takes tiles from the list. One warpgroup (`prefill_memory`) feeds the ring of K and
+V tiles. Two others multiply 64 rows each and take turns at the tensor cores, so that one's softmax runs during the
+other's products.
 
 Source of the algorithm: Shah et al., FlashAttention-3 (2024).
 
@@ -23,12 +24,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import matmul, online_softmax, prefill_tile
 from pallas_kernels.gpu.prefill_body import PrefillBody, PrefillOperands, PrefillRefs
+from pallas_kernels.gpu.prefill_memory import COMPUTE_WARPGROUPS, memory_of
 from pallas_kernels.gpu.prefill_tile import TILE_M, Tile
-from pallas_kernels.gpu.ring import KEYS, VALUES, Source
-
-COMPUTE_WARPGROUPS = 2
-COMPUTE_REGISTERS, MEMORY_REGISTERS = 232, 40
-TAIL_ROWS = 16  # of V that the memory warpgroup clears at a time: few registers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,26 +41,25 @@ def prefill(
 ) -> None:
     """Writes the rows of the list's tiles to `output`, a Ref [T, N * H], in place."""
     body = _Body.of(operands, scale=scale, sizes=sizes, num_ctas=num_ctas, interpret=interpret)
-    blocks, head_dim, dtype = body.blocks, body.head_dim, body.dtype
-    ring = plgpu.SMEM((sizes.num_stages, sizes.block_kv, head_dim), dtype, transforms=matmul.swizzled(head_dim, dtype))
+    head_dim, dtype = body.head_dim, body.dtype
+    swizzled = matmul.swizzled(head_dim, dtype)
+    ring = plgpu.SMEM((sizes.num_stages, sizes.block_kv, head_dim), dtype, transforms=swizzled)
     stages = sizes.num_stages
+    scratch: dict[str, Any] = {
+        "q_smem": plgpu.SMEM((COMPUTE_WARPGROUPS, TILE_M, head_dim), dtype, transforms=swizzled),
+        "out_smem": plgpu.SMEM((COMPUTE_WARPGROUPS, TILE_M, head_dim), dtype),
+        "k_smem": ring,
+        "v_smem": ring,
+        "q_arrived": plgpu.Barrier(num_arrivals=body.shape.heads, num_barriers=COMPUTE_WARPGROUPS),
+        **memory_of(body).scratch(body),
+        # Both compute warpgroups arrive at these: one for each K and V slot, one for the queries' place, one for the
+        # turns.
+        "met": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=2 * stages + 2),
+    }
     plgpu.kernel(
         body,
         out_type=(),
-        scratch_types={
-            "q_smem": plgpu.SMEM(
-                (COMPUTE_WARPGROUPS, TILE_M, head_dim), dtype, transforms=matmul.swizzled(head_dim, dtype)
-            ),
-            "out_smem": plgpu.SMEM((COMPUTE_WARPGROUPS, TILE_M, head_dim), dtype),
-            "k_smem": ring,
-            "v_smem": ring,
-            "q_arrived": plgpu.Barrier(num_arrivals=body.shape.heads, num_barriers=COMPUTE_WARPGROUPS),
-            "arrived": plgpu.Barrier(num_arrivals=blocks.copies, num_barriers=2 * stages),
-            "tail_arrived": plgpu.Barrier(num_arrivals=blocks.copies),  # awaited by the memory warpgroup
-            # Both compute warpgroups arrive at these: one for each K and V slot, one for the queries' place, one for
-            # the turns.
-            "met": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=2 * stages + 2),
-        },
+        scratch_types=scratch,
         grid=(num_ctas,),
         grid_names=("cta",),
         num_threads=COMPUTE_WARPGROUPS + 1,
@@ -82,13 +78,15 @@ class _Refs(PrefillRefs):
     v_smem: Any
     q_arrived: Any  # barriers, one per compute warpgroup
     arrived: Any  # barriers, alternately of K and of V of each stage
-    tail_arrived: Any  # barrier
     met: Any  # barriers, see `prefill`
+    tail_arrived: Any = None  # barrier, see `prefill_memory.CopyingMemory`
+    narrow_smem: Any = None  # [2, block_kv, H], of K and of V, see `prefill_memory.WideningMemory`
+    narrow_arrived: Any = None  # barriers
 
 
 class _Body(PrefillBody):
     def __call__(self, *arrays: Any, **scratch: Any) -> None:
-        refs = _Refs(*arrays, **scratch)
+        refs, kind = _Refs(*arrays, **scratch), memory_of(self)
         warpgroup = lax.axis_index("warpgroup")
         cta = lax.axis_index("cta")
 
@@ -109,14 +107,14 @@ class _Body(PrefillBody):
         def _():
             compute = _Compute(self, refs, warpgroup)
             plgpu.barrier_arrive(compute.q_free)  # the queries' place is free at the start
-            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            plgpu.set_max_registers(kind.compute_registers, action="increase")
             for_each_tile(compute.attend)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == COMPUTE_WARPGROUPS)
         def _():
-            plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
-            memory = _Memory(self, refs)
+            plgpu.set_max_registers(kind.registers, action="decrease")
+            memory = kind(self, refs)
             memory.drain(for_each_tile(memory.feed))
 
 
@@ -202,82 +200,3 @@ class _Compute:
                     )
 
             size //= 2
-
-
-class _Memory:
-    """The warpgroup that loads queries, keys and values for the others."""
-
-    def __init__(self, body: _Body, refs: _Refs) -> None:
-        self.body, self.refs = body, refs
-        self.first_page = refs.first_page[0]
-        self.q_free = refs.met.at[2 * body.sizes.num_stages]
-
-    def feed(self, tile: Tile, blocks_before) -> None:
-        body, refs = self.body, self.refs
-        plgpu.barrier_wait(self.q_free)
-
-        @pl.loop(0, COMPUTE_WARPGROUPS)
-        def _(wg):
-            first_token = tile.token + wg * body.shape.tokens
-            prefill_tile.load_queries(
-                refs.queries, refs.q_smem.at[wg], body.shape, tile, first_token, refs.q_arrived.at[wg]
-            )
-
-        source = Source(
-            shape=body.blocks, kv_ref=refs.kv_pages, pages_ref=refs.page_table, first_page=self.first_page,
-            row=tile.row, kv_head=tile.kv_head,
-        )  # fmt: skip
-
-        @pl.loop(0, tile.num_blocks(body.sizes.block_kv))
-        def _(i):
-            slot = lax.rem(blocks_before + i, jnp.int32(body.sizes.num_stages))
-            is_reused = blocks_before + i >= body.sizes.num_stages
-            pl.when(is_reused)(lambda: plgpu.barrier_wait(refs.met.at[2 * slot]))
-            self.fetch(source, i, KEYS, slot, refs.arrived.at[2 * slot])
-            pl.when(is_reused)(lambda: plgpu.barrier_wait(refs.met.at[2 * slot + 1]))
-            num_valid = tile.kv_len - i * body.sizes.block_kv
-
-            @pl.when(num_valid >= body.sizes.block_kv)
-            def _():
-                self.fetch(source, i, VALUES, slot, refs.arrived.at[2 * slot + 1])
-
-            @pl.when(num_valid < body.sizes.block_kv)
-            def _():
-                self.fetch(source, i, VALUES, slot, refs.tail_arrived)
-                plgpu.barrier_wait(refs.tail_arrived)
-                self.clear_tail(num_valid, slot)
-                for _ in range(body.blocks.copies):
-                    plgpu.barrier_arrive(refs.arrived.at[2 * slot + 1])
-
-    def fetch(self, source: Source, block, kind: int, slot, barrier) -> None:
-        smem = self.refs.k_smem if kind == KEYS else self.refs.v_smem
-        for offset, *halves in source.parts(block):
-            rows = pl.ds(offset, self.body.blocks.copy_tokens)
-            plgpu.copy_gmem_to_smem(
-                halves[kind], smem.at[slot, rows], barrier, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS
-            )
-
-    def clear_tail(self, num_valid, slot) -> None:
-        """Zeroes the values after the sequence's last key. They may hold anything, and 0 * NaN is NaN."""
-
-        @pl.loop(lax.div(num_valid, jnp.int32(TAIL_ROWS)), self.body.sizes.block_kv // TAIL_ROWS)
-        def _(part):
-            first = pl.multiple_of(part * TAIL_ROWS, TAIL_ROWS)
-            rows = self.refs.v_smem.at[slot, pl.ds(first, TAIL_ROWS)]
-            layout = plgpu.Layout.MMA_ACC(self.body.dtype, m_warps=1)
-            values = plgpu.load(rows, layout=layout, optimized=False)
-            key = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)
-            rows[...] = jnp.where(key + first < num_valid, values, jnp.zeros_like(values))
-
-        plgpu.commit_smem()
-
-    def drain(self, num_blocks) -> None:
-        """Waits until the other warpgroups have released all slots, so no arrival is left without a wait."""
-        stages = self.body.sizes.num_stages
-        plgpu.barrier_wait(self.q_free)
-
-        @pl.loop(jnp.maximum(num_blocks - stages, 0), num_blocks)
-        def _(block):
-            slot = lax.rem(block, jnp.int32(stages))
-            plgpu.barrier_wait(self.refs.met.at[2 * slot])
-            plgpu.barrier_wait(self.refs.met.at[2 * slot + 1])

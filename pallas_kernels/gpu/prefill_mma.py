@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu import matmul, online_softmax, prefill_tile, vector
+from pallas_kernels.gpu import matmul, online_softmax, prefill_tile, vector, widening
 from pallas_kernels.gpu.decode import RingTiles
 from pallas_kernels.gpu.prefill_body import PrefillBody, PrefillOperands, PrefillRefs
 from pallas_kernels.gpu.prefill_tile import TILE_M, Tile
@@ -31,14 +31,15 @@ def prefill(
 ) -> None:
     """Writes the rows of the list's tiles to `output`, a Ref [T, N * H], in place."""
     body = _Body.of(operands, scale=scale, sizes=sizes, num_ctas=num_ctas, interpret=interpret)
-    blocks, head_dim, dtype = body.blocks, body.head_dim, body.dtype
+    blocks, head_dim, dtype, kv_dtype = body.blocks, body.head_dim, body.dtype, body.kv_dtype
 
-    def swizzled(copied_rows: int) -> tuple[Any, ...]:
+    def swizzled(dtype: Any, copied_rows: int) -> tuple[Any, ...]:
         return matmul.swizzled(head_dim, dtype, copied_rows=None if sizes.use_tma else copied_rows)
 
-    kv_tiles = plgpu.SMEM((sizes.num_stages, sizes.block_kv, head_dim), dtype, transforms=swizzled(blocks.copy_tokens))
+    ring_shape = (sizes.num_stages, sizes.block_kv, head_dim)
+    kv_tiles = plgpu.SMEM(ring_shape, kv_dtype, transforms=swizzled(kv_dtype, blocks.copy_tokens))
     scratch: dict[str, Any] = {
-        "q_smem": plgpu.SMEM((TILE_M, head_dim), dtype, transforms=swizzled(body.shape.tokens)),
+        "q_smem": plgpu.SMEM((TILE_M, head_dim), dtype, transforms=swizzled(dtype, body.shape.tokens)),
         # The result reuses the memory of the keys after their last use.
         "k_or_out_smem": plgpu.RefUnion(kv_tiles, plgpu.SMEM((TILE_M, head_dim), dtype)),
         "v_smem": kv_tiles,
@@ -47,6 +48,8 @@ def prefill(
     if sizes.use_tma:
         scratch["q_arrived"] = plgpu.Barrier(num_arrivals=body.shape.heads)
         scratch["arrived"] = plgpu.Barrier(num_arrivals=2 * blocks.copies, num_barriers=sizes.num_stages)
+    if kv_dtype != dtype:
+        scratch["k_wide"] = scratch["v_wide"] = widening.wide_tile((sizes.block_kv, head_dim), dtype)
     plgpu.kernel(
         body,
         out_type=(),
@@ -67,6 +70,8 @@ class _Refs(PrefillRefs):
     p_smem: Any  # [64, block_kv]
     q_arrived: Any = None  # barrier; None: cp.async
     arrived: Any = None  # barriers of the ring; None: cp.async
+    k_wide: Any = None  # [block_kv, H], of 8-bit tiles
+    v_wide: Any = None
 
 
 class _Body(PrefillBody):
@@ -90,6 +95,7 @@ class _Body(PrefillBody):
         ring = Ring(
             source=source, first_block=jnp.int32(0), num_blocks=tile.num_blocks(self.sizes.block_kv),
             num_stages=self.sizes.num_stages, k_smem=k_smem, v_smem=refs.v_smem, arrived=refs.arrived,
+            k_wide=refs.k_wide, v_wide=refs.v_wide,
         )  # fmt: skip
         self.load_queries(refs.queries, refs.q_smem, tile, refs.q_arrived)
         out_smem[...] = self.attend(tile, ring, refs.q_smem, refs.p_smem).astype(self.dtype)
@@ -113,9 +119,9 @@ class _Body(PrefillBody):
 
         def step(i, carry, *, masked):
             acc, peak, total = carry
-            slot = ring.advance(i)
+            k_tile, v_tile = ring.tiles(ring.advance(i))
             q = plgpu.load(q_smem, layout=lhs, optimized=False)
-            k = plgpu.load(ring.k_smem.at[slot].transpose((1, 0)), layout=rhs, optimized=False)
+            k = plgpu.load(k_tile.transpose((1, 0)), layout=rhs, optimized=False)
             zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), acc_layout)
             scores = matmul.mma(zeros, q, k, interpret=self.interpret)
             if masked:
@@ -124,7 +130,7 @@ class _Body(PrefillBody):
             p, alpha, new_peak, total = online_softmax.step(scores, peak, total, self.scale_log2)
             p_smem[...] = p.astype(self.dtype)
             p = plgpu.load(p_smem, layout=lhs, optimized=False)
-            v = plgpu.load(ring.v_smem.at[slot], layout=rhs, optimized=False)
+            v = plgpu.load(v_tile, layout=rhs, optimized=False)
             if masked:
                 # The places after the last key may hold any values, and 0 * NaN is NaN.
                 key = plgpu.broadcasted_iota(jnp.int32, (block_kv, self.head_dim), 0, layout=rhs)

@@ -23,6 +23,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.gpu import widening
+
 KEYS, VALUES = 0, 1  # on the second axis of the pages
 
 
@@ -83,6 +85,8 @@ class Ring:
     k_smem: Any  # [stages, block_kv, H]
     v_smem: Any
     arrived: Any  # barriers, 2 * copies arrivals each; None: cp.async
+    k_wide: Any = None  # [block_kv, H], for blocks of 8-bit keys and values
+    v_wide: Any = None
 
     def fill(self) -> None:
         """Starts the first blocks' copies."""
@@ -100,6 +104,13 @@ class Ring:
         ahead = i + self.num_stages - 1
         self._prefetch(ahead, lax.rem(ahead, jnp.int32(self.num_stages)))
         return slot
+
+    def tiles(self, slot: Any) -> tuple[Any, Any]:
+        """The keys and values of the block in `slot`, [block_kv, H] each, in the type of the products."""
+        keys, values = self.k_smem.at[slot], self.v_smem.at[slot]
+        if self.k_wide is None:
+            return keys, values
+        return widening.widen(keys, self.k_wide), widening.widen(values, self.v_wide)
 
     def drain(self) -> None:
         """Waits for all copies. The tiles may then be used for something else."""

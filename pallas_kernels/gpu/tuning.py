@@ -6,6 +6,8 @@ They are not measured on a chip. They are chosen by the compiler's register and 
 
 from __future__ import annotations
 
+import jax.numpy as jnp
+
 from pallas_kernels.chips import KIB
 from pallas_kernels.gpu.decode import RingTiles
 from pallas_kernels.gpu.device import Gpu
@@ -22,10 +24,15 @@ def decode_tiles(gpu: Gpu, spec: AttentionSpec) -> RingTiles:
 
 def resident_decode_ctas(gpu: Gpu, spec: AttentionSpec) -> int:
     """CTAs of the decode kernel that the chip runs at once, by shared memory (registers allow three or more)."""
-    tiles = decode_tiles(gpu, spec)
-    ring = 2 * tiles.num_stages * tiles.block_kv * spec.head_dim * 2
     reserved = 6 * KIB  # softmax tile, reductions, and the driver's part
-    return gpu.num_multiprocessors * min(3, gpu.multiprocessor_shared_memory // (ring + reserved))
+    cta_bytes = _kv_bytes(decode_tiles(gpu, spec), spec) + reserved
+    return gpu.num_multiprocessors * min(3, gpu.multiprocessor_shared_memory // cta_bytes)
+
+
+def _kv_bytes(tiles: RingTiles, spec: AttentionSpec) -> int:
+    """Shared memory of the ring's tiles and, for 8-bit pages, of the converted ones."""
+    per_element = tiles.num_stages * jnp.dtype(spec.kv_dtype).itemsize + (2 if spec.has_kv_scales else 0)
+    return 2 * tiles.block_kv * spec.head_dim * per_element
 
 
 def hopper_prefill_tiles(spec: AttentionSpec) -> PrefillTiles:
@@ -52,7 +59,7 @@ def prefill_ctas(gpu: Gpu, spec: AttentionSpec) -> int:
     if gpu.has_wgmma:
         return gpu.num_multiprocessors  # three warpgroups take all registers
     tiles = mma_prefill_tiles(gpu, spec)
-    rows = TILE_M + 2 * tiles.num_stages * tiles.block_kv  # of queries, keys and values
-    cta_bytes = 2 * (rows * spec.head_dim + TILE_M * tiles.block_kv) + 3 * KIB  # softmax tile; reductions and driver
+    queries_and_softmax = 2 * TILE_M * (spec.head_dim + tiles.block_kv)
+    cta_bytes = _kv_bytes(tiles, spec) + queries_and_softmax + 3 * KIB  # reductions and the driver's part
     by_shared_memory = gpu.multiprocessor_shared_memory // cta_bytes
     return gpu.num_multiprocessors * min(2, by_shared_memory)  # two by registers: up to 255 per thread

@@ -71,20 +71,30 @@ def choose_quantization(
     return chosen, f"projections and head in {chosen}{reason}" + (f"; the checkpoint holds {held}" if held else "")
 
 
-def choose_kv_dtype(asked: str, dtype: str, backend: Backend) -> tuple[str, str | None]:
+def choose_kv_dtype(
+    asked: str, dtype: str, backend: Backend, arch: tuple[int, int] | None = None
+) -> tuple[str, str | None]:
     """The dtype of the K/V pages, and a remark if it is not the requested one.
 
     Args:
         dtype: of the computation.
-
-    Raises:
-        ValueError: the backend's kernels do not support 8-bit pages.
+        arch: the compute capability of a GPU that is not attached.
     """
     if asked == "auto":
         return dtype, None
-    if backend.startswith("gpu"):
-        raise ValueError(f"--kv-cache-dtype {asked}: the GPU kernels read pages in {dtype} only; leave the flag out")
-    return "int8", None if asked == "int8" else f"not {asked}: int8 is the 8-bit type of the {backend} attention"
+    if asked == "int8":
+        return "int8", None
+    if not backend.startswith("gpu"):
+        return "int8", f"not {asked}: int8 is the 8-bit type of the {backend} attention"
+    from pallas_kernels.chips import arch_converts_fp8
+
+    if arch is None:
+        from pallas_kernels.gpu import device
+
+        arch = device.current().arch
+    if arch_converts_fp8(arch):
+        return "float8_e4m3fn", None
+    return "int8", f"not {asked}: this GPU has no instruction that converts fp8"
 
 
 def choose_model_len(asked: int | None, trained: int) -> int:

@@ -132,7 +132,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument(
         "--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES,
-        help="int8: twice the tokens in the same memory (auto: the type that is computed in; not on GPUs yet)",
+        help="fp8 or int8: twice the tokens in the same memory (auto: the type that is computed in)",
     )  # fmt: skip
     model.add_argument(
         "--calculate-kv-scales", action="store_true", help="of 8-bit K/V, although the checkpoint brings some"

@@ -88,14 +88,17 @@ def test_eight_bits_are_chosen_by_what_the_chip_reads():
         choose(None, False, FP8, is_converted=True)
 
 
-def test_8_bits_of_kv_are_int8_and_refused_where_no_kernel_has_them():
+def test_8_bits_of_kv_are_fp8_where_a_gpu_converts_it_and_int8_elsewhere():
     assert choose_kv_dtype("auto", "bfloat16", Backend.GPU) == ("bfloat16", None)
     assert choose_kv_dtype("int8", "bfloat16", Backend.TPU) == ("int8", None)
     for asked in ("fp8", "fp8_e4m3"):
         remark = f"not {asked}: int8 is the 8-bit type of the tpu attention"
         assert choose_kv_dtype(asked, "bfloat16", Backend.TPU) == ("int8", remark)
-    with pytest.raises(ValueError, match="--kv-cache-dtype fp8: the GPU kernels read pages in bfloat16 only"):
-        choose_kv_dtype("fp8", "bfloat16", Backend.GPU)
+        assert choose_kv_dtype(asked, "bfloat16", Backend.GPU, (8, 9)) == ("float8_e4m3fn", None)
+        remark = f"not {asked}: this GPU has no instruction that converts fp8"
+        assert choose_kv_dtype(asked, "bfloat16", Backend.GPU, (8, 0)) == ("int8", remark)
+    assert choose_kv_dtype("int8", "bfloat16", Backend.GPU, (9, 0)) == ("int8", None)
+    assert choose_kv_dtype("fp8", "bfloat16", Backend.GPU_INTERPRET) == ("float8_e4m3fn", None)
 
 
 def test_the_scales_of_kv_come_from_the_checkpoint_or_are_measured(tmp_path):

@@ -72,9 +72,14 @@ def test_pages_of_int8_hold_twice_the_tokens(capsys):
     assert report_of(capsys, *flags, "--kv-cache-dtype", "fp8") == narrow
 
 
-def test_8_bit_pages_are_refused_on_gpus(capsys):
-    assert plan.main(["--model", "preset:llama-3.1-8b", "--chip", "h100", "--kv-cache-dtype", "fp8"]) == 2
-    assert "--kv-cache-dtype fp8: the GPU kernels read pages in bfloat16 only" in capsys.readouterr().err
+def test_pages_of_8_bits_on_a_gpu_are_fp8_where_it_converts_fp8(capsys):
+    flags = ["--model", "preset:llama-3.1-8b", "--max-model-len", "8192", "--max-num-seqs", "256"]
+    wide, narrow = (report_of(capsys, *flags, "--kv-cache-dtype", kind) for kind in ("auto", "fp8"))
+    assert gib(narrow, "K/V, float8_e4m3fn") == pytest.approx(gib(wide, "K/V, bfloat16"), abs=0.02)
+    wide_tokens, tokens = (int(re.search(r"room for (\d+) tokens", text)[1]) for text in (wide, narrow))
+    assert tokens == pytest.approx(2 * wide_tokens, rel=0.01)
+    a100 = [*flags, "--chip", "a100", "--kv-cache-dtype"]
+    assert report_of(capsys, *a100, "fp8") == report_of(capsys, *a100, "int8")
 
 
 def test_of_a_gpu_only_jaxs_pool_is_planned_with(capsys):

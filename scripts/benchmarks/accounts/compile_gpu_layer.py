@@ -45,9 +45,11 @@ def compile_layer(
     """The compiled layer, and the shape of its pages, which are donated. `mesh` has the target's devices."""
     attention = PagedAttention(spec, backend, mesh)
 
-    def layer(batch: RaggedBatch, queries: jax.Array, keys: jax.Array, values: jax.Array, kv: jax.Array) -> object:
+    def layer(
+        batch: RaggedBatch, queries: jax.Array, keys: jax.Array, values: jax.Array, kv: jax.Array, *scales: jax.Array
+    ) -> object:
         metadata = attention.make_metadata(batch, num_tokens=shape.num_tokens, decode_only=shape.decode_only)
-        return attention(queries, keys, values, kv, metadata, jnp.int32(0))
+        return attention(queries, keys, values, kv, metadata, jnp.int32(0), *scales)
 
     def abstract(*sizes: int, dtype: object = jnp.int32) -> Any:  # which stands for an array
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, P()))
@@ -64,16 +66,19 @@ def compile_layer(
         abstract(shape.num_tokens, heads, spec.head_dim, dtype=spec.dtype)
         for heads in (spec.num_query_heads, spec.num_kv_heads)
     )
+    scales = [abstract(2, spec.num_kv_heads, dtype=jnp.float32)] if spec.has_kv_scales else []
     with target.compiling(mesh):
-        lowered = jax.jit(layer, donate_argnums=4).lower(batch, queries, keys, keys, kv)
+        lowered = jax.jit(layer, donate_argnums=4).lower(batch, queries, keys, keys, kv, *scales)
         return lowered.compile(), kv
 
 
-def make_spec(heads: tuple[int, int, int], page_size: int = PAGE_SIZE, dtype: object = jnp.bfloat16) -> AttentionSpec:
-    """`heads`: query heads, KV heads and head dim on one chip."""
+def make_spec(
+    heads: tuple[int, int, int], page_size: int = PAGE_SIZE, dtype: Any = jnp.bfloat16, kv_dtype: Any = None
+) -> AttentionSpec:
+    """`heads`: query heads, KV heads and head dim on one chip. `kv_dtype`: of the pages (default: `dtype`)."""
     return AttentionSpec(
         num_query_heads=heads[0], num_kv_heads=heads[1], head_dim=heads[2], page_size=page_size, dtype=dtype,
-        kv_dtype=dtype,
+        kv_dtype=dtype if kv_dtype is None else kv_dtype,
     )  # fmt: skip
 
 

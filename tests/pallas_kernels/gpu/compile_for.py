@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from pallas_kernels.chips import arch_converts_fp8
 from pallas_kernels.gpu import tuning
 from pallas_kernels.gpu.device import Gpu
 from pallas_kernels.spec import Backend
@@ -31,6 +32,7 @@ LARGEST = StepShape(num_rows=512, num_tokens=8192, pages_per_seq=2048)
 
 MMA_ONLY = "llama-3.1-8b, without wgmma"  # what a Hopper chip falls back to
 # What is compiled: ((query heads, KV heads, head dim) of one chip, page size, dtype), step.
+# Pages of "fp8" are of int8 on a chip that does not convert fp8.
 CASES = {
     # The mixed program has the decode kernels in it: alone they are compiled for two head dims only.
     "llama-3.1-8b, decode": ((32, 8, 128), 64, "bfloat16", DECODE),
@@ -43,7 +45,11 @@ CASES = {
     "sixteen in a group": ((16, 1, 128), 16, "bfloat16", USUAL),
     "largest, float16": ((32, 8, 128), 64, "float16", LARGEST),
     MMA_ONLY: ((32, 8, 128), 64, "bfloat16", USUAL),
+    "llama-3.1-8b, fp8": ((32, 8, 128), 64, "bfloat16", USUAL),
+    "llama-3.2-1b, int8": ((32, 8, 64), 16, "bfloat16", USUAL),
+    "llama-3.1-70b/8, fp8": ((8, 1, 128), 128, "float16", LARGEST),
 }
+KV_DTYPES = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
 
 
 def main(target_name: str) -> None:
@@ -55,7 +61,10 @@ def main(target_name: str) -> None:
         for case, (heads, page_size, dtype, shape) in CASES.items():
             for file in folder.iterdir():
                 file.unlink()
-            spec = make_spec(heads, page_size, jnp.dtype(dtype))
+            kv_dtype = KV_DTYPES.get(case.rpartition(" ")[2], jnp.dtype(dtype))
+            if kv_dtype == jnp.float8_e4m3fn and not arch_converts_fp8(target.chip.arch):
+                kv_dtype = jnp.int8
+            spec = make_spec(heads, page_size, jnp.dtype(dtype), kv_dtype)
             backend = Backend.GPU_MMA if case == MMA_ONLY else Backend.GPU
             compiled, kv = compile_layer(target, mesh, spec, shape, backend)
             memory = compiled.memory_analysis()
@@ -67,6 +76,7 @@ def main(target_name: str) -> None:
             result = {
                 "case": case,
                 "decode_only": shape.decode_only,
+                "kv_dtype": str(jnp.dtype(kv_dtype)),
                 "kv_bytes": kv.size * kv.dtype.itemsize,
                 "alias_bytes": memory.alias_size_in_bytes,
                 "temp_bytes": memory.temp_size_in_bytes,

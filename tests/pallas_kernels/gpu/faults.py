@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu import combine, prefill_hopper, prefill_mma, prefill_tile, ring
+from pallas_kernels.gpu import combine, prefill_hopper, prefill_memory, prefill_mma, prefill_tile, ring, widening
 from pallas_kernels.gpu.device import Gpu
 from pallas_kernels.spec import AttentionSpec
 from tests.pallas_kernels.dense import Row, make_case
@@ -35,6 +35,7 @@ from tests.pallas_kernels.gpu.interpreted import (
 SPEC = AttentionSpec(
     num_query_heads=2, num_kv_heads=1, head_dim=64, page_size=64, dtype=jnp.bfloat16, kv_dtype=jnp.bfloat16
 )
+EIGHT_BIT = replace(SPEC, kv_dtype=jnp.float8_e4m3fn)
 DECODE = [Row(query_len=1, kv_len=500), Row(query_len=1, kv_len=70)]
 PREFILL = [Row(query_len=24, kv_len=600)]
 # Two tiles for the only CTA of the warp-specialised kernel, four for two CTAs of the mma kernel.
@@ -48,6 +49,7 @@ class Fault:
     rows: list[Row]
     patches: dict[tuple[Any, str], Any]  # (module or class, attribute): what takes its place
     gpu: Gpu = HOPPER
+    spec: AttentionSpec = SPEC
 
 
 def findings(fault: Fault) -> Findings:
@@ -55,7 +57,7 @@ def findings(fault: Fault) -> Findings:
     compiled_step.cache_clear()
     decode_only = fault.rows is DECODE
     num_tokens = sum(row.query_len for row in fault.rows)
-    case = make_case(SPEC, fault.rows, num_tokens=num_tokens, num_rows=2, pages_per_seq=10)
+    case = make_case(fault.spec, fault.rows, num_tokens=num_tokens, num_rows=2, pages_per_seq=10)
     patches = [mock.patch.object(owner, name, new) for (owner, name), new in fault.patches.items()]
     try:
         for patch in patches:
@@ -105,6 +107,15 @@ def without_the_last_part(output, partial, lse, row_items, **options):
     whole_combine(output, partial, lse, row_items.at[0, 1].add(-1), **options)
 
 
+def only_returned(narrow, wide):
+    del narrow
+    return wide
+
+
+def widen_all(self, kind, smem, slot, num_valid):
+    widen_tile(self, kind, smem, slot, jnp.int32(self.body.sizes.block_kv))
+
+
 def no_tail(self, num_valid, slot):
     pass
 
@@ -118,6 +129,7 @@ def queries_of_later_tokens(q_ref, q_smem, shape, tile, first_token, barrier=Non
 
 
 whole_combine = combine.combine
+widen_tile = prefill_memory.WideningMemory.widen
 parts, causal_mask, load_queries = ring.Source.parts, prefill_tile.causal_mask, prefill_tile.load_queries
 
 
@@ -133,7 +145,7 @@ def without_fences_in(module: Any) -> dict[tuple[Any, str], Any]:
 def without_waits_for_the_queries_place() -> dict[tuple[Any, str], Any]:
     """The warp-specialised kernel loads a tile's queries whether or not those of the tile before are still read."""
     ignored: list[object] = []
-    original = prefill_hopper._Memory.__init__
+    original = prefill_memory.Memory.__init__
 
     def init(self, *args):
         original(self, *args)
@@ -143,7 +155,7 @@ def without_waits_for_the_queries_place() -> dict[tuple[Any, str], Any]:
         if not any(ref is other for other in ignored):
             plgpu.barrier_wait(ref)
 
-    return {(prefill_hopper._Memory, "__init__"): init, **replaced_in(prefill_hopper, "barrier_wait", wait)}
+    return {(prefill_memory.Memory, "__init__"): init, **replaced_in(prefill_memory, "barrier_wait", wait)}
 
 
 def without_waits_at(barrier: str) -> dict[tuple[Any, str], Any]:
@@ -166,8 +178,9 @@ def without_waits_at(barrier: str) -> dict[tuple[Any, str], Any]:
 
     return {
         (prefill_hopper._Compute, "__init__"): remember(prefill_hopper._Compute.__init__),
-        (prefill_hopper._Memory, "__init__"): remember(prefill_hopper._Memory.__init__),
+        (prefill_memory.Memory, "__init__"): remember(prefill_memory.Memory.__init__),
         **replaced_in(prefill_hopper, "barrier_wait", wait),
+        **replaced_in(prefill_memory, "barrier_wait", wait),
     }
 
 
@@ -175,12 +188,13 @@ NO_FAULT = {
     "none, decode": Fault(DECODE, {}),
     "none, prefill": Fault(PREFILL, {}),
     "none, prefill by mma": Fault(PREFILL, {}, BLACKWELL),
+    "none, 8 bits": Fault(PREFILL, {}, spec=EIGHT_BIT),
 }
 FAULTS = {
     "no wait": Fault(DECODE, {(ring.Ring, "advance"): advance_without_waiting}),
     "wrong block": Fault(DECODE, {(ring.Source, "parts"): parts_of_the_next_block}),
     "part lost": Fault(DECODE, {(combine, "combine"): without_the_last_part}),
-    "no tail": Fault(SHORT_PREFILL, {(prefill_hopper._Memory, "clear_tail"): no_tail}),
+    "no tail": Fault(SHORT_PREFILL, {(prefill_memory.CopyingMemory, "clear_tail"): no_tail}),
     "no mask": Fault(SHORT_PREFILL, {(prefill_tile, "causal_mask"): everything_visible}),
     "wrong queries": Fault(SHORT_PREFILL, {(prefill_tile, "load_queries"): queries_of_later_tokens}),
     "no fence": Fault(SHORT_PREFILL, without_fences_in(prefill_hopper)),
@@ -192,12 +206,17 @@ FAULTS = {
         {(ring.Ring, "fill"): fill_every_slot, (ring.Ring, "advance"): refill_the_slot_in_use},
         BLACKWELL,
     ),
+    "8 bits, no fence in the ring": Fault(DECODE, without_fences_in(ring), ONE_HOPPER, EIGHT_BIT),
+    "8 bits, tiles not converted anew": Fault(DECODE, {(widening, "widen"): only_returned}, spec=EIGHT_BIT),
+    "8 bits, no fence": Fault(PREFILL, without_fences_in(prefill_memory), spec=EIGHT_BIT),
+    "8 bits, no tail": Fault(SHORT_PREFILL, {(prefill_memory.WideningMemory, "widen"): widen_all}, spec=EIGHT_BIT),
 }
 MAY_HANG = {
     # The copy that it waits for is issued after the wait.
     "wrong barrier": Fault(DECODE, {(ring.Ring, "advance"): wait_at_the_next_slots_barrier}),
     "no wait for the queries' place": Fault(TWO_TILES_EACH, without_waits_for_the_queries_place(), ONE_HOPPER),
     **{f"no wait at {name}": Fault(PREFILL, without_waits_at(name)) for name in ("arrived", "met", "q_arrived")},
+    "8 bits, no wait": Fault(PREFILL, without_waits_at("narrow_arrived"), spec=EIGHT_BIT),
 }
 
 if __name__ == "__main__":

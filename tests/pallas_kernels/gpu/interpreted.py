@@ -16,6 +16,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interp
 from jax._src.pallas.mosaic_gpu.interpret.race_detection_state import GPURaceDetectionState as RaceDetector
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import quantised
 from pallas_kernels.gpu import attention, device, prefill_tile, tuning
 from pallas_kernels.gpu.work_list import ITEM_NUM_BLOCKS
 from pallas_kernels.spec import AttentionSpec, RaggedBatch
@@ -50,7 +51,7 @@ def run(case: Case, gpu: device.Gpu = HOPPER, *, decode_only: bool = False, firs
     return Findings(
         not_finite=not np.isfinite(output.astype(np.float32)).all(),
         error=0.0 if error <= TOLERANCE else float(error),  # a NaN is beyond every tolerance
-        wrong_pages=not np.array_equal(pages.view(np.uint16), wanted.view(np.uint16)),
+        wrong_pages=pages.tobytes() != wanted.tobytes(),
         races=any(kernel.races_found for kernel in kernels),
     )
 
@@ -91,7 +92,7 @@ def outputs(
 ) -> tuple[np.ndarray, np.ndarray]:
     interpreter.gpu_callbacks.reset_gpu_interpret_mode_state()
     step = compiled_step(case.spec, gpu, decode_only)
-    operands = (case.queries, case.keys, case.values, filled_pages(case, first_page), first_page)
+    operands = (case.queries, case.keys, case.values, filled_pages(case, first_page), first_page, *case.scales)
     with mock.patch.object(device, "current", return_value=gpu):
         output, pages = step(case.batch, *(jnp.asarray(x) for x in operands))
         return np.asarray(output), np.asarray(pages)
@@ -104,29 +105,28 @@ def compiled_step(spec: AttentionSpec, gpu: device.Gpu, decode_only: bool) -> Ca
 
     @partial(jax.jit, compiler_options=QUICKLY_COMPILED)
     def step(batch: RaggedBatch, queries: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        keys, values, pages, first_page = operands
+        keys, values, pages, first_page, *scales = operands
         metadata = attention.make_metadata(batch, spec, num_tokens=queries.shape[0], decode_only=decode_only)
-        return attention.append_and_attend(
-            queries, keys, values, pages, metadata, first_page, spec=spec, interpret=interpret
-        )
+        operation = partial(attention.append_and_attend, spec=spec, interpret=interpret)
+        if scales:
+            operation = quantised.with_scales(operation, spec.kv_dtype)
+        return operation(queries, keys, values, pages, metadata, first_page, *scales)
 
     return step
 
 
 def filled_pages(case: Case, first_page: int, *, with_step: bool = False) -> np.ndarray:
-    """Every row's history in its pages, NaN everywhere else: page 0, free pages, the rest of a last page."""
+    """Every row's history in its pages; everywhere else, that is page 0, free pages and the rest of a last page, NaN
+    (of int8 the lowest number)."""
     spec = case.spec
     shape = (case.num_pages + first_page, 2, spec.num_kv_heads, spec.page_size, spec.head_dim)
-    pages = np.full(shape, np.nan, jnp.dtype(spec.dtype))
-    table, start = np.asarray(case.batch.page_table), 0
-    for row, (length, (keys, values)) in enumerate(zip(case.rows, case.history, strict=True)):
-        stop = start + length.query_len
-        if with_step:
-            keys = np.concatenate([keys, case.keys[start:stop]])
-            values = np.concatenate([values, case.values[start:stop]])
+    poison = -128 if spec.kv_dtype == jnp.int8 else np.nan
+    pages = np.full(shape, poison, jnp.dtype(spec.kv_dtype))
+    table = np.asarray(case.batch.page_table)
+    for row in range(len(case.rows)):
+        keys, values = case.in_pages(row, with_step=with_step)
         position = np.arange(len(keys))
         page = table[row, position // spec.page_size] + first_page
         pages[page, 0, :, position % spec.page_size] = keys
         pages[page, 1, :, position % spec.page_size] = values
-        start = stop
     return pages

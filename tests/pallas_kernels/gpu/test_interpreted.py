@@ -27,6 +27,8 @@ from tests.pallas_kernels.gpu.interpreted import (
     run,
 )
 
+FP8 = jnp.float8_e4m3fn
+
 
 def spec(
     heads: tuple[int, int] = (4, 1), head_dim: int = 64, page_size: int = 64, dtype=jnp.bfloat16, kv_dtype=None
@@ -113,6 +115,55 @@ def test_an_empty_step_is_finite_and_writes_nothing():
     assert run(case, HOPPER) == Findings()
 
 
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "page_size", "kv_dtype"),
+    [((8, 2), 128, 64, FP8), ((4, 1), 64, 16, jnp.int8), ((8, 1), 128, 128, FP8)],
+    ids=["8b", "1b", "70b/8"],
+)
+def test_decodes_over_pages_of_8_bits(heads, head_dim, page_size, kv_dtype):
+    case = make_case(
+        spec(heads, head_dim, page_size, kv_dtype=kv_dtype),
+        decodes(1, 300, 65),
+        num_tokens=4,
+        num_rows=4,
+        pages_per_seq=-(-300 // page_size),
+    )
+    assert run(case, decode_only=True) == Findings()
+
+
+def test_a_scale_that_is_no_number_spoils_its_own_head_only():
+    case = make_case(
+        spec((8, 2), 128, 64, kv_dtype=FP8), decodes(1, 300, 65), num_tokens=4, num_rows=4, pages_per_seq=5
+    )
+    clean = case.expected()[:, :4]
+    case.kv_scales[0, 1] = np.nan
+    output = outputs(case, HOPPER, decode_only=True)[0][:3].astype(np.float64)
+    assert np.abs(output[:, :4] - clean).max() < TOLERANCE
+    assert np.isnan(output[:, 4:]).all()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "heads", "head_dim", "page_size", "kv_dtype"),
+    [
+        (HOPPER, (8, 2), 128, 64, FP8),
+        (ONE_HOPPER, (16, 1), 64, 32, jnp.int8),
+        (BLACKWELL, (4, 1), 64, 16, FP8),
+        (ONE_BLACKWELL, (8, 1), 128, 128, jnp.int8),
+    ],
+    ids=["wgmma, 8b", "wgmma, one multiprocessor", "mma, 1b", "mma, 70b/8"],
+)
+def test_a_mixed_step_over_pages_of_8_bits(gpu, heads, head_dim, page_size, kv_dtype):
+    rows = [*decodes(70), Row(query_len=19, kv_len=300), Row(query_len=3, kv_len=3)]
+    case = make_case(
+        spec(heads, head_dim, page_size, kv_dtype=kv_dtype),
+        rows,
+        num_tokens=32,
+        num_rows=4,
+        pages_per_seq=-(-300 // page_size),
+    )
+    assert run(case, gpu, first_page=3) == Findings()
+
+
 # Fixed shapes: one program for all examples.
 ROWS, TOKENS, PAGES_PER_SEQ = 4, 40, 9
 
@@ -128,13 +179,15 @@ def ragged_rows(draw) -> list[Row]:
     return rows
 
 
+@pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["as computed", "fp8"])
 @pytest.mark.parametrize("gpu", [HOPPER, BLACKWELL], ids=["wgmma", "mma"])
-def test_random_ragged_batches_equal_dense_attention(gpu):
+def test_random_ragged_batches_equal_dense_attention(gpu, kv_dtype):
     @settings(deadline=None, max_examples=6, database=None)
     @given(rows=ragged_rows(), seed=st.integers(0, 1000))
     def check(rows, seed):
         shape = {"num_tokens": TOKENS, "num_rows": ROWS, "pages_per_seq": PAGES_PER_SEQ}
-        case = make_case(spec((2, 1), 64, 16), rows, **shape, num_pages=1 + ROWS * PAGES_PER_SEQ, seed=seed)
+        kind = spec((2, 1), 64, 16, kv_dtype=kv_dtype)
+        case = make_case(kind, rows, **shape, num_pages=1 + ROWS * PAGES_PER_SEQ, seed=seed)
         assert run(case, gpu) == Findings()
 
     check()
@@ -169,12 +222,18 @@ def test_the_same_call_twice_gives_the_same_bits():
         ({"page_size": 48}, "page_size"),
         ({"dtype": jnp.float32}, "bfloat16 or float16"),
         ({"heads": (17, 1)}, "up to 16 query heads per KV head"),
-        ({"kv_dtype": jnp.int8}, "in the activations' dtype only"),
     ],
 )
 def test_what_the_kernels_do_not_do_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         attention.validate(spec(**change))
+
+
+def test_fp8_is_refused_where_no_instruction_converts_it(monkeypatch):
+    monkeypatch.setattr(device, "current", lambda: device.Gpu(arch=(8, 0), num_multiprocessors=108))
+    attention.validate(spec(kv_dtype=jnp.int8))
+    with pytest.raises(ValueError, match=r"no instruction that converts fp8, use int8: .* arch=\(8, 0\)"):
+        attention.validate(spec(kv_dtype=FP8))
 
 
 def test_an_unknown_gpu_is_refused():

@@ -1,0 +1,193 @@
+"""The memory warpgroup of Hopper's prefill: it brings queries, keys and values to shared memory for the others.
+
+Pages in the type of the products are copied to the ring's tiles by TMA. Pages of 8 bits are copied to one tile of keys
+and one of values, from which this warpgroup converts them to the ring's tiles. Meanwhile the next copy is under way,
+and the others multiply.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gpu import matmul, prefill_tile, widening
+from pallas_kernels.gpu.prefill_body import PrefillBody
+from pallas_kernels.gpu.prefill_tile import Tile
+from pallas_kernels.gpu.ring import KEYS, VALUES, Source
+
+COMPUTE_WARPGROUPS = 2
+TAIL_ROWS = 16  # of V that are cleared at a time: few registers
+
+
+class Memory:
+    """What both kinds of pages have in common."""
+
+    registers: int  # of a thread
+    compute_registers: int  # of a thread of the other warpgroups
+
+    def __init__(self, body: PrefillBody, refs: Any) -> None:
+        self.body, self.refs = body, refs
+        self.first_page = refs.first_page[0]
+        self.q_free = refs.met.at[2 * body.sizes.num_stages]
+
+    def feed(self, tile: Tile, blocks_before) -> None:
+        """Brings a tile's queries, and all of its blocks. `blocks_before` have gone through the ring before them."""
+        body, refs = self.body, self.refs
+        plgpu.barrier_wait(self.q_free)
+
+        @pl.loop(0, COMPUTE_WARPGROUPS)
+        def _(wg):
+            first_token = tile.token + wg * body.shape.tokens
+            prefill_tile.load_queries(
+                refs.queries, refs.q_smem.at[wg], body.shape, tile, first_token, refs.q_arrived.at[wg]
+            )
+
+        source = Source(
+            shape=body.blocks, kv_ref=refs.kv_pages, pages_ref=refs.page_table, first_page=self.first_page,
+            row=tile.row, kv_head=tile.kv_head,
+        )  # fmt: skip
+        self.feed_blocks(source, tile, blocks_before)
+
+    def feed_blocks(self, source: Source, tile: Tile, blocks_before) -> None:
+        """Brings the keys and values of the tile's blocks to their slots, when those are free."""
+        raise NotImplementedError
+
+    def slot_of(self, index) -> Any:
+        """The ring's slot of a block, counted from the first tile's first on."""
+        return lax.rem(index, jnp.int32(self.body.sizes.num_stages))
+
+    def fetch(self, source: Source, block, kind: int, smem, barrier) -> None:
+        """Starts the copies of a block's keys or values to the tile `smem`."""
+        for offset, *halves in source.parts(block):
+            rows = pl.ds(offset, self.body.blocks.copy_tokens)
+            plgpu.copy_gmem_to_smem(halves[kind], smem.at[rows], barrier, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+
+    def drain(self, num_blocks) -> None:
+        """Waits until the other warpgroups have released all slots, so no arrival is left without a wait."""
+        stages = self.body.sizes.num_stages
+        plgpu.barrier_wait(self.q_free)
+
+        @pl.loop(jnp.maximum(num_blocks - stages, 0), num_blocks)
+        def _(block):
+            slot = lax.rem(block, jnp.int32(stages))
+            plgpu.barrier_wait(self.refs.met.at[2 * slot])
+            plgpu.barrier_wait(self.refs.met.at[2 * slot + 1])
+
+
+class CopyingMemory(Memory):
+    """Pages in the type of the products."""
+
+    registers, compute_registers = 40, 232
+
+    @staticmethod
+    def scratch(body: PrefillBody) -> dict[str, Any]:
+        """The barriers of the copies."""
+        copies = body.blocks.copies
+        return {
+            "arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=2 * body.sizes.num_stages),
+            "tail_arrived": plgpu.Barrier(num_arrivals=copies),  # awaited by this warpgroup
+        }
+
+    def feed_blocks(self, source: Source, tile: Tile, blocks_before) -> None:
+        """See `Memory`."""
+        body, refs = self.body, self.refs
+
+        @pl.loop(0, tile.num_blocks(body.sizes.block_kv))
+        def _(i):
+            slot = self.slot_of(blocks_before + i)
+            is_reused = blocks_before + i >= body.sizes.num_stages
+            pl.when(is_reused)(lambda: plgpu.barrier_wait(refs.met.at[2 * slot]))
+            self.fetch(source, i, KEYS, refs.k_smem.at[slot], refs.arrived.at[2 * slot])
+            pl.when(is_reused)(lambda: plgpu.barrier_wait(refs.met.at[2 * slot + 1]))
+            num_valid = tile.kv_len - i * body.sizes.block_kv
+
+            @pl.when(num_valid >= body.sizes.block_kv)
+            def _():
+                self.fetch(source, i, VALUES, refs.v_smem.at[slot], refs.arrived.at[2 * slot + 1])
+
+            @pl.when(num_valid < body.sizes.block_kv)
+            def _():
+                self.fetch(source, i, VALUES, refs.v_smem.at[slot], refs.tail_arrived)
+                plgpu.barrier_wait(refs.tail_arrived)
+                self.clear_tail(num_valid, slot)
+                for _ in range(body.blocks.copies):
+                    plgpu.barrier_arrive(refs.arrived.at[2 * slot + 1])
+
+    def clear_tail(self, num_valid, slot) -> None:
+        """Zeroes the values after the sequence's last key. They may hold anything, and 0 * NaN is NaN."""
+
+        @pl.loop(lax.div(num_valid, jnp.int32(TAIL_ROWS)), self.body.sizes.block_kv // TAIL_ROWS)
+        def _(part):
+            first = pl.multiple_of(part * TAIL_ROWS, TAIL_ROWS)
+            rows = self.refs.v_smem.at[slot, pl.ds(first, TAIL_ROWS)]
+            layout = plgpu.Layout.MMA_ACC(self.body.dtype, m_warps=1)
+            values = plgpu.load(rows, layout=layout, optimized=False)
+            key = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)
+            rows[...] = jnp.where(key + first < num_valid, values, jnp.zeros_like(values))
+
+        plgpu.commit_smem()
+
+
+class WideningMemory(Memory):
+    """Pages of 8 bits."""
+
+    registers, compute_registers = 56, 224
+
+    @staticmethod
+    def scratch(body: PrefillBody) -> dict[str, Any]:
+        """A tile of keys and one of values as they are stored, and the barriers of their copies and of the ring."""
+        shape = (2, body.sizes.block_kv, body.head_dim)
+        swizzled = matmul.swizzled(body.head_dim, body.kv_dtype)
+        return {
+            "arrived": plgpu.Barrier(num_barriers=2 * body.sizes.num_stages),
+            "narrow_smem": plgpu.SMEM(shape, body.kv_dtype, transforms=swizzled),
+            "narrow_arrived": plgpu.Barrier(num_arrivals=body.blocks.copies, num_barriers=2),
+        }
+
+    def feed_blocks(self, source: Source, tile: Tile, blocks_before) -> None:
+        """See `Memory`."""
+        body, refs = self.body, self.refs
+        num_blocks = tile.num_blocks(body.sizes.block_kv)
+
+        def fetch_narrow(block, kind: int) -> None:
+            self.fetch(source, block, kind, refs.narrow_smem.at[kind], refs.narrow_arrived.at[kind])
+
+        @pl.when(num_blocks > 0)
+        def _():
+            for kind in (KEYS, VALUES):
+                fetch_narrow(jnp.int32(0), kind)
+
+        @pl.loop(0, num_blocks)
+        def _(i):
+            slot = self.slot_of(blocks_before + i)
+            is_reused = blocks_before + i >= body.sizes.num_stages
+            for kind, smem in ((KEYS, refs.k_smem), (VALUES, refs.v_smem)):
+                plgpu.barrier_wait(refs.narrow_arrived.at[kind])
+                pl.when(is_reused)(lambda kind=kind: plgpu.barrier_wait(refs.met.at[2 * slot + kind]))
+                self.widen(kind, smem, slot, tile.kv_len - i * body.sizes.block_kv)
+                # Orders the reads before the next copy, and the writes before the others' products.
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(refs.arrived.at[2 * slot + kind])
+                pl.when(i + 1 < num_blocks)(lambda kind=kind: fetch_narrow(i + 1, kind))
+
+    def widen(self, kind: int, smem, slot, num_valid) -> None:
+        """Converts a tile, with zeros for the values after the sequence's last key, as in `clear_tail`."""
+
+        @pl.loop(0, self.body.sizes.block_kv // widening.ROWS)
+        def _(part):
+            first = pl.multiple_of(part * widening.ROWS, widening.ROWS)
+            rows = pl.ds(first, widening.ROWS)
+            values = widening.load(self.refs.narrow_smem.at[kind, rows], self.body.dtype)
+            if kind == VALUES:
+                key = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=widening.LAYOUT)
+                values = jnp.where(key + first < num_valid, values, jnp.zeros_like(values))
+            smem[slot, rows] = values
+
+
+def memory_of(body: PrefillBody) -> type[CopyingMemory] | type[WideningMemory]:
+    """The kind that the body's pages need."""
+    return CopyingMemory if body.kv_dtype == body.dtype else WideningMemory
