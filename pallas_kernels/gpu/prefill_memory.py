@@ -7,6 +7,7 @@ and the others multiply.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -150,29 +151,33 @@ class WideningMemory(Memory):
 
     def feed_blocks(self, source: Source, tile: Tile, blocks_before) -> None:
         """See `Memory`."""
-        body, refs = self.body, self.refs
-        num_blocks = tile.num_blocks(body.sizes.block_kv)
-
-        def fetch_narrow(block, kind: int) -> None:
-            self.fetch(source, block, kind, refs.narrow_smem.at[kind], refs.narrow_arrived.at[kind])
+        num_blocks = tile.num_blocks(self.body.sizes.block_kv)
 
         @pl.when(num_blocks > 0)
         def _():
             for kind in (KEYS, VALUES):
-                fetch_narrow(jnp.int32(0), kind)
+                self.fetch_narrow(source, jnp.int32(0), kind)
 
         @pl.loop(0, num_blocks)
         def _(i):
-            slot = self.slot_of(blocks_before + i)
-            is_reused = blocks_before + i >= body.sizes.num_stages
-            for kind, smem in ((KEYS, refs.k_smem), (VALUES, refs.v_smem)):
-                plgpu.barrier_wait(refs.narrow_arrived.at[kind])
-                pl.when(is_reused)(lambda kind=kind: plgpu.barrier_wait(refs.met.at[2 * slot + kind]))
-                self.widen(kind, smem, slot, tile.kv_len - i * body.sizes.block_kv)
-                # Orders the reads before the next copy, and the writes before the others' products.
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(refs.arrived.at[2 * slot + kind])
-                pl.when(i + 1 < num_blocks)(lambda kind=kind: fetch_narrow(i + 1, kind))
+            for kind in (KEYS, VALUES):
+                self.convert(i, kind, tile, blocks_before + i)
+                pl.when(i + 1 < num_blocks)(partial(self.fetch_narrow, source, i + 1, kind))
+
+    def fetch_narrow(self, source: Source, block, kind: int) -> None:
+        """Starts the copies of a block's keys or values, as they are stored."""
+        self.fetch(source, block, kind, self.refs.narrow_smem.at[kind], self.refs.narrow_arrived.at[kind])
+
+    def convert(self, block, kind: int, tile: Tile, index) -> None:
+        """Converts a block's keys or values, when they have arrived, to their slot, when it is free."""
+        refs, slot = self.refs, self.slot_of(index)
+        plgpu.barrier_wait(refs.narrow_arrived.at[kind])
+        pl.when(index >= self.body.sizes.num_stages)(lambda: plgpu.barrier_wait(refs.met.at[2 * slot + kind]))
+        smem = refs.k_smem if kind == KEYS else refs.v_smem
+        self.widen(kind, smem, slot, tile.kv_len - block * self.body.sizes.block_kv)
+        # Orders the reads before the next copy, and the writes before the others' products.
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs.arrived.at[2 * slot + kind])
 
     def widen(self, kind: int, smem, slot, num_valid) -> None:
         """Converts a tile, with zeros for the values after the sequence's last key, as in `clear_tail`."""
