@@ -7,8 +7,10 @@ A kernel that a compiler refuses, or that computes wrong numbers on this chip, n
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pallas_serve")
 
 TEST_TOKENS = 256  # of the mixed program, or fewer: enough for chunks of several tiles
+LONG_S = 60.0
+HANGS = "a kernel may hang on this device; --attention-backend reference does without it"
 NOT_TESTED = "not needed: the reference is what kernels are compared with"
 
 
@@ -94,12 +98,25 @@ def _tested(attention: PagedAttention, buckets: BucketConfig, platform: str, max
     started = time.perf_counter()
     pages_per_seq = -(-max_model_len // attention.spec.page_size)
     test = SelfTest(attention, pages_per_seq=pages_per_seq, compiler_options=compiler_options(platform))
-    passed = test.run(self_test_programs(buckets))
+    with _warning_after(LONG_S, f"the self-test of the attention backend {attention.backend} takes long: {HANGS}"):
+        passed = test.run(self_test_programs(buckets))
     seconds = time.perf_counter() - started
     return "passed", (
         f"attention backend {attention.backend} agrees with float32 within {passed.largest_error:.2%} in "
         f"{passed.num_steps} steps ({seconds:.1f} s)"
     )
+
+
+@contextmanager
+def _warning_after(seconds: float, message: str) -> Iterator[None]:
+    """A kernel that hangs cannot be interrupted. The log then says what the start is waiting for."""
+    timer = threading.Timer(seconds, logger.warning, (message,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _warnings(failures: dict[str, str], backend: Backend) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from batcher.buckets import BucketLadder
@@ -142,7 +143,6 @@ def build_runner(
         say(f"jax on {describe_devices(settings)}")
     from model.execution.runner import ModelRunner
     from model.network.sharding import abstract_model
-    from pallas_kernels.layout import default_page_size
 
     backends = backends or _backends()
     source = resolve(settings.model, weights=settings.load_format != "dummy")
@@ -161,17 +161,9 @@ def build_runner(
     options: dict[str, Any] = {"dtype": dtype, "mesh": mesh, "quantization": quantization, "for_cpu": for_cpu}
     planned = abstract_model(config, **options)
     placed = planned.config  # with KV heads repeated if there are more chips than heads
-
-    def attention_over(backend: Backend) -> PagedAttention:
-        return backends.make(
-            placed,
-            backend,
-            dtype=dtype,
-            kv_dtype=choose_kv_dtype(settings.kv_cache_dtype, dtype, backend)[0],
-            page_size=settings.page_size or default_page_size(backend, max_model_len),
-            mesh=mesh,
-        )
-
+    attention_over = partial(
+        _attention_over, backends.make, settings, placed, dtype=dtype, max_model_len=max_model_len, mesh=mesh
+    )
     with _phase("self-test", report) as say:
         chosen = choose_attention(
             settings.attention_backend,
@@ -261,6 +253,24 @@ def paged_attention(
         kv_dtype=kv_dtype,
     )
     return PagedAttention(spec, backend, mesh)
+
+
+def _attention_over(
+    make: Callable[..., PagedAttention],
+    settings: EngineSettings,
+    config: LlamaConfig,
+    backend: Backend,
+    *,
+    dtype: str,
+    max_model_len: int,
+    mesh: Any,
+) -> PagedAttention:
+    """The attention over one backend, on which the dtype and the size of pages depend."""
+    from pallas_kernels.layout import default_page_size
+
+    kv_dtype, _ = choose_kv_dtype(settings.kv_cache_dtype, dtype, backend)
+    page_size = settings.page_size or default_page_size(backend, max_model_len)
+    return make(config, backend, dtype=dtype, kv_dtype=kv_dtype, page_size=page_size, mesh=mesh)
 
 
 def _mesh(num_shards: int) -> jax.sharding.Mesh | None:

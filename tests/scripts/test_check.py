@@ -14,9 +14,11 @@ import pytest
 
 from model.config import LlamaConfig
 from model.presets import preset
+from pallas_kernels.api import PagedAttention
+from pallas_kernels.spec import Backend
 from scripts import check
 from scripts.benchmarks.device.activity import activity
-from scripts.checks import PARTS
+from scripts.checks import PARTS, kernels
 from scripts.checks.bounds import work_of_step
 from scripts.checks.kit import make_kit, missing_packages
 from scripts.checks.options import Options
@@ -85,6 +87,29 @@ def test_a_process_that_ends_without_a_result_has_failed(tmp_path, monkeypatch):
     progress = Progress(tmp_path / "state", OPTIONS)
     result = progress._run_part("nonesuch", 30)
     assert result.status == "failed"
+
+
+def test_a_wrong_kernel_is_named_and_the_next_is_tested(monkeypatch):
+    right = PagedAttention.__call__
+
+    def wrong(self, *arguments, **options):
+        output, pages = right(self, *arguments, **options)
+        return (output + 1 if self.spec.has_kv_scales else output), pages
+
+    monkeypatch.setattr(PagedAttention, "__call__", wrong)
+    monkeypatch.setattr(kernels, "chip_backends", lambda *_, **__: [Backend.REFERENCE])
+    monkeypatch.setattr(kernels, "_kv_dtypes", lambda *_, **__: ("int8", "bfloat16"))
+    monkeypatch.setattr(kernels, "start_jax", lambda settings: "cpu")
+    result = Result()
+    kernels.run(OPTIONS, result)
+    assert result.status == "wrong"
+    (problem,) = result.problems
+    assert problem.startswith("demo, reference, K/V in int8: mixed step of 16 tokens in 2 rows: ")
+    assert "is wrong: off by" in problem
+    assert [("problem" in form, "largest_error" in form) for form in result.figures["forms"]] == [
+        (True, False),
+        (False, True),
+    ]
 
 
 def test_the_report_says_what_is_wrong(tmp_path):
