@@ -24,6 +24,7 @@ from scripts.wiring.config_file import CONFIG, with_config
 from scripts.wiring.errors import add_debug_flag, failed
 from scripts.wiring.settings import EngineSettings, ServedSettings, add_engine_flags
 from scripts.wiring.stand_in_tokenizer import tokenizer_folder
+from scripts.wiring.tls import add_tls_flags, tls_files
 from server.engine.scratch_folder import ScratchFolder
 from server.main import run
 from server.settings import DEFAULT_MAX_REQUEST_LOGPROBS, DEFAULT_METRICS_PREFIX, GenerationDefaults, Settings
@@ -56,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument("--host", default="127.0.0.1")
     server.add_argument("--port", type=int, default=8000, help="0: any free one")
     server.add_argument("--uds", type=local_path, metavar="PATH", help="a Unix socket in place of host and port")
+    add_tls_flags(p)
     server.add_argument("--root-path", default="", metavar="PATH", help="where a proxy serves this, for /openapi.json")
     server.add_argument(
         "--api-key", nargs="+", default=[], metavar="KEY", help="asked for but by /health, /ping, /version and /metrics"
@@ -113,6 +115,7 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         host=args.host,
         port=args.port,
         uds=args.uds,
+        tls=tls_files(args),
         root_path=args.root_path,
         api_keys=api_keys(args),
         api_key_all_routes=args.api_key_all_routes,

@@ -8,6 +8,7 @@ import errno
 import logging
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -18,9 +19,9 @@ import uvloop
 from server.api.state import ServerState
 from server.app import create_app, create_state
 from server.engine.client import EngineFailedError, ProcessEngineClient
-from server.http.connections import ConnectionLimits
 from server.http.descriptors import raise_limit
 from server.http.server import FLUSH_S, HttpServer, connection_limits
+from server.http.tls.context import server_context
 from server.settings import Settings
 from server.text.tokenizer import ByteLevelTokenizer
 
@@ -51,12 +52,13 @@ def run(
 
     Raises OSError if the address is not available or if no folder can hold the engine's sockets. The address is checked
     before anything is loaded; another process may still take it before the server listens. Raises ValueError for an
-    unusable tokenizer or chat template and for too few descriptors. Raises EngineFailedError if the engine cannot
-    start.
+    unusable tokenizer, chat template or certificate, and for too few descriptors. Raises EngineFailedError if the
+    engine cannot start.
     """
     raise_limit()
+    tls = None if settings.tls is None else server_context(settings.tls)
     with _bind(settings) as listener, _removed(settings.uds):
-        return uvloop.run(_run(settings, engine_target, engine_args, listener, report, on_ready))
+        return uvloop.run(_run(settings, engine_target, engine_args, listener, tls, report, on_ready))
 
 
 async def _run(
@@ -64,6 +66,7 @@ async def _run(
     engine_target: str,
     engine_args: object,
     listener: socket.socket,
+    tls: ssl.SSLContext | None,
     report: Callable[[str], None],
     on_ready: Callable[[str], None] | None,
 ) -> int:
@@ -80,7 +83,8 @@ async def _run(
             starting.cancel()  # a signal came before the engine was ready
             return EXIT_OK
         await starting
-        return await _serve(state, client, signalled, listener, limits, on_ready)
+        server = HttpServer(create_app(state), limits, tls)
+        return await _serve(state, client, server, signalled, listener, on_ready)
     except EngineFailedError as error:
         raise EngineFailedError(f"The engine could not start: {error}") from error
     finally:
@@ -101,19 +105,18 @@ def _load_state(settings: Settings, client: ProcessEngineClient) -> ServerState:
 async def _serve(
     state: ServerState,
     client: ProcessEngineClient,
+    server: HttpServer,
     signalled: _Signals,
     listener: socket.socket,
-    limits: ConnectionLimits,
     on_ready: Callable[[str], None] | None,
 ) -> int:
-    server = HttpServer(create_app(state), limits)
     with _address_in_error(state.settings):
         listener.listen(BACKLOG)  # not before the engine is ready; if uvloop did it, a failure would be hidden
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(TICK_S)
     if on_ready is not None and not serving.done():
-        on_ready(_url(listener))
+        on_ready(_url(listener, state.settings))
     await _first_of(signalled.stop.wait(), client.died.wait(), asyncio.wait([serving]))
     if serving.done():
         await serving
@@ -207,11 +210,11 @@ def _address_in_error(settings: Settings) -> Iterator[None]:
         raise OSError(error.errno, message) from error
 
 
-def _url(listener: socket.socket) -> str:
+def _url(listener: socket.socket, settings: Settings) -> str:
     if listener.family == socket.AF_UNIX:
         return f"unix:{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"{'http' if settings.tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 async def _first_of(*awaited: Coroutine[Any, Any, Any]) -> None:

@@ -81,6 +81,23 @@ class GenerationDefaults:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TlsFiles:
+    """The files of TLS, in PEM form, and what is asked of the clients' certificates."""
+
+    certfile: Path  # the server's certificate, with those of the authorities between it and the root
+    keyfile: Path | None = None  # None: the key is in `certfile`
+    keyfile_password: str | None = None
+    ca_certs: Path | None = None  # the authorities of the clients' certificates
+    cert_reqs: int = 0  # a client's certificate is not asked for (0), checked if it has one (1), or required (2)
+
+    def __post_init__(self) -> None:
+        if self.cert_reqs not in (0, 1, 2):
+            raise ValueError(f"--ssl-cert-reqs is 0, 1 or 2, not {self.cert_reqs}")
+        if self.cert_reqs and self.ca_certs is None:
+            raise ValueError("--ssl-cert-reqs needs --ssl-ca-certs, the authorities that sign clients' certificates")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     """The HTTP side's settings."""
 
@@ -91,6 +108,7 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one
     uds: Path | None = None  # a Unix socket in place of the host and the port
+    tls: TlsFiles | None = None  # None: plain HTTP
     root_path: str = ""  # the path prefix at which a proxy serves this server
     api_keys: tuple[str, ...] = ()  # none: open to all
     api_key_all_routes: bool = False  # health checks and metrics need a key too

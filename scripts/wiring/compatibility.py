@@ -24,9 +24,6 @@ WITHOUT_EFFECT = {
 }
 REFUSED = {
     "--trust-remote-code": "no code of a checkpoint is ever run: only Llama 3's architecture is known",
-    "--ssl-keyfile": "this server speaks no TLS: put a proxy that does in front of it, such as nginx or Caddy",
-    "--ssl-certfile": "this server speaks no TLS: put a proxy that does in front of it, such as nginx or Caddy",
-    "--ssl-ca-certs": "this server speaks no TLS: put a proxy that does in front of it, such as nginx or Caddy",
     "--pipeline-parallel-size": "a model is shared by heads only: --tensor-parallel-size",
     "--enable-lora": "LoRA is not supported yet",
 }
@@ -36,7 +33,7 @@ EMBEDDING_FLAGS = {
     "--runner": {"auto": False, "generate": False, "pooling": True},
     "--convert": {"auto": False, "none": False, "embed": True},
 }
-WITH_VALUE = {"--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--pipeline-parallel-size"}
+WITH_VALUE = {"--pipeline-parallel-size"}
 
 
 class _Warn(argparse.Action):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
@@ -15,6 +16,7 @@ from server.http.connections import ConnectionLimits, Connections
 from server.http.descriptors import connection_limit
 from server.http.listener import Listener
 from server.http.protocol import HttpProtocol
+from server.http.tls.connection import TlsConnection
 from server.settings import Settings
 
 logger = logging.getLogger("pallas_serve")
@@ -37,7 +39,7 @@ def connection_limits(settings: Settings) -> ConnectionLimits:
 class HttpServer(uvicorn.Server):
     """Serves the sockets given to `serve` until `should_exit`. It installs no signal handlers."""
 
-    def __init__(self, app: ASGIApp, limits: ConnectionLimits) -> None:
+    def __init__(self, app: ASGIApp, limits: ConnectionLimits, tls: ssl.SSLContext | None = None) -> None:
         config = uvicorn.Config(
             app,
             http=HttpProtocol,
@@ -51,13 +53,14 @@ class HttpServer(uvicorn.Server):
         )
         super().__init__(config)
         self._connections = Connections(limits, NUM_REFUSALS)
+        self._tls = tls
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        listeners = [Listener(listener, self._connections, self._protocol) for listener in sockets or ()]
+        listeners = [Listener(listener, self._connections, self._connection) for listener in sockets or ()]
         self.servers = listeners  # type: ignore[assignment]  # uvicorn only closes them and waits
         self.started = True
         logger.info("at most %d connections", self._connections.limits.max_connections)
@@ -68,6 +71,9 @@ class HttpServer(uvicorn.Server):
         for connection in list(self.server_state.connections):
             assert isinstance(connection, HttpProtocol)
             connection.drain()
+
+    def _connection(self) -> asyncio.Protocol:
+        return self._protocol() if self._tls is None else TlsConnection(self._tls, self._connections, self._protocol)
 
     def _protocol(self) -> asyncio.Protocol:
         return HttpProtocol(

@@ -1,0 +1,37 @@
+"""The flags of TLS. They have uvicorn's and vLLM's names and meaning."""
+
+from __future__ import annotations
+
+import argparse
+
+from model.inputs.paths import local_path
+from server.settings import TlsFiles
+
+
+def add_tls_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags as a group of their own."""
+    tls = parser.add_argument_group(
+        "TLS", "With a certificate the server speaks HTTPS only. The files are in PEM form."
+    )
+    tls.add_argument("--ssl-certfile", type=local_path, metavar="FILE", help="the server's certificate, and its chain")
+    tls.add_argument("--ssl-keyfile", type=local_path, metavar="FILE", help="its key (default: in --ssl-certfile)")
+    tls.add_argument("--ssl-keyfile-password", metavar="TEXT", help="opens an encrypted key")
+    tls.add_argument("--ssl-ca-certs", type=local_path, metavar="FILE", help="authorities of clients' certificates")
+    reqs_help = "a client's certificate is 0: not asked for (default), 1: checked if there is one, 2: required"
+    tls.add_argument("--ssl-cert-reqs", type=int, default=0, choices=(0, 1, 2), help=reqs_help)
+
+
+def tls_files(args: argparse.Namespace) -> TlsFiles | None:
+    """None: plain HTTP. Raises ValueError for a flag without those that it needs."""
+    if args.ssl_certfile is not None:
+        return TlsFiles(
+            certfile=args.ssl_certfile,
+            keyfile=args.ssl_keyfile,
+            keyfile_password=args.ssl_keyfile_password,
+            ca_certs=args.ssl_ca_certs,
+            cert_reqs=args.ssl_cert_reqs,
+        )
+    for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs", "ssl_cert_reqs"):
+        if getattr(args, name):
+            raise ValueError(f"--{name.replace('_', '-')} has no effect without --ssl-certfile")
+    return None

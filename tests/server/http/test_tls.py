@@ -1,0 +1,305 @@
+"""HTTPS on the server's own port, with certificates that the test makes."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import signal
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import trustme
+
+from server.http.tls.context import server_context
+from server.settings import TlsFiles
+from tests.server.http.test_connection_limits import LONG_TIMES, connect_all, is_closed
+from tests.server.support.echo_engine import EchoConfig
+from tests.server.support.raw_http import TIMEOUT_S, Answer, answers, connect, only_answer, post, read_all
+from tests.server.support.requests import BULKY, CHAT, HELLO, LONG, SLOW, wait_until
+from tests.server.support.running import ECHO, RunningServer, running_server
+
+VERSION = b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n"
+CLIENT_HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"  # and 501 bytes that do not come
+PASSWORD = "open sesame"
+
+
+class Authority:
+    """A certificate authority, and files that it has made."""
+
+    def __init__(self, folder: Path) -> None:
+        self._ca = trustme.CA()
+        self._folder = folder
+        folder.mkdir()
+        self.file = folder / "ca.pem"
+        self._ca.cert_pem.write_to_path(self.file)
+
+    def files(self, name: str, **options: object) -> TlsFiles:
+        """A certificate for 127.0.0.1 and its key."""
+        certificate = self._ca.issue_cert("127.0.0.1", common_name=name)
+        certfile, keyfile = self._folder / f"{name}.pem", self._folder / f"{name}-key.pem"
+        certfile.write_bytes(b"".join(blob.bytes() for blob in certificate.cert_chain_pems))
+        certificate.private_key_pem.write_to_path(keyfile)
+        return TlsFiles(certfile=certfile, keyfile=keyfile, **options)
+
+    def context(self, own: TlsFiles | None = None) -> ssl.SSLContext:
+        """A client's context: it trusts this authority, and shows its `own` certificate."""
+        context = ssl.create_default_context(cafile=self.file)
+        if own is not None:
+            context.load_cert_chain(own.certfile, own.keyfile)
+        return context
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls") / "authority")
+
+
+@pytest.fixture(scope="module")
+def secure(tmp_path_factory, authority) -> Iterator[RunningServer]:
+    with running_server(tmp_path_factory.mktemp("secure"), ECHO, SLOW, tls=authority.files("server")) as server:
+        yield server
+        assert "Traceback" not in server.log
+
+
+def shake_hands(server: RunningServer, context: ssl.SSLContext, data: bytes = b"") -> ssl.SSLSocket:
+    connection = context.wrap_socket(connect(server), server_hostname="127.0.0.1")
+    connection.sendall(data)
+    return connection
+
+
+def next_status(connection: ssl.SSLSocket) -> int:
+    """Reads one answer of a connection that goes on."""
+    response = http.client.HTTPResponse(connection)
+    response.begin()
+    response.read()
+    return response.status
+
+
+def answer_to_the_mark(connection: ssl.SSLSocket, size: int = 65536) -> Answer:
+    """The connection's last answer. The mark of the end is checked: `recv` raises where it is missing."""
+    (answer,) = answers(b"".join(iter(lambda: connection.recv(size), b"")))
+    return answer
+
+
+def load(server: RunningServer, context: ssl.SSLContext) -> int:
+    with server.http(verify=context) as web:
+        return web.get("/load").json()["server_load"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_official_client_over_https(secure, authority, stream):
+    assert secure.url.startswith("https://")
+    with httpx.Client(verify=authority.context()) as web:
+        client = secure.client(http_client=web)
+        answer = client.chat.completions.create(model="alias", max_tokens=20, stream=stream, **HELLO)
+        if stream:
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+        else:
+            text = answer.choices[0].message.content
+    assert text == "abcdefghijabcdefghij"[: len(text)] and text
+
+
+def test_a_client_that_does_not_know_the_authority_refuses(secure, authority):
+    with httpx.Client() as web, pytest.raises(openai.APIConnectionError):
+        secure.client(http_client=web).models.list()
+    with secure.http(verify=authority.context()) as web:
+        assert web.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_a_connection_serves_many_requests_and_ends_with_a_mark(secure, authority, version):
+    context = authority.context()
+    context.minimum_version = context.maximum_version = version
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    with shake_hands(secure, context) as connection:
+        assert connection.selected_alpn_protocol() == "http/1.1"
+        for _ in range(3):
+            connection.sendall(VERSION)
+            assert next_status(connection) == 200
+        connection.sendall(VERSION.replace(b"Host", b"Connection: close\r\nHost"))
+        answer = answer_to_the_mark(connection)
+    assert (answer.status, answer.headers["connection"]) == (200, "close")
+
+
+def test_large_bodies_and_large_answers(secure, authority):
+    with secure.http(verify=authority.context()) as web:
+        body = {"tokens": list(range(32, 120)) * 1000}
+        text = web.post("/detokenize", json=body).json()["prompt"]
+        assert len(text) == len(body["tokens"])
+        assert web.post(CHAT, content=b" " * (9 << 20)).status_code == 413
+
+
+def test_an_answer_larger_than_the_sockets_buffers(tmp_path, authority):
+    """The client reads it late, and in small pieces."""
+    files = authority.files("bulky")
+    with running_server(tmp_path, ECHO, EchoConfig(), tls=files) as server:
+        body = post(CHAT, BULKY | {"max_tokens": 400}, "Connection: close")
+        with shake_hands(server, authority.context(), body) as connection:
+            wait_until(lambda: load(server, authority.context()) == 1)
+            answer = answer_to_the_mark(connection, 3000)
+    assert answer.body.endswith(b"data: [DONE]\n\n")
+
+
+def test_plain_http_is_told_to_use_https(secure):
+    with connect(secure, VERSION) as connection:
+        answer = only_answer(connection)
+    assert answer.status == 400
+    assert "https://" in answer.error()["message"]
+
+
+@pytest.mark.parametrize("data", [b"\x00" * 100, b"SSH-2.0-OpenSSH\r\n", CLIENT_HELLO + b"\xff" * 3000], ids=str)
+def test_bytes_that_are_not_tls_close_the_connection(secure, authority, data):
+    with connect(secure, data) as connection:
+        assert len(read_all(connection)) < 300  # an alert at most
+    assert load(secure, authority.context()) == 0
+
+
+def test_garbage_after_the_handshake_closes_the_connection(secure, authority):
+    with shake_hands(secure, authority.context(), VERSION) as connection:
+        assert next_status(connection) == 200
+        raw = socket.socket(fileno=connection.detach())
+    with raw:
+        raw.settimeout(TIMEOUT_S)
+        raw.sendall(b"\x17\x03\x03\x00\x20" + b"\xff" * 32)
+        read_all(raw)
+
+
+@pytest.mark.parametrize("data", [b"", CLIENT_HELLO], ids=["silent", "half a handshake"])
+def test_a_client_that_stalls_in_the_handshake_is_closed(tmp_path, authority, data):
+    times = LONG_TIMES | {"head_timeout_s": 0.2}
+    with running_server(tmp_path, ECHO, EchoConfig(), tls=authority.files("hasty"), **times) as server:
+        with connect(server, data) as connection:
+            assert read_all(connection) == b""
+        with connect(server, CLIENT_HELLO):
+            pass  # closed in mid-handshake
+        assert load(server, authority.context()) == 0
+        assert "Traceback" not in server.log
+
+
+def test_handshakes_count_as_connections_and_make_room_for_others(tmp_path, authority):
+    context = authority.context()
+    with (
+        running_server(
+            tmp_path, ECHO, EchoConfig(), tls=authority.files("few"), max_connections=4, **LONG_TIMES
+        ) as server,
+        contextlib.ExitStack() as stack,
+    ):
+        stalled = connect_all(stack, server, CLIENT_HELLO, 40)
+        with server.http(verify=context) as web:
+            wait_until(lambda: web.get("/load").status_code == 200)
+        wait_until(lambda: sum(map(is_closed, stalled)) >= 37)
+        busy = [stack.enter_context(shake_hands(server, context, b"GET /version HTTP/1.1\r\nHost")) for _ in range(4)]
+        with shake_hands(server, context, VERSION) as connection:
+            (answer,) = answers(read_all(connection))
+        assert answer.status == 503
+        assert "All 4 connections" in answer.error()["message"]
+        for connection in busy:  # they are served to the end
+            connection.sendall(b": a\r\n\r\n")
+            assert next_status(connection) == 200
+
+
+def test_a_client_that_has_ended_its_half_is_answered(secure, authority):
+    """It sends its end mark and reads on, as TLS 1.3 allows."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = authority.context().wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
+
+    with connect(secure) as connection:
+
+        def until_done(step):
+            while True:
+                try:
+                    return step()
+                except ssl.SSLWantReadError:
+                    connection.sendall(outgoing.read())
+                    incoming.write(connection.recv(65536))
+
+        until_done(client.do_handshake)
+        client.write(post(CHAT, HELLO | {"max_tokens": 10}))
+        with contextlib.suppress(ssl.SSLWantReadError):
+            client.unwrap()
+        connection.sendall(outgoing.read())
+        received = b""
+        while b'"usage"' not in received:
+            received += until_done(lambda: client.read(65536))
+    *_, answer = answers(received)
+    assert answer.status == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_is_noticed(secure, authority, stream):
+    context = authority.context()
+    with shake_hands(secure, context, post(CHAT, LONG | {"stream": stream})) as connection:
+        wait_until(lambda: load(secure, context) == 1)
+        if stream:
+            assert connection.recv(1) == b"H"
+    wait_until(lambda: load(secure, context) == 0)
+
+
+def test_clients_must_show_a_certificate(tmp_path, authority):
+    own, foreign = authority.files("client"), Authority(tmp_path / "foreign").files("client")
+    files = authority.files("strict", ca_certs=authority.file, cert_reqs=2)
+    with running_server(tmp_path, ECHO, EchoConfig(), tls=files) as server:
+        with server.http(verify=authority.context(own)) as web:
+            assert web.get("/health").status_code == 200
+        for context in (authority.context(), authority.context(foreign)):
+            with server.http(verify=context) as web, pytest.raises(httpx.TransportError):
+                web.get("/health")
+        assert "TLS with 127.0.0.1 has failed" in server.log
+        assert "Traceback" not in server.log
+
+
+def test_a_shutdown_finishes_what_runs(tmp_path, authority):
+    context = authority.context()
+    with running_server(tmp_path, ECHO, SLOW, tls=authority.files("ending"), **LONG_TIMES) as server:
+        request = post(CHAT, HELLO | {"max_tokens": 30, "ignore_eos": True})
+        with shake_hands(server, context, request) as connection, connect(server, CLIENT_HELLO) as stalled:
+            wait_until(lambda: load(server, context) == 1)
+            with shake_hands(server, context) as silent:
+                server.process.send_signal(signal.SIGTERM)
+                assert answer_to_the_mark(connection).status == 200
+                assert silent.recv(1) == b""
+            assert read_all(stalled) == b""
+        assert server.process.wait(30) == 0
+        assert "Traceback" not in server.log
+
+
+def test_files_that_cannot_be_used_are_named_with_their_flag(tmp_path, authority):
+    good, other = authority.files("good"), authority.files("other")
+    garbage, encrypted = tmp_path / "garbage", tmp_path / "encrypted"
+    garbage.write_text("nothing")
+    encrypted.write_bytes(_encrypted(good.keyfile.read_bytes()))
+    for options, words in (
+        ({"certfile": tmp_path / "none"}, "--ssl-certfile .*none: No such file"),
+        ({"certfile": garbage}, "--ssl-certfile .*garbage: there is no certificate"),
+        ({"certfile": good.certfile}, "--ssl-certfile .*: there is no private key .*; --ssl-keyfile names"),
+        ({"certfile": good.certfile, "keyfile": tmp_path / "none"}, "--ssl-keyfile .*none: No such file"),
+        ({"certfile": good.certfile, "keyfile": garbage}, "--ssl-keyfile .*garbage: there is no private key"),
+        ({"certfile": good.certfile, "keyfile": other.keyfile}, "--ssl-keyfile .*: the key does not match"),
+        ({"certfile": good.certfile, "keyfile": encrypted}, "--ssl-keyfile .*: the key is encrypted"),
+        (
+            {"certfile": good.certfile, "keyfile": encrypted, "keyfile_password": "wrong"},
+            "--ssl-keyfile-password does not open",
+        ),
+        ({"certfile": good.certfile, "keyfile": good.keyfile, "ca_certs": garbage}, "--ssl-ca-certs .*garbage"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            server_context(TlsFiles(**options))
+    server_context(TlsFiles(certfile=good.certfile, keyfile=encrypted, keyfile_password=PASSWORD))
+    with pytest.raises(ValueError, match="needs --ssl-ca-certs"):
+        TlsFiles(certfile=good.certfile, cert_reqs=2)
+
+
+def _encrypted(key: bytes) -> bytes:
+    from cryptography.hazmat.primitives import serialization
+
+    private = serialization.load_pem_private_key(key, None)
+    return private.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.BestAvailableEncryption(PASSWORD.encode()),
+    )
