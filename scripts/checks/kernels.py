@@ -63,8 +63,8 @@ def chip_backends(platform: str, *, rehearse: bool) -> list[Backend]:
 
 def _kv_dtypes(backend: Backend, *, rehearse: bool) -> tuple[str, ...]:
     if rehearse:
-        return ("int8",) if backend.startswith("tpu") else ("bfloat16",)
-    return "bfloat16", "int8"
+        return ("bfloat16",) if backend is Backend.GPU_INTERPRET else ("int8",)
+    return ("bfloat16", "int8", *(["float8_e4m3fn"] if backend.startswith("gpu") else []))
 
 
 def spec_of(model: str, backend: Backend, kv_dtype: str) -> AttentionSpec:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.api import PagedAttention
@@ -15,18 +17,27 @@ from tests.pallas_kernels.gpu.faults import FAULTS, SPEC
 PROGRAMS = [Program(num_tokens=32, num_rows=2), Program(num_tokens=2, num_rows=2)]
 
 
-def outcome(backend: Backend) -> str:
+def outcome(backend: Backend, kv_dtype: str = "bfloat16") -> str:
     jax.clear_caches()  # a fault is patched in while the kernels are traced
+    spec = replace(SPEC, kv_dtype=jnp.dtype(kv_dtype))
     try:
-        SelfTest(PagedAttention(SPEC, backend), pages_per_seq=3, num_sequences=2).run(PROGRAMS)
+        SelfTest(PagedAttention(spec, backend), pages_per_seq=3, num_sequences=2).run(PROGRAMS)
     except SelfTestError as error:
         return str(error)
     return ""
 
 
-@pytest.mark.parametrize("backend", [Backend.GPU_INTERPRET, Backend.GPU_MMA_INTERPRET])
-def test_both_forms_pass(backend):
-    assert outcome(backend) == ""
+@pytest.mark.parametrize(
+    ("backend", "kv_dtype"),
+    [
+        (Backend.GPU_INTERPRET, "bfloat16"),
+        (Backend.GPU_INTERPRET, "float8_e4m3fn"),
+        (Backend.GPU_MMA_INTERPRET, "bfloat16"),
+        (Backend.GPU_MMA_INTERPRET, "int8"),
+    ],
+)
+def test_both_forms_pass(backend, kv_dtype):
+    assert outcome(backend, kv_dtype) == ""
 
 
 @pytest.mark.parametrize(
