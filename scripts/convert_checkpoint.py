@@ -74,7 +74,6 @@ def convert(
     jax.config.update("jax_platforms", "cpu")
     if num_shards > 1:
         jax.config.update("jax_num_cpu_devices", num_shards)
-    from model.loading.kv_ranges import save_kv_ranges
     from model.loading.orbax_format import save_orbax
     from model.loading.stored_weights import CONVERTED, find_weights
     from model.network.sharding import make_mesh
@@ -87,8 +86,7 @@ def convert(
     form = EightBit(quantization) if quantization else stored.quantization
     model = stored.load(dtype=kept, mesh=mesh, quantization=form)
     loaded = time.perf_counter()
-    save_orbax(model, folder / CONVERTED, stored.config)
-    save_kv_ranges(folder / CONVERTED, stored.kv_ranges())
+    save_orbax(model, folder / CONVERTED, stored.config, stored.kv_ranges())
     if source.kind is Kind.GGUF:
         from scripts.wiring.gguf_files import write_small_files
 

@@ -6,6 +6,8 @@ type than the checkpoint says. If a checkpoint has no K/V scales, `model.executi
 
 from __future__ import annotations
 
+import io
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -54,12 +56,20 @@ def _read(files: TensorFiles, layer: int, names: tuple[str, ...], config: LlamaC
     return np.broadcast_to(values, config.num_kv_heads)
 
 
-def save_kv_ranges(folder: Path, ranges: np.ndarray | None) -> None:
-    """Writes the ranges, if there are any, to the folder of a converted checkpoint."""
-    if ranges is not None:
-        np.save(folder / FILE, ranges)
+def save_kv_ranges(folder: Path, ranges: np.ndarray) -> int:
+    """Writes the ranges to the folder of a converted checkpoint. Returns the checksum for `load_kv_ranges`."""
+    file = io.BytesIO()
+    np.save(file, ranges, allow_pickle=False)
+    (folder / FILE).write_bytes(file.getvalue())
+    return zlib.crc32(file.getvalue())
 
 
-def load_kv_ranges(folder: Path) -> np.ndarray | None:
-    """The ranges that `save_kv_ranges` wrote, or None."""
-    return np.load(folder / FILE) if (folder / FILE).exists() else None
+def load_kv_ranges(folder: Path, checksum: int) -> np.ndarray:
+    """The ranges that `save_kv_ranges` wrote. Raises ValueError if the file is missing or damaged."""
+    try:
+        content = (folder / FILE).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{folder / FILE} cannot be read: convert again ({error.strerror})") from error
+    if zlib.crc32(content) != checksum:
+        raise ValueError(f"{folder / FILE} is damaged, its checksum is not the one stored: convert again")
+    return np.load(io.BytesIO(content), allow_pickle=False)

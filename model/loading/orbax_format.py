@@ -23,12 +23,13 @@ from flax import nnx
 from jax.sharding import Mesh, Sharding
 
 from model.config import LlamaConfig, read_object
+from model.loading.kv_ranges import save_kv_ranges
 from model.loading.weights import fill_each
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, num_shards_of
 from model.quantization.forms import EightBit
 
-FORMAT = 4
+FORMAT = 5
 DTYPES = ("bfloat16", "float32")
 DESCRIPTION_FILE = "stored.json"
 _ARRAYS = "arrays"
@@ -46,6 +47,7 @@ class Description:
     quantization: str | None  # of the projections and the head
     config: Mapping[str, Any]  # the fields that identify the model, as in `config.json`
     checksums: Mapping[str, list[int]]  # array -> CRC-32 of each shard, in the order of the chips
+    kv_ranges: int | None  # CRC-32 of the file with the ranges of keys and values; None if there is none
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -66,6 +68,7 @@ class Description:
                 "quantization": form,
                 "config": dict(),
                 "checksums": dict(checksums),
+                "kv_ranges": None | int(),
             } if (
                 dtype in DTYPES
                 and form in (None, *EightBit)
@@ -94,11 +97,12 @@ class Description:
             raise ValueError(f"{folder} holds another model than the config next to it: {', '.join(differing)} differ")
 
 
-def save_orbax(model: Llama, folder: Path | str, config: LlamaConfig) -> None:
+def save_orbax(model: Llama, folder: Path | str, config: LlamaConfig, kv_ranges: np.ndarray | None = None) -> None:
     """Writes the stored form to `folder`, which must be new or empty.
 
     Args:
         config: the checkpoint's own, before KV heads were repeated.
+        kv_ranges: see `kv_ranges.read_kv_ranges`.
     """
     folder = Path(folder).absolute()
     if folder.exists() and any(folder.iterdir()):
@@ -115,6 +119,7 @@ def save_orbax(model: Llama, folder: Path | str, config: LlamaConfig) -> None:
         config=_identity(config),
         # Of the arrays in memory: a byte that changes during the write is found, too.
         checksums={name: _checksums(array) for name, array in arrays.items()},
+        kv_ranges=None if kv_ranges is None else save_kv_ranges(folder, kv_ranges),
     )
     description.write(folder)  # last: a folder without it is unfinished
 

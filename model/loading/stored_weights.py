@@ -42,7 +42,10 @@ class StoredWeights:
     def kv_ranges(self) -> np.ndarray | None:
         """As `kv_ranges.read_kv_ranges`; those of a converted checkpoint are its source's."""
         if self.is_converted:
-            return load_kv_ranges(self.path)
+            from model.loading.orbax_format import Description
+
+            checksum = Description.read(self.path).kv_ranges
+            return None if checksum is None else load_kv_ranges(self.path, checksum)
         if is_gguf(self.path):
             return None  # the format has no K/V scales
         with TensorFiles(self.path, self.config) as files:

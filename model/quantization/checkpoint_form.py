@@ -34,7 +34,8 @@ Stored = CheckpointForm | PackedForm
 
 
 def read_form(raw: Any, modules: Sequence[str]) -> tuple[Stored | None, list[str]]:
-    """The form that `quantization_config` describes, or every reason why it cannot be read.
+    """The form of the weights that `quantization_config` describes, or every reason why it cannot be read. None without
+    a reason: the weights are not quantised, only K/V have scales.
 
     Args:
         modules: the names of all projections. A config that leaves one of them unquantised is refused.
@@ -44,9 +45,25 @@ def read_form(raw: Any, modules: Sequence[str]) -> tuple[Stored | None, list[str
     method = raw.get("quant_method")
     if not isinstance(method, str) or method not in _METHODS:
         return None, [f"quantization_config.quant_method={shown(method)} is not supported (only {list(_METHODS)})"]
+    if _is_of_kv_only(raw):
+        return None, _kv_bits(raw)
     found, problems = _METHODS[method](raw)
     problems = [f"quantization_config.{problem}" for problem in problems + _left_out(raw, modules)]
     return (None if problems else found), problems
+
+
+def _is_of_kv_only(raw: Mapping[str, Any]) -> bool:
+    """Whether only K/V have scales, as llm-compressor and ModelOpt write it, and all weights are as they were."""
+    if raw["quant_method"] == "modelopt":
+        return raw.get("quant_algo") is None and raw.get("kv_cache_quant_algo") == "FP8"
+    is_empty = raw.get("config_groups") in (None, {})
+    return raw["quant_method"] == "compressed-tensors" and is_empty and isinstance(raw.get("kv_cache_scheme"), Mapping)
+
+
+def _kv_bits(raw: Mapping[str, Any]) -> list[str]:
+    bits = raw.get("kv_cache_scheme", {}).get("num_bits", 8)
+    name = "quantization_config.kv_cache_scheme.num_bits"
+    return [] if bits == 8 else [f"{name}={shown(bits)} is not supported (only 8)"]
 
 
 def kv_scale_type(raw: Any) -> EightBit:

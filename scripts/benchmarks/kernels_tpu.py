@@ -20,7 +20,7 @@ from typing import Any
 
 from model.inputs.paths import local_path
 from model.quantization.forms import EightBit
-from scripts.benchmarks.accounts import tpu_step
+from scripts.benchmarks.accounts import step_table
 from scripts.benchmarks.accounts.tpu_static import (
     BATCHES,
     KERNELS,
@@ -63,7 +63,7 @@ def main(target: str, static: bool, rest: list[str]) -> None:
     if not static:
         raise ValueError("there is no TPU here to measure on: use --static")
     if args.step:
-        print(tpu_step.table(target, args.step, args.quantization, args.kv_dtype))
+        print(step_table.table(target, args.step, args.quantization, ["--kv-dtype", args.kv_dtype]))
         return
     models = args.model or list(MODELS)
     if args.sweep:

@@ -42,9 +42,10 @@ def compiled(*flags: str) -> dict[str, Any]:
     ("flags", "kernels_per_layer", "max_temp_mib"),
     [
         ([], 2, 100),  # decode and combine; of the temporaries 31 MiB are the logits
+        (["--quantization", "fp8", "--kv-cache-dtype", "fp8"], 2, 100),
         (["--tokens", "2048"], 3, 256),  # and prefill; 168 MiB are the MLP's activations
     ],
-    ids=["decode", "mixed"],
+    ids=["decode", "decode in fp8", "mixed"],
 )
 def test_an_8b_step_is_one_cuda_graph_and_copies_nothing(flags, kernels_per_layer, max_temp_mib):
     result = compiled("--target", "h200", "--preset", "llama-3.1-8b", *flags)
@@ -57,6 +58,8 @@ def test_an_8b_step_is_one_cuda_graph_and_copies_nothing(flags, kernels_per_laye
     assert result["copied_arguments"] == []
     assert result["alias_bytes"] >= result["kv_bytes"]
     assert result["temp_mib"] < max_temp_mib
+    read = 15_009_849_344 + 17_179_869_184  # 64 rows of 2k in bfloat16: weights, and K/V
+    assert result["weights_read"] + result["kv_read"] == pytest.approx(read * (0.5 if "fp8" in flags else 1), rel=0.01)
 
 
 @needs_plugin

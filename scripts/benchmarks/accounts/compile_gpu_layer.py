@@ -1,6 +1,8 @@
 """Compiles one layer's append and attention for a GPU that is not here: a child process of `kernels_gpu`.
 
-    python -m scripts.benchmarks.accounts.compile_gpu_layer h200 '[32, 8, 128]' DUMP_FOLDER [CUDA_ROOT]
+    python -m scripts.benchmarks.accounts.compile_gpu_layer h200 '[32, 8, 128]' bfloat16 DUMP_FOLDER [CUDA_ROOT]
+
+The dtype is that of the pages.
 
 The folder gets Mosaic's dump of every kernel, with its SASS if CUDA_ROOT has bin/nvdisasm. A process can compile for
 one target only: the first compilation fixes the PTX version.
@@ -82,7 +84,7 @@ def make_spec(
     )  # fmt: skip
 
 
-def main(target_name: str, heads: str, folder: str, cuda_root: str | None = None) -> None:
+def main(target_name: str, heads: str, kv_dtype: str, folder: str, cuda_root: str | None = None) -> None:
     """Compiles the layer of a mixed step, while Mosaic dumps its kernels into `folder`."""
     os.environ["MOSAIC_GPU_DUMP_TO"] = folder
     if cuda_root:
@@ -90,7 +92,7 @@ def main(target_name: str, heads: str, folder: str, cuda_root: str | None = None
     target = gpu_target(target_name)
     mesh = Mesh(np.array(target.devices()), ("tensor",))
     # A mixed step has all kernels.
-    compile_layer(target, mesh, make_spec(tuple(json.loads(heads))), StepShape())
+    compile_layer(target, mesh, make_spec(tuple(json.loads(heads)), kv_dtype=jnp.dtype(kv_dtype)), StepShape())
 
 
 if __name__ == "__main__":

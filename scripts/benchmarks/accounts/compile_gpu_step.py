@@ -5,8 +5,9 @@
 
 `command_buffers` are CUDA graphs; `inside` and `outside` count what runs in them and what is launched one by one
 (`kCustomCall` are the attention kernels). `copies` are the copies that XLA put in, `copied_arguments` the temporaries
-with the shape of a weight or of the K/V pages, `kv_writes` the kernels that write to pages. Matrix products are not
-autotuned without the chip: this says nothing about their speed.
+with the shape of a weight or of the K/V pages, `kv_writes` the kernels that write to pages. `weights_read` and
+`kv_read` are counted, not compiled, see `step_bytes`. Matrix products are not autotuned without the chip: this says
+nothing about their speed.
 """
 
 from __future__ import annotations
@@ -39,11 +40,14 @@ from model.presets import preset
 from model.quantization.forms import EightBit
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, Backend
+from scripts.benchmarks.accounts.step_bytes import step_bytes
 from scripts.benchmarks.accounts.targets import gpu_target
 
 PAGE_SIZE = 64
 NUM_SLOTS = 256  # different from the rows of a step: copies of an argument are recognised by their shape
 MIB = 1 << 20
+KV_DTYPES = {"auto": jnp.bfloat16, "fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
+HLO_NAMES = {"bfloat16": "bf16", "float8_e4m3fn": "f8e4m3fn", "int8": "s8"}
 
 
 def main() -> None:
@@ -56,6 +60,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="of a mixed step; without it, a decode step")
     parser.add_argument("--variant", type=Variant, default=Variant.GREEDY, choices=[Variant.GREEDY, Variant.SAMPLE])
     parser.add_argument("--quantization", type=EightBit, choices=list(EightBit), help="of projections and head")
+    parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, default="auto", help="of the pages")
+    parser.add_argument("--context", type=int, default=2048, help="tokens of each row, for the bytes that are read")
     parser.add_argument("--layers", type=int, help="compile this many only")
     parser.add_argument("--num-pages", type=int, default=8192)
     parser.add_argument("--max-model-len", type=int, default=8192)
@@ -75,7 +81,8 @@ def compile_step(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     model = abstract_model(config, dtype=jnp.bfloat16, mesh=mesh, quantization=args.quantization)
     spec = AttentionSpec(
         num_query_heads=model.config.num_heads, num_kv_heads=model.config.num_kv_heads,
-        head_dim=model.config.head_dim, page_size=PAGE_SIZE, dtype=jnp.bfloat16, kv_dtype=jnp.bfloat16,
+        head_dim=model.config.head_dim, page_size=PAGE_SIZE, dtype=jnp.bfloat16,
+        kv_dtype=KV_DTYPES[args.kv_cache_dtype],
     )  # fmt: skip
     attention = PagedAttention(spec, Backend.GPU, mesh)
     structure, weights = nnx.split(model)
@@ -89,7 +96,7 @@ def compile_step(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     def integers(*shape: int) -> Any:  # which stands for an array
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=everywhere)
 
-    by_vocab = sharding_of(("rows", "vocab"), mesh)
+    by_vocab, by_head = sharding_of(("rows", "vocab"), mesh), sharding_of(("rows", "heads"), mesh)
     history: Any = jax.ShapeDtypeStruct((NUM_SLOTS, config.vocab_size), jnp.int32, sharding=by_vocab)
     pages: Any = attention.kv_pages(args.num_pages)
     state = DeviceState(
@@ -98,12 +105,14 @@ def compile_step(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         masks=integers(NUM_SLOTS, num_mask_words(config.vocab_size)),
         kv=[pages] * config.num_layers,
     )
+    scales: Any = jax.ShapeDtypeStruct((2, spec.num_kv_heads), jnp.float32, sharding=by_head)
+    kv_scales = [scales if spec.has_kv_scales else None] * config.num_layers
     bucket = Bucket(args.tokens or args.rows, args.rows, args.variant)
     kept = jax.tree.map(lambda x: x.sharding, state)
     step = jax.jit(make_step(bucket, rebuild, attention), donate_argnums=2, out_shardings=(kept, everywhere))
     with target.compiling(mesh):
         begin = time.perf_counter()
-        lowered = step.lower(leaves, [None] * config.num_layers, state, integers(PackedLayout(bucket).size))
+        lowered = step.lower(leaves, kv_scales, state, integers(PackedLayout(bucket).size))
         lowered_s = time.perf_counter() - begin
         dump = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True, "xla_dump_hlo_pass_re": ""}
         begin = time.perf_counter()
@@ -113,12 +122,14 @@ def compile_step(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     assert memory is not None
     return {
         "target": args.target, "preset": args.preset, "chips": args.chips, "layers": config.num_layers,
-        "quantization": args.quantization,
+        "quantization": args.quantization, "kv_dtype": str(jnp.dtype(spec.kv_dtype)),
         "bucket": [bucket.num_tokens, bucket.num_rows], "options": args.options,
         "lower_s": round(lowered_s, 1), "compile_s": round(compile_s, 1),
         "argument_gib": round(memory.argument_size_in_bytes / 2**30, 2),
         "kv_bytes": sum(page.size * page.dtype.itemsize for page in state.kv) // args.chips,
         "alias_bytes": memory.alias_size_in_bytes, "temp_mib": round(memory.temp_size_in_bytes / MIB, 1),
+        "temp_bytes": memory.temp_size_in_bytes,
+        **step_bytes(model, attention, num_rows=args.rows, context=args.context),
         **read_thunks(_dumped(folder, "thunk_sequence_after_thunk_passes")),
         **read_buffers(_dumped(folder, "gpu_after_optimizations-buffer-assignment")),
         **read_program(_dumped(folder, "gpu_after_optimizations"), pages),
@@ -181,7 +192,7 @@ def _dimensions(shape: str) -> tuple[str, ...]:
 def read_program(text: str, kv: jax.ShapeDtypeStruct) -> dict[str, Any]:
     """Copies in the optimised program, by shape, and the number of fused scatters that write to K/V pages."""
     local = kv.sharding.shard_shape(kv.shape)
-    pages = f"bf16[{','.join(map(str, local))}]"
+    pages = f"{HLO_NAMES.get(str(kv.dtype), kv.dtype)}[{','.join(map(str, local))}]"
     return {
         "copies": dict(Counter(re.findall(r"= \(?(\w+\[[\d,]*\]).*? copy(?:-start)?\(", text))),
         "kv_writes": len(re.findall(rf"%\S*scatter_fusion\S* = {re.escape(pages)}\S* fusion\(", text)),

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from dataclasses import replace
 from typing import Any
@@ -26,7 +25,6 @@ from jax.sharding import PartitionSpec as P
 from batcher.grammar import num_mask_words
 from batcher.slots import SlotLayout
 from batcher.step import Bucket, PackedLayout, Variant
-from model.execution.memory_plan import weights_bytes
 from model.execution.step import DeviceState, make_step
 from model.network.llama import Llama
 from model.network.sharding import TENSOR_AXIS, abstract_model, make_mesh, sharding_of
@@ -34,6 +32,7 @@ from model.presets import preset
 from model.quantization.forms import EightBit
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, Backend
+from scripts.benchmarks.accounts.step_bytes import step_bytes
 from scripts.benchmarks.accounts.targets import tpu_target
 
 NUM_ROWS, PAGES_PER_SEQ, PAGE_SIZE = 64, 64, 128
@@ -68,7 +67,7 @@ def main() -> None:
     attention = PagedAttention(spec, Backend.TPU, mesh, TENSOR_AXIS)
     for num_tokens in args.tokens or [NUM_ROWS]:
         account = {"num_tokens": num_tokens, **compile_step(model, attention, mesh, num_tokens)}
-        print(json.dumps(account | reads(model, attention, args.context)), flush=True)
+        print(json.dumps(account | step_bytes(model, attention, num_rows=NUM_ROWS, context=args.context)), flush=True)
 
 
 def compile_step(model: Llama, attention: PagedAttention, mesh: Mesh, num_tokens: int) -> dict[str, Any]:
@@ -110,18 +109,6 @@ def compile_step(model: Llama, attention: PagedAttention, mesh: Mesh, num_tokens
         "temp_bytes": memory.temp_size_in_bytes,
         "argument_bytes": memory.argument_size_in_bytes,
         "code_bytes": memory.generated_code_size_in_bytes,
-    }
-
-
-def reads(model: Llama, attention: PagedAttention, context: int) -> dict[str, int]:
-    """Bytes that a chip reads in a decode step of `NUM_ROWS` rows of `context` tokens: all weights but the embedding,
-    of which it looks up rows, unless the embedding is the head; and every page of the rows."""
-    embedding = model.embedding.get_value()
-    looked_up = math.prod(embedding.sharding.shard_shape(embedding.shape)) * embedding.dtype.itemsize
-    num_pages = NUM_ROWS * -(-context // attention.spec.page_size)
-    return {
-        "weights_read": weights_bytes(model) - (0 if model.head is None else looked_up),
-        "kv_read": num_pages * attention.page_bytes() * model.config.num_layers,
     }
 
 

@@ -69,7 +69,7 @@ class Turn:
         else:
             block_kv, rows, computing = tuning.mma_prefill_tiles(gpu, spec).block_kv, prefill_tile.TILE_M, 1
         per_cycle = chip.num_multiprocessors * chip.clock_hz
-        size = 2 * block_kv * spec.head_dim * 2
+        size = 2 * block_kv * spec.head_dim * jnp.dtype(spec.kv_dtype).itemsize
         exponentials = loop.operations.get("MUFU", 0) * MUFU_CYCLES
         return cls(
             block_kv=block_kv,
@@ -81,14 +81,14 @@ class Turn:
 
 
 def account(
-    target_name: str, model: str, heads: tuple[int, int, int], cuda_root: Path | None
+    target_name: str, model: str, heads: tuple[int, int, int], kv_dtype: str, cuda_root: Path | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """The figures, and the report in Markdown."""
+    """The figures, and the report in Markdown. `kv_dtype`: of the pages."""
     jax.config.update("jax_platforms", "cpu")  # the work lists are made here; the chip is not needed, even if attached
-    chip, spec = gpu_target(target_name).chip, make_spec(heads)
+    chip, spec = gpu_target(target_name).chip, make_spec(heads, kv_dtype=kv_dtype)
     lines = [
         f"## {chip.device_kind}: {model} ({heads[0]} query heads, {heads[1]} KV heads, head dim {heads[2]}), "
-        f"bf16, pages of {PAGE_SIZE} tokens",
+        f"bf16, pages of {PAGE_SIZE} tokens" + (f" in {kv_dtype}" if spec.has_kv_scales else ""),
         "",
         f"Compiled only, nothing was run. jax {version('jax')}, ptxas of {_package('nvidia-cuda-nvcc')}. "
         f"{chip.num_multiprocessors} multiprocessors at {chip.clock_hz / 1e9:g} GHz, "
@@ -100,7 +100,7 @@ def account(
     loop_lines, kernels, decode_turn = [], [], None
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        compile_kernels(target_name, heads, folder, cuda_root)
+        compile_kernels(target_name, heads, kv_dtype, folder, cuda_root)
         for kernel in gpu_report.kernels(folder):
             ctas = kernel.ctas(chip)
             lines.append(
@@ -154,7 +154,7 @@ def _batch(lens: list[int], chip: GpuChip, spec: AttentionSpec, turn: Turn) -> d
     items = np.asarray(work)
     items = items[items[:, work_list.ITEM_ROW] >= 0]
     blocks = int(items[:, work_list.ITEM_NUM_BLOCKS].sum()) * spec.num_kv_heads
-    kv_bytes = int(kv_lens.sum()) * spec.num_kv_heads * spec.head_dim * 4
+    kv_bytes = int(kv_lens.sum()) * spec.num_kv_heads * spec.head_dim * 2 * jnp.dtype(spec.kv_dtype).itemsize
     return {
         "kv_bytes": kv_bytes,
         "memory_us": kv_bytes / chip.memory_bytes_per_s * 1e6,
@@ -164,7 +164,9 @@ def _batch(lens: list[int], chip: GpuChip, spec: AttentionSpec, turn: Turn) -> d
     }
 
 
-def compile_kernels(target: str, heads: tuple[int, int, int], folder: Path, cuda_root: Path | None) -> None:
+def compile_kernels(
+    target: str, heads: tuple[int, int, int], kv_dtype: str, folder: Path, cuda_root: Path | None
+) -> None:
     """Dumps the kernels of a mixed step, with their SASS, into `folder`.
 
     Raises:
@@ -182,6 +184,7 @@ def compile_kernels(target: str, heads: tuple[int, int, int], folder: Path, cuda
         "scripts.benchmarks.accounts.compile_gpu_layer",
         target,
         json.dumps(heads),
+        kv_dtype,
         str(folder),
     ]
     process = subprocess.run(

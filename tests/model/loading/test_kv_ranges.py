@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from model.config import LlamaConfig
-from model.loading.kv_ranges import load_kv_ranges, save_kv_ranges
+from model.loading.kv_ranges import FILE, load_kv_ranges, save_kv_ranges
 from model.loading.stored_weights import find_weights
 from model.quantization.forms import EightBit
+from scripts import convert_checkpoint
 from tests.model import checkpoints
 from tests.model.goldens import make as make_goldens
 from tests.model.quantization.test_checkpoint_form import compressed
@@ -83,7 +84,23 @@ def test_scales_meant_for_int8_count_so():
 
 
 def test_a_converted_checkpoint_keeps_them(tmp_path):
-    save_kv_ranges(tmp_path, None)
-    assert load_kv_ranges(tmp_path) is None
-    save_kv_ranges(tmp_path, SCALES)
-    np.testing.assert_array_equal(load_kv_ranges(tmp_path), SCALES)
+    checkpoints.write(tmp_path / "hf", "gqa2")
+    given = {f"model.layers.{i}.self_attn.{x}_scale": SCALES[i, k] for i in range(3) for k, x in enumerate("kv")}
+    checkpoints.write_tensors(tmp_path / "hf", checkpoints.tensors("gqa2") | given)
+    convert_checkpoint.main([str(tmp_path / "hf"), str(tmp_path / "out")])
+    stored = find_weights(tmp_path / "out", LlamaConfig.from_file(tmp_path / "out"))
+    np.testing.assert_array_equal(stored.kv_ranges(), 448 * SCALES)
+    assert stored.is_converted
+
+
+def test_a_damaged_file_of_them_is_found(tmp_path):
+    checksum = save_kv_ranges(tmp_path, SCALES)
+    np.testing.assert_array_equal(load_kv_ranges(tmp_path, checksum), SCALES)
+    content = bytearray((tmp_path / FILE).read_bytes())
+    content[-1] ^= 1
+    (tmp_path / FILE).write_bytes(content)
+    with pytest.raises(ValueError, match=r"kv_ranges\.npy is damaged, .*: convert again"):
+        load_kv_ranges(tmp_path, checksum)
+    (tmp_path / FILE).unlink()
+    with pytest.raises(ValueError, match=r"kv_ranges\.npy cannot be read: convert again"):
+        load_kv_ranges(tmp_path, checksum)

@@ -34,6 +34,30 @@ def packed(**weights):
     return compressed("pack-quantized", **weights)
 
 
+KV_ONLY = {
+    "quant_method": "compressed-tensors",
+    "format": "dense",
+    "config_groups": {},
+    "ignore": [],
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True},
+}
+
+
+@pytest.mark.parametrize(
+    "raw", [KV_ONLY, {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}]
+)
+def test_with_scales_of_kv_only_the_weights_are_not_quantised(raw):
+    assert read_form(raw, MODULES) == (None, [])
+
+
+def test_scales_of_kv_in_fewer_bits_are_refused():
+    raw = KV_ONLY | {"kv_cache_scheme": KV_ONLY["kv_cache_scheme"] | {"num_bits": 4}}
+    assert read_form(raw, MODULES) == (
+        None,
+        ["quantization_config.kv_cache_scheme.num_bits=4 is not supported (only 8)"],
+    )
+
+
 INT8, FP8 = EightBit.INT8, EightBit.FP8
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
