@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -85,7 +86,9 @@ class Choice:
         include_stop: bool,
         calls: CallParser | None = None,
     ) -> None:
-        self._generation = generation
+        # A generation and its choices die when the answer is complete, not when the garbage collector runs next: until
+        # then hundreds of requests' log-probabilities would pile up.
+        self._generation: Generation = weakref.proxy(generation)
         self._stream = stream
         self._include_stop = include_stop
         self._calls = calls

@@ -35,6 +35,8 @@ class ClientGone(Exception):  # noqa: N818 - it is not an error
 class Work(Protocol):
     """What the engine does for an answer."""
 
+    error: Exception | None  # why it has failed
+
     def fail(self, error: Exception) -> None:
         """Ends it; whoever waits for it gets the error."""
 
@@ -58,6 +60,8 @@ async def watched(work: Work, receive: Receive) -> AsyncIterator[None]:
         pass  # no client is left to answer
     finally:
         work.abort()
+        if work.error is not None:
+            work.error.__traceback__ = None  # its frames hold the work: only the garbage collector would free both
         watcher.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await watcher
