@@ -52,7 +52,11 @@ class Progress:
                 continue
             own_limit_s = LIMITS_S[part] * (REHEARSAL_PATIENCE if self._options.rehearse else 1)
             limit_s = min(own_limit_s, deadline - time.monotonic())
-            result = self._run_part(part, limit_s) if limit_s > 0 else _late("there was no time left for it")
+            if limit_s > 0:
+                print(f"{part}: running, for at most {limit_s:.0f} s", flush=True)
+                result = self._run_part(part, limit_s)
+            else:
+                result = _late("there was no time left for it; --resume runs it")
             result.write(self._path(part))
             print(f"{part}: {result.status} after {result.seconds:.0f} s", flush=True)
         return {part: Result.read(self._path(part)) for part in PARTS if self._path(part).exists()}

@@ -77,6 +77,8 @@ def test_a_part_that_fails_or_hangs_is_a_line_and_the_others_go_on(tmp_path):
     assert again["versions"] == results["versions"]  # it has a result
     assert again["kernels"].status == "late"
     assert "it was stopped after 0 s" in again["kernels"].problems[0]
+    late = Progress(tmp_path, replace(impossible, limit_s=0.0)).run(("kernels",))["kernels"]
+    assert (late.status, late.problems) == ("late", ["there was no time left for it; --resume runs it"])
     assert Progress(tmp_path, OPTIONS).run(()) == {}  # of other models
 
 
