@@ -47,15 +47,15 @@ def create_state(settings: Settings, client: EngineClient, tokenizer: Tokenizer)
 
 def create_app(state: ServerState) -> Starlette:
     """The application: all routes, behind CORS and the gate (API keys, metrics)."""
-    (chat,), (completion,) = chat_routes(state), completion_routes(state)
-    invocations = invocation_routes(state, chat=chat.endpoint, completions=completion.endpoint)
+    (chat,), (completion,), (embedding,) = chat_routes(state), completion_routes(state), embedding_routes(state)
+    by_field = {"messages": chat.endpoint, "prompt": completion.endpoint, "input": embedding.endpoint}
     routes = [
         chat,
         completion,
         *responses_routes(state),
         *messages_routes(state),
-        *embedding_routes(state),
-        *invocations,
+        embedding,
+        *invocation_routes(state, by_field),
         *info_routes(state),
         *admin_routes(state),
     ]

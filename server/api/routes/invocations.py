@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,18 +17,19 @@ from server.http.errors import RequestError
 _decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def invocation_routes(state: ServerState, *, chat: Endpoint, completions: Endpoint) -> list[ApiRoute]:
-    """SageMaker's route. It passes a body with `messages` to chat, one with `prompt` to completions."""
+def invocation_routes(state: ServerState, endpoints: Mapping[str, Endpoint]) -> list[ApiRoute]:
+    """SageMaker's route. `endpoints` are by the field that only their bodies have, such as `messages`."""
 
     async def invoke(request: Request) -> Response:
         body = await read_body(request, state.body_limits)
         fields = decode_body(_decode_object, body)
-        for field, endpoint in (("messages", chat), ("prompt", completions)):
+        for field, endpoint in endpoints.items():
             if field in fields:
                 return await endpoint(Request(request.scope, _again(body, request.receive)))
-        raise RequestError(400, "Give either `messages` or `prompt`.", param="messages")
+        *others, last = (f"`{field}`" for field in endpoints)
+        raise RequestError(400, f"Give {', '.join(others)} or {last}.", param=next(iter(endpoints)))
 
-    summary = "As /v1/chat/completions or /v1/completions, whichever the body is for."
+    summary = "As /v1/chat/completions, /v1/completions or /v1/embeddings, whichever the body is for."
     return [ApiRoute(path="/invocations", endpoint=invoke, method="POST", generates=True, summary=summary)]
 
 

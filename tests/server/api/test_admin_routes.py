@@ -125,7 +125,10 @@ def test_invocations_go_by_the_bodys_fields(echo):
         assert chat["object"] == "chat.completion"
         completion = http.post("/invocations", json={"prompt": "ab", "max_tokens": 2}).json()
         assert completion["choices"][0]["text"] == "a"  # after begin-of-text
-        assert http.post("/invocations", json={"input": "ab"}).status_code == 400
+        refused = http.post("/invocations", json={"input": "ab"})
+        assert (refused.status_code, "--enable-embeddings" in refused.text) == (404, True)
+        refused = http.post("/invocations", json={"temperature": 0})
+        assert "`messages`, `prompt` or `input`" in refused.json()["error"]["message"]
         streamed = http.post("/invocations", json=HELLO | {"max_tokens": 2, "stream": True}).text
         assert streamed.endswith("data: [DONE]\n\n")
 

@@ -49,6 +49,12 @@ def metric(server: RunningServer, name: str, label: str = "") -> float:
     return float(lines[0].split()[-1])
 
 
+def test_invocations_embed_an_input(server):
+    with server.http() as http:
+        answer = http.post("/invocations", json={"input": "hello"}).json()
+    assert answer["data"][0]["embedding"] == pytest.approx(foretold(server, "hello"), abs=1e-6)
+
+
 @pytest.mark.parametrize(
     "given",
     ["hello", ["hello", "a longer text, " * 20, "hello"], [104, 105], [[104, 105], [9], list(range(200))]],
