@@ -27,6 +27,15 @@ def test_growth_is_between_the_second_quarter_and_the_last():
     assert soak.in_quarters(list(range(10))) == [[0, 1, 2, 3], [4, 5], [6, 7], [8, 9]]
 
 
+def test_a_long_run_may_grow_by_less_than_a_short_one():
+    account = soak.Account()
+    account.memory["http"] = [100 * 2**20] * 6 + [110 * 2**20] * 2
+    soak.check_memory(account, 8)
+    assert not account.problems
+    soak.check_memory(account, 150)
+    assert account.problems == ["the http process grew by 10 MiB"]
+
+
 @pytest.mark.parametrize(
     ("line", "severe"),
     [
