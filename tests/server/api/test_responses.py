@@ -10,13 +10,20 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from server.api.routes.responses.record import ResponseRecord
+from server.api.routes.responses.scores import ScoreWriter
 from server.api.routes.responses.store import ResponseStore
+from server.engine import wire
+from server.engine.generation import ScoredToken
+from server.text.tokenizer import ByteLevelTokenizer
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.requests import wait_until
 from tests.server.support.running import ECHO, running_server
+from tests.server.support.tokenizers import byte_tokenizer
 from tests.server.support.tool_template import TOOL_TEMPLATE
 
 PATH = "/v1/responses"
+LOGPROBS = "message.output_text.logprobs"
+TOKENIZER = ByteLevelTokenizer(byte_tokenizer(), config={}, chat_template=None)
 ARGUMENTS = '{"city": "Århus"}'
 CALL = f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}'
 SCRIPTS = {
@@ -244,7 +251,9 @@ REFUSED = [
     ({"background": True}, "background"),
     ({"truncation": "auto"}, "truncation"),
     ({"top_logprobs": 2}, "top_logprobs"),
-    ({"include": ["message.output_text.logprobs"]}, "include"),
+    ({"include": [LOGPROBS], "top_logprobs": 21}, "top_logprobs"),
+    ({"include": [LOGPROBS], "tools": [WEATHER]}, "include"),
+    ({"include": ["file_search_call.results"]}, "include"),
     ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
     ({"metadata": {"a": "b" * 513}}, "metadata"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -263,7 +272,7 @@ def test_what_cannot_be_meant_is_refused_by_name(server, fields, param):
 
 
 def record(id: str, num_chars: int) -> ResponseRecord:
-    return ResponseRecord(id, {}, [], num_chars)
+    return ResponseRecord(id, {}, [], num_chars, ScoreWriter(TOKENIZER, 0))
 
 
 def test_the_oldest_responses_are_forgotten():
@@ -283,6 +292,44 @@ def test_the_oldest_responses_are_forgotten():
     assert [id for id in "gh" if store.get(id)] == ["h"]
     assert store.remove("h")
     assert not store.remove("h")
+
+
+def test_log_probabilities_take_their_share_of_the_store():
+    store = ResponseStore(max_chars=20_000)
+    scored = ScoredToken(97, 0, wire.Logprobs.packed(-1.0, range(20), [-1.0] * 20))
+    kept = record("a", 10)
+    kept.add("abc", [scored] * 50)
+    assert kept.num_chars > 50 * 20 * 12
+    store.put(kept)
+    assert store.get("a") is kept
+    store.put(record("b", 5_000))
+    assert store.get("a") is None
+
+
+def test_log_probabilities_of_the_text(server):
+    """The same as in the chat, for each token, and the same streamed and whole."""
+    asked = {"include": [LOGPROBS], "top_logprobs": 2}
+    whole = created(server, **asked)
+    (item,) = whole["output"]
+    (part,) = item["content"]
+    with server.http() as http:
+        messages = [{"role": "user", "content": "hello"}]
+        body = {"messages": messages, "seed": SEEDS["plain"], "logprobs": True, "top_logprobs": 2}
+        chat = http.post("/v1/chat/completions", json=body).json()
+        assert http.get(f"{PATH}/{whole['id']}").json()["output"] == whole["output"]
+    assert part["logprobs"] == chat["choices"][0]["logprobs"]["content"]
+    assert len(part["logprobs"]) == whole["usage"]["output_tokens"]
+    assert (whole["top_logprobs"], len(part["logprobs"][0]["top_logprobs"])) == (2, 2)
+
+    found = events(server, **asked)
+    assert kinds(found) == ["created", "in_progress", *TEXT_EVENTS, "completed"]
+    assert found[-1]["response"]["output"][0]["content"][0]["logprobs"] == part["logprobs"]
+    in_deltas = [entry for event in found if "delta" in event for entry in event["logprobs"]]
+    (done,) = (event for event in found if event["type"] == "response.output_text.done")
+    assert in_deltas == done["logprobs"]
+    assert [entry["logprob"] for entry in in_deltas] == [entry["logprob"] for entry in part["logprobs"]]
+    assert "bytes" not in in_deltas[0]
+    assert created(server, include=["reasoning.encrypted_content"])["output"][0]["content"][0]["logprobs"] == []
 
 
 def test_input_items_are_listed_page_by_page(server):

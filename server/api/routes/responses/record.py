@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 
 from batcher.request import FinishReason
 from server.api.request.schemas import Message
+from server.api.routes.responses.scores import ScoreWriter, num_chars_of
 from server.api.routes.responses.translation import call_message
-from server.engine.generation import Choice
+from server.engine.generation import Choice, ScoredToken
 from server.http.errors import RequestError
 from server.http.json_pieces import LongText, NestedList
 from server.text.tool_calls.pieces import CallDelta, Piece
@@ -43,8 +44,17 @@ class TextItem(_GrowingItem):
 
     ID_PREFIX = "msg"
 
+    def __init__(self, index: int, scores: ScoreWriter) -> None:
+        super().__init__(index)
+        self._scores = scores
+        self.scored: list[ScoredToken] = []
+
     def part(self) -> dict[str, Any]:
-        return {"type": "output_text", "text": LongText(self.text), "annotations": [], "logprobs": []}
+        logprobs = self._scores.whole(self.scored)
+        return {"type": "output_text", "text": LongText(self.text), "annotations": [], "logprobs": logprobs}
+
+    def logprobs_in_event(self, scored: Sequence[ScoredToken]) -> Any:
+        return self._scores.in_event(scored)
 
     def fields(self, status: str) -> dict[str, Any]:
         content = [] if status == IN_PROGRESS else [self.part()]
@@ -82,15 +92,19 @@ class ResponseRecord:
         fields: the fields of the response that repeat the request.
         messages: the conversation up to the answer, without the instructions.
         num_chars: the approximate number of characters in `messages`.
+        scores: writes the log-probabilities of the text.
     """
 
-    def __init__(self, id: str, fields: dict[str, Any], messages: Sequence[Message], num_chars: int) -> None:
+    def __init__(
+        self, id: str, fields: dict[str, Any], messages: Sequence[Message], num_chars: int, scores: ScoreWriter
+    ) -> None:
         self.id = id
         self.status = IN_PROGRESS
         self.items: list[Item] = []
         self._fields = fields
         self._messages = messages
         self._num_chars = num_chars
+        self._scores = scores
         self._usage: dict[str, Any] | None = None
         self._error: dict[str, Any] | None = None
         self._created = int(time.time())
@@ -102,10 +116,11 @@ class ResponseRecord:
     @property
     def num_chars(self) -> int:
         """The approximate number of characters that the record keeps."""
-        return self._num_chars + sum(len(item.text) for item in self.items)
+        scored = sum(num_chars_of(item.scored) for item in self.items if isinstance(item, TextItem))
+        return self._num_chars + scored + sum(len(item.text) for item in self.items)
 
-    def add(self, piece: Piece) -> tuple[Item, str, bool]:
-        """Adds a piece. Returns its item, its text, and whether the item is new."""
+    def add(self, piece: Piece, scored: Sequence[ScoredToken] = ()) -> tuple[Item, str, bool]:
+        """Adds a piece, and the tokens of a text. Returns its item, its text, and whether the item is new."""
         is_call = isinstance(piece, CallDelta)
         text = piece.arguments if isinstance(piece, CallDelta) else piece
         is_new = not self.items or isinstance(self.items[-1], CallItem) != is_call
@@ -113,9 +128,12 @@ class ResponseRecord:
             is_new = True
             self.items.append(CallItem(len(self.items), piece.name))
         elif is_new:
-            self.items.append(TextItem(len(self.items)))
-        self.items[-1].add(text)
-        return self.items[-1], text, is_new
+            self.items.append(TextItem(len(self.items), self._scores))
+        item = self.items[-1]
+        item.add(text)
+        if isinstance(item, TextItem):
+            item.scored += scored
+        return item, text, is_new
 
     def finish(self, choice: Choice) -> None:
         """Call it when the choice has ended and all its pieces are added. Even an empty answer has one item."""

@@ -18,6 +18,7 @@ from server.api.routes.chat import start_chat
 from server.api.routes.responses.input_items import items_page
 from server.api.routes.responses.record import CANCELLED, ResponseRecord
 from server.api.routes.responses.schemas import RESPONSES_FIELDS, ResponsesRequest
+from server.api.routes.responses.scores import ScoreWriter
 from server.api.routes.responses.store import ResponseStore
 from server.api.routes.responses.translation import (
     FunctionTool,
@@ -79,9 +80,10 @@ class Responses:
         chat = chat_request(body, tools, messages)
         with own_names():
             head = check_generation(state, chat, id_prefix="resp", timeout_header=request.headers.get(TIMEOUT_HEADER))
-            generation, _ = await start_chat(state, chat, head)
+            generation, options = await start_chat(state, chat, head)
         num_chars += 0 if earlier is None else earlier.num_chars
-        record = ResponseRecord(head.id, _repeated(body, tools, head.model, state), messages, num_chars)
+        scores = ScoreWriter(state.tokenizer, options.top_logprobs or 0)
+        record = ResponseRecord(head.id, _repeated(body, tools, head.model, state), messages, num_chars, scores)
         stores = body.store is not False
         if stores:
             self._store.put(record)
@@ -209,6 +211,7 @@ def _repeated(body: ResponsesRequest, tools: list[FunctionTool], model: str, sta
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": None, "summary": None},
         "store": body.store is not False,
+        "top_logprobs": body.top_logprobs or 0,
         "truncation": "disabled",
         "background": False,
     }

@@ -52,6 +52,8 @@ class ResponsesRequest(Declared, kw_only=True):
     tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
     text: TextOptions | None = None
     # beyond OpenAI's
     top_k: int | None = None
@@ -79,11 +81,9 @@ RESPONSES_FIELDS = FieldTable(
         "conversation": Refused(
             "conversations that are kept apart are not supported yet; there is previous_response_id"
         ),
-        "include": Refused("further parts of the output are not supported yet", (["reasoning.encrypted_content"],)),
         "moderation": Refused("moderation is not supported yet"),
         "prompt": Refused("templates of prompts are not supported yet"),
         "reasoning": NO_REASONING,
-        "top_logprobs": Refused("log-probabilities are not supported yet here; /v1/chat/completions has them"),
         "truncation": Refused("cutting prompts is not supported yet", ("disabled",)),
     },
     without_effect=frozenset(

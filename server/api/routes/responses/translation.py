@@ -21,6 +21,8 @@ _OTHER_NAMES = {
     "messages": "input",
     "response_format": "text.format",
 }
+LOGPROBS = "message.output_text.logprobs"
+HARMLESS_PARTS = ("reasoning.encrypted_content",)  # there is no reasoning
 _PART_TYPES = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 # fields with the same meaning in both routes
 _SAME = (
@@ -67,12 +69,27 @@ def read_function_tools(body: ResponsesRequest) -> list[FunctionTool]:
     return tools
 
 
+def asks_for_logprobs(body: ResponsesRequest) -> bool:
+    """Whether the request includes the log-probabilities of the text. Raises RequestError 400."""
+    parts = [part for part in body.include or () if part not in HARMLESS_PARTS]
+    for part in parts:
+        if part != LOGPROBS:
+            raise unsupported("include", f"the part `{part[:60]}` is")
+    if parts and body.tools and body.tool_choice != "none":
+        raise unsupported("include", "log-probabilities of text next to calls of tools are")
+    if body.top_logprobs and not parts:
+        raise invalid("top_logprobs", f"is only allowed when `include` has {LOGPROBS}")
+    return bool(parts)
+
+
 def chat_request(body: ResponsesRequest, tools: Sequence[FunctionTool], messages: Sequence[Message]) -> ChatRequest:
     """The same request to chat. `messages` are the conversation without the instructions. Raises RequestError 400."""
     instructions = [] if body.instructions is None else [Message("system", body.instructions)]
     return ChatRequest(
         messages=[*instructions, *messages],
         max_completion_tokens=body.max_output_tokens,
+        logprobs=asks_for_logprobs(body),
+        top_logprobs=body.top_logprobs or None,
         tools=msgspec.Raw(msgspec.json.encode(list(map(_chat_tool, tools)))) if tools else msgspec.UNSET,
         tool_choice=_tool_choice(body.tool_choice),
         response_format=_response_format(body.text.format if body.text else None),

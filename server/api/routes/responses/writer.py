@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 from server.api.routes.responses.record import IN_PROGRESS, INCOMPLETE, CallItem, Item, ResponseRecord
-from server.engine.generation import Choice, Gain, Generation
+from server.engine.generation import Choice, Gain, Generation, ScoredToken
 from server.http.errors import RequestError
 from server.http.json_pieces import LongText, json_pieces
 from server.text.tool_calls.pieces import Piece
@@ -24,8 +24,12 @@ class ResponsesWriter:
 
     def whole(self) -> Iterator[bytes]:
         (choice,) = self._generation.choices
-        for piece in choice.take().pieces:
-            self._record.add(piece)
+        gain = choice.take()
+        if gain.scored:
+            self._record.add(gain.text, gain.scored)
+        else:
+            for piece in gain.pieces:
+                self._record.add(piece)
         self._finish(choice)
         return json_pieces(self._record.body())
 
@@ -33,14 +37,16 @@ class ResponsesWriter:
         return self._events(self._response("response.created"), self._response("response.in_progress"))
 
     def gained(self, choice: Choice, gain: Gain) -> Iterable[bytes]:
+        if gain.scored:  # then there are no calls; the text of these tokens may come later
+            return self._piece_events(gain.text, gain.scored)
         return chain.from_iterable([self._piece_events(piece) for piece in gain.pieces])
 
-    def _piece_events(self, piece: Piece) -> Iterable[bytes]:
+    def _piece_events(self, piece: Piece, scored: Sequence[ScoredToken] = ()) -> Iterable[bytes]:
         last = self._record.items[-1] if self._record.items else None
-        item, text, is_new = self._record.add(piece)
+        item, text, is_new = self._record.add(piece, scored)
         before = self._done(last) if is_new and last is not None else ()
         added = self._added(item) if is_new else ()
-        return chain(before, added, self._delta(item, text) if text else ())
+        return chain(before, added, self._delta(item, text, scored) if text or scored else ())
 
     def ending(self, choice: Choice) -> Iterable[bytes]:
         opened: Iterable[bytes] = ()
@@ -76,12 +82,12 @@ class ResponsesWriter:
         part = {"type": "response.content_part.added", "part": empty} | _content_place(item)
         return self._events(added, part)
 
-    def _delta(self, item: Item, text: str) -> Iterable[bytes]:
+    def _delta(self, item: Item, text: str, scored: Sequence[ScoredToken]) -> Iterable[bytes]:
         if isinstance(item, CallItem):
             kind, place = "response.function_call_arguments.delta", _item_place(item)
             return self._events({"type": kind, "delta": LongText(text), **place})
-        place = _content_place(item)
-        return self._events({"type": "response.output_text.delta", "delta": LongText(text), "logprobs": [], **place})
+        kind, logprobs, place = "response.output_text.delta", item.logprobs_in_event(scored), _content_place(item)
+        return self._events({"type": kind, "delta": LongText(text), "logprobs": logprobs, **place})
 
     def _done(self, item: Item) -> Iterable[bytes]:
         whole = LongText(item.text)
@@ -92,7 +98,8 @@ class ResponsesWriter:
             arguments = {"type": kind, "name": item.name, "arguments": whole, **_item_place(item)}
             return self._events(arguments, done)
         place = _content_place(item)
-        text = {"type": "response.output_text.done", "text": whole, "logprobs": [], **place}
+        logprobs = item.logprobs_in_event(item.scored)
+        text = {"type": "response.output_text.done", "text": whole, "logprobs": logprobs, **place}
         return self._events(text, {"type": "response.content_part.done", "part": item.part(), **place}, done)
 
     def _events(self, *events: dict[str, Any]) -> Iterable[bytes]:
