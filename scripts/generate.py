@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--overwrite", action="store_true", help="redo an output that is there, and forget a partial one")
     p.add_argument(
         "--params", type=json.loads, default={}, metavar="JSON",
-        help='fields for lines that do not set them, such as \'{"max_tokens": 128, "temperature": 0}\'',
+        help='fields for lines that generate and do not set them, such as \'{"max_tokens": 128, "temperature": 0}\'',
     )  # fmt: skip
     p.add_argument("--tokenizer", type=local_path, metavar="DIR", help="default: the model's own")
     p.add_argument("--served-model-name", metavar="NAME", help="what the lines call the model (default: --model)")
@@ -120,7 +120,8 @@ def main(argv: list[str] | None = None) -> int:
             keywords = {name: getattr(settings, name) for name in EngineSettings.field_names()}
             return LLM(tokenizer=args.tokenizer, served_model_name=args.served_model_name, report=_say, **keywords)
 
-        salt = json.dumps([settings.model, args.params], sort_keys=True)
+        pooling = [] if settings.pooling is None else [settings.pooling.value]
+        salt = json.dumps([settings.model, args.params, *pooling], sort_keys=True)
         with BatchInput(args.input) as batch:
             batch.check_is_none_of((output, partial, ordered_path(output)))
             keys = [(number, digest(text, salt)) for number, text in batch.numbered_lines()]

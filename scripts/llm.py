@@ -9,13 +9,16 @@
 
 `params` are the fields of an OpenAI request body (`max_tokens`, `temperature`, `n`, `stop`, `seed`, `logprobs` and so
 on): one mapping for all prompts, or one for each. Prompts are batched continuously. Results are in the order of the
-prompts.
+prompts. With `enable_embeddings=True`, `llm.embed(["a text"])[0].vector` is the embedding of a text.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import sys
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +36,7 @@ from server.engine.scratch_folder import ScratchFolder
 from server.settings import GenerationDefaults, Settings
 from server.text.tokenizer import ByteLevelTokenizer
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 NO_LIMIT = 1 << 30
 Params = Mapping[str, Any]
 
@@ -74,6 +77,15 @@ class Result:
     def token_ids(self) -> tuple[int, ...]:
         """The token ids of the first choice."""
         return self.choices[0].token_ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embedding:
+    """The vector of one prompt."""
+
+    vector: array[float]  # f32[D], of length 1
+    num_prompt_tokens: int
+    num_cached_tokens: int  # of the prompt, from the prefix cache
 
 
 class LLM:
@@ -126,14 +138,25 @@ class LLM:
             {"prompt": prompt if isinstance(prompt, str) else list(prompt), **own}
             for prompt, own in _paired(prompts, params)
         ]
-        return self._results(COMPLETIONS, bodies)
+        return [_result(answer) for answer in self._answers(COMPLETIONS, bodies)]
 
     def chat(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], params: Params | Sequence[Params] | None = None
     ) -> list[Result]:
         """Answers each conversation, a list of messages. Raises RefusedError for the first refused conversation."""
         bodies = [{"messages": list(messages), **own} for messages, own in _paired(conversations, params)]
-        return self._results(CHAT, bodies)
+        return [_result(answer) for answer in self._answers(CHAT, bodies)]
+
+    def embed(
+        self, prompts: Sequence[str | Sequence[int]], params: Params | Sequence[Params] | None = None
+    ) -> list[Embedding]:
+        """The vectors of prompts, given as text or token ids. Needs `enable_embeddings=True`. Raises RefusedError for
+        the first refused prompt."""
+        bodies = [
+            {"input": prompt if isinstance(prompt, str) else list(prompt), **own, "encoding_format": "base64"}
+            for prompt, own in _paired(prompts, params)
+        ]
+        return [_embedding(answer) for answer in self._answers(EMBEDDINGS, bodies)]
 
     def post_all(
         self, requests: Iterable[tuple[str, Any]], on_answer: Callable[[int, int, dict[str, Any]], None]
@@ -192,20 +215,20 @@ class LLM:
             raise failed.exceptions[0] from None  # an error of the caller's `requests` or `on_answer`
         return all_answered
 
-    def _results(self, path: str, bodies: list[dict[str, Any]]) -> list[Result]:
-        results: list[Result | None] = [None] * len(bodies)
+    def _answers(self, path: str, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        answers: list[dict[str, Any]] = [{}] * len(bodies)
         refused: list[tuple[int, RefusedError]] = []
 
         def on_answer(index: int, status: int, answer: dict[str, Any]) -> None:
             if status == 200:
-                results[index] = _result(answer)
+                answers[index] = answer
             else:
                 refused.append((index, RefusedError(status, f"request {index}: {answer['error']['message']}")))
 
         self.post_all([(path, {"model": self.model_name, **body}) for body in bodies], on_answer)
         if refused:
             raise min(refused, key=lambda pair: pair[0])[1]
-        return [result for result in results if result is not None]
+        return answers
 
 
 def _paired(items: Sequence[Any], params: Params | Sequence[Params] | None) -> list[tuple[Any, Params]]:
@@ -233,5 +256,20 @@ def _result(answer: dict[str, Any]) -> Result:
         )
         for choice in answer["choices"]
     )
-    cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
-    return Result(choices=choices, num_prompt_tokens=usage["prompt_tokens"], num_cached_tokens=cached)
+    return Result(
+        choices=choices, num_prompt_tokens=usage["prompt_tokens"], num_cached_tokens=_num_cached_tokens(usage)
+    )
+
+
+def _embedding(answer: dict[str, Any]) -> Embedding:
+    (entry,), usage = answer["data"], answer["usage"]
+    vector = array("f", base64.b64decode(entry["embedding"]))
+    if sys.byteorder == "big":
+        vector.byteswap()
+    return Embedding(
+        vector=vector, num_prompt_tokens=usage["prompt_tokens"], num_cached_tokens=_num_cached_tokens(usage)
+    )
+
+
+def _num_cached_tokens(usage: Mapping[str, Any]) -> int:
+    return usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)

@@ -1,7 +1,7 @@
 """Batch files: OpenAI's JSON lines of requests, plain prompts, and the records of their answers.
 
 A line is `{"custom_id", "method": "POST", "url", "body"}` as in OpenAI's batch API, or `{"prompt": ...}` or
-`{"messages": [...]}` with any other fields of such a request. Blank lines are skipped. A record is
+`{"messages": [...]}` or `{"input": ...}` with any other fields of such a request. Blank lines are skipped. A record is
 `{"id", "custom_id", "response": {"status_code", "request_id", "body"} or null, "error"}`.
 """
 
@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+URL_BY_FIELD = {"prompt": COMPLETIONS, "messages": CHAT, "input": EMBEDDINGS}  # of plain lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,8 @@ class Line:
 
 
 def parse_line(text: str, number: int, defaults: Mapping[str, Any]) -> Line:
-    """A line as a request. `number` counts from 1; `defaults` are body fields for lines that do not set them."""
+    """A line as a request. `number` counts from 1; `defaults` are body fields for lines that generate and do not set
+    them."""
     try:
         item = json.loads(text.encode())
     except ValueError as error:
@@ -40,16 +42,18 @@ def parse_line(text: str, number: int, defaults: Mapping[str, Any]) -> Line:
     custom_id = item.get("custom_id")
     if any("\ud800" <= char <= "\udfff" for char in str(custom_id)):
         return Line(custom_id=None, problem=f"line {number}: custom_id holds half a character, which no file can hold")
-    if "body" not in item and "url" not in item and ("prompt" in item or "messages" in item):
-        url = COMPLETIONS if "prompt" in item else CHAT
+    plain_url = next((url for field, url in URL_BY_FIELD.items() if field in item), None)
+    if "body" not in item and "url" not in item and plain_url is not None:
+        url = plain_url
         body = {key: value for key, value in item.items() if key != "custom_id"}
         custom_id = f"line-{number}" if custom_id is None else str(custom_id)
     elif not isinstance(custom_id, str) or not custom_id:
         return Line(custom_id=None, problem=f"line {number}: custom_id must be a text of its own")
     elif item.get("method", "POST") != "POST":
         return Line(custom_id=custom_id, problem=f"line {number}: method must be POST, not {item['method']!r}")
-    elif item.get("url") not in (CHAT, COMPLETIONS):
-        return Line(custom_id=custom_id, problem=f"line {number}: url must be {CHAT} or {COMPLETIONS}")
+    elif item.get("url") not in URL_BY_FIELD.values():
+        problem = f"line {number}: url must be {CHAT}, {COMPLETIONS} or {EMBEDDINGS}"
+        return Line(custom_id=custom_id, problem=problem)
     elif not isinstance(item.get("body"), dict):
         return Line(custom_id=custom_id, problem=f"line {number}: body must be a JSON object")
     else:
@@ -58,7 +62,7 @@ def parse_line(text: str, number: int, defaults: Mapping[str, Any]) -> Line:
         return Line(
             custom_id=custom_id, problem=f"line {number}: stream is for the HTTP server; here answers are whole"
         )
-    return Line(custom_id=custom_id, url=url, body={**defaults, **body})
+    return Line(custom_id=custom_id, url=url, body={**({} if url == EMBEDDINGS else defaults), **body})
 
 
 def answer_record(line: Line, status: int, answer: dict[str, Any]) -> dict[str, Any]:

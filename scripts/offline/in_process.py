@@ -55,7 +55,8 @@ class InProcessEngineClient:
         items, sinks = zip(*requests, strict=True)
         for request, sink in zip(requests_from_wire(items), sinks, strict=True):
             self._sinks[request.request_id] = sink
-            self._token_ids[request.request_id] = []
+            if not request.embeds:
+                self._token_ids[request.request_id] = []
             try:
                 self._engine.add_request(request, self._on_output)
             except InvalidRequestError as error:
@@ -67,7 +68,7 @@ class InProcessEngineClient:
             if self._sinks.pop(request_id, None) is not None:
                 self._engine.abort(request_id, reason)
                 if reason is FinishReason.ABORT:
-                    del self._token_ids[request_id]
+                    self._token_ids.pop(request_id, None)  # embeddings have none
 
     def reset_prefix_cache(self) -> None:
         self._engine.reset_prefix_cache()
@@ -94,11 +95,12 @@ class InProcessEngineClient:
         sink = self._sinks.get(output.request_id)
         if sink is None:  # aborted in the meantime
             return
-        self._token_ids[output.request_id] += output.token_ids
+        if output.token_ids:
+            self._token_ids[output.request_id] += output.token_ids
         if output.finish_reason is not None:
             del self._sinks[output.request_id]
         if output.error is not None:
-            del self._token_ids[output.request_id]
+            self._token_ids.pop(output.request_id, None)
         sink.on_output(output)
 
 

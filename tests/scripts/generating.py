@@ -8,30 +8,45 @@ When COUNT records are in the journal, the process sends itself SIGNAL.
 import os
 import signal
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig
 from batcher.engine import Engine
+from batcher.request import Pooling, Request, SamplingParams
 from batcher.step import Capacity
 from scripts import generate
 from scripts import llm as llm_module
 from scripts.offline.journal import Journal
 from server.engine.wire import EngineInfo
-from tests.batcher.fake_runner import FakeRunner
+from tests.batcher.fake_runner import FAKE_HIDDEN, FakeRunner, expected_embedding
 
 CAPACITY = Capacity(
     num_slots=4, num_pages=64, page_size=16, max_model_len=256, max_num_batched_tokens=32, vocab_size=1024
 )
 
 
-def build_fake(max_waiting: int, report, **runner_options: object) -> tuple[Engine, EngineInfo]:
-    """As `scripts.wiring.engine.build`; the options are the fake runner's."""
-    ladder = BucketLadder(BucketConfig(max_num_batched_tokens=32, max_num_seqs=4))
+def build_fake(
+    max_waiting: int, report, *, pooling: Pooling | None = None, **runner_options: object
+) -> tuple[Engine, EngineInfo]:
+    """As `scripts.wiring.engine.build`; the other options are the fake runner's."""
+    ladder = BucketLadder(BucketConfig(max_num_batched_tokens=32, max_num_seqs=4, embeds=pooling is not None))
     config = EngineConfig(eos_token_ids=(777,), max_waiting=max_waiting, seed=0)
-    engine = Engine(FakeRunner(CAPACITY, **runner_options), config, ladder)
+    engine = Engine(FakeRunner(replace(CAPACITY, pooling=pooling), **runner_options), config, ladder)
     engine.warm_up(report)
-    return engine, EngineInfo(max_model_len=CAPACITY.max_model_len, vocab_size=CAPACITY.vocab_size)
+    return engine, EngineInfo(
+        max_model_len=CAPACITY.max_model_len,
+        vocab_size=CAPACITY.vocab_size,
+        embedding_size=None if pooling is None else FAKE_HIDDEN,
+    )
+
+
+def foretold(prompt: Sequence[int], pooling: Pooling) -> list[float]:
+    """The embedding of the fake runner, from the prompt alone."""
+    request = Request(request_id="", prompt=tuple(prompt), sampling=SamplingParams(max_tokens=1), embeds=True)
+    return expected_embedding(request, pooling).tolist()
 
 
 class SignallingJournal(Journal):

@@ -8,10 +8,13 @@ import threading
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
+from batcher.request import Pooling
 from scripts import generate as command
-from scripts.offline.batch_file import CHAT, COMPLETIONS, digest
+from scripts.offline.batch_file import CHAT, COMPLETIONS, EMBEDDINGS, digest
 from scripts.offline.journal import Journal
+from tests.scripts.generating import foretold
 
 
 def batch_line(custom_id: str, url: str = COMPLETIONS, **body: object) -> str:
@@ -24,7 +27,7 @@ def read_records(path) -> list[dict]:
 
 
 @pytest.fixture
-def run(make_llm, monkeypatch, tmp_path):
+def run(make_llm, model_folder, monkeypatch, tmp_path):
     """Runs the command on the given lines, in a folder of its own; `run.asked` counts the requests that were sent."""
 
     def go(
@@ -56,6 +59,7 @@ def run(make_llm, monkeypatch, tmp_path):
         go.asked = 0
         return command.main(["--input", str(source), "--output", str(go.output), *flags])
 
+    go.model_folder = model_folder
     go.output = tmp_path / "out.jsonl"
     go.partial = tmp_path / "out.jsonl.partial"
     # A shell starts its background jobs with SIGINT ignored, and then nothing here could be interrupted.
@@ -86,6 +90,31 @@ def test_every_form_of_line_is_answered_in_order(run):
     assert not run.partial.exists()
 
 
+def test_embeddings_are_lines_as_others_are(run):
+    """`--params` are for what is generated."""
+    lines = [
+        json.dumps({"custom_id": "text", "method": "POST", "url": EMBEDDINGS, "body": {"model": "m", "input": "abc"}}),
+        '{"prompt": "abc"}',
+        '{"input": [[5, 6], [7]]}',
+        batch_line("wrong", EMBEDDINGS, input="abc", dimensions=3),
+    ]
+    assert run(lines, "--params", '{"max_tokens": 3}', pooling=Pooling.MEAN) == 0
+    text, generated, ids, wrong = (record["response"]["body"] for record in read_records(run.output))
+    (entry,) = text["data"]
+    prompt = tuple(Tokenizer.from_file(str(run.model_folder / "tokenizer.json")).encode("abc").ids)
+    assert entry["embedding"] == pytest.approx(foretold(prompt, Pooling.MEAN), abs=1e-6)
+    assert generated["usage"]["completion_tokens"] == 3
+    found = [entry["embedding"] for entry in ids["data"]]
+    assert found == [pytest.approx(foretold(prompt, Pooling.MEAN), abs=1e-6) for prompt in ((5, 6), (7,))]
+    assert wrong["error"]["param"] == "dimensions"
+
+
+def test_embeddings_need_their_flag(run, capsys):
+    assert run(['{"input": "abc"}']) == 0
+    (record,) = read_records(run.output)
+    assert "--enable-embeddings" in record["response"]["body"]["error"]["message"]
+
+
 def test_a_bad_line_becomes_an_error_record_and_no_more(run, capsys):
     lines = [
         "{not json",
@@ -93,7 +122,7 @@ def test_a_bad_line_becomes_an_error_record_and_no_more(run, capsys):
         b'{"prompt": "\xff"}',
         json.dumps({"method": "POST", "url": COMPLETIONS, "body": {"prompt": "a"}}),
         json.dumps({"custom_id": "get", "method": "GET", "url": COMPLETIONS, "body": {"prompt": "a"}}),
-        json.dumps({"custom_id": "url", "method": "POST", "url": "/v1/embeddings", "body": {}}),
+        json.dumps({"custom_id": "url", "method": "POST", "url": "/v1/files", "body": {}}),
         json.dumps({"custom_id": "body", "method": "POST", "url": COMPLETIONS, "body": "x"}),
         batch_line("streamed", prompt="a", stream=True),
         "[" * 100_000,

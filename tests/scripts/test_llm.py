@@ -6,7 +6,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from batcher.errors import EngineDeadError
+from batcher.request import Pooling
 from scripts.llm import COMPLETIONS, RefusedError
+from tests.scripts.generating import foretold
 
 GREEDY = {"temperature": 0, "max_tokens": 12}
 
@@ -55,6 +57,22 @@ def test_chat_goes_through_the_template(make_llm):
         raw = "".join((header.format("user"), "hi<|eot_id|>", header.format("assistant")))
         (same,) = llm.generate([raw], GREEDY)
     assert result.token_ids == same.token_ids
+
+
+def test_prompts_are_embedded_in_order_next_to_generation(make_llm, model_folder):
+    tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+    texts = [f"text number {i}" for i in range(20)]
+    with make_llm(pooling=Pooling.LAST) as llm:
+        embedded = llm.embed(texts)
+        (ids,) = llm.embed([[9, 8, 7]])
+        assert llm.generate(["abc"], GREEDY)[0].token_ids
+        with pytest.raises(RefusedError, match="request 1: input"):
+            llm.embed(["abc", []])
+        assert not llm._client._token_ids  # of requests that have ended
+    prompts = [tokenizer.encode(text).ids for text in texts]
+    for found, prompt in zip([*embedded, ids], [*prompts, [9, 8, 7]], strict=True):
+        assert found.vector.tolist() == pytest.approx(foretold(prompt, Pooling.LAST), abs=1e-6)
+        assert found.num_prompt_tokens == len(prompt)
 
 
 def test_a_refused_request_is_named(make_llm):
