@@ -61,7 +61,7 @@ def main(target: str, static: bool, rest: list[str]) -> None:
     parser.add_argument("--markdown", type=local_path, help="also append the tables here")
     args = parser.parse_args(rest)
     if not static:
-        raise ValueError("there is no TPU here to measure on: use --static")
+        raise ValueError("use --static; scripts/check --parts speed measures, on a machine with a TPU")
     if args.step:
         print(step_table.table(target, args.step, args.quantization, ["--kv-dtype", args.kv_dtype]))
         return
