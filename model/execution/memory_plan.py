@@ -70,12 +70,8 @@ def memory_needs(model: Llama, attention: PagedAttention, limits: RunnerConfig) 
             pages_per_seq=-(-limits.max_model_len // attention.spec.page_size),
             num_shards=num_shards,
         ),
-        temporaries=temporaries_bound(
-            model.config,
-            num_tokens=limits.max_num_batched_tokens,
-            num_rows=limits.max_num_seqs,
-            itemsize=jnp.dtype(attention.spec.dtype).itemsize,
-            num_shards=num_shards,
+        temporaries=step_temporaries(
+            model.config, attention, num_tokens=limits.max_num_batched_tokens, num_rows=limits.max_num_seqs
         ),
         page=attention.page_bytes() * model.config.num_layers,
     )
@@ -91,6 +87,14 @@ def state_bytes(config: LlamaConfig, *, num_slots: int, pages_per_seq: int, num_
     """Bytes of the slots and masks, which every device holds whole, and of the device's share of token histories."""
     row = SlotLayout.width(pages_per_seq) + num_mask_words(config.vocab_size) + config.vocab_size // num_shards
     return 4 * num_slots * row
+
+
+def step_temporaries(config: LlamaConfig, attention: PagedAttention, *, num_tokens: int, num_rows: int) -> int:
+    """`temporaries_bound` of a step over `attention`."""
+    itemsize = jnp.dtype(attention.spec.dtype).itemsize
+    return temporaries_bound(
+        config, num_tokens=num_tokens, num_rows=num_rows, itemsize=itemsize, num_shards=attention.num_shards
+    )
 
 
 def temporaries_bound(config: LlamaConfig, *, num_tokens: int, num_rows: int, itemsize: int, num_shards: int) -> int:

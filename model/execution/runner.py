@@ -31,7 +31,7 @@ from batcher.step import (
 from model.compiling.compilation import Compilation
 from model.compiling.compile_cache import CompileCounter
 from model.compiling.compiler_options import compiler_options
-from model.execution import memory_plan
+from model.execution import memory_plan, wide_copies
 from model.execution.device_memory import device_memory
 from model.execution.memory_plan import RunnerConfig
 from model.execution.step import (
@@ -106,6 +106,7 @@ class ModelRunner:
         scales: Any = jax.ShapeDtypeStruct((2, attention.spec.num_kv_heads), jnp.float32, sharding=by_head)
         self._kv_scales_like: list[Any] = [scales if attention.spec.has_kv_scales else None] * model.config.num_layers
 
+        self._narrow_kernels = wide_copies.narrow_kernels(model, self._a_device().platform, attention.mesh)
         self._pages_per_seq = -(-config.max_model_len // attention.spec.page_size)
         self._num_pages = self._plan_pages(model) if config.num_pages is None else config.num_pages
         if self._num_pages < self._pages_per_seq:
@@ -194,6 +195,7 @@ class ModelRunner:
             raise ValueError("start_compiling was given other buckets than warm_up")
         self._programs = {bucket: programs[bucket] for bucket in buckets}
         self._check_temporaries()
+        wide_copies.check(self._programs, self._narrow_kernels, self._model_config, self._attention)
         now = time.perf_counter()
         early = f", {now - waiting_since:.1f} s of them after loading" if waiting_since > compilation.started_s else ""
         report(

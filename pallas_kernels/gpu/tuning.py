@@ -23,10 +23,12 @@ def decode_tiles(gpu: Gpu, spec: AttentionSpec) -> RingTiles:
 
 
 def resident_decode_ctas(gpu: Gpu, spec: AttentionSpec) -> int:
-    """CTAs of the decode kernel that the chip runs at once, by shared memory (registers allow three or more)."""
+    """CTAs of the decode kernel that the chip runs at once, by shared memory and by registers."""
+    is_wide_int8 = jnp.dtype(spec.kv_dtype) == jnp.int8 and spec.head_dim > 64
+    by_registers = 2 if is_wide_int8 else 3  # or more
     reserved = 6 * KIB  # softmax tile, reductions, and the driver's part
     cta_bytes = _kv_bytes(decode_tiles(gpu, spec), spec) + reserved
-    return gpu.num_multiprocessors * min(3, gpu.multiprocessor_shared_memory // cta_bytes)
+    return gpu.num_multiprocessors * min(by_registers, gpu.multiprocessor_shared_memory // cta_bytes)
 
 
 def _kv_bytes(tiles: RingTiles, spec: AttentionSpec) -> int:

@@ -34,6 +34,7 @@ from batcher.slots import SlotLayout
 from batcher.step import Bucket, PackedLayout, Variant
 from model.compiling.compiler_options import compiler_options
 from model.execution.step import DeviceState, make_step
+from model.execution.wide_copies import find, narrow_kernels
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, sharding_of
 from model.presets import preset
@@ -129,6 +130,7 @@ def compile_step(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "kv_bytes": sum(page.size * page.dtype.itemsize for page in state.kv) // args.chips,
         "alias_bytes": memory.alias_size_in_bytes, "temp_mib": round(memory.temp_size_in_bytes / MIB, 1),
         "temp_bytes": memory.temp_size_in_bytes,
+        "wide_copies": find(compiled.as_text(), narrow_kernels(model, "gpu", mesh)),
         **step_bytes(model, attention, num_rows=args.rows, context=args.context),
         **read_thunks(_dumped(folder, "thunk_sequence_after_thunk_passes")),
         **read_buffers(_dumped(folder, "gpu_after_optimizations-buffer-assignment")),

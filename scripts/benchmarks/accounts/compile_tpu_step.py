@@ -26,6 +26,7 @@ from batcher.grammar import num_mask_words
 from batcher.slots import SlotLayout
 from batcher.step import Bucket, PackedLayout, Variant
 from model.execution.step import DeviceState, make_step
+from model.execution.wide_copies import find, narrow_kernels
 from model.network.llama import Llama
 from model.network.sharding import TENSOR_AXIS, abstract_model, make_mesh, sharding_of
 from model.presets import preset
@@ -98,7 +99,8 @@ def compile_step(model: Llama, attention: PagedAttention, mesh: Mesh, num_tokens
         leaves, kv_scales, state, integers(PackedLayout(bucket).size)
     )
     traced = time.perf_counter()
-    memory = lowered.compile().memory_analysis()
+    compiled = lowered.compile()
+    memory = compiled.memory_analysis()
     assert memory is not None
     return {
         "trace_s": round(traced - begin, 1),
@@ -107,6 +109,7 @@ def compile_step(model: Llama, attention: PagedAttention, mesh: Mesh, num_tokens
         "kv_bytes": attention.page_bytes() * NUM_PAGES * config.num_layers,
         "alias_bytes": memory.alias_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
+        "wide_copies": find(compiled.as_text(), narrow_kernels(model, "tpu", mesh)),
         "argument_bytes": memory.argument_size_in_bytes,
         "code_bytes": memory.generated_code_size_in_bytes,
     }

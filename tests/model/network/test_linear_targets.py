@@ -56,6 +56,16 @@ def test_a_whole_decode_step_is_the_one_of_bfloat16(target, form):
     assert sum(narrow["inside"].values()) <= sum(wide["inside"].values()) + 1
     assert narrow["temp_mib"] <= wide["temp_mib"] + 1
     assert narrow["argument_gib"] < wide["argument_gib"]
+    assert narrow["wide_copies"] == {}
+
+
+def test_a_wide_copy_of_a_weight_is_found_where_the_compiler_writes_one():
+    """Which is why an L4 gets int8 for `--quantization fp8`."""
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        pytest.skip("jax_cuda13_plugin is not installed")
+    copies = compile_step("l4", "--quantization", "fp8")["wide_copies"]
+    assert copies["head.kernel: bf16[128256,4096]"] == 128256 * 4096 * 2
+    assert "layers.0.mlp.gate_up.kernel: bf16[28672,4096]" in copies
 
 
 def compile_step(target: str, *flags: str) -> dict:

@@ -79,5 +79,6 @@ def test_a_step_in_8_bits_copies_neither_weights_nor_pages() -> None:
         assert result["alias_bytes"] >= result["kv_bytes"], result
         # The smallest weight of a layer takes 32 MiB in bfloat16, and its pages more.
         assert result["temp_bytes"] <= exact["temp_bytes"] + (8 << 20), (exact, result)
+        assert result["wide_copies"] == {}
         read = result["weights_read"] + result["kv_read"]
         assert read <= 0.55 * (exact["weights_read"] + exact["kv_read"]), (exact, result)

@@ -1,0 +1,73 @@
+"""Weights that a program writes out in a wider type: found in its text, and an error at the start."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from batcher.step import Bucket, Variant
+from model.compiling.compiler_options import compiler_options
+from model.execution import wide_copies
+from model.network import cpu_products
+from model.network.linear import Linear
+from model.network.llama import Llama
+from model.quantization.forms import EightBit
+from tests.model.driver import TINY, tiny_runner
+
+KERNELS = {(4096, 14336): "layers.0.mlp.down.kernel"}
+PROGRAM = """\
+HloModule jit_step, is_scheduled=true
+
+%fused (p0: s8[4096,14336], p1: bf16[8,14336]) -> bf16[8,4096] {
+  %p0 = s8[4096,14336]{1,0} parameter(0)
+  %inside = bf16[4096,14336]{1,0} convert(%p0)
+  ROOT %dot = bf16[8,4096]{1,0} dot(%p1, %inside)
+}
+
+ENTRY %main (w: s8[4096,14336], e: bf16[4096,14336], x: bf16[8,14336]) -> bf16[8,4096] {
+  %e = bf16[4096,14336]{1,0} parameter(1)
+  %narrow_copy = s8[14336,4096]{1,0:T(8,128)(4,1)} copy(%w)
+  %cast = bf16[4096,14336]{1,0} bitcast(%e)
+  %gemm_fusion = bf16[8,4096]{1,0} fusion(%w, %x), kind=kCustom, calls=%fused
+@
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("", {}),
+        ("  %c = bf16[4096,14336]{1,0:T(8,128)(2,1)} convert(%w)", {"bf16[4096,14336]": 112}),
+        ("  ROOT %c = f32[1,14336,4096]{2,1,0} transpose(%w)", {"f32[1,14336,4096]": 224}),
+        ("  %c = (bf16[8]{0}, /*index=1*/f16[14336,4096]{1,0}) fusion(%w), calls=%f", {"f16[14336,4096]": 112}),
+        ("  %c = bf16[4096,14336,2]{2,1,0} broadcast(%w)", {}),
+    ],
+)
+def test_what_is_written_outside_of_fusions_is_found(line, found):
+    expected = {f"layers.0.mlp.down.kernel: {array}": mib << 20 for array, mib in found.items()}
+    assert wide_copies.find(PROGRAM.replace("@", line), KERNELS) == expected
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_a_cpu_writes_a_wide_copy_unless_the_product_has_a_form_for_it(rows):
+    for for_cpu, num_found in ((False, 1), (True, 0)):
+        linear = Linear(
+            (2048, 512), ("mlp", "embed"), dtype=jnp.float32, rngs=nnx.Rngs(0), quantization=EightBit.INT8,
+            for_cpu=for_cpu,
+        )  # fmt: skip
+        graph, state = nnx.split(linear)
+        lowered = jax.jit(lambda state, x, graph=graph: nnx.merge(graph, state)(x)).lower(state, jnp.ones((rows, 512)))
+        text = lowered.compile(compiler_options=compiler_options("cpu")).as_text()
+        assert len(wide_copies.find(text, {(512, 2048): "kernel"})) == num_found
+
+
+def test_a_start_fails_and_names_program_and_kernel(monkeypatch):
+    monkeypatch.setattr(cpu_products, "BLOCK_WEIGHTS", 0)
+    model = Llama(TINY, dtype=jnp.float32, rngs=nnx.Rngs(0), quantization=EightBit.INT8)
+    runner = tiny_runner(model)
+    bucket = Bucket(8, 4, Variant.GREEDY)
+    with pytest.raises(ValueError, match=r"program for 8 tokens in 4 rows .* writes 8-bit weights .*kernel: f32\["):
+        runner.warm_up([bucket], lambda line: None)
