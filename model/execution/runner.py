@@ -195,7 +195,8 @@ class ModelRunner:
             raise ValueError("start_compiling was given other buckets than warm_up")
         self._programs = {bucket: programs[bucket] for bucket in buckets}
         self._check_temporaries()
-        wide_copies.check(self._programs, self._narrow_kernels, self._model_config, self._attention)
+        for remark in wide_copies.check(self._programs, self._narrow_kernels, self._model_config, self._attention):
+            report(remark)
         now = time.perf_counter()
         early = f", {now - waiting_since:.1f} s of them after loading" if waiting_since > compilation.started_s else ""
         report(

@@ -25,6 +25,9 @@ from model.network.llama import Llama
 from pallas_kernels.api import PagedAttention
 
 MIB = 1 << 20
+# With more tokens, the product takes longer than the copy (on an H100 from some 740 tokens on), and a product that
+# reads a copy can be the fastest one.
+MAX_TOKENS = 1024
 WIDE_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 # Their results are no new memory.
 _ALIASES = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "opt-barrier"}
@@ -75,20 +78,20 @@ def find(text: str, kernels: Mapping[Shape, str]) -> dict[str, int]:
 
 def check(
     programs: Mapping[Bucket, Any], kernels: Mapping[Shape, str], config: LlamaConfig, attention: PagedAttention
-) -> None:
-    """Checks compiled programs.
+) -> list[str]:
+    """Checks compiled programs. Returns a remark for every copy that the compiler may have chosen for its speed.
 
     Args:
         kernels: of `narrow_kernels`; if there are none, nothing is checked.
         config: with `attention`, says what a program may need if its weights are not quantised.
 
     Raises:
-        ValueError: a program writes a kernel in a wide type. The message names the program, the kernels and the sizes.
+        ValueError: a program of few tokens writes a kernel in a wide type. The message names the program, the kernels
+            and the sizes.
     """
-    if not kernels:
-        return
-    smallest = 2 * min(math.prod(shape) for shape in kernels)
-    for bucket, program in programs.items():
+    remarks = []
+    smallest = 2 * min((math.prod(shape) for shape in kernels), default=0)
+    for bucket, program in programs.items() if kernels else ():
         size = program.memory_analysis().temp_size_in_bytes
         if size < smallest:
             continue
@@ -99,20 +102,22 @@ def check(
             if bucket.num_tokens not in shape and bucket.num_rows not in shape
         }
         copies = find(program.as_text(), clear)
-        program_name = f"the program for {bucket.num_tokens} tokens in {bucket.num_rows} rows ({bucket.variant})"
+        bound = step_temporaries(config, attention, num_tokens=bucket.num_tokens, num_rows=bucket.num_rows)
         if copies:
             listed = ", ".join(f"{name} ({size / MIB:.0f} MiB)" for name, size in copies.items())
-            raise ValueError(
-                f"{program_name} writes 8-bit weights out in a wider type at every step, which is slower than weights "
-                f"that are not quantised: {listed}. Choose another --quantization, or none"
+            fault = f"writes 8-bit weights out in a wider type at every step: {listed}"
+        elif size > bound + smallest:
+            fault = (
+                f"has {size / MIB:.0f} MiB of temporaries, and without quantised weights at most "
+                f"{bound / MIB:.0f} MiB: it probably writes weights out in a wider type"
             )
-        bound = step_temporaries(config, attention, num_tokens=bucket.num_tokens, num_rows=bucket.num_rows)
-        if size > bound + smallest:
-            raise ValueError(
-                f"{program_name} has {size / MIB:.0f} MiB of temporaries, and without quantised weights at most "
-                f"{bound / MIB:.0f} MiB: it probably writes weights out in a wider type. Choose another "
-                f"--quantization, or none"
-            )
+        else:
+            continue
+        remark = f"the program for {bucket.num_tokens} tokens in {bucket.num_rows} rows ({bucket.variant}) {fault}"
+        if bucket.num_tokens <= MAX_TOKENS:
+            raise ValueError(f"{remark}. This is slower than no quantisation: choose another --quantization, or none")
+        remarks.append(remark)
+    return remarks
 
 
 def _normal(shape: Shape) -> Shape:

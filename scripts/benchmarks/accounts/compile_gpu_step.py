@@ -120,7 +120,8 @@ def compile_step(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         compiled = lowered.compile(compiler_options=compiler_options("gpu") | args.options | dump)
         compile_s = time.perf_counter() - begin
     memory = compiled.memory_analysis()
-    assert memory is not None
+    text = compiled.as_text()
+    assert memory is not None and text is not None
     return {
         "target": args.target, "preset": args.preset, "chips": args.chips, "layers": config.num_layers,
         "quantization": args.quantization, "kv_dtype": str(jnp.dtype(spec.kv_dtype)),
@@ -130,7 +131,7 @@ def compile_step(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "kv_bytes": sum(page.size * page.dtype.itemsize for page in state.kv) // args.chips,
         "alias_bytes": memory.alias_size_in_bytes, "temp_mib": round(memory.temp_size_in_bytes / MIB, 1),
         "temp_bytes": memory.temp_size_in_bytes,
-        "wide_copies": find(compiled.as_text(), narrow_kernels(model, "gpu", mesh)),
+        "wide_copies": find(text, narrow_kernels(model, "gpu", mesh)),
         **step_bytes(model, attention, num_rows=args.rows, context=args.context),
         **read_thunks(_dumped(folder, "thunk_sequence_after_thunk_passes")),
         **read_buffers(_dumped(folder, "gpu_after_optimizations-buffer-assignment")),

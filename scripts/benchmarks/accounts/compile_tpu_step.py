@@ -101,7 +101,8 @@ def compile_step(model: Llama, attention: PagedAttention, mesh: Mesh, num_tokens
     traced = time.perf_counter()
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
-    assert memory is not None
+    text = compiled.as_text()
+    assert memory is not None and text is not None
     return {
         "trace_s": round(traced - begin, 1),
         "compile_s": round(time.perf_counter() - traced, 1),
@@ -109,7 +110,7 @@ def compile_step(model: Llama, attention: PagedAttention, mesh: Mesh, num_tokens
         "kv_bytes": attention.page_bytes() * NUM_PAGES * config.num_layers,
         "alias_bytes": memory.alias_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
-        "wide_copies": find(compiled.as_text(), narrow_kernels(model, "tpu", mesh)),
+        "wide_copies": find(text, narrow_kernels(model, "tpu", mesh)),
         "argument_bytes": memory.argument_size_in_bytes,
         "code_bytes": memory.generated_code_size_in_bytes,
     }

@@ -71,3 +71,12 @@ def test_a_start_fails_and_names_program_and_kernel(monkeypatch):
     bucket = Bucket(8, 4, Variant.GREEDY)
     with pytest.raises(ValueError, match=r"program for 8 tokens in 4 rows .* writes 8-bit weights .*kernel: f32\["):
         runner.warm_up([bucket], lambda line: None)
+
+
+def test_with_many_tokens_it_is_a_remark(monkeypatch):
+    monkeypatch.setattr(cpu_products, "BLOCK_WEIGHTS", 0)
+    monkeypatch.setattr(wide_copies, "MAX_TOKENS", 7)
+    model = Llama(TINY, dtype=jnp.float32, rngs=nnx.Rngs(0), quantization=EightBit.INT8)
+    said = []
+    tiny_runner(model).warm_up([Bucket(8, 4, Variant.GREEDY)], said.append)
+    assert any("program for 8 tokens in 4 rows" in line and "in a wider type at every step" in line for line in said)
