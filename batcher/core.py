@@ -240,6 +240,7 @@ class EngineCore:
             seq.first_token_s = now
             self._counts.time_to_first_token.observe(now - seq.arrived_s)
             self._counts.prefill_time.observe(now - seq.started_s)
+            output.times = (seq.started_s - seq.arrived_s, now - seq.started_s)
             if seq.prompt_logprobs is not None:
                 output.prompt_logprobs = tuple(entry for entry in seq.prompt_logprobs if entry is not None)
                 assert len(output.prompt_logprobs) == seq.num_prompt - 1, "a prompt position was not scored"

@@ -103,6 +103,7 @@ class RequestOutput:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token id, if requested
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # with the first token; entry i is of prompt token i + 1
     embedding: bytes | None = None  # of a request that embeds: f32[D], little-endian, of length 1
+    times: tuple[float, float] | None = None  # with the first token: seconds in the queue, and of the prompt's prefill
     num_cached_tokens: int = 0  # prompt tokens whose K/V came from the prefix cache
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None  # the stop id that ended the request; None for end-of-sequence

@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument("--host", default="127.0.0.1")
     server.add_argument("--port", type=int, default=8000, help="0: any free one")
     server.add_argument("--uds", type=local_path, metavar="PATH", help="a Unix socket in place of host and port")
-    add_tls_flags(p)
+    add_tls_flags(server)
     server.add_argument("--root-path", default="", metavar="PATH", help="where a proxy serves this, for /openapi.json")
     server.add_argument(
         "--api-key", nargs="+", default=[], metavar="KEY", help="asked for but by /health, /ping, /version and /metrics"
@@ -97,6 +97,7 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument(
         "--metrics-prefix", metavar="P", default=DEFAULT_METRICS_PREFIX, help="vllm: keeps existing dashboards"
     )
+    server.add_argument("--otlp-traces-endpoint", metavar="URL", help="OpenTelemetry: spans go there (extra `otel`)")
     server.add_argument("--no-ui", dest="ui", action="store_false", help="no page at /")
     server.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     add_debug_flag(p)
@@ -128,6 +129,7 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         generation_defaults=_generation_defaults(args, source),
         metrics_prefix=args.metrics_prefix,
         ui=args.ui,
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
         version=version(),
         queue_timeout_s=args.queue_timeout,
         strict_fields=args.strict_fields,

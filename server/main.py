@@ -17,6 +17,7 @@ from typing import Any
 import uvloop
 
 from server.api.state import ServerState
+from server.api.tracing import Tracer, make_tracer
 from server.app import create_app, create_state
 from server.engine.client import EngineFailedError, ProcessEngineClient
 from server.http.descriptors import raise_limit
@@ -52,13 +53,18 @@ def run(
 
     Raises OSError if the address is not available or if no folder can hold the engine's sockets. The address is checked
     before anything is loaded; another process may still take it before the server listens. Raises ValueError for an
-    unusable tokenizer, chat template or certificate, and for too few descriptors. Raises EngineFailedError if the
-    engine cannot start.
+    unusable tokenizer, chat template or certificate, for too few descriptors, and if packages for traces are missing.
+    Raises EngineFailedError if the engine cannot start.
     """
     raise_limit()
     tls = None if settings.tls is None else server_context(settings.tls)
-    with _bind(settings) as listener, _removed(settings.uds):
-        return uvloop.run(_run(settings, engine_target, engine_args, listener, tls, report, on_ready))
+    tracer = make_tracer(settings)
+    try:
+        with _bind(settings) as listener, _removed(settings.uds):
+            return uvloop.run(_run(settings, engine_target, engine_args, listener, tls, tracer, report, on_ready))
+    finally:
+        if tracer is not None:
+            tracer.close()
 
 
 async def _run(
@@ -67,6 +73,7 @@ async def _run(
     engine_args: object,
     listener: socket.socket,
     tls: ssl.SSLContext | None,
+    tracer: Tracer | None,
     report: Callable[[str], None],
     on_ready: Callable[[str], None] | None,
 ) -> int:
@@ -83,6 +90,7 @@ async def _run(
             starting.cancel()  # a signal came before the engine was ready
             return EXIT_OK
         await starting
+        state.tracer = tracer
         server = HttpServer(create_app(state), limits, tls)
         return await _serve(state, client, server, signalled, listener, on_ready)
     except EngineFailedError as error:

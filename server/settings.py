@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -124,6 +125,7 @@ class Settings:
     version: str = "0.0.0"
     ui: bool = True  # the page at `/`
     force_usage: bool = False  # all streams have usage, even if they do not ask for it
+    otlp_traces_endpoint: str | None = None  # the URL that gets a span of each request; None: there are no traces
     debug: bool = False  # the engine's process prints the traceback of its failure
     show_cached_tokens: bool = True  # usage.prompt_tokens_details
     queue_timeout_s: float | None = None  # a request that waits longer is refused; None: no limit
@@ -153,6 +155,9 @@ class Settings:
             raise ValueError("an API key is empty: everybody would have it")
         if not all(key.isprintable() and key == key.strip() for key in keys):
             raise ValueError("an API key begins or ends with a space, or has a control character: no header has it")
+        if self.otlp_traces_endpoint is not None and not _is_url(self.otlp_traces_endpoint):
+            message = "is the address of a collector, such as http://localhost:4318/v1/traces"
+            raise ValueError(f"--otlp-traces-endpoint {message}, not {self.otlp_traces_endpoint!r}")
         if self.queue_timeout_s is not None and not self.queue_timeout_s > 0:
             raise ValueError(f"a request must be allowed to wait for some time: {self.queue_timeout_s=}")
         for name in ("grace_period_s", "heartbeat_timeout_s", "death_linger_s", "template_timeout_s"):
@@ -171,3 +176,11 @@ class Settings:
                 raise ValueError("--max-concurrent-per-key counts requests by their API key: it needs --api-key")
         if self.max_connections is not None and self.max_connections < 1:
             raise ValueError(f"at least one connection is needed: {self.max_connections=}")
+
+
+def _is_url(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+    except ValueError:
+        return False
+    return url.scheme in ("http", "https") and bool(url.hostname)

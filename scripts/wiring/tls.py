@@ -8,17 +8,14 @@ from model.inputs.paths import local_path
 from server.settings import TlsFiles
 
 
-def add_tls_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags as a group of their own."""
-    tls = parser.add_argument_group(
-        "TLS", "With a certificate the server speaks HTTPS only. The files are in PEM form."
-    )
-    tls.add_argument("--ssl-certfile", type=local_path, metavar="FILE", help="the server's certificate, and its chain")
-    tls.add_argument("--ssl-keyfile", type=local_path, metavar="FILE", help="its key (default: in --ssl-certfile)")
-    tls.add_argument("--ssl-keyfile-password", metavar="TEXT", help="opens an encrypted key")
-    tls.add_argument("--ssl-ca-certs", type=local_path, metavar="FILE", help="authorities of clients' certificates")
+def add_tls_flags(group: argparse._ArgumentGroup) -> None:
+    """Adds the flags to the server's. The files are in PEM form."""
+    group.add_argument("--ssl-certfile", type=local_path, metavar="FILE", help="HTTPS, with this certificate")
+    group.add_argument("--ssl-keyfile", type=local_path, metavar="FILE", help="its key (default: in --ssl-certfile)")
+    group.add_argument("--ssl-keyfile-password", metavar="TEXT", help="opens an encrypted key")
+    group.add_argument("--ssl-ca-certs", type=local_path, metavar="FILE", help="authorities of clients' certificates")
     reqs_help = "a client's certificate is 0: not asked for (default), 1: checked if there is one, 2: required"
-    tls.add_argument("--ssl-cert-reqs", type=int, default=0, choices=(0, 1, 2), help=reqs_help)
+    group.add_argument("--ssl-cert-reqs", type=int, default=0, choices=(0, 1, 2), help=reqs_help)
 
 
 def tls_files(args: argparse.Namespace) -> TlsFiles | None:

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.api.answers.answer import error_response
 from server.api.route import Access, ApiRoute
 from server.api.state import ServerState
+from server.api.tracing import RequestTrace, current_trace
 from server.http.auth import KeyRing
 from server.http.errors import RequestError, internal, overloaded, unavailable
 from server.http.exchange import REFUSED
@@ -64,6 +65,9 @@ class Gate:
         share = None if refusal or not counted else self._take_share(scope)
         if share is FULL:
             refusal, share = self._over_share(), None
+        tracer = self._state.tracer
+        trace = RequestTrace() if tracer is not None and counted else None
+        current_trace.set(trace)
         try:
             self._state.num_in_flight += counted
             app = error_response(refusal) if refusal else self._app
@@ -78,6 +82,8 @@ class Gate:
             if share is not None:
                 self._in_flight[share] -= 1
             status = scope.get(REFUSED, status)
+            if tracer is not None and trace is not None:
+                tracer.end(trace, scope["headers"], status)
             if status:
                 self._state.metrics.observe_response(
                     handler=_handler(scope), method=scope["method"], status=status, seconds=time.monotonic() - started

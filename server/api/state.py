@@ -8,6 +8,7 @@ from weakref import WeakValueDictionary
 
 from server.api.aside import Aside
 from server.api.metrics import ServerMetrics
+from server.api.tracing import Tracer
 from server.engine.client import EngineClient
 from server.engine.embedding import Embeddings
 from server.engine.generation import Generation
@@ -31,6 +32,7 @@ class ServerState:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None  # None: the tokenizer has none
     metrics: ServerMetrics
+    tracer: Tracer | None = None  # None: there are no traces
     aside: Aside = field(default_factory=Aside)
     grammars: GrammarChecker = field(default_factory=GrammarChecker)
     turns: Turns = field(default_factory=Turns)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -67,6 +68,7 @@ class Choice:
         "_texts",
         "_token_ids",
         "finish_reason",
+        "first_token_s",
         "index",
         "num_cached_tokens",
         "num_prompt_tokens",
@@ -74,6 +76,7 @@ class Choice:
         "prompt_logprobs",
         "request_id",
         "stop_reason",
+        "times",
     )
 
     def __init__(
@@ -101,6 +104,8 @@ class Choice:
         self.num_prompt_tokens = num_prompt_tokens
         self.num_cached_tokens = 0
         self.num_tokens = 0
+        self.first_token_s: float | None = None  # by the monotonic clock
+        self.times: tuple[float, float] | None = None  # seconds in the engine's queue, and of the prefill
         self.prompt_logprobs: list[wire.Logprobs] | None = None
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
@@ -156,6 +161,8 @@ class Choice:
             self.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
+        if self.first_token_s is None and output.token_ids:
+            self.first_token_s, self.times = time.monotonic(), output.times
         stream, last = self._stream, len(output.token_ids) - 1
         for i, token_id in enumerate(output.token_ids):
             self.num_tokens += 1

@@ -88,6 +88,7 @@ class Output(msgspec.Struct, array_like=True, frozen=True):
     param: str | None = None
     expired: bool = False  # the error is that the request has waited too long
     embedding: bytes | None = None
+    times: tuple[float, float] | None = None
 
 
 class AttentionInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,7 +178,9 @@ _STATUSES: dict[ErrorCode | None, int] = {
 def output_to_wire(output: RequestOutput) -> Output:
     """An output as a message, its log-probabilities packed."""
     if output.finish_reason is None and not output.logprobs and output.prompt_logprobs is None:
-        return Output(output.request_id, list(output.token_ids), None, None, output.num_cached_tokens)
+        return Output(
+            output.request_id, list(output.token_ids), None, None, output.num_cached_tokens, times=output.times
+        )
     return Output(
         output.request_id,
         list(output.token_ids),
@@ -190,6 +193,7 @@ def output_to_wire(output: RequestOutput) -> Output:
         _STATUSES.get(output.error_code, 500),
         expired=output.error_code is ErrorCode.QUEUE_DEADLINE,
         embedding=output.embedding,
+        times=output.times,
     )
 
 

@@ -16,6 +16,7 @@ from server.api.request.body_reader import BodyReader
 from server.api.request.sampling import check_sampling, sampling_params, stop_strings
 from server.api.request.schemas import SamplingFields
 from server.api.state import ServerState
+from server.api.tracing import current_trace
 from server.engine import wire
 from server.engine.generation import Choice, Generation
 from server.http.errors import RequestError, invalid
@@ -165,6 +166,8 @@ async def start_generation(
     if running is not None and not running.finished:
         raise invalid("request_id", "a request with this id is running already")
     state.metrics.observe_request(n=head.n, max_tokens=max(limits))
+    if (trace := current_trace.get()) is not None:
+        trace.generation, trace.model, trace.sampling = generation, head.model, requests[0].sampling
     generation.submit(requests, timeout_s=left_s)
     state.generations[head.id] = generation
     return generation
