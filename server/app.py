@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from typing import Any
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
-from server.api.answers.answer import error_response
+from server.api.answers.errors import Refusals
 from server.api.gate import Gate
 from server.api.metrics import ServerMetrics
 from server.api.routes.admin import admin_routes
@@ -59,7 +63,7 @@ def create_app(state: ServerState) -> Starlette:
         *info_routes(state),
         *admin_routes(state),
     ]
-    routes += docs_routes(routes, version=state.settings.version, root_path=state.settings.root_path)
+    routes += docs_routes(routes, state.settings)
     routes += ui_routes(state)
     cors = Middleware(
         CORSMiddleware,
@@ -71,30 +75,37 @@ def create_app(state: ServerState) -> Starlette:
     app = Starlette(
         routes=[route.starlette_route() for route in routes],
         middleware=[cors, Middleware(Gate, state=state, routes=routes)],
-        exception_handlers={
-            RequestError: _on_request_error,
-            HTTPException: _on_http_exception,
-            NotImplementedError: _on_not_implemented,
-        },
+        exception_handlers=_exception_handlers(Refusals(routes)),
     )
     app.router.redirect_slashes = False  # a redirect's address would contain the client's own Host header
     return app
 
 
-async def _on_request_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    return error_response(error)
+def _exception_handlers(refusals: Refusals) -> dict[Any, Callable[[Request, Any], Awaitable[Response]]]:
+    async def on_request_error(request: Request, error: RequestError) -> Response:
+        return refusals.response(request.scope, error)
+
+    async def on_http_exception(request: Request, error: HTTPException) -> Response:
+        """Starlette's own errors: unknown route, wrong method."""
+        message = f"{error.detail}: {request.method} {request.url.path}"
+        kind = NOT_FOUND if error.status_code == 404 else "BadRequestError"
+        response = refusals.response(request.scope, RequestError(error.status_code, message, type=kind))
+        if error.status_code == 405:  # the exception names the methods of one route, and the path may have several
+            response.headers["Allow"] = ", ".join(_methods(request))
+        return response
+
+    async def on_not_implemented(request: Request, error: NotImplementedError) -> Response:
+        refusal = RequestError(501, str(error) or "Not implemented.", type="NotImplementedError")
+        return refusals.response(request.scope, refusal)
+
+    return {
+        RequestError: on_request_error,
+        HTTPException: on_http_exception,
+        NotImplementedError: on_not_implemented,
+    }
 
 
-async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own errors: unknown route, wrong method."""
-    assert isinstance(error, HTTPException)
-    message = f"{error.detail}: {request.method} {request.url.path}"
-    kind = NOT_FOUND if error.status_code == 404 else "BadRequestError"
-    response = error_response(RequestError(error.status_code, message, type=kind))
-    response.headers.update(error.headers or {})
-    return response
-
-
-async def _on_not_implemented(request: Request, error: Exception) -> Response:
-    return error_response(RequestError(501, str(error) or "Not implemented.", type="NotImplementedError"))
+def _methods(request: Request) -> list[str]:
+    """The methods of all routes with the request's path."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in routes for method in route.methods})

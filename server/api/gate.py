@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.api.answers.answer import error_response
+from server.api.answers.errors import Refusals
 from server.api.route import Access, ApiRoute
 from server.api.state import ServerState
 from server.api.tracing import RequestTrace, current_trace
@@ -37,6 +37,7 @@ class Gate:
         self._open_paths = frozenset() if settings.api_key_all_routes else open_paths
         self._admin_paths = frozenset(route.path for route in routes if route.access is Access.ADMIN)
         self._generating_paths = frozenset(route.path for route in routes if route.generates)
+        self._refusals = Refusals(routes)
         self._app = app
         self._state = state
         self._log = ThrottledLog(logger)
@@ -70,13 +71,14 @@ class Gate:
         current_trace.set(trace)
         try:
             self._state.num_in_flight += counted
-            app = error_response(refusal) if refusal else self._app
+            app = self._refusals.response(scope, refusal) if refusal else self._app
             await app(scope, receive, send_with_id)
         except Exception as error:
             self._log.exception(f"%s %.200r failed: {type(error).__name__}", scope["method"], scope["path"])
             if status:
                 raise  # too late for an answer: the connection is closed
-            await error_response(internal("The server has failed on this request."))(scope, receive, send_with_id)
+            answer = self._refusals.response(scope, internal("The server has failed on this request."))
+            await answer(scope, receive, send_with_id)
         finally:
             self._state.num_in_flight -= counted
             if share is not None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from server.http.errors import RequestError
+
+JSON = "application/json"
+EVENTS = "text/event-stream"
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -23,11 +28,21 @@ class Access(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorForm:
+    """How an API says that it refuses a request: the response, and the JSON schema of its body."""
+
+    name: str  # of the schema in `/openapi.json`
+    schema: Mapping[str, Any]
+    response: Callable[[RequestError], Response]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ApiRoute:
     """A path and its endpoint.
 
     `generates` is true if the engine works for the answer. Such requests are counted in `/load`. While the server
-    drains, new ones are refused, and running ones are waited for. `/openapi.json` shows `body` and `summary`.
+    drains, new ones are refused, and running ones are waited for. `/openapi.json` shows `body`, `media_types` of the
+    answer and `summary`. `errors` is None for OpenAI's form of errors.
     """
 
     path: str
@@ -36,6 +51,8 @@ class ApiRoute:
     access: Access = Access.KEY
     generates: bool = False
     body: type[msgspec.Struct] | None = None
+    media_types: tuple[str, ...] = (JSON,)
+    errors: ErrorForm | None = None
     summary: str = ""
 
     def starlette_route(self) -> Route:

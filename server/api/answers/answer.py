@@ -70,7 +70,7 @@ async def watched(work: Work, receive: Receive) -> AsyncIterator[None]:
 class GenerationAnswer(Response):
     """An ASGI response that runs until the generation has ended or the client has disconnected.
 
-    `refuse` makes the response for an error that comes before the response has started.
+    An error that comes before the response has started is raised: RequestError.
     """
 
     def __init__(
@@ -80,13 +80,11 @@ class GenerationAnswer(Response):
         turns: Turns,
         *,
         stream: bool,
-        refuse: Callable[[RequestError], Response] | None = None,
     ) -> None:
         self._generation = generation
         self._turns = turns
         self._writer = writer
         self._stream = stream
-        self._refuse = refuse or error_response
         self._opened: set[int] = set()  # choices that have their first event
         self.background = None
 
@@ -100,19 +98,11 @@ class GenerationAnswer(Response):
             raise self._generation.error
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await self._generation.wait()
-        except RequestError as error:
-            await self._refuse(error)(scope, receive, send)
-            return
+        await self._generation.wait()
         await LongJson(self._turns, self._writer.whole(), self._check_client)(scope, receive, send)
 
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            choices = await self._generation.wait()
-        except RequestError as error:
-            await self._refuse(error)(scope, receive, send)
-            return
+        choices = await self._generation.wait()
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         try:
             while True:
@@ -162,8 +152,3 @@ class LongJson(Response):
 def json_response(value: Any) -> Response:
     """A short JSON answer."""
     return Response(encode_json(value), media_type="application/json")
-
-
-def error_response(error: RequestError) -> Response:
-    """The answer to a refused request, in OpenAI's form."""
-    return Response(error.encode(), error.status, error.headers(), "application/json")

@@ -21,7 +21,7 @@ from server.api.request.template import template_of
 from server.api.request.template_input import content_text
 from server.api.request.tool_grammar import grammar_with_tools
 from server.api.request.tools import ToolChoice, call_parsers, usable_tools
-from server.api.route import ApiRoute
+from server.api.route import EVENTS, JSON, ApiRoute
 from server.api.state import ServerState
 from server.engine.generation import Generation
 from server.http.errors import invalid
@@ -36,6 +36,7 @@ def chat_routes(state: ServerState) -> list[ApiRoute]:
             method="POST",
             generates=True,
             body=ChatRequest,
+            media_types=(JSON, EVENTS),
             summary="Answers a conversation.",
         )
     ]

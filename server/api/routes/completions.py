@@ -22,7 +22,7 @@ from server.api.request.score_limit import limit_scores
 from server.api.request.structured import requested_grammar
 from server.api.request.submission import check_min_tokens, check_num_choices, read_generation, start_generation
 from server.api.request.token_prompts import check_kinds, listed
-from server.api.route import ApiRoute
+from server.api.route import EVENTS, JSON, ApiRoute
 from server.api.state import ServerState
 from server.text.special_tokens import SpecialTokens, encode_all
 from server.text.stream import decode_text
@@ -39,6 +39,7 @@ def completion_routes(state: ServerState) -> list[ApiRoute]:
             method="POST",
             generates=True,
             body=CompletionRequest,
+            media_types=(JSON, EVENTS),
             summary="Continues a text.",
         )
     ]

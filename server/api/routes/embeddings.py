@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from batcher.request import SamplingParams
-from server.api.answers.answer import ClientGone, LongJson, error_response, watched
+from server.api.answers.answer import ClientGone, LongJson, watched
 from server.api.request.body_reader import BodyReader
 from server.api.request.fields import EMBEDDING_FIELDS
 from server.api.request.limits import check_text_length, truncation
@@ -143,11 +143,7 @@ class EmbeddingsAnswer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with watched(self._embeddings, receive):
-            try:
-                vectors = await self._embeddings.wait()
-            except RequestError as error:
-                await error_response(error)(scope, receive, send)
-                return
+            vectors = await self._embeddings.wait()
             await LongJson(self._state.turns, self._pieces(vectors), self._check_client)(scope, receive, send)
 
     def _check_client(self) -> None:

@@ -40,7 +40,13 @@ def info_routes(state: ServerState) -> list[ApiRoute]:
         ApiRoute(path="/ping", endpoint=info.health, method="POST", access=Access.OPEN, summary="As /health."),
         ApiRoute(path="/version", endpoint=info.version, access=Access.OPEN, summary="The server's version."),
         ApiRoute(path="/load", endpoint=info.load, summary="How many requests are being answered."),
-        ApiRoute(path="/metrics", endpoint=info.metrics, access=Access.OPEN, summary="Statistics for Prometheus."),
+        ApiRoute(
+            path="/metrics",
+            endpoint=info.metrics,
+            access=Access.OPEN,
+            media_types=(CONTENT_TYPE,),
+            summary="Statistics for Prometheus.",
+        ),
         ApiRoute(
             path="/tokenize",
             endpoint=info.tokenize,

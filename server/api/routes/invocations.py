@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive
 
-from server.api.route import ApiRoute, Endpoint
+from server.api.route import EVENTS, JSON, ApiRoute, Endpoint
 from server.api.state import ServerState
 from server.http.body import decode_body, read_body
 from server.http.errors import RequestError
@@ -30,7 +30,16 @@ def invocation_routes(state: ServerState, endpoints: Mapping[str, Endpoint]) -> 
         raise RequestError(400, f"Give {', '.join(others)} or {last}.", param=next(iter(endpoints)))
 
     summary = "As /v1/chat/completions, /v1/completions or /v1/embeddings, whichever the body is for."
-    return [ApiRoute(path="/invocations", endpoint=invoke, method="POST", generates=True, summary=summary)]
+    return [
+        ApiRoute(
+            path="/invocations",
+            endpoint=invoke,
+            method="POST",
+            generates=True,
+            media_types=(JSON, EVENTS),
+            summary=summary,
+        )
+    ]
 
 
 def _again(body: bytes, receive: Receive) -> Receive:

@@ -11,25 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.answers.answer import json_response
-from server.api.route import Access, ApiRoute
+from server.api.answers.errors import OPENAI_ERRORS
+from server.api.route import JSON, Access, ApiRoute, ErrorForm
+from server.settings import Settings
 
 _REF = "#/components/schemas/{name}"
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>pallas-serve: routes</title>
@@ -47,10 +33,10 @@ summary {{ cursor: pointer; padding: 0.3rem 0; }}
 """
 
 
-def docs_routes(routes: Sequence[ApiRoute], *, version: str, root_path: str = "") -> list[ApiRoute]:
-    """The routes that describe `routes`. `root_path` is the prefix of a proxy."""
-    document = openapi(routes, version=version) | ({"servers": [{"url": root_path}]} if root_path else {})
-    page = _page(document, version).encode()
+def docs_routes(routes: Sequence[ApiRoute], settings: Settings) -> list[ApiRoute]:
+    """The routes that describe `routes`."""
+    document = openapi(routes, settings)
+    page = _page(document, settings.version).encode()
 
     async def schema(request: Request) -> Response:
         return json_response(document)
@@ -64,8 +50,8 @@ def docs_routes(routes: Sequence[ApiRoute], *, version: str, root_path: str = ""
     ]
 
 
-def openapi(routes: Sequence[ApiRoute], *, version: str) -> dict[str, Any]:
-    """An OpenAPI 3.1 document of the routes."""
+def openapi(routes: Sequence[ApiRoute], settings: Settings) -> dict[str, Any]:
+    """An OpenAPI 3.1 document of the routes as this server has them: a key is asked for only if the server has keys."""
     bodies = sorted({route.body for route in routes if route.body is not None}, key=lambda body: body.__name__)
     references, components = msgspec.json.schema_components(bodies, ref_template=_REF)
     for schema in components.values():
@@ -74,30 +60,45 @@ def openapi(routes: Sequence[ApiRoute], *, version: str) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         path = route.path.replace(":path}", "}")
-        operation = _operation(route, schemas)
+        operation = _operation(route, schemas, needs_key=_needs_key(route, settings))
         if "{" in path:
             name = path[path.index("{") + 1 : path.index("}")]
             operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
         paths.setdefault(path, {})[route.method.lower()] = operation
+    errors = {form.name: form.schema for form in map(_errors, routes)}
     keys = {"type": "http", "scheme": "bearer"}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "pallas-serve", "version": version},
+        "info": {"title": "pallas-serve", "version": settings.version},
+        **({"servers": [{"url": settings.root_path}]} if settings.root_path else {}),
         "paths": paths,
-        "components": {"schemas": components | {"Error": _ERROR}, "securitySchemes": {"key": keys}},
+        "components": {"schemas": components | errors, "securitySchemes": {"key": keys}},
     }
 
 
-def _operation(route: ApiRoute, schemas: dict[type[msgspec.Struct], dict[str, Any]]) -> dict[str, Any]:
-    error = {"application/json": {"schema": {"$ref": _REF.format(name="Error")}}}
+def _errors(route: ApiRoute) -> ErrorForm:
+    return route.errors or OPENAI_ERRORS
+
+
+def _needs_key(route: ApiRoute, settings: Settings) -> bool:
+    if route.access is Access.ADMIN:
+        return bool(settings.admin_api_keys)  # else the route is closed to all
+    return bool(settings.api_keys) and (settings.api_key_all_routes or route.access is not Access.OPEN)
+
+
+def _operation(
+    route: ApiRoute, schemas: dict[type[msgspec.Struct], dict[str, Any]], *, needs_key: bool
+) -> dict[str, Any]:
+    answer = {kind: {"schema": {"type": "object"}} if kind == JSON else {} for kind in route.media_types}
+    error = {JSON: {"schema": {"$ref": _REF.format(name=_errors(route).name)}}}
     operation: dict[str, Any] = {
         "summary": route.summary,
         "responses": {
-            "200": {"description": "The answer."},
+            "200": {"description": "The answer.", "content": answer},
             "default": {"description": "A refusal or a failure.", "content": error},
         },
     }
-    if route.access is not Access.OPEN:
+    if needs_key:
         operation["security"] = [{"key": []}]
     if route.body is not None:
         content = {"application/json": {"schema": schemas[route.body]}}

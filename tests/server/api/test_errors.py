@@ -277,6 +277,15 @@ def test_routes_that_are_not(echo, method, path, status):
         validate("ErrorResponse", response.json())
 
 
+@pytest.mark.parametrize(
+    ("path", "methods"), [(CHAT, "POST"), ("/ping", "GET, HEAD, POST"), ("/v1/responses/a", "DELETE, GET, HEAD")]
+)
+def test_a_wrong_method_is_told_all_right_ones(echo, path, methods):
+    with echo.http() as http:
+        response = http.put(path)
+    assert (response.status_code, response.headers["allow"]) == (405, methods)
+
+
 @pytest.mark.parametrize("depth", [500, 900, 980, 1100])
 def test_values_nested_as_deep_as_one_likes(echo, depth):
     nested = "[" * depth + "]" * depth

@@ -170,11 +170,20 @@ def test_another_model_is_not_found(server):
     assert (response.status_code, response.json()["error"]["type"]) == (404, "not_found_error")
 
 
+def test_another_method_is_refused_in_anthropics_form(server):
+    with server.http() as http:
+        response = http.get(PATH)
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+    assert response.json()["error"]["type"] == "api_error"
+
+
 def test_the_key_may_be_in_anthropics_field(tmp_path):
     with running_server(tmp_path, ECHO, EchoConfig(reply=(65,)), api_keys=("secret",)) as server, server.http() as http:
         body = {"messages": HELLO, "max_tokens": 5}
         statuses = [http.post(PATH, json=body, headers={"x-api-key": key}).status_code for key in ("secret", "other")]
         assert statuses == [200, 401]
+        refused = http.post(PATH, json=body).json()
+        assert (refused["type"], refused["error"]["type"]) == ("error", "authentication_error")
         assert http.post(PATH, json=body, headers={"Authorization": "Bearer secret"}).status_code == 200
 
 

@@ -11,8 +11,10 @@ from tests.server.support.stub_app import DONE, StubClient, call, state_of
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
 
-def document():
-    return call(state_of(StubClient(DONE)), "GET", "/openapi.json").json()
+def document(**settings):
+    return call(
+        state_of(StubClient(DONE), **settings), "GET", "/openapi.json", headers={"Authorization": "Bearer a"}
+    ).json()
 
 
 def test_every_route_is_described():
@@ -20,8 +22,29 @@ def test_every_route_is_described():
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/invocations"):
         assert "200" in paths[path]["post"]["responses"]
         assert paths[path]["post"]["summary"]
-    assert "security" not in paths["/health"]["get"]
     assert paths["/v1/models/{name}"]["get"]["parameters"][0]["name"] == "name"
+
+
+def test_a_key_is_asked_for_where_the_server_has_keys():
+    def asking(**settings):
+        paths = document(**settings)["paths"]
+        return {path for path, methods in paths.items() for method in methods.values() if "security" in method}
+
+    admin = {"/reset_prefix_cache", "/abort_requests", "/log_level"}
+    assert asking() == set()
+    assert asking(admin_api_keys=("a",)) == admin
+    assert asking(api_keys=("a",)) >= {"/v1/chat/completions", "/v1/models"}
+    assert not asking(api_keys=("a",)) & {"/health", "/metrics"}
+    assert asking(api_keys=("a",), api_key_all_routes=True) >= {"/health", "/metrics"}
+
+
+def test_answers_and_errors_are_of_the_kinds_that_are_sent():
+    paths = document()["paths"]
+    answers = {path: set(paths[path]["post"]["responses"]["200"]["content"]) for path in ("/v1/messages", "/tokenize")}
+    assert answers == {"/v1/messages": {"application/json", "text/event-stream"}, "/tokenize": {"application/json"}}
+    for path, name in (("/v1/messages", "AnthropicError"), ("/v1/completions", "Error")):
+        (content,) = paths[path]["post"]["responses"]["default"]["content"].values()
+        assert content["schema"] == {"$ref": f"#/components/schemas/{name}"}
 
 
 def test_schemas_are_valid_and_judge_bodies():

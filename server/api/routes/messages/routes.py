@@ -12,13 +12,12 @@ from server.api.request.schemas import ChatRequest
 from server.api.request.submission import TIMEOUT_HEADER, check_generation
 from server.api.request.template import template_of
 from server.api.request.tools import usable_tools
-from server.api.route import ApiRoute
+from server.api.route import EVENTS, JSON, ApiRoute
 from server.api.routes.chat import start_chat
 from server.api.routes.messages.schemas import COUNT_FIELDS, MESSAGES_FIELDS, CountRequest, MessagesRequest
 from server.api.routes.messages.translation import chat_request
-from server.api.routes.messages.writer import MessagesWriter, message_error
+from server.api.routes.messages.writer import ANTHROPIC_ERRORS, MessagesWriter
 from server.api.state import ServerState
-from server.http.errors import RequestError
 from server.http.sse import encode_json
 
 PATH = "/v1/messages"
@@ -35,6 +34,8 @@ def messages_routes(state: ServerState) -> list[ApiRoute]:
             method="POST",
             generates=True,
             body=MessagesRequest,
+            media_types=(JSON, EVENTS),
+            errors=ANTHROPIC_ERRORS,
             summary="Answers a conversation, in Anthropic's form.",
         ),
         ApiRoute(
@@ -42,6 +43,7 @@ def messages_routes(state: ServerState) -> list[ApiRoute]:
             endpoint=messages.count_tokens,
             method="POST",
             body=CountRequest,
+            errors=ANTHROPIC_ERRORS,
             summary="How many tokens a conversation has.",
         ),
     ]
@@ -57,27 +59,15 @@ class Messages:
         self._count_reader = BodyReader(CountRequest, COUNT_FIELDS, strict=strict)
 
     async def create(self, request: Request) -> Response:
-        try:
-            return await self._create(request)
-        except RequestError as error:
-            return message_error(error)
-
-    async def count_tokens(self, request: Request) -> Response:
-        try:
-            return await self._count(request)
-        except RequestError as error:
-            return message_error(error)
-
-    async def _create(self, request: Request) -> Response:
         state = self._state
         body = await self._reader.read(request, state.body_limits, state.aside)
         chat = await self._translated(body)
         head = check_generation(state, chat, id_prefix="msg", timeout_header=request.headers.get(TIMEOUT_HEADER))
         generation, _ = await start_chat(state, chat, head)
         writer = MessagesWriter(generation, head)
-        return GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream), refuse=message_error)
+        return GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream))
 
-    async def _count(self, request: Request) -> Response:
+    async def count_tokens(self, request: Request) -> Response:
         state = self._state
         body = await self._count_reader.read(request, state.body_limits, state.aside)
         state.check_model(body.model)

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from batcher.request import FinishReason
 from server.api.answers.writer import AnswerHead
+from server.api.route import ErrorForm
 from server.engine.generation import Choice, Gain, Generation
 from server.http.errors import RequestError
 from server.http.json_pieces import LongText, NestedList, json_pieces
@@ -21,11 +22,24 @@ from server.text.tool_calls.pieces import CallDelta, Piece
 ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     415: "invalid_request_error",
     429: "rate_limit_error",
     503: "overloaded_error",
+}
+_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
 }
 
 
@@ -34,9 +48,12 @@ def error_body(error: RequestError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": ERROR_TYPES.get(error.status, "api_error"), "message": error.message}}
 
 
-def message_error(error: RequestError) -> Response:
+def error_response(error: RequestError) -> Response:
     """The answer to a refused request, in Anthropic's form."""
     return Response(encode_json(error_body(error)), error.status, error.headers(), "application/json")
+
+
+ANTHROPIC_ERRORS = ErrorForm(name="AnthropicError", schema=_ERROR_SCHEMA, response=error_response)
 
 
 class MessagesWriter:

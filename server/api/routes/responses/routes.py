@@ -13,7 +13,7 @@ from server.api.answers.answer import GenerationAnswer, LongJson
 from server.api.request.body_reader import BodyReader
 from server.api.request.schemas import Message
 from server.api.request.submission import TIMEOUT_HEADER, check_generation
-from server.api.route import ApiRoute
+from server.api.route import EVENTS, JSON, ApiRoute
 from server.api.routes.chat import start_chat
 from server.api.routes.responses.input_items import items_page
 from server.api.routes.responses.record import CANCELLED, ResponseRecord
@@ -49,6 +49,7 @@ def responses_routes(state: ServerState) -> list[ApiRoute]:
             method="POST",
             generates=True,
             body=ResponsesRequest,
+            media_types=(JSON, EVENTS),
             summary="Answers an input, and keeps the answer.",
         ),
         ApiRoute(path=f"{PATH}/{{id}}", endpoint=responses.retrieve, summary="A response that was kept."),

@@ -1,0 +1,46 @@
+"""Refusals, in the form of the route that was asked: OpenAI's, or its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from starlette.responses import Response
+from starlette.types import Scope
+
+from server.api.route import ApiRoute, ErrorForm
+from server.http.errors import RequestError
+
+_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def _response(error: RequestError) -> Response:
+    return Response(error.encode(), error.status, error.headers(), "application/json")
+
+
+OPENAI_ERRORS = ErrorForm(name="Error", schema=_SCHEMA, response=_response)
+
+
+class Refusals:
+    """Makes the answers to refused requests."""
+
+    def __init__(self, routes: Iterable[ApiRoute]) -> None:
+        self._forms = {route.path: route.errors for route in routes if route.errors is not None}
+
+    def response(self, scope: Scope, error: RequestError) -> Response:
+        """The answer to the request of `scope`, also where no route has its path or its method."""
+        return self._forms.get(scope["path"], OPENAI_ERRORS).response(error)
