@@ -12,9 +12,10 @@ from server.grammar.fault import place_of_fault
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# llguidance's limits of one token's work, here to a few milliseconds. With them an object may have about a hundred
-# optional properties, and any number of required ones.
-STEP_LIMITS = {"max_items_in_row": 500, "step_max_items": 5_000, "step_lexer_fuel": 50_000}
+# llguidance's limits of one token's work: some forty milliseconds, on the threads for slow masks. Each optional
+# property that may come next is four items of a row, and tokens that span several of JSON's marks have many rows: with
+# Llama 3's vocabulary an object may have about five hundred optional properties, and any number of required ones.
+STEP_LIMITS = {"max_items_in_row": 4_000, "step_max_items": 200_000, "step_lexer_fuel": 200_000}
 COMPILE_LIMITS = {"initial_lexer_fuel": 500_000, "max_lexer_states": 50_000, "max_grammar_size": 200_000}
 MAX_MESSAGE_CHARS = 500
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jsonschema import validate
 
 from batcher.grammar import GrammarError
+from server.grammar.compiler import Vocabulary
 from server.grammar.forms import json_schema_grammar, regex_grammar
 from server.grammar.matcher import CACHE_SIZE, TokenGrammars, vocabulary_of
 from server.text.tokenizer import ByteLevelTokenizer
@@ -103,3 +104,23 @@ def test_the_cache_of_grammars_is_bounded() -> None:
     for i in range(CACHE_SIZE + 3):
         grammars.matcher(regex_grammar(f"a{i}")).advance(())
     assert len(grammars._compiled) == CACHE_SIZE
+
+
+@pytest.mark.parametrize("num_optional", [100, 500])
+def test_many_optional_properties_with_tokens_that_span_the_marks_of_json(num_optional: int) -> None:
+    """A large vocabulary has tokens such as `",` and `":"`: all that may follow them is looked at for one mask."""
+    schema = {
+        "properties": {f"field_{i}": {"type": "string" if i % 2 else "integer"} for i in range(num_optional)},
+        "additionalProperties": False,
+    }
+    marks = range(32, 127)
+    tokens = [*(bytes([i]) for i in range(256)), *(bytes([a, b]) for a in marks for b in marks), b""]
+    end = len(tokens) - 1
+    vocabulary = Vocabulary(tokens, end_ids=[end], encode=lambda text: list(text.encode()))
+    matcher = TokenGrammars(lambda: vocabulary).matcher(json_schema_grammar({"type": "object"} | schema))
+    text = json.dumps({f"field_{i}": "abc" if i % 2 else i for i in range(0, num_optional, 7)})
+    permit = matcher.advance([])
+    for byte in text.encode():
+        assert byte in allowed(permit.mask)
+        permit = matcher.advance([byte])
+    assert allowed(permit.mask) == [end]
