@@ -46,7 +46,7 @@ def completion_logprobs(
 ) -> dict[str, list[Any] | LongList]:
     """`choices[].logprobs` of completions: four lists of `count` entries. `tokens` is called once per list.
 
-    `top_logprobs` always include the drawn token. `as_ids` names tokens by their ids.
+    `top_logprobs` begin with the token itself, as in vLLM. `as_ids` names tokens by their ids.
     """
 
     def name(token_id: int) -> str:
@@ -59,8 +59,7 @@ def completion_logprobs(
         if token.scores is None:
             return None
         values = {token.token_id: token.scores.logprob} | dict(token.scores.top(num_top))
-        ranked = sorted(values.items(), key=lambda item: -item[1])
-        return {name(id): finite(logprob) for id, logprob in ranked}
+        return {name(id): finite(logprob) for id, logprob in values.items()}
 
     return {
         "text_offset": entries(lambda token: token.offset),

@@ -49,6 +49,10 @@ class FieldTable:
     inner: Mapping[str, FieldTable] = field(default_factory=dict)  # declared fields that hold objects, or lists of them
 
 
+NO_OTHER_INPUT = Refused("input other than text is not supported yet", ({},))
+NO_WATERMARKS = Refused("watermarks are not supported yet")
+NO_TRANSFER = Refused("moving K/V between servers is not supported yet", ({},))
+NO_PLUG_INS = Refused("arguments of vLLM's plug-ins are not supported yet", ({},))
 NO_REASONING = Refused("reasoning apart from the answer is not supported yet", ("none",))
 _STRUCTURED = Refused("this way to ask for structured output is not supported yet: there is `structured_outputs`")
 _ANOTHER_SAMPLER = "this sampler is not supported yet: there are temperature, top_k, top_p and min_p"
@@ -57,30 +61,45 @@ _GENERATION = {
     "best_of": Refused("drawing more sequences than are returned is not supported yet: ask for `n`", (1,)),
     "dry_multiplier": Refused(_ANOTHER_SAMPLER),
     "dynatemp_range": Refused(_ANOTHER_SAMPLER),
+    "ec_transfer_params": NO_TRANSFER,
     "early_stopping": Refused("beam search is not supported yet"),
     "enable_thinking": NO_REASONING,
     "grammar": _STRUCTURED,
     "guided_whitespace_pattern": _STRUCTURED,
     "include_reasoning": NO_REASONING,
-    "kv_transfer_params": Refused("moving K/V between servers is not supported yet", ({},)),
+    "json_schema": _STRUCTURED,
+    "kv_transfer_params": NO_TRANSFER,
     "length_penalty": Refused("beam search is not supported yet", (1,)),
     "logits_processors": Refused("code that comes with a request is not supported yet; there is `logit_bias`"),
     "logprob_token_ids": Refused("log-probabilities of chosen tokens are not supported yet; there is `logprobs`"),
     "mirostat": Refused(_ANOTHER_SAMPLER),
-    "mm_processor_kwargs": Refused("input other than text is not supported yet"),
+    "media_io_kwargs": NO_OTHER_INPUT,
+    "mm_processor_kwargs": NO_OTHER_INPUT,
+    "n_cmpl": Refused("this name of `n` is not supported yet", (1,)),
     "n_predict": Refused("this name of `max_tokens` is not supported yet", (-1,)),
+    "n_probs": Refused("this name of `logprobs` is not supported yet"),
     "reasoning": NO_REASONING,
+    "reasoning_budget_tokens": NO_REASONING,
     "reasoning_effort": NO_REASONING,
     "repeat_penalty": Refused("this name of `repetition_penalty` is not supported yet", (1,)),
     "repetition_detection": Refused("ending outputs that repeat themselves is not supported yet"),
+    "return_mm_kwargs": NO_OTHER_INPUT,
+    "return_prompt_text": Refused("the prompt's text is not shown yet: there are `return_token_ids` and /detokenize"),
+    "return_token_offsets": Refused("places of the prompt's tokens are not shown yet"),
+    "return_tokens": Refused("this name of `return_token_ids` is not supported yet"),
+    "return_weight_versions": Refused("versions of weights are not kept"),
+    "routed_experts_prompt_start": Refused("the model has no experts"),
     "structural_tag": _STRUCTURED,
+    "t_max_predict_ms": Refused("this name of `timeout_s` is not supported yet"),
     "tfs_z": Refused(_ANOTHER_SAMPLER, (1,)),
     "thinking": NO_REASONING,
     "thinking_token_budget": NO_REASONING,
     "top_a": Refused(_ANOTHER_SAMPLER),
+    "top_n_sigma": Refused(_ANOTHER_SAMPLER, (-1,)),
     "typical_p": Refused(_ANOTHER_SAMPLER, (1,)),
     "use_beam_search": Refused("beam search is not supported yet"),
-    "vllm_xargs": Refused("arguments of vLLM's plug-ins are not supported yet", ({},)),
+    "vllm_xargs": NO_PLUG_INS,
+    "watermarking": NO_WATERMARKS,
     "xtc_probability": Refused(_ANOTHER_SAMPLER),
 }
 
@@ -104,6 +123,8 @@ _WITHOUT_EFFECT = frozenset(
         *("metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
         *("safety_identifier", "service_tier", "store", "user"),
         "guided_decoding_backend",  # there is only one
+        *("cache_prompt", "id_slot", "session_id"),  # where K/V is kept
+        *("sse_ping_interval", "stream_interval", "timings_per_token"),  # how an answer is cut into events
         "spaces_between_special_tokens",  # byte-level tokens include their spaces
     }
 )
@@ -140,11 +161,19 @@ COMPLETION_FIELDS = FieldTable(
 EMBEDDING_FIELDS = FieldTable(
     kind=EmbeddingRequest,
     refused={
+        "chat_template": Refused("embeddings of conversations are not supported yet: there is `input`"),
         "embed_dtype": Refused("numbers of another type are not supported yet", ("float32",)),
+        "endianness": Refused("another order of bytes is not supported yet", ("little", "native")),
         "messages": Refused("embeddings of conversations are not supported yet: there is `input`"),
+        "mm_processor_kwargs": NO_OTHER_INPUT,
+        "padding": Refused("padding of inputs is not supported yet", ("do_not_pad",)),
         "pooling_type": Refused("the pooling is chosen at the server's start: --pooling-type"),
     },
-    without_effect=frozenset({"user"}),
+    without_effect=frozenset({"user", "request_id"}),
 )
-TOKENIZE_FIELDS = FieldTable(kind=TokenizeRequest, inner={"messages": _MESSAGE})
+TOKENIZE_FIELDS = FieldTable(
+    kind=TokenizeRequest,
+    refused={"media_io_kwargs": NO_OTHER_INPUT, "mm_processor_kwargs": NO_OTHER_INPUT},
+    inner={"messages": _MESSAGE},
+)
 DETOKENIZE_FIELDS = FieldTable(kind=DetokenizeRequest)

@@ -27,19 +27,26 @@ def check_num_messages(count: int, max_model_len: int) -> None:
         )
 
 
-def truncation(wanted: int | None, max_model_len: int, least_output: int) -> int | None:
-    """The number of last tokens of a prompt to keep; None: all. `wanted` -1 keeps as many as fit, with room for
-    `least_output` tokens of output. Raises RequestError 400.
+def truncation(
+    wanted: int | None, side: str | None, *, default_side: str = "left", max_model_len: int, least_output: int
+) -> slice:
+    """The part of a prompt that is kept: `prompt[truncation(...)]`. `side` is the end that is cut.
+
+    `wanted` is the number of tokens. None keeps all; -1 keeps as many as fit, with room for `least_output` tokens of
+    output. Raises RequestError 400.
     """
+    if side not in (None, "left", "right"):
+        raise invalid("truncation_side", f"must be left or right, got {side[:40]!r}")
     if wanted is None:
-        return None
+        return slice(None)
     if wanted < -1 or wanted == 0:
         raise invalid("truncate_prompt_tokens", f"must be at least 1, or -1 for as many as fit, got {wanted}")
     if wanted > max_model_len:
         raise invalid(
             "truncate_prompt_tokens", f"must not be above the context of {max_model_len} tokens, got {wanted}"
         )
-    return max(1, max_model_len - least_output) if wanted == -1 else wanted
+    kept = max(1, max_model_len - least_output) if wanted == -1 else wanted
+    return slice(kept) if (side or default_side) == "right" else slice(-kept, None)
 
 
 def output_limit(num_prompt: int, asked: int | None, max_model_len: int, *, param: str) -> int:

@@ -52,6 +52,7 @@ class SamplingFields(Declared, kw_only=True):
     cache_salt: str | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     return_token_ids: bool | None = None
@@ -136,10 +137,12 @@ class EmbeddingRequest(Declared, kw_only=True):
     # beyond OpenAI's
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     priority: int | None = None
     timeout_s: float | None = None
     cache_salt: str | None = None
     normalize: bool | None = None
+    use_activation: bool | None = None  # vLLM's newer name of `normalize`
 
 
 class TokenizeRequest(Declared, kw_only=True):

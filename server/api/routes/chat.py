@@ -72,9 +72,10 @@ async def start_chat(state: ServerState, body: ChatRequest, head: AnswerHead) ->
     tools = await usable_tools(state, body, template)
     grammar = await grammar_with_tools(state, tools, await requested_grammar(state, body))
     prompt = await encode_chat(state, body, template, tools)
-    kept = truncation(body.truncate_prompt_tokens, state.client.info.max_model_len, asked or 1)
-    prompt = prompt if kept is None else prompt[-kept:]
-    limit = output_limit(len(prompt), asked, state.client.info.max_model_len, param=param)
+    max_model_len = state.client.info.max_model_len
+    wanted, side = body.truncate_prompt_tokens, body.truncation_side
+    prompt = prompt[truncation(wanted, side, max_model_len=max_model_len, least_output=asked or 1)]
+    limit = output_limit(len(prompt), asked, max_model_len, param=param)
     (limit,) = limit_scores(
         [limit],
         n=head.n,

@@ -68,7 +68,12 @@ class Completions:
         for prompt in given:
             self._check_length(body, prompt)  # first: a prompt that is too long is not read
         check_kinds("prompt", body.prompt)
-        kept = truncation(body.truncate_prompt_tokens, state.client.info.max_model_len, body.max_tokens or 1)
+        kept = truncation(
+            body.truncate_prompt_tokens,
+            body.truncation_side,
+            max_model_len=state.client.info.max_model_len,
+            least_output=body.max_tokens or 1,
+        )
         prompts = await state.aside.run(sum(map(len, given)), self._encode, body, given, kept)
         # max_tokens 0 (with echo): one hidden step computes the prompt's log-probabilities
         limits = [self._limit(body, len(prompt.ids)) for prompt in prompts]
@@ -116,7 +121,7 @@ class Completions:
         elif isinstance(prompt, str):
             check_text_length(len(prompt), self._state.tokenizer, self._state.client.info.max_model_len)
 
-    def _encode(self, body: CompletionRequest, given: Sequence[str | list[int]], kept: int | None) -> list[Prompt]:
+    def _encode(self, body: CompletionRequest, given: Sequence[str | list[int]], kept: slice) -> list[Prompt]:
         """Encodes and truncates the prompts. The work grows with them, so long prompts are encoded in a thread."""
         tokenizer = self._state.tokenizer
         texts = [prompt for prompt in given if isinstance(prompt, str)]
@@ -124,14 +129,14 @@ class Completions:
         prompts = []
         for prompt in given:
             if isinstance(prompt, str):
-                ids = next(encoded)
-                ids = ids if body.add_special_tokens is False else tokenizer.with_affixes(ids)
-                if kept is None or len(ids) <= kept:
+                whole = next(encoded)
+                whole = whole if body.add_special_tokens is False else tokenizer.with_affixes(whole)
+                ids = whole[kept]
+                if len(ids) == len(whole):
                     prompts.append(Prompt(ids=ids, text=prompt))
                     continue
-                ids = ids[-kept:]
             else:
                 check_ids("prompt", prompt, self._state.client.info.vocab_size)
-                ids = prompt if kept is None else prompt[-kept:]
+                ids = prompt[kept]
             prompts.append(Prompt(ids=ids, text=decode_text(tokenizer, ids) if body.echo else ""))
         return prompts

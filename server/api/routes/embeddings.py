@@ -91,10 +91,11 @@ class EmbeddingRoute:
         for prompt in given:
             if isinstance(prompt, str):
                 check_text_length(len(prompt), state.tokenizer, max_model_len)
-        kept = truncation(body.truncate_prompt_tokens, max_model_len, 1)
+        wanted, side = body.truncate_prompt_tokens, body.truncation_side
+        kept = truncation(wanted, side, default_side="right", max_model_len=max_model_len, least_output=1)
         return await state.aside.run(sum(map(len, given)), self._encode, body, given, kept)
 
-    def _encode(self, body: EmbeddingRequest, given: Sequence[str | list[int]], kept: int | None) -> list[list[int]]:
+    def _encode(self, body: EmbeddingRequest, given: Sequence[str | list[int]], kept: slice) -> list[list[int]]:
         tokenizer, info = self._state.tokenizer, self._state.client.info
         encoded = iter(tokenizer.encode_plain([prompt for prompt in given if isinstance(prompt, str)]))
         prompts = []
@@ -105,7 +106,7 @@ class EmbeddingRoute:
             else:
                 check_ids("input", prompt, info.vocab_size)
                 ids = prompt
-            ids = ids[:kept]
+            ids = ids[kept]
             if not ids:
                 raise invalid("input", f"input number {number} is empty")
             if len(ids) >= info.max_model_len:
@@ -176,6 +177,7 @@ def _check(body: EmbeddingRequest, size: int) -> None:
     if body.dimensions not in (None, size):
         message = f"this model's vectors have {size} numbers, and it was not trained for fewer"
         raise invalid("dimensions", message)
-    if body.normalize is False:
-        raise invalid("normalize", "vectors always have the length 1")
+    for param, value in (("normalize", body.normalize), ("use_activation", body.use_activation)):
+        if value is False:
+            raise invalid(param, "vectors always have the length 1")
     check_priority(body.priority)

@@ -122,6 +122,7 @@ def test_truncation_keeps_the_beginning_and_affixes_are_optional(server):
         cases = [
             ({"input": "hello", "truncate_prompt_tokens": 3}, (BOS, *b"he")),
             ({"input": list(range(10, 20)), "truncate_prompt_tokens": 4}, range(10, 14)),
+            ({"input": list(range(10, 20)), "truncate_prompt_tokens": 4, "truncation_side": "left"}, range(16, 20)),
             ({"input": "x" * 600, "truncate_prompt_tokens": -1}, (BOS, *b"x" * (CAPACITY.max_model_len - 2))),
             ({"input": "hello", "add_special_tokens": False}, tuple(b"hello")),
             ({"input": "a<|eot_id|>"}, (BOS, *b"a<|eot_id|>")),  # what looks like a special token is text
@@ -149,6 +150,8 @@ def test_truncation_keeps_the_beginning_and_affixes_are_optional(server):
         ({"input": "a", "dimensions": 2}, f"dimensions: this model's vectors have {FAKE_HIDDEN} numbers"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format: must be one of float, base64, got 'int8'"),
         ({"input": "a", "normalize": False}, "normalize: vectors always have the length 1"),
+        ({"input": "a", "use_activation": False}, "use_activation: vectors always have the length 1"),
+        ({"input": "a", "endianness": "big"}, "endianness: another order of bytes"),
         ({"input": "a", "messages": [{}]}, "messages: embeddings of conversations are not supported yet"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens: must be at least 1"),
         ({"input": "a", "priority": 2**40}, "priority: must fit in 32 bits"),

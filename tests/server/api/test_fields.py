@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from server.api.request import fields as tables
 from server.api.request.body_reader import MAX_NAMES, BodyReader
-from server.api.request.fields import CHAT_FIELDS, COMPLETION_FIELDS, FieldTable
+from server.api.request.fields import CHAT_FIELDS, COMPLETION_FIELDS, TOKENIZE_FIELDS, FieldTable
 from server.api.request.schemas import ChatRequest
+from server.api.routes.messages.schemas import MESSAGES_FIELDS
+from server.api.routes.responses.schemas import RESPONSES_FIELDS
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.openai_schemas import SCHEMAS
 from tests.server.support.running import ECHO, RunningServer, running_server
@@ -22,9 +24,23 @@ from tests.server.support.stub_app import DONE, StubClient, call, state_of
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TEXT_PART = {"type": "text", "text": "a"}
 HELLO = [{"role": "user", "content": "hello"}]
-BASE = {CHAT: {"messages": HELLO, "max_tokens": 1}, COMPLETIONS: {"prompt": "hello", "max_tokens": 1}}
+BASE = {
+    CHAT: {"messages": HELLO, "max_tokens": 1},
+    COMPLETIONS: {"prompt": "hello", "max_tokens": 1},
+    "/v1/responses": {"input": "hello", "max_output_tokens": 1},
+    "/v1/messages": {"messages": HELLO, "max_tokens": 1},
+    "/tokenize": {"messages": HELLO},
+}
 ALL_TABLES = [table for table in vars(tables).values() if isinstance(table, FieldTable)]
-REFUSED = [(CHAT, name) for name in CHAT_FIELDS.refused] + [(COMPLETIONS, name) for name in COMPLETION_FIELDS.refused]
+ALL_TABLES += [RESPONSES_FIELDS, MESSAGES_FIELDS]
+TABLES = {
+    CHAT: CHAT_FIELDS,
+    COMPLETIONS: COMPLETION_FIELDS,
+    "/v1/responses": RESPONSES_FIELDS,
+    "/v1/messages": MESSAGES_FIELDS,
+    "/tokenize": TOKENIZE_FIELDS,
+}
+REFUSED = [(path, name) for path, table in TABLES.items() for name in table.refused]
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +60,15 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(path, name):
     response = call(state, "POST", path, json=BASE[path] | {name: {"a": "value that is none of the harmless ones"}})
     assert response.status_code == 400
     error = response.json()["error"]
-    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+    if path != "/v1/messages":  # Anthropic's errors do not have them
+        assert (error["param"], error["code"]) == (name, "unsupported_parameter")
     assert error["message"].startswith(f"{name}: ")
 
 
 @pytest.mark.parametrize(("path", "name"), REFUSED)
 def test_it_is_accepted_with_a_value_that_changes_nothing(path, name):
-    table = CHAT_FIELDS if path == CHAT else COMPLETION_FIELDS
     state = state_of(StubClient(DONE))
-    for value in (None, False, *table.refused[name].harmless):
+    for value in (None, False, *TABLES[path].refused[name].harmless):
         assert call(state, "POST", path, json=BASE[path] | {name: value}).status_code == 200
 
 

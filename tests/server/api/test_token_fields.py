@@ -94,6 +94,16 @@ def test_a_prompt_is_cut_to_its_last_tokens(scripted, path, kept):
     assert answer["usage"]["prompt_tokens"] == min(kept, len(PROMPT_IDS[path]))
 
 
+@BOTH
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_prompt_is_cut_on_the_side_that_is_named(scripted, path, side):
+    fields = {"truncate_prompt_tokens": 4, "truncation_side": side}
+    answer = post(scripted, path, **fields, return_token_ids=True, max_tokens=1)
+    holder = answer if path == CHAT else answer["choices"][0]
+    assert holder["prompt_token_ids"] == (PROMPT_IDS[path][-4:] if side == "left" else PROMPT_IDS[path][:4])
+    assert post(scripted, path, status=400, truncation_side="top")["error"]["param"] == "truncation_side"
+
+
 def test_a_prompt_is_cut_to_what_fits(echo):
     ids = [65 + i % 26 for i in range(5000)]
     answer = post(echo, COMPLETIONS, prompt=ids, truncate_prompt_tokens=-1, max_tokens=96, return_token_ids=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from server.api.request.fields import FieldTable, Refused
+from server.api.request.fields import NO_OTHER_INPUT, NO_PLUG_INS, NO_TRANSFER, NO_WATERMARKS, FieldTable, Refused
 from server.api.request.schemas import Declared
 
 
@@ -76,6 +76,7 @@ class MessagesRequest(CountRequest, kw_only=True):
     top_k: int | None = None
     # beyond Anthropic's
     seed: int | None = None
+    cache_salt: str | None = None
     ignore_eos: bool | None = None
 
 
@@ -90,11 +91,17 @@ _INNER = {
     ),
 }
 _REFUSED = {
+    "chat_template_kwargs": Refused("variables of the template are not supported yet here"),
     "container": Refused("running code is not supported yet"),
     "context_management": Refused("making a conversation shorter is not supported yet"),
+    "ec_transfer_params": NO_TRANSFER,
+    "kv_transfer_params": NO_TRANSFER,
     "mcp_servers": Refused("servers of tools are not supported yet"),
     "output_format": Refused("this older form of `output_config.format` is not supported yet"),
+    "return_mm_kwargs": NO_OTHER_INPUT,
     "thinking": Refused("reasoning apart from the answer is not supported yet", ({"type": "disabled"},)),
+    "vllm_xargs": NO_PLUG_INS,
+    "watermarking": NO_WATERMARKS,
 }
 _WITHOUT_EFFECT = frozenset({"metadata", "service_tier", "cache_control", "betas", "inference_geo"})
 

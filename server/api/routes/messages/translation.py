@@ -39,7 +39,7 @@ def chat_request(body: CountRequest) -> ChatRequest:
     )
     if isinstance(body, MessagesRequest):
         chat.max_tokens = body.max_tokens
-        for name in ("stream", "temperature", "top_p", "top_k", "seed", "ignore_eos"):
+        for name in ("stream", "temperature", "top_p", "top_k", "seed", "ignore_eos", "cache_salt"):
             setattr(chat, name, getattr(body, name))
         chat.stop = body.stop_sequences
     return chat

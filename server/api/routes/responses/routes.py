@@ -126,7 +126,7 @@ class Responses:
         id = request.path_params["id"]
         record = self._store.get(id)
         if record is None:
-            message = f"There is no response with the id {id[:100]!r}: it is not stored, or not any more."
+            message = f"Response with id {id[:100]!r} not found. It is not stored, or not any more."
             raise RequestError(404, message, type=NOT_FOUND, param="response_id")
         return record
 

@@ -6,7 +6,15 @@ from typing import Any
 
 import msgspec
 
-from server.api.request.fields import NO_REASONING, FieldTable, Refused
+from server.api.request.fields import (
+    NO_OTHER_INPUT,
+    NO_PLUG_INS,
+    NO_REASONING,
+    NO_TRANSFER,
+    NO_WATERMARKS,
+    FieldTable,
+    Refused,
+)
 from server.api.request.schemas import Declared
 
 
@@ -63,6 +71,10 @@ class ResponsesRequest(Declared, kw_only=True):
     repetition_penalty: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: dict[str, float] | None = None
     ignore_eos: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -78,17 +90,29 @@ RESPONSES_FIELDS = FieldTable(
     refused={
         "background": Refused("answering after the connection has closed is not supported yet"),
         "context_management": Refused("making a conversation shorter is not supported yet"),
+        "ec_transfer_params": NO_TRANSFER,
+        "enable_response_messages": Refused("messages in the template's form are not shown yet"),
         "conversation": Refused(
             "conversations that are kept apart are not supported yet; there is previous_response_id"
         ),
+        "include_reasoning": NO_REASONING,
+        "kv_transfer_params": NO_TRANSFER,
+        "media_io_kwargs": NO_OTHER_INPUT,
+        "mm_processor_kwargs": NO_OTHER_INPUT,
         "moderation": Refused("moderation is not supported yet"),
+        "previous_input_messages": Refused("messages in the template's form are not read yet; there is `input`"),
         "prompt": Refused("templates of prompts are not supported yet"),
         "reasoning": NO_REASONING,
+        "request_id": Refused("ids of responses are made by the server: they must be unique"),
+        "return_mm_kwargs": NO_OTHER_INPUT,
+        "structured_outputs": Refused("this way to ask for structured output is not supported yet: there is `text`"),
         "truncation": Refused("cutting prompts is not supported yet", ("disabled",)),
+        "vllm_xargs": NO_PLUG_INS,
+        "watermarking": NO_WATERMARKS,
     },
     without_effect=frozenset(
         "max_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier service_tier "
-        "stream_options user".split()
+        "session_id spaces_between_special_tokens stream_options user".split()
     ),
     inner={
         "input": _ITEM,

@@ -27,8 +27,17 @@ _PART_TYPES = {"input_text": "text", "output_text": "text", "text": "text", "ref
 # fields with the same meaning in both routes
 _SAME = (
     *("model", "stream", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "seed", "stop", "ignore_eos", "priority", "cache_salt", "chat_template_kwargs"),
-    "parallel_tool_calls",
+    *(
+        "repetition_penalty",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "priority",
+        "cache_salt",
+        "chat_template_kwargs",
+    ),
+    *("parallel_tool_calls", "include_stop_str_in_output", "skip_special_tokens", "logit_bias"),
 )
 
 
