@@ -53,7 +53,13 @@ NO_OTHER_INPUT = Refused("input other than text is not supported yet", ({},))
 NO_WATERMARKS = Refused("watermarks are not supported yet")
 NO_TRANSFER = Refused("moving K/V between servers is not supported yet", ({},))
 NO_PLUG_INS = Refused("arguments of vLLM's plug-ins are not supported yet", ({},))
-NO_REASONING = Refused("reasoning apart from the answer is not supported yet", ("none",))
+_NO_EFFORT: tuple[dict[str, str | None], ...] = (
+    {},
+    {"effort": None},
+    {"effort": "none"},
+    {"effort": None, "summary": None},
+)
+NO_REASONING = Refused("reasoning apart from the answer is not supported yet", ("none", *_NO_EFFORT))
 _STRUCTURED = Refused("this way to ask for structured output is not supported yet: there is `structured_outputs`")
 _ANOTHER_SAMPLER = "this sampler is not supported yet: there are temperature, top_k, top_p and min_p"
 

@@ -80,7 +80,7 @@ class MessagesWriter:
         return chain.from_iterable([self._piece_events(piece) for piece in gain.pieces])
 
     def ending(self, choice: Choice) -> Iterable[bytes]:
-        delta = _event("message_delta", delta=_stop(choice), usage={"output_tokens": choice.num_tokens})
+        delta = _event("message_delta", delta=_stop(choice), usage=_usage(choice))
         return chain(self._close(), delta, _event("message_stop"))
 
     def last(self) -> bytes:
