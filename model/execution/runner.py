@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ from batcher.step import (
 from model.compiling.compilation import Compilation
 from model.compiling.compile_cache import CompileCounter
 from model.compiling.compiler_options import compiler_options
+from model.compiling.traced_programs import Program, TracedPrograms, fingerprint
 from model.execution import memory_plan, wide_copies
 from model.execution.device_memory import device_memory
 from model.execution.memory_plan import RunnerConfig
@@ -50,6 +52,7 @@ from model.network.sharding import sharding_of
 from pallas_kernels.api import PagedAttention
 
 CPU_FIRST_RUNS_S = 2.0
+_PACKAGES = [Path(__file__).parents[2] / name for name in ("batcher", "model", "pallas_kernels")]  # the programs' code
 
 
 class StepResult:
@@ -76,13 +79,20 @@ class ModelRunner:
         attention: the paged attention of the step, bound to its backend and mesh.
         config: the limits. Memory is planned at once; the K/V pages are allocated when the weights are in place.
         kv_scales: as for `place`, if the model's weights are in place.
+        traced_folder: where traced programs are kept from one start to the next; None: each start traces all.
 
     Raises:
         ValueError: the model does not fit (see `memory_plan.plan_pages`).
     """
 
     def __init__(
-        self, model: Llama, attention: PagedAttention, config: RunnerConfig, kv_scales: np.ndarray | None = None
+        self,
+        model: Llama,
+        attention: PagedAttention,
+        config: RunnerConfig,
+        kv_scales: np.ndarray | None = None,
+        *,
+        traced_folder: Path | None = None,
     ) -> None:
         self._compiles = CompileCounter()
         self._model_config = model.config
@@ -90,6 +100,9 @@ class ModelRunner:
         self._config = config
         # Flattened once: walking the module tree at every call would take longer than dispatching the step.
         structure, weights = nnx.split(model)
+        self._made_from = (repr(structure), attention, config.pooling)  # and from the arguments' shapes
+        self._traced_folder = traced_folder
+        self._traced: TracedPrograms | None = None
         self._tree: Any  # a PyTreeDef; jax does not export its type
         leaves, self._tree = jax.tree.flatten(weights)
         self._rebuild: Callable[[Any], Llama] = lambda x: nnx.merge(structure, jax.tree.unflatten(self._tree, x))
@@ -159,16 +172,19 @@ class ModelRunner:
     def start_compiling(self, buckets: Iterable[Bucket]) -> None:
         """Starts compiling in threads; `warm_up` of the same buckets waits for the programs. A caller that does not
         reach `warm_up` must call `stop_compiling`; otherwise the process exits only after the last program."""
-        slots, history = self._state_like.slots, self._state_like.history
-        lower: dict[Bucket | str, Callable[[], jax.stages.Lowered]] = {
-            bucket: partial(self._lower_step, bucket) for bucket in buckets
-        }
-        lower["patch"] = partial(self._lower_update, apply_patches, slots, (2, PATCH_BLOCK))
+        programs: dict[Bucket | str, Program] = {bucket: self._step_program(bucket) for bucket in buckets}
+        state = self._state_like
         reset = partial(reset_history, mesh=self._attention.mesh)
-        block = (MASK_BLOCK, 1 + self._state_like.masks.shape[1])
-        lower["bring masks"] = partial(self._lower_update, bring_masks, self._state_like.masks, block)
-        lower["reset history"] = partial(self._lower_update, reset, history, (HISTORY_BLOCK_SIZE,))
-        self._compilation = Compilation(lower, compiler_options(self._a_device().platform), self._compiles)
+        block = (MASK_BLOCK, 1 + state.masks.shape[1])
+        programs["patch"] = self._update_program(apply_patches, state.slots, (2, PATCH_BLOCK))
+        programs["bring masks"] = self._update_program(bring_masks, state.masks, block)
+        programs["reset history"] = self._update_program(reset, state.history, (HISTORY_BLOCK_SIZE,))
+        device = self._a_device()
+        lower = {key: program.lower for key, program in programs.items()}
+        if self._traced_folder is not None:
+            self._traced = TracedPrograms(self._traced_folder, fingerprint(_PACKAGES, self._made_from, device))
+            lower = {key: partial(self._traced.lower, str(key), program) for key, program in programs.items()}
+        self._compilation = Compilation(lower, compiler_options(device.platform), self._compiles)
 
     def stop_compiling(self) -> None:
         """Cancels the compilation that `start_compiling` began."""
@@ -199,9 +215,10 @@ class ModelRunner:
             report(remark)
         now = time.perf_counter()
         early = f", {now - waiting_since:.1f} s of them after loading" if waiting_since > compilation.started_s else ""
+        before = "" if self._traced is None else f", {self._traced.num_found} were traced before"
         report(
             f"compiled {len(programs) + 3} programs in {now - compilation.started_s:.1f} s{early} "
-            f"({compilation.num_from_disk} came from the disk; tracing took {compilation.tracing_s:.1f} s)"
+            f"({compilation.num_from_disk} came from the disk; tracing took {compilation.tracing_s:.1f} s{before})"
         )
         started = time.perf_counter()
         enough_s = CPU_FIRST_RUNS_S if self._a_device().platform == "cpu" else math.inf
@@ -260,19 +277,18 @@ class ModelRunner:
         self._state = self._allocate()
         self._run_on_padding(min(self._programs))
 
-    def _lower_step(self, bucket: Bucket) -> jax.stages.Lowered:
+    def _step_program(self, bucket: Bucket) -> Program:
         step = make_step(bucket, self._rebuild, self._attention, pooling=self._config.pooling)
+        packed = self._sent((PackedLayout(bucket).size,))
+        arguments = (self._weights_like, self._kv_scales_like, self._state_like, packed)
         # Explicit shardings: without them the compiler may return the state with another sharding, and the next
         # program would refuse it.
         kept = jax.tree.map(lambda x: x.sharding, self._state_like)
-        return jax.jit(step, donate_argnums=2, out_shardings=(kept, self._everywhere)).lower(
-            self._weights_like, self._kv_scales_like, self._state_like, self._sent((PackedLayout(bucket).size,))
-        )
+        return Program(step, arguments, donated=2, out_shardings=(kept, self._everywhere))
 
-    def _lower_update(self, update: Callable[..., Any], array: jax.Array, sent: tuple[int, ...]) -> jax.stages.Lowered:
+    def _update_program(self, update: Callable[..., Any], array: jax.Array, sent: tuple[int, ...]) -> Program:
         """`update(array, sent) -> array`, in place."""
-        program = jax.jit(update, donate_argnums=0, out_shardings=array.sharding)
-        return program.lower(array, self._sent(sent))
+        return Program(update, (array, self._sent(sent)), donated=0, out_shardings=array.sharding)
 
     def _sent(self, shape: tuple[int, ...]) -> Any:  # a ShapeDtypeStruct, which stands for an array
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._everywhere)

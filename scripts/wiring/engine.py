@@ -20,7 +20,7 @@ from batcher.grammar import Grammars
 from model.loading.source import ModelSource, resolve
 from scripts.wiring.attention import choose_attention
 from scripts.wiring.choices import choose_dtype, choose_kv_dtype, choose_model_len, choose_quantization, reads_fp8
-from scripts.wiring.device import describe_devices, start_jax
+from scripts.wiring.device import compile_cache_folder, describe_devices, start_jax
 from scripts.wiring.kv_scales import find_kv_scales
 from scripts.wiring.limits import bucket_config, runner_config
 from scripts.wiring.settings import EngineSettings, ServedSettings
@@ -177,7 +177,14 @@ def build_runner(
     attention = chosen.attention
     backend, page_size = attention.backend, attention.spec.page_size
     kv_dtype, kv_remark = choose_kv_dtype(settings.kv_cache_dtype, dtype, backend)
-    runner = ModelRunner(planned, attention, runner_config(settings, buckets, max_model_len))
+    cache = compile_cache_folder(settings.compile_cache)
+    runner = ModelRunner(
+        planned,
+        attention,
+        runner_config(settings, buckets, max_model_len),
+        # An interpreted kernel calls back into this process and cannot be stored.
+        traced_folder=None if cache is None or backend.is_interpreted else cache / "traced",
+    )
     capacity = runner.capacity()
     ladder = BucketLadder(buckets)
     # On a GPU, XLA's autotuner times kernels during compilation and keeps its choices: nothing else may run then.

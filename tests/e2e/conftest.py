@@ -1,6 +1,6 @@
 """The whole product on the demo checkpoint: one runner in this process, one server in processes of its own.
 
-Both have the same shapes and one compilation cache, so that every program is compiled once.
+Both have the same shapes and one folder of programs, so that every program is traced and compiled once.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ PREFIX = "pallas_serve:"
 
 @pytest.fixture(scope="session")
 def settings() -> EngineSettings:
-    """Without a folder of its own for compiled programs: this process keeps them as `tests/conftest.py` says."""
-    return EngineSettings(device="cpu", compile_cache="none", **LIMITS)
+    return EngineSettings(device="cpu", compile_cache=os.environ["JAX_COMPILATION_CACHE_DIR"], **LIMITS)
 
 
 @pytest.fixture(scope="session")

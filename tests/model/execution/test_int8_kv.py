@@ -108,7 +108,7 @@ def test_pages_take_a_quarter_of_float32_and_are_updated_in_place(runner):
     assert analysis.alias_size_in_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(runner._state))
     large = tiny_runner(model(), kv_dtype=jnp.int8, num_pages=4000)
     for bucket in (DECODE, MIXED):
-        needed = large._lower_step(bucket).compile().memory_analysis().temp_size_in_bytes
+        needed = large._step_program(bucket).lower().compile().memory_analysis().temp_size_in_bytes
         assert needed < large._state.kv[0].nbytes / 2
 
 

@@ -103,7 +103,7 @@ def test_hidden_states_are_those_of_transformers(variant, tmp_path):
 def test_programs_of_requests_that_do_not_embed_are_the_same():
     plain, embeds = tiny_runner(), tiny_runner(pooling=Pooling.MEAN)
     for bucket in (Bucket(4, 4, Variant.GREEDY), Bucket(24, 4, Variant.SAMPLE), Bucket(32, 4, Variant.SCORE)):
-        assert plain._lower_step(bucket).as_text() == embeds._lower_step(bucket).as_text()
+        assert plain._step_program(bucket).lower().as_text() == embeds._step_program(bucket).lower().as_text()
 
 
 def test_scored_prompts_share_steps_with_embeddings(runner):

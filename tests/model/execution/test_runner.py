@@ -103,7 +103,7 @@ def test_state_is_updated_in_place(runner, bucket):
     state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(runner._state))
     assert analysis.alias_size_in_bytes == state_bytes
     pages = tiny_runner(num_pages=4000)  # so many that a copy of one layer would stand out
-    large = pages._lower_step(bucket).compile().memory_analysis()
+    large = pages._step_program(bucket).lower().compile().memory_analysis()
     assert large.temp_size_in_bytes < pages._state.kv[0].nbytes / 2
     assert large.temp_size_in_bytes == analysis.temp_size_in_bytes
 
@@ -285,7 +285,7 @@ def test_chips_update_their_parts_of_the_state_in_place():
     for slots in (SLOTS, 500):  # so many that a copy of a chip's part of the histories would stand out
         limits = RunnerConfig(max_num_seqs=slots, max_num_batched_tokens=1000, max_model_len=64, num_pages=16)
         runner = ModelRunner(model, paged_attention(model.config, mesh=mesh), limits)
-        analysis = runner._lower_step(BUCKETS[2]).compile().memory_analysis()
+        analysis = runner._step_program(BUCKETS[2]).lower().compile().memory_analysis()
         parts = [math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in jax.tree.leaves(runner._state_like)]
         assert analysis.alias_size_in_bytes == sum(parts)
         needed.append(analysis.temp_size_in_bytes)

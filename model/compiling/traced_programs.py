@@ -1,0 +1,166 @@
+"""Keeps traced programs on disk between starts: a start that finds them does not run the model's Python code.
+
+JAX's own cache of compiled programs is looked up by the traced program, so it cannot save the tracing, which is most of
+a start from the disk. Here a program is looked up by all that decides its trace. The file holds StableHLO as
+`jax.export` serialises it, which is data: reading it runs no code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import jaxlib
+from jax import export
+
+logger = logging.getLogger(__name__)
+
+_KEPT_SETS = 32  # folders of programs; the one that was not used for the longest time is deleted first
+_IN_USE_S = 3600.0  # a folder that was used so recently stays: another start may be at it
+_DIGEST_SIZE = hashlib.sha256().digest_size
+# Custom calls of Pallas kernels on GPUs. `jax.export` does not promise that a later JAX runs them; the key holds the
+# version of JAX.
+_KERNEL_CALLS = ("mosaic_gpu_v2", "mosaic_gpu")
+_NOT_OF_THE_TRACE = ("cache", "dir", "dump", "log", "traceback")  # parts of the names of JAX's options
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function to be compiled for given arguments.
+
+    Args:
+        function: (*arguments) -> a tree of arrays.
+        arguments: trees of `jax.ShapeDtypeStruct` with shardings.
+        donated: the index of the argument whose buffers the results reuse.
+        out_shardings: one sharding for each array of the result: a tree of the result's structure.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    donated: int
+    out_shardings: Any
+
+    def lower(self) -> jax.stages.Lowered:
+        """Traces the function."""
+        jitted = jax.jit(self.function, donate_argnums=self.donated, out_shardings=self.out_shardings)
+        return jitted.lower(*self.arguments)
+
+    def traced(self) -> export.Exported:
+        """Traces the function, with arguments and results as flat lists: trees of our own types are not serialised."""
+        leaves, structure = jax.tree.flatten(self.arguments)
+
+        def flat(*leaves: jax.Array) -> list[jax.Array]:
+            return jax.tree.leaves(self.function(*jax.tree.unflatten(structure, leaves)))
+
+        jitted = jax.jit(flat, out_shardings=jax.tree.leaves(self.out_shardings))
+        # The same JAX reads the program, so it need not be written for older ones.
+        jax.config.update("jax_export_ignore_forward_compatibility", True)
+        checks = [export.DisabledSafetyCheck.custom_call(name) for name in _KERNEL_CALLS]
+        return export.export(jitted, disabled_checks=checks)(*leaves)
+
+    def calling(self, exported: export.Exported) -> Program:
+        """The same program, which calls what `traced` has given."""
+
+        def call(*arguments: Any) -> Any:
+            results = exported.call(*jax.tree.leaves(arguments))
+            return jax.tree.unflatten(jax.tree.structure(self.out_shardings), results)
+
+        return Program(call, self.arguments, self.donated, self.out_shardings)
+
+
+class TracedPrograms:
+    """The programs of one fingerprint. A folder that cannot be used is a warning, and programs are then traced.
+
+    Args:
+        folder: of the programs of all fingerprints; made if absent.
+        fingerprint: of all that decides the programs besides their names and the shapes of their arguments.
+    """
+
+    def __init__(self, folder: Path, fingerprint: str) -> None:
+        self.num_found = 0
+        self._folder: Path | None = folder / fingerprint
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            os.utime(self._folder)
+            _delete_unused(folder)
+        except OSError as error:
+            logger.warning("traced programs cannot be kept: %s", error)
+            self._folder = None
+
+    def lower(self, name: str, program: Program) -> jax.stages.Lowered:
+        """The program, lowered from the disk if it is there, otherwise traced and stored."""
+        if self._folder is None:
+            return program.lower()
+        key = hashlib.sha256(repr((name, program.arguments, program.donated, program.out_shardings)).encode())
+        path = self._folder / f"{key.hexdigest()[:32]}.stablehlo"
+        exported = _read(path)
+        if exported is None:
+            exported = program.traced()
+            _write(path, exported)
+        else:
+            self.num_found += 1
+        return program.calling(exported).lower()
+
+
+def fingerprint(packages: Iterable[Path], facts: Iterable[object], device: jax.Device) -> str:
+    """A digest of all that decides how a program is traced.
+
+    Args:
+        packages: the folders of the Python packages whose code the programs run; every file counts.
+        facts: whatever else the programs are made from; each has a `repr` with all its values.
+        device: one of those that the programs are for.
+    """
+    digest = hashlib.sha256()
+    for package in packages:
+        for path in sorted(package.rglob("*")):
+            if path.suffix in (".py", ".json"):
+                digest.update(f"{path.relative_to(package.parent)} {path.stat().st_size}\n".encode())
+                digest.update(path.read_bytes())
+    options = {
+        name: value for name, value in jax.config.values.items() if not any(part in name for part in _NOT_OF_THE_TRACE)
+    }
+    versions = (jax.__version__, jaxlib.__version__, flax.__version__)
+    machine = (device.platform, device.device_kind, device.client.platform_version)
+    for fact in (versions, machine, sorted(options.items()), *facts):
+        digest.update(f"{fact!r}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+def _read(path: Path) -> export.Exported | None:
+    """None if there is no such file, or it is not as it was written."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    digest, serialized = content[:_DIGEST_SIZE], content[_DIGEST_SIZE:]
+    if hashlib.sha256(serialized).digest() != digest:
+        logger.warning("%s is damaged: the program is traced again", path)
+        return None
+    return export.deserialize(bytearray(serialized))
+
+
+def _write(path: Path, exported: export.Exported) -> None:
+    """Replaces the file as a whole: several servers may start at once."""
+    serialized = exported.serialize()
+    part = path.with_suffix(f".{os.getpid()}")
+    try:
+        part.write_bytes(hashlib.sha256(serialized).digest() + serialized)
+        part.replace(path)
+    except OSError as error:
+        logger.warning("a traced program cannot be kept: %s", error)
+
+
+def _delete_unused(folder: Path) -> None:
+    last_used = sorted(((path.stat().st_mtime, path) for path in folder.iterdir()), reverse=True)
+    for used_s, path in last_used[_KEPT_SETS:]:
+        if used_s < time.time() - _IN_USE_S:
+            shutil.rmtree(path, ignore_errors=True)  # another start may be deleting it, too
