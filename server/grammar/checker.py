@@ -15,7 +15,7 @@ from server.http.errors import RequestError, invalid, overloaded
 
 NUM_THREADS = 2
 MAX_WAITING = 64  # grammars that wait for a thread; each takes half a second at worst
-CACHE_SIZE = 1024  # verdicts
+CACHE_SIZE = 1024  # verdicts, of at most a thousand characters each
 
 
 class GrammarChecker:

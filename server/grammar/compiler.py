@@ -92,7 +92,8 @@ def _fault_in_words(grammar: str, matcher: LLMatcher, vocabulary: Vocabulary) ->
 
         return str(_compile(LLMatcher.grammar_from_json_schema(json.dumps(inner)), vocabulary).get_error())
 
-    return f"{_one_line(fault)} (at {place_of_fault(schema, fault, fault_of)})"
+    place = place_of_fault(schema, fault, fault_of)[:MAX_MESSAGE_CHARS]  # its names are the client's
+    return f"{_one_line(fault)} (at {place})"
 
 
 def _schema_of(grammar: str) -> Any:

@@ -271,12 +271,12 @@ def test_what_cannot_be_meant_is_refused_by_name(server, fields, param):
     assert response.json()["error"]["param"] == param
 
 
-def record(id: str, num_chars: int) -> ResponseRecord:
-    return ResponseRecord(id, {}, [], num_chars, ScoreWriter(TOKENIZER, 0))
+def record(id: str, num_bytes: int) -> ResponseRecord:
+    return ResponseRecord(id, {}, [], num_bytes, ScoreWriter(TOKENIZER, 0))
 
 
 def test_the_oldest_responses_are_forgotten():
-    store = ResponseStore(max_responses=3, max_chars=100)
+    store = ResponseStore(max_responses=3, max_bytes=100)
     for id in "abcd":
         store.put(record(id, 10))
     assert [id for id in "abcd" if store.get(id)] == ["b", "c", "d"]
@@ -295,11 +295,11 @@ def test_the_oldest_responses_are_forgotten():
 
 
 def test_log_probabilities_take_their_share_of_the_store():
-    store = ResponseStore(max_chars=20_000)
+    store = ResponseStore(max_bytes=30_000)
     scored = ScoredToken(97, 0, wire.Logprobs.packed(-1.0, range(20), [-1.0] * 20))
     kept = record("a", 10)
     kept.add("abc", [scored] * 50)
-    assert kept.num_chars > 50 * 20 * 12
+    assert kept.num_bytes > 50 * 20 * 12
     store.put(kept)
     assert store.get("a") is kept
     store.put(record("b", 5_000))

@@ -6,11 +6,12 @@ import time
 import uuid
 from collections.abc import Sequence
 from itertools import groupby
+from sys import getsizeof
 from typing import Any, ClassVar
 
 from batcher.request import FinishReason
 from server.api.request.schemas import Message
-from server.api.routes.responses.scores import ScoreWriter, num_chars_of
+from server.api.routes.responses.scores import ScoreWriter, num_bytes_of
 from server.api.routes.responses.translation import call_message
 from server.engine.generation import Choice, ScoredToken
 from server.http.errors import RequestError
@@ -91,19 +92,19 @@ class ResponseRecord:
     Args:
         fields: the fields of the response that repeat the request.
         messages: the conversation up to the answer, without the instructions.
-        num_chars: the approximate number of characters in `messages`.
+        num_bytes: the size of `messages` in memory, approximately.
         scores: writes the log-probabilities of the text.
     """
 
     def __init__(
-        self, id: str, fields: dict[str, Any], messages: Sequence[Message], num_chars: int, scores: ScoreWriter
+        self, id: str, fields: dict[str, Any], messages: Sequence[Message], num_bytes: int, scores: ScoreWriter
     ) -> None:
         self.id = id
         self.status = IN_PROGRESS
         self.items: list[Item] = []
         self._fields = fields
         self._messages = messages
-        self._num_chars = num_chars
+        self._num_bytes = num_bytes
         self._scores = scores
         self._usage: dict[str, Any] | None = None
         self._error: dict[str, Any] | None = None
@@ -114,10 +115,10 @@ class ResponseRecord:
         return self.status != IN_PROGRESS
 
     @property
-    def num_chars(self) -> int:
-        """The approximate number of characters that the record keeps."""
-        scored = sum(num_chars_of(item.scored) for item in self.items if isinstance(item, TextItem))
-        return self._num_chars + scored + sum(len(item.text) for item in self.items)
+    def num_bytes(self) -> int:
+        """The size of the record in memory, approximately."""
+        scored = sum(num_bytes_of(item.scored) for item in self.items if isinstance(item, TextItem))
+        return self._num_bytes + scored + sum(getsizeof(item.text) for item in self.items)
 
     def add(self, piece: Piece, scored: Sequence[ScoredToken] = ()) -> tuple[Item, str, bool]:
         """Adds a piece, and the tokens of a text. Returns its item, its text, and whether the item is new."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from sys import getsizeof
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.api.answers.answer import GenerationAnswer, LongJson
 from server.api.request.body_reader import BodyReader
-from server.api.request.schemas import Message
+from server.api.request.schemas import ChatRequest, Message
 from server.api.request.submission import TIMEOUT_HEADER, check_generation
 from server.api.route import EVENTS, JSON, ApiRoute
 from server.api.routes.chat import start_chat
@@ -36,7 +38,9 @@ from server.http.json_pieces import json_pieces
 PATH = "/v1/responses"
 MAX_METADATA = 16
 MAX_METADATA_CHARS = (64, 512)  # of a key, of a value
-CHARS_OF_AN_ITEM = 40
+CHARS_OF_AN_ITEM = 40  # the work to translate it is that of such a text
+BYTES_OF_A_MESSAGE = 300  # in memory, besides its texts
+BYTES_OF_A_BYTE = 5  # of JSON that is decoded
 
 
 def responses_routes(state: ServerState) -> list[ApiRoute]:
@@ -76,15 +80,15 @@ class Responses:
         _check_metadata(body.metadata)
         earlier = self._earlier(body.previous_response_id)
         size = len(bytes(body.tools)) if body.tools else 0
-        tools, new, num_chars = await state.aside.run(size + _size(body), _translated, body)
+        tools, new, num_bytes = await state.aside.run(size + _size(body), _translated, body)
         messages = new if earlier is None else [*earlier.conversation(), *new]
         chat = chat_request(body, tools, messages)
         with own_names():
             head = check_generation(state, chat, id_prefix="resp", timeout_header=request.headers.get(TIMEOUT_HEADER))
             generation, options = await start_chat(state, chat, head)
-        num_chars += 0 if earlier is None else earlier.num_chars
+        num_bytes += _other_bytes(chat, body.instructions) + (0 if earlier is None else earlier.num_bytes)
         scores = ScoreWriter(state.tokenizer, options.top_logprobs or 0)
-        record = ResponseRecord(head.id, _repeated(body, tools, head.model, state), messages, num_chars, scores)
+        record = ResponseRecord(head.id, _repeated(body, tools, head.model, state), messages, num_bytes, scores)
         stores = body.store is not False
         if stores:
             self._store.put(record)
@@ -169,7 +173,7 @@ class _Answer(Response):
 
 
 def _translated(body: ResponsesRequest) -> tuple[list[FunctionTool], list[Message], int]:
-    """The tools, the messages of the input, and the approximate number of characters in the messages."""
+    """The tools, the messages of the input, and the size of the messages in memory, approximately."""
     messages = input_messages(body)
     return read_function_tools(body), messages, sum(map(_message_size, messages))
 
@@ -182,7 +186,13 @@ def _size(body: ResponsesRequest) -> int:
 def _message_size(message: Message) -> int:
     parts = [message.content] if isinstance(message.content, str) else [part.text for part in message.content or ()]
     calls = [call.function.arguments for call in message.tool_calls or ()]
-    return CHARS_OF_AN_ITEM + sum(len(text) for text in (*parts, *calls) if isinstance(text, str))
+    return BYTES_OF_A_MESSAGE + sum(getsizeof(text) for text in (*parts, *calls) if isinstance(text, str))
+
+
+def _other_bytes(chat: ChatRequest, instructions: str | None) -> int:
+    """The size in memory of what a record keeps besides the messages, approximately."""
+    parsed = [field for field in (chat.tools, chat.response_format) if isinstance(field, msgspec.Raw)]
+    return getsizeof(instructions) + BYTES_OF_A_BYTE * sum(map(len, parsed))
 
 
 def _check_metadata(metadata: dict[str, str] | None) -> None:

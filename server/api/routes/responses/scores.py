@@ -10,7 +10,7 @@ from server.engine.generation import ScoredToken
 from server.http.json_pieces import LongList, list_of
 from server.text.tokenizer import Tokenizer
 
-CHARS_OF_A_TOKEN = 100  # about what a scored token takes in memory besides its most likely tokens
+BYTES_OF_A_TOKEN = 300  # about what a scored token takes in memory besides its most likely tokens
 
 
 class ScoreWriter:
@@ -34,7 +34,7 @@ class ScoreWriter:
             yield {"token": entry["token"], "logprob": entry["logprob"], "top_logprobs": top}
 
 
-def num_chars_of(scored: Sequence[ScoredToken]) -> int:
+def num_bytes_of(scored: Sequence[ScoredToken]) -> int:
     """Their size in memory, approximately."""
     sizes = (len(token.scores.top_ids) + len(token.scores.top_logprobs) for token in scored if token.scores)
-    return CHARS_OF_A_TOKEN * len(scored) + sum(sizes)
+    return BYTES_OF_A_TOKEN * len(scored) + sum(sizes)

@@ -1,4 +1,4 @@
-"""Responses in memory, with limits on their number and on their text."""
+"""Responses in memory, with limits on their number and on their bytes."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections import OrderedDict
 from server.api.routes.responses.record import ResponseRecord
 
 MAX_RESPONSES = 1024
-MAX_CHARS = 64 * 2**20
+MAX_BYTES = 64 * 2**20  # of texts and log-probabilities
 
 
 class ResponseStore:
-    """Keeps responses. Drops the oldest if there are too many or their total text is too long."""
+    """Keeps responses. Drops the oldest if there are too many or they take too much memory."""
 
-    def __init__(self, *, max_responses: int = MAX_RESPONSES, max_chars: int = MAX_CHARS) -> None:
+    def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses = max_responses
-        self._max_chars = max_chars
+        self._max_bytes = max_bytes
         self._records: OrderedDict[str, ResponseRecord] = OrderedDict()
         self._sizes: dict[str, int] = {}
-        self._num_chars = 0
+        self._num_bytes = 0
 
     def put(self, record: ResponseRecord) -> None:
         """Stores the record as the newest. Call it again when the record has grown."""
         self.remove(record.id)
         self._records[record.id] = record
-        self._sizes[record.id] = record.num_chars
-        self._num_chars += record.num_chars
-        while self._records and (len(self._records) > self._max_responses or self._num_chars > self._max_chars):
+        self._sizes[record.id] = record.num_bytes
+        self._num_bytes += record.num_bytes
+        while self._records and (len(self._records) > self._max_responses or self._num_bytes > self._max_bytes):
             self.remove(next(iter(self._records)))
 
     def get(self, id: str) -> ResponseRecord | None:
@@ -34,5 +34,5 @@ class ResponseStore:
 
     def remove(self, id: str) -> bool:
         """Removes the response. Returns whether it was there."""
-        self._num_chars -= self._sizes.pop(id, 0)
+        self._num_bytes -= self._sizes.pop(id, 0)
         return self._records.pop(id, None) is not None
