@@ -65,6 +65,8 @@ def _response_format(value: Any) -> Made | None:
     match value:
         case {"type": "text"}:
             return None
+        case {"type": "json_object", "schema": schema} if schema is not None:  # llama.cpp's older form
+            return _made(param, "json", schema)
         case {"type": "json_object"}:
             return forms.json_object_grammar
         case {"type": "json_schema", "json_schema": {"schema": schema}} if schema is not None:

@@ -45,6 +45,7 @@ def grammar_of(body: dict[str, object], kind: type = ChatRequest) -> str | None:
         ({"response_format": None, "guided_json": None, "structured_outputs": None}, None),
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, json_object_grammar()),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, json_schema_grammar(SCHEMA)),
         ({"response_format": FORMAT}, json_schema_grammar(SCHEMA)),
         ({"response_format": {"type": "structural_tag", **TAG}}, structural_tag_grammar(**TAG)),
         ({"guided_json": SCHEMA}, json_schema_grammar(SCHEMA)),
