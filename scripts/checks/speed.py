@@ -30,16 +30,15 @@ def run(options: Options, result: Result) -> None:
         if index and not options.rehearse:
             plan = replace(plan, peers={})
         try:
-            figures, lines = device_gpu.measure(platform, model, heads, backend=backend, plan=plan)
+            figures, _ = device_gpu.measure(platform, model, heads, backend=backend, plan=plan)
         except Exception as error:  # a form that does not run must not hide the others' figures
             traceback.print_exc()
             result.status = "failed"
             result.problems.append(f"{backend}: {described(error)}")
             continue
         result.figures[str(backend)] = figures
-        for line in [f"### {backend}", "", *(line for line in lines if not line.startswith(("## ", "    ")))]:
+        for line in [f"### {backend}", "", *device_gpu.tables(figures), ""]:
             result.say(line)
-        result.say("")
 
 
 def _plan(backend: Backend, page_size: int, *, rehearse: bool) -> Any:

@@ -199,24 +199,24 @@ def _add_shares(figures: dict[str, Any], plan: Plan) -> None:
 
 
 def report(figures: dict[str, Any]) -> list[str]:
-    """The figures in Markdown, line by line."""
+    """The figures in Markdown, line by line, with their command."""
+    title = f"## {figures['device']}, {figures['date'][:10]}: heads {figures['heads']}"
+    return [title, "", f"    {figures['command']}", "", *tables(figures)]
+
+
+def tables(figures: dict[str, Any]) -> list[str]:
+    """The figures alone."""
     versions = ", ".join(f"{name} {value}" for name, value in figures["versions"].items())
-    checks = figures["checks"]
-    worst = max((check["error"] for check in checks), default=0.0)
-    lines = [
-        f"## {figures['device']}, {figures['date'][:10]}: heads {figures['heads']}",
-        "",
-        f"    {figures['command']}",
-        "",
-        f"Driver {figures['driver']}; {versions}; seed {figures['seed']}.",
-        *(
-            [f"Numbers: {len(checks)} batches right, largest error {worst:.4f} (tolerance {gpu_check.TOLERANCE})."]
-            if checks
-            else []
-        ),
+    lines = [f"Driver {figures['driver']}; {versions}; seed {figures['seed']}."]
+    if checks := figures["checks"]:
+        worst = max(check["error"] for check in checks)
+        lines.append(
+            f"Numbers: {len(checks)} batches right, largest error {worst:.4f} (tolerance {gpu_check.TOLERANCE})."
+        )
+    lines.append(
         f"Copy {figures['copy_bytes_per_s'] / 1e9:.0f} GB/s (read and written); bf16 product "
-        f"{figures['product_flops_per_s'] / 1e12:.0f} TFLOP/s.",
-    ]
+        f"{figures['product_flops_per_s'] / 1e12:.0f} TFLOP/s."
+    )
     for kind, unit, scale, of in (("decode", "GB/s", 1e9, "copy"), ("prefill", "TFLOP/s", 1e12, "product")):
         lines += ["", f"| {kind}, one layer | by | us | {unit} | of the {of} | goal |", "|---|---|---|---|---|---|"]
         for name, by in figures[kind].items():
