@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -65,16 +66,23 @@ class Program:
         # The same JAX reads the program, so it need not be written for older ones.
         jax.config.update("jax_export_ignore_forward_compatibility", True)
         checks = [export.DisabledSafetyCheck.custom_call(name) for name in _KERNEL_CALLS]
-        return export.export(jitted, disabled_checks=checks)(*leaves)
+        device = min(leaves[0].sharding.device_set, key=lambda device: device.id)
+        platform = "cuda" if device.platform == "gpu" else device.platform  # what `jax.export` calls an NVIDIA GPU
+        return export.export(jitted, platforms=[platform], disabled_checks=checks)(*leaves)
 
     def calling(self, exported: export.Exported) -> Program:
         """The same program, which calls what `traced` has given."""
 
+        @wraps(self.function)  # profiles and dumps show its name
         def call(*arguments: Any) -> Any:
             results = exported.call(*jax.tree.leaves(arguments))
             return jax.tree.unflatten(jax.tree.structure(self.out_shardings), results)
 
         return Program(call, self.arguments, self.donated, self.out_shardings)
+
+    def as_read(self) -> Program:
+        """The same program, as a start reads it from the disk."""
+        return self.calling(export.deserialize(bytearray(self.traced().serialize())))
 
 
 class TracedPrograms:

@@ -28,6 +28,7 @@ from batcher.step import (
     PenaltyReset,
     StepInput,
     StepOutput,
+    Variant,
 )
 from model.compiling.compilation import Compilation
 from model.compiling.compile_cache import CompileCounter
@@ -100,7 +101,7 @@ class ModelRunner:
         self._config = config
         # Flattened once: walking the module tree at every call would take longer than dispatching the step.
         structure, weights = nnx.split(model)
-        self._made_from = (repr(structure), attention, config.pooling)  # and from the arguments' shapes
+        self._made_from = (repr(structure), attention)  # and from the arguments' shapes
         self._traced_folder = traced_folder
         self._traced: TracedPrograms | None = None
         self._tree: Any  # a PyTreeDef; jax does not export its type
@@ -183,7 +184,7 @@ class ModelRunner:
         lower = {key: program.lower for key, program in programs.items()}
         if self._traced_folder is not None:
             self._traced = TracedPrograms(self._traced_folder, fingerprint(_PACKAGES, self._made_from, device))
-            lower = {key: partial(self._traced.lower, str(key), program) for key, program in programs.items()}
+            lower = {key: partial(self._traced.lower, self._name(key), program) for key, program in programs.items()}
         self._compilation = Compilation(lower, compiler_options(device.platform), self._compiles)
 
     def stop_compiling(self) -> None:
@@ -289,6 +290,11 @@ class ModelRunner:
     def _update_program(self, update: Callable[..., Any], array: jax.Array, sent: tuple[int, ...]) -> Program:
         """`update(array, sent) -> array`, in place."""
         return Program(update, (array, self._sent(sent)), donated=0, out_shardings=array.sharding)
+
+    def _name(self, key: Bucket | str) -> str:
+        """Of a stored program. Pooling decides the EMBED programs only."""
+        embeds = isinstance(key, Bucket) and key.variant is Variant.EMBED
+        return f"{key} {self._config.pooling}" if embeds else str(key)
 
     def _sent(self, shape: tuple[int, ...]) -> Any:  # a ShapeDtypeStruct, which stands for an array
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._everywhere)

@@ -14,7 +14,7 @@ from server.text.stream import TextStream
 from server.text.tokenizer import ByteLevelTokenizer
 from tests.e2e.replay import TRACE, drive, make_requests, synthetic_lengths, trace_lengths
 
-NUM_REQUESTS = {"trace": 256, "synthetic": 96}
+NUM_REQUESTS = {"trace": 128, "synthetic": 96}
 CONCURRENCY = 64
 
 

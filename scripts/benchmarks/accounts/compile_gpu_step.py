@@ -33,6 +33,7 @@ from batcher.grammar import num_mask_words
 from batcher.slots import SlotLayout
 from batcher.step import Bucket, PackedLayout, Variant
 from model.compiling.compiler_options import compiler_options
+from model.compiling.traced_programs import Program
 from model.execution.step import DeviceState, make_step
 from model.execution.wide_copies import find, narrow_kernels
 from model.network.llama import Llama
@@ -110,10 +111,12 @@ def compile_step(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     kv_scales = [scales if spec.has_kv_scales else None] * config.num_layers
     bucket = Bucket(args.tokens or args.rows, args.rows, args.variant)
     kept = jax.tree.map(lambda x: x.sharding, state)
-    step = jax.jit(make_step(bucket, rebuild, attention), donate_argnums=2, out_shardings=(kept, everywhere))
+    step = make_step(bucket, rebuild, attention)
+    arguments = (leaves, kv_scales, state, integers(PackedLayout(bucket).size))
+    program = Program(step, arguments, donated=2, out_shardings=(kept, everywhere))
     with target.compiling(mesh):
         begin = time.perf_counter()
-        lowered = step.lower(leaves, kv_scales, state, integers(PackedLayout(bucket).size))
+        lowered = program.as_read().lower()
         lowered_s = time.perf_counter() - begin
         dump = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True, "xla_dump_hlo_pass_re": ""}
         begin = time.perf_counter()

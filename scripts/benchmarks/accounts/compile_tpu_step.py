@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from batcher.grammar import num_mask_words
 from batcher.slots import SlotLayout
 from batcher.step import Bucket, PackedLayout, Variant
+from model.compiling.traced_programs import Program
 from model.execution.step import DeviceState, make_step
 from model.execution.wide_copies import find, narrow_kernels
 from model.network.llama import Llama
@@ -94,10 +95,10 @@ def compile_step(model: Llama, attention: PagedAttention, mesh: Mesh, num_tokens
     kept = jax.tree.map(lambda x: x.sharding, state)
     bucket = Bucket(num_tokens=num_tokens, num_rows=NUM_ROWS, variant=Variant.GREEDY)
     step = make_step(bucket, lambda leaves: nnx.merge(structure, jax.tree.unflatten(tree, leaves)), attention)
+    arguments = (leaves, kv_scales, state, integers(PackedLayout(bucket).size))
+    program = Program(step, arguments, donated=2, out_shardings=(kept, everywhere))
     begin, begin_cpu = time.perf_counter(), time.process_time()
-    lowered = jax.jit(step, donate_argnums=2, out_shardings=(kept, everywhere)).lower(
-        leaves, kv_scales, state, integers(PackedLayout(bucket).size)
-    )
+    lowered = program.as_read().lower()
     traced = time.perf_counter()
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
