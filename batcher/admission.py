@@ -15,6 +15,8 @@ from batcher.sampling_table import PARAMETERS
 from batcher.sequence import OnOutput, Sequence
 from batcher.step import Capacity
 
+_RANGES = [(name, parameter.range) for name, parameter in PARAMETERS.items() if parameter.range is not None]
+
 
 def make_sequence(
     request: Request,
@@ -81,7 +83,9 @@ def make_sequence(
 def _token_ids(name: str, ids: Seq[int], vocab_size: int) -> np.ndarray:
     """i32[n]. Raises InvalidRequestError if one is not a token of the model."""
     try:
-        array = np.array(ids if len(ids) else np.empty(0, np.int64))
+        if not len(ids):
+            return np.empty(0, np.int32)
+        array = np.array(ids)
     except (OverflowError, ValueError, TypeError) as error:
         raise InvalidRequestError(name, f"{name} must be token ids: {error}") from error
     if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -129,10 +133,10 @@ def _packed(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
 
 def _check_ranges(sampling: SamplingParams) -> None:
     """Numbers within their ranges are finite in float32, the device's type, and no logit is divided by zero."""
-    for name, parameter in PARAMETERS.items():
-        value, interval = getattr(sampling, name), parameter.range
-        if value is None or interval is None:
+    for name, interval in _RANGES:
+        value = getattr(sampling, name)
+        if value is None:
             continue
-        for number in [bias for _, bias in value] if name == "logit_bias" else [value]:
+        for number in [bias for _, bias in value] if name == "logit_bias" else (value,):
             if number not in interval:
                 raise InvalidRequestError(name, f"{name} must be {interval}, not {number}")

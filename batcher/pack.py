@@ -9,7 +9,7 @@ import numpy as np
 
 from batcher.grammar import num_mask_words
 from batcher.plan import StepPlan
-from batcher.sampling_table import column_values
+from batcher.sampling_table import PARAMETERS
 from batcher.sequence import Sequence
 from batcher.slots import SlotLayout
 from batcher.step import MASK_BLOCK, PATCH_BLOCK, Bucket, Capacity, PackedLayout, PenaltyReset, StepInput
@@ -135,14 +135,14 @@ def slot_state(seq: Sequence, page_size: int) -> tuple[np.ndarray, np.ndarray]:
     A list is sent without padding: the rest of its columns is never read.
     """
     columns, values = [SlotLayout.KV_LEN], [seq.num_hit_pages * page_size]
-    for column, value in column_values(seq):
-        start, bits = SlotLayout.at(column.name), _BITS_OF[column.dtype]
-        if isinstance(value, int | float):
-            columns.append(start)
-            values.append(bits(value))
-        else:
-            columns += range(start, start + len(value))
-            values += map(bits, value)
+    for parameter_values, places in _PLACES:
+        for (start, bits), value in zip(places, parameter_values(seq), strict=True):
+            if isinstance(value, (int, float)):
+                columns.append(start)
+                values.append(bits(value))
+            elif value:
+                columns += range(start, start + len(value))
+                values += map(bits, value)
     table = SlotLayout.PAGE_TABLE + np.arange(len(seq.pages))
     return np.concatenate([np.array(columns), table]), np.concatenate([np.array(values), np.array(seq.pages, np.int64)])
 
@@ -157,6 +157,12 @@ def _signed(value: float) -> int:
 
 
 _BITS_OF: dict[str, Callable[[float], int]] = {"float32": _float_bits, "uint32": _signed, "int32": int, "bool": int}
+# Of each parameter with columns: its values, and the first column and the bits of each.
+_PLACES = [
+    (parameter.values, [(SlotLayout.at(column.name), _BITS_OF[column.dtype]) for column in parameter.columns])
+    for parameter in PARAMETERS.values()
+    if parameter.columns
+]
 
 
 def _penalty_reset(seq: Sequence) -> PenaltyReset:

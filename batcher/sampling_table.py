@@ -9,7 +9,7 @@ and use in `model/sampling/sampling.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -166,12 +166,6 @@ PARAMETERS: dict[str, Parameter] = {
     # Steps need SCORE only until the prompt is computed: see `Sequence.wants_prompt_logprobs`.
     "prompt_logprobs": _on_host(Range(0, MAX_LOGPROBS), variant=Variant.SCORE),
 }
-
-
-def column_values(request: Admitted) -> Iterator[tuple[Column, Value]]:
-    """The columns of the request's sampling parameters, and their values."""
-    for parameter in PARAMETERS.values():
-        yield from zip(parameter.columns, parameter.values(request), strict=True)
 
 
 def is_asked(sampling: SamplingParams, name: str) -> bool:
