@@ -24,6 +24,7 @@ from batcher.static import StaticScheduler
 from batcher.stats import EngineStats
 from batcher.step import Runner, StepHandle, StepOutput, Variant
 from batcher.step_log import StepLog
+from batcher.step_watch import StepWatch
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class EngineCore:
         self._packer = Packer(capacity, ladder.config.max_num_seqs)
         self._counts = EngineStats(num_pages=capacity.num_pages)
         self._step_log = StepLog()
+        self.step_watch = StepWatch(config.step_timeout_s, clock)
         self._deadlines: list[
             tuple[float, int, Sequence]
         ] = []  # a heap; entries of admitted and of ended requests are stale
@@ -154,12 +156,12 @@ class EngineCore:
             self._failure = error
             handle = _Refused(error)
         self.in_flight.append(InFlight(plan, handle))
+        self.step_watch.dispatched()
         return self.in_flight[-1]
 
     def complete(self, output: StepOutput) -> list[Delivery]:
         """Takes in the result of the oldest step in flight."""
-        plan = self.in_flight.popleft().plan
-        self.scheduler.step_returned(plan.number)
+        plan = self._pop_oldest()
         if self._lost:  # an earlier step failed, so this one's result cannot be trusted
             return self._lose(plan)
         if plan.bucket.variant.scores:
@@ -192,10 +194,15 @@ class EngineCore:
         They end when the last of these steps has returned. Then the runner recovers, and all other running requests
         are recomputed. Raises the runner's error if it cannot recover.
         """
-        plan = self.in_flight.popleft().plan
-        self.scheduler.step_returned(plan.number)
+        plan = self._pop_oldest()
         self._failure = self._failure or error
         return self._lose(plan)
+
+    def _pop_oldest(self) -> StepPlan:
+        plan = self.in_flight.popleft().plan
+        self.scheduler.step_returned(plan.number)
+        self.step_watch.returned(len(self.in_flight))
+        return plan
 
     def end_all(self, reason: FinishReason, error: str | None = None, code: ErrorCode | None = None) -> list[Delivery]:
         """Ends all requests."""

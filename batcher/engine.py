@@ -25,7 +25,8 @@ one step overlaps with the device's work on the next. The reader thread only blo
 never blocks on the device. When idle, both threads sleep until something arrives.
 
 A failed step ends the requests in it, and the engine goes on if `runner.recover()` succeeds. If not, or if the engine's
-own code fails, every request ends with an error, `on_death` is called, and every later call raises EngineDeadError.
+own code fails, or a step does not return in time (`EngineConfig.step_timeout_s`), every request ends with an error,
+`on_death` is called, and every later call raises EngineDeadError.
 """
 
 from __future__ import annotations
@@ -42,7 +43,13 @@ from batcher.admission import make_sequence
 from batcher.buckets import BucketLadder
 from batcher.config import EngineConfig
 from batcher.core import Delivery, EngineCore, InFlight
-from batcher.errors import EngineClosedError, EngineDeadError, InvalidRequestError, QueueFullError
+from batcher.errors import (
+    EngineClosedError,
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+    StepTimeoutError,
+)
 from batcher.grammar import Grammars
 from batcher.masks import Answer, Ask, MaskThreads, answer
 from batcher.request import ErrorCode, FinishReason, Request, RequestOutput
@@ -221,8 +228,10 @@ class Engine:
             self._closed = self._stopping = True
             self._wake.notify()
         if self._threads:
-            for thread in self._threads:
-                thread.join()
+            engine, reader = self._threads
+            engine.join()
+            if not isinstance(self.death, StepTimeoutError):  # the reader then waits for the device, for ever
+                reader.join()
         elif self.death is None:
             self._stop()
             while self._core.in_flight:
@@ -287,13 +296,15 @@ class Engine:
 
     def _wait(self) -> list[StepOutput | BaseException]:
         """Sleeps until there is something to do; takes the results that have arrived."""
-        deadline = self._core.next_deadline()
-        timeout = None if deadline is None else max(0.0, deadline - self._clock())
+        times = [time for time in (self._core.next_deadline(), self._core.step_watch.next_check()) if time is not None]
+        timeout = max(0.0, min(times) - self._clock()) if times else None
         if self._is_unchecked and not self._core.sequences and not self._core.in_flight:
             self._check_when_idle()
         with self._lock:
             self._wake.wait_for(self._has_work, timeout)
             results, self._results = self._results, []
+        if not results:
+            self._core.step_watch.check()
         return results
 
     def _check_when_idle(self) -> None:

@@ -19,5 +19,9 @@ class EngineClosedError(RuntimeError):
     """The engine is shutting down and takes no new requests (HTTP 503)."""
 
 
+class StepTimeoutError(TimeoutError):
+    """A step has not returned in time: the device is stuck, and the engine is dead."""
+
+
 class EngineDeadError(RuntimeError):
     """The engine has stopped for good: its device or its own code failed (HTTP 500, health 503)."""

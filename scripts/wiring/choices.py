@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from model.quantization.forms import EightBit
     from pallas_kernels.spec import Backend
 
+STEP_TIMEOUT_S = 30.0  # on a chip; programs have been run once before the first step
+
 
 def choose_dtype(
     asked: str, checkpoint_dtype: str | None, platform: str, stored: Sequence[str] = ()
@@ -118,3 +120,10 @@ def reads_fp8(platform: str) -> bool:
 
         return TPUS[this_chip()].reads_fp8
     return False
+
+
+def choose_step_timeout(asked: float | None, platform: str) -> float | None:
+    """The least seconds that a step is given before the device counts as stuck; None: any time. By default a CPU has
+    any time: a long prompt of a large model may take minutes there."""
+    seconds = (0.0 if platform == "cpu" else STEP_TIMEOUT_S) if asked is None else asked
+    return seconds or None

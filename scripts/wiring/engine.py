@@ -19,7 +19,14 @@ from batcher.engine import Engine
 from batcher.grammar import Grammars
 from model.loading.source import ModelSource, resolve
 from scripts.wiring.attention import choose_attention
-from scripts.wiring.choices import choose_dtype, choose_kv_dtype, choose_model_len, choose_quantization, reads_fp8
+from scripts.wiring.choices import (
+    choose_dtype,
+    choose_kv_dtype,
+    choose_model_len,
+    choose_quantization,
+    choose_step_timeout,
+    reads_fp8,
+)
 from scripts.wiring.device import compile_cache_folder, describe_devices, start_jax
 from scripts.wiring.kv_scales import find_kv_scales
 from scripts.wiring.limits import bucket_config, runner_config
@@ -64,6 +71,7 @@ class Built:
     ladder: BucketLadder
     eos_token_ids: tuple[int, ...]
     settings: EngineSettings
+    step_timeout_s: float | None  # None: a step may take any time
     info: EngineInfo
 
     def engine(
@@ -80,6 +88,7 @@ class Built:
             prefix_caching=settings.enable_prefix_caching,
             max_waiting=settings.max_queue,
             pipeline_depth=settings.pipeline_depth,
+            step_timeout_s=self.step_timeout_s,
             seed=settings.seed,
         )
         return Engine(self.runner, config, self.ladder, on_death=on_death, grammars=grammars)
@@ -234,6 +243,7 @@ def build_runner(
         ladder=ladder,
         eos_token_ids=source.eos_token_ids,
         settings=settings,
+        step_timeout_s=choose_step_timeout(settings.step_timeout, platform),
         info=info,
     )
 

@@ -47,6 +47,7 @@ class EngineSettings:
     pooling_type: str = Pooling.LAST.value
     max_queue: int = 1024
     pipeline_depth: int = 2
+    step_timeout: float | None = None  # seconds; 0: none
     compile_cache: str | None = None  # a folder, or "none"; None: the user's cache folder
     seed: int | None = None
 
@@ -77,6 +78,8 @@ class EngineSettings:
             raise ValueError(f"--memory-utilization is a share above 0 and at most 1, not {self.memory_utilization}")
         if self.pipeline_depth < 1:
             raise ValueError(f"--pipeline-depth must be at least 1, not {self.pipeline_depth}")
+        if self.step_timeout is not None and self.step_timeout < 0:
+            raise ValueError(f"--step-timeout must not be negative, not {self.step_timeout:g}")
         if self.max_queue < 0:
             raise ValueError(f"--max-queue must not be negative, not {self.max_queue}")
 
@@ -156,6 +159,10 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--pipeline-depth", type=int, default=2, metavar="N", help="steps in flight (default: 2; 1: no overlap)"
     )
+    engine.add_argument(
+        "--step-timeout", type=float, metavar="S",
+        help="after so long, or 20 times the longest step, the chip is stuck (default: 30, on a CPU 0: never)"
+    )  # fmt: skip
     engine.add_argument("--seed", type=int, help="of requests that bring none (default: random)")
     device = parser.add_argument_group("device")
     device.add_argument("--device", default="auto", choices=DEVICES)

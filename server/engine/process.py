@@ -95,7 +95,10 @@ def main(addresses: tuple[str, str], target: str, engine_args: object, debug: bo
         sender.close()
         context.term()
     if engine.death is not None:
-        sys.exit(EXIT_FAILED)
+        # Not sys.exit: the interpreter would wait for a device that may be stuck.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_FAILED)
 
 
 def _serve(context: ZmqContext, address: str, engine: ServedEngine, sender: _Sender) -> None:

@@ -12,7 +12,7 @@ from batcher import engine as engine_module
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig
 from batcher.engine import Engine
-from batcher.errors import EngineClosedError, EngineDeadError
+from batcher.errors import EngineClosedError, EngineDeadError, StepTimeoutError
 from batcher.request import ErrorCode, FinishReason, Request, RequestOutput
 from tests.batcher.fake_runner import FakeRunner, expected_tokens
 from tests.batcher.harness import CAPACITY, EOS, make_request
@@ -290,3 +290,34 @@ def test_an_idle_engine_checks_its_own_integrity_once_per_idle_period(
         assert not checked.acquire(blocking=False)
         assert engine.stats().integrity_failures == (2 if damage else 0)
     assert ("the idle engine is inconsistent" in caplog.text) == damage
+
+
+def test_a_step_that_does_not_return_is_the_engines_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batcher.step_watch.GRACE_S", 0.05)
+    gate, listener, deaths = Gate(first=2), Listener(), []
+    ladder = BucketLadder(BucketConfig(max_num_batched_tokens=32, max_num_seqs=4, min_mixed_tokens=8))
+    config = EngineConfig(eos_token_ids=EOS, step_timeout_s=0.05)
+    engine = Engine(FakeRunner(CAPACITY, on_result=gate), config, ladder, on_death=deaths.append)
+    engine.warm_up(lambda _line: None)
+    engine.start()
+    engine.add_request(make_request("a", [10, 11, 12], ignore_eos=True), listener)
+    last = listener.end("a")
+    assert (last.finish_reason, last.error_code) == (FinishReason.ERROR, ErrorCode.ENGINE_DEAD)
+    assert "StepTimeoutError: the device is stuck" in last.error
+    assert gate.reached.is_set()
+    engine.shutdown()  # the reader still waits for the step
+    assert isinstance(engine.death, StepTimeoutError)
+    assert deaths == [engine.death]
+    with pytest.raises(EngineDeadError, match="stuck"):
+        engine.add_request(make_request("b", [10]), listener)
+    gate.open.set()
+
+
+def test_a_step_that_returns_within_the_grace_is_no_fault() -> None:
+    listener, gate = Listener(), Gate(first=3)
+    with running(FakeRunner(CAPACITY, on_result=gate), step_timeout_s=1e-9) as engine:  # always in the grace
+        engine.add_request(make_request("a", [10, 11, 12], ignore_eos=True), listener)
+        assert gate.reached.wait(PATIENCE_S)
+        gate.open.set()
+        assert listener.end("a").finish_reason is FinishReason.LENGTH
+        assert engine._core.step_watch.next_check() is None

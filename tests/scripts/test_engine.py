@@ -15,7 +15,7 @@ from model.loading.stored_weights import StoredWeights, find_weights
 from model.quantization.forms import EightBit
 from pallas_kernels.spec import Backend
 from scripts.convert_checkpoint import convert
-from scripts.wiring.choices import choose_dtype, choose_kv_dtype, choose_quantization
+from scripts.wiring.choices import choose_dtype, choose_kv_dtype, choose_quantization, choose_step_timeout
 from scripts.wiring.engine import build_runner
 from scripts.wiring.settings import EngineSettings
 from tests.model import checkpoints
@@ -99,6 +99,14 @@ def test_8_bits_of_kv_are_fp8_where_a_gpu_converts_it_and_int8_elsewhere():
         assert choose_kv_dtype(asked, "bfloat16", Backend.GPU, (8, 0)) == ("int8", remark)
     assert choose_kv_dtype("int8", "bfloat16", Backend.GPU, (9, 0)) == ("int8", None)
     assert choose_kv_dtype("fp8", "bfloat16", Backend.GPU_INTERPRET) == ("float8_e4m3fn", None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "platform", "seconds"),
+    [(None, "cpu", None), (None, "tpu", 30.0), (None, "gpu", 30.0), (0.0, "gpu", None), (5.0, "cpu", 5.0)],
+)
+def test_a_chip_counts_as_stuck_after_some_time_and_a_cpu_never(asked, platform, seconds):
+    assert choose_step_timeout(asked, platform) == seconds
 
 
 def test_the_scales_of_kv_come_from_the_checkpoint_or_are_measured(tmp_path):

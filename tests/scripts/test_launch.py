@@ -47,7 +47,7 @@ def test_flags_of_vllm_mean_the_same_here():
     args = parse(
         *"--max-model-len 512 --max-num-seqs 8 --max-num-batched-tokens 64 --gpu-memory-utilization 0.5".split(),
         *"--block-size 32 --num-gpu-blocks-override 99 --no-enable-prefix-caching --load-format dummy".split(),
-        *"--dtype bfloat16 --tensor-parallel-size 2 --seed 3 --pipeline-depth 1".split(),
+        *"--dtype bfloat16 --tensor-parallel-size 2 --seed 3 --pipeline-depth 1 --step-timeout 60".split(),
     )
     assert EngineSettings.from_namespace(args) == EngineSettings(
         max_model_len=512,
@@ -62,6 +62,7 @@ def test_flags_of_vllm_mean_the_same_here():
         tensor_parallel_size=2,
         seed=3,
         pipeline_depth=1,
+        step_timeout=60.0,
     )
 
 

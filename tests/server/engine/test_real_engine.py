@@ -165,3 +165,12 @@ def test_a_device_that_is_gone_ends_the_server(tmp_path):
         assert "engine" in response.json()["error"]["message"]
         wait_until(lambda: http.get("/health").status_code == 503)
         assert server.process.wait(20) == 1
+
+
+def test_a_device_that_is_stuck_ends_the_server_with_its_name(tmp_path):
+    with running_server(tmp_path, TARGET, RealConfig(held_at=2, step_timeout_s=0.2)) as server, server.http() as http:
+        response = http.post(PATH, json={"prompt": "hello", "seed": 1, "ignore_eos": True})
+        assert response.status_code in (500, 503)
+        assert "the device is stuck: a step has not returned for" in response.json()["error"]["message"]
+        assert server.process.wait(20) == 1
+    assert "the device is stuck" in server.log

@@ -33,6 +33,7 @@ class RealConfig:
     healthy: bool = True
     pooling: Pooling | None = None
     held_at: int | None = None  # the step whose result waits until a request is aborted
+    step_timeout_s: float | None = None
 
 
 class _Engine(Engine):
@@ -59,7 +60,10 @@ def build(config: RealConfig, report: Callable[[str], None]) -> tuple[Engine, En
     capacity = replace(CAPACITY, pooling=config.pooling)
     runner = FakeRunner(capacity, nan_token=config.nan_token, on_result=on_result, healthy=config.healthy)
     ladder = BucketLadder(BucketConfig(max_num_batched_tokens=64, max_num_seqs=8, embeds=config.pooling is not None))
-    engine = _Engine(aborted, runner, EngineConfig(eos_token_ids=(EOT,), max_waiting=config.max_waiting), ladder)
+    engine_config = EngineConfig(
+        eos_token_ids=(EOT,), max_waiting=config.max_waiting, step_timeout_s=config.step_timeout_s
+    )
+    engine = _Engine(aborted, runner, engine_config, ladder)
     engine.warm_up(report)
     return engine, EngineInfo(
         max_model_len=CAPACITY.max_model_len,
