@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from scripts.llm import LLM
@@ -14,7 +16,8 @@ GREEDY = {"temperature": 0, "max_tokens": 24}
 def texts(*, alone: bool, **settings) -> list[str]:
     """Of all prompts twice, so that the second time finds the first one's prefixes."""
     limits = {"max_model_len": 128, "max_num_seqs": 1 if alone else 4, "page_size": 16}
-    with LLM(model="demo", kv_cache_dtype="int8", **limits, **settings) as llm:
+    folder = os.environ["JAX_COMPILATION_CACHE_DIR"]
+    with LLM(model="demo", kv_cache_dtype="int8", compile_cache=folder, **limits, **settings) as llm:
         found = []
         for _ in range(2):
             groups = [[q] for q in QUESTIONS] if alone else [QUESTIONS]

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from batcher.sampling_table import PARAMETERS
 from model.config import Llama3Scaling, LlamaConfig
 from model.inputs.words import one_line
 from model.loading.source import DEMO_FOLDER, resolve
@@ -180,11 +181,9 @@ def test_generation_config(raw, replaced):
     defaults, message = refusal(lambda: GenerationDefaults.from_folder(folder))
     assert message is None or str(folder / "generation_config.json") in message
     if defaults is not None:
-        assert 0 <= defaults.temperature <= 2
-        assert 0 < defaults.top_p <= 1
-        assert 0 <= defaults.min_p <= 1
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            assert getattr(defaults, name) in PARAMETERS[name].range
         assert isinstance(defaults.top_k, int) and defaults.top_k >= -1
-        assert 1e-3 <= defaults.repetition_penalty <= 1e3
 
 
 def read_tokenizer(folder: Path) -> tuple[ByteLevelTokenizer, ChatTemplate | None]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from pallas_kernels.chips import arch_converts_fp8
+from pallas_kernels.chips import GPUS, arch_converts_fp8
 from pallas_kernels.gpu import tuning
 from pallas_kernels.gpu.device import Gpu
 from pallas_kernels.spec import Backend
@@ -49,6 +49,14 @@ CASES = {
     "llama-3.2-1b, int8": ((32, 8, 64), 16, "bfloat16", USUAL),
     "llama-3.1-70b/8, fp8": ((8, 1, 128), 128, "float16", LARGEST),
 }
+
+
+def cases(target_name: str) -> dict[str, Any]:
+    """Those of the target: without wgmma, only Hopper's kernels are others."""
+    has_wgmma = GPUS[target_name].arch[0] == 9
+    return {case: parts for case, parts in CASES.items() if has_wgmma or case != MMA_ONLY}
+
+
 KV_DTYPES = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
 
 
@@ -58,7 +66,7 @@ def main(target_name: str) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["MOSAIC_GPU_DUMP_TO"] = name
-        for case, (heads, page_size, dtype, shape) in CASES.items():
+        for case, (heads, page_size, dtype, shape) in cases(target_name).items():
             for file in folder.iterdir():
                 file.unlink()
             kv_dtype = KV_DTYPES.get(case.rpartition(" ")[2], jnp.dtype(dtype))

@@ -6,8 +6,6 @@ either way. The questions are ones that the model is sure about.
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 
 from scripts.llm import LLM
@@ -18,9 +16,8 @@ LIMITS = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 16, 
 ENGINE = {"model": "demo", "device": "cpu", "dtype": "bfloat16", "compile_cache": "none"} | LIMITS
 
 
-@cache
-def greedy(attention_backend: str, kv_dtype: str = "auto") -> list[tuple[str, tuple[int, ...]]]:
-    with LLM(attention_backend=attention_backend, kv_cache_dtype=kv_dtype, **ENGINE) as llm:
+def greedy(attention_backend: str) -> list[tuple[str, tuple[int, ...]]]:
+    with LLM(attention_backend=attention_backend, **ENGINE) as llm:
         chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
         results = llm.chat(chats, {"temperature": 0, "max_tokens": 10})
     return [(result.text, result.token_ids) for result in results]
@@ -28,8 +25,7 @@ def greedy(attention_backend: str, kv_dtype: str = "auto") -> list[tuple[str, tu
 
 @pytest.mark.slow
 @pytest.mark.e2e
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
-def test_same_greedy_text_as_the_reference(kv_dtype: str) -> None:
-    interpreted = greedy("gpu-interpret", kv_dtype)
+def test_same_greedy_text_as_the_reference() -> None:
+    interpreted = greedy("gpu-interpret")
     assert interpreted == greedy("reference")
     assert interpreted[0][0].startswith("47 + 35 = 82")
