@@ -24,14 +24,14 @@ os.environ |= {
     "JAX_COMPILATION_CACHE_MAX_SIZE": str(1 << 30),  # with a limit JAX locks the folder: processes write to it at once
 }
 
-KERNELS = [Path(__file__).parent / "pallas_kernels" / room for room in ("gpu", "tpu")]
+KERNELS = Path(__file__).parent / "pallas_kernels"
 COMPILING_FOR_CHIPS = ("test_compile.py", "test_compile_gpu_step.py")
 MAX_PROCESSES = 4  # each imports JAX and holds programs: up to two gigabytes
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if any(room in item.path.parents for room in KERNELS):
+        if KERNELS in item.path.parents:
             item.add_marker(pytest.mark.kernels)
     if hasattr(config, "workerinput"):  # the longest first, so that no process ends much later than the others
         items.sort(key=lambda item: not any(map(item.get_closest_marker, ("slow", "e2e"))))

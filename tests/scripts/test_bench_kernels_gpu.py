@@ -17,6 +17,8 @@ from scripts.benchmarks.accounts.compile_gpu_layer import make_spec
 from scripts.benchmarks.device import device_gpu, gpu_check, gpu_peers
 from scripts.benchmarks.device.gpu_operands import make_operands
 
+pytestmark = pytest.mark.kernels
+
 HEADS = (2, 1, 64)
 PLAN = device_gpu.Plan(
     variants=[(HEADS, 16, "bfloat16")],
@@ -32,7 +34,6 @@ PLAN = device_gpu.Plan(
 
 
 @pytest.mark.slow
-@pytest.mark.kernels
 def test_measuring_goes_through_and_says_what_it_found(tmp_path, capsys):
     figures, lines = device_gpu.measure("h200", "8b", HEADS, backend=Backend.GPU_INTERPRET, plan=PLAN)
     kernels_gpu.publish(figures, lines, tmp_path / "figures.json", tmp_path / "report.md")

@@ -153,6 +153,7 @@ def test_a_kit_lacks_nothing_but_jax_and_flax():
     assert not {"jax", "jaxlib", "flax", "numpy"} & names
 
 
+@pytest.mark.kernels
 @pytest.mark.slow
 def test_an_unpacked_kit_runs(tmp_path):
     said = make_kit(tmp_path / "kit.tgz")
