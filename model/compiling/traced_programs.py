@@ -31,7 +31,7 @@ _DIGEST_SIZE = hashlib.sha256().digest_size
 # Custom calls of Pallas kernels on GPUs. `jax.export` does not promise that a later JAX runs them; the key holds the
 # version of JAX.
 _KERNEL_CALLS = ("mosaic_gpu_v2", "mosaic_gpu")
-_NOT_OF_THE_TRACE = ("cache", "dir", "dump", "log", "traceback")  # parts of the names of JAX's options
+_NOT_OF_THE_TRACE = ("cache", "dump", "export", "logging", "traceback")  # parts of the names of JAX's options
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,24 @@ def test_the_fingerprint_is_of_code_facts_and_options(tmp_path):
     assert len(seen) == 6
 
 
+def test_a_traced_program_leaves_the_fingerprint_as_it_is(tmp_path):
+    jax.config.update("jax_export_ignore_forward_compatibility", False)  # as in a new process
+    before = fingerprint([tmp_path], (), DEVICE)
+    Counted().program().traced()
+    assert fingerprint([tmp_path], (), DEVICE) == before
+
+
+@pytest.mark.parametrize("option", ["jax_use_hlo_logistic_lowering", "jax_use_direct_linearize"])
+def test_options_of_the_trace_are_in_the_fingerprint_whatever_their_names(tmp_path, option):
+    value = jax.config.values[option]
+    before = fingerprint([tmp_path], (), DEVICE)
+    jax.config.update(option, not value)
+    try:
+        assert fingerprint([tmp_path], (), DEVICE) != before
+    finally:
+        jax.config.update(option, value)
+
+
 BUCKETS = [Bucket(4, 4, Variant.GREEDY), Bucket(24, 4, Variant.SAMPLE)]
 
 
