@@ -118,7 +118,7 @@ def _chunks(num_rows: int, num_tokens: int, rng: np.random.Generator) -> list[in
 
 
 class SelfTest:
-    """Tests of one operation. Programs are compiled once, whatever the number of runs.
+    """Tests one `PagedAttention`. Each program is compiled once, however often `run` is called.
 
     Args:
         pages_per_seq: the width of the page table, on which block sizes depend.

@@ -124,7 +124,7 @@ def fingerprint(packages: Iterable[Path], facts: Iterable[object], device: jax.D
 
     Args:
         packages: the folders of the Python packages whose code the programs run; every file counts.
-        facts: whatever else the programs are made from; each has a `repr` with all its values.
+        facts: the other inputs of the trace, such as the model's structure. The `repr` of each shows all its values.
         device: one of those that the programs are for.
     """
     digest = hashlib.sha256()

@@ -13,7 +13,7 @@ from scripts.checks.result import Result
 
 
 def main(part: str, options: str, path: str) -> None:
-    """Runs the part's module: its `run(options, result)` fills the result, which is stored whatever happens."""
+    """Calls `run(options, result)` of the part's module. The result is also stored if the call fails."""
     result = Result()
     try:
         importlib.import_module(f"scripts.checks.{part}").run(Options.from_json(options), result)

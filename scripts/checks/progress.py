@@ -1,6 +1,6 @@
 """Runs the parts, each in a process of its own with a time limit, and keeps their results in a folder.
 
-This process imports no jax: whatever the device does to a part, the next one is started.
+This process does not import JAX. A part that crashes or hangs on the device does not stop the next part.
 """
 
 from __future__ import annotations

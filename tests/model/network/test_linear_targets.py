@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.targets, pytest.mark.slow]
 def test_no_wide_copy_is_written(target):
     needed = "jax_cuda13_plugin" if target in GPUS else "libtpu"
     if importlib.util.find_spec(needed) is None:
-        pytest.skip(f"{needed} is not installed")
+        pytest.skip(f"{needed} is not installed: scripts/test --all installs it")
     process = subprocess.run(
         [sys.executable, "-m", "tests.model.network.compile_linear", target],
         env=os.environ | ENVIRONMENT,
@@ -48,7 +48,7 @@ def test_no_wide_copy_is_written(target):
 @pytest.mark.parametrize(("target", "form"), [("a100", "int8"), ("h200", "int8"), ("h200", "fp8")])
 def test_a_whole_decode_step_is_the_one_of_bfloat16(target, form):
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
-        pytest.skip("jax_cuda13_plugin is not installed")
+        pytest.skip("jax_cuda13_plugin is not installed: scripts/test --all installs it")
     wide, narrow = (compile_step(target, *flags) for flags in ((), ("--quantization", form)))
     for part in ("command_buffers", "outside", "copied_arguments", "copies"):
         assert narrow[part] == wide[part]
@@ -62,7 +62,7 @@ def test_a_whole_decode_step_is_the_one_of_bfloat16(target, form):
 def test_a_wide_copy_of_a_weight_is_found_where_the_compiler_writes_one():
     """Which is why an L4 gets int8 for `--quantization fp8`."""
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
-        pytest.skip("jax_cuda13_plugin is not installed")
+        pytest.skip("jax_cuda13_plugin is not installed: scripts/test --all installs it")
     copies = compile_step("l4", "--quantization", "fp8")["wide_copies"]
     assert copies["head.kernel: bf16[128256,4096]"] == 128256 * 4096 * 2
     assert "layers.0.mlp.gate_up.kernel: bf16[28672,4096]" in copies
