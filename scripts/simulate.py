@@ -16,17 +16,15 @@ from pathlib import Path
 
 import numpy as np
 
-from scripts.benchmarks.load.lengths import Lengths, Trace
+from scripts.benchmarks.load.lengths import Trace
+from scripts.benchmarks.load.presets import TRAFFIC
 from scripts.benchmarks.simulation.machine import Machine, Result, SimulatedRequest, simulate
 from scripts.benchmarks.simulation.policies import AdmitIfFree, Clairvoyant
 
 PAGE_SIZE = 64  # tokens
 LIMITS = ("none", "2048", "exact", "mixed")
 # (prompt, output): "conversation" has the distribution of Azure's trace; "code" has longer prompts and short outputs.
-_SYNTHETIC = {
-    "conversation": ("lognormal:1020:0.8:4:4142", "lognormal:150:0.9:1:1000"),
-    "code": ("lognormal:1500:0.9:4:7437", "lognormal:13:1.1:1:1899"),
-}
+_SYNTHETIC = {"conversation": TRAFFIC["chat"], "code": TRAFFIC["code"]}
 Row = dict[str, Result]
 
 
@@ -36,8 +34,8 @@ def lengths(kind: str, count: int, trace: Path | None) -> tuple[np.ndarray, np.n
         window = Trace.read(trace).window(0, count)
         return window.input_lens, window.output_lens
     random = np.random.default_rng(0)
-    prompts, outputs = (Lengths.parse(text).draw(count, random) for text in _SYNTHETIC[kind])
-    return prompts, outputs
+    traffic = _SYNTHETIC[kind]
+    return traffic.prompts.draw(count, random), traffic.outputs.draw(count, random)
 
 
 def backlog(prompts: np.ndarray, outputs: np.ndarray, *, limit: str, max_model_len: int) -> list[SimulatedRequest]:

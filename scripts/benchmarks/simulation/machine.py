@@ -11,15 +11,17 @@ import numpy as np
 
 from batcher.admission import make_sequence
 from batcher.buckets import BucketConfig, BucketLadder
-from batcher.config import EngineConfig
+from batcher.config import EngineConfig, Scheduling
 from batcher.core import EngineCore
 from batcher.forecast import Forecast
+from batcher.plan import StepPlan
 from batcher.request import Request, RequestOutput, SamplingParams
 from batcher.sequence import Sequence
 from batcher.step import Bucket, Capacity, StepInput, StepOutput
 
 EOS = 1
 TOKEN = 5  # drawn by every step until the request ends
+PREFIX_TOKEN = 6  # of the prefix that requests share
 VOCAB_SIZE = 1 << 20
 
 
@@ -31,6 +33,18 @@ class SimulatedRequest:
     num_prompt: int
     num_output: int
     max_tokens: int | None = None  # None: up to the context's length
+    num_shared: int = 0  # leading tokens of the prompt that all requests have in common
+
+
+@dataclass(frozen=True)
+class PerToken:
+    """A step that takes a constant time, and a time for each padded token."""
+
+    step_s: float
+    token_s: float
+
+    def __call__(self, plan: StepPlan) -> float:
+        return self.step_s + self.token_s * plan.bucket.num_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +56,31 @@ class Machine:
     max_model_len: int = 8192  # tokens
     num_pages: int = 1024
     page_size: int = 64  # tokens
-    step_s: float = 0.008
-    token_s: float = 0.00002  # per padded token
+    min_decode_rows: int = 1
+    cost: Callable[[StepPlan], float] = PerToken(0.008, 0.00002)  # seconds of a step on the device
+    # Seconds of the host per step and per row of it. With two steps in flight they pass while the device runs.
+    host_step_s: float = 0.0
+    host_row_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """The times of one finished request, in seconds of the simulation."""
+
+    arrived_s: float
+    first_s: float
+    last_s: float
+    num_output: int
+
+    @property
+    def ttft(self) -> float:
+        """Time to the first token."""
+        return self.first_s - self.arrived_s
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first; None for a single token."""
+        return (self.last_s - self.first_s) / (self.num_output - 1) if self.num_output > 1 else None
 
 
 @dataclass(kw_only=True)
@@ -55,8 +92,13 @@ class Result:
     num_preemptions: int = 0
     recomputed_tokens: int = 0  # known tokens of preempted requests that were computed again
     output_tokens: int = 0
+    row_seconds: float = 0.0  # rows with a use, times the seconds of their steps
+    device_s: float = 0.0  # seconds in which a step ran
+    most_pages: int = 0  # that were in use at once
     itl: list[float] = field(default_factory=list)
     ttft: list[float] = field(default_factory=list)
+    served: list[Served] = field(default_factory=list)  # in the order of their ends
+    token_times: list[float] = field(default_factory=list)  # of all output tokens, ascending
 
     @property
     def worst_itl(self) -> float:
@@ -70,7 +112,6 @@ class _Device:
 
     def __init__(self, capacity: Capacity) -> None:
         self._capacity = capacity
-        self.last_bucket: Bucket | None = None
 
     def capacity(self) -> Capacity:
         return self._capacity
@@ -79,7 +120,6 @@ class _Device:
         pass
 
     def execute(self, step: StepInput) -> _Device:
-        self.last_bucket = step.bucket
         return self
 
     def result(self) -> StepOutput:
@@ -96,12 +136,16 @@ def simulate(
     forecast: Forecast | None = None,
     max_stalls: int | None = None,
     prefix_caching: bool = True,
+    scheduling: Scheduling = Scheduling.CONTINUOUS,
+    max_concurrency: int | None = None,
     max_steps: int = 1_000_000,
 ) -> Result:
     """Runs a workload to its end.
 
     Args:
         requests: in the order of their arrival.
+        max_concurrency: requests in the server at once. The next one is sent when another has ended, and counts as
+            arrived then. None: there is no limit.
         forecast: used by admission; None: the scheduler's own.
         max_stalls: steps that a decode may wait for a page before another request is preempted; None: the scheduler's.
 
@@ -117,11 +161,12 @@ def simulate(
         vocab_size=VOCAB_SIZE,
     )
     limits = BucketConfig(
-        max_num_batched_tokens=machine.max_num_batched_tokens, max_num_seqs=machine.max_num_seqs, min_mixed_tokens=64
-    )
+        max_num_batched_tokens=machine.max_num_batched_tokens, max_num_seqs=machine.max_num_seqs,
+        min_decode_rows=machine.min_decode_rows, min_mixed_tokens=64,
+    )  # fmt: skip
     now = 0.0
     device = _Device(capacity)
-    config = EngineConfig(eos_token_ids=(EOS,), prefix_caching=prefix_caching, seed=0)
+    config = EngineConfig(eos_token_ids=(EOS,), prefix_caching=prefix_caching, scheduling=scheduling, seed=0)
     core = EngineCore(device, config, BucketLadder(limits), lambda: now)
     if forecast is not None:
         core.scheduler.forecast = forecast
@@ -132,34 +177,40 @@ def simulate(
     ends: deque[float] = deque()  # of the steps in flight
     result = Result()
     last_heard: dict[str, float] = {}
+    most = len(requests) if max_concurrency is None else max_concurrency
     while coming or core.sequences:
         if not core.in_flight and not core.sequences:
             now = max(now, coming[0][1].arrival_s)
-        while coming and coming[0][1].arrival_s <= now:
+        while coming and coming[0][1].arrival_s <= now and len(core.sequences) < most:
             number, request = coming.popleft()
-            core.add(_sequence(number, request, capacity))
+            arrived_s = request.arrival_s if max_concurrency is None else now
+            core.add(_sequence(number, request, capacity, arrived_s))
         while core.can_dispatch() and (step := core.dispatch()) is not None:
-            assert device.last_bucket is not None
-            cost = machine.step_s + machine.token_s * device.last_bucket.num_tokens
+            cost = machine.cost(step.plan)
+            now += machine.host_step_s + machine.host_row_s * len(step.plan.rows)
             ends.append(max(now, ends[-1] if ends else 0.0) + cost)
             result.num_steps += 1
+            result.device_s += cost
+            result.row_seconds += cost * (len(step.plan.rows) - step.plan.num_ended)
+            result.most_pages = max(result.most_pages, core.scheduler.pool.num_used)
             result.recomputed_tokens += sum(
                 chunk.count for chunk in step.plan.chunks if step.plan.rows[chunk.row].num_preemptions
             )
         if result.num_steps > max_steps:
             raise RuntimeError(f"the workload takes more than {max_steps} steps")
-        now = ends.popleft()
+        now = max(now, ends.popleft())
         for sequence, output in core.complete(_drawn(core, wanted)):
-            _hear(result, last_heard, sequence.request_id, sequence.arrived_s, output, now)
+            _hear(result, last_heard, sequence, output, now)
     result.seconds = now
     result.num_preemptions = core.scheduler.num_preemptions
     core.scheduler.check_integrity()
     return result
 
 
-def _sequence(number: int, request: SimulatedRequest, capacity: Capacity) -> Sequence:
+def _sequence(number: int, request: SimulatedRequest, capacity: Capacity, arrived_s: float) -> Sequence:
     prompt = np.full(request.num_prompt, TOKEN)
-    prompt[0] = 10 + number  # no two requests share a prefix
+    prompt[: request.num_shared] = PREFIX_TOKEN
+    prompt[min(request.num_shared, request.num_prompt - 1)] = 10 + number  # no two requests share more
     room = capacity.max_model_len - request.num_prompt
     sampling = SamplingParams(max_tokens=min(request.max_tokens or room, room), temperature=0.0, seed=0)
     return make_sequence(
@@ -168,7 +219,7 @@ def _sequence(number: int, request: SimulatedRequest, capacity: Capacity) -> Seq
         capacity=capacity,
         eos_token_ids=(EOS,),
         seed=0,
-        arrived_s=request.arrival_s,
+        arrived_s=arrived_s,
     )
 
 
@@ -179,14 +230,22 @@ def _drawn(core: EngineCore, wanted: dict[str, int]) -> StepOutput:
     return StepOutput(tokens=np.array(tokens, np.int32), finite=np.ones(len(tokens), bool))
 
 
-def _hear(
-    result: Result, last_heard: dict[str, float], request_id: str, arrived_s: float, output: RequestOutput, now: float
-) -> None:
+def _hear(result: Result, last_heard: dict[str, float], sequence: Sequence, output: RequestOutput, now: float) -> None:
     result.output_tokens += len(output.token_ids)
-    before = last_heard.pop(request_id, None)
+    result.token_times += [now] * len(output.token_ids)
+    before = last_heard.pop(sequence.request_id, None)
     if before is None:
-        result.ttft.append(now - arrived_s)
+        result.ttft.append(now - sequence.arrived_s)
     else:
         result.itl.append(now - before)
     if output.finish_reason is None:
-        last_heard[request_id] = now
+        last_heard[sequence.request_id] = now
+        return
+    result.served.append(
+        Served(
+            arrived_s=sequence.arrived_s,
+            first_s=sequence.first_token_s,
+            last_s=now,
+            num_output=len(sequence.output),
+        )
+    )

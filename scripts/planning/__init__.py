@@ -1,0 +1,1 @@
+"""What a deployment will do before it is paid for: memory, speed and cost, counted, estimated or compiled."""

@@ -1,0 +1,84 @@
+"""The hardware of a plan: chips of one kind, and how they are connected."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from pallas_kernels.chips import GPUS, TPUS, GpuChip, TpuChip
+
+CHIPS: dict[str, TpuChip | GpuChip] = {**TPUS, **GPUS}
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one device sends to its neighbours, and what a collective costs however small it is."""
+
+    bytes_per_s: float  # in one direction, over all of the device's links
+    latency_s: float  # of an all-reduce
+
+
+# Published bandwidths of both directions, halved. TPUs: "ICI bandwidth per chip" on Google Cloud's page of the
+# generation; a device of tpu7x is half a chip. GPUs: NVLink or PCIe of NVIDIA's data sheets. Latencies are estimates:
+# a few hops between TPUs, a launch of NCCL between GPUs.
+LINKS = {
+    "v5e": Link(200e9, 8e-6),
+    "v5p": Link(600e9, 8e-6),
+    "v6e": Link(400e9, 8e-6),
+    "tpu7x": Link(300e9, 8e-6),
+    "a100": Link(300e9, 15e-6),
+    "l4": Link(32e9, 25e-6),
+    "h100": Link(450e9, 15e-6),
+    "h200": Link(450e9, 15e-6),
+    "b200": Link(900e9, 15e-6),
+    "b300": Link(900e9, 15e-6),
+    "rtx5090": Link(64e9, 25e-6),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Devices as jax counts them."""
+
+    name: str  # as it was asked for
+    chip: TpuChip | GpuChip
+    num_devices: int | None  # None: as many as one replica takes
+
+    @property
+    def platform(self) -> str:
+        """tpu or gpu."""
+        return "tpu" if isinstance(self.chip, TpuChip) else "gpu"
+
+    @property
+    def link(self) -> Link:
+        """Between the devices."""
+        return LINKS[self.chip.name]
+
+    @property
+    def flops_per_s(self) -> float:
+        """Of one device, in bfloat16."""
+        if isinstance(self.chip, TpuChip):
+            return self.chip.clock_hz * self.chip.flops_per_cycle
+        return self.chip.bf16_flops_per_s
+
+
+def parse_target(text: str) -> Target:
+    """`v6e:2x4`, `8xh100`, or a chip alone, such as `l4`. Raises ValueError for anything else."""
+    tpu = re.fullmatch(r"(\w+):(\d+(?:x\d+){1,2})", text)
+    gpu = re.fullmatch(r"(\d+)x(\w+)", text)
+    if tpu and tpu[1] in TPUS:
+        count = math.prod(map(int, tpu[2].split("x"))) * (2 if tpu[1] == "tpu7x" else 1)
+        name, num_devices = tpu[1], count
+    elif gpu and gpu[2] in GPUS:
+        name, num_devices = gpu[2], int(gpu[1])
+    elif text in CHIPS:
+        return Target(name=text, chip=CHIPS[text], num_devices=None)
+    else:
+        num_devices = 0
+    if not num_devices:
+        raise ValueError(
+            f"--target {text}: it is a TPU and its topology (v6e:2x4; {', '.join(TPUS)}), GPUs (8xh100; "
+            f"{', '.join(GPUS)}), or one of these names alone"
+        )
+    return Target(name=text, chip=CHIPS[name], num_devices=num_devices)
