@@ -30,7 +30,17 @@ from scripts.planning.report import (
     static_line,
     step_lines,
 )
-from scripts.planning.sweep import SEQS, TOKENS, Candidate, Load, Outcome, Search, search, static_against_continuous
+from scripts.planning.sweep import (
+    SEQS,
+    TOKENS,
+    Candidate,
+    Grid,
+    Load,
+    Outcome,
+    Search,
+    search,
+    static_against_continuous,
+)
 from scripts.planning.target import parse_target
 from scripts.planning.workload import DEFAULT_PERCENTILE, Workload, parse_objectives, parse_workload
 from scripts.wiring.errors import FailedError
@@ -88,9 +98,8 @@ class Planner:
                 return None
 
         load = Load(request_rate=self.args.request_rate, max_concurrency=self.args.max_concurrency)
-        found = search(
-            candidate, self._parallel, self.workload, self.objectives, load, _progress, seqs=seqs, tokens=tokens
-        )
+        grid = Grid(parallel=self._parallel, seqs=seqs, tokens=tokens)
+        found = search(candidate, grid, self.workload, self.objectives, load, _progress)
         if not found.tried and refused:
             raise refused[-1]
         if found.best is None:
@@ -105,7 +114,7 @@ class Planner:
         candidate = self._smallest() if self.found is None else self._best.candidate
         if self.args.compile:
             sizes = candidate.sizes
-            _progress("compiling the largest step at one and at two layers")
+            _progress("compiling the largest step with two layers")
             temporaries = compiled_temporaries(sizes, candidate.memory)
             return replace(candidate, memory=sizes.memory(candidate.settings, temporaries=temporaries))
         return candidate

@@ -29,7 +29,8 @@ def plot(outcomes: Sequence[Outcome], best: Outcome, path: Path, title: str) -> 
     lines: dict[str, list[tuple[float, float]]] = {}
     for outcome in outcomes:
         buckets = outcome.candidate.memory.buckets
-        name = f"{outcome.candidate.num_replicas} x {outcome.candidate.sizes.chips} chips, {buckets.max_num_seqs} rows, {buckets.max_num_batched_tokens} tokens"
+        chips = f"{outcome.candidate.num_replicas} x {outcome.candidate.sizes.chips} chips"
+        name = f"{chips}, {buckets.max_num_seqs} rows, {buckets.max_num_batched_tokens} tokens"
         lines.setdefault(name, []).append(_point(outcome))
     for name, points in lines.items():
         xs, ys = zip(*sorted(points), strict=True)

@@ -44,7 +44,7 @@ class Roofline:
     num_devices: int
 
     def __call__(self, plan: StepPlan) -> float:
-        pairs = tokens = 0
+        pairs, tokens = 0.0, 0
         for seq, count in zip(plan.rows, plan.q_lens, strict=True):
             tokens += seq.num_computed
             pairs += count * (seq.num_computed - (count - 1) / 2)

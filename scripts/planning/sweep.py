@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -14,11 +14,12 @@ from scripts.planning.roofline import HOST_ROW_S, HOST_STEP_S
 from scripts.planning.workload import METRICS, Objectives, Workload, arriving
 from scripts.wiring.settings import EngineSettings
 
-SEQS = (256, 64, 128, 512)  # the first of each is tried first
+SEQS = (256, 64, 128, 512)
 TOKENS = (2048, 512, 1024, 4096, 8192)
 MIN_REQUESTS = 300  # of one simulation
 TURNOVERS = 3  # requests of one simulation, as a multiple of `--max-num-seqs`
 RATE_STEPS = 6  # bisections of the request rate
+MAX_LOAD = 0.95  # of the rate at which no row is ever idle: above it, queues grow without end
 PERCENTILES = (50, 90, 95, 99)
 
 
@@ -69,6 +70,16 @@ class Outcome:
     pages_used: float  # largest share of the pages
     meets: bool = True  # its objectives
 
+    @property
+    def max_num_seqs(self) -> int:
+        """Rows of a step."""
+        return self.candidate.memory.buckets.max_num_seqs
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Tokens of a step."""
+        return self.candidate.memory.buckets.max_num_batched_tokens
+
 
 @dataclass(kw_only=True)
 class Search:
@@ -76,6 +87,15 @@ class Search:
 
     best: Outcome | None = None
     tried: list[Outcome] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """What is tried. The first of each is tried first."""
+
+    parallel: Sequence[int]  # chips of a replica
+    seqs: Sequence[int] = SEQS
+    tokens: Sequence[int] = TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,17 +142,18 @@ def _outcome(
     rate: float | None,
     objectives: Objectives | None,
 ) -> Outcome:
-    """Tokens are counted until the last arrival, while the load is on."""
+    """Figures of the time from the arrival of a third of the requests until the last arrival: the load is steady."""
     replicas = candidate.num_replicas
     arrivals = np.sort([served.arrived_s for served in result.served])
-    until = float(arrivals[-1]) or result.seconds
-    tokens = int(np.searchsorted(result.token_times, until, side="right"))
-    if not tokens:  # a load so short that nothing was answered while it lasted
-        until, tokens = result.seconds, result.output_tokens
+    begin, until = float(arrivals[len(arrivals) // 3]), float(arrivals[-1])
+    if until - begin < result.seconds / 10:  # all arrived nearly at once
+        begin, until = 0.0, result.seconds
+    first, last = np.searchsorted(result.token_times, [begin, until], side="right")
+    tokens_per_s = replicas * float(last - first) / (until - begin)
     outputs_per_request = result.output_tokens / len(requests)
     inputs_per_request = sum(request.num_prompt for request in requests) / len(requests)
-    requests_per_s = replicas * tokens / until / outputs_per_request
-    settled = [served for served in result.served if served.arrived_s >= arrivals[len(arrivals) // 3]]
+    requests_per_s = tokens_per_s / outputs_per_request
+    settled = [served for served in result.served if served.arrived_s >= begin]
     values = {
         "ttft_ms": [served.ttft for served in settled],
         "tpot_ms": [served.tpot for served in settled if served.tpot is not None],
@@ -149,7 +170,7 @@ def _outcome(
         candidate=candidate,
         offered_per_s=rate,
         requests_per_s=requests_per_s,
-        output_tokens_per_s=replicas * tokens / until,
+        output_tokens_per_s=tokens_per_s,
         total_tokens_per_s=requests_per_s * (inputs_per_request + outputs_per_request),
         latencies=latencies,
         num_preemptions=result.num_preemptions,
@@ -169,15 +190,15 @@ def best_rate(
         above: a rate that another candidate reaches: without more than it, the search ends after its first step.
     """
     saturated = measure(candidate, workload, rate=None, objectives=None).requests_per_s
-    low, high = 0.0, saturated * 1.02
+    low, high = 0.0, saturated * MAX_LOAD
     if above:
-        if above >= high:
+        low = above * 1.01
+        if low >= high:
             return
-        outcome = measure(candidate, workload, rate=above * 1.01, objectives=objectives)
+        outcome = measure(candidate, workload, rate=low, objectives=objectives)
         yield outcome
         if not outcome.meets:
             return
-        low = above * 1.01
     for _ in range(RATE_STEPS):
         if high - low < 0.03 * high:
             return
@@ -189,16 +210,15 @@ def best_rate(
 
 def search(
     candidates: Callable[[int, int, int], Candidate | None],
-    parallel: list[int],
+    grid: Grid,
     workload: Workload,
     objectives: Objectives | None,
     load: Load,
     report: Callable[[str], None],
-    *,
-    seqs: tuple[int, ...] = SEQS,
-    tokens: tuple[int, ...] = TOKENS,
 ) -> Search:
     """Looks for the best settings, one kind after the other: the chips of a replica, then tokens, then rows of a step.
+
+    If nothing meets the objectives with the first limits of the grid, the others are tried with all chips.
 
     Args:
         candidates: of (chips of a replica, rows, tokens); None: they do not fit.
@@ -216,29 +236,17 @@ def search(
         report(f"simulating {candidate.num_replicas} x {chips} chips, {rows} rows, {budget} tokens a step")
         for outcome in _outcomes(candidate, workload, objectives, load, found.best):
             found.tried.append(outcome)
-            if outcome.meets and _is_better(outcome, found.best, load):
+            if outcome.meets and _is_better(outcome, found.best):
                 found.best = outcome
 
-    for chips in parallel:
-        consider(chips, seqs[0], tokens[0])
-    if found.best is None:  # nothing meets the objectives with the default limits: try the others with every split
-        starts = parallel
-    else:
-        starts = [found.best.candidate.sizes.chips]
-    for chips in starts:
-        for budget in tokens:
-            consider(chips, _rows(found, seqs), budget)
-        for rows in seqs:
-            consider(chips, rows, _budget(found, tokens))
+    for chips in grid.parallel:
+        consider(chips, grid.seqs[0], grid.tokens[0])
+    for chips in grid.parallel if found.best is None else [found.best.candidate.sizes.chips]:
+        for budget in grid.tokens:
+            consider(chips, grid.seqs[0] if found.best is None else found.best.max_num_seqs, budget)
+        for rows in grid.seqs:
+            consider(chips, rows, grid.tokens[0] if found.best is None else found.best.max_num_batched_tokens)
     return found
-
-
-def _rows(found: Search, seqs: tuple[int, ...]) -> int:
-    return seqs[0] if found.best is None else found.best.candidate.memory.buckets.max_num_seqs
-
-
-def _budget(found: Search, tokens: tuple[int, ...]) -> int:
-    return tokens[0] if found.best is None else found.best.candidate.memory.buckets.max_num_batched_tokens
 
 
 def _outcomes(
@@ -249,20 +257,24 @@ def _outcomes(
             candidate, workload, rate=load.request_rate, concurrency=load.max_concurrency, objectives=objectives
         )
     else:
-        yield from best_rate(candidate, workload, objectives, above=best.requests_per_s if best else 0.0)
+        yield from best_rate(candidate, workload, objectives, above=_rate(best) if best else 0.0)
 
 
-def _is_better(outcome: Outcome, best: Outcome | None, load: Load) -> bool:
-    """With a given rate, lower latency; otherwise more requests per second. Small gains do not count."""
+def _is_better(outcome: Outcome, best: Outcome | None) -> bool:
+    """More requests per second; at an equal rate, lower latency. Differences below 2% do not count."""
     if best is None:
         return True
-    if load.request_rate is not None:
+    if outcome.offered_per_s is not None and outcome.offered_per_s == best.offered_per_s:
         return _latency(outcome) < 0.98 * _latency(best)
-    return outcome.requests_per_s > 1.005 * best.requests_per_s
+    return _rate(outcome) > (1.005 if outcome.offered_per_s else 1.02) * _rate(best)
+
+
+def _rate(outcome: Outcome) -> float:
+    return outcome.offered_per_s or outcome.requests_per_s
 
 
 def _latency(outcome: Outcome) -> float:
-    """A request's mean seconds per token, with the first one."""
+    """Milliseconds of the first hundred tokens."""
     return outcome.latencies["ttft_ms"]["p95"] + 100 * outcome.latencies["tpot_ms"]["p95"]
 
 
@@ -271,12 +283,9 @@ def static_against_continuous(candidate: Candidate, workload: Workload) -> dict[
     with the lengths of their outputs as `max_tokens`."""
     drawn = workload.draw(candidate.num_requests, candidate.memory.max_model_len)
     requests = [replace(request, max_tokens=request.num_output) for request in drawn]
-    return {
-        way.value: candidate.num_replicas * result.output_tokens / result.seconds
-        for way in (Scheduling.CONTINUOUS, Scheduling.STATIC)
-        for result in [
-            simulate(
-                requests, candidate.machine, prefix_caching=candidate.settings.enable_prefix_caching, scheduling=way
-            )
-        ]
-    }
+    figures = {}
+    for way in (Scheduling.CONTINUOUS, Scheduling.STATIC):
+        caching = candidate.settings.enable_prefix_caching
+        result = simulate(requests, candidate.machine, prefix_caching=caching, scheduling=way)
+        figures[way.value] = candidate.num_replicas * result.output_tokens / result.seconds
+    return figures
