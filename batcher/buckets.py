@@ -19,6 +19,8 @@ class BucketConfig:
     half_steps: bool = True  # from 64 tokens on, also 1.5 times each power of two
     few_rows: int = 8  # each mixed T also has a program with about this many rows, for a lightly loaded server
     embeds: bool = False  # there are programs that pool hidden states
+    num_drafts: int = 0  # per row, of speculative programs; 0: there are none
+    max_draft_rows: int = 0  # of the largest speculative program
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -31,6 +33,13 @@ class BucketConfig:
         if min(self.min_decode_rows, self.min_mixed_tokens, self.few_rows) < 1:
             raise ValueError(
                 f"smallest shapes are positive: {self.min_decode_rows=} {self.min_mixed_tokens=} {self.few_rows=}"
+            )
+        if self.num_drafts < 0 or (self.num_drafts > 0) != (self.max_draft_rows > 0):
+            raise ValueError(f"speculation has drafts and rows: {self.num_drafts=} {self.max_draft_rows=}")
+        if self.max_draft_rows * (1 + self.num_drafts) > self.max_num_batched_tokens:
+            raise ValueError(
+                "a speculative step must be within the limit of all steps: "
+                f"{self.max_draft_rows=} {self.num_drafts=} {self.max_num_batched_tokens=}"
             )
 
 
@@ -46,7 +55,7 @@ class BucketLadder:
     Every program costs seconds of start-up. Mixed steps have no GREEDY program: when no row samples, SAMPLE's extra
     work is skipped at run time and costs nothing next to the prompt's matrix products. SCORE exists only at both
     limits: it is rare, and its programs are heavy. EMBED has every `_EMBED_STRIDE`-th T from the largest down, with the
-    most rows of each.
+    most rows of each. Speculative buckets have the row rungs of decodes up to `max_draft_rows`, in both variants.
     """
 
     def __init__(self, config: BucketConfig) -> None:
@@ -65,14 +74,16 @@ class BucketLadder:
                 self._mixed.append((t, [*few, fitting[-1]]))
         self._tokens = [t for t, _ in self._mixed]
         thinned = _powers(config.min_mixed_tokens, config.max_num_batched_tokens)[::-_EMBED_STRIDE]
+        self._draft = [s for s in self._decode if s <= config.max_draft_rows]
         self._embed = sorted(Bucket(t, min(config.max_num_seqs, t - 1), Variant.EMBED) for t in thinned if t > 1)
 
     def buckets(self) -> list[Bucket]:
         """All of them, cheapest first."""
         decodes = [Bucket(s, s, variant) for variant in (Variant.GREEDY, Variant.SAMPLE) for s in self._decode]
         mixed = [Bucket(t, s, Variant.SAMPLE) for t, rows in self._mixed for s in rows]
+        drafts = [self._with_drafts(s, variant) for variant in (Variant.GREEDY, Variant.SAMPLE) for s in self._draft]
         score = Bucket(self.config.max_num_batched_tokens, self.config.max_num_seqs, Variant.SCORE)
-        return sorted([*decodes, *mixed, score, *(self._embed if self.config.embeds else ())])
+        return sorted([*decodes, *mixed, *drafts, score, *(self._embed if self.config.embeds else ())])
 
     def choose(self, num_tokens: int, num_rows: int, *, decode_only: bool, variant: Variant) -> Bucket:
         """The smallest bucket that holds the step. Raises ValueError if the step exceeds a limit."""
@@ -92,6 +103,14 @@ class BucketLadder:
             if num_rows <= row_rungs[-1]:
                 return Bucket(tokens, row_rungs[bisect_left(row_rungs, num_rows)], Variant.SAMPLE)
         raise AssertionError("the largest bucket holds every legal step")
+
+    def choose_speculative(self, num_rows: int, variant: Variant) -> Bucket | None:
+        """The smallest speculative bucket with so many rows; None if there is none."""
+        rung = bisect_left(self._draft, num_rows)
+        return self._with_drafts(self._draft[rung], variant) if rung < len(self._draft) else None
+
+    def _with_drafts(self, num_rows: int, variant: Variant) -> Bucket:
+        return Bucket(num_rows * (1 + self.config.num_drafts), num_rows, variant, self.config.num_drafts)
 
     def better_left(self, num_tokens: int, *, next_decodes: int | None, step_cost_tokens: int) -> int:
         """The number of tokens that a mixed step leaves to the next one, instead of padding up to its rung; mostly 0.

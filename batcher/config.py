@@ -23,6 +23,7 @@ class EngineConfig:
     max_waiting: int = 1024  # requests that may wait beyond the ones that the slots can hold
     pipeline_depth: int = 2  # steps in flight; 2: step N+1 is dispatched before step N is read. 1: no overlap
     step_cost_tokens: int = 16  # tokens whose computation takes as long as one more step; steers chunk trimming
+    weights_cost_tokens: float = 16.0  # tokens whose computation takes as long as reading the weights; for speculation
     step_timeout_s: float | None = None  # least time that a step is given before the device counts as stuck; None: any
     seed: int | None = None  # for drawing the seeds of requests without one; None: the operating system's
 
@@ -33,5 +34,7 @@ class EngineConfig:
             raise ValueError(f"the queue limit is not negative: {self.max_waiting=}")
         if self.step_timeout_s is not None and self.step_timeout_s <= 0:
             raise ValueError(f"a step is given some time: {self.step_timeout_s=}")
+        if self.weights_cost_tokens < 0:
+            raise ValueError(f"reading the weights takes some time: {self.weights_cost_tokens=}")
         if self.step_cost_tokens < 0:
             raise ValueError(f"a step's fixed cost is not negative: {self.step_cost_tokens=}")

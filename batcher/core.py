@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +21,10 @@ from batcher.pooling import embedding, take_pooled
 from batcher.request import ErrorCode, FinishReason, RequestOutput, TokenLogprobs
 from batcher.scheduler import Scheduler
 from batcher.sequence import Sequence, State
+from batcher.speculation import SpeculativeScheduler, may_have_drafts
 from batcher.static import StaticScheduler
 from batcher.stats import EngineStats
-from batcher.step import Runner, StepHandle, StepOutput, Variant
+from batcher.step import Capacity, Runner, StepHandle, StepOutput, Variant
 from batcher.step_log import StepLog
 from batcher.step_watch import StepWatch
 
@@ -44,10 +46,7 @@ class EngineCore:
 
     def __init__(self, runner: Runner, config: EngineConfig, ladder: BucketLadder, clock: Callable[[], float]) -> None:
         capacity = runner.capacity()
-        scheduler_class = StaticScheduler if config.scheduling is Scheduling.STATIC else Scheduler
-        self.scheduler: Scheduler = scheduler_class(
-            capacity, ladder, prefix_caching=config.prefix_caching, step_cost_tokens=config.step_cost_tokens
-        )
+        self.scheduler = _make_scheduler(capacity, config, ladder)
         self.in_flight: deque[InFlight] = deque()  # oldest first
         self.sequences: dict[str, Sequence] = {}  # waiting and running
         self._runner = runner
@@ -169,10 +168,14 @@ class EngineCore:
         if plan.bucket.variant is Variant.EMBED:
             take_pooled(plan, output)
         now = self._clock()
-        tokens, finite = output.tokens.tolist(), output.finite.tolist()
-        gaps: dict[float, int] = {}  # time of the previous token -> rows
+        finite = output.finite.tolist()
+        tokens: list[tuple[int, ...]] = list(zip(*output.tokens.T.tolist(), strict=True))  # of each row
+        if plan.bucket.num_drafts:
+            tokens = self._settle(plan, output, tokens)
+        gaps: dict[float, int] = {}  # mean time of the row's tokens since the one before them -> tokens
         deliveries: list[Delivery] = []
-        for row, (seq, emits) in enumerate(zip(plan.rows, plan.emits, strict=True)):
+        padded = zip(plan.rows, plan.emits, tokens, strict=False)
+        for row, (seq, emits, drawn) in enumerate(padded):
             if not emits or seq.state is State.FINISHED:  # the surplus token of an ended request is dropped
                 continue
             if not finite[row]:
@@ -182,10 +185,11 @@ class EngineCore:
                 deliveries.append(self._end_embedded(seq))
                 continue
             if seq.first_token_s >= 0:
-                gaps[seq.last_token_s] = gaps.get(seq.last_token_s, 0) + 1
-            deliveries.append((seq, self._take_token(seq, tokens[row], now, output, row)))
-        for last, times in gaps.items():
-            self._counts.inter_token_latency.observe(now - last, times)
+                gap = (now - seq.last_token_s) / len(drawn)
+                gaps[gap] = gaps.get(gap, 0) + len(drawn)
+            deliveries.append((seq, self._take_tokens(seq, drawn, now, output, row)))
+        for gap, times in gaps.items():
+            self._counts.inter_token_latency.observe(gap, times)
         return deliveries
 
     def fail(self, error: BaseException) -> list[Delivery]:
@@ -235,14 +239,32 @@ class EngineCore:
 
     # --- within a step ---
 
-    def _take_token(self, seq: Sequence, token: int, now: float, step: StepOutput, row: int) -> RequestOutput:
-        """Takes in one token. This runs for every token, so work that few tokens need is behind conditions."""
-        output = RequestOutput(request_id=seq.request_id, token_ids=(token,), num_cached_tokens=seq.num_hit_tokens)
-        seq.output.append(token)
+    def _settle(self, plan: StepPlan, output: StepOutput, tokens: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Takes in how many drafts were accepted. Returns each row's tokens, up to its request's end."""
+        assert output.num_drafts is not None and output.num_accepted is not None
+        assert isinstance(self.scheduler, SpeculativeScheduler)
+        proposed, accepted = output.num_drafts.tolist(), output.num_accepted.tolist()
+        settled = []
+        for row, (seq, q_len) in enumerate(zip(plan.rows, plan.q_lens, strict=True)):
+            drawn = tokens[row][: 1 + accepted[row]]
+            settled.append(drawn[: _num_to_end(seq, drawn)])
+            if seq.state is not State.FINISHED:
+                self.scheduler.drawn(seq, len(drawn), q_len)
+                self._counts.speculation.observe(proposed[row], accepted[row])
+                self._counts.speculation.num_undrafted_rows += not may_have_drafts(seq)
+        return settled
+
+    def _take_tokens(
+        self, seq: Sequence, tokens: tuple[int, ...], now: float, step: StepOutput, row: int
+    ) -> RequestOutput:
+        """Takes in the tokens of a row; only the last of them can end its request. This runs for every row, so work
+        that few rows need is behind conditions."""
+        output = RequestOutput(request_id=seq.request_id, token_ids=tokens, num_cached_tokens=seq.num_hit_tokens)
+        seq.output += tokens
         seq.last_token_s = now
-        self._counts.generation_tokens += 1
+        self._counts.generation_tokens += len(tokens)
         if seq.sampling.logprobs is not None:
-            output.logprobs = (_logprobs(step, row, seq.sampling.logprobs),)
+            output.logprobs = _logprobs(step, row, len(tokens), seq.sampling.logprobs)
         if seq.first_token_s < 0:
             seq.first_token_s = now
             self._counts.time_to_first_token.observe(now - seq.arrived_s)
@@ -251,7 +273,7 @@ class EngineCore:
             if seq.prompt_logprobs is not None:
                 output.prompt_logprobs = tuple(entry for entry in seq.prompt_logprobs if entry is not None)
                 assert len(output.prompt_logprobs) == seq.num_prompt - 1, "a prompt position was not scored"
-        count = len(seq.output)
+        token, count = tokens[-1], len(seq.output)
         if token in seq.stop_ids and count >= seq.sampling.min_tokens:
             output.finish_reason = FinishReason.STOP
             output.stop_reason = token if token in seq.sampling.stop_token_ids else None
@@ -261,7 +283,7 @@ class EngineCore:
             self._forget(seq, output.finish_reason)
             return output
         if seq.matcher is not None:
-            self._ask(seq, (token,))
+            self._ask(seq, tokens)
         if seq.num_computed >= seq.commit_at:
             self.scheduler.commit(seq)
         return output
@@ -362,6 +384,15 @@ class EngineCore:
             counts.time_per_output_token.observe(mean)
 
 
+def _make_scheduler(capacity: Capacity, config: EngineConfig, ladder: BucketLadder) -> Scheduler:
+    options: dict[str, Any] = {"prefix_caching": config.prefix_caching, "step_cost_tokens": config.step_cost_tokens}
+    if config.scheduling is Scheduling.STATIC:
+        return StaticScheduler(capacity, ladder, **options)  # a baseline, without drafts
+    if ladder.config.num_drafts:
+        return SpeculativeScheduler(capacity, ladder, **options, weights_cost_tokens=config.weights_cost_tokens)
+    return Scheduler(capacity, ladder, **options)
+
+
 def _still_queued(seq: Sequence) -> bool:
     """Whether the deadline still applies. It does not for a preempted request, which was admitted before."""
     return seq.state in (State.COMPILING, State.WAITING) and seq.started_s < 0
@@ -377,9 +408,20 @@ class _Refused:
         raise self._error
 
 
-def _logprobs(output: StepOutput, row: int, count: int) -> TokenLogprobs:
-    """Log-probabilities of the token that a row has drawn."""
-    return _entry(output.logprobs, output.top_ids, output.top_logprobs, row, count)
+def _num_to_end(seq: Sequence, drawn: tuple[int, ...]) -> int:
+    """How many of the next tokens of a request belong to it: those after its end do not."""
+    for count, token in enumerate(drawn, 1):
+        total = len(seq.output) + count
+        if total == seq.limit or (token in seq.stop_ids and total >= seq.sampling.min_tokens):
+            return count
+    return len(drawn)
+
+
+def _logprobs(output: StepOutput, row: int, num_tokens: int, count: int) -> tuple[TokenLogprobs, ...]:
+    """Log-probabilities of the tokens that a row has drawn."""
+    return tuple(
+        _entry(output.logprobs, output.top_ids, output.top_logprobs, (row, i), count) for i in range(num_tokens)
+    )
 
 
 def _target_logprobs(output: StepOutput, position: int, count: int) -> TokenLogprobs:
@@ -393,14 +435,14 @@ def _entry(
     logprobs: np.ndarray | None,
     top_ids: np.ndarray | None,
     top_logprobs: np.ndarray | None,
-    at: int,
+    at: int | tuple[int, int],
     count: int,
     rank: int | None = None,
 ) -> TokenLogprobs:
     assert logprobs is not None and top_ids is not None and top_logprobs is not None
     return TokenLogprobs(
         logprob=float(logprobs[at]),
-        top_ids=tuple(top_ids[at, :count].tolist()),
-        top_logprobs=tuple(top_logprobs[at, :count].tolist()),
+        top_ids=tuple(top_ids[at][:count].tolist()),
+        top_logprobs=tuple(top_logprobs[at][:count].tolist()),
         rank=rank,
     )

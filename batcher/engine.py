@@ -86,6 +86,8 @@ class Engine:
                 "steps longer than the runner takes: "
                 f"{limits.max_num_batched_tokens=} {self._capacity.max_num_batched_tokens=}"
             )
+        if limits.num_drafts and not self._capacity.keeps_text:
+            raise ValueError(f"the runner keeps no text to take drafts from: {limits.num_drafts=}")
         if limits.embeds != (self._capacity.pooling is not None):
             raise ValueError(f"one of runner and ladder embeds: {self._capacity.pooling=} {limits.embeds=}")
         self.config = config

@@ -81,9 +81,9 @@ class Packer:
         """(flat indices i64[n], values i64[n]). No index repeats: a scatter with repeated indices has no order."""
         indices, values = [], []
         if plan.grown:
-            first = SlotLayout.PAGE_TABLE - 1
-            indices.append(np.array([s.slot * self._width + first + len(s.pages) for s in plan.grown]))
-            values.append(np.array([s.pages[-1] for s in plan.grown]))
+            first = SlotLayout.PAGE_TABLE
+            indices.append(np.array([seq.slot * self._width + first + page for seq, page in plan.grown]))
+            values.append(np.array([seq.pages[page] for seq, page in plan.grown]))
             self._mirror.reshape(-1)[indices[0]] = values[0]
         for seq in plan.admitted:
             columns, wanted = slot_state(seq, self._page_size)

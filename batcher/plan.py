@@ -35,4 +35,4 @@ class StepPlan:
     chunks: list[Chunk] = field(default_factory=list)  # rows not listed here read their slot's last token
     admitted: list[Sequence] = field(default_factory=list)
     masks: list[tuple[Sequence, np.ndarray]] = field(default_factory=list)  # of the tokens drawn under a grammar
-    grown: list[Sequence] = field(default_factory=list)  # running rows with one new page
+    grown: list[tuple[Sequence, int]] = field(default_factory=list)  # running rows and the indices of new pages

@@ -118,6 +118,12 @@ class Scheduler:
             keep += 1
         del self._held[:keep]
 
+    def take_back(self, sequence: Sequence, num_tokens: int) -> None:
+        """A step that has returned has drawn so many tokens fewer for a request than it had places for."""
+        sequence.num_emitted -= num_tokens
+        if sequence.state is State.RUNNING:  # otherwise it was preempted in flight, and starts anew
+            sequence.num_computed -= num_tokens
+
     def commit(self, sequence: Sequence) -> None:
         """Adds a request's pages to the prefix cache as soon as they are full of known, dispatched tokens."""
         if not self.prefix_caching or sequence.num_computed < sequence.commit_at:
@@ -152,10 +158,10 @@ class Scheduler:
             return None
         return self._plan(singles, chunks, admitted, grown)
 
-    def _decodes(self) -> tuple[list[Sequence], list[Sequence]]:
-        """The requests that decode in this step, each with a page to write to, and those of them with a new page."""
+    def _decodes(self) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
+        """The requests that decode in this step, each with a page to write to, and the new pages (see `StepPlan`)."""
         rows: list[Sequence] = []
-        grown: list[Sequence] = []
+        grown: list[tuple[Sequence, int]] = []
         stalled: list[Sequence] = []
         running, page_size = self.running, self.page_size
         promised = 0  # pages for requests that wait until a step in flight releases pages
@@ -173,25 +179,24 @@ class Scheduler:
                 if not self._make_room(seq, promised):
                     promised += seq.state is State.RUNNING
                     continue
-                self._grow(seq)
-                grown.append(seq)
+                grown.append(self._grow(seq))
             rows.append(seq)
         is_stuck = stalled and not rows and self.last_done == self.last_step
         if is_stuck and all(seq.decoding and not seq.is_blocked for seq in running):
             # No other request can end and release pages, so the last request is preempted for the first.
             self._make_room(stalled[0], 0)
             rows = [seq for seq in stalled if seq.state is State.RUNNING][: self.pool.num_available]
-            for seq in rows:
-                self._grow(seq)
-            grown = list(rows)
+            grown = [self._grow(seq) for seq in rows]
         return rows, grown
 
     def _may_stall(self, seq: Sequence) -> bool:
         return seq.num_stalls < self.max_stalls and self.running[-1].request.priority <= seq.request.priority
 
-    def _grow(self, seq: Sequence) -> None:
+    def _grow(self, seq: Sequence) -> tuple[Sequence, int]:
+        """Gives the request one more page. Returns it with the page's index."""
         seq.pages += self.pool.allocate(1)
         seq.num_stalls = 0
+        return seq, len(seq.pages) - 1
 
     def _make_room(self, sequence: Sequence, promised: int) -> bool:
         """Whether a page for `sequence` is available now. Preempts from the end of `running`, `sequence` included,
@@ -332,7 +337,7 @@ class Scheduler:
         decodes: list[Sequence],
         chunks: list[tuple[Sequence, int]],
         admitted: list[Sequence],
-        grown: list[Sequence],
+        grown: list[tuple[Sequence, int]],
     ) -> StepPlan:
         self.last_step += 1
         number = self.last_step

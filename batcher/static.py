@@ -56,9 +56,7 @@ class StaticScheduler(Scheduler):
         num_wanted = sum(seq.state is State.RUNNING and seq.num_emitted < seq.limit for seq in decodes)
         if not num_wanted:
             return None
-        grown = [seq for seq in decodes if seq.num_computed == len(seq.pages) * self.page_size]
-        for seq in grown:
-            seq.pages += self.pool.allocate(1)
+        grown = [self._grow(seq) for seq in decodes if seq.num_computed == len(seq.pages) * self.page_size]
         plan = self._plan(decodes, chunks, admitted, grown)
         plan.num_ended = len(decodes) - num_wanted
         return plan

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from batcher.step_log import StepRecord
@@ -48,6 +48,30 @@ class Histogram:
         return Histogram(self.bounds, list(self.counts), self.total)
 
 
+@dataclass(slots=True)
+class SpeculationCounts:
+    """Draft tokens since start. A row of a step is counted if drafts were proposed for it."""
+
+    num_drafts: int = 0  # rows with drafts
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)  # by the draft's place in its row
+    num_undrafted_rows: int = 0  # rows of speculative steps whose requests cannot have drafts, such as under a grammar
+
+    def observe(self, num_proposed: int, num_accepted: int) -> None:
+        if num_proposed:
+            self.num_drafts += 1
+            self.num_draft_tokens += num_proposed
+            self.num_accepted_tokens += num_accepted
+            per_pos = self.num_accepted_tokens_per_pos
+            per_pos += [0] * (num_proposed - len(per_pos))
+            for place in range(num_accepted):
+                per_pos[place] += 1
+
+    def copy(self) -> SpeculationCounts:
+        return replace(self, num_accepted_tokens_per_pos=list(self.num_accepted_tokens_per_pos))
+
+
 @dataclass(kw_only=True, slots=True)
 class EngineStats:
     """Gauges are present values. All other figures count from the engine's start. Units: seconds, tokens."""
@@ -76,6 +100,7 @@ class EngineStats:
     num_compiles_after_warm_up: int = 0
     integrity_failures: int = 0  # idle periods in which slots, pages or queues were found inconsistent
     finished: dict[str, int] = field(default_factory=dict)  # finish reason -> requests
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     # histograms
     queue_time: Histogram = field(default_factory=partial(Histogram, LATENCY_BOUNDS))
     time_to_first_token: Histogram = field(default_factory=partial(Histogram, TTFT_BOUNDS))
@@ -107,6 +132,6 @@ class EngineStats:
         duplicate = copy.copy(self)
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
-            if isinstance(value, Histogram | dict):
+            if isinstance(value, Histogram | SpeculationCounts | dict):
                 setattr(duplicate, name, value.copy())
         return duplicate

@@ -37,11 +37,16 @@ class Variant(StrEnum):
 
 @dataclass(frozen=True, order=True, slots=True)
 class Bucket:
-    """The padded shape of a step and its program. `num_tokens == num_rows` is a decode-only program: q_len 1 each."""
+    """The padded shape of a step and its program. `num_tokens == num_rows` is a decode-only program: q_len 1 each.
+
+    With `num_drafts` it is a speculative program: a decode brings its last token and up to so many drafts, which the
+    program proposes and verifies.
+    """
 
     num_tokens: int
     num_rows: int
     variant: Variant
+    num_drafts: int = 0  # per row; num_tokens is then num_rows * (1 + num_drafts)
 
     @property
     def decode_only(self) -> bool:
@@ -59,6 +64,7 @@ class Capacity:
     max_num_batched_tokens: int
     vocab_size: int
     pooling: Pooling | None = None  # of requests that embed; None: there can be none
+    keeps_text: bool = False  # its programs keep the tokens of every page, from which drafts are taken
 
     @property
     def pages_per_seq(self) -> int:
@@ -82,8 +88,8 @@ class PackedLayout:
         patch_values[K], and for programs that score targets[T].
 
         Rows: decodes (q_len 1) first, then chunks. A padding row has slot == num_slots, q_len 0, emit 0. A token of -1
-        stands for the slot's last token. A padding patch has an index past the end of the state. targets[t] is the
-        prompt token that follows tokens[t], or -1 if it is not to be scored.
+        stands for the slot's last token, or for a draft after it. A padding patch has an index past the end of the
+        state. targets[t] is the prompt token that follows tokens[t], or -1 if it is not to be scored.
         """
         t, s, k = self.bucket.num_tokens, self.bucket.num_rows, self.num_patches
         sizes = {"header": HEADER_SIZE, "slots": s, "q_lens": s, "emits": s, "tokens": t}
@@ -127,13 +133,19 @@ class StepInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutput:
-    """Results by row; those of rows without emit are undefined. Log-probabilities are of the raw logits."""
+    """Results by row; those of rows without emit are undefined. Log-probabilities are of the raw logits.
 
-    tokens: np.ndarray  # i32[S]
-    finite: np.ndarray  # bool[S]: False if the row's logits held a NaN or infinity
-    logprobs: np.ndarray | None = None  # f32[S], all but GREEDY
-    top_ids: np.ndarray | None = None  # i32[S, MAX_LOGPROBS], most likely first
-    top_logprobs: np.ndarray | None = None  # f32[S, MAX_LOGPROBS]
+    `D` is 1 + num_drafts: a row has drawn 1 + num_accepted[row] tokens, of which all but the last equal its drafts. The
+    slot's LAST_TOKEN is the last of them, and its KV_LEN has grown by their number. Without drafts it is one token.
+    """
+
+    tokens: np.ndarray  # i32[S, D]
+    finite: np.ndarray  # bool[S]: False if the logits of one of the row's tokens held a NaN or infinity
+    num_drafts: np.ndarray | None = None  # i32[S], proposed for the row; None: the program has no drafts
+    num_accepted: np.ndarray | None = None  # i32[S]
+    logprobs: np.ndarray | None = None  # f32[S, D], all but GREEDY
+    top_ids: np.ndarray | None = None  # i32[S, D, MAX_LOGPROBS], most likely first
+    top_logprobs: np.ndarray | None = None  # f32[S, D, MAX_LOGPROBS]
     target_logprobs: np.ndarray | None = None  # f32[T], SCORE and EMBED: of targets[t]
     target_top_ids: np.ndarray | None = None  # i32[T, MAX_LOGPROBS]
     target_top_logprobs: np.ndarray | None = None  # f32[T, MAX_LOGPROBS]

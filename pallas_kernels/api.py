@@ -56,13 +56,18 @@ class PagedAttention:
         one = layout.kv_pages(self.local_spec, self.backend, 1)
         return one.size * one.dtype.itemsize
 
-    def make_metadata(self, batch: RaggedBatch, *, num_tokens: int, decode_only: bool) -> Any:
+    def make_metadata(
+        self, batch: RaggedBatch, *, num_tokens: int, decode_only: bool, few_queries: bool = False
+    ) -> Any:
         """The arrays that all layers of a step share, computed once per step inside the program: a pytree.
 
-        `decode_only` is static: every row of the program has at most one token (num_tokens == S). Raises ValueError if
-        the shapes of `batch` do not fit together.
+        `decode_only` is static: every row of the program has at most one token (num_tokens == S). So is `few_queries`:
+        every row has a few tokens. The results are the same; a backend may compute them in another way. Raises
+        ValueError if the shapes of `batch` do not fit together.
         """
         validate.batch(batch, num_tokens=num_tokens, decode_only=decode_only)
+        if few_queries and self.backend is Backend.REFERENCE:
+            return reference.make_metadata_of_few_queries(batch, self.local_spec, num_tokens=num_tokens)
         return _implementation(self.backend).make_metadata(
             batch, self.local_spec, num_tokens=num_tokens, decode_only=decode_only, **_form(self.backend)
         )

@@ -102,6 +102,24 @@ def make_metadata(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, d
     )
 
 
+def make_metadata_of_few_queries(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int) -> AttentionMetadata:
+    """Makes every token a row of its own, which decodes: a tile of a few queries would cost as much as a full one. All
+    K/V are appended before the first token attends, so each finds those of the tokens before it in its row."""
+    rows = batch.kv_lens.shape[0]
+    tokens = jnp.arange(num_tokens)
+    num_real = batch.query_starts[-1]
+    row = jnp.clip(jnp.searchsorted(batch.query_starts, tokens, side="right") - 1, 0, rows - 1)
+    positions = batch.kv_lens[row] - (batch.query_starts[row + 1] - tokens)
+    each = RaggedBatch(
+        page_table=batch.page_table[row],
+        kv_lens=jnp.where(tokens < num_real, positions + 1, 0),
+        query_starts=jnp.minimum(jnp.arange(num_tokens + 1), num_real),
+        num_singles=num_real,
+        num_rows=num_real,
+    )
+    return make_metadata(each, spec, num_tokens=num_tokens, decode_only=True)
+
+
 def append_and_attend(
     queries: jax.Array,  # [T, N, H]
     keys: jax.Array,  # [T, K, H]

@@ -37,7 +37,7 @@ class InstantRunner:
 
     def warm_up(self, buckets: Iterable[Bucket], report: Callable[[str], None]) -> None:
         for rows in {bucket.num_rows for bucket in buckets}:
-            self._outputs[rows] = StepOutput(tokens=np.full(rows, 5, np.int32), finite=np.ones(rows, bool))
+            self._outputs[rows] = StepOutput(tokens=np.full((rows, 1), 5, np.int32), finite=np.ones(rows, bool))
 
     def execute(self, step: StepInput) -> _Handle:
         return _Handle(self._outputs[step.bucket.num_rows])

@@ -17,6 +17,7 @@ from batcher.request import Pooling
 from batcher.slots import SlotLayout
 from model.config import LlamaConfig
 from model.execution.device_memory import DeviceMemory
+from model.execution.prompt_lookup import PromptLookup
 from model.network.llama import Llama
 from model.sampling.threshold import PARTS_ON_CHIPS
 from pallas_kernels.api import PagedAttention
@@ -39,6 +40,8 @@ class RunnerConfig:
     memory_utilization: float = 0.9  # of the device's memory, for everything together
     num_pages: int | None = None  # None: as many as fit and can be of use
     pooling: Pooling | None = None  # of requests that embed; None: there can be none
+    lookup: PromptLookup | None = None  # of drafts; None: there are none
+    max_drawn: int = 0  # tokens that a speculative step draws at most: it needs the logits of all of them
 
     def __post_init__(self) -> None:
         if min(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len) < 1:
@@ -56,7 +59,7 @@ class MemoryNeeds:
     weights: int
     state: int  # slot state and token histories
     temporaries: int  # of the largest program: an upper bound
-    page: int  # the K/V of one page, of all layers
+    page: int  # the K/V of one page, of all layers, and its tokens if drafts are looked up
 
 
 def memory_needs(model: Llama, attention: PagedAttention, limits: RunnerConfig) -> MemoryNeeds:
@@ -71,9 +74,12 @@ def memory_needs(model: Llama, attention: PagedAttention, limits: RunnerConfig) 
             num_shards=num_shards,
         ),
         temporaries=step_temporaries(
-            model.config, attention, num_tokens=limits.max_num_batched_tokens, num_rows=limits.max_num_seqs
+            model.config,
+            attention,
+            num_tokens=limits.max_num_batched_tokens,
+            num_rows=max(limits.max_num_seqs, limits.max_drawn),
         ),
-        page=attention.page_bytes() * model.config.num_layers,
+        page=attention.page_bytes() * model.config.num_layers + (4 * attention.spec.page_size if limits.lookup else 0),
     )
 
 

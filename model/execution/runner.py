@@ -37,6 +37,7 @@ from model.compiling.traced_programs import Program, TracedPrograms, fingerprint
 from model.execution import memory_plan, wide_copies
 from model.execution.device_memory import device_memory
 from model.execution.memory_plan import RunnerConfig
+from model.execution.speculative_step import make_speculative_step
 from model.execution.step import (
     HISTORY_BLOCK_SIZE,
     DeviceState,
@@ -163,6 +164,7 @@ class ModelRunner:
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             vocab_size=self._model_config.vocab_size,
             pooling=self._config.pooling,
+            keeps_text=self._config.lookup is not None,
         )
 
     @property
@@ -249,7 +251,7 @@ class ModelRunner:
                 history = self._reset_history(history, block)
         for block in step.masks:
             masks = self._bring_masks(masks, block)
-        state = DeviceState(slots=slots, history=history, masks=masks, kv=self._state.kv)
+        state = replace(self._state, slots=slots, history=history, masks=masks)
         self._state, output = self._programs[step.bucket](self._weights, self._kv_scales, state, step.packed)
         output.copy_to_host_async()
         return StepResult(output, OutputLayout(step.bucket, self._model_config.hidden_size))
@@ -279,7 +281,11 @@ class ModelRunner:
         self._run_on_padding(min(self._programs))
 
     def _step_program(self, bucket: Bucket) -> Program:
-        step = make_step(bucket, self._rebuild, self._attention, pooling=self._config.pooling)
+        if bucket.num_drafts:
+            assert self._config.lookup is not None, "the ladder has drafts and the runner looks none up"
+            step = make_speculative_step(bucket, self._rebuild, self._attention, self._config.lookup)
+        else:
+            step = make_step(bucket, self._rebuild, self._attention, pooling=self._config.pooling)
         packed = self._sent((PackedLayout(bucket).size,))
         arguments = (self._weights_like, self._kv_scales_like, self._state_like, packed)
         # Explicit shardings: without them the compiler may return the state with another sharding, and the next
@@ -292,9 +298,12 @@ class ModelRunner:
         return Program(update, (array, self._sent(sent)), donated=0, out_shardings=array.sharding)
 
     def _name(self, key: Bucket | str) -> str:
-        """Of a stored program. Pooling decides the EMBED programs only."""
-        embeds = isinstance(key, Bucket) and key.variant is Variant.EMBED
-        return f"{key} {self._config.pooling}" if embeds else str(key)
+        """Of a stored program. Pooling decides the EMBED programs only, and the lookup those with drafts."""
+        if isinstance(key, Bucket) and key.variant is Variant.EMBED:
+            return f"{key} {self._config.pooling}"
+        if isinstance(key, Bucket) and key.num_drafts:
+            return f"{key} {self._config.lookup}"
+        return str(key)
 
     def _sent(self, shape: tuple[int, ...]) -> Any:  # a ShapeDtypeStruct, which stands for an array
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._everywhere)
@@ -324,6 +333,9 @@ class ModelRunner:
             history=history,
             masks=self._sent((slots, num_mask_words(vocab))),
             kv=[kv] * self._model_config.num_layers,
+            text=None
+            if self._config.lookup is None
+            else self._sent((self._num_pages + 1, self._attention.spec.page_size)),
         )
 
     def _allocate(self) -> DeviceState:

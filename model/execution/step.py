@@ -24,13 +24,14 @@ from jax.sharding import Mesh
 from batcher.request import MAX_LOGPROBS, Pooling
 from batcher.slots import SlotLayout
 from batcher.step import Bucket, PackedLayout, StepOutput, Variant
+from model.execution import page_text
 from model.execution.pooling import pool
+from model.execution.rows import StepRows, advance, ragged_batch, step_rows
 from model.network.llama import Llama
 from model.sampling import sampling
 from model.sampling.logprobs import Logprobs, find_ranked, if_asked, logprobs, merge_ranked
 from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabShard, VocabSplit
 from pallas_kernels.api import PagedAttention
-from pallas_kernels.spec import RaggedBatch
 
 SCORE_BLOCK = 64  # rows of logits computed at a time when prompt tokens are scored
 HISTORY_BLOCK = 4096  # prompt tokens, and as many output tokens, per dispatch of `reset_history`
@@ -49,6 +50,7 @@ class DeviceState:
     history: jax.Array  # i32[num_slots, V], see sampling.IN_PROMPT; split by vocabulary; only for slots with penalties
     masks: jax.Array  # i32[num_slots, num_mask_words], whole on every chip; sent anew for each token under a grammar
     kv: list[jax.Array]  # per layer, laid out by pallas_kernels
+    text: jax.Array | None = None  # i32[P, page_size], the tokens of the K/V in each page; None: no drafts are taken
 
 
 @dataclass(frozen=True)
@@ -60,13 +62,15 @@ class OutputLayout:
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], type]]:
         """name -> shape and dtype of each section, in the order of the buffer."""
-        t, s = self.bucket.num_tokens, self.bucket.num_rows
-        shapes: dict[str, tuple[tuple[int, ...], type]] = {"tokens": ((s,), np.int32), "finite": ((s,), np.int32)}
+        t, s, d = self.bucket.num_tokens, self.bucket.num_rows, 1 + self.bucket.num_drafts
+        shapes: dict[str, tuple[tuple[int, ...], type]] = {"tokens": ((s, d), np.int32), "finite": ((s,), np.int32)}
+        if self.bucket.num_drafts:
+            shapes |= {"num_drafts": ((s,), np.int32), "num_accepted": ((s,), np.int32)}
         if self.bucket.variant is Variant.GREEDY:
             return shapes
-        shapes |= _logprob_shapes("", s)
+        shapes |= _logprob_shapes("", (s, d))
         if self.bucket.variant.scores:
-            shapes |= _logprob_shapes("target_", t)
+            shapes |= _logprob_shapes("target_", (t,))
             shapes["target_ranks"] = ((t,), np.int32)
         if self.bucket.variant is Variant.EMBED:
             shapes["pooled"] = ((s, self.hidden_size), np.float32)
@@ -87,11 +91,11 @@ class OutputLayout:
         return StepOutput(**fields | {"finite": fields["finite"] != 0})
 
 
-def _logprob_shapes(prefix: str, rows: int) -> dict[str, tuple[tuple[int, ...], type]]:
+def _logprob_shapes(prefix: str, of: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], type]]:
     return {
-        f"{prefix}logprobs": ((rows,), np.float32),
-        f"{prefix}top_ids": ((rows, MAX_LOGPROBS), np.int32),
-        f"{prefix}top_logprobs": ((rows, MAX_LOGPROBS), np.float32),
+        f"{prefix}logprobs": (of, np.float32),
+        f"{prefix}top_ids": ((*of, MAX_LOGPROBS), np.int32),
+        f"{prefix}top_logprobs": ((*of, MAX_LOGPROBS), np.float32),
     }
 
 
@@ -110,21 +114,12 @@ def make_step(
         model = rebuild(weights)
         sent = {name: packed[part] for name, part in PackedLayout(bucket).sections().items()}
         slots = apply_patches(state.slots, jnp.stack([sent["patch_indices"], sent["patch_values"]]))
-        rows = _rows(slots, sent)
+        rows = step_rows(slots, sent)
 
         tokens, positions = _tokens(rows, sent["tokens"], bucket)
-        batch = _ragged_batch(rows, sent["header"], attention.spec.page_size)
+        batch = ragged_batch(rows, sent["header"], attention.spec.page_size)
         metadata = attention.make_metadata(batch, num_tokens=bucket.num_tokens, decode_only=bucket.decode_only)
-
-        @jax.jit  # traced once for all layers: when programs come from the disk, tracing takes most of the start
-        def attend(
-            queries: jax.Array, keys: jax.Array, values: jax.Array, kv: tuple[jax.Array, jax.Array | None]
-        ) -> tuple[jax.Array, jax.Array]:
-            pages, scales = kv
-            return attention(queries, keys, values, pages, metadata, kv_scales=scales)
-
-        pages_and_scales = list(zip(state.kv, kv_scales, strict=True))
-        hidden, kv = model(tokens, positions, pages_and_scales, attend)  # [T, D]
+        hidden, kv = forward(model, tokens, positions, state.kv, kv_scales, attention, metadata)  # [T, D]
 
         last = hidden if bucket.decode_only else hidden[jnp.maximum(rows.starts[1:] - 1, 0)]
         logits = model.logits(last)  # f32[S, V]
@@ -143,51 +138,45 @@ def make_step(
                 in_specs=(BY_VOCAB, BY_VOCAB, REPLICATED, REPLICATED),
                 out_specs=(REPLICATED, REPLICATED, BY_VOCAB),
             )
-            outputs |= _named("", found)
+            outputs |= named("", found)
         if bucket.variant.scores:
             found, outputs["target_ranks"] = _score(model, vocabulary, hidden, sent["targets"])
-            outputs |= _named("target_", found)
+            outputs |= named("target_", found)
         if bucket.variant is Variant.EMBED:
             assert pooling is not None, "the ladder embeds and the runner does not"
             outputs["pooled"] = pool(hidden, rows.starts, pooling)
         outputs["tokens"] = drawn
 
-        slots = _advance(slots, rows, drawn)
-        state = DeviceState(slots=slots, history=history, masks=state.masks, kv=kv)
+        slots = advance(slots, rows, drawn, rows.kv_lens)
+        text = None if state.text is None else page_text.write(state.text, rows, tokens, positions)
+        state = DeviceState(slots=slots, history=history, masks=state.masks, kv=kv, text=text)
         return state, OutputLayout(bucket, hidden.shape[1]).join(outputs)
 
     return step
 
 
-@partial(jax.tree_util.register_dataclass)
-@dataclass(frozen=True, kw_only=True)
-class _Rows:
-    """The step's rows, after the patches."""
+def forward(
+    model: Llama,
+    tokens: jax.Array,  # i32[T]
+    positions: jax.Array,  # i32[T]
+    kv: list[jax.Array],
+    kv_scales: KvScales,
+    attention: PagedAttention,
+    metadata: Any,
+) -> tuple[jax.Array, list[jax.Array]]:
+    """The hidden states [T, D], and the pages with the K/V of the step's tokens."""
 
-    slots: jax.Array  # i32[S]; num_slots in padding rows: their writes are dropped
-    state: jax.Array  # i32[S, W]
-    starts: jax.Array  # i32[S + 1], index of each row's first token in the step; then the end of the last row
-    past: jax.Array  # i32[S], tokens in pages before this step
-    kv_lens: jax.Array  # i32[S], tokens in pages after this step; also the position of the token that the row draws
-    emits: jax.Array  # bool[S]
+    @jax.jit  # traced once for all layers: when programs come from the disk, tracing takes most of the start
+    def attend(
+        queries: jax.Array, keys: jax.Array, values: jax.Array, kv: tuple[jax.Array, jax.Array | None]
+    ) -> tuple[jax.Array, jax.Array]:
+        pages, scales = kv
+        return attention(queries, keys, values, pages, metadata, kv_scales=scales)
 
-
-def _rows(slots: jax.Array, sent: dict[str, jax.Array]) -> _Rows:
-    state = slots.at[sent["slots"]].get(mode="clip")
-    is_real = sent["slots"] < slots.shape[0]
-    past = jnp.where(is_real, state[:, SlotLayout.KV_LEN], 0)
-    starts = jnp.cumulative_sum(sent["q_lens"], include_initial=True)
-    return _Rows(
-        slots=sent["slots"],
-        state=state,
-        starts=starts,
-        past=past,
-        kv_lens=past + sent["q_lens"],
-        emits=sent["emits"] != 0,
-    )
+    return model(tokens, positions, list(zip(kv, kv_scales, strict=True)), attend)
 
 
-def _tokens(rows: _Rows, sent: jax.Array, bucket: Bucket) -> tuple[jax.Array, jax.Array]:
+def _tokens(rows: StepRows, sent: jax.Array, bucket: Bucket) -> tuple[jax.Array, jax.Array]:
     """The step's tokens and their positions, i32[T] each; 0 in padding."""
     last = rows.state[:, SlotLayout.LAST_TOKEN]
     if bucket.decode_only:
@@ -201,33 +190,8 @@ def _tokens(rows: _Rows, sent: jax.Array, bucket: Bucket) -> tuple[jax.Array, ja
     return jnp.where(is_real, tokens, 0), jnp.where(is_real, positions, 0)
 
 
-def _ragged_batch(rows: _Rows, header: jax.Array, page_size: int) -> RaggedBatch:
-    page_table = rows.state[:, SlotLayout.PAGE_TABLE :]
-    num_pages = -(-rows.kv_lens // page_size)
-    # After the row's own pages, the table may still hold page ids of the slot's previous request. These become the
-    # null page.
-    is_owned = jnp.arange(page_table.shape[1], dtype=jnp.int32) < num_pages[:, None]
-    num_singles, num_rows = header[0], header[1]
-    return RaggedBatch(
-        page_table=jnp.where(is_owned, page_table, 0),
-        kv_lens=rows.kv_lens,
-        query_starts=rows.starts,
-        num_singles=num_singles,
-        num_rows=num_rows,
-    )
-
-
-def _advance(slots: jax.Array, rows: _Rows, drawn: jax.Array) -> jax.Array:
-    """The slots' LAST_TOKEN and KV_LEN after the step. The columns are adjacent: one scatter writes both."""
-    token = jnp.where(rows.emits, drawn, rows.state[:, SlotLayout.LAST_TOKEN])
-    # Without the barrier XLA reads the old state inside the scatter. On GPUs it then copies the whole state before and
-    # after the scatter.
-    values = lax.optimization_barrier(jnp.stack([token, rows.kv_lens], axis=1))
-    return slots.at[rows.slots, : SlotLayout.KV_LEN + 1].set(values, mode="drop")
-
-
 def _draw(
-    shard: VocabShard, logits: jax.Array, history: jax.Array, masks: jax.Array, rows: _Rows
+    shard: VocabShard, logits: jax.Array, history: jax.Array, masks: jax.Array, rows: StepRows
 ) -> tuple[jax.Array, Logprobs, jax.Array]:
     """The rows' next tokens, their log-probabilities, and the history with the tokens of rows with penalties."""
     asked = sampling.sampling_rows(rows.state)
@@ -252,7 +216,8 @@ def _score(model: Llama, vocabulary: VocabSplit, hidden: jax.Array, targets: jax
     return vocabulary.run(merge_ranked, found, in_specs=(BY_VOCAB,), out_specs=REPLICATED)
 
 
-def _named(prefix: str, found: Logprobs) -> dict[str, jax.Array]:
+def named(prefix: str, found: Logprobs) -> dict[str, jax.Array]:
+    """The log-probabilities under their names in `OutputLayout`."""
     return {
         f"{prefix}logprobs": found.chosen,
         f"{prefix}top_ids": found.top_ids,

@@ -157,6 +157,10 @@ def expected_embedding(request: Request, pooling: Pooling) -> np.ndarray:
     return (pooled / np.linalg.norm(pooled)).astype(np.float32)
 
 
+# (the known tokens, the next tokens that will be drawn i32[k]) -> the drafts, at most k
+Proposal = Callable[[np.ndarray, list[int]], list[int]]
+
+
 class FakeRunner:
     """`on_result(number)` runs before a step's result is given: a test may block in it, or raise."""
 
@@ -168,6 +172,7 @@ class FakeRunner:
         on_result: Callable[[int], None] | None = None,
         nan_token: int | None = None,  # a row with this token in its prefix gives NaN
         healthy: bool = True,  # whether recover() succeeds
+        propose: Proposal | None = None,  # of speculative steps
     ) -> None:
         self._capacity = capacity
         self.width = SlotLayout.width(capacity.pages_per_seq)
@@ -179,6 +184,7 @@ class FakeRunner:
         self._on_execute = on_execute
         self._on_result = on_result
         self._nan_token = nan_token
+        self._propose = propose
         self._warm: set[Bucket] = set()
         self._pending: list[_Handle] = []
         self._num_attempts = 0
@@ -274,11 +280,17 @@ class FakeRunner:
         for row in range(num_rows):
             slot, q_len = int(slots[row]), int(q_lens[row])
             tokens = part["tokens"][start : start + q_len].astype(np.int64)
+            drafts: list[int] = []
             kv_len = int(self.state[slot, SlotLayout.KV_LEN])
             table = self.state[slot, SlotLayout.PAGE_TABLE :]
             if not 0 <= kv_len <= kv_len + q_len < c.max_model_len:
                 self._fail(f"slot {slot} of length {kv_len} grows by {q_len}")
-            if tokens.tolist() == [-1]:
+            if bucket.num_drafts:
+                if (tokens != -1).any() or not emits[row]:
+                    self._fail(f"slot {slot} is fed {tokens} in a speculative step")
+                drafts = self._drafts(slot, kv_len, q_len - 1)
+                tokens = np.array([self.state[slot, SlotLayout.LAST_TOKEN], *drafts, *[0] * q_len])[:q_len]
+            elif tokens.tolist() == [-1]:
                 tokens[0] = self.state[slot, SlotLayout.LAST_TOKEN]
             if ((tokens < 0) | (tokens >= c.vocab_size)).any():
                 self._fail(f"slot {slot} is fed {tokens}")
@@ -295,16 +307,18 @@ class FakeRunner:
                 self.pages[page, offset] = token
             first_written = kv_len // c.page_size
             touched.append((set(pages[:first_written].tolist()), set(pages[first_written:].tolist())))
-            self.state[slot, SlotLayout.KV_LEN] += q_len
             prefix = self.pages[pages].reshape(-1)[: kv_len + q_len]
             if (prefix == POISON).any():
                 self._fail(f"slot {slot} reads what was never written: pages {pages}")
+            if emits[row] and self.state[slot, SlotLayout.at("has_mask")] and slot not in self.brought:
+                self._fail(f"slot {slot} draws with a mask that was never brought")
+            if bucket.num_drafts:
+                prefix = self._verify(out, row, slot, prefix[: kv_len + 1], drafts)
+            elif emits[row]:
+                self._emit(out, row, slot, prefix)
+            self.state[slot, SlotLayout.KV_LEN] = len(prefix)
             if self._nan_token is not None and self._nan_token in prefix:
                 out.finite[row] = False
-            if emits[row]:
-                if self.state[slot, SlotLayout.at("has_mask")] and slot not in self.brought:
-                    self._fail(f"slot {slot} draws with a mask that was never brought")
-                self._emit(out, row, slot, prefix)
             if bucket.variant is Variant.EMBED:
                 out.pooled[row] = fake_pooled(prefix, kv_len, c.pooling)
             if bucket.variant.scores:
@@ -315,7 +329,31 @@ class FakeRunner:
             self._fail("a page is written by one row and touched by another in the same step")
         return out.result()
 
-    def _emit(self, out: _Output, row: int, slot: int, prefix: np.ndarray) -> None:
+    def _drafts(self, slot: int, kv_len: int, most: int) -> list[int]:
+        if not most or self._propose is None:
+            return []
+        table = self.state[slot, SlotLayout.PAGE_TABLE :]
+        known = self.pages[table[: -(-kv_len // self._capacity.page_size)]].reshape(-1)[:kv_len]
+        known = np.append(known, self.state[slot, SlotLayout.LAST_TOKEN])
+        draw, history, coming = self._draw(slot), self.history[slot].copy(), []
+        for _ in range(most):
+            coming.append(draw.token(np.append(known, coming), history, self._capacity.vocab_size))
+            history[coming[-1]] += 1
+        return self._propose(known, coming)[:most]
+
+    def _verify(self, out: _Output, row: int, slot: int, prefix: np.ndarray, drafts: list[int]) -> np.ndarray:
+        """Draws until a token differs from its draft. Returns what was computed of the drawn tokens."""
+        out.num_drafts[row], out.num_accepted[row] = len(drafts), 0
+        self._emit(out, row, slot, prefix)
+        for place, draft in enumerate(drafts):
+            if out.tokens[row, place] != draft:
+                break
+            out.num_accepted[row] += 1
+            prefix = np.append(prefix, draft)
+            self._emit(out, row, slot, prefix, place + 1)
+        return prefix
+
+    def _emit(self, out: _Output, row: int, slot: int, prefix: np.ndarray, place: int = 0) -> None:
         draw = self._draw(slot)
         wants_logprobs = bool(self.state[slot, SlotLayout.at("wants_logprobs")])
         plain = draw.floats[0] == 0 and not draw.has_penalties and not draw.bias and draw.allowed is None
@@ -325,10 +363,10 @@ class FakeRunner:
         token = draw.token(prefix, self.history[slot], self._capacity.vocab_size)
         self.state[slot, SlotLayout.LAST_TOKEN] = token
         self.history[slot][token] += 1
-        out.tokens[row] = token
-        out.logprobs[row] = fake_logprob(prefix, token)
-        out.top_ids[row] = np.arange(MAX_LOGPROBS)
-        out.top_logprobs[row] = [fake_logprob(prefix, i) for i in range(MAX_LOGPROBS)] if wants_logprobs else 0
+        out.tokens[row, place] = token
+        out.logprobs[row, place] = fake_logprob(prefix, token)
+        out.top_ids[row, place] = np.arange(MAX_LOGPROBS)
+        out.top_logprobs[row, place] = [fake_logprob(prefix, i) for i in range(MAX_LOGPROBS)] if wants_logprobs else 0
 
     def _score(self, out: _Output, targets: np.ndarray, start: int, kv_len: int, prefix: np.ndarray) -> None:
         for position in range(kv_len, len(prefix)):
@@ -386,6 +424,7 @@ class FakeRunner:
             and not q_lens[num_rows:].any()
             and not emits[num_rows:].any(),
             "emits": set(emits.tolist()) <= {0, 1},
+            "drafts": not bucket.num_drafts or q_lens.max() <= 1 + bucket.num_drafts,
         }
         for name, holds in checks.items():
             if not holds:
@@ -410,11 +449,14 @@ class _Output:
     def __init__(self, bucket: Bucket) -> None:
         t, s = bucket.num_tokens, bucket.num_rows
         self.bucket = bucket
-        self.tokens = np.full(s, POISON, np.int32)
+        d = 1 + bucket.num_drafts
+        self.tokens = np.full((s, d), POISON, np.int32)
+        self.num_drafts = np.full(s, POISON, np.int32)
+        self.num_accepted = np.full(s, POISON, np.int32)
         self.finite = np.ones(s, bool)
-        self.logprobs = np.full(s, np.nan, np.float32)
-        self.top_ids = np.full((s, MAX_LOGPROBS), POISON, np.int32)
-        self.top_logprobs = np.full((s, MAX_LOGPROBS), np.nan, np.float32)
+        self.logprobs = np.full((s, d), np.nan, np.float32)
+        self.top_ids = np.full((s, d, MAX_LOGPROBS), POISON, np.int32)
+        self.top_logprobs = np.full((s, d, MAX_LOGPROBS), np.nan, np.float32)
         self.target_logprobs = np.full(t, np.nan, np.float32)
         self.target_top_ids = np.full((t, MAX_LOGPROBS), POISON, np.int32)
         self.target_top_logprobs = np.full((t, MAX_LOGPROBS), np.nan, np.float32)
@@ -422,8 +464,11 @@ class _Output:
         self.pooled = np.full((s, FAKE_HIDDEN), np.nan, np.float32)
 
     def result(self) -> StepOutput:
+        common = {"tokens": self.tokens, "finite": self.finite}
+        if self.bucket.num_drafts:
+            common |= {"num_drafts": self.num_drafts, "num_accepted": self.num_accepted}
         if self.bucket.variant is Variant.GREEDY:
-            return StepOutput(tokens=self.tokens, finite=self.finite)
+            return StepOutput(**common)
         rows = {"logprobs": self.logprobs, "top_ids": self.top_ids, "top_logprobs": self.top_logprobs}
         if self.bucket.variant is Variant.EMBED:
             rows["pooled"] = self.pooled
@@ -432,4 +477,4 @@ class _Output:
             rows["target_top_ids"] = self.target_top_ids
             rows["target_top_logprobs"] = self.target_top_logprobs
             rows["target_ranks"] = self.target_ranks
-        return StepOutput(tokens=self.tokens, finite=self.finite, **rows)
+        return StepOutput(**common, **rows)

@@ -171,7 +171,7 @@ def test_the_next_owner_of_a_slot_sends_only_what_differs() -> None:
 def test_a_new_page_of_a_running_row_is_one_patch() -> None:
     packer = Packer(CAPACITY, 4)
     seq = make_sequence("a", [5, 6], slot=2, pages=[9, 8, 30])
-    step = packer.pack(make_plan([(seq, 1, 1)], Bucket(1, 1, Variant.GREEDY), grown=[seq]))
+    step = packer.pack(make_plan([(seq, 1, 1)], Bucket(1, 1, Variant.GREEDY), grown=[(seq, len(seq.pages) - 1)]))
     assert patches(step) == {(2, SlotLayout.PAGE_TABLE + 2): 30}
     assert step.patches == ()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from batcher.config import Scheduling
 from batcher.request import FinishReason, Request, SamplingParams
 from batcher.step import Capacity
+from tests.batcher.fake_runner import FakeRunner, Proposal
 from tests.batcher.harness import Drive
 
 VOCAB = 40
@@ -30,10 +31,15 @@ class Scenario:
     scheduling: Scheduling
     pipeline_depth: int
     arrivals: tuple[Arrival, ...]
+    num_drafts: int = 0
+    max_draft_rows: int = 0
+    propose: Proposal | None = None
 
     def drive(self) -> Drive:
         return Drive(
             self.capacity,
+            runner=FakeRunner(replace(self.capacity, keeps_text=self.num_drafts > 0), propose=self.propose),
+            buckets={"num_drafts": self.num_drafts, "max_draft_rows": self.max_draft_rows},
             prefix_caching=self.prefix_caching,
             scheduling=self.scheduling,
             pipeline_depth=self.pipeline_depth,

@@ -195,6 +195,6 @@ def run(
     for i, (row, count) in enumerate(ordered):
         row.num_computed += count
         if row.num_computed == len(row.tokens):
-            row.output.append(int(output.tokens[i]))
+            row.output.append(int(output.tokens[i, 0]))
             row.has_emitted = True
     return output

@@ -227,7 +227,7 @@ def _drawn(core: EngineCore, wanted: dict[str, int]) -> StepOutput:
     """The tokens of the oldest step in flight."""
     plan = core.in_flight[0].plan
     tokens = [EOS if len(seq.output) + 1 >= wanted[seq.request_id] else TOKEN for seq in plan.rows]
-    return StepOutput(tokens=np.array(tokens, np.int32), finite=np.ones(len(tokens), bool))
+    return StepOutput(tokens=np.array(tokens, np.int32)[:, None], finite=np.ones(len(tokens), bool))
 
 
 def _hear(result: Result, last_heard: dict[str, float], sequence: Sequence, output: RequestOutput, now: float) -> None:

@@ -222,9 +222,9 @@ def test_logprobs_of_the_drawn_tokens(runner):
     exact = np.asarray(jax.nn.log_softmax(dense_logits(row.tokens), axis=-1))
     for i, output in enumerate(outputs):
         at = exact[len(row.prompt) - 1 + i]
-        np.testing.assert_allclose(output.logprobs[0], at[row.output[i]], atol=1e-4)
-        np.testing.assert_array_equal(output.top_ids[0], np.argsort(-at)[:MAX_LOGPROBS])
-        np.testing.assert_allclose(output.top_logprobs[0], np.sort(at)[::-1][:MAX_LOGPROBS], atol=1e-4)
+        np.testing.assert_allclose(output.logprobs[0, 0], at[row.output[i]], atol=1e-4)
+        np.testing.assert_array_equal(output.top_ids[0, 0], np.argsort(-at)[:MAX_LOGPROBS])
+        np.testing.assert_allclose(output.top_logprobs[0, 0], np.sort(at)[::-1][:MAX_LOGPROBS], atol=1e-4)
         assert output.target_logprobs is None
 
 
@@ -262,7 +262,7 @@ def test_nan_weights_are_reported_row_by_row():
     good, bad = Row(0, [4, 5], [6]), Row(1, [4, 7], [7])
     output = run(runner, bucket, [(good, 2), (bad, 2)], admit=[good, bad])
     assert output.finite[:2].tolist() == [True, False]
-    assert 0 <= output.tokens[1] < TINY.vocab_size
+    assert 0 <= output.tokens[1, 0] < TINY.vocab_size
 
 
 # The pieces

@@ -1,0 +1,35 @@
+"""The tokens of the K/V in each page, kept next to the pages: the text in which drafts are looked up.
+
+A token's place is that of its K/V. So requests that share pages share their text, a preempted request finds it again,
+and the host sends nothing for it.
+
+Shape legend: `T` tokens of the step (padded), `S` rows (padded), `P` pages, `L` tokens of pages_per_seq pages.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from batcher.slots import SlotLayout
+from model.execution.rows import StepRows
+
+
+def write(text: jax.Array, rows: StepRows, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    """`text` i32[P, page_size] with the step's tokens, i32[T], at their positions i32[T]."""
+    page_size = text.shape[1]
+    index = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    row = jnp.sum(index[:, None] >= rows.starts[1:], axis=1, dtype=jnp.int32)  # [T]; S in padding
+    row = jnp.minimum(row, rows.state.shape[0] - 1)
+    page = rows.state[row, SlotLayout.PAGE_TABLE + positions // page_size]
+    page = jnp.where(index < rows.starts[-1], page, text.shape[0])  # padding is dropped
+    return text.at[page, positions % page_size].set(tokens, mode="drop")
+
+
+def read(text: jax.Array, rows: StepRows) -> jax.Array:
+    """i32[S, L]: each row's tokens, up to its last one at `rows.past`. What follows is of no meaning."""
+    pages = rows.state[:, SlotLayout.PAGE_TABLE :]
+    known = text.at[pages].get(mode="clip").reshape(pages.shape[0], -1)
+    # The last token has no K/V yet.
+    is_last = jnp.arange(known.shape[1], dtype=jnp.int32) == rows.past[:, None]
+    return jnp.where(is_last, rows.state[:, SlotLayout.LAST_TOKEN, None], known)

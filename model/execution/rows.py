@@ -1,0 +1,77 @@
+"""The rows of a step inside its program: what their slots hold, and what the step leaves there.
+
+Shape legend: `T` tokens of the step (padded), `S` rows (padded), `W` columns of the slot state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from batcher.slots import SlotLayout
+from pallas_kernels.spec import RaggedBatch
+
+
+@partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True, kw_only=True)
+class StepRows:
+    """The step's rows, after the patches."""
+
+    slots: jax.Array  # i32[S]; num_slots in padding rows: their writes are dropped
+    state: jax.Array  # i32[S, W]
+    starts: jax.Array  # i32[S + 1], index of each row's first token in the step; then the end of the last row
+    past: jax.Array  # i32[S], tokens in pages before this step
+    kv_lens: jax.Array  # i32[S], tokens in pages after this step; also the position of the token that the row draws
+    emits: jax.Array  # bool[S]
+
+
+def step_rows(slots: jax.Array, sent: dict[str, jax.Array]) -> StepRows:
+    """The rows of a step.
+
+    Args:
+        slots: i32[num_slots, W], patched.
+        sent: the sections of the packed buffer.
+    """
+    state = slots.at[sent["slots"]].get(mode="clip")
+    is_real = sent["slots"] < slots.shape[0]
+    past = jnp.where(is_real, state[:, SlotLayout.KV_LEN], 0)
+    starts = jnp.cumulative_sum(sent["q_lens"], include_initial=True)
+    return StepRows(
+        slots=sent["slots"],
+        state=state,
+        starts=starts,
+        past=past,
+        kv_lens=past + sent["q_lens"],
+        emits=sent["emits"] != 0,
+    )
+
+
+def ragged_batch(rows: StepRows, header: jax.Array, page_size: int) -> RaggedBatch:
+    """The rows as attention takes them."""
+    page_table = rows.state[:, SlotLayout.PAGE_TABLE :]
+    num_pages = -(-rows.kv_lens // page_size)
+    # After the row's own pages, the table may still hold page ids of the slot's previous request. These become the
+    # null page.
+    is_owned = jnp.arange(page_table.shape[1], dtype=jnp.int32) < num_pages[:, None]
+    num_singles, num_rows = header[0], header[1]
+    return RaggedBatch(
+        page_table=jnp.where(is_owned, page_table, 0),
+        kv_lens=rows.kv_lens,
+        query_starts=rows.starts,
+        num_singles=num_singles,
+        num_rows=num_rows,
+    )
+
+
+def advance(slots: jax.Array, rows: StepRows, drawn: jax.Array, kv_lens: jax.Array) -> jax.Array:
+    """The slots' LAST_TOKEN and KV_LEN after the step, from i32[S] each. The columns are adjacent: one scatter writes
+    both."""
+    token = jnp.where(rows.emits, drawn, rows.state[:, SlotLayout.LAST_TOKEN])
+    # Without the barrier XLA reads the old state inside the scatter. On GPUs it then copies the whole state before and
+    # after the scatter.
+    values = lax.optimization_barrier(jnp.stack([token, kv_lens], axis=1))
+    return slots.at[rows.slots, : SlotLayout.KV_LEN + 1].set(values, mode="drop")

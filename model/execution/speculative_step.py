@@ -1,0 +1,177 @@
+"""The program of a speculative step: every row brings its last token and drafts, and draws a token after each of them.
+
+A draft is accepted if the token drawn before it, with the row's own parameters, seed and position, equals it. The first
+drawn token without an accepted draft is the row's last one of the step. As the drafts are not drawn at random, this is
+rejection sampling (arXiv:2211.17192): a draft d is accepted with its probability p(d), and otherwise the token has the
+distribution p without d. Beyond that, the tokens are those that steps without drafts draw with the same seeds.
+
+The K/V of rejected drafts stay in the row's pages, past its length. The next steps overwrite them and never read them.
+
+Shape legend: `T` tokens of the step (padded), `S` rows (padded), `D` 1 + num_drafts, `V` vocabulary, `E` embed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from batcher.slots import SlotLayout
+from batcher.step import Bucket, PackedLayout, Variant
+from model.execution import page_text
+from model.execution.prompt_lookup import PromptLookup, propose
+from model.execution.rows import StepRows, advance, ragged_batch, step_rows
+from model.execution.step import DeviceState, KvScales, OutputLayout, apply_patches, forward, named
+from model.network.llama import Llama
+from model.sampling import sampling
+from model.sampling.logprobs import Logprobs, logprobs
+from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabShard, VocabSplit
+from pallas_kernels.api import PagedAttention
+
+_NO_TOKEN = -1  # a draft that nothing equals
+
+
+def make_speculative_step(
+    bucket: Bucket, rebuild: Callable[[Any], Llama], attention: PagedAttention, lookup: PromptLookup
+) -> Callable[[Any, KvScales, DeviceState, jax.Array], tuple[DeviceState, jax.Array]]:
+    """The step of one bucket with drafts, to be compiled: arguments and results are those of `make_step`."""
+
+    def step(weights: Any, kv_scales: KvScales, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, jax.Array]:
+        assert state.text is not None, "the ladder has drafts and the runner keeps no text"
+        model = rebuild(weights)
+        sent = {name: packed[part] for name, part in PackedLayout(bucket).sections().items()}
+        slots = apply_patches(state.slots, jnp.stack([sent["patch_indices"], sent["patch_values"]]))
+        rows = step_rows(slots, sent)
+        drafts = _drafts(rows, state.text, bucket.num_drafts, lookup)
+
+        tokens, positions = _tokens(rows, drafts, bucket)
+        batch = ragged_batch(rows, sent["header"], attention.spec.page_size)
+        metadata = attention.make_metadata(batch, num_tokens=bucket.num_tokens, decode_only=False, few_queries=True)
+        hidden, kv = forward(model, tokens, positions, state.kv, kv_scales, attention, metadata)  # [T, E]
+
+        places = _places(rows, bucket.num_drafts)
+        logits = model.logits(hidden[places.tokens])  # f32[S * D, V]
+        history = state.history
+        vocabulary = VocabSplit(history.shape[1], attention.mesh)
+        outputs: dict[str, jax.Array] = {}
+        if bucket.variant is Variant.GREEDY:
+            drawn = sampling.greedy(logits).reshape(-1, 1 + bucket.num_drafts)
+        else:
+            drawn, found, history = vocabulary.run(
+                draw_after_drafts,
+                logits,
+                history,
+                state.masks,
+                places.rows,
+                drafts,
+                in_specs=(BY_VOCAB, BY_VOCAB, *[REPLICATED] * 3),
+                out_specs=(REPLICATED, REPLICATED, BY_VOCAB),
+            )
+            outputs = named("", found)
+        num_accepted = _num_accepted(drawn, drafts)
+        is_kept = jnp.arange(drawn.shape[1]) <= num_accepted[:, None]
+        is_finite = jnp.isfinite(logits).all(axis=-1).reshape(drawn.shape)
+        outputs |= {
+            "tokens": drawn,
+            "finite": (is_finite | ~is_kept).all(axis=1).astype(jnp.int32),
+            "num_drafts": jnp.sum(drafts != _NO_TOKEN, axis=1, dtype=jnp.int32),
+            "num_accepted": num_accepted,
+        }
+        last = jnp.take_along_axis(drawn, num_accepted[:, None], axis=1)[:, 0]
+        slots = advance(slots, rows, last, rows.past + 1 + num_accepted)
+        text = page_text.write(state.text, rows, tokens, positions)
+        state = DeviceState(slots=slots, history=history, masks=state.masks, kv=kv, text=text)
+        return state, OutputLayout(bucket, hidden.shape[1]).join(outputs)
+
+    return step
+
+
+def _drafts(rows: StepRows, text: jax.Array, num_drafts: int, lookup: PromptLookup) -> jax.Array:
+    """i32[S, num_drafts], _NO_TOKEN where a row has none, or no room for it."""
+    proposed, is_found = propose(page_text.read(text, rows), rows.past, num_drafts, lookup)
+    has_room = jnp.arange(num_drafts, dtype=jnp.int32) < (jnp.diff(rows.starts) - 1)[:, None]
+    return jnp.where(is_found[:, None] & has_room, proposed, _NO_TOKEN)
+
+
+def _tokens(rows: StepRows, drafts: jax.Array, bucket: Bucket) -> tuple[jax.Array, jax.Array]:
+    """The step's tokens and their positions, i32[T] each; 0 in padding, and in place of missing drafts."""
+    brought = jnp.concatenate([rows.state[:, SlotLayout.LAST_TOKEN, None], jnp.maximum(drafts, 0)], axis=1)
+    index = jnp.arange(bucket.num_tokens, dtype=jnp.int32)
+    row = jnp.sum(index[:, None] >= rows.starts[1:], axis=1, dtype=jnp.int32)  # [T]; S in padding
+    is_real = index < rows.starts[-1]
+    row = jnp.minimum(row, bucket.num_rows - 1)
+    place = index - rows.starts[row]
+    tokens = brought[row, jnp.minimum(place, bucket.num_drafts)]
+    return jnp.where(is_real, tokens, 0), jnp.where(is_real, rows.past[row] + place, 0)
+
+
+@partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True, kw_only=True)
+class _Places:
+    """The places at which the rows draw, S * D of them."""
+
+    tokens: jax.Array  # i32[S * D], the step's token at each place; any other token past the row's end
+    rows: StepRows  # of each place, as if it were a row of its own: it emits if the row is so long
+
+
+def _places(rows: StepRows, num_drafts: int) -> _Places:
+    place = jnp.arange(1 + num_drafts, dtype=jnp.int32)
+    q_lens = jnp.diff(rows.starts)[:, None]
+    tokens = rows.starts[:-1, None] + jnp.clip(q_lens - 1, 0, place)
+    each = partial(jnp.repeat, repeats=1 + num_drafts, axis=0)
+    past = rows.past[:, None] + place
+    return _Places(
+        tokens=jnp.minimum(tokens, rows.starts[-1] - 1).clip(0).ravel(),
+        rows=StepRows(
+            slots=each(rows.slots),
+            state=each(rows.state),
+            starts=rows.starts,
+            past=past.ravel(),
+            kv_lens=past.ravel() + 1,
+            emits=((place < q_lens) & rows.emits[:, None]).ravel(),
+        ),
+    )
+
+
+def draw_after_drafts(
+    shard: VocabShard, logits: jax.Array, history: jax.Array, masks: jax.Array, places: StepRows, drafts: jax.Array
+) -> tuple[jax.Array, Logprobs, jax.Array]:
+    """The tokens after every place i32[S, D], their log-probabilities [S * D], and the history with the tokens that
+    rows with penalties keep.
+
+    Args:
+        logits: f32[S * D, V].
+        history: i32[num_slots, V].
+        masks: i32[num_slots, num_mask_words].
+        places: S * D of them, as rows.
+        drafts: i32[S, D - 1].
+    """
+    asked = sampling.sampling_rows(places.state)
+    num_rows, num_places = drafts.shape[0], 1 + drafts.shape[1]
+
+    def with_drafts() -> jax.Array:
+        """The history at each place: the drafts before it are counted like output, which they are if they matter."""
+        counts = history.at[places.slots].get(mode="clip").reshape(num_rows, num_places, -1)
+        row = jnp.arange(num_rows)
+        for i in range(num_places - 1):
+            counts = counts.at[row, i + 1 :, shard.locate(drafts[:, i])].add(1, mode="drop")
+        return counts.reshape(num_rows * num_places, -1)
+
+    of_masks = partial(masks.at[places.slots].get, mode="clip")
+    drawn = sampling.sample(shard, logits, asked, places.kv_lens, places.emits, with_drafts, of_masks)
+    found = logprobs(shard, logits, drawn, places.emits & asked.wants_logprobs)
+
+    by_row = drawn.reshape(num_rows, num_places)
+    is_kept = jnp.arange(num_places) <= _num_accepted(by_row, drafts)[:, None]
+    is_counted = is_kept.ravel() & places.emits & asked.has_penalty
+    counted = jnp.where(is_counted, places.slots, history.shape[0])
+    return by_row, found, history.at[counted, shard.locate(drawn)].add(1, mode="drop")
+
+
+def _num_accepted(drawn: jax.Array, drafts: jax.Array) -> jax.Array:
+    """i32[S]: the leading `drafts` i32[S, D - 1] that equal the tokens `drawn` i32[S, D]."""
+    return jnp.sum(jnp.cumprod(drawn[:, :-1] == drafts, axis=1), axis=1, dtype=jnp.int32)

@@ -1,0 +1,218 @@
+"""Steps with drafts on a real model: the tokens and log-probabilities are those of steps without them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats as statistics
+
+from batcher.buckets import BucketConfig, BucketLadder
+from batcher.config import EngineConfig
+from batcher.engine import Engine
+from batcher.request import Request, RequestOutput, SamplingParams
+from batcher.slots import SlotLayout
+from batcher.stats import EngineStats
+from model.execution.memory_plan import RunnerConfig
+from model.execution.prompt_lookup import PromptLookup, propose
+from model.execution.rows import StepRows
+from model.execution.runner import ModelRunner
+from model.execution.speculative_step import draw_after_drafts
+from model.network.sharding import make_mesh
+from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabSplit
+from tests.model.driver import dense_logits, paged_attention, tiny_model
+
+LOOKUP = PromptLookup(min_tokens=1, max_tokens=3)
+LIMITS = {"max_num_batched_tokens": 24, "max_num_seqs": 4, "min_decode_rows": 4, "min_mixed_tokens": 24}
+PLAIN = BucketLadder(BucketConfig(**LIMITS))
+DRAFTS = BucketLadder(BucketConfig(**LIMITS, num_drafts=3, max_draft_rows=4))
+FEW = (3, 17, 44, 90)  # allowed tokens: a text of four different ones repeats itself
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModelRunner:
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 96, "num_pages": 64}
+    runner = ModelRunner(tiny_model(), paged_attention(), RunnerConfig(**limits, lookup=LOOKUP))
+    runner.warm_up([b for b in DRAFTS.buckets() if not b.variant.scores], lambda line: None)
+    return runner
+
+
+def serve(
+    runner: ModelRunner, ladder: BucketLadder, requests: list[Request], *, preempts_every: int | None = None
+) -> tuple[dict, EngineStats]:
+    """(request id -> its outputs joined, the statistics)."""
+    runner.recover()  # each run begins with an empty device
+    engine = Engine(runner, EngineConfig(eos_token_ids=(1,), seed=0, weights_cost_tokens=1000.0), ladder)
+    outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
+    compiles = runner.num_compiles
+    for request in requests:
+        engine.add_request(request, lambda output: outputs[output.request_id].append(output))
+    scheduler, num_rounds = engine._core.scheduler, 0
+    while engine.step() or engine._core.in_flight:
+        num_rounds += 1
+        if preempts_every and num_rounds % preempts_every == 0 and scheduler.running:
+            scheduler.preempt(scheduler.running[-1])
+    engine._core.check_integrity()
+    assert engine.stats().integrity_failures == 0
+    assert runner.num_compiles == compiles
+    return outputs, engine.stats()
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[int]:
+    assert outputs[-1].error is None
+    return [token for output in outputs for token in output.token_ids]
+
+
+def scores_of(outputs: list[RequestOutput]) -> list[float]:
+    return [x for output in outputs for entry in output.logprobs for x in (entry.logprob, *entry.top_logprobs)]
+
+
+def requests(sampling: list[dict], *, prompt_len: int = 20, max_tokens: int = 40) -> list[Request]:
+    rng = np.random.default_rng(7)
+    made = []
+    for i, options in enumerate(sampling):
+        pattern = rng.choice(FEW, 5)
+        prompt = np.tile(pattern, prompt_len)[:prompt_len]
+        options = {"max_tokens": max_tokens, "temperature": 0.0, "seed": i, "ignore_eos": True} | options
+        made.append(Request(request_id=str(i), prompt=tuple(prompt.tolist()), sampling=SamplingParams(**options)))
+    return made
+
+
+KINDS = {
+    "greedy": [{}] * 4,
+    "sampled": [{"temperature": 1.0, "allowed_token_ids": FEW[: 2 + i]} for i in range(3)],
+    "top-p and min-p": [{"temperature": 0.8, "top_p": 0.7}, {"temperature": 1.2, "min_p": 0.1, "top_k": 5}],
+    "penalties": [
+        {"temperature": t, "allowed_token_ids": FEW, "presence_penalty": 0.5, "frequency_penalty": f, "logprobs": 2}
+        for t in (0.0, 1.0)
+        for f in (-0.5, 0.3)
+    ],
+    "repetition": [{"repetition_penalty": r, "allowed_token_ids": FEW} for r in (0.5, 1.3)],
+    "bias": [{"logit_bias": ((3, 30.0), (17, 29.0)), "temperature": 1.0}] * 2,
+    "minimum": [
+        {"allowed_token_ids": FEW, "stop_token_ids": (3, 17), "min_tokens": n, "temperature": 1.0} for n in (0, 9, 25)
+    ],
+    "logprobs": [{"logprobs": 3, "allowed_token_ids": FEW}, {"temperature": 1.0, "allowed_token_ids": FEW}],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_are_those_without_drafts(runner, kind) -> None:
+    asked = requests(KINDS[kind])
+    expected, plain = serve(runner, PLAIN, asked)
+    found, drafted = serve(runner, DRAFTS, asked)
+    for name, outputs in expected.items():
+        assert tokens_of(found[name]) == tokens_of(outputs)
+        assert found[name][-1].finish_reason == outputs[-1].finish_reason
+        np.testing.assert_allclose(scores_of(found[name]), scores_of(outputs), atol=2e-4)
+    assert plain.speculation.num_drafts == 0
+    assert drafted.speculation.num_accepted_tokens > 0
+    assert drafted.num_steps < plain.num_steps
+
+
+def test_preempted_requests_and_those_with_a_cached_prefix_find_their_text_again(runner) -> None:
+    asked = requests([{"allowed_token_ids": FEW, "temperature": 1.0}] * 6, prompt_len=30, max_tokens=60)
+    asked.append(replace(asked[0], request_id="the same prompt"))
+    expected, _ = serve(runner, PLAIN, asked)
+    found, stats = serve(runner, DRAFTS, asked, preempts_every=7)
+    assert stats.num_preemptions > 3
+    assert stats.prefix_cache_hits > 0
+    assert stats.speculation.num_accepted_tokens > 0
+    for name, outputs in expected.items():
+        assert tokens_of(found[name]) == tokens_of(outputs)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_penalties_count_the_drafts_before_a_place_and_keep_the_accepted_ones(num_shards) -> None:
+    """Greedy: each draft is the token with the greatest logit until the penalty for its earlier copies counts."""
+    vocab, split = 8, VocabSplit(8, make_mesh(num_shards) if num_shards > 1 else None)
+    state = np.zeros((2, SlotLayout.width(4)), np.int32)
+    state[:, SlotLayout.at("frequency_penalty")] = np.array([0.4, 0.0], np.float32).view(np.int32)
+    state[:, SlotLayout.at("repetition_penalty")] = np.float32(1).view(np.int32)
+    places = StepRows(
+        slots=jnp.array([1] * 4 + [0] * 4),
+        state=jnp.repeat(jnp.array(state), 4, axis=0),
+        starts=jnp.array([0, 4, 8]),
+        past=jnp.arange(8),
+        kv_lens=jnp.arange(8) + 1,
+        emits=jnp.array([True] * 8),
+    )
+    logits = jnp.tile(jnp.array([0, 0, 1.0, 0, 0, 0.3, 0, 0]), (8, 1))
+    drawn, _, history = split.run(
+        draw_after_drafts,
+        logits,
+        jnp.zeros((2, vocab), jnp.int32),
+        jnp.full((2, 1), -1, jnp.int32),
+        places,
+        jnp.array([[2, 2, 2], [2, 2, 5]]),
+        in_specs=(BY_VOCAB, BY_VOCAB, *[REPLICATED] * 3),
+        out_specs=(REPLICATED, REPLICATED, BY_VOCAB),
+    )
+    # The first row's token 2 has 1.0, 0.6 and 0.2, below the 0.3 of token 5: two of its drafts are accepted.
+    assert drawn.tolist() == [[2, 2, 5, 5], [2, 2, 2, 2]]
+    assert history.tolist() == [[0] * 8, [0, 0, 2, 0, 0, 1, 0, 0]]
+
+
+def test_accepted_and_rejected_drafts_leave_the_distribution_of_the_model(runner) -> None:
+    """The third token after a fixed first one, over many seeds: the second and third are drawn against drafts."""
+    prompt, allowed = (3, 17, 3, 17, 3), (3, 17, 44)
+    asked = [
+        Request(
+            request_id=str(seed),
+            prompt=prompt,
+            sampling=SamplingParams(
+                max_tokens=3, temperature=30.0, seed=seed, allowed_token_ids=allowed, ignore_eos=True
+            ),
+        )
+        for seed in range(900)
+    ]
+    outputs, stats = serve(runner, DRAFTS, asked)
+    counts = stats.speculation
+    assert 100 < counts.num_accepted_tokens < counts.num_draft_tokens - 100
+    model = tiny_model()
+    seen: dict[tuple[int, ...], list[int]] = {}
+    for output in outputs.values():
+        *before, last = tokens_of(output)
+        seen.setdefault(tuple(before), []).append(last)
+    for before, drawn in seen.items():
+        logits = dense_logits(model, [*prompt, *before])[-1, list(allowed)].astype(np.float64) / 30
+        weights = np.exp(logits - logits.max())
+        expected = len(drawn) * weights / weights.sum()
+        observed = [drawn.count(token) for token in allowed]
+        assert statistics.chisquare(observed, expected).pvalue > 1e-4, (before, observed, expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ([1, 2, 3, 4, 1, 2], [3, 4, 1]),  # the two last tokens, and what followed them
+        ([1, 2, 9, 5, 2, 8, 1, 2], [9, 5, 2]),  # two matching tokens count for more than a later one
+        ([7, 1, 7, 2, 7], [2, 7, 2]),  # of equal matches the last; the text repeats with its period
+        ([5, 5, 5, 5], [5, 5, 5]),
+        ([1, 2, 3, 4], None),
+        ([4], None),
+        ([6, 1, 2, 3, 4, 6, 1, 2, 3, 5, 0, 1, 2, 3], [5, 0, 1]),  # more than three tokens are not compared
+    ],
+)
+def test_drafts_are_what_followed_the_last_tokens_before(text, expected) -> None:
+    padded = np.full((2, 16), 4, np.int32)
+    padded[0, : len(text)] = text
+    padded[1, : len(text)] = text
+    drafts, found = propose(jnp.array(padded), jnp.array([len(text) - 1, 0]), 3, LOOKUP)
+    assert found.tolist() == [expected is not None, False]
+    if expected is not None:
+        assert drafts[0].tolist() == expected
+
+
+def test_fewer_matching_tokens_than_asked_for_are_no_match() -> None:
+    text = jnp.array([[1, 2, 3, 1, 4, 1]])
+    for least, is_found in ((1, True), (2, False)):
+        assert propose(text, jnp.array([5]), 2, PromptLookup(min_tokens=least, max_tokens=4))[1].tolist() == [is_found]
+
+
+def test_a_lookup_of_nothing_is_refused() -> None:
+    for least, most in ((0, 2), (3, 2)):
+        with pytest.raises(ValueError, match="at least one token"):
+            PromptLookup(min_tokens=least, max_tokens=most)
