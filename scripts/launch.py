@@ -60,7 +60,11 @@ def parser() -> argparse.ArgumentParser:
     add_tls_flags(server)
     server.add_argument("--root-path", default="", metavar="PATH", help="where a proxy serves this, for /openapi.json")
     server.add_argument(
-        "--api-key", nargs="+", default=[], metavar="KEY", help="asked for but by /health, /ping, /version and /metrics"
+        "--api-key",
+        nargs="+",
+        default=[],
+        metavar="KEY",
+        help="asked for but by /health, /live, /ping, /version, /metrics",
     )
     server.add_argument("--api-key-all-routes", action="store_true", help="asked for by these, too")
     server.add_argument("--admin-api-key", nargs="+", default=[], metavar="KEY", help="for administrators' routes")

@@ -32,6 +32,18 @@ def test_health_depends_on_the_engine():
         assert "killed" in response.json()["error"]["message"]
 
 
+def test_a_draining_server_is_live_and_not_ready():
+    client = StubClient()
+    state = state_of(client, heartbeat_timeout_s=10)
+    state.draining = True
+    assert call(state, "GET", "/live").status_code == 200
+    assert call(state, "GET", "/health").status_code == 503
+    client.last_heartbeat -= 11
+    assert call(state, "GET", "/live").status_code == 503
+    client.death = "killed"
+    assert "killed" in call(state, "GET", "/live").json()["error"]["message"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("status", "kind"), [(429, "RateLimitError"), (503, "ServiceUnavailableError"), (500, None)])
 def test_a_refusal_of_the_engine_has_its_own_status(stream, status, kind):

@@ -36,6 +36,12 @@ def info_routes(state: ServerState) -> list[ApiRoute]:
         ApiRoute(path="/v1/models", endpoint=info.models, summary="The models that are served."),
         ApiRoute(path="/v1/models/{name:path}", endpoint=info.model, summary="One of them."),
         ApiRoute(path="/health", endpoint=info.health, access=Access.OPEN, summary="Whether requests are served."),
+        ApiRoute(
+            path="/live",
+            endpoint=info.live,
+            access=Access.OPEN,
+            summary="Whether the engine works, also in a shutdown.",
+        ),
         ApiRoute(path="/ping", endpoint=info.health, access=Access.OPEN, summary="As /health."),
         ApiRoute(path="/ping", endpoint=info.health, method="POST", access=Access.OPEN, summary="As /health."),
         ApiRoute(path="/version", endpoint=info.version, access=Access.OPEN, summary="The server's version."),
@@ -78,15 +84,25 @@ class Info:
         self._detokenize = BodyReader(DetokenizeRequest, DETOKENIZE_FIELDS, strict=strict)
         self._split = SpecialTokens(state.tokenizer.special_tokens).split
 
-    async def health(self, request: Request) -> Response:
-        """200 while requests are served; with `?verbose`, also the attention backend and the result of its self-test.
-        Raises RequestError 503 if the engine is dead or silent, or in a shutdown."""
+    async def live(self, request: Request) -> Response:
+        """200 while the engine works, also in a shutdown, whose running requests a restart would end. Raises
+        RequestError 503 if the engine is dead or silent."""
+        self._check_engine()
+        return json_response({"status": "ok"})
+
+    def _check_engine(self) -> None:
         client, settings = self._state.client, self._state.settings
         if client.death is not None:
             raise unavailable(f"The engine has failed: {client.death}")
         silent_s = time.monotonic() - client.last_heartbeat
         if silent_s > settings.heartbeat_timeout_s:
             raise unavailable(f"The engine has not been heard of for {silent_s:.0f} s.")
+
+    async def health(self, request: Request) -> Response:
+        """200 while requests are served; with `?verbose`, also the attention backend and the result of its self-test.
+        Raises RequestError 503 if the engine is dead or silent, or in a shutdown."""
+        client = self._state.client
+        self._check_engine()
         if self._state.draining:
             raise unavailable("The server is shutting down.")
         if "verbose" not in request.query_params:

@@ -98,7 +98,7 @@ def test_the_official_client_with_and_without_the_key(keyed):
         keyed.client(api_key="wrong").models.list()
 
 
-OPEN = ["/health", "/ping", "/version", "/metrics", "/openapi.json", "/docs"]
+OPEN = ["/health", "/live", "/ping", "/version", "/metrics", "/openapi.json", "/docs"]
 
 
 def test_probes_prometheus_and_options_need_no_key(keyed):
