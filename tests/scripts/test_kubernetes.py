@@ -1,0 +1,136 @@
+"""The manifests: built by kustomize where kubectl is, and checked against the fields of the resources and the server."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from model.loading.source import DEMO_FOLDER
+from scripts import launch
+from tests.scripts.kubernetes_fields import problems
+
+FOLDER = Path(__file__).parents[2] / "scripts/deploy/kubernetes"
+OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
+CHIPS = {"gke-tpu-v6e": 1, "gke-tpu-v5e": 4, "gke-tpu7x": 8, "gke-tpu-v6e-hosts": 16, "gke-gpu": 8, "nvidia-gpu": 1}
+
+
+@cache
+def built(overlay: str) -> list[dict[str, Any]]:
+    """The resources of an overlay. kubectl reads the folder only: it asks no cluster."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl builds the overlays: install it")
+    command = ["kubectl", "kustomize", str(FOLDER / "overlays" / overlay)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def of_kind(overlay: str, kind: str) -> dict[str, Any]:
+    (found,) = (resource for resource in built(overlay) if resource["kind"] == kind)
+    return found
+
+
+def workload(overlay: str) -> dict[str, Any]:
+    """The pods' template."""
+    if overlay.endswith("hosts"):
+        return of_kind(overlay, "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+    return of_kind(overlay, "Deployment")["spec"]["template"]
+
+
+def test_every_overlay_is_tested():
+    assert set(CHIPS) == set(OVERLAYS)
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.rglob("*.yaml")), ids=lambda file: str(file.relative_to(FOLDER)))
+def test_files_are_valid_alone(file):
+    """Without kubectl, too. The overlays add resources and the images' names."""
+    for document in yaml.safe_load_all(file.read_text()):
+        if document is None or "kind" not in document or document["kind"] in ("Kustomization", "Component"):
+            continue
+        assert [line for line in problems(document) if not line.endswith(".resources: missing")] == []
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_overlays_are_valid(overlay):
+    for resource in built(overlay):
+        assert problems(resource) == []
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_reference_has_its_resource(overlay):
+    resources = {(resource["kind"], resource["metadata"]["name"]) for resource in built(overlay)}
+    spec = workload(overlay)["spec"]
+    container = spec["containers"][0]
+    assert ("ConfigMap", container["envFrom"][0]["configMapRef"]["name"]) in resources
+    assert ("PersistentVolumeClaim", spec["volumes"][0]["persistentVolumeClaim"]["claimName"]) in resources
+    target = of_kind(overlay, "HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]
+    assert (target["kind"], target["name"]) in resources
+    backend = of_kind(overlay, "HTTPRoute")["spec"]["rules"][0]["backendRefs"][0]
+    assert (backend["kind"], backend["name"]) in resources
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in spec["volumes"]}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_selectors_find_the_pods_that_serve(overlay):
+    labels = workload(overlay)["metadata"]["labels"]
+    if overlay.endswith("hosts"):
+        labels = labels | {"leaderworkerset.sigs.k8s.io/worker-index": "0"}  # LeaderWorkerSet's own, on leaders
+    monitors = {"PodMonitoring", "PodMonitor"} & {resource["kind"] for resource in built(overlay)}
+    selectors = [of_kind(overlay, "Service")["spec"]["selector"]]
+    selectors += [of_kind(overlay, kind)["spec"]["selector"]["matchLabels"] for kind in ("InferencePool", *monitors)]
+    assert all(selector.items() <= labels.items() for selector in selectors)
+    if overlay.endswith("hosts"):
+        assert all("leaderworkerset.sigs.k8s.io/worker-index" in selector for selector in selectors)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_server_accepts_the_arguments(overlay):
+    config = of_kind(overlay, "ConfigMap")["data"]
+    (container,) = workload(overlay)["spec"]["containers"]
+    given = []
+    for argument in container["args"]:
+        for name, value in config.items():
+            argument = argument.replace(f"$({name})", value)
+        given.append(argument)
+    args = launch.parser().parse_args(given)
+    assert isinstance(args, argparse.Namespace)
+    assert args.tensor_parallel_size == CHIPS[overlay]
+    assert args.metrics_prefix == "vllm:"
+    assert args.port == container["ports"][0]["containerPort"]
+    devices = int(next(iter(container["resources"]["limits"].values())))
+    hosts = of_kind(overlay, "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]["size"] if "hosts" in overlay else 1
+    assert CHIPS[overlay] == devices * hosts * (2 if "tpu7x" in overlay else 1)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_pod_is_given_the_time_to_drain(overlay):
+    args = launch.parser().parse_args([])
+    settings = launch.server_settings(args, launch.resolve(args.model, weights=False), DEMO_FOLDER)
+    spec = workload(overlay)["spec"]
+    pause = spec["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert spec["terminationGracePeriodSeconds"] >= pause + settings.grace_period_s + 10
+
+
+def test_liveness_ignores_draining_and_readiness_does_not():
+    container = workload("gke-tpu-v6e")["spec"]["containers"][0]
+    assert container["livenessProbe"]["httpGet"]["path"] == "/live"
+    assert container["readinessProbe"]["httpGet"]["path"] == "/health"
+    assert "livenessProbe" not in workload("gke-tpu-v6e-hosts")["spec"]["containers"][0]  # followers have no /live
+
+
+def test_the_check_finds_what_is_wrong():
+    service = of_kind("nvidia-gpu", "Service")
+    assert problems(service | {"spec": service["spec"] | {"selectors": {}}}) == [
+        "Service.spec.selectors: an unknown field"
+    ]
+    assert problems(service | {"apiVersion": "v2"}) == ["Service.apiVersion: 'v2' is not v1"]
+    assert problems({"kind": "Service", "apiVersion": "v1", "metadata": {"name": "A b"}}) == [
+        "Service.spec: missing", "Service.metadata.name: 'A b' is not a name",
+    ]  # fmt: skip
