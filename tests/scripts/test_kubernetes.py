@@ -1,8 +1,9 @@
-"""The manifests: built by kustomize where kubectl is, and checked against the fields of the resources and the server."""
+"""The manifests, built by kustomize where kubectl is, against the fields of the resources and the server's flags."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shutil
 import subprocess
 from functools import cache
@@ -12,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from model.loading.source import DEMO_FOLDER
 from scripts import launch
+from server.settings import Settings
 from tests.scripts.kubernetes_fields import problems
 
 FOLDER = Path(__file__).parents[2] / "scripts/deploy/kubernetes"
@@ -111,11 +112,10 @@ def test_the_server_accepts_the_arguments(overlay):
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_a_pod_is_given_the_time_to_drain(overlay):
-    args = launch.parser().parse_args([])
-    settings = launch.server_settings(args, launch.resolve(args.model, weights=False), DEMO_FOLDER)
+    (grace_s,) = (field.default for field in dataclasses.fields(Settings) if field.name == "grace_period_s")
     spec = workload(overlay)["spec"]
     pause = spec["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
-    assert spec["terminationGracePeriodSeconds"] >= pause + settings.grace_period_s + 10
+    assert spec["terminationGracePeriodSeconds"] >= pause + grace_s + 10
 
 
 def test_liveness_ignores_draining_and_readiness_does_not():
@@ -127,9 +127,8 @@ def test_liveness_ignores_draining_and_readiness_does_not():
 
 def test_the_check_finds_what_is_wrong():
     service = of_kind("nvidia-gpu", "Service")
-    assert problems(service | {"spec": service["spec"] | {"selectors": {}}}) == [
-        "Service.spec.selectors: an unknown field"
-    ]
+    misspelt = service | {"spec": service["spec"] | {"selectors": {}}}
+    assert problems(misspelt) == ["Service.spec.selectors: an unknown field"]
     assert problems(service | {"apiVersion": "v2"}) == ["Service.apiVersion: 'v2' is not v1"]
     assert problems({"kind": "Service", "apiVersion": "v1", "metadata": {"name": "A b"}}) == [
         "Service.spec: missing", "Service.metadata.name: 'A b' is not a name",
