@@ -117,7 +117,7 @@ def candidates(requested: str | None, platform: str) -> tuple[Backend, ...]:
         ValueError: the name is unknown, or names a compiled kernel that the platform cannot run.
     """
     native = {
-        "cpu": (Backend.REFERENCE,),
+        "cpu": (Backend.CPU, Backend.REFERENCE),
         "tpu": (Backend.TPU, Backend.REFERENCE),
         "gpu": (Backend.GPU, Backend.GPU_MMA, Backend.REFERENCE),
     }
@@ -131,10 +131,8 @@ def candidates(requested: str | None, platform: str) -> tuple[Backend, ...]:
         raise ValueError(f"unknown attention backend {requested!r}; it can be 'auto' or one of {names}")
     backend = Backend(requested)
     if not backend.is_interpreted and backend is not Backend.REFERENCE and backend not in native[platform]:
-        raise ValueError(
-            f"the attention backend {requested!r} cannot run on {platform=}; use {requested + '-interpret'!r} "
-            f"to interpret it on a CPU (slow), or 'auto'"
-        )
+        instead = "" if backend is Backend.CPU else f"{requested + '-interpret'!r} to interpret it on a CPU (slow), or "
+        raise ValueError(f"the attention backend {requested!r} cannot run on {platform=}; use {instead}'auto'")
     return (backend,)
 
 
@@ -143,6 +141,10 @@ def _implementation(backend: Backend) -> Any:
     their toolchains take seconds to import."""
     if backend is Backend.REFERENCE:
         return reference
+    if backend is Backend.CPU:
+        from pallas_kernels.cpu import attention as cpu
+
+        return cpu
     if backend in (Backend.TPU, Backend.TPU_INTERPRET):
         from pallas_kernels.tpu import attention as tpu
 
@@ -153,7 +155,7 @@ def _implementation(backend: Backend) -> Any:
 
 
 def _options(backend: Backend) -> dict[str, bool]:
-    if backend is Backend.REFERENCE:
+    if backend in (Backend.REFERENCE, Backend.CPU):
         return {}
     return {"interpret": backend.is_interpreted, **_form(backend)}
 

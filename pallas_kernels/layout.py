@@ -11,8 +11,9 @@ from pallas_kernels.spec import AttentionSpec, Backend
 def kv_pages(spec: AttentionSpec, backend: Backend, num_pages: int) -> jax.ShapeDtypeStruct:
     """One layer's pages on one chip."""
     family = backend.split("-")[0]
-    if family == "reference":
-        # Heads before tokens: the tokens of one head in a page are contiguous, as XLA's CPU products need them.
+    if family in ("reference", "cpu"):
+        # Heads before tokens: the tokens of one head in a page are contiguous, as XLA's CPU products need them. The C
+        # code cuts a page's keys of one head into pieces of 16 tokens, each [H, 16], in the same memory.
         shape = (2, num_pages, spec.num_kv_heads, spec.page_size, spec.head_dim)
     elif family == "gpu":
         # One page of one head is one box of the copy engine: contiguous, and the head axis splits over chips.
@@ -26,7 +27,7 @@ def kv_pages(spec: AttentionSpec, backend: Backend, num_pages: int) -> jax.Shape
 
 def page_axis(backend: Backend) -> int:
     """The axis of `kv_pages` that counts the pages."""
-    return 1 if backend is Backend.REFERENCE else 0
+    return 1 if backend in (Backend.REFERENCE, Backend.CPU) else 0
 
 
 def kv_head_axis(backend: Backend) -> int:

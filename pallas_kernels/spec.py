@@ -23,6 +23,7 @@ class Backend(StrEnum):
     """An implementation of the operation. Its value is its name for users."""
 
     REFERENCE = "reference"  # plain jnp, any platform
+    CPU = "cpu"  # in C, compiled for the CPU that it runs on
     TPU = "tpu"
     TPU_INTERPRET = "tpu-interpret"  # the TPU kernel, interpreted on the CPU
     GPU = "gpu"
@@ -34,6 +35,10 @@ class Backend(StrEnum):
     def is_interpreted(self) -> bool:
         """Whether it runs a chip's kernels on the CPU."""
         return self.value.endswith("-interpret")
+
+
+class UnavailableError(RuntimeError):
+    """A backend cannot be used here; another one can. The message says why, and what would help."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,6 +50,10 @@ def spec(spec: AttentionSpec, backend: Backend) -> None:
         from pallas_kernels.gpu import attention as gpu
 
         gpu.validate(spec)
+    elif family == "cpu":
+        from pallas_kernels.cpu import attention as cpu
+
+        cpu.validate(spec)
 
 
 def batch(batch: RaggedBatch, *, num_tokens: int, decode_only: bool) -> None:

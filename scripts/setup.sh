@@ -65,6 +65,16 @@ make_venv() {
     "$python" -m venv --clear .venv
 }
 
+# A client that tests use, and that needs older packages than the other clients: these are in a folder of their own.
+install_instructor() {
+    rm -rf .venv/instructor
+    .venv/bin/python -m pip install -qq --disable-pip-version-check --target .venv/instructor --no-deps \
+        instructor==1.17.0 jiter==0.14.0 openai==3.3.0 rich==14.3.3 || {
+        say "set-up: pip could not install instructor (see above)"
+        return 1
+    }
+}
+
 digest() { { sha256sum 2>/dev/null || shasum -a 256; } | cut -d' ' -f1; }
 
 # setup EXTRA...: a .venv that has at least these extras of pyproject.toml. Run from the checkout's root.
@@ -97,6 +107,7 @@ setup() {
         say "set-up: pip could not install the packages (see above)"
         return 1
     }
+    case " $* " in *" clients "*) install_instructor || return 1 ;; esac
     printf '%s\ncore %s\n' "$wanted" "$*" >"$STAMP"
     say "set-up: done in $((SECONDS - started)) s"
 }

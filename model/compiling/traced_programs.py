@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 _KEPT_SETS = 32  # folders of programs; the one that was not used for the longest time is deleted first
 _IN_USE_S = 3600.0  # a folder that was used so recently stays: another start may be at it
 _DIGEST_SIZE = hashlib.sha256().digest_size
-# Custom calls of Pallas kernels on GPUs. `jax.export` does not promise that a later JAX runs them; the key holds the
-# version of JAX.
-_KERNEL_CALLS = ("mosaic_gpu_v2", "mosaic_gpu")
+# Custom calls of our kernels on GPUs and CPUs. `jax.export` does not promise that a later JAX runs them; the key holds
+# the version of JAX.
+_KERNEL_CALLS = ("mosaic_gpu_v2", "mosaic_gpu", "pallas_serve_attend", "pallas_serve_multiply")
 _NOT_OF_THE_TRACE = ("cache", "dump", "export", "logging", "traceback")  # parts of the names of JAX's options
 
 

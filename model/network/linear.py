@@ -14,6 +14,7 @@ from flax import nnx
 from model.network.cpu_products import multiply_few, multiply_int8
 from model.quantization.eight_bit import quantize
 from model.quantization.forms import EightBit
+from pallas_kernels.cpu import products
 
 INIT_STDDEV = 0.02
 
@@ -31,7 +32,7 @@ class Linear(nnx.Module):
         axes: the logical names of both dimensions; `sharding.RULES` maps them to the mesh.
         dtype: of the kernel if it is not quantised.
         quantization: stores the kernel in 8 bits, with a scale f32[out] that is split in the same way as the outputs.
-        for_cpu: uses the forms of `cpu_products` where they are faster.
+        for_cpu: uses the forms of `cpu_products` where they are faster, unless the kernel is packed (`packed`).
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class Linear(nnx.Module):
         kernel, out_dtype = self.kernel[...], out_dtype or inputs.dtype
         if self.scale is None:
             return multiply(inputs, kernel, for_cpu=self.for_cpu, out_dtype=out_dtype)
-        if self.for_cpu and kernel.dtype == jnp.int8:
+        if kernel.ndim == 3:
+            product = products.multiply(inputs, kernel)
+        elif self.for_cpu and kernel.dtype == jnp.int8:
             product = multiply_int8(inputs, kernel)
         else:
             # XLA converts the kernel inside the product: no converted copy of it is written.
@@ -65,9 +68,11 @@ class Linear(nnx.Module):
 
 
 def multiply(inputs: jax.Array, kernel: jax.Array, *, for_cpu: bool, out_dtype: Any = None) -> jax.Array:
-    """inputs [T, in] times the transpose of kernel [out, in]: [T, out]. Float32 products have full precision on every
-    chip, instead of a chip's fast mode."""
+    """inputs [T, in] times the transpose of kernel [out, in], which may be packed: [T, out]. Float32 products have full
+    precision on every chip, instead of a chip's fast mode."""
     out_dtype = out_dtype or inputs.dtype
+    if kernel.ndim == 3:
+        return products.multiply(inputs, kernel).astype(out_dtype)
     if for_cpu and (product := multiply_few(inputs, kernel, out_dtype)) is not None:
         return product
     return jax.lax.dot_general(
@@ -77,3 +82,8 @@ def multiply(inputs: jax.Array, kernel: jax.Array, *, for_cpu: bool, out_dtype: 
         precision=jax.lax.Precision.HIGHEST if inputs.dtype == jnp.float32 else None,
         preferred_element_type=out_dtype,
     )
+
+
+def rows_of(kernel: jax.Array, rows: jax.Array) -> jax.Array:
+    """The rows [T, in] of a kernel [out, in], which may be packed. Numbers past its end give any row."""
+    return products.rows_of(kernel, rows) if kernel.ndim == 3 else kernel.at[rows].get(mode="clip")

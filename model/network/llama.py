@@ -16,7 +16,7 @@ from flax import nnx
 
 from model.config import LlamaConfig
 from model.network.layers import Attend, DecoderLayer, RMSNorm
-from model.network.linear import Linear, multiply, normal_param
+from model.network.linear import Linear, multiply, normal_param, rows_of
 from model.network.rope import inverse_frequencies, rotation
 from model.quantization.forms import EightBit
 
@@ -86,7 +86,7 @@ class Llama(nnx.Module):
         frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
         # Without the barrier XLA computes sines and cosines again in every layer's kernels.
         cos, sin = jax.lax.optimization_barrier(rotation(positions, frequencies))
-        return self.embedding[...].at[tokens].get(mode="clip"), cos, sin
+        return rows_of(self.embedding[...], tokens), cos, sin
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """f32[S, V] of hidden [S, D] as `__call__` returned it."""

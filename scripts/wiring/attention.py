@@ -1,7 +1,8 @@
 """Chooses the attention backend of an engine: the first candidate whose kernels pass a self-test on this device.
 
-A kernel that a compiler refuses, or that computes wrong numbers on this chip, never serves a token: with
-`--attention-backend auto` the next candidate is taken, with a warning; a backend asked for by name is an error.
+A kernel that a compiler refuses, or that computes wrong numbers on this device, never serves a token: with
+`--attention-backend auto` the next candidate is taken, with a warning; a backend asked for by name is an error. The
+same holds for a CPU's C code where there is no compiler for it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from server.engine.wire import AttentionInfo
@@ -47,31 +49,35 @@ def choose_attention(
     *,
     platform: str,
     max_model_len: int,
+    native_folder: Path | None,
 ) -> Chosen:
-    """The attention of the first of `candidates` that passes its self-test.
+    """The attention of the first of `candidates` that can be used and passes its self-test.
 
     Args:
         requested: `--attention-backend`.
         make: the attention of the model over a backend. Its ValueErrors are raised.
+        native_folder: where compiled C code is kept; None: it is compiled for this process alone.
 
     Raises:
         ValueError: none passes.
     """
     from pallas_kernels.self_test import SelfTestError
+    from pallas_kernels.spec import UnavailableError
 
     failures: dict[str, str] = {}
     for backend in candidates:
-        attention = make(backend)
         try:
+            attention = make(backend)
+            _load_native(backend, native_folder)
             result, remark = _tested(attention, buckets, platform, max_model_len)
-        except SelfTestError as error:
-            failures[str(backend)] = str(error)
-            logger.warning("the attention backend %s failed its self-test: %s", backend, error)
+        except (SelfTestError, UnavailableError) as error:
+            failed = "failed its self-test: " if isinstance(error, SelfTestError) else ""
+            failures[str(backend)] = f"{failed}{error}"
+            logger.warning("the attention backend %s cannot be used: %s", backend, failures[str(backend)])
             continue
         info = AttentionInfo(requested=requested, backend=str(backend), self_test=result, failures=failures)
         return Chosen(attention=attention, info=info, remarks=(*_warnings(failures, backend), remark))
-    reasons = "; ".join(f"{backend}: {reason}" for backend, reason in failures.items())
-    raise ValueError(f"--attention-backend {requested}: failed its self-test on this device: {reasons}")
+    raise ValueError(f"--attention-backend {requested} cannot be used here: {_reasons(failures)}")
 
 
 def self_test_programs(buckets: BucketConfig) -> list[Program]:
@@ -122,5 +128,18 @@ def _warning_after(seconds: float, message: str) -> Iterator[None]:
 def _warnings(failures: dict[str, str], backend: Backend) -> tuple[str, ...]:
     if not failures:
         return ()
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
-    return (f"WARNING: {', '.join(failures)} failed the self-test on this device ({reasons}); serving with {backend}",)
+    return (f"WARNING: serving with the attention backend {backend}. Not used: {_reasons(failures)}",)
+
+
+def _reasons(failures: dict[str, str]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in failures.items())
+
+
+def _load_native(backend: Backend, folder: Path | None) -> None:
+    """Raises UnavailableError if the backend has code in C and that cannot be compiled."""
+    from pallas_kernels.spec import Backend
+
+    if backend is Backend.CPU:
+        from pallas_kernels.cpu import library
+
+        library.load(folder)

@@ -151,6 +151,7 @@ def build_runner(
         platform = start_jax(settings)
         say(f"jax on {describe_devices(settings)}")
     from model.execution.runner import ModelRunner
+    from model.network.packed import pack
     from model.network.sharding import abstract_model
 
     backends = backends or _backends()
@@ -173,6 +174,7 @@ def build_runner(
     attention_over = partial(
         _attention_over, backends.make, settings, placed, dtype=dtype, max_model_len=max_model_len, mesh=mesh
     )
+    cache = compile_cache_folder(settings.compile_cache)
     with _phase("self-test", report) as say:
         chosen = choose_attention(
             settings.attention_backend,
@@ -181,12 +183,15 @@ def build_runner(
             buckets,
             platform=platform,
             max_model_len=max_model_len,
+            native_folder=cache and cache / "native",
         )
         say("; ".join(chosen.remarks))
     attention = chosen.attention
+    with_native_products = for_cpu and attention.backend == "cpu"
+    if with_native_products:
+        pack(planned)
     backend, page_size = attention.backend, attention.spec.page_size
     kv_dtype, kv_remark = choose_kv_dtype(settings.kv_cache_dtype, dtype, backend)
-    cache = compile_cache_folder(settings.compile_cache)
     runner = ModelRunner(
         planned,
         attention,
@@ -202,6 +207,8 @@ def build_runner(
     try:
         with _phase("load", report) as say:
             model = _random(settings, config, **options) if stored is None else stored.load(**options)
+            if with_native_products:
+                pack(model)
             origin = "nowhere (random)" if stored is None else source.path
             say(f"{_size_of(model) / GIB:.2f} GiB of weights from {origin}, as {dtype} ({reason})")
             for line in (remark, stored and stored.remark):

@@ -168,7 +168,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     device.add_argument("--device", default="auto", choices=DEVICES)
     device.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="chips that share the model")
     device.add_argument(
-        "--attention-backend", default="auto", help="tpu, gpu or gpu-mma, each also with -interpret; reference"
+        "--attention-backend", default="auto", help="tpu, gpu or gpu-mma, each also with -interpret; cpu; reference"
     )
     device.add_argument(
         "--memory-utilization", "--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE",

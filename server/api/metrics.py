@@ -151,7 +151,7 @@ class ServerMetrics:
         doc = "Attention backends that failed their self-test at the start; 0 in health."
         yield self._gauge("attention_backend_failures", doc, len(info.failures))
         states = {**dict.fromkeys(info.failures, 0), **({info.backend: 1} if info.backend else {})}
-        doc = "1: in use. 0: failed its self-test."
+        doc = "1: in use. 0: cannot be used here, or failed its self-test."
         family = self._family(GaugeMetricFamily, "attention_backend", doc, ["backend"])
         for backend, value in states.items():
             family.add_metric([*self._labels.values(), backend], value)

@@ -97,7 +97,7 @@ class AttentionInfo(msgspec.Struct, frozen=True, kw_only=True):
     requested: str = ""  # the flag
     backend: str = ""
     self_test: str = ""  # "passed", or why none was needed
-    failures: dict[str, str] = {}  # backends that failed their self-test -> the reason
+    failures: dict[str, str] = {}  # backends that cannot be used, or failed their self-test -> the reason
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from batcher.buckets import BucketConfig
+from pallas_kernels.cpu import library
 from pallas_kernels.self_test import Program
 from scripts.wiring.attention import NOT_TESTED, self_test_programs
 from scripts.wiring.engine import build_runner
@@ -44,19 +45,32 @@ def test_the_programs_are_the_ladders_own():
 
 def test_the_reference_on_a_cpu_is_not_compared_with_itself(settings):
     said: list[str] = []
-    info = build_runner(settings, said.append).info.attention
-    assert (info.requested, info.backend, info.self_test, info.failures) == ("auto", "reference", NOT_TESTED, {})
+    info = build_runner(replace(settings, attention_backend="reference"), said.append).info.attention
+    assert (info.requested, info.backend, info.self_test, info.failures) == ("reference", "reference", NOT_TESTED, {})
     (line,) = (line for line in said if line.startswith("  self-test"))
     assert "not needed" in line
 
 
+def test_a_machine_without_a_c_compiler_serves_with_the_reference(settings, monkeypatch):
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    monkeypatch.setattr(library, "_loaded", None)
+    reason = "CC=/nowhere/cc is not a program: install one, such as gcc"
+    said: list[str] = []
+    info = build_runner(settings, said.append).info.attention
+    assert (info.requested, info.backend, info.failures) == ("auto", "reference", {"cpu": reason})
+    (line,) = (line for line in said if line.startswith("  self-test"))
+    assert f"WARNING: serving with the attention backend reference. Not used: cpu: {reason}" in line
+    with pytest.raises(ValueError, match=f"--attention-backend cpu cannot be used here: cpu: {reason}"):
+        build_runner(replace(settings, attention_backend="cpu"), said.append)
+
+
 def test_a_server_falls_back_and_says_so_everywhere(settings, tmp_path):
-    refused = f"gpu: {MIXED} does not compile: NotImplementedError: no such instruction"
+    refused = f"gpu: failed its self-test: {MIXED} does not compile: NotImplementedError: no such instruction"
     with running_server(tmp_path, f"{FAULTY}:build_with_fallback", settings) as server, server.http() as http:
         (warning,) = (line for line in server.lines if "WARNING" in line)
-        assert f"({refused}; gpu-mma: {MIXED}: " in warning
+        assert f"Not used: {refused}; gpu-mma: failed its self-test: {MIXED}: " in warning
         assert "is wrong: not a number" in warning
-        assert "serving with reference" in warning
+        assert "serving with the attention backend reference" in warning
         assert server.log.count("failed its self-test") == 2
         assert http.get("/health").json() == {"status": "ok"}
         attention = http.get("/health?verbose").json()["attention"]
@@ -79,5 +93,5 @@ def test_a_backend_asked_for_by_name_does_not_start_with_a_fault(settings, tmp_p
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 1
     (failed,) = (line for line in said.splitlines() if line.startswith("failed: "))
-    assert f"--attention-backend gpu-mma: failed its self-test on this device: gpu-mma: {MIXED}" in failed
+    assert f"--attention-backend gpu-mma cannot be used here: gpu-mma: failed its self-test: {MIXED}" in failed
     assert "WARNING" not in said

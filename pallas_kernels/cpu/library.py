@@ -1,0 +1,129 @@
+"""Compiles the C sources for this machine's CPU, and registers their functions with XLA.
+
+The library is made where it runs, so its instructions are those of the CPU: a few seconds once, and then it is found in
+its folder. Its name is a digest of all that decides its content: a checkout or a folder that moves to another CPU gets
+another library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+
+import jax
+
+from pallas_kernels.spec import UnavailableError
+
+COMPILERS = ("cc", "gcc", "clang")
+FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-fPIC", "-shared", "-Wall", "-Wextra")
+# Names of functions in the sources, and of custom calls in programs.
+ATTEND, MULTIPLY = "pallas_serve_attend", "pallas_serve_multiply"
+COMPILE_TIMEOUT_S = 300
+SOURCES = Path(__file__).parent
+
+_lock = threading.Lock()
+_loaded: ctypes.CDLL | None = None
+
+
+def load(folder: Path | None) -> None:
+    """Registers the functions with XLA, once per process. Compiles the library if `folder` does not have it.
+
+    Args:
+        folder: where libraries are kept; None: the library is compiled for this process alone.
+
+    Raises:
+        UnavailableError: there is no compiler, or it fails.
+    """
+    global _loaded
+    with _lock:
+        if _loaded is not None:
+            return
+        compiler = find_compiler()
+        if folder is None:
+            with tempfile.TemporaryDirectory(prefix="pallas-serve-") as temporary:
+                library = _open(_built(compiler, Path(temporary)))
+        else:
+            library = _open(_built(compiler, folder))
+        for name in (ATTEND, MULTIPLY):
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library[name]), platform="cpu")
+        _loaded = library
+
+
+def find_compiler() -> str:
+    """The path of the compiler: of the environment variable CC, or the first of COMPILERS. Raises UnavailableError."""
+    asked = os.environ.get("CC")
+    for name in (asked,) if asked else COMPILERS:
+        if path := shutil.which(name):
+            return path
+    where = f"CC={asked} is not a program" if asked else f"there is no C compiler ({', '.join(COMPILERS)}) on the PATH"
+    raise UnavailableError(f"{where}: install one, such as gcc")
+
+
+def compile_library(compiler: str, path: Path, *options: str, sources: Path = SOURCES) -> None:
+    """Writes the library to `path`, as a whole. Raises UnavailableError.
+
+    Args:
+        options: of the compiler, such as that for the CPU.
+        sources: the folder of the C files.
+    """
+    part = path.with_suffix(f".{os.getpid()}")  # several servers may start at once
+    files = [str(source) for source in sorted(sources.glob("*.c"))]
+    command = [compiler, *FLAGS, *options, f"-I{jax.ffi.include_dir()}", *files, "-o", str(part)]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
+        if done.returncode:
+            said = (done.stderr.strip().splitlines() or ["no message"])[0]
+            raise UnavailableError(f"{compiler} could not compile the C code: {said[:300]}")
+        part.replace(path)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UnavailableError(f"{compiler} could not compile the C code into {path.parent}: {error}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _built(compiler: str, folder: Path) -> Path:
+    """The library in `folder`, compiled if it is not there."""
+    path = folder / f"{_digest(compiler)}.so"
+    if not path.is_file():
+        is_arm = platform.machine() in ("aarch64", "arm64")
+        compile_library(compiler, path, "-mcpu=native" if is_arm else "-march=native")
+    return path
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise UnavailableError(f"{path} cannot be loaded: {error}") from error
+
+
+def _digest(compiler: str) -> str:
+    """Of the sources, the compiler and this CPU's instructions."""
+    digest = hashlib.sha256()
+    for path in sorted((*SOURCES.glob("*.[ch]"), *(Path(jax.ffi.include_dir()) / "xla/ffi/api").glob("*.h"))):
+        digest.update(path.name.encode() + path.read_bytes())
+    try:
+        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UnavailableError(f"{compiler} --version failed: {error}") from error
+    for fact in (version.stdout, FLAGS, platform.machine(), _cpu()):
+        digest.update(f"{fact!r}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+def _cpu() -> str:
+    """The instruction sets of this CPU, as the kernel lists them; elsewhere its name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    listed = [line for line in lines if line.split(":")[0].strip() in ("flags", "Features", "model name")]
+    return "\n".join(sorted(set(listed)))

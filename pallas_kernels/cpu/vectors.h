@@ -1,0 +1,101 @@
+// Float vectors of this CPU's width, in the vector extensions of GCC and clang: AVX-512, AVX2 or NEON by -march=native.
+#pragma once
+#include <stdint.h>
+#include <string.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define VECTOR_REGISTERS 32
+#elif defined(__AVX__)
+#define LANES 8
+#define VECTOR_REGISTERS 16
+#elif defined(__aarch64__)
+#define LANES 4
+#define VECTOR_REGISTERS 32
+#else
+#define LANES 4
+#define VECTOR_REGISTERS 16
+#endif
+
+// Unaligned: buffers of XLA are aligned, but rows within them need not be.
+#define VECTOR(type) __attribute__((vector_size(LANES * sizeof(type)), aligned(sizeof(type)), may_alias))
+typedef float floats VECTOR(float);
+typedef int32_t ints VECTOR(int32_t);
+typedef uint32_t words VECTOR(uint32_t);
+typedef uint16_t halves VECTOR(uint16_t);
+typedef int8_t bytes VECTOR(int8_t);
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+enum Kind { FLOAT32, BFLOAT16, INT8 };  // of stored numbers
+
+INLINE int64_t size_of(const enum Kind kind) { return kind == FLOAT32 ? 4 : kind == BFLOAT16 ? 2 : 1; }
+
+// LANES numbers, widened. GCC 12 converts vectors of int8 one number at a time, so x86's own instructions are named.
+INLINE words widened_halves(const uint16_t* from) {
+#if defined(__AVX512F__)
+  return (words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i_u*)from));
+#elif defined(__AVX2__)
+  return (words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i_u*)from));
+#else
+  return __builtin_convertvector(*(const halves*)from, words);
+#endif
+}
+INLINE ints widened_bytes(const int8_t* from) {
+#if defined(__AVX512F__)
+  return (ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i_u*)from));
+#elif defined(__AVX2__)
+  return (ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i_u*)from));
+#else
+  return __builtin_convertvector(*(const bytes*)from, ints);
+#endif
+}
+
+// LANES numbers from the index on, as floats.
+INLINE floats load(const void* from, int64_t index, const enum Kind kind) {
+  if (kind == FLOAT32) return *(const floats*)((const float*)from + index);
+  if (kind == BFLOAT16) return (floats)(widened_halves((const uint16_t*)from + index) << 16);
+  return __builtin_convertvector(widened_bytes((const int8_t*)from + index), floats);
+}
+
+INLINE floats all(float x) { return x - (floats){0}; }
+
+INLINE floats greater_of(floats a, floats b) {
+  ints is_greater = a > b;
+  return (floats)((is_greater & (ints)a) | (~is_greater & (ints)b));
+}
+
+INLINE float sum_of(floats v) {
+  float s[LANES];
+  memcpy(s, &v, sizeof s);
+  for (int n = LANES / 2; n; n /= 2)
+    for (int i = 0; i < n; i++) s[i] += s[i + n];
+  return s[0];
+}
+
+INLINE float greatest_of(floats v) {
+  float greatest = v[0];
+  for (int i = 1; i < LANES; i++) greatest = v[i] > greatest ? v[i] : greatest;
+  return greatest;
+}
+
+// e^x for x <= 0, within 2e-7 of it; below -87 it is e^-87. A NaN stays one.
+// x = n ln 2 + f ln 2 with |f| <= 1/2: 2^f is a polynomial, and n is added to the exponent.
+INLINE floats exponential(floats x) {
+  const float round = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which is then in the low bits
+  ints is_low = x < all(-87.0f);
+  x = (floats)((is_low & (ints)all(-87.0f)) | (~is_low & (ints)x));
+  floats t = x * 1.44269504f, rounded = t + round, f = t - (rounded - round);
+  floats p = all(1.5403530e-4f);
+  p = p * f + 1.3333558e-3f;
+  p = p * f + 9.6181291e-3f;
+  p = p * f + 5.5504109e-2f;
+  p = p * f + 2.4022651e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.0f;
+  return (floats)((ints)p + (((ints)rounded - 0x4b400000) << 23));
+}

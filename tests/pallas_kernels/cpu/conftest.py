@@ -1,0 +1,43 @@
+"""The C code for this CPU's vectors, and for narrower ones."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Iterator
+
+import jax
+import pytest
+
+from pallas_kernels.cpu import attention, library, products
+
+# The vectors of other CPUs, on one that has them, too.
+TARGETS = {"native": None, "avx2": "-march=haswell", "sse2": "-march=x86-64"}
+
+
+@pytest.fixture(scope="package")
+def folder(tmp_path_factory):
+    """Of the libraries."""
+    return tmp_path_factory.mktemp("native")
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def target(request, folder) -> Iterator[str]:
+    """The operations run on each kind of vectors."""
+    option = TARGETS[request.param]
+    if option is None:
+        library.load(folder)
+        yield request.param
+        return
+    if platform.machine() != "x86_64":
+        pytest.skip(f"{option} is for x86")
+    path = folder / f"{request.param}.so"
+    if not path.is_file():
+        library.compile_library(library.find_compiler(), path, option)
+    functions = ctypes.CDLL(str(path))
+    with pytest.MonkeyPatch.context() as patch:
+        for module, constant in ((attention, "ATTEND"), (products, "MULTIPLY")):
+            name = getattr(library, constant)
+            jax.ffi.register_ffi_target(f"{name}_{request.param}", jax.ffi.pycapsule(functions[name]), platform="cpu")
+            patch.setattr(module, constant, f"{name}_{request.param}")
+        yield request.param

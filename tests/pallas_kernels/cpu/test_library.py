@@ -1,0 +1,75 @@
+"""Where the library comes from, and what is said where it cannot be made. Each case is a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LOAD = """
+import sys
+from pathlib import Path
+from pallas_kernels.cpu import library
+from pallas_kernels.spec import UnavailableError
+try:
+    library.load(Path(sys.argv[1]) if sys.argv[1:] else None)
+except UnavailableError as error:
+    print(error)
+else:
+    print("loaded")
+"""
+
+
+def load(*arguments: str, **environment: str) -> str:
+    command = [sys.executable, "-c", LOAD, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_library_is_made_once(tmp_path):
+    """Two processes that start at once, and a third one, whose compiler would fail."""
+    folder, compiler = tmp_path / "native", tmp_path / "cc"
+    script(compiler, 'exec cc "$@"')
+    command = [sys.executable, "-c", LOAD, str(folder)]
+    both = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"CC": str(compiler)})
+        for _ in range(2)
+    ]
+    assert [process.communicate(timeout=120)[0].strip() for process in both] == ["loaded", "loaded"]
+    (kept,) = folder.iterdir()
+    assert kept.suffix == ".so"
+    script(compiler, 'test "$1" = --version && exec cc "$@"; exit 1')
+    assert load(str(folder), CC=str(compiler)) == "loaded"
+    assert load(str(tmp_path / "other"), CC=str(compiler)) == f"{compiler} could not compile the C code: no message"
+
+
+def test_without_a_folder_nothing_is_kept(tmp_path):
+    assert load(TMPDIR=str(tmp_path)) == "loaded"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"PATH": "/nowhere"}, "there is no C compiler (cc, gcc, clang) on the PATH: install one, such as gcc"),
+        ({"CC": "/nowhere/cc"}, "CC=/nowhere/cc is not a program: install one, such as gcc"),
+    ],
+)
+def test_a_machine_without_a_compiler(tmp_path, environment, said):
+    assert load(str(tmp_path), **environment) == said
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path):
+    compiler = script(tmp_path / "cc", 'test "$1" = --version && exec cc "$@"; echo "no such target" >&2; exit 1')
+    assert load(str(tmp_path), CC=compiler) == f"{compiler} could not compile the C code: no such target"
+    assert [path.name for path in tmp_path.iterdir()] == ["cc"]
