@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -115,10 +116,10 @@ def test_the_scales_of_kv_come_from_the_checkpoint_or_are_measured(tmp_path):
     assert start(folder, "scales", kv_cache_dtype="int8").endswith(measured)
     given = {f"model.layers.{i}.self_attn.{x}_scale": np.ones(1, np.float32) / 64 for i in range(3) for x in "kv"}
     checkpoints.write_tensors(folder, checkpoints.tensors("gqa2") | given)
-    own = "K/V in int8, not fp8: int8 is the 8-bit type of the reference attention, with the checkpoint's scales"
-    assert start(folder, "scales", kv_cache_dtype="fp8").endswith(own)
+    own = "K/V in int8, not fp8: int8 is the 8-bit type of the (cpu|reference) attention, with the checkpoint's scales$"
+    assert re.search(own, start(folder, "scales", kv_cache_dtype="fp8"))
     assert start(folder, "scales", kv_cache_dtype="int8", calculate_kv_scales=True).endswith(measured)
-    assert start(converted(folder, tmp_path / "out"), "scales", kv_cache_dtype="fp8").endswith(own)
+    assert re.search(own, start(converted(folder, tmp_path / "out"), "scales", kv_cache_dtype="fp8"))
     limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 32, "num_pages": 8}
     settings = EngineSettings(model=str(folder), device="cpu", kv_cache_dtype="int8", compile_cache="none", **limits)
     assert build_runner(settings, lambda line: None).info.cache_config["cache_dtype"] == "int8"
