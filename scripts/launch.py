@@ -18,19 +18,24 @@ from model.inputs.json_file import read_text
 from model.inputs.limits import MAX_TEMPLATE_BYTES
 from model.inputs.paths import local_path
 from model.loading.source import DEMO, Kind, ModelSource, resolve
+from scripts.wiring.cluster import add_cluster_flags, cluster_of
 from scripts.wiring.compatibility import add_compatibility_flags, log_warnings
 from scripts.wiring.completion import PrintCompletion
 from scripts.wiring.config_file import CONFIG, with_config
+from scripts.wiring.device import runs_on_tpu
 from scripts.wiring.errors import add_debug_flag, failed
 from scripts.wiring.settings import EngineSettings, ServedSettings, add_engine_flags
 from scripts.wiring.stand_in_tokenizer import tokenizer_folder
 from scripts.wiring.tls import add_tls_flags, tls_files
 from server.engine.scratch_folder import ScratchFolder
+from server.follower import run_follower
 from server.main import run
 from server.settings import DEFAULT_MAX_REQUEST_LOGPROBS, DEFAULT_METRICS_PREFIX, GenerationDefaults, Settings
 from server.text.tool_calls.formats import FORMATS
 
 ENGINE = "scripts.wiring.engine:build_served"
+LEADER = "scripts.wiring.several_hosts:build_leader"
+FOLLOWER = "scripts.wiring.several_hosts:build_follower"
 KEY_VARIABLE = "PALLAS_SERVE_API_KEY"
 CONNECTION_FLAGS = {
     "max_connections": ("N", int, "more are answered 503 (default: as many as `ulimit -Hn` allows, at most 8192)"),
@@ -52,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("positional_model", nargs="?", metavar="MODEL", help="as --model")
     p.add_argument(CONFIG, metavar="FILE", help="YAML of `flag: value`; the command line wins")
     add_engine_flags(p)
+    add_cluster_flags(p)
     add_compatibility_flags(p)
     server = p.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1")
@@ -205,20 +211,28 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         engine = EngineSettings.from_namespace(args)
+        cluster = cluster_of(args, os.environ, has_tpu=lambda: runs_on_tpu(engine))
         source = resolve(engine.model, weights=engine.load_format != "dummy")
         if source.kind is Kind.HUB:
             engine = dataclasses.replace(engine, model=str(source.path))  # downloaded once, by this process
         with ScratchFolder() as spare:
             tokenizer = tokenizer_folder(args.tokenizer, source, spare.path)
             settings = server_settings(args, source, tokenizer)
-            served = ServedSettings(engine=engine, tokenizer=tokenizer)
+            served = ServedSettings(engine=engine, tokenizer=tokenizer, cluster=cluster)
             say(f"pallas-serve {settings.version}: {args.model}")
 
             def on_ready(url: str) -> None:
                 where = url if settings.uds else f"{url}/v1"
                 say(f"ready after {time.perf_counter() - started:.1f} s: {where}\ntry:\n  {curl_line(url, settings)}")
 
-            return run(settings, ENGINE, served, report=say, on_ready=on_ready)
+            def on_following(url: str) -> None:
+                say(f"following after {time.perf_counter() - started:.1f} s: {url}/health")
+
+            if cluster is None:
+                return run(settings, ENGINE, served, report=say, on_ready=on_ready)
+            if cluster.is_leader:
+                return run(settings, LEADER, served, report=say, on_ready=on_ready)
+            return run_follower(settings, FOLLOWER, served, report=say, on_ready=on_following)
     except (Exception, KeyboardInterrupt) as error:
         return failed("scripts/serve", error, debug=args.debug)
 

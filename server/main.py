@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
-import signal
 import socket
 import ssl
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import uvloop
@@ -20,8 +17,10 @@ from server.api.state import ServerState
 from server.api.tracing import Tracer, make_tracer
 from server.app import create_app, create_state
 from server.engine.client import EngineFailedError, ProcessEngineClient
+from server.http.address import BACKLOG, address_in_error, bind, removed, url_of
 from server.http.descriptors import raise_limit
 from server.http.server import FLUSH_S, HttpServer, connection_limits
+from server.http.signals import Signals, first_of
 from server.http.tls.context import server_context
 from server.settings import Settings
 from server.text.tokenizer import ByteLevelTokenizer
@@ -31,7 +30,6 @@ logger = logging.getLogger("pallas_serve")
 EXIT_OK = 0
 EXIT_ENGINE_FAILED = 1
 TICK_S = 0.02
-BACKLOG = 2048  # connections that the system queues until they are accepted
 
 
 def run(
@@ -60,7 +58,7 @@ def run(
     tls = None if settings.tls is None else server_context(settings.tls)
     tracer = make_tracer(settings)
     try:
-        with _bind(settings) as listener, _removed(settings.uds):
+        with bind(settings) as listener, removed(settings.uds):
             return uvloop.run(_run(settings, engine_target, engine_args, listener, tls, tracer, report, on_ready))
     finally:
         if tracer is not None:
@@ -77,7 +75,7 @@ async def _run(
     report: Callable[[str], None],
     on_ready: Callable[[str], None] | None,
 ) -> int:
-    signalled = _Signals()
+    signalled = Signals()
     client = ProcessEngineClient(engine_target, engine_args, report=report, debug=settings.debug)
     try:
         limits = connection_limits(settings)
@@ -85,7 +83,7 @@ async def _run(
         starting.add_done_callback(_see)  # if the tokenizer fails too, only its error is raised
         # This runs while the engine loads and compiles, so its errors are raised now and not after minutes.
         state = await asyncio.to_thread(_load_state, settings, client)
-        await _first_of(asyncio.wait([starting]), signalled.stop.wait())
+        await first_of(asyncio.wait([starting]), signalled.stop.wait())
         if not starting.done():
             starting.cancel()  # a signal came before the engine was ready
             return EXIT_OK
@@ -114,18 +112,18 @@ async def _serve(
     state: ServerState,
     client: ProcessEngineClient,
     server: HttpServer,
-    signalled: _Signals,
+    signalled: Signals,
     listener: socket.socket,
     on_ready: Callable[[str], None] | None,
 ) -> int:
-    with _address_in_error(state.settings):
+    with address_in_error(state.settings):
         listener.listen(BACKLOG)  # not before the engine is ready; if uvloop did it, a failure would be hidden
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(TICK_S)
     if on_ready is not None and not serving.done():
-        on_ready(_url(listener, state.settings))
-    await _first_of(signalled.stop.wait(), client.died.wait(), asyncio.wait([serving]))
+        on_ready(url_of(listener, state.settings))
+    await first_of(signalled.stop.wait(), client.died.wait(), asyncio.wait([serving]))
     if serving.done():
         await serving
         raise RuntimeError("the HTTP server has ended by itself")
@@ -141,95 +139,17 @@ async def _serve(
     return EXIT_ENGINE_FAILED if died else EXIT_OK
 
 
-async def _drain(state: ServerState, client: ProcessEngineClient, signalled: _Signals, server: HttpServer) -> None:
+async def _drain(state: ServerState, client: ProcessEngineClient, signalled: Signals, server: HttpServer) -> None:
     """Refuses new and incomplete requests and waits for the running ones. Aborts these after the grace period or at a
     second signal."""
     state.draining = True
     server.drain()
     logger.info("shutting down: %d requests in flight", state.num_in_flight)
     deadline = time.monotonic() + state.settings.grace_period_s
-    while state.num_in_flight and time.monotonic() < deadline and not signalled.hurry and client.death is None:
+    while state.num_in_flight and time.monotonic() < deadline and not signalled.hurry.is_set() and client.death is None:
         await asyncio.sleep(TICK_S)
     if state.num_in_flight:
         client.abort_all()
         deadline = time.monotonic() + FLUSH_S
         while state.num_in_flight and time.monotonic() < deadline:
             await asyncio.sleep(TICK_S)
-
-
-class _Signals:
-    """SIGTERM and SIGINT: the first sets `stop`, the second `hurry`."""
-
-    def __init__(self) -> None:
-        self.stop = asyncio.Event()
-        self.hurry = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-
-    def _on_signal(self) -> None:
-        self.hurry = self.stop.is_set()
-        self.stop.set()
-
-
-def _bind(settings: Settings) -> socket.socket:
-    return _bind_address(settings) if settings.uds is None else _bind_path(settings, settings.uds)
-
-
-def _bind_path(settings: Settings, path: Path) -> socket.socket:
-    """A Unix socket. An old socket file at which no process listens is replaced."""
-    with _address_in_error(settings), contextlib.ExitStack() as undo:
-        listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        if path.is_socket() and listener.connect_ex(str(path)) == errno.ECONNREFUSED:
-            path.unlink()
-        listener.bind(str(path))
-        undo.pop_all()
-        return listener
-
-
-@contextlib.contextmanager
-def _removed(path: Path | None) -> Iterator[None]:
-    """Removes the socket's file at the end."""
-    try:
-        yield
-    finally:
-        if path is not None:
-            path.unlink(missing_ok=True)
-
-
-def _bind_address(settings: Settings) -> socket.socket:
-    with _address_in_error(settings), contextlib.ExitStack() as undo:
-        addresses = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, address = addresses[0]
-        listener = undo.enter_context(socket.socket(family, kind, protocol))
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        undo.pop_all()
-        return listener
-
-
-@contextlib.contextmanager
-def _address_in_error(settings: Settings) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        where = f"{settings.host}:{settings.port}" if settings.uds is None else str(settings.uds)
-        flags = "--port or --host" if settings.uds is None else "--uds"
-        message = f"cannot listen on {where}: {error.strerror or error}; choose another {flags}"
-        raise OSError(error.errno, message) from error
-
-
-def _url(listener: socket.socket, settings: Settings) -> str:
-    if listener.family == socket.AF_UNIX:
-        return f"unix:{listener.getsockname()}"
-    host, port = listener.getsockname()[:2]
-    return f"{'http' if settings.tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-async def _first_of(*awaited: Coroutine[Any, Any, Any]) -> None:
-    """Waits until one of them is done and cancels the others."""
-    tasks = [asyncio.create_task(item) for item in awaited]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()

@@ -117,6 +117,20 @@ def temporaries_bound(config: LlamaConfig, *, num_tokens: int, num_rows: int, it
     return num_tokens * per_token * max(itemsize, 4) + logits + 64 * 2**20
 
 
+def fitting_pages(memory: DeviceMemory, needs: MemoryNeeds, limits: RunnerConfig) -> int:
+    """The number of pages that fit besides all else and the null page; negative if not even these fit."""
+    beside_weights = min(int(memory.total * limits.memory_utilization) - needs.weights, memory.free)
+    return (beside_weights - needs.state - needs.temporaries) // needs.page - 1
+
+
+def check_fits(memory: DeviceMemory, needs: MemoryNeeds, limits: RunnerConfig, *, page_size: int) -> None:
+    """Raises ValueError if one request of max_model_len, or `limits.num_pages` pages, do not fit."""
+    plan_pages(memory, needs, limits, page_size=page_size)
+    fitting = fitting_pages(memory, needs, limits)
+    if limits.num_pages is not None and limits.num_pages > fitting:
+        raise ValueError(f"{limits.num_pages} K/V pages (--num-pages) do not fit: there is room for {fitting}")
+
+
 def plan_pages(memory: DeviceMemory, needs: MemoryNeeds, limits: RunnerConfig, *, page_size: int) -> int:
     """The number of pages that requests can own: as many as fit, up to the number that is of use.
 
@@ -131,9 +145,7 @@ def plan_pages(memory: DeviceMemory, needs: MemoryNeeds, limits: RunnerConfig, *
         ValueError: not even one request of max_model_len fits. The message lists the GiB of each part and the flags.
     """
     pages_per_seq = -(-limits.max_model_len // page_size)
-    beside_weights = min(int(memory.total * limits.memory_utilization) - needs.weights, memory.free)
-    budget = beside_weights - needs.state - needs.temporaries
-    fitting = budget // needs.page - 1  # without the null page
+    fitting = fitting_pages(memory, needs, limits)
     if fitting < pages_per_seq:
         raise ValueError(_does_not_fit(memory, needs, limits, pages_per_seq * needs.page))
     wanted = int(pages_per_seq * limits.max_num_seqs * (1 + PREFIX_CACHE_SHARE))

@@ -26,6 +26,7 @@ from batcher.step import (
     Capacity,
     PackedLayout,
     PenaltyReset,
+    StepHandle,
     StepInput,
     StepOutput,
     Variant,
@@ -195,9 +196,12 @@ class ModelRunner:
             self._compilation.cancel()
 
     def warm_up(self, buckets: Iterable[Bucket], report: Callable[[str], None]) -> None:
-        """Compiles every bucket's program, in parallel, then runs each once on padding: first calls are slow, and may
-        fail. The smallest bucket runs first. On a CPU a first call is only a tenth of a second slower, and one call may
-        take much longer than that: there, the runs stop after two seconds.
+        """`compile`, then `run_each`."""
+        self.compile(buckets, report)
+        self.run_each(self.execute, report)
+
+    def compile(self, buckets: Iterable[Bucket], report: Callable[[str], None]) -> None:
+        """Compiles every bucket's program, in parallel.
 
         Raises:
             ValueError: the temporaries of the programs need more memory than the device has free.
@@ -223,15 +227,20 @@ class ModelRunner:
             f"compiled {len(programs) + 3} programs in {now - compilation.started_s:.1f} s{early} "
             f"({compilation.num_from_disk} came from the disk; tracing took {compilation.tracing_s:.1f} s{before})"
         )
+
+    def run_each(self, execute: Callable[[StepInput], StepHandle], report: Callable[[str], None]) -> None:
+        """Runs every program once on padding, by `execute`: first calls are slow, and may fail. The smallest bucket
+        runs first. On a CPU a first call is only a tenth of a second slower, and one call may take much longer than
+        that: there, the runs stop after two seconds."""
         started = time.perf_counter()
         enough_s = CPU_FIRST_RUNS_S if self._a_device().platform == "cpu" else math.inf
         num_run = 0
-        for bucket in sorted(buckets):
-            self._run_on_padding(bucket)
+        for bucket in sorted(self._programs):
+            execute(self._padding(bucket)).result()
             num_run += 1
             if time.perf_counter() - started > enough_s:
                 break
-        report(f"ran {num_run} of {len(buckets)} programs once in {time.perf_counter() - started:.1f} s")
+        report(f"ran {num_run} of {len(self._programs)} programs once in {time.perf_counter() - started:.1f} s")
 
     def execute(self, step: StepInput) -> StepResult:
         """Dispatches the step and returns. Do not change `step.packed` before the result is there: a CPU reads the
@@ -278,7 +287,7 @@ class ModelRunner:
             if not array.is_deleted():
                 array.delete()
         self._state = self._allocate()
-        self._run_on_padding(min(self._programs))
+        self.execute(self._padding(min(self._programs))).result()
 
     def _step_program(self, bucket: Bucket) -> Program:
         if bucket.num_drafts:
@@ -308,9 +317,9 @@ class ModelRunner:
     def _sent(self, shape: tuple[int, ...]) -> Any:  # a ShapeDtypeStruct, which stands for an array
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._everywhere)
 
-    def _run_on_padding(self, bucket: Bucket) -> None:
-        """Runs the bucket's program and the state updates on padding rows. The history of slot 0 is cleared, so no
-        request may hold a slot."""
+    def _padding(self, bucket: Bucket) -> StepInput:
+        """A step of padding rows with every update of the state. It clears the history of slot 0, so no request may
+        hold a slot."""
         nowhere = self._config.max_num_seqs * self._state.slots.shape[1]
         patches = np.full((2, PATCH_BLOCK), nowhere, np.int32)
         nothing = PenaltyReset(slot=0, prompt=np.empty(0, np.int32), output=np.empty(0, np.int32))
@@ -319,8 +328,7 @@ class ModelRunner:
         packed[parts["slots"]] = self._config.max_num_seqs
         packed[parts["patch_indices"]] = nowhere
         masks = np.full((MASK_BLOCK, 1 + self._state.masks.shape[1]), self._config.max_num_seqs, np.int32)
-        step = StepInput(bucket=bucket, packed=packed, patches=(patches,), penalty_resets=(nothing,), masks=(masks,))
-        self.execute(step).result()
+        return StepInput(bucket=bucket, packed=packed, patches=(patches,), penalty_resets=(nothing,), masks=(masks,))
 
     def _describe_state(self) -> DeviceState:
         """The shapes and shardings of the state."""

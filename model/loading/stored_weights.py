@@ -33,6 +33,7 @@ class StoredWeights:
     remark: str | None  # how they differ from `config.json`
     quantization: EightBit | None = None  # of the projections; in the converted form also of the head
     packing: str | None = None  # the stored form, such as "GPTQ int4", if loading requantises it to `quantization`
+    num_shards: int | None = None  # chips that it was converted for; None: it can be loaded on any number
 
     @property
     def exact_dtype(self) -> str:
@@ -132,4 +133,5 @@ def _converted(folder: Path, config: LlamaConfig) -> StoredWeights:
         dtypes=(dtype,),
         remark=None,
         quantization=EightBit(form) if form else None,
+        num_shards=description.num_shards,
     )

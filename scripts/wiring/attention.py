@@ -50,6 +50,7 @@ def choose_attention(
     platform: str,
     max_model_len: int,
     native_folder: Path | None,
+    make_tested: Callable[[Backend], PagedAttention] | None = None,
 ) -> Chosen:
     """The attention of the first of `candidates` that can be used and passes its self-test.
 
@@ -57,6 +58,7 @@ def choose_attention(
         requested: `--attention-backend`.
         make: the attention of the model over a backend. Its ValueErrors are raised.
         native_folder: where compiled C code is kept; None: it is compiled for this process alone.
+        make_tested: the attention that is tested in its place; None: that of `make` itself.
 
     Raises:
         ValueError: none passes.
@@ -69,7 +71,8 @@ def choose_attention(
         try:
             attention = make(backend)
             _load_native(backend, native_folder)
-            result, remark = _tested(attention, buckets, platform, max_model_len)
+            tested = attention if make_tested is None else make_tested(backend)
+            result, remark = _tested(tested, buckets, platform, max_model_len)
         except (SelfTestError, UnavailableError) as error:
             failed = "failed its self-test: " if isinstance(error, SelfTestError) else ""
             failures[str(backend)] = f"{failed}{error}"

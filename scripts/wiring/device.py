@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from model.inputs.paths import check_local, expanded
@@ -16,16 +17,22 @@ GPU_POOL_SHARE = 0.92
 ROOT = Path(__file__).parents[2]
 
 
-def start_jax(settings: EngineSettings) -> str:
-    """'cpu', 'gpu' or 'tpu': the platform of this process. Raises ValueError if the wanted device is missing."""
+def start_jax(settings: EngineSettings, join: Callable[[], None] | None = None, *, num_hosts: int = 1) -> str:
+    """'cpu', 'gpu' or 'tpu': the platform of this process. Raises ValueError if the wanted device is missing.
+
+    Args:
+        join: joins the other hosts' processes. It is called before the devices are asked for.
+    """
     import jax
 
     device = find_device() if settings.device == "auto" else settings.device
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_POOL_SHARE))
     # Only the wanted platform is started: a plug-in for an absent chip fails late and with a long message.
     jax.config.update("jax_platforms", device if device == "cpu" else f"{device},cpu")
-    if device == "cpu" and settings.tensor_parallel_size > 1:
-        jax.config.update("jax_num_cpu_devices", settings.tensor_parallel_size)
+    if device == "cpu" and settings.tensor_parallel_size is not None and settings.tensor_parallel_size > num_hosts:
+        jax.config.update("jax_num_cpu_devices", settings.tensor_parallel_size // num_hosts)
+    if join is not None:
+        join()
     try:
         platform = jax.devices()[0].platform
     except RuntimeError as error:
@@ -49,12 +56,9 @@ def find_device() -> str:
     return found.stdout.strip()
 
 
-def describe_devices(settings: EngineSettings) -> str:
-    """The devices in a few words. Call it after `start_jax`."""
-    import jax
-
-    devices = jax.devices()
-    return f"{devices[0].device_kind}, using {settings.tensor_parallel_size} of {len(devices)} device(s)"
+def runs_on_tpu(settings: EngineSettings) -> bool:
+    """Whether the engine's device is a TPU. Does not start jax."""
+    return settings.device == "tpu" or (settings.device == "auto" and find_device() == "tpu")
 
 
 def compile_cache_folder(asked: str | None) -> Path | None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from batcher.buckets import BucketLadder
 from batcher.config import EngineConfig, Scheduling
 from batcher.engine import Engine
 from batcher.grammar import Grammars
+from batcher.step import Runner
 from model.loading.source import ModelSource, resolve
 from scripts.wiring.attention import choose_attention
 from scripts.wiring.choices import (
@@ -27,16 +28,16 @@ from scripts.wiring.choices import (
     choose_step_timeout,
     reads_fp8,
 )
-from scripts.wiring.device import compile_cache_folder, describe_devices, start_jax
+from scripts.wiring.device import compile_cache_folder, start_jax
 from scripts.wiring.kv_scales import find_kv_scales
 from scripts.wiring.limits import bucket_config, runner_config
+from scripts.wiring.model_on_chips import ModelOnChips
+from scripts.wiring.parallel import choose_num_chips, describe_idle
 from scripts.wiring.settings import EngineSettings, ServedSettings
 from server.engine.wire import EngineInfo
 from server.grammar.matcher import TokenGrammars, vocabulary_of
 
 if TYPE_CHECKING:
-    import jax
-
     from model.config import LlamaConfig
     from model.execution.runner import ModelRunner
     from model.loading.stored_weights import StoredWeights
@@ -79,8 +80,13 @@ class Built:
         scheduling: str | None = None,
         on_death: Callable[[BaseException], None] | None = None,
         grammars: Grammars | None = None,
+        runner: Runner | None = None,
     ) -> Engine:
-        """An engine over the runner, not started. `on_death` is called with the exception that ended it."""
+        """An engine over the runner, not started. `on_death` is called with the exception that ended it.
+
+        Args:
+            runner: takes the place of the runner, which it wraps.
+        """
         settings = self.settings
         config = EngineConfig(
             eos_token_ids=self.eos_token_ids,
@@ -91,19 +97,33 @@ class Built:
             step_timeout_s=self.step_timeout_s,
             seed=settings.seed,
         )
-        return Engine(self.runner, config, self.ladder, on_death=on_death, grammars=grammars)
+        return Engine(runner or self.runner, config, self.ladder, on_death=on_death, grammars=grammars)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherHosts:
+    """What `build_runner` needs to know of the other hosts of one engine."""
+
+    num_hosts: int
+    join: Callable[[], None]  # joins their processes, see `device.start_jax`
+    agree: Callable[[int, Mapping[str, str]], int]
+    """From the pages that this host has room for, and facts that must be equal on all hosts: the pages to use."""
 
 
 def build_served(served: ServedSettings, report: Report) -> tuple[Engine, EngineInfo]:
-    """`build`, which also reads the tokens for structured output during compilation. This holds the interpreter's lock
-    for most of a second; while serving, it would delay steps."""
+    """`build` for the server, which reads the tokens for structured output while programs are compiled."""
+    return build(served.engine, report, served_tokenizer(served), read_tokens=True)
+
+
+def served_tokenizer(served: ServedSettings) -> Callable[[int], Tokenizer]:
+    """Makes the server's tokenizer from the size of the vocabulary."""
 
     def tokenizer(vocab_size: int) -> Tokenizer:
         from server.text.tokenizer import ByteLevelTokenizer
 
         return ByteLevelTokenizer.from_folder(served.tokenizer, vocab_size=vocab_size)
 
-    return build(served.engine, report, tokenizer, read_tokens=True)
+    return tokenizer
 
 
 def build(
@@ -117,20 +137,38 @@ def build(
     """A warmed-up engine, not started. Raises ValueError if a setting, the model or the device cannot be used.
 
     Args:
-        tokenizer: makes the tokenizer from the size of the vocabulary; None: the engine supports no grammars.
-        read_tokens: reads the tokens while programs are compiled; otherwise the first grammar waits for them.
+        tokenizer, read_tokens: as for `warm_engine`.
         backends: as for `build_runner`.
     """
     built = build_runner(settings, report, compile_meanwhile=True, backends=backends)
+    return warm_engine(built, report, tokenizer, read_tokens=read_tokens), built.info
+
+
+def warm_engine(
+    built: Built,
+    report: Report,
+    tokenizer: Callable[[int], Tokenizer] | None = None,
+    *,
+    read_tokens: bool = False,
+    runner: Runner | None = None,
+) -> Engine:
+    """A warmed-up engine, not started.
+
+    Args:
+        tokenizer: makes the tokenizer from the size of the vocabulary; None: the engine supports no grammars.
+        read_tokens: reads the tokens while programs are compiled; otherwise the first grammar waits for them. This
+            holds the interpreter's lock for most of a second; while serving, it would delay steps.
+        runner: as for `Built.engine`.
+    """
     grammars = None
     if tokenizer is not None:
         size, ends = built.info.vocab_size, built.eos_token_ids
         grammars = TokenGrammars(lambda: vocabulary_of(tokenizer(size), vocab_size=size, end_ids=ends))
         if read_tokens:
             threading.Thread(target=grammars.load, name="vocabulary", daemon=True).start()
-    engine = built.engine(grammars=grammars)
+    engine = built.engine(grammars=grammars, runner=runner)
     engine.warm_up(lambda line: report(f"  {line}"))
-    return engine, built.info
+    return engine
 
 
 def build_runner(
@@ -139,6 +177,7 @@ def build_runner(
     *,
     compile_meanwhile: bool = False,
     backends: Backends | None = None,
+    others: OtherHosts | None = None,
 ) -> Built:
     """A runner with its weights on the device and its pages allocated.
 
@@ -146,13 +185,18 @@ def build_runner(
         compile_meanwhile: the programs of all buckets are being compiled for the warm-up; otherwise nothing is
             compiled yet.
         backends: the candidates for the attention backend, if not those of `pallas_kernels.api`.
+        others: the other hosts of this engine, which all build the same runner; None: there are none.
     """
+    import jax
+
+    num_hosts, join = (1, None) if others is None else (others.num_hosts, others.join)
     with _phase("start", report) as say:
-        platform = start_jax(settings)
-        say(f"jax on {describe_devices(settings)}")
+        platform = start_jax(settings, join, num_hosts=num_hosts)
+        num_devices = jax.device_count()
+        on_hosts = "" if num_hosts == 1 else f" of {num_hosts} hosts"
+        say(f"jax on {num_devices} x {jax.devices()[0].device_kind}{on_hosts}")
     from model.execution.runner import ModelRunner
     from model.network.packed import pack
-    from model.network.sharding import abstract_model
 
     backends = backends or _backends()
     source = resolve(settings.model, weights=settings.load_format != "dummy")
@@ -164,49 +208,63 @@ def build_runner(
     )
     max_model_len = choose_model_len(settings.max_model_len, config.max_position_embeddings)
     buckets = bucket_config(settings, platform)
-    mesh = _mesh(settings.tensor_parallel_size)
     quantization, remark = choose_quantization(settings.quantization, stored, reads_fp8=reads_fp8(platform))
-    # The CPU forms split a kernel's rows in another way than a mesh does.
-    for_cpu = platform == "cpu" and mesh is None
-    options: dict[str, Any] = {"dtype": dtype, "mesh": mesh, "quantization": quantization, "for_cpu": for_cpu}
-    planned = abstract_model(config, **options)
-    placed = planned.config  # with KV heads repeated if there are more chips than heads
-    attention_over = partial(
-        _attention_over, backends.make, settings, placed, dtype=dtype, max_model_len=max_model_len, mesh=mesh
+    limits = runner_config(settings, buckets, max_model_len)
+    on_chips = partial(
+        ModelOnChips,
+        config,
+        settings=settings,
+        limits=limits,
+        dtype=dtype,
+        quantization=quantization,
+        platform=platform,
     )
     cache = compile_cache_folder(settings.compile_cache)
+    num_chips = choose_num_chips(
+        settings.tensor_parallel_size,
+        num_devices,
+        lambda number: on_chips(number).check_fits(backends.make, candidates[0]),
+        converted_for=None if stored is None else stored.num_shards,
+        num_hosts=num_hosts,
+    )
+    report(f"  chips             {describe_idle(num_chips, num_devices)}")
+    chips = on_chips(num_chips)
     with _phase("self-test", report) as say:
         chosen = choose_attention(
             settings.attention_backend,
             candidates,
-            attention_over,
+            partial(chips.attention, backends.make),
             buckets,
             platform=platform,
             max_model_len=max_model_len,
             native_folder=cache and cache / "native",
+            # A host cannot read the results of the other hosts' chips.
+            make_tested=None if others is None else partial(chips.share_of_a_chip, backends.make),
         )
         say("; ".join(chosen.remarks))
     attention = chosen.attention
-    with_native_products = for_cpu and attention.backend == "cpu"
+    with_native_products = chips.form["for_cpu"] and attention.backend == "cpu"
     if with_native_products:
-        pack(planned)
+        pack(chips.planned)
     backend, page_size = attention.backend, attention.spec.page_size
     kv_dtype, kv_remark = choose_kv_dtype(settings.kv_cache_dtype, dtype, backend)
-    runner = ModelRunner(
-        planned,
-        attention,
-        runner_config(settings, buckets, max_model_len),
-        # An interpreted kernel calls back into this process and cannot be stored.
-        traced_folder=None if cache is None or backend.is_interpreted else cache / "traced",
-    )
-    capacity = runner.capacity()
+    # An interpreted kernel calls back into this process and cannot be stored.
+    traced_folder = None if cache is None or backend.is_interpreted else cache / "traced"
+    runner = ModelRunner(chips.planned, attention, limits, traced_folder=traced_folder)
     ladder = BucketLadder(buckets)
+    if others is not None:
+        room = runner.capacity().num_pages
+        num_pages = others.agree(room, _facts(config, attention, quantization, ladder))
+        if num_pages < room:
+            limits = replace(limits, num_pages=num_pages)
+            runner = ModelRunner(chips.planned, attention, limits, traced_folder=traced_folder)
+    capacity = runner.capacity()
     # On a GPU, XLA's autotuner times kernels during compilation and keeps its choices: nothing else may run then.
     if compile_meanwhile and platform != "gpu":
         runner.start_compiling(ladder.buckets())
     try:
         with _phase("load", report) as say:
-            model = _random(settings, config, **options) if stored is None else stored.load(**options)
+            model = _random(settings, config, **chips.form) if stored is None else stored.load(**chips.form)
             if with_native_products:
                 pack(model)
             origin = "nowhere (random)" if stored is None else source.path
@@ -221,7 +279,7 @@ def build_runner(
                 say(", ".join(filter(None, (f"K/V in {kv_dtype}", kv_remark, origin))))
         with _phase("allocate", report) as say:
             runner.place(model, kv_scales)
-            kv_bytes = capacity.num_pages * attention.page_bytes() * placed.num_layers
+            kv_bytes = capacity.num_pages * attention.page_bytes() * config.num_layers
             say(
                 f"{capacity.num_pages} K/V pages of {page_size} tokens, {kv_bytes / GIB:.2f} GiB: "
                 f"{capacity.num_pages // capacity.pages_per_seq} requests of {max_model_len} tokens at once; attention "
@@ -279,28 +337,19 @@ def paged_attention(
     return PagedAttention(spec, backend, mesh)
 
 
-def _attention_over(
-    make: Callable[..., PagedAttention],
-    settings: EngineSettings,
-    config: LlamaConfig,
-    backend: Backend,
-    *,
-    dtype: str,
-    max_model_len: int,
-    mesh: Any,
-) -> PagedAttention:
-    """The attention over one backend, on which the dtype and the size of pages depend."""
-    from pallas_kernels.layout import default_page_size
+def _facts(
+    config: LlamaConfig, attention: PagedAttention, quantization: object, ladder: BucketLadder
+) -> dict[str, str]:
+    """What shapes the programs besides the settings and the number of pages."""
+    import jax
 
-    kv_dtype, _ = choose_kv_dtype(settings.kv_cache_dtype, dtype, backend)
-    page_size = settings.page_size or default_page_size(backend, max_model_len)
-    return make(config, backend, dtype=dtype, kv_dtype=kv_dtype, page_size=page_size, mesh=mesh)
-
-
-def _mesh(num_shards: int) -> jax.sharding.Mesh | None:
-    from model.network.sharding import make_mesh
-
-    return make_mesh(num_shards) if num_shards > 1 else None
+    return {
+        "the model's config": str(config),
+        "the attention": f"{attention.backend} {attention.spec}",
+        "the quantization": str(quantization),
+        "the shapes of the steps": str(ladder.buckets()),
+        "jax": jax.__version__,
+    }
 
 
 def _find_weights(settings: EngineSettings, source: ModelSource) -> StoredWeights | None:

@@ -12,6 +12,7 @@ from batcher.request import Pooling
 from model.inputs.paths import check_local
 from model.loading.source import DEMO
 from model.quantization.forms import EightBit
+from server.engine.hosts.cluster import Cluster
 
 DEVICES = ("auto", "cpu", "tpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float32")
@@ -39,7 +40,7 @@ class EngineSettings:
     memory_utilization: float = 0.9
     page_size: int | None = None
     num_pages: int | None = None
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int | None = None  # chips that share the model
     attention_backend: str = "auto"
     enable_prefix_caching: bool = True
     scheduling: str = "continuous"
@@ -68,12 +69,11 @@ class EngineSettings:
                 )
         for name in ("model", "compile_cache"):
             check_local(getattr(self, name) or "", flag(name))
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages"):
+        counts = ("max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages", "tensor_parallel_size")
+        for name in ("max_model_len", *counts):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{flag(name)} must be at least 1, not {value}")
-        if self.tensor_parallel_size < 1:
-            raise ValueError(f"--tensor-parallel-size must be at least 1, not {self.tensor_parallel_size}")
         if not 0 < self.memory_utilization <= 1:
             raise ValueError(f"--memory-utilization is a share above 0 and at most 1, not {self.memory_utilization}")
         if self.pipeline_depth < 1:
@@ -113,6 +113,7 @@ class ServedSettings:
 
     engine: EngineSettings
     tokenizer: Path  # a folder; grammars use the server's tokenizer
+    cluster: Cluster | None = None  # the hosts of one engine; None: this host alone
 
 
 def flag(name: str) -> str:
@@ -166,7 +167,10 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--seed", type=int, help="of requests that bring none (default: random)")
     device = parser.add_argument_group("device")
     device.add_argument("--device", default="auto", choices=DEVICES)
-    device.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="chips that share the model")
+    device.add_argument(
+        "--tensor-parallel-size", type=int, metavar="N",
+        help="chips that share the model (default: as few as it fits on; of several hosts, all)",
+    )  # fmt: skip
     device.add_argument(
         "--attention-backend", default="auto", help="tpu, gpu or gpu-mma, each also with -interpret; cpu; reference"
     )

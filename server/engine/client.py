@@ -76,7 +76,7 @@ class ProcessEngineClient:
         self.info = wire.EngineInfo(max_model_len=0, vocab_size=0)
         self.stats = EngineStats()
         self.death: str | None = None
-        self.died = asyncio.Event()
+        self.died = asyncio.Event()  # also if it has ended as it should, without `death`
         self.last_heartbeat = time.monotonic()
         self._report = report
         self._sinks: dict[str, Sink] = {}
@@ -195,6 +195,9 @@ class ProcessEngineClient:
                     self._ready.set_result(info)
             case wire.Failed(message=message):
                 self._die(message)
+            case wire.Ended():
+                self._stopping = True
+                self.died.set()
 
     def _deliver(self, output: wire.Output) -> None:
         sink = self._sinks.get(output.request_id)

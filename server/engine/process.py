@@ -53,7 +53,32 @@ class ServedEngine(Protocol):
 
 
 ZmqContext = zmq.Context[zmq.Socket[bytes]]
-EngineFactory = Callable[[object, Callable[[str], None]], tuple[ServedEngine, wire.EngineInfo]]
+
+
+class Reporter:
+    """What a factory may tell the server. A call is a line about the start. All of it may be called from any thread."""
+
+    def __init__(self, sender: _Sender) -> None:
+        self._sender = sender
+
+    def __call__(self, line: str) -> None:
+        self._sender.put(wire.Report(line))
+
+    def fail(self, message: str) -> None:
+        """Ends this process at once, whatever its other threads do: the engine cannot start, or is dead."""
+        self._exit(wire.Failed(message), EXIT_FAILED)
+
+    def end(self) -> None:
+        """Ends this process at once: the engine has done its work, and the server ends, too."""
+        self._exit(wire.Ended(), 0)
+
+    def _exit(self, last: wire.Event, code: int) -> None:
+        self._sender.put(last)
+        self._sender.close()
+        _exit_now(code)
+
+
+EngineFactory = Callable[[object, Reporter], tuple[ServedEngine, wire.EngineInfo]]
 
 
 def load_factory(target: str) -> EngineFactory:
@@ -73,19 +98,18 @@ def main(addresses: tuple[str, str], target: str, engine_args: object, debug: bo
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when this process ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, name="parent-watch", daemon=True).start()
-    context = zmq.Context()
-    sender = _Sender(context, addresses[1])
+    sender = _Sender(addresses[1])
     try:
-        engine, info = load_factory(target)(engine_args, lambda line: sender.put(wire.Report(line)))
+        engine, info = load_factory(target)(engine_args, Reporter(sender))
         engine.start()
     except Exception as error:
         if debug:
             traceback.print_exc()
         sender.put(wire.Failed(described(error)))
         sender.close()
-        context.term()
         sys.exit(EXIT_FAILED)
     sender.put(wire.Ready(info))
+    context = zmq.Context()
     try:
         _serve(context, addresses[0], engine, sender)
         engine.shutdown()
@@ -95,10 +119,14 @@ def main(addresses: tuple[str, str], target: str, engine_args: object, debug: bo
         sender.close()
         context.term()
     if engine.death is not None:
-        # Not sys.exit: the interpreter would wait for a device that may be stuck.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(EXIT_FAILED)
+        _exit_now(EXIT_FAILED)
+
+
+def _exit_now(code: int) -> None:
+    """Not `sys.exit`: the interpreter would wait for a device that may be stuck."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _serve(context: ZmqContext, address: str, engine: ServedEngine, sender: _Sender) -> None:
@@ -161,18 +189,19 @@ def _status_of(error: Exception) -> tuple[int, str | None]:
 class _Sender:
     """The outgoing socket and the thread that owns it. `put` may be called from any thread and never blocks."""
 
-    def __init__(self, context: ZmqContext, address: str) -> None:
+    def __init__(self, address: str) -> None:
         self._queue: SimpleQueue[RequestOutput | wire.Output | wire.Event | None] = SimpleQueue()
         self.put = self._queue.put
-        self._thread = threading.Thread(target=self._run, args=(context, address), name="sender", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(address,), name="sender", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Sends the queued items, then ends the thread."""
+        """Sends the queued items, then ends the thread. May be called again."""
         self.put(None)
         self._thread.join()
 
-    def _run(self, context: ZmqContext, address: str) -> None:
+    def _run(self, address: str) -> None:
+        context: ZmqContext = zmq.Context()  # its own, which can be closed while other threads use theirs
         socket = context.socket(zmq.PUSH)
         socket.setsockopt(zmq.SNDHWM, 0)  # unlimited: nothing is dropped or blocks; the server reads at once
         socket.setsockopt(zmq.LINGER, 1000)
@@ -197,6 +226,7 @@ class _Sender:
             if outputs:
                 socket.send(encode(wire.Outputs(outputs)))
         socket.close()
+        context.term()
 
     def _gather(self) -> list[RequestOutput | wire.Output | wire.Event | None]:
         items = [self._queue.get()]

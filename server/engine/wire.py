@@ -128,6 +128,10 @@ class Failed(msgspec.Struct, tag=True):
     message: str
 
 
+class Ended(msgspec.Struct, tag=True):
+    """The engine has ended as it should, without having been told to stop here: the leader of several hosts was."""
+
+
 class Outputs(msgspec.Struct, tag=True):
     """The outputs of a step, for all requests that have one."""
 
@@ -141,7 +145,7 @@ class Stats(msgspec.Struct, tag=True):
 
 
 Command = Submit | Abort | ResetPrefixCache | Stop
-Event = Report | Ready | Failed | Outputs | Stats
+Event = Report | Ready | Failed | Ended | Outputs | Stats
 
 
 def requests_from_wire(items: Sequence[WireRequest]) -> list[Request]:

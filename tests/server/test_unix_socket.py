@@ -7,7 +7,7 @@ import socket
 import httpx
 import pytest
 
-from server.main import _bind
+from server.http.address import bind
 from server.settings import Settings
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.requests import CHAT, HELLO
@@ -33,12 +33,12 @@ def test_a_socket_that_was_left_behind_is_replaced_and_no_other(tmp_path):
     settings = Settings(tokenizer_folder=tmp_path, model_names=("m",), uds=path)
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
-    with _bind(settings) as listener:
+    with bind(settings) as listener:
         listener.listen()
         with pytest.raises(OSError, match="--uds"):
-            _bind(settings)
+            bind(settings)
     path.unlink()
     path.write_text("a file of somebody's")
     with pytest.raises(OSError, match="cannot listen on"):
-        _bind(settings)
+        bind(settings)
     assert path.read_text() == "a file of somebody's"

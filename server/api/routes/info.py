@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import msgspec
@@ -21,6 +20,7 @@ from server.api.request.template import template_of
 from server.api.request.tools import check_template, read_tools
 from server.api.route import Access, ApiRoute
 from server.api.state import ServerState
+from server.engine.health import fault_of
 from server.http.errors import RequestError, invalid, model_not_found, unavailable
 from server.http.json_pieces import LongText, json_pieces, list_of
 from server.text.special_tokens import SpecialTokens, encode_parts
@@ -91,23 +91,20 @@ class Info:
         return json_response({"status": "ok"})
 
     def _check_engine(self) -> None:
-        client, settings = self._state.client, self._state.settings
-        if client.death is not None:
-            raise unavailable(f"The engine has failed: {client.death}")
-        silent_s = time.monotonic() - client.last_heartbeat
-        if silent_s > settings.heartbeat_timeout_s:
-            raise unavailable(f"The engine has not been heard of for {silent_s:.0f} s.")
+        fault = fault_of(self._state.client, self._state.settings.heartbeat_timeout_s)
+        if fault is not None:
+            raise unavailable(fault)
 
     async def health(self, request: Request) -> Response:
         """200 while requests are served; with `?verbose`, also the attention backend and the result of its self-test.
         Raises RequestError 503 if the engine is dead or silent, or in a shutdown."""
-        client = self._state.client
         self._check_engine()
         if self._state.draining:
             raise unavailable("The server is shutting down.")
         if "verbose" not in request.query_params:
             return json_response({"status": "ok"})
-        return json_response({"status": "ok", "attention": msgspec.structs.asdict(client.info.attention)})
+        attention = msgspec.structs.asdict(self._state.client.info.attention)
+        return json_response({"status": "ok", "attention": attention})
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": self._state.settings.version})

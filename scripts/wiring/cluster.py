@@ -1,0 +1,210 @@
+"""The hosts of one engine: from flags, or from the environment of the machines' manager."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from model.inputs.paths import local_path
+from server.engine.hosts.cluster import Cluster
+
+SECRET_VARIABLE = "PALLAS_SERVE_HOSTS_SECRET"
+PORT = 8482  # JAX's own choice for TPUs
+TIMEOUT_S = 300.0
+METADATA_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """This host among the hosts, as a manager of machines tells."""
+
+    manager: str
+    coordinator: str  # HOST or HOST:PORT
+    num_hosts: int
+    host_id: int
+
+
+def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `cluster_of`."""
+    hosts = parser.add_argument_group("several hosts (default: as their manager says, see README)")
+    hosts.add_argument("--coordinator", metavar="HOST:PORT", help="of host 0; the two ports after it are used, too")
+    hosts.add_argument("--num-hosts", type=int, metavar="N", help="1: this host alone, whatever its manager says")
+    hosts.add_argument("--host-id", type=int, metavar="I", help="0 to N - 1; host 0 serves")
+    file_help = f"the hosts' common secret, in place of ${SECRET_VARIABLE}"
+    hosts.add_argument("--hosts-secret-file", type=local_path, metavar="FILE", help=file_help)
+    hosts.add_argument(
+        "--hosts-timeout", type=float, default=TIMEOUT_S, metavar="S",
+        help="for all hosts to arrive at the start (default: %(default)g)",
+    )  # fmt: skip
+
+
+def cluster_of(
+    args: argparse.Namespace, environment: Mapping[str, str], *, has_tpu: Callable[[], bool]
+) -> Cluster | None:
+    """The hosts by the flags, or else by the environment; None: this host serves alone.
+
+    Raises ValueError for incomplete flags, an environment that contradicts itself, or a missing secret.
+    """
+    flags = {"--coordinator": args.coordinator, "--num-hosts": args.num_hosts, "--host-id": args.host_id}
+    given = [name for name, value in flags.items() if value is not None]
+    if args.num_hosts == 1 and not args.host_id:
+        return None
+    if given and len(given) < len(flags):
+        missing = ", ".join(name for name in flags if name not in given)
+        raise ValueError(f"several hosts need {', '.join(flags)}: {missing} is missing")
+    if given:
+        place = Place(manager="flags", coordinator=args.coordinator, num_hosts=args.num_hosts, host_id=args.host_id)
+    else:
+        found = find_place(environment, has_tpu=has_tpu)
+        if found is None or found.num_hosts == 1:
+            return None
+        place = found
+    coordinator, port = _split(place.coordinator)
+    return Cluster(
+        coordinator=coordinator,
+        port=port,
+        num_hosts=place.num_hosts,
+        host_id=place.host_id,
+        timeout_s=args.hosts_timeout,
+        secret=_secret(args.hosts_secret_file, environment, place),
+    )
+
+
+def find_place(environment: Mapping[str, str], *, has_tpu: Callable[[], bool]) -> Place | None:
+    """This host's place as the first manager says that has left its mark; None: there is none.
+
+    Raises ValueError if what a manager says is incomplete.
+    """
+    for manager, read in MANAGERS.items():
+        try:
+            place = read(environment)
+        except KeyError as error:
+            raise ValueError(f"the environment is {manager}'s, and the variable {error.args[0]} is missing") from error
+        if place is not None:
+            return place
+    return _tpu_vm(environment) if has_tpu() and "TPU_SKIP_MDS_QUERY" not in environment else None
+
+
+def _leader_worker_set(environment: Mapping[str, str]) -> Place | None:
+    if "LWS_LEADER_ADDRESS" not in environment:
+        return None
+    return Place(
+        manager="LeaderWorkerSet",
+        coordinator=environment["LWS_LEADER_ADDRESS"],
+        num_hosts=_number(environment, "LWS_GROUP_SIZE"),
+        host_id=_number(environment, "LWS_WORKER_INDEX"),
+    )
+
+
+def _gke_tpu(environment: Mapping[str, str]) -> Place | None:
+    """A Job or JobSet on GKE with TPUs."""
+    if "TPU_WORKER_HOSTNAMES" not in environment:
+        return None
+    names = environment["TPU_WORKER_HOSTNAMES"].split(",")
+    host_id = 0 if len(names) == 1 else _number(environment, "TPU_WORKER_ID")
+    return Place(manager="GKE", coordinator=names[0], num_hosts=len(names), host_id=host_id)
+
+
+def _indexed_job(environment: Mapping[str, str]) -> Place | None:
+    """A JobSet or an indexed Job, whose manifest sets the first two variables. Kubernetes sets the third."""
+    if "JAX_COORDINATOR_ADDRESS" not in environment:
+        return None
+    return Place(
+        manager="JobSet",
+        coordinator=environment["JAX_COORDINATOR_ADDRESS"],
+        num_hosts=_number(environment, "JAX_NUM_PROCESSES"),
+        host_id=_number(environment, "JOB_COMPLETION_INDEX"),
+    )
+
+
+def _slurm(environment: Mapping[str, str]) -> Place | None:
+    """A step of a Slurm job. `SLURM_STEP_NODELIST` is missing in an allocation outside `srun`."""
+    if "SLURM_STEP_NODELIST" not in environment:
+        return None
+    num_hosts, num_tasks = _number(environment, "SLURM_STEP_NUM_NODES"), _number(environment, "SLURM_STEP_NUM_TASKS")
+    if num_tasks != num_hosts:
+        raise ValueError(f"Slurm runs {num_tasks} tasks on {num_hosts} nodes: use srun --ntasks-per-node=1")
+    return Place(
+        manager="Slurm",
+        coordinator=first_node(environment["SLURM_STEP_NODELIST"]),
+        num_hosts=num_hosts,
+        host_id=_number(environment, "SLURM_PROCID"),
+    )
+
+
+# In this order: LeaderWorkerSet's pods with TPUs have GKE's variables, too.
+MANAGERS: dict[str, Callable[[Mapping[str, str]], Place | None]] = {
+    "LeaderWorkerSet": _leader_worker_set,
+    "GKE": _gke_tpu,
+    "JobSet": _indexed_job,
+    "Slurm": _slurm,
+}
+
+
+def first_node(nodes: str) -> str:
+    """The first name of a Slurm node list: `n07` of `n[07-09,12],m1`."""
+    found = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\])?([^\[,]*)", nodes)
+    if found is None:
+        raise ValueError(f"SLURM_STEP_NODELIST names no node: {nodes!r}")
+    return "".join(part or "" for part in found.groups())
+
+
+def _tpu_vm(environment: Mapping[str, str]) -> Place | None:
+    """A Cloud TPU VM's place in its slice, by the machine's metadata server. None if the server has no such entry."""
+    endpoints = _metadata(environment, "worker-network-endpoints")
+    number = _metadata(environment, "agent-worker-number")
+    if endpoints is None or number is None:
+        return None
+    addresses = [endpoint.split(":")[-1] for endpoint in endpoints.split(",")]  # `address`, or `name:id:address`
+    return Place(manager="Cloud TPU", coordinator=addresses[0], num_hosts=len(addresses), host_id=int(number))
+
+
+def _metadata(environment: Mapping[str, str], name: str) -> str | None:
+    """Raises ValueError if the server does not answer: whether there are other hosts is then unknown."""
+    host = environment.get("GCE_METADATA_IP", "metadata.google.internal")
+    url = f"http://{host}/computeMetadata/v1/instance/attributes/{name}"
+    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+    try:
+        with urllib.request.urlopen(request, timeout=METADATA_TIMEOUT_S) as answer:
+            return str(answer.read().decode())
+    except urllib.error.HTTPError as error:
+        if error.code == 404:
+            return None
+        raise ValueError(f"{url}: {error}") from error
+    except OSError as error:
+        raise ValueError(
+            f"{url} does not answer ({error}), so it is unknown whether other hosts share this TPU slice: add "
+            "--num-hosts 1 if there are none"
+        ) from error
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment[name]
+    if not text.isdecimal():
+        raise ValueError(f"the environment variable {name} is a number, not {text!r}")
+    return int(text)
+
+
+def _split(coordinator: str) -> tuple[str, int]:
+    """HOST:PORT, HOST, [V6]:PORT or [V6]. Raises ValueError for another form."""
+    found = re.fullmatch(r"(\[[^\]]+\]|[^:\[\]]+)(?::(\d+))?", coordinator)
+    if found is None:
+        raise ValueError(f"--coordinator is HOST:PORT, with an IPv6 address in brackets, not {coordinator!r}")
+    host, port = found.groups()
+    return host.strip("[]"), PORT if port is None else int(port)
+
+
+def _secret(file: Path | None, environment: Mapping[str, str], place: Place) -> str:
+    secret = environment.get(SECRET_VARIABLE, "") if file is None else file.read_text(encoding="utf-8")
+    if not secret.strip():
+        where = f"${SECRET_VARIABLE} is empty or not set" if file is None else f"{file} is empty"
+        raise ValueError(
+            f"{place.num_hosts} hosts ({place.manager}) need a common secret, and {where}: for example the output of "
+            "`openssl rand -hex 32`, by --hosts-secret-file or that variable (--num-hosts 1: serve on this host alone)"
+        )
+    return secret.strip()

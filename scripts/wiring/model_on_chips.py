@@ -1,0 +1,84 @@
+"""A model's form on a number of chips: shapes, placement and attention, before weights are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from scripts.wiring.choices import choose_kv_dtype
+from scripts.wiring.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from model.config import LlamaConfig
+    from model.execution.memory_plan import RunnerConfig
+    from model.quantization.forms import EightBit
+    from pallas_kernels.api import PagedAttention
+    from pallas_kernels.spec import Backend
+
+MakeAttention = Callable[..., "PagedAttention"]  # as `engine.paged_attention`
+
+
+class ModelOnChips:
+    """Raises ValueError if the model cannot be divided over `num_chips`.
+
+    Args:
+        config: the checkpoint's own.
+        limits: of the engine.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        num_chips: int,
+        settings: EngineSettings,
+        limits: RunnerConfig,
+        *,
+        dtype: str,
+        quantization: EightBit | None,
+        platform: str,
+    ) -> None:
+        from model.network.sharding import abstract_model, make_mesh
+
+        self.num_chips = num_chips
+        self.mesh = make_mesh(num_chips) if num_chips > 1 else None
+        # The CPU forms split a kernel's rows in another way than a mesh does.
+        for_cpu = platform == "cpu" and self.mesh is None
+        self.form: dict[str, Any] = {
+            "dtype": dtype, "mesh": self.mesh, "quantization": quantization, "for_cpu": for_cpu,
+        }  # fmt: skip
+        self.planned = abstract_model(config, **self.form)
+        self.config = self.planned.config  # with KV heads repeated if there are more chips than heads
+        self._settings = settings
+        self._limits = limits
+
+    def attention(self, make: MakeAttention, backend: Backend) -> PagedAttention:
+        """The attention over one backend, on which the dtype and the size of pages depend."""
+        return self._attention(make, backend, self.config, self.mesh)
+
+    def share_of_a_chip(self, make: MakeAttention, backend: Backend) -> PagedAttention:
+        """The attention of one chip's heads, on one chip of this process."""
+        heads = self.config.num_heads // self.num_chips, self.config.num_kv_heads // self.num_chips
+        config = replace(self.config, num_heads=heads[0], num_kv_heads=heads[1])
+        return self._attention(make, backend, config, None)
+
+    def check_fits(self, make: MakeAttention, backend: Backend) -> None:
+        """Raises ValueError if a chip of this process has too little memory."""
+        import jax
+
+        from model.execution.device_memory import device_memory
+        from model.execution.memory_plan import check_fits, memory_needs
+
+        attention = self.attention(make, backend)
+        needs = memory_needs(self.planned, attention, self._limits)
+        memory = device_memory(jax.local_devices()[0])
+        memory = replace(memory, free=memory.free - needs.weights)
+        check_fits(memory, needs, self._limits, page_size=attention.spec.page_size)
+
+    def _attention(self, make: MakeAttention, backend: Backend, config: LlamaConfig, mesh: Any) -> PagedAttention:
+        from pallas_kernels.layout import default_page_size
+
+        dtype = self.form["dtype"]
+        kv_dtype, _ = choose_kv_dtype(self._settings.kv_cache_dtype, dtype, backend)
+        page_size = self._settings.page_size or default_page_size(backend, self._limits.max_model_len)
+        return make(config, backend, dtype=dtype, kv_dtype=kv_dtype, page_size=page_size, mesh=mesh)

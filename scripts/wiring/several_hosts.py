@@ -1,0 +1,115 @@
+"""The engines of the hosts of a cluster: the leader's, which serves, and the followers', which replay its steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+
+from model.inputs.words import described
+from scripts.wiring.engine import OtherHosts, build_runner, served_tokenizer, warm_engine
+from scripts.wiring.settings import EngineSettings, ServedSettings, flag
+from server.engine.hosts.broadcast import BroadcastRunner
+from server.engine.hosts.cluster import LEADER, Cluster, HostsError
+from server.engine.hosts.follower import Follower
+from server.engine.hosts.leader import Leader
+from server.engine.hosts.messages import Compile, bucket_from_wire
+from server.engine.hosts.served import FollowingEngine, LeadingEngine
+from server.engine.process import Reporter
+from server.engine.wire import EngineInfo
+
+# JAX ends all processes when it has not heard of one for so long. ZeroMQ's heartbeats notice it before.
+JAX_SILENCE_S = 30
+LEAVE_S = 5
+# Each host has its own folders. What the model is, the hosts compare once they have read it.
+OF_ONE_HOST = ("model", "compile_cache")
+
+
+def build_leader(served: ServedSettings, report: Reporter) -> tuple[LeadingEngine, EngineInfo]:
+    """The engine of host 0, warmed up on all hosts. Raises HostsError if the others do not come, or are different."""
+    cluster = _cluster(served)
+    leader = Leader(cluster, report.fail)
+    with _telling(leader.fail):
+        leader.gather(_settings(served.engine), report)
+        others = OtherHosts(num_hosts=cluster.num_hosts, join=partial(_join, cluster), agree=leader.agree)
+        built = build_runner(served.engine, report, compile_meanwhile=True, others=others)
+        runner = BroadcastRunner(built.runner, leader)
+        engine = warm_engine(built, report, served_tokenizer(served), read_tokens=True, runner=runner)
+    return LeadingEngine(engine, leader, _leave), built.info
+
+
+def build_follower(served: ServedSettings, report: Reporter) -> tuple[FollowingEngine, EngineInfo]:
+    """The engine of another host, its programs compiled. Raises HostsError if the leader does not answer, or fails."""
+    cluster = _cluster(served)
+    follower = Follower(cluster, report.fail)
+    with _telling(follower.fail):
+        follower.arrive(_settings(served.engine), report)
+        others = OtherHosts(num_hosts=cluster.num_hosts, join=partial(_join, cluster), agree=partial(_follow, follower))
+        built = build_runner(served.engine, report, compile_meanwhile=True, others=others)
+        command = follower.next_command()
+        if not isinstance(command, Compile):
+            raise HostsError(f"the leader sent {type(command).__name__} where the programs to compile were due")
+        built.runner.compile(map(bucket_from_wire, command.buckets), lambda line: report(f"  {line}"))
+        follower.compiled()
+    most_in_flight = served.engine.pipeline_depth
+    engine = FollowingEngine(built.runner, follower, report, most_in_flight=most_in_flight, leave=_leave)
+    return engine, built.info
+
+
+def _cluster(served: ServedSettings) -> Cluster:
+    assert served.cluster is not None, "one host has no cluster"
+    return served.cluster
+
+
+@contextmanager
+def _telling(fail: Callable[[str], None]) -> Iterator[None]:
+    """Tells the other hosts why the start has failed."""
+    try:
+        yield
+    except BaseException as error:
+        fail(described(error))
+        raise
+
+
+def _settings(settings: EngineSettings) -> dict[str, str]:
+    """The settings that must be equal on all hosts, by flag."""
+    fields = dataclasses.asdict(settings)
+    own = {flag(name): str(value) for name, value in fields.items() if name not in OF_ONE_HOST}
+    return own | {"the version": importlib.metadata.version("pallas-serve")}
+
+
+def _join(cluster: Cluster) -> None:
+    """Joins the processes of all hosts, which have arrived. JAX listens on the coordinator's address only."""
+    import jax
+
+    # JAX would wait at SIGTERM for a point to save at. The server decides when its processes end.
+    jax.config.update("jax_enable_preemption_service", False)
+    coordinator = cluster.endpoint(0).removeprefix("tcp://")
+    jax.distributed.initialize(
+        coordinator,
+        cluster.num_hosts,
+        cluster.host_id,
+        coordinator_bind_address=coordinator,
+        cluster_detection_method="deactivate",
+        initialization_timeout=int(max(1, cluster.timeout_s)),
+        heartbeat_timeout_seconds=JAX_SILENCE_S,
+        shutdown_timeout_seconds=LEAVE_S,
+    )
+
+
+def _follow(follower: Follower, num_pages: int, facts: Mapping[str, str]) -> int:
+    """As `Follower.agree`. Programs that are compiled after it are kept on disk."""
+    from jax._src import distributed
+
+    # JAX keeps the programs of process 0 only. On a CPU, and where hosts share no folder, a follower would then compile
+    # at every start. With the devices there, this number has no other use.
+    distributed.global_state.process_id = LEADER
+    return follower.agree(num_pages, facts)
+
+
+def _leave() -> None:
+    import jax
+
+    jax.distributed.shutdown()

@@ -1,0 +1,89 @@
+"""The hosts of one engine, and the keys of their connections."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import socket
+from dataclasses import dataclass, field
+
+import zmq
+from zmq.utils import z85
+
+LEADER = 0  # the host's number
+MIN_SECRET_CHARS = 16
+# The leader's ports, counted from the coordinator's, which is JAX's own.
+COMMANDS_OFFSET, REPORTS_OFFSET = 1, 2
+
+
+class HostsError(ConnectionError):
+    """The hosts of one engine cannot start together, or can no longer work together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """The hosts of one engine, as this host sees them.
+
+    The leader listens on three ports, at the coordinator's address only: `port` for `jax.distributed`, the next for
+    commands to the followers, and the one after it for their reports.
+    """
+
+    coordinator: str  # the leader's name or address
+    port: int
+    num_hosts: int
+    host_id: int  # 0: the leader
+    timeout_s: float  # for all hosts to arrive at the start
+    secret: str = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if self.num_hosts < 2:
+            raise ValueError(f"a cluster has at least two hosts: --num-hosts {self.num_hosts}")
+        if not 0 <= self.host_id < self.num_hosts:
+            raise ValueError(f"--host-id is from 0 to {self.num_hosts - 1}, not {self.host_id}")
+        if not 0 < self.port <= 65535 - REPORTS_OFFSET:
+            raise ValueError(f"--coordinator: port {self.port} and the two after it must be below 65536")
+        if not self.timeout_s > 0:
+            raise ValueError(f"--hosts-timeout must be above 0, not {self.timeout_s:g}")
+        if len(self.secret) < MIN_SECRET_CHARS:
+            raise ValueError(f"the hosts' secret has {len(self.secret)} characters; {MIN_SECRET_CHARS} are the least")
+
+    @property
+    def is_leader(self) -> bool:
+        return self.host_id == LEADER
+
+    def address(self) -> str:
+        """The leader's IP address. Raises HostsError if the name is unknown."""
+        try:
+            found = socket.getaddrinfo(self.coordinator, self.port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise HostsError(f"--coordinator {self.coordinator}: {error.strerror or error}") from error
+        return str(found[0][4][0])
+
+    def endpoint(self, offset: int) -> str:
+        """ZeroMQ's name of one of the leader's ports. Raises HostsError if the coordinator's name is unknown."""
+        return f"tcp://{bracketed(self.address())}:{self.port + offset}"
+
+
+def bracketed(address: str) -> str:
+    """The address as it stands before a port: IPv6 in brackets."""
+    return f"[{address}]" if ipaddress.ip_address(address.partition("%")[0]).version == 6 else address
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """A pair of CURVE keys, in Z85."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+
+def keys_of(secret: str, role: str) -> Keys:
+    """The keys of the `leader` or of a `follower`. Who has the secret can compute both.
+
+    The public keys are as secret as the others: no message has them in clear. A host without the secret knows neither
+    the leader's, to which its first message must be encrypted, nor a key that the leader accepts. The derivation is
+    slow (scrypt), because a recorded handshake lets an eavesdropper test guesses of the secret.
+    """
+    seed = hashlib.scrypt(secret.encode(), salt=f"pallas-serve hosts: {role}".encode(), n=2**14, r=8, p=1, dklen=32)
+    encoded = z85.encode(seed)
+    return Keys(public=zmq.curve_public(encoded), secret=encoded)

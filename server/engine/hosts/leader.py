@@ -1,0 +1,254 @@
+"""The leader's connections to the followers: gathers them at the start, sends them commands, and notices their end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from queue import Empty, SimpleQueue
+
+import msgspec
+import zmq
+
+from server.engine.hosts import messages
+from server.engine.hosts.cluster import COMMANDS_OFFSET, LEADER, REPORTS_OFFSET, Cluster, HostsError, bracketed, keys_of
+from server.engine.hosts.sockets import LOST, REFUSED, accept_only, as_leader, make_socket, monitor_of, read_event
+
+SAY_EVERY_S = 10.0  # while hosts are missing
+CONNECT_S = 10.0  # between a follower's two connections
+FIND_LOST_S = 0.3  # ZeroMQ's threads report a lost connection a moment before they forget whose it was
+
+
+class Leader:
+    """Sends each command to all followers. Thread-safe from `gather` on.
+
+    A thread watches the followers. It calls `on_failure` once, with the reason, if a connection closes, if a follower
+    is silent for `sockets.SILENCE_S`, or if one reports a failure. The other followers have been told by then.
+
+    Raises HostsError if the coordinator's address is not this machine's, or is in use.
+    """
+
+    def __init__(self, cluster: Cluster, on_failure: Callable[[str], None]) -> None:
+        self._cluster = cluster
+        self._on_failure = on_failure
+        self._names: dict[int, str] = {}  # of the followers that have arrived
+        self._arrivals: SimpleQueue[messages.Report | HostsError] = SimpleQueue()
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._lock = threading.Lock()  # of the commands' socket, the number, and what follows
+        self._number = 0
+        self._is_over = False  # told to stop, or failed
+        self._refusals = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        leader, follower = keys_of(cluster.secret, "leader"), keys_of(cluster.secret, "follower")
+        self._authenticator = accept_only(self._context, follower)
+        self._commands = make_socket(self._context, zmq.ROUTER)
+        self._commands.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a host that is not connected is an error
+        self._reports = make_socket(self._context, zmq.PULL)
+        self._monitor = monitor_of(self._commands)
+        address = cluster.address()
+        try:
+            for socket, offset in ((self._commands, COMMANDS_OFFSET), (self._reports, REPORTS_OFFSET)):
+                as_leader(socket, leader)
+                socket.bind(f"tcp://{bracketed(address)}:{cluster.port + offset}")
+        except zmq.ZMQError as error:
+            where = f"{address}:{cluster.port + offset}"
+            self._close()
+            raise HostsError(
+                f"the leader cannot listen on {where}: {error.strerror}; --coordinator is an address of the host with "
+                "--host-id 0, and the two ports after its own must be free"
+            ) from error
+        self._ending = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="hosts-watch", daemon=True)
+        self._watcher.start()
+
+    # --- the start ---
+
+    def gather(self, settings: Mapping[str, str], report: Callable[[str], None]) -> None:
+        """Waits for all followers and compares their settings with `settings`.
+
+        Raises HostsError if one does not arrive within `Cluster.timeout_s`, if two have the same number, or if settings
+        differ.
+        """
+        until = time.monotonic() + self._cluster.timeout_s
+        next_line = time.monotonic() + 1.0
+        while missing := self._missing():
+            if time.monotonic() >= until:
+                raise HostsError(
+                    f"{_hosts(missing)} of {self._cluster.num_hosts} did not come within {self._cluster.timeout_s:g} s "
+                    f"(--hosts-timeout){self._about_refusals()}"
+                )
+            if time.monotonic() >= next_line:
+                report(f"  waiting for {_hosts(missing)} of {self._cluster.num_hosts}{self._about_refusals()}")
+                next_line = time.monotonic() + SAY_EVERY_S
+            hello = self._next_report(min(until, next_line))
+            if isinstance(hello, messages.Hello):
+                self._admit(hello, settings)
+        self.send(messages.Welcome())
+        report(f"  all {self._cluster.num_hosts} hosts are there: {', '.join(self._names.values())} and this one")
+
+    def agree(self, num_pages: int, facts: Mapping[str, str]) -> int:
+        """The least number of pages that any host has room for. Raises HostsError if the hosts' facts differ."""
+        plans: dict[int, messages.Plan] = {}
+        while len(plans) < len(self._names):
+            plan = self._next_report(None)
+            if isinstance(plan, messages.Plan):
+                self._compare(plan.host_id, plan.facts, facts)
+                plans[plan.host_id] = plan
+        least = min(num_pages, *(plan.num_pages for plan in plans.values()))
+        self.send(messages.UsePages(least))
+        return least
+
+    def wait_until_compiled(self) -> None:
+        """Waits for the followers' programs."""
+        compiled: set[int] = set()
+        while len(compiled) < len(self._names):
+            report = self._next_report(None)
+            if isinstance(report, messages.Compiled):
+                compiled.add(report.host_id)
+
+    # --- at any time ---
+
+    def send(self, command: messages.Command) -> None:
+        """Sends a command to every follower, and does not block. After a failure it does nothing."""
+        with self._lock:
+            self._send(command)
+
+    def stop(self) -> None:
+        """Tells the followers that the server has been shut down, and closes the connections."""
+        self._finish(messages.Stop())
+
+    def fail(self, reason: str) -> None:
+        """Tells the followers that the engine is dead, and closes the connections."""
+        self._finish(messages.Fail(reason))
+
+    # --- within ---
+
+    def _send(self, command: messages.Command) -> None:
+        if self._is_over:
+            return
+        data = self._encode(messages.Numbered(self._number, command))
+        self._number += 1
+        for host_id in self._names:
+            try:
+                self._commands.send_multipart([_identity(host_id), data], zmq.NOBLOCK)
+            except zmq.ZMQError as error:  # not connected; the watcher reports it
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+
+    def _finish(self, last: messages.Command) -> bool:
+        """Sends the last command and closes the connections. False: another thread does so already."""
+        with self._lock:
+            if self._is_over:
+                return False
+            self._send(last)
+            self._is_over = True
+        self._ending.set()
+        if threading.current_thread() is not self._watcher:
+            self._watcher.join()
+        self._close()
+        return True
+
+    def _close(self) -> None:
+        """Waits until what has been sent has left, for at most `sockets.LINGER_S`."""
+        self._commands.disable_monitor()
+        for socket in (self._monitor, self._commands, self._reports):
+            socket.close()
+        self._authenticator.stop()
+        self._context.term()
+
+    def _missing(self) -> list[int]:
+        return [number for number in range(self._cluster.num_hosts) if number not in (LEADER, *self._names)]
+
+    def _admit(self, hello: messages.Hello, settings: Mapping[str, str]) -> None:
+        if hello.host_id in self._names:
+            raise HostsError(f"two hosts have --host-id {hello.host_id}: {self._names[hello.host_id]} and {hello.name}")
+        if hello.host_id not in self._missing():
+            raise HostsError(f"{hello.name} has --host-id {hello.host_id} of {self._cluster.num_hosts} hosts")
+        self._names[hello.host_id] = hello.name
+        until = time.monotonic() + CONNECT_S
+        while not self._is_connected(hello.host_id):
+            if time.monotonic() >= until:
+                raise HostsError(f"{self._called(hello.host_id)} reports, and its connection for commands fails")
+            time.sleep(0.01)
+        self._compare(hello.host_id, hello.settings, settings)
+
+    def _is_connected(self, host_id: int) -> bool:
+        """By sending an empty message, which the follower ignores."""
+        with self._lock:
+            if self._is_over:
+                return True
+            try:
+                self._commands.send_multipart([_identity(host_id), b""], zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                return False
+            return True
+
+    def _compare(self, host_id: int, theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
+        differing = [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)]
+        if differing:
+            listed = ", ".join(f"{name} ({theirs.get(name)}, not {ours.get(name)})" for name in sorted(differing))
+            raise HostsError(f"{self._called(host_id)} differs from the leader in {listed}: all hosts need the same")
+
+    def _next_report(self, until: float | None) -> messages.Report | None:
+        """The next one, or None at the time `until`. Raises HostsError if a host has failed meanwhile."""
+        try:
+            timeout = None if until is None else max(0.0, until - time.monotonic())
+            report = self._arrivals.get(timeout=timeout)
+        except Empty:
+            return None
+        if isinstance(report, HostsError):
+            raise report
+        return report
+
+    def _about_refusals(self) -> str:
+        if not self._refusals:
+            return ""
+        return f"; {self._refusals} connections were refused: do all hosts have the same secret?"
+
+    def _called(self, host_id: int) -> str:
+        return f"host {host_id} ({self._names.get(host_id, 'not arrived')})"
+
+    # --- the watcher's thread ---
+
+    def _watch(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._reports, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        decode = msgspec.msgpack.Decoder(messages.Report).decode
+        while not self._ending.is_set():
+            ready = dict(poller.poll(100))
+            if self._reports in ready:  # before the monitor: a follower's last report has the reason of its end
+                report = decode(self._reports.recv())
+                if isinstance(report, messages.Failed):
+                    self._lose(f"{self._called(report.host_id)}: {report.reason}")
+                else:
+                    self._arrivals.put(report)
+            elif self._monitor in ready:
+                event = read_event(self._monitor)
+                self._refusals += bool(event & REFUSED)
+                if event == LOST and not self._reports.poll(100) and (lost := self._find_lost()) is not None:
+                    self._lose(f"{self._called(lost)} has gone: its connection has closed")
+
+    def _find_lost(self) -> int | None:
+        """The follower that is no longer connected. None: the connection was not a follower's that has arrived."""
+        until = time.monotonic() + FIND_LOST_S
+        while time.monotonic() < until and not self._ending.wait(0.01):
+            for host_id in list(self._names):
+                if not self._is_connected(host_id):
+                    return host_id
+        return None
+
+    def _lose(self, reason: str) -> None:
+        if self._finish(messages.Fail(reason)):
+            self._arrivals.put(HostsError(reason))
+            self._on_failure(reason)
+
+
+def _identity(host_id: int) -> bytes:
+    return f"host {host_id}".encode()
+
+
+def _hosts(numbers: list[int]) -> str:
+    return f"host{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

@@ -1,0 +1,169 @@
+"""One engine over two hosts: two `scripts.launch` on this machine, with a CPU device each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.conftest import ROOT
+from tests.server.engine.hosts.test_hosts import free_port
+from tests.server.support.requests import wait_until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.hosts, pytest.mark.slow]
+
+FLAGS = "--device cpu --port 0 --seed 0 --max-model-len 256 --max-num-seqs 1 --max-num-batched-tokens 16".split()
+STARTED_S, ENDED_S = 400, 60  # on a busy machine, with nothing compiled
+QUESTION = {"messages": [{"role": "user", "content": "What is 47 + 35?"}], "temperature": 0}
+ENDLESS = {"prompt": "Count", "max_tokens": 200, "ignore_eos": True, "stream": True}
+
+
+class Host:
+    """One host: `scripts.launch` and its engine's process."""
+
+    def __init__(self, number: int, port: int, folder: Path, *flags: str) -> None:
+        self.out, self.err = folder / f"{number}.out", folder / f"{number}.err"
+        place = ["--coordinator", f"127.0.0.1:{port}", "--num-hosts", "2", "--host-id", str(number)]
+        cache = ["--compile-cache", os.environ["JAX_COMPILATION_CACHE_DIR"]]
+        environment = os.environ | {"PALLAS_SERVE_HOSTS_SECRET": "a secret for the tests", "XLA_FLAGS": ""}
+        with self.out.open("w") as out, self.err.open("w") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "scripts.launch", *FLAGS, *place, *cache, *flags],
+                cwd=ROOT, stdout=out, stderr=err, env=environment,
+            )  # fmt: skip
+        self.family: list[psutil.Process] = []
+
+    def wait_for(self, text: str) -> str:
+        """The first line with the text."""
+        wait_until(lambda: text in self.out.read_text() or self.process.poll() is not None, STARTED_S)
+        lines = self.out.read_text().splitlines()
+        found = [line for line in lines if text in line]
+        assert found, f"no {text!r} in {lines}, {self.err.read_text()}"
+        self.family = psutil.Process(self.process.pid).children(recursive=True)
+        return found[0]
+
+    def engine(self) -> psutil.Process:
+        return next(child for child in self.family if "spawn_main" in " ".join(child.cmdline()))
+
+    def ended(self) -> int:
+        """The exit code. Nothing of the host is left."""
+        code = self.process.wait(ENDED_S)
+        wait_until(lambda: not any(alive(child) for child in self.family))
+        return code
+
+    def kill(self) -> None:
+        for process in [*self.family, self.process]:
+            if alive(process) if isinstance(process, psutil.Process) else process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+def alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+class Pair:
+    def __init__(self, folder: Path) -> None:
+        port = free_port()
+        self.leader = Host(0, port, folder)
+        self.leader.wait_for("waiting for host 1 of 2")  # it is late, and the leader says so
+        self.follower = Host(1, port, folder)
+        self.url = self.leader.wait_for("ready after").split(": ")[1].removesuffix("/v1")
+        self.health = self.follower.wait_for("following after").split(": ")[1]
+
+
+@pytest.fixture
+def pair(tmp_path) -> Iterator[Pair]:
+    pair = Pair(tmp_path)
+    try:
+        yield pair
+    finally:
+        pair.leader.kill()
+        pair.follower.kill()
+
+
+class Stream:
+    """A streamed completion that is being read."""
+
+    def __init__(self, url: str) -> None:
+        self.text = ""
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._read, args=(url,))
+        self._thread.start()
+        assert self._begun.wait(ENDED_S)
+
+    def _read(self, url: str) -> None:
+        with httpx.Client(base_url=url, timeout=ENDED_S) as http:
+            while "error" not in self.text:
+                with http.stream("POST", "/v1/completions", json=ENDLESS) as answer:
+                    for piece in answer.iter_text():
+                        self.text += piece
+                        self._begun.set()
+
+    def end(self) -> str:
+        self._thread.join(ENDED_S)
+        assert not self._thread.is_alive()
+        return self.text
+
+
+def test_two_hosts_say_what_one_says(pair, server):
+    with httpx.Client(timeout=ENDED_S) as http:
+        texts = [
+            http.post(f"{url}/v1/chat/completions", json=QUESTION).json()["choices"][0]["message"]["content"]
+            for url in (pair.url, server.url)
+        ]
+        assert texts[0] == texts[1] == "47 + 35 = 82."
+        sampled = QUESTION | {
+            "temperature": 0.8,
+            "seed": 5,
+            "max_tokens": 30,
+            "ignore_eos": True,
+            "frequency_penalty": 1,
+        }
+        answers = [http.post(f"{url}/v1/chat/completions", json=sampled).json() for url in (pair.url, server.url)]
+        assert answers[0]["choices"][0]["message"] == answers[1]["choices"][0]["message"]
+        assert (
+            'num_compiles_after_warm_up_total{engine="0",model_name="demo"} 0.0' in http.get(f"{pair.url}/metrics").text
+        )
+        for path, status in (("/health", 200), ("/live", 200), ("/v1/models", 404)):
+            assert http.get(pair.health.removesuffix("/health") + path).status_code == status
+    pair.leader.process.terminate()
+    pair.follower.process.terminate()  # as a manager of machines does
+    assert pair.leader.ended() == 0
+    assert pair.follower.ended() == 0
+
+
+@pytest.mark.parametrize(("number", "words"), [(signal.SIGKILL, "has gone"), (signal.SIGSTOP, "has gone")])
+def test_a_follower_that_is_lost_ends_the_leader(pair, number, words):
+    stream = Stream(pair.url)
+    engine = pair.follower.engine()
+    engine.send_signal(number)
+    assert f"host 1 ({os.uname().nodename}) {words}" in stream.end()
+    assert pair.leader.ended() == 1
+    assert "host 1" in pair.leader.err.read_text()
+    if number == signal.SIGSTOP:
+        engine.send_signal(signal.SIGCONT)
+    assert pair.follower.ended() == 1
+    assert "engine failure" in pair.follower.err.read_text()
+
+
+def test_a_leader_that_is_lost_ends_the_follower(pair):
+    pair.leader.engine().kill()
+    assert pair.follower.ended() == 1
+    assert "the leader has gone: its connection has closed" in pair.follower.err.read_text()
+    assert pair.leader.ended() == 1
+
+
+def test_a_host_that_never_comes_ends_the_start(tmp_path):
+    leader = Host(0, free_port(), tmp_path, "--hosts-timeout", "2")
+    assert leader.ended() == 1
+    message = "scripts/serve: The engine could not start: host 1 of 2 did not come within 2 s (--hosts-timeout)"
+    assert message in leader.err.read_text()

@@ -1,0 +1,375 @@
+"""The leader's and the followers' connections, over real sockets on the loopback interface."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from queue import SimpleQueue
+
+import numpy as np
+import pytest
+import zmq
+
+from batcher.step import Bucket, Capacity, StepInput, Variant
+from server.engine.hosts import messages
+from server.engine.hosts.broadcast import BroadcastRunner
+from server.engine.hosts.cluster import Cluster, HostsError, keys_of
+from server.engine.hosts.follower import Follower
+from server.engine.hosts.leader import Leader
+from server.engine.hosts.served import FollowingEngine, LeadingEngine
+from server.engine.hosts.sockets import as_follower, make_socket
+
+SECRET = "a secret for the tests"
+SETTINGS = {"--dtype": "float32"}
+BUCKETS = [Bucket(1, 1, Variant.GREEDY), Bucket(16, 2, Variant.SAMPLE)]
+
+
+def free_port() -> int:
+    """With the two after it free, too, as far as one can know."""
+    while True:
+        with contextlib.ExitStack() as sockets:
+            first = sockets.enter_context(socket.socket())
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                for offset in (1, 2):
+                    sockets.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))
+                return port
+
+
+def say_nothing(line: str) -> None:
+    pass
+
+
+class Hosts:
+    """The hosts of a cluster, all in this process."""
+
+    def __init__(self, num_hosts: int = 2, timeout_s: float = 20.0) -> None:
+        self.cluster = Cluster(
+            coordinator="127.0.0.1",
+            port=free_port(),
+            num_hosts=num_hosts,
+            host_id=0,
+            timeout_s=timeout_s,
+            secret=SECRET,
+        )
+        self.failures: dict[int, SimpleQueue[str]] = {number: SimpleQueue() for number in range(num_hosts)}
+        self.open: list[Callable[[], None]] = []
+
+    def leader(self) -> Leader:
+        leader = Leader(self.cluster, self.failures[0].put)
+        self.open.append(lambda: leader.fail("the test is over"))
+        return leader
+
+    def follower(self, number: int = 1, **changes: object) -> Follower:
+        follower = Follower(replace(self.cluster, host_id=number, **changes), self.failures[number].put)
+        self.open.insert(0, follower.close)
+        return follower
+
+    def together(self) -> tuple[Leader, Follower]:
+        """A leader and its only follower, which have met."""
+        leader, follower = self.leader(), self.follower()
+        with arriving(follower):
+            leader.gather(SETTINGS, say_nothing)
+        return leader, follower
+
+
+@contextlib.contextmanager
+def arriving(follower: Follower, settings: dict[str, str] | None = None) -> Iterator[list[BaseException]]:
+    errors: list[BaseException] = []
+
+    def arrive() -> None:
+        try:
+            follower.arrive(SETTINGS if settings is None else settings, say_nothing)
+        except HostsError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=arrive)
+    thread.start()
+    yield errors
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    hosts = Hosts()
+    yield hosts
+    for close in hosts.open:
+        close()
+
+
+class Result:
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error
+
+    def result(self) -> str:
+        if self._error is not None:
+            raise self._error
+        return "done"
+
+
+class RecordingRunner:
+    """Remembers what it was told to do. Steps whose first number is in `failing` fail."""
+
+    def __init__(self, num_pages: int = 10, failing: tuple[int, ...] = ()) -> None:
+        self.calls: SimpleQueue[object] = SimpleQueue()
+        self.num_compiles = 0
+        self._failing = failing
+        self._capacity = Capacity(
+            num_slots=2, num_pages=num_pages, page_size=16, max_model_len=64, max_num_batched_tokens=16, vocab_size=8
+        )
+
+    def capacity(self) -> Capacity:
+        return self._capacity
+
+    def warm_up(self, buckets, report) -> None:
+        raise AssertionError("the halves of the warm-up are called")
+
+    def compile(self, buckets, report) -> None:
+        self.calls.put(list(buckets))
+
+    def run_each(self, execute, report) -> None:
+        for number in range(2):
+            execute(step(number)).result()
+
+    def execute(self, step: StepInput) -> Result:
+        number = int(step.packed[0])
+        self.calls.put(number)
+        return Result(RuntimeError(f"step {number} has failed") if number in self._failing else None)
+
+    def recover(self) -> None:
+        self.calls.put("recover")
+
+    def seen(self, count: int) -> list[object]:
+        return [self.calls.get(timeout=30) for _ in range(count)]
+
+
+def step(number: int) -> StepInput:
+    return StepInput(bucket=BUCKETS[0], packed=np.full(4, number, np.int32))
+
+
+class Exits:
+    """What a `Reporter` would do to the process."""
+
+    def __init__(self) -> None:
+        self.ends: SimpleQueue[str] = SimpleQueue()
+
+    def fail(self, message: str) -> None:
+        self.ends.put(message)
+
+    def end(self) -> None:
+        self.ends.put("ended")
+
+
+def following(follower: Follower, runner: RecordingRunner) -> Exits:
+    exits = Exits()
+    FollowingEngine(runner, follower, exits, most_in_flight=1, leave=lambda: None).start()
+    return exits
+
+
+def test_a_follower_replays_what_the_leader_does(hosts):
+    leader, follower = hosts.together()
+    ours, theirs = RecordingRunner(), RecordingRunner()
+    runner = BroadcastRunner(ours, leader)
+
+    def compile_there() -> None:
+        command = follower.next_command()
+        assert isinstance(command, messages.Compile)
+        theirs.compile(map(messages.bucket_from_wire, command.buckets), say_nothing)
+        follower.compiled()
+
+    thread = threading.Thread(target=compile_there)
+    thread.start()
+    runner.warm_up(BUCKETS, say_nothing)
+    thread.join(30)
+    exits = following(follower, theirs)
+    for number in range(2, 6):
+        runner.execute(step(number))
+    runner.recover()
+    runner.execute(step(6))
+
+    class Inner:
+        death = None
+        start = add_request = abort = reset_prefix_cache = stats = shutdown = staticmethod(lambda *_: None)
+
+    left = []
+    LeadingEngine(Inner(), leader, lambda: left.append(True)).shutdown()
+    assert exits.ends.get(timeout=30) == "ended"
+    expected = [BUCKETS, 0, 1, 2, 3, 4, 5, "recover", 6]
+    assert theirs.seen(9) == ours.seen(9) == expected
+    assert left == [True]
+    assert hosts.failures[0].empty() and hosts.failures[1].empty()
+
+
+def test_the_hosts_use_the_pages_that_all_of_them_have(hosts):
+    leader, follower = hosts.together()
+    used = SimpleQueue()
+    thread = threading.Thread(target=lambda: used.put(follower.agree(7, SETTINGS)))
+    thread.start()
+    assert leader.agree(9, SETTINGS) == 7
+    assert used.get(timeout=30) == 7
+    thread.join(30)
+
+
+def test_hosts_that_differ_do_not_start(hosts):
+    leader, follower = hosts.leader(), hosts.follower()
+    with arriving(follower, {"--dtype": "bfloat16"}) as errors:
+        with pytest.raises(HostsError, match=r"host 1 \(.*--dtype \(bfloat16, not float32\): all hosts need the same"):
+            leader.gather(SETTINGS, say_nothing)
+        leader.fail("they differ")
+    assert "the leader has ended: they differ" in str(errors[0])
+
+
+def test_a_host_that_does_not_come_ends_the_start_in_words():
+    hosts = Hosts(num_hosts=3, timeout_s=1.5)
+    leader, follower = hosts.leader(), hosts.follower(2)
+    lines: list[str] = []
+    with arriving(follower) as errors:
+        with pytest.raises(HostsError, match=r"host 1 of 3 did not come within 1.5 s \(--hosts-timeout\)"):
+            leader.gather(SETTINGS, lines.append)
+        leader.fail("host 1 did not come")
+    assert lines == ["  waiting for host 1 of 3"]
+    assert errors
+    follower.close()
+
+
+def test_a_leader_that_does_not_answer_is_named():
+    hosts = Hosts(timeout_s=1.5)
+    follower, lines = hosts.follower(), []
+    with pytest.raises(HostsError, match=r"the leader at 127.0.0.1:\d+ did not answer within 1.5 s"):
+        follower.arrive(SETTINGS, lines.append)
+    assert len(lines) == 1
+    follower.close()
+
+
+def test_a_host_with_another_secret_is_kept_out():
+    hosts = Hosts(timeout_s=3)
+    leader, stranger = hosts.leader(), hosts.follower(secret="another secret than that")
+    with (
+        arriving(stranger) as errors,
+        pytest.raises(HostsError, match=r"did not come.*connections were refused: do all hosts have the same secret\?"),
+    ):
+        leader.gather(SETTINGS, say_nothing)
+    assert "do all hosts have the same secret?" in str(errors[0])
+    for close in hosts.open:
+        close()
+
+
+def test_a_stranger_who_knows_the_leaders_key_only_is_refused(hosts):
+    """The leader accepts the followers' key only, whatever else a stranger has."""
+    hosts.leader()
+    public, secret = zmq.curve_keypair()
+    context = zmq.Context()
+    stranger = make_socket(context, zmq.PUSH)
+    monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+    keys = type(keys_of(SECRET, "leader"))(public=public, secret=secret)
+    as_follower(stranger, keys, keys_of(SECRET, "leader"))
+    stranger.connect(hosts.cluster.endpoint(2))
+    assert monitor.poll(20_000)
+    event = zmq.utils.monitor.recv_monitor_message(monitor)["event"]
+    assert event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    stranger.disable_monitor()
+    monitor.close(0)
+    stranger.close(0)
+    context.term()
+
+
+def test_two_hosts_with_one_number_do_not_start(hosts):
+    hosts.cluster = replace(hosts.cluster, num_hosts=3)
+    leader, first, second = hosts.leader(), hosts.follower(1), hosts.follower(1)
+    with arriving(first), arriving(second):
+        with pytest.raises(HostsError, match="two hosts have --host-id 1"):
+            leader.gather(SETTINGS, say_nothing)
+        leader.fail("two hosts have one number")
+        second.close()
+        hosts.open.clear()
+    first.close()
+
+
+def test_a_follower_that_goes_is_named(hosts):
+    _, follower = hosts.together()
+    hosts.open.remove(follower.close)
+    follower.close()
+    assert "host 1 (" in (reason := hosts.failures[0].get(timeout=30))
+    assert "has gone: its connection has closed" in reason
+
+
+def test_a_leader_that_goes_is_named(hosts):
+    leader, _ = hosts.together()
+    leader.fail("StepTimeoutError: the device is stuck")
+    reason = hosts.failures[1].get(timeout=30)
+    assert reason == "the leader has ended: StepTimeoutError: the device is stuck"
+
+
+def test_a_follower_says_why_it_ends(hosts):
+    _, follower = hosts.together()
+    hosts.open.remove(follower.close)
+    follower.fail("a chip is missing")
+    assert hosts.failures[0].get(timeout=30).endswith("): a chip is missing")
+
+
+def test_a_command_that_is_missing_is_an_error(hosts):
+    leader, _ = hosts.together()
+    leader._number += 1
+    leader.send(messages.Recover())
+    assert hosts.failures[1].get(timeout=30) == "the leader's command 2 came where 1 was due"
+
+
+def test_a_step_that_fails_on_all_hosts_is_recovered_from(hosts):
+    leader, follower = hosts.together()
+    theirs = RecordingRunner(failing=(1,))
+    exits = following(follower, theirs)
+    runner = BroadcastRunner(RecordingRunner(), leader)
+    for number in range(4):  # the third waits for the first to return, and finds that the second has failed
+        runner.execute(step(number))
+    runner.recover()
+    runner.execute(step(9))
+    assert theirs.seen(5) == [0, 1, 2, "recover", 9]
+    leader.stop()
+    assert exits.ends.get(timeout=30) == "ended"
+
+
+def test_a_step_that_fails_on_one_host_ends_all(hosts):
+    leader, follower = hosts.together()
+    hosts.open.remove(follower.close)
+    exits = following(follower, RecordingRunner(failing=(0,)))
+    runner = BroadcastRunner(RecordingRunner(), leader)
+    runner.execute(step(0))
+    runner.execute(step(1))
+    leader.send(messages.Compile([]))  # anything but a recovery
+    assert "step 0 has failed" in exits.ends.get(timeout=30)
+    assert "step 0 has failed" in hosts.failures[0].get(timeout=30)
+
+
+def test_an_address_of_another_machine_is_refused():
+    cluster = Cluster(coordinator="192.0.2.1", port=free_port(), num_hosts=2, host_id=0, timeout_s=1, secret=SECRET)
+    with pytest.raises(HostsError, match=r"cannot listen on 192\.0\.2\.1:\d+: .*of the host with --host-id 0"):
+        Leader(cluster, lambda reason: None)
+
+
+def test_the_secret_is_in_no_repr():
+    cluster = Hosts().cluster
+    assert SECRET not in repr(cluster)
+    keys = keys_of(SECRET, "leader")
+    assert keys.secret.decode() not in repr(keys)
+    assert keys != keys_of(SECRET, "follower")
+    assert keys == keys_of(SECRET, "leader")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"host_id": 2}, "--host-id is from 0 to 1, not 2"),
+        ({"num_hosts": 1}, "at least two hosts"),
+        ({"port": 65534}, "the two after it must be below 65536"),
+        ({"timeout_s": 0}, "--hosts-timeout must be above 0"),
+        ({"secret": "short"}, "has 5 characters; 16 are the least"),
+    ],
+)
+def test_a_cluster_that_cannot_be_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(Hosts().cluster, **changes)
