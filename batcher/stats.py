@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 
 from batcher.step_log import StepRecord
 
@@ -47,6 +49,11 @@ class Histogram:
     def copy(self) -> Histogram:
         return Histogram(self.bounds, list(self.counts), self.total)
 
+    def add(self, other: Histogram) -> None:
+        """Adds the observations of `other`, which has the same bounds."""
+        self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
+        self.total += other.total
+
 
 @dataclass(slots=True)
 class SpeculationCounts:
@@ -70,6 +77,15 @@ class SpeculationCounts:
 
     def copy(self) -> SpeculationCounts:
         return replace(self, num_accepted_tokens_per_pos=list(self.num_accepted_tokens_per_pos))
+
+    def add(self, other: SpeculationCounts) -> None:
+        """Adds the counts of `other`."""
+        self.num_drafts += other.num_drafts
+        self.num_draft_tokens += other.num_draft_tokens
+        self.num_accepted_tokens += other.num_accepted_tokens
+        pairs = zip_longest(self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos, fillvalue=0)
+        self.num_accepted_tokens_per_pos = [mine + theirs for mine, theirs in pairs]
+        self.num_undrafted_rows += other.num_undrafted_rows
 
 
 @dataclass(kw_only=True, slots=True)
@@ -135,3 +151,20 @@ class EngineStats:
             if isinstance(value, Histogram | SpeculationCounts | dict):
                 setattr(duplicate, name, value.copy())
         return duplicate
+
+
+def total_of(engines: Sequence[EngineStats]) -> EngineStats:
+    """The sums over several engines, gauges included. The sampled steps are those of the first engine: others have the
+    same numbers."""
+    total = engines[0].copy()
+    for stats in engines[1:]:
+        for name in stats.__dataclass_fields__:
+            mine, theirs = getattr(total, name), getattr(stats, name)
+            if isinstance(mine, Histogram | SpeculationCounts):
+                mine.add(theirs)
+            elif isinstance(mine, dict):
+                for reason, count in theirs.items():
+                    mine[reason] = mine.get(reason, 0) + count
+            elif isinstance(mine, int):
+                setattr(total, name, mine + theirs)
+    return total

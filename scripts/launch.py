@@ -24,6 +24,7 @@ from scripts.wiring.completion import PrintCompletion
 from scripts.wiring.config_file import CONFIG, with_config
 from scripts.wiring.device import runs_on_tpu
 from scripts.wiring.errors import add_debug_flag, failed
+from scripts.wiring.replicas import add_replica_flags, replicas_of
 from scripts.wiring.settings import EngineSettings, ServedSettings, add_engine_flags
 from scripts.wiring.stand_in_tokenizer import tokenizer_folder
 from scripts.wiring.tls import add_tls_flags, tls_files
@@ -57,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("positional_model", nargs="?", metavar="MODEL", help="as --model")
     p.add_argument(CONFIG, metavar="FILE", help="YAML of `flag: value`; the command line wins")
     add_engine_flags(p)
+    add_replica_flags(p)
     add_cluster_flags(p)
     add_compatibility_flags(p)
     server = p.add_argument_group("server")
@@ -228,8 +230,9 @@ def main(argv: list[str] | None = None) -> int:
             def on_following(url: str) -> None:
                 say(f"following after {time.perf_counter() - started:.1f} s: {url}/health")
 
+            first, *others = replicas_of(served, args.data_parallel_size)
             if cluster is None:
-                return run(settings, ENGINE, served, report=say, on_ready=on_ready)
+                return run(settings, ENGINE, first, more_engines=others, report=say, on_ready=on_ready)
             if cluster.is_leader:
                 return run(settings, LEADER, served, report=say, on_ready=on_ready)
             return run_follower(settings, FOLLOWER, served, report=say, on_ready=on_following)

@@ -28,6 +28,7 @@ from server.api.routes.responses.routes import responses_routes
 from server.api.routes.ui import ui_routes
 from server.api.state import ServerState
 from server.engine.client import EngineClient
+from server.engine.group import EngineGroup
 from server.http.errors import NOT_FOUND, RequestError
 from server.settings import Settings
 from server.text.chat_template import ChatTemplate
@@ -40,12 +41,13 @@ def create_state(settings: Settings, client: EngineClient, tokenizer: Tokenizer)
     template = None
     if source:
         template = ChatTemplate(source, special_tokens=tokenizer.special_tokens, variables=tokenizer.template_variables)
+    engines = client.engines if isinstance(client, EngineGroup) else [client]
     return ServerState(
         settings=settings,
         client=client,
         tokenizer=tokenizer,
         chat_template=template,
-        metrics=ServerMetrics(client, prefix=settings.metrics_prefix, model_name=settings.model_names[0]),
+        metrics=ServerMetrics(engines, prefix=settings.metrics_prefix, model_name=settings.model_names[0]),
     )
 
 

@@ -8,7 +8,7 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import uvloop
@@ -17,6 +17,7 @@ from server.api.state import ServerState
 from server.api.tracing import Tracer, make_tracer
 from server.app import create_app, create_state
 from server.engine.client import EngineFailedError, ProcessEngineClient
+from server.engine.group import EngineGroup
 from server.http.address import BACKLOG, address_in_error, bind, removed, url_of
 from server.http.descriptors import raise_limit
 from server.http.server import FLUSH_S, HttpServer, connection_limits
@@ -27,6 +28,7 @@ from server.text.tokenizer import ByteLevelTokenizer
 
 logger = logging.getLogger("pallas_serve")
 
+Engines = ProcessEngineClient | EngineGroup
 EXIT_OK = 0
 EXIT_ENGINE_FAILED = 1
 TICK_S = 0.02
@@ -37,6 +39,7 @@ def run(
     engine_target: str,
     engine_args: object,
     *,
+    more_engines: Sequence[object] = (),
     report: Callable[[str], None] = print,
     on_ready: Callable[[str], None] | None = None,
 ) -> int:
@@ -44,7 +47,9 @@ def run(
 
     `engine_target` ("package.module:function") is called in the engine's process as `function(engine_args, report)` and
     returns `(engine, EngineInfo)`: a `batcher.engine.Engine`, warmed up and not yet started. `engine_args` must pickle.
-    The function's report lines are passed to `report` here. `on_ready` gets the server's URL.
+    The function's report lines are passed to `report` here. `on_ready` gets the server's URL. `more_engines` are the
+    arguments of further engines, each in a process of its own. As in vLLM the server ends when one of them dies; the
+    others' requests may finish within `settings.death_linger_s`.
 
     After a signal new requests are refused with 503. Running requests may finish within `settings.grace_period_s`, then
     they are aborted. A second signal ends the wait.
@@ -59,7 +64,8 @@ def run(
     tracer = make_tracer(settings)
     try:
         with bind(settings) as listener, removed(settings.uds):
-            return uvloop.run(_run(settings, engine_target, engine_args, listener, tls, tracer, report, on_ready))
+            engines = [engine_args, *more_engines]
+            return uvloop.run(_run(settings, engine_target, engines, listener, tls, tracer, report, on_ready))
     finally:
         if tracer is not None:
             tracer.close()
@@ -68,7 +74,7 @@ def run(
 async def _run(
     settings: Settings,
     engine_target: str,
-    engine_args: object,
+    engines: Sequence[object],
     listener: socket.socket,
     tls: ssl.SSLContext | None,
     tracer: Tracer | None,
@@ -76,7 +82,11 @@ async def _run(
     on_ready: Callable[[str], None] | None,
 ) -> int:
     signalled = Signals()
-    client = ProcessEngineClient(engine_target, engine_args, report=report, debug=settings.debug)
+    client: Engines
+    if len(engines) == 1:
+        client = ProcessEngineClient(engine_target, engines[0], report=report, debug=settings.debug)
+    else:
+        client = EngineGroup(engine_target, engines, report=report, debug=settings.debug)
     try:
         limits = connection_limits(settings)
         starting = asyncio.create_task(client.start())
@@ -103,14 +113,14 @@ def _see(task: asyncio.Task[Any]) -> None:
         task.exception()
 
 
-def _load_state(settings: Settings, client: ProcessEngineClient) -> ServerState:
+def _load_state(settings: Settings, client: Engines) -> ServerState:
     tokenizer = ByteLevelTokenizer.from_folder(settings.tokenizer_folder, vocab_size=settings.vocab_size)
     return create_state(settings, client, tokenizer)
 
 
 async def _serve(
     state: ServerState,
-    client: ProcessEngineClient,
+    client: Engines,
     server: HttpServer,
     signalled: Signals,
     listener: socket.socket,
@@ -129,9 +139,10 @@ async def _serve(
         raise RuntimeError("the HTTP server has ended by itself")
     died = client.died.is_set()
     if died:
-        # All streams have ended with an error. For `death_linger_s`, /health shows load balancers the reason.
+        # The engine's streams have ended with an error. For `death_linger_s`, /health shows load balancers the reason.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(signalled.stop.wait(), state.settings.death_linger_s)
+        await _abort_the_rest(state, client)
     else:
         await _drain(state, client, signalled, server)
     server.should_exit = True
@@ -139,7 +150,7 @@ async def _serve(
     return EXIT_ENGINE_FAILED if died else EXIT_OK
 
 
-async def _drain(state: ServerState, client: ProcessEngineClient, signalled: Signals, server: HttpServer) -> None:
+async def _drain(state: ServerState, client: Engines, signalled: Signals, server: HttpServer) -> None:
     """Refuses new and incomplete requests and waits for the running ones. Aborts these after the grace period or at a
     second signal."""
     state.draining = True
@@ -148,6 +159,10 @@ async def _drain(state: ServerState, client: ProcessEngineClient, signalled: Sig
     deadline = time.monotonic() + state.settings.grace_period_s
     while state.num_in_flight and time.monotonic() < deadline and not signalled.hurry.is_set() and client.death is None:
         await asyncio.sleep(TICK_S)
+    await _abort_the_rest(state, client)
+
+
+async def _abort_the_rest(state: ServerState, client: Engines) -> None:
     if state.num_in_flight:
         client.abort_all()
         deadline = time.monotonic() + FLUSH_S

@@ -28,11 +28,12 @@ from scripts.wiring.choices import (
     choose_step_timeout,
     reads_fp8,
 )
-from scripts.wiring.device import compile_cache_folder, start_jax
+from scripts.wiring.device import compile_cache_folder, find_device, start_jax
 from scripts.wiring.kv_scales import find_kv_scales
 from scripts.wiring.limits import bucket_config, runner_config
 from scripts.wiring.model_on_chips import ModelOnChips
 from scripts.wiring.parallel import choose_num_chips, describe_idle
+from scripts.wiring.replicas import claim_chips
 from scripts.wiring.settings import EngineSettings, ServedSettings
 from server.engine.wire import EngineInfo
 from server.grammar.matcher import TokenGrammars, vocabulary_of
@@ -112,7 +113,10 @@ class OtherHosts:
 
 def build_served(served: ServedSettings, report: Report) -> tuple[Engine, EngineInfo]:
     """`build` for the server, which reads the tokens for structured output while programs are compiled."""
-    return build(served.engine, report, served_tokenizer(served), read_tokens=True)
+    settings = served.engine
+    if served.num_replicas > 1:
+        settings = claim_chips(served, find_device() if settings.device == "auto" else settings.device)
+    return build(settings, report, served_tokenizer(served), read_tokens=True)
 
 
 def served_tokenizer(served: ServedSettings) -> Callable[[int], Tokenizer]:

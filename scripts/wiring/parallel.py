@@ -35,6 +35,8 @@ def choose_num_chips(
         return asked
     if converted_for is not None and converted_for <= num_devices:
         return converted_for
+    if num_devices == 1:
+        return 1  # the runner says whether the model fits
     refusal = ValueError("there is no chip")
     for num_chips in _powers_of_two(num_devices):
         try:

@@ -114,6 +114,8 @@ class ServedSettings:
     engine: EngineSettings
     tokenizer: Path  # a folder; grammars use the server's tokenizer
     cluster: Cluster | None = None  # the hosts of one engine; None: this host alone
+    replica: int = 0  # the engine's number among `num_replicas` engines, which divide this host's chips
+    num_replicas: int = 1
 
 
 def flag(name: str) -> str:

@@ -6,7 +6,7 @@ not use prometheus-client's global registry, and it counts nothing per token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import prometheus_client
@@ -65,7 +65,7 @@ HISTOGRAMS = {
 
 
 class StatsSource(Protocol):
-    """The source of the engine's statistics: an `EngineClient`."""
+    """The source of one engine's statistics: an `EngineClient`."""
 
     info: EngineInfo
 
@@ -77,12 +77,14 @@ class StatsSource(Protocol):
 
 
 class ServerMetrics:
-    """Counts on the HTTP side, and renders all metrics."""
+    """Counts on the HTTP side, and renders all metrics. Those of an engine have the label `engine`, its number in
+    `sources`. The HTTP side's counts of requests are of all engines, and have number 0."""
 
-    def __init__(self, source: StatsSource, *, prefix: str, model_name: str) -> None:
-        self._source = source
+    def __init__(self, sources: Sequence[StatsSource], *, prefix: str, model_name: str) -> None:
+        self._sources = sources
         self._prefix = prefix
-        self._labels = {"model_name": model_name, "engine": "0"}
+        self._model_name = model_name
+        self._labels = self._labels_of(0)
         self._max_generation_tokens = Histogram(TOKEN_BOUNDS)
         self._params_n = Histogram(COUNT_BOUNDS)
         self._params_max_tokens = Histogram(TOKEN_BOUNDS)
@@ -114,28 +116,29 @@ class ServerMetrics:
         return prometheus_client.generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._source.stats
         for name, doc in GAUGES.items():
-            yield self._gauge(name, doc, getattr(stats, name))
+            yield self._gauge(name, doc, _figure(name))
         for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):  # the second is the older name
-            yield self._gauge(name, "Share of the KV pages in use, 0 to 1.", stats.kv_cache_usage)
-        yield self._waiting(stats)
-        yield self._gauge("engine_alive", "1 while the engine serves.", float(self._source.death is None))
-        cache = self._source.info.cache_config
-        named = {alias: cache[name] for alias, name in CACHE_ALIASES.items() if name in cache}
-        info = {**self._labels, **cache, **named}
-        config = GaugeMetricFamily(f"{self._prefix}cache_config_info", "The KV cache's shape.", labels=list(info))
-        config.add_metric(list(info.values()), 1)
-        yield config
+            yield self._gauge(name, "Share of the KV pages in use, 0 to 1.", lambda source: source.stats.kv_cache_usage)
+        yield self._waiting()
+        yield self._gauge("engine_alive", "1 while the engine serves.", lambda source: float(source.death is None))
+        yield from self._cache_config()
         yield from self._attention()
         for name, doc in COUNTERS.items():
-            yield self._counter(name, doc, getattr(stats, name))
+            family = self._family(CounterMetricFamily, name, doc)
+            for labels, source in self._engines():
+                family.add_metric(labels, getattr(source.stats, name))
+            yield family
         finished = self._family(CounterMetricFamily, "request_success", "Finished requests.", ["finished_reason"])
-        for reason in sorted({"stop", "length", "abort", "error", *stats.finished}):
-            finished.add_metric([*self._labels.values(), reason], stats.finished.get(reason, 0))
+        for labels, source in self._engines():
+            for reason in sorted({"stop", "length", "abort", "error", *source.stats.finished}):
+                finished.add_metric([*labels, reason], source.stats.finished.get(reason, 0))
         yield finished
         for name, (field, doc) in HISTOGRAMS.items():
-            yield self._histogram(name, doc, getattr(stats, field))
+            histograms = self._family(HistogramMetricFamily, name, doc)
+            for labels, source in self._engines():
+                histograms.add_metric(labels, *_cumulated(getattr(source.stats, field)))
+            yield histograms
         max_tokens = self._max_generation_tokens
         yield self._histogram("request_max_num_generation_tokens", "Of a request's longest choice.", max_tokens)
         yield self._histogram("request_params_n", "Choices asked for.", self._params_n)
@@ -146,22 +149,43 @@ class ServerMetrics:
         yield limited
         yield from self._http()
 
-    def _attention(self) -> Iterator[Metric]:
-        info = self._source.info.attention
-        doc = "Attention backends that failed their self-test at the start; 0 in health."
-        yield self._gauge("attention_backend_failures", doc, len(info.failures))
-        states = {**dict.fromkeys(info.failures, 0), **({info.backend: 1} if info.backend else {})}
-        doc = "1: in use. 0: cannot be used here, or failed its self-test."
-        family = self._family(GaugeMetricFamily, "attention_backend", doc, ["backend"])
-        for backend, value in states.items():
-            family.add_metric([*self._labels.values(), backend], value)
+    def _engines(self) -> Iterator[tuple[list[str], StatsSource]]:
+        """The values of each engine's labels, and the engine."""
+        for number, source in enumerate(self._sources):
+            yield list(self._labels_of(number).values()), source
+
+    def _labels_of(self, number: int) -> dict[str, str]:
+        return {"model_name": self._model_name, "engine": str(number)}
+
+    def _cache_config(self) -> Iterator[Metric]:
+        """The labels are those of the first engine: a family has one set of names."""
+        cache = self._sources[0].info.cache_config
+        named = {alias: name for alias, name in CACHE_ALIASES.items() if name in cache}
+        names = [*cache, *named]
+        family = self._family(GaugeMetricFamily, "cache_config_info", "The KV cache's shape.", names)
+        for labels, source in self._engines():
+            config = source.info.cache_config
+            family.add_metric([*labels, *(config.get(named.get(name, name), "") for name in names)], 1)
         yield family
 
-    def _waiting(self, stats: EngineStats) -> Metric:
+    def _attention(self) -> Iterator[Metric]:
+        doc = "Attention backends that failed their self-test at the start; 0 in health."
+        yield self._gauge("attention_backend_failures", doc, lambda source: len(source.info.attention.failures))
+        doc = "1: in use. 0: cannot be used here, or failed its self-test."
+        family = self._family(GaugeMetricFamily, "attention_backend", doc, ["backend"])
+        for labels, source in self._engines():
+            info = source.info.attention
+            states = {**dict.fromkeys(info.failures, 0), **({info.backend: 1} if info.backend else {})}
+            for backend, value in states.items():
+                family.add_metric([*labels, backend], value)
+        yield family
+
+    def _waiting(self) -> Metric:
         """vLLM's gauge of waiting requests by reason. Here all wait for capacity, so `deferred` is always 0."""
         family = self._family(GaugeMetricFamily, "num_requests_waiting_by_reason", "As it says.", ["reason"])
-        for reason, count in (("capacity", stats.num_requests_waiting), ("deferred", 0)):
-            family.add_metric([*self._labels.values(), reason], count)
+        for labels, source in self._engines():
+            for reason, count in (("capacity", source.stats.num_requests_waiting), ("deferred", 0)):
+                family.add_metric([*labels, reason], count)
         return family
 
     def _http(self) -> Iterator[Metric]:
@@ -181,14 +205,10 @@ class ServerMetrics:
     ) -> F:
         return kind(f"{self._prefix}{name}", doc, labels=[*self._labels, *(more or [])])
 
-    def _gauge(self, name: str, doc: str, value: float) -> Metric:
+    def _gauge(self, name: str, doc: str, value_of: Callable[[StatsSource], float]) -> Metric:
         family = self._family(GaugeMetricFamily, name, doc)
-        family.add_metric(list(self._labels.values()), value)
-        return family
-
-    def _counter(self, name: str, doc: str, value: float) -> Metric:
-        family = self._family(CounterMetricFamily, name, doc)
-        family.add_metric(list(self._labels.values()), value)
+        for labels, source in self._engines():
+            family.add_metric(labels, value_of(source))
         return family
 
     def _histogram(self, name: str, doc: str, histogram: Histogram) -> Metric:
@@ -212,3 +232,7 @@ def _cumulated(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
         total += count
         buckets.append((bound, float(total)))
     return buckets, histogram.total
+
+
+def _figure(name: str) -> Callable[[StatsSource], float]:
+    return lambda source: float(getattr(source.stats, name))

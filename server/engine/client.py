@@ -113,6 +113,11 @@ class ProcessEngineClient:
         self.info = await self._ready
         return self.info
 
+    @property
+    def num_open(self) -> int:
+        """Requests that have not had their last output."""
+        return len(self._sinks)
+
     def submit(self, requests: Sequence[tuple[wire.WireRequest, Sink]]) -> None:
         for request, sink in requests:
             self._sinks[request.request_id] = sink

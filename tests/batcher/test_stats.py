@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from batcher.stats import EngineStats, Histogram
+from batcher.stats import EngineStats, Histogram, total_of
 from tests.batcher.harness import Drive, make_capacity, make_request
 
 
@@ -70,3 +70,16 @@ def test_a_compilation_after_warm_up_is_counted() -> None:
     assert drive.engine.stats().num_compiles_after_warm_up == 0
     drive.runner._warm.add("one that nobody planned")
     assert drive.engine.stats().num_compiles_after_warm_up == 1
+
+
+def test_the_figures_of_several_engines_are_added():
+    first = EngineStats(num_requests_running=1, num_steps=5, finished={"stop": 2}, num_pages=10, num_pages_used=5)
+    second = EngineStats(num_requests_running=2, num_steps=7, finished={"stop": 1, "abort": 4}, num_pages=30)
+    for stats, seconds in ((first, 0.03), (second, 0.03), (second, 7000)):
+        stats.queue_time.observe(seconds)
+    total = total_of([first, second])
+    assert (total.num_requests_running, total.num_steps, total.kv_cache_usage) == (3, 12, 0.125)
+    assert total.finished == {"stop": 3, "abort": 4}
+    assert (sum(total.queue_time.counts), total.queue_time.counts[0]) == (3, 2)
+    assert round(total.queue_time.total, 6) == 7000.06
+    assert (first.num_steps, first.finished, sum(first.queue_time.counts)) == (5, {"stop": 2}, 1)

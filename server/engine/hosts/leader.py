@@ -121,6 +121,13 @@ class Leader:
         """Tells the followers that the engine is dead, and closes the connections."""
         self._finish(messages.Fail(reason))
 
+    def wait_for_loss(self, timeout_s: float) -> bool:
+        """Whether a follower is lost within this time. True: the watcher has called `on_failure`."""
+        if not self._ending.wait(timeout_s):
+            return False
+        self._watcher.join()
+        return True
+
     # --- within ---
 
     def _send(self, command: messages.Command) -> None:

@@ -19,6 +19,7 @@ from server.engine.hosts.follower import Follower
 from server.engine.hosts.leader import Leader
 from server.engine.process import Reporter, ServedEngine
 
+LOSS_S = 2.0  # a step that a lost host has failed may fail before the loss is noticed
 RECOVERY_S = 10.0  # within which the leader notices a step that has failed on all hosts
 
 
@@ -44,7 +45,7 @@ class LeadingEngine:
         if self.death is None:
             self._leader.stop()
             self._leave()
-        else:
+        elif not self._leader.wait_for_loss(LOSS_S):
             self._leader.fail(f"{type(self.death).__name__}: {self.death}")
 
 

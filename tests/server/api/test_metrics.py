@@ -33,7 +33,7 @@ def samples(metrics: ServerMetrics) -> dict[str, dict[tuple[tuple[str, str], ...
 def metrics_of(stats: EngineStats, prefix: str = "pallas_serve:") -> ServerMetrics:
     cache = {"page_size": "16", "num_pages": "99"}
     info = EngineInfo(max_model_len=10, vocab_size=10, cache_config=cache)
-    return ServerMetrics(Source(stats, info), prefix=prefix, model_name="m")
+    return ServerMetrics([Source(stats, info)], prefix=prefix, model_name="m")
 
 
 LABELS = (("engine", "0"), ("model_name", "m"))
@@ -125,7 +125,7 @@ def test_what_the_server_counts_itself():
 
 def test_a_dead_engine_is_seen():
     metrics = metrics_of(EngineStats())
-    metrics._source.death = "killed"
+    metrics._sources[0].death = "killed"
     assert samples(metrics)["pallas_serve:engine_alive"] == {LABELS: 0}
 
 

@@ -1,6 +1,7 @@
 """Runs a server in a process of its own, as the tests do: `python -m tests.server.support.launch PICKLE`, hex-encoded.
 
-The pickle holds (settings, engine target, engine arguments). The server's address goes to stdout.
+The pickle holds (settings, engine target, engine arguments, those of further engines). The server's address goes to
+stdout.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from server.main import run
 
 
 def main() -> int:
-    settings, target, engine_args = pickle.loads(bytes.fromhex(sys.argv[1]))
+    settings, target, engine_args, more_engines = pickle.loads(bytes.fromhex(sys.argv[1]))
     try:
         return run(
             settings,
             target,
             engine_args,
+            more_engines=more_engines,
             report=lambda line: print(f"report: {line}", flush=True),
             on_ready=lambda url: print(f"ready: {url}", flush=True),
         )

@@ -69,9 +69,14 @@ class RunningServer:
         return httpx.Client(base_url=self.url, timeout=60, **options)
 
     def engine_process(self) -> psutil.Process:
-        """The child that runs the engine (the other one tracks multiprocessing's resources)."""
+        """The child that runs the engine, or the first one."""
+        return self.engine_processes()[0]
+
+    def engine_processes(self) -> list[psutil.Process]:
+        """The children that run engines, in their order (another one tracks multiprocessing's resources)."""
         children = psutil.Process(self.process.pid).children()
-        return next(child for child in children if "spawn_main" in " ".join(child.cmdline()))
+        engines = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+        return sorted(engines, key=lambda child: (child.create_time(), child.pid))
 
 
 @contextlib.contextmanager
@@ -83,6 +88,7 @@ def running_server(
     template: Any = ...,
     descriptors: Any = None,
     env: Any = None,
+    more_engines: tuple[object, ...] = (),
     **settings: Any,
 ) -> Iterator[RunningServer]:
     """Starts it and waits until it is ready; kills what is left at the end. `stdout` lines before that are kept.
@@ -102,7 +108,13 @@ def running_server(
     path = folder / "stderr"
     with path.open("a") as log:
         process = spawn(
-            Settings(**(fields | settings)), target, engine_args, descriptors=descriptors, stderr=log, env=env
+            Settings(**(fields | settings)),
+            target,
+            engine_args,
+            descriptors=descriptors,
+            more_engines=more_engines,
+            stderr=log,
+            env=env,
         )
     server = RunningServer(process, log_file=path)
     with server.until_done(lambda line: line.removeprefix("ready: ") if line.startswith("ready: ") else None):
@@ -110,9 +122,15 @@ def running_server(
 
 
 def spawn(
-    settings: Settings, target: str, engine_args: object, *, descriptors: tuple[int, int] | None = None, **options: Any
+    settings: Settings,
+    target: str,
+    engine_args: object,
+    *,
+    descriptors: tuple[int, int] | None = None,
+    more_engines: tuple[object, ...] = (),
+    **options: Any,
 ) -> subprocess.Popen[str]:
-    message = pickle.dumps((settings, target, engine_args)).hex()
+    message = pickle.dumps((settings, target, engine_args, more_engines)).hex()
     command = [sys.executable, "-m", "tests.server.support.launch", message]
     if descriptors is not None:  # by a shell: a function that runs between fork and exec does not go with jax's threads
         soft, hard = descriptors

@@ -1,0 +1,90 @@
+"""Several engines on one host: each engine's process sees its own chips only."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from scripts.wiring.settings import EngineSettings, ServedSettings
+
+# Chips of one TPU process -> their arrangement, as libtpu wants it.
+TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
+
+
+def add_replica_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds `--data-parallel-size`."""
+    parser.add_argument(
+        "--data-parallel-size", type=int, default=1, metavar="N",
+        help="engines behind this server, each on its share of the chips (default: 1)",
+    )  # fmt: skip
+
+
+def replicas_of(served: ServedSettings, number: int) -> list[ServedSettings]:
+    """The settings of each of `number` engines. Raises ValueError if there cannot be so many."""
+    if number < 1:
+        raise ValueError(f"--data-parallel-size must be at least 1, not {number}")
+    if number > 1 and served.cluster is not None:
+        raise ValueError("--data-parallel-size is for one host: several hosts share one model")
+    return [replace(served, replica=replica, num_replicas=number) for replica in range(number)]
+
+
+def claim_chips(
+    served: ServedSettings,
+    device: str,
+    environment: MutableMapping[str, str] = os.environ,
+    find_chips: Callable[[str], Sequence[str]] | None = None,
+) -> EngineSettings:
+    """Leaves only this engine's chips visible to this process. Call it before jax is imported.
+
+    The engines of a CPU have no chips of their own, and share the machine's memory: each gets its part of
+    `memory_utilization`.
+
+    Args:
+        device: as of `EngineSettings`, but not "auto".
+        find_chips: the numbers of all chips of a device.
+
+    Returns:
+        The engine's settings.
+
+    Raises:
+        ValueError: there are too few chips, or they cannot be divided.
+    """
+    settings, number = served.engine, served.num_replicas
+    if number == 1:
+        return settings
+    if device == "cpu":
+        return replace(settings, memory_utilization=settings.memory_utilization / number)
+    chips = (find_chips or chips_of_this_host)(device)
+    each = settings.tensor_parallel_size or len(chips) // number
+    if each < 1 or each * number > len(chips):
+        raise ValueError(
+            f"--data-parallel-size {number} with {max(each, 1)} chip(s) each: there are {len(chips)} chips"
+        )
+    own = chips[served.replica * each : (served.replica + 1) * each]
+    if device == "cuda":
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+        return settings
+    if each not in TPU_BOUNDS:
+        raise ValueError(f"a TPU process has {', '.join(map(str, TPU_BOUNDS))} chips, not {each}")
+    environment["TPU_VISIBLE_CHIPS"] = ",".join(own)
+    environment["TPU_CHIPS_PER_PROCESS_BOUNDS"] = TPU_BOUNDS[each]
+    environment["TPU_PROCESS_BOUNDS"] = "1,1,1"
+    return settings
+
+
+def chips_of_this_host(device: str) -> list[str]:
+    """The numbers of the chips that this process may use, as their drivers list them. Raises ValueError."""
+    variable = {"cuda": "CUDA_VISIBLE_DEVICES", "tpu": "TPU_VISIBLE_CHIPS"}[device]
+    if allowed := os.environ.get(variable):
+        return allowed.split(",")
+    if device == "tpu":
+        nodes = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
+        return [str(number) for number in range(len(nodes))]
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    if listed.returncode:
+        raise ValueError(f"nvidia-smi -L does not list the GPUs: {listed.stderr.strip() or listed.stdout.strip()}")
+    return [str(number) for number, _ in enumerate(filter(None, listed.stdout.splitlines()))]

@@ -1,0 +1,99 @@
+"""Several engines behind one HTTP process: each has its own process, its own chips and its own pages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from batcher.request import FinishReason
+from batcher.stats import EngineStats, total_of
+from server.engine import wire
+from server.engine.client import EngineFailedError, ProcessEngineClient, Sink
+from server.engine.routing import Router
+
+
+class EngineGroup:
+    """`EngineClient` over engines that all serve the same model. The arguments are as of `ProcessEngineClient`, with
+    `engine_args` for each engine.
+
+    All requests of one HTTP request go to the same engine, so its choices share their prompt. When an engine dies, only
+    its own requests end with an error. The group is dead then: it has lost a part of its capacity, and takes no more.
+    """
+
+    def __init__(
+        self, target: str, engine_args: Sequence[object], *, report: Callable[[str], None], debug: bool = False
+    ) -> None:
+        self.info = wire.EngineInfo(max_model_len=0, vocab_size=0)
+        self.died = asyncio.Event()
+        self.engines = [
+            ProcessEngineClient(target, args, report=_named(number, report), debug=debug)
+            for number, args in enumerate(engine_args)
+        ]
+        self._router = Router()
+        self._watchers: list[asyncio.Task[None]] = []
+
+    async def start(self) -> wire.EngineInfo:
+        """Waits until all engines are ready. Raises EngineFailedError if one cannot start, or if they differ."""
+        starting = [asyncio.create_task(engine.start()) for engine in self.engines]
+        try:
+            infos = await asyncio.gather(*starting)
+        except EngineFailedError as error:
+            number = next(i for i, task in enumerate(starting) if task.done() and task.exception() is error)
+            raise EngineFailedError(f"engine {number}: {error}") from error
+        finally:
+            for task in starting:
+                task.cancel()
+        lengths = {(info.max_model_len, info.vocab_size) for info in infos}
+        if len(lengths) > 1:
+            raise EngineFailedError(f"the engines differ in context length or vocabulary: {sorted(lengths)}")
+        self._watchers = [asyncio.create_task(self._watch(engine)) for engine in self.engines]
+        self.info = infos[0]
+        return self.info
+
+    @property
+    def stats(self) -> EngineStats:
+        """The sums over the engines."""
+        return total_of([engine.stats for engine in self.engines])
+
+    @property
+    def death(self) -> str | None:
+        deaths = [f"engine {i}: {engine.death}" for i, engine in enumerate(self.engines) if engine.death is not None]
+        return "; ".join(deaths) or None
+
+    @property
+    def last_heartbeat(self) -> float:
+        """Of the engine that has been silent for longest."""
+        return min(engine.last_heartbeat for engine in self.engines)
+
+    def submit(self, requests: Sequence[tuple[wire.WireRequest, Sink]]) -> None:
+        first, _ = requests[0]
+        loads = [engine.num_open for engine in self.engines]
+        self.engines[self._router.choose(first.prompt, first.cache_salt, loads)].submit(requests)
+
+    def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
+        for engine in self.engines:  # each ignores the ids of the others
+            engine.abort(request_ids, reason)
+
+    def reset_prefix_cache(self) -> None:
+        self._router.forget()
+        for engine in self.engines:
+            engine.reset_prefix_cache()
+
+    def abort_all(self) -> None:
+        """Ends every open request with ABORT. Its sink gets that output."""
+        for engine in self.engines:
+            engine.abort_all()
+
+    async def stop(self, timeout_s: float = 10.0) -> None:
+        """Ends all processes, see `ProcessEngineClient.stop`."""
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*(engine.stop(timeout_s) for engine in self.engines))
+
+    async def _watch(self, engine: ProcessEngineClient) -> None:
+        await engine.died.wait()
+        self.died.set()
+
+
+def _named(number: int, report: Callable[[str], None]) -> Callable[[str], None]:
+    return lambda line: report(f"engine {number}: {line.strip()}")

@@ -1,0 +1,31 @@
+"""Two engines of the demo behind one server."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.conftest import PREFIX, serve
+
+pytestmark = [pytest.mark.e2e, pytest.mark.hosts, pytest.mark.slow]
+
+
+def test_two_engines_answer_as_one_does(server, server_flags):
+    bodies = [
+        {"messages": [{"role": "user", "content": f"What is {a} + {b}?"}], "temperature": 0}
+        for a, b in ((47, 35), (12, 9), (80, 17), (3, 4))
+    ]
+
+    def answers(one) -> list[str]:
+        with one.http() as http:
+            replies = [http.post("/v1/chat/completions", json=body).json() for body in bodies]
+        return [reply["choices"][0]["message"]["content"] for reply in replies]
+
+    with serve(*server_flags, "--data-parallel-size", "2") as pair:
+        assert answers(pair) == answers(server)
+        assert answers(pair) == answers(server)  # from the prefix caches
+        finished = pair.wait_for_metrics(lambda metrics: metrics["num_requests_running"] == 0)
+        assert finished["num_compiles_after_warm_up_total"] == 0
+        with pair.http() as http:
+            text = http.get("/metrics").text
+        assert all(f'{PREFIX}engine_alive{{engine="{number}",model_name="demo"}} 1.0' in text for number in (0, 1))
+    assert pair.process.returncode == 0

@@ -1,0 +1,73 @@
+"""Which chips each of several engines of one host has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts.wiring.replicas import claim_chips, replicas_of
+from scripts.wiring.settings import EngineSettings, ServedSettings
+from server.engine.hosts.cluster import Cluster
+
+EIGHT = [str(number) for number in range(8)]
+
+
+def served(**settings: object) -> ServedSettings:
+    return ServedSettings(engine=EngineSettings(**settings), tokenizer=Path("model"))
+
+
+def claimed(number: int, device: str, **settings: object) -> list[dict[str, str]]:
+    environments = []
+    for replica in replicas_of(served(**settings), number):
+        environments.append({})
+        claim_chips(replica, device, environments[-1], lambda device: EIGHT)
+    return environments
+
+
+def test_gpus_are_divided():
+    assert claimed(4, "cuda") == [{"CUDA_VISIBLE_DEVICES": own} for own in ("0,1", "2,3", "4,5", "6,7")]
+    assert claimed(2, "cuda", tensor_parallel_size=1) == [{"CUDA_VISIBLE_DEVICES": own} for own in ("0", "1")]
+
+
+def test_tpus_are_divided():
+    assert claimed(8, "tpu")[3] == {
+        "TPU_VISIBLE_CHIPS": "3",
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
+        "TPU_PROCESS_BOUNDS": "1,1,1",
+    }
+    assert [own["TPU_VISIBLE_CHIPS"] for own in claimed(2, "tpu")] == ["0,1,2,3", "4,5,6,7"]
+    assert claimed(2, "tpu")[1]["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "2,2,1"
+
+
+def test_engines_of_a_cpu_share_the_memory():
+    replica = replicas_of(served(memory_utilization=0.8), 4)[2]
+    assert claim_chips(replica, "cpu", {}).memory_utilization == pytest.approx(0.2)
+
+
+def test_one_engine_has_everything():
+    (only,) = replicas_of(served(), 1)
+    environment: dict[str, str] = {}
+    assert claim_chips(only, "cuda", environment) == only.engine
+    assert environment == {}
+
+
+@pytest.mark.parametrize(
+    ("number", "device", "settings", "message"),
+    [
+        (0, "cpu", {}, "--data-parallel-size must be at least 1, not 0"),
+        (9, "cuda", {}, r"--data-parallel-size 9 with 1 chip\(s\) each: there are 8 chips"),
+        (4, "cuda", {"tensor_parallel_size": 4}, r"4 with 4 chip\(s\) each: there are 8 chips"),
+        (2, "tpu", {"tensor_parallel_size": 3}, "a TPU process has 1, 2, 4, 8 chips, not 3"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(number, device, settings, message):
+    with pytest.raises(ValueError, match=message):
+        claimed(number, device, **settings)
+
+
+def test_several_hosts_have_one_engine():
+    cluster = Cluster(coordinator="a", port=1, num_hosts=2, host_id=0, timeout_s=1, secret="0123456789abcdef")
+    over_hosts = ServedSettings(engine=EngineSettings(), tokenizer=Path("model"), cluster=cluster)
+    with pytest.raises(ValueError, match="--data-parallel-size is for one host"):
+        replicas_of(over_hosts, 2)

@@ -1,0 +1,109 @@
+"""Several engines behind one server, with real processes over real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator
+
+import httpx
+import pytest
+
+from tests.server.support.echo_engine import EchoConfig
+from tests.server.support.requests import CHAT, HELLO, LONG, SLOW, wait_until
+from tests.server.support.running import ECHO, RunningServer, running_server
+from tests.server.support.sse_events import parse_events
+
+FINISHED = "request_success_total"
+
+
+def by_engine(server: RunningServer, name: str) -> dict[str, float]:
+    with server.http() as http:
+        text = http.get("/metrics").text
+    found = re.findall(rf'^pallas_serve:{name}{{engine="(\d)",([^}}]*)}} (\S+)$', text, re.MULTILINE)
+    return {engine: float(value) for engine, labels, value in found if "reason" not in labels or "length" in labels}
+
+
+def prompt(number: int) -> dict:
+    return {"messages": [{"role": "user", "content": f"{number} is the beginning of a chat of its own"}]}
+
+
+@contextlib.contextmanager
+def streams(server: RunningServer, numbers: Iterable[int]) -> Iterator[list[Iterator[str]]]:
+    """Streams that have begun, each of the chat with its number."""
+    with contextlib.ExitStack() as stack:
+        answers = []
+        for number in numbers:
+            http = stack.enter_context(server.http())
+            answer = stack.enter_context(http.stream("POST", CHAT, json=LONG | prompt(number)))
+            pieces = answer.iter_text()
+            next(pieces)
+            answers.append(pieces)
+        yield answers
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Iterator[RunningServer]:
+    """The last test ends it."""
+    with running_server(tmp_path_factory.mktemp("pair"), ECHO, SLOW, more_engines=(SLOW,)) as server:
+        yield server
+
+
+def test_the_engines_report_under_their_numbers_and_share_the_load(pair):
+    assert sorted(pair.lines[:2]) == [f"report: engine {number}: the echo engine is loading" for number in (0, 1)]
+    with streams(pair, range(6)):
+        wait_until(lambda: by_engine(pair, "num_requests_running") == {"0": 3.0, "1": 3.0})
+        with pair.http() as http:
+            state = http.get("/ui/state").json()
+        assert (state["running"], state["pages"]) == (6, 200)
+    # Their clients have closed the connections: the aborts reach the right engines.
+    wait_until(lambda: by_engine(pair, "num_requests_running") == {"0": 0.0, "1": 0.0})
+    assert by_engine(pair, "engine_alive") == {"0": 1.0, "1": 1.0}
+    assert set(by_engine(pair, "time_to_first_token_seconds_count")) == {"0", "1"}
+
+
+@pytest.mark.parametrize("fields", [[{}] * 5, [{"n": 5}]])
+def test_a_chat_and_the_choices_of_a_request_stay_on_one_engine(pair, fields):
+    before = by_engine(pair, FINISHED)
+    with pair.http() as http:
+        for own in fields:
+            body = HELLO | {"max_tokens": 2, "ignore_eos": True} | own
+            assert http.post(CHAT, json=body).status_code == 200
+
+    def gained() -> list[float]:
+        after = by_engine(pair, FINISHED)
+        return sorted(after[engine] - before[engine] for engine in after)
+
+    wait_until(lambda: sum(gained()) == 5)
+    assert gained() == [0, 5]
+
+
+def test_an_engine_that_dies_is_named_and_ends_its_own_streams_first(pair):
+    with streams(pair, (100, 101)) as answers:  # new chats go to the least loaded engines: 0, then 1
+        wait_until(lambda: by_engine(pair, "num_requests_running") == {"0": 1.0, "1": 1.0})
+        waiting = httpx.Client(base_url=pair.url, timeout=30)
+        assert waiting.get("/health").status_code == 200
+        pair.engine_processes()[1].kill()
+        lost = "".join(answers[1])
+        health = waiting.get("/health")
+        assert health.status_code == 503
+        assert "engine 1: the engine process has ended (exit code -9)" in health.json()["error"]["message"]
+        assert waiting.post(CHAT, json=HELLO).status_code == 503
+        assert by_engine(pair, "engine_alive") == {"0": 1.0, "1": 0.0}
+        waiting.close()
+        # The other engine's stream goes on until the server ends, as in vLLM, and then has an error event, too.
+        kept = "".join(answers[0])
+    for text in (lost, kept):
+        assert "error" in parse_events(text)[-1]
+    assert len(parse_events(kept)) > len(parse_events(lost))
+    assert pair.process.wait(30) == 1
+
+
+def test_one_engine_that_cannot_start_is_named(tmp_path):
+    broken = EchoConfig(fail_at_start="chip 7 is missing")
+    slow = EchoConfig(start_s=1000.0)
+    with (
+        pytest.raises(RuntimeError, match="could not start: engine 1: chip 7 is missing"),
+        running_server(tmp_path, ECHO, slow, more_engines=(broken,)),
+    ):
+        pass
