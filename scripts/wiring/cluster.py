@@ -31,11 +31,11 @@ class Place:
 
 def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `cluster_of`."""
-    hosts = parser.add_argument_group("several hosts (default: as their manager says, see README)")
-    hosts.add_argument("--coordinator", metavar="HOST:PORT", help="of host 0; the two ports after it are used, too")
-    hosts.add_argument("--num-hosts", type=int, metavar="N", help="1: this host alone, whatever its manager says")
+    hosts = parser.add_argument_group("several hosts")
+    hosts.add_argument("--coordinator", metavar="ADDR", help="HOST:PORT of host 0 (default: as their manager says)")
+    hosts.add_argument("--num-hosts", type=int, metavar="N", help="1: this host alone, whatever a manager says")
     hosts.add_argument("--host-id", type=int, metavar="I", help="0 to N - 1; host 0 serves")
-    file_help = f"the hosts' common secret, in place of ${SECRET_VARIABLE}"
+    file_help = f"the common secret, or ${SECRET_VARIABLE}"
     hosts.add_argument("--hosts-secret-file", type=local_path, metavar="FILE", help=file_help)
     hosts.add_argument(
         "--hosts-timeout", type=float, default=TIMEOUT_S, metavar="S",

@@ -171,7 +171,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     device.add_argument("--device", default="auto", choices=DEVICES)
     device.add_argument(
         "--tensor-parallel-size", type=int, metavar="N",
-        help="chips that share the model (default: as few as it fits on; of several hosts, all)",
+        help="chips that share the model (default: what it needs)",
     )  # fmt: skip
     device.add_argument(
         "--attention-backend", default="auto", help="tpu, gpu or gpu-mma, each also with -interpret; cpu; reference"

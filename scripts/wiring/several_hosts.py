@@ -86,12 +86,11 @@ def _join(cluster: Cluster) -> None:
 
     # JAX would wait at SIGTERM for a point to save at. The server decides when its processes end.
     jax.config.update("jax_enable_preemption_service", False)
-    coordinator = cluster.endpoint(0).removeprefix("tcp://")
     jax.distributed.initialize(
-        coordinator,
+        cluster.endpoint(),
         cluster.num_hosts,
         cluster.host_id,
-        coordinator_bind_address=coordinator,
+        coordinator_bind_address=cluster.own_endpoint() if cluster.is_leader else None,
         cluster_detection_method="deactivate",
         initialization_timeout=int(max(1, cluster.timeout_s)),
         heartbeat_timeout_seconds=JAX_SILENCE_S,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -71,23 +72,23 @@ def alive(process: psutil.Process) -> bool:
 
 
 class Pair:
-    def __init__(self, folder: Path) -> None:
+    """A leader, and a follower that is late."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
         port = free_port()
         self.leader = Host(0, port, folder)
-        self.leader.wait_for("waiting for host 1 of 2")  # it is late, and the leader says so
+        stack.callback(self.leader.kill)
+        self.leader.wait_for("waiting for host 1 of 2")
         self.follower = Host(1, port, folder)
+        stack.callback(self.follower.kill)
         self.url = self.leader.wait_for("ready after").split(": ")[1].removesuffix("/v1")
         self.health = self.follower.wait_for("following after").split(": ")[1]
 
 
 @pytest.fixture
 def pair(tmp_path) -> Iterator[Pair]:
-    pair = Pair(tmp_path)
-    try:
-        yield pair
-    finally:
-        pair.leader.kill()
-        pair.follower.kill()
+    with contextlib.ExitStack() as stack:
+        yield Pair(tmp_path, stack)
 
 
 class Stream:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import socket
 from dataclasses import dataclass, field
 
@@ -51,22 +50,22 @@ class Cluster:
     def is_leader(self) -> bool:
         return self.host_id == LEADER
 
-    def address(self) -> str:
-        """The leader's IP address. Raises HostsError if the name is unknown."""
+    def endpoint(self, offset: int = 0) -> str:
+        """HOST:PORT of one of the leader's ports, for the followers. A name that is not known yet is no error here."""
+        return f"{_bracketed(self.coordinator)}:{self.port + offset}"
+
+    def own_endpoint(self, offset: int = 0) -> str:
+        """The same for the leader to listen on, with the IP address. Raises HostsError if the name is unknown."""
         try:
             found = socket.getaddrinfo(self.coordinator, self.port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise HostsError(f"--coordinator {self.coordinator}: {error.strerror or error}") from error
-        return str(found[0][4][0])
-
-    def endpoint(self, offset: int) -> str:
-        """ZeroMQ's name of one of the leader's ports. Raises HostsError if the coordinator's name is unknown."""
-        return f"tcp://{bracketed(self.address())}:{self.port + offset}"
+        return f"{_bracketed(str(found[0][4][0]))}:{self.port + offset}"
 
 
-def bracketed(address: str) -> str:
-    """The address as it stands before a port: IPv6 in brackets."""
-    return f"[{address}]" if ipaddress.ip_address(address.partition("%")[0]).version == 6 else address
+def _bracketed(address: str) -> str:
+    """IPv6 in brackets, as before a port."""
+    return f"[{address}]" if ":" in address else address
 
 
 @dataclass(frozen=True, slots=True)

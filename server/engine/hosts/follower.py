@@ -42,7 +42,7 @@ class Follower:
         self._monitor = monitor_of(self._commands)
         for socket, offset in ((self._commands, COMMANDS_OFFSET), (self._reports, REPORTS_OFFSET)):
             as_follower(socket, keys, leader)
-            socket.connect(cluster.endpoint(offset))
+            socket.connect(f"tcp://{cluster.endpoint(offset)}")
         self._ending = threading.Event()
         self._receiver = threading.Thread(target=self._receive, name="hosts-receive", daemon=True)
         self._receiver.start()
@@ -144,7 +144,11 @@ class Follower:
     def _take(self, data: bytes) -> None:
         if not data:  # the leader asks ZeroMQ whether this host is still connected
             return
-        numbered = self._decode(data)
+        try:
+            numbered = self._decode(data)
+        except msgspec.DecodeError as error:
+            self._lose(f"the leader's message cannot be read ({error}): do all hosts run the same version?")
+            return
         if numbered.number != self._next_number:
             self._lose(f"the leader's command {numbered.number} came where {self._next_number} was due")
             return

@@ -11,7 +11,7 @@ import msgspec
 import zmq
 
 from server.engine.hosts import messages
-from server.engine.hosts.cluster import COMMANDS_OFFSET, LEADER, REPORTS_OFFSET, Cluster, HostsError, bracketed, keys_of
+from server.engine.hosts.cluster import COMMANDS_OFFSET, LEADER, REPORTS_OFFSET, Cluster, HostsError, keys_of
 from server.engine.hosts.sockets import LOST, REFUSED, accept_only, as_leader, make_socket, monitor_of, read_event
 
 SAY_EVERY_S = 10.0  # while hosts are missing
@@ -45,13 +45,16 @@ class Leader:
         self._commands.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a host that is not connected is an error
         self._reports = make_socket(self._context, zmq.PULL)
         self._monitor = monitor_of(self._commands)
-        address = cluster.address()
+        where = cluster.coordinator
         try:
             for socket, offset in ((self._commands, COMMANDS_OFFSET), (self._reports, REPORTS_OFFSET)):
                 as_leader(socket, leader)
-                socket.bind(f"tcp://{bracketed(address)}:{cluster.port + offset}")
+                where = cluster.own_endpoint(offset)
+                socket.bind(f"tcp://{where}")
+        except HostsError:
+            self._close()
+            raise
         except zmq.ZMQError as error:
-            where = f"{address}:{cluster.port + offset}"
             self._close()
             raise HostsError(
                 f"the leader cannot listen on {where}: {error.strerror}; --coordinator is an address of the host with "
@@ -227,7 +230,11 @@ class Leader:
         while not self._ending.is_set():
             ready = dict(poller.poll(100))
             if self._reports in ready:  # before the monitor: a follower's last report has the reason of its end
-                report = decode(self._reports.recv())
+                try:
+                    report = decode(self._reports.recv())
+                except msgspec.DecodeError as error:
+                    self._lose(f"a host's message cannot be read ({error}): do all hosts run the same version?")
+                    return
                 if isinstance(report, messages.Failed):
                     self._lose(f"{self._called(report.host_id)}: {report.reason}")
                 else:

@@ -268,7 +268,7 @@ def test_a_stranger_who_knows_the_leaders_key_only_is_refused(hosts):
     monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
     keys = type(keys_of(SECRET, "leader"))(public=public, secret=secret)
     as_follower(stranger, keys, keys_of(SECRET, "leader"))
-    stranger.connect(hosts.cluster.endpoint(2))
+    stranger.connect(f"tcp://{hosts.cluster.endpoint(2)}")
     assert monitor.poll(20_000)
     event = zmq.utils.monitor.recv_monitor_message(monitor)["event"]
     assert event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -317,6 +317,15 @@ def test_a_command_that_is_missing_is_an_error(hosts):
     leader._number += 1
     leader.send(messages.Recover())
     assert hosts.failures[1].get(timeout=30) == "the leader's command 2 came where 1 was due"
+
+
+def test_messages_of_another_version_are_an_error(hosts):
+    _, follower = hosts.together()
+    hosts.open.remove(follower.close)
+    follower._reports.send(b"?")
+    assert "do all hosts run the same version?" in hosts.failures[0].get(timeout=30)
+    assert "do all hosts run the same version?" in hosts.failures[1].get(timeout=30)  # the leader has told it
+    follower.close()
 
 
 def test_a_step_that_fails_on_all_hosts_is_recovered_from(hosts):
