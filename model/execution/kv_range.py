@@ -38,8 +38,17 @@ def measured_range(model: Llama) -> np.ndarray:
     for layer in model.layers:
         x, found = _pass(layer, x, cos, sin)
         largest.append(found)
-    found = MARGIN * np.stack([np.asarray(layer, np.float32) for layer in largest])
+    found = MARGIN * np.stack([_whole(layer) for layer in largest])
     return found.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def _whole(array: jax.Array) -> np.ndarray:
+    """The array on the host, in float32, also if other processes hold parts of it."""
+    if array.is_fully_addressable:
+        return np.asarray(array, np.float32)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True), np.float32)
 
 
 @jax.jit  # compiled once for all layers

@@ -126,9 +126,9 @@ def size_up(settings: EngineSettings, target: Target, chips: int, device_gib: fl
     from model.network.sharding import TENSOR_AXIS, abstract_model
     from pallas_kernels.layout import default_page_size
     from pallas_kernels.spec import Backend
+    from scripts.wiring.backends import paged_attention
     from scripts.wiring.choices import choose_dtype, choose_kv_dtype, choose_model_len, choose_quantization
     from scripts.wiring.device import GPU_POOL_SHARE
-    from scripts.wiring.engine import paged_attention
 
     platform, chip = target.platform, target.chip
     source = resolve(settings.model, weights=False)

@@ -20,6 +20,7 @@ from batcher.grammar import Grammars
 from batcher.step import Runner
 from model.loading.source import ModelSource, resolve
 from scripts.wiring.attention import choose_attention
+from scripts.wiring.backends import Backends, own_backends
 from scripts.wiring.choices import (
     choose_dtype,
     choose_kv_dtype,
@@ -44,25 +45,10 @@ if TYPE_CHECKING:
     from model.loading.stored_weights import StoredWeights
     from model.network.llama import Llama
     from pallas_kernels.api import PagedAttention
-    from pallas_kernels.spec import Backend
     from server.text.tokenizer import Tokenizer
 
 Report = Callable[[str], None]
 GIB = 1 << 30
-
-
-@dataclass(frozen=True, kw_only=True)
-class Backends:
-    """The attention backends that a start may choose from."""
-
-    candidates: Callable[[str, str], tuple[Backend, ...]]  # as `pallas_kernels.api.candidates`
-    make: Callable[..., PagedAttention]  # as `paged_attention`
-
-
-def _backends() -> Backends:
-    from pallas_kernels.api import candidates
-
-    return Backends(candidates=candidates, make=paged_attention)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +188,7 @@ def build_runner(
     from model.execution.runner import ModelRunner
     from model.network.packed import pack
 
-    backends = backends or _backends()
+    backends = backends or own_backends()
     source = resolve(settings.model, weights=settings.load_format != "dummy")
     stored = _find_weights(settings, source)
     config = source.config if stored is None else stored.config
@@ -315,30 +301,6 @@ def build_runner(
         step_timeout_s=choose_step_timeout(settings.step_timeout, platform),
         info=info,
     )
-
-
-def paged_attention(
-    config: LlamaConfig,
-    backend: Backend,
-    *,
-    dtype: str,
-    kv_dtype: str,
-    page_size: int,
-    mesh: Any,  # a Mesh; an AbstractMesh is enough for a plan; None for one chip
-) -> PagedAttention:
-    """The attention of a model in its stored form: `config` has the repeated KV heads (`sharding.stored_config`)."""
-    from pallas_kernels.api import PagedAttention
-    from pallas_kernels.spec import AttentionSpec
-
-    spec = AttentionSpec(
-        num_query_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        page_size=page_size,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-    )
-    return PagedAttention(spec, backend, mesh)
 
 
 def _facts(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pallas_kernels.api import PagedAttention
     from pallas_kernels.spec import Backend
 
-MakeAttention = Callable[..., "PagedAttention"]  # as `engine.paged_attention`
+MakeAttention = Callable[..., "PagedAttention"]  # as `backends.paged_attention`
 
 
 class ModelOnChips:

@@ -10,7 +10,8 @@ import msgspec
 
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import Backend
-from scripts.wiring.engine import Backends, build, build_runner, paged_attention
+from scripts.wiring.backends import Backends, paged_attention
+from scripts.wiring.engine import build, build_runner
 from scripts.wiring.settings import EngineSettings
 from tests.server.support import real_engine
 from tests.server.support.real_engine import RealConfig

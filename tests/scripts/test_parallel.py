@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
+import jax
 import pytest
 
+from model.execution.device_memory import device_memory
+from model.execution.memory_plan import RunnerConfig, memory_needs
+from model.loading.source import resolve
+from pallas_kernels.spec import Backend
+from scripts.wiring.backends import paged_attention
+from scripts.wiring.model_on_chips import ModelOnChips
 from scripts.wiring.parallel import choose_num_chips, describe_idle
+from scripts.wiring.settings import EngineSettings
 
 
 def fits_on(least: int):
@@ -46,3 +57,41 @@ def test_idle_chips_are_named():
     assert describe_idle(8, 8) == "8 of 8 chips"
     line = "2 of 8 chips; 6 are idle: --tensor-parallel-size 8 answers one request sooner, "
     assert describe_idle(2, 8) == line + "--data-parallel-size 4 answers more requests at once"
+
+
+def test_the_memory_plan_decides():
+    """Of a machine whose share of memory is between what two and four chips would need."""
+    config = resolve("preset:llama-3.2-1b", weights=False).config
+    limits = RunnerConfig(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=256)
+    memory = device_memory(jax.local_devices()[0])
+
+    def on(num_chips: int, limits: RunnerConfig) -> ModelOnChips:
+        form = {"dtype": "bfloat16", "quantization": None, "platform": "cpu"}
+        return ModelOnChips(config, num_chips, EngineSettings(), limits, **form)
+
+    def needed(num_chips: int) -> float:
+        model = on(num_chips, limits)
+        attention = model.attention(paged_attention, Backend.REFERENCE)
+        needs = memory_needs(model.planned, attention, limits)
+        pages = 1 + -(-limits.max_model_len // attention.spec.page_size)
+        return needs.weights + needs.state + needs.temporaries + pages * needs.page
+
+    def check(limits: RunnerConfig, num_chips: int) -> None:
+        on(num_chips, limits).check_fits(paged_attention, Backend.REFERENCE)
+
+    share = (needed(2) + needed(4)) / 2 / memory.total
+    limited = replace(limits, memory_utilization=share)
+    assert choose_num_chips(None, 8, partial(check, limited)) == 4
+    too_many = partial(check, replace(limited, num_pages=10**9))
+    with pytest.raises(ValueError, match=r"1000000000 K/V pages \(--num-pages\) do not fit: there is room for \d+"):
+        choose_num_chips(None, 8, too_many)
+
+
+def test_one_chips_share_of_the_attention():
+    config = resolve("preset:llama-3.2-1b", weights=False).config
+    limits = RunnerConfig(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=256)
+    form = {"dtype": "bfloat16", "quantization": None, "platform": "cpu"}
+    whole = ModelOnChips(config, 4, EngineSettings(), limits, **form)
+    share = whole.share_of_a_chip(paged_attention, Backend.REFERENCE)
+    assert share.mesh is None
+    assert (share.spec.num_query_heads, share.spec.num_kv_heads) == (config.num_heads // 4, config.num_kv_heads // 4)
