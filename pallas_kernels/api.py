@@ -105,6 +105,43 @@ class PagedAttention:
             check_vma=False,
         )(queries, keys, values, kv_pages, metadata, jnp.int32(first_page), *scales)
 
+    @property
+    def takes_projection(self) -> bool:
+        """Whether there is `projected`: the kernels then rotate queries and keys as they read them."""
+        if self.backend not in (Backend.TPU, Backend.TPU_INTERPRET):
+            return False
+        return _implementation(self.backend).takes_projection(self.local_spec)
+
+    def projected(
+        self,
+        columns: jax.Array,  # [T, (N + 2K) * H]: for each chip its heads' queries, keys and values, side by side
+        cos: jax.Array,  # f32[T, 1, H / 2]: the rotation of each pair (i, i + H / 2) of a head
+        sin: jax.Array,  # f32[T, 1, H / 2]
+        kv_pages: jax.Array,
+        metadata: Any,
+        first_page: jax.Array | int = 0,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The same as `__call__`, of queries and keys that are not rotated yet; the output is [T, N * H].
+
+        Raises ValueError if the backend or the spec has no such form, or if shapes or dtypes do not fit the spec.
+        """
+        if not self.takes_projection:
+            raise ValueError(f"queries and keys must be rotated before: {self.backend=} {self.local_spec=}")
+        validate.projection(columns, cos, sin, self.spec)
+        append_and_attend: Callable[..., Any] = partial(
+            _implementation(self.backend).append_and_attend_projected, spec=self.local_spec, **_options(self.backend)
+        )
+        if self.mesh is None:
+            return append_and_attend(columns, cos, sin, kv_pages, metadata, first_page)
+        by_head = P(None, self.axis)
+        return jax.shard_map(
+            append_and_attend,
+            mesh=self.mesh,
+            in_specs=(by_head, P(), P(), self._kv_partition(), P(), P()),
+            out_specs=(by_head, self._kv_partition()),
+            check_vma=False,
+        )(columns, cos, sin, kv_pages, metadata, jnp.int32(first_page))
+
     def _kv_partition(self) -> P:
         axis = layout.kv_head_axis(self.backend)
         return P(*(self.axis if i == axis else None for i in range(axis + 1)))

@@ -92,6 +92,16 @@ def operands(
             raise ValueError(f"{name} must have the activations' dtype: {array.dtype=} {spec.dtype=}")
 
 
+def projection(columns: jax.Array, cos: jax.Array, sin: jax.Array, spec: AttentionSpec) -> None:
+    """Checks the shapes and dtypes of one layer's projection and of the rotation against `spec`, the whole model's."""
+    heads = spec.num_query_heads + 2 * spec.num_kv_heads
+    if columns.ndim != 2 or columns.shape[1] != heads * spec.head_dim or columns.dtype != jnp.dtype(spec.dtype):
+        raise ValueError(f"the projection does not fit {spec=}: {columns.shape=} {columns.dtype=}")
+    for name, array in (("cos", cos), ("sin", sin)):
+        if array.shape != (columns.shape[0], 1, spec.head_dim // 2) or array.dtype != jnp.float32:
+            raise ValueError(f"{name} is f32[T, 1, {spec.head_dim // 2}]: {array.shape=} {array.dtype=}")
+
+
 def page_table(batch: RaggedBatch, *, num_pages: int, page_size: int) -> None:
     """Checks the values of a concrete batch against a cache of `num_pages` pages, page 0 included.
 

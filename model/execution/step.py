@@ -27,6 +27,7 @@ from batcher.step import Bucket, PackedLayout, StepOutput, Variant
 from model.execution import page_text
 from model.execution.pooling import pool
 from model.execution.rows import StepRows, advance, ragged_batch, step_rows
+from model.network.layers import AttendProjected
 from model.network.llama import Llama
 from model.sampling import sampling
 from model.sampling.logprobs import Logprobs, find_ranked, if_asked, logprobs, merge_ranked
@@ -173,7 +174,15 @@ def forward(
         pages, scales = kv
         return attention(queries, keys, values, pages, metadata, kv_scales=scales)
 
-    return model(tokens, positions, list(zip(kv, kv_scales, strict=True)), attend)
+    @jax.jit
+    def attend_projected(
+        columns: jax.Array, cos: jax.Array, sin: jax.Array, kv: tuple[jax.Array, None]
+    ) -> tuple[jax.Array, jax.Array]:
+        pages, _ = kv
+        return attention.projected(columns, cos, sin, pages, metadata)
+
+    form = AttendProjected(attend_projected) if attention.takes_projection else attend
+    return model(tokens, positions, list(zip(kv, kv_scales, strict=True)), form)
 
 
 def _tokens(rows: StepRows, sent: jax.Array, bucket: Bucket) -> tuple[jax.Array, jax.Array]:

@@ -9,6 +9,7 @@ Every parameter carries `axes`, the logical names of its dimensions; `model.netw
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,8 +20,17 @@ from model.config import LlamaConfig
 from model.network.linear import Linear
 from model.network.rope import rotate
 
+
+@dataclass(frozen=True)
+class AttendProjected:
+    """Attention of the fused projection as it is: a chip's kernel rotates and splits the heads as it reads them."""
+
+    # [T, (N + 2K) * H] (the output of `Attention.qkv`), cos, sin, one layer's K/V -> output [T, N * H], the layer's K/V
+    attend: Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+
+
 # q [T, N, H], k [T, K, H], v [T, K, H], one layer's K/V -> output [T, N, H], the layer's K/V
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]] | AttendProjected
 # (shape (out, in), logical axes of both) -> a Linear in the dtype and form of the whole model
 MakeLinear = Callable[[tuple[int, int], tuple[str, str]], Linear]
 
@@ -57,7 +67,11 @@ class Attention(nnx.Module):
         self.out = linear((config.hidden_size, config.num_heads * config.head_dim), ("embed", "heads"))
 
     def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, kv: Any, attend: Attend) -> tuple[jax.Array, Any]:
-        groups = self.qkv(x).reshape(x.shape[0], self.num_shards, -1)
+        columns = self.qkv(x)
+        if isinstance(attend, AttendProjected):
+            attended, kv = attend.attend(columns, cos, sin, kv)
+            return self.out(attended), kv
+        groups = columns.reshape(x.shape[0], self.num_shards, -1)
         cuts = (self.query_width, self.query_width + self.kv_width)
         queries, keys, values = (self._heads(part) for part in jnp.split(groups, cuts, axis=-1))
         attended, kv = attend(rotate(queries, cos, sin), rotate(keys, cos, sin), values, kv)

@@ -1,34 +1,38 @@
-"""Appends the new K/V of rows of any length to their pages: copies of whole words from HBM to HBM.
+"""Appends the new K/V of rows of any length to their pages.
 
-`new_words` holds the new words of all rows, one row after the other, each token in its part of its word, as in the
-pages. A row's first word may also hold older tokens, which are in the page: that word is merged in VMEM. `new_pages`
-holds the destination pages in the same order. They are few, and are read from the page table once per step. (The decode
-kernel appends its rows' tokens itself: it has their words in VMEM.)
+The unit is the part of a row that one query block covers. Its tokens are copied from HBM to `stage` as the projection
+made them, keys are rotated there, and tokens are packed into words: `words` has the page's words, beginning at any row.
+From there whole words are copied to the pages. Parts of one row are cut at whole words: a word that two parts share is
+written by the first of them. A row's first word may also hold older tokens, which are in the page: that word is merged.
+
+The steps of a part run ahead of the attention over it, so their copies run while other parts are computed on:
+
+    stage    starts the copies into `stage`             three query blocks ahead
+    write    packs the words, starts their copies       two ahead
+    wait     waits until the pages have them            before the first KV block of the query block is fetched
+
+`new_pages` holds the destination pages of all rows, one row after the other. They are few, and are read from the page
+table once per step. (The decode kernel appends its rows' tokens itself.)
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu import paging
+from pallas_kernels.tpu import lanes, paging
+from pallas_kernels.tpu.entries import QueryBlock, query_block_at
+from pallas_kernels.tpu.layout import LANES, Geometry
 from pallas_kernels.tpu.mixed_memory import Refs
+from pallas_kernels.tpu.tiles import MixedBlocks
 
-_SPARE_WORDS = {1: 0, 2: 1, 4: 2}  # by tokens of a word: a row may begin and end in the middle of a word
-
-
-def word_base(row: Any, query_start: Any, packing: int) -> Any:
-    """The index of a row's first new word. A row of n tokens touches at most n // packing + _SPARE_WORDS words."""
-    return query_start if packing == 1 else lax.div(query_start, packing) + _SPARE_WORDS[packing] * row
-
-
-def num_word_slots(num_tokens: int, num_rows: int, packing: int) -> int:
-    """Words that `num_tokens` new tokens of `num_rows` rows take at most."""
-    return num_tokens // packing + _SPARE_WORDS[packing] * num_rows
+WORD_TILE = 64  # words that are shifted at a time
 
 
 def page_base(row: Any, query_start: Any, page_size: int) -> Any:
@@ -41,50 +45,159 @@ def num_page_slots(num_tokens: int, num_rows: int, page_size: int) -> int:
     return num_tokens // page_size + 2 * num_rows
 
 
-def append_rows(begin_row: Any, end_row: Any, refs: Refs, pages: paging.Pages) -> None:
-    """Writes the new words of rows [begin_row, end_row) to their pages, and waits for all of them."""
-    g = pages.geometry
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """The new tokens of one query block."""
+
+    block: QueryBlock
+    begin: Any  # the first word that the part writes, in the sequence
+    end: Any  # past its last word
+    first_token: Any  # of word `begin`, in the step; before the row's first token if the word has older ones
+    older: Any  # 1 if the first word also holds older tokens
+    live: Any  # tokens of the sequence that its last word holds
+    num_staged: Any  # tokens, from `block.start` on
+
+    @property
+    def num_words(self) -> Any:
+        return self.end - self.begin
+
+
+def _part(block: QueryBlock, g: Geometry) -> _Part:
     packing = g.kv_packing
-    query_starts, new_words, sem = refs.query_starts, refs.new_words, refs.append_sem
+    first = block.position + block.skip  # the position of its first new token
+    begin = jnp.where(block.index == 0, lax.div(first, packing), paging.words_of(first, packing))
+    end = paging.words_of(block.position + block.num_q, packing)
+    stop = jnp.minimum(block.row_end - block.start + block.position, end * packing)  # position past its last token
+    num_staged = paging.whole_tiles(stop - block.position, g.token_tile)
+    return _Part(
+        block=block,
+        begin=begin,
+        end=end,
+        first_token=block.start - block.position + begin * packing,
+        older=jnp.where(block.index == 0, jnp.minimum(lax.rem(first, packing), 1), 0),
+        live=stop - (end - 1) * packing,
+        num_staged=num_staged,
+    )
 
-    def append_row(row: Any, num_sent: Any) -> Any:
-        query_start = query_starts[row]
-        position = refs.kv_lens[row] - (query_starts[row + 1] - query_start)
-        begin, end = lax.div(position, packing), paging.words_of(refs.kv_lens[row], packing)
-        base = word_base(row, query_start, packing)
-        shared = jnp.minimum(lax.rem(position, packing), 1)  # 1 if the first new token's word also holds older tokens
-        first_page = page_base(row, query_start, g.page_size) - lax.div(position, g.page_size)
 
-        @pl.when(shared > 0)
+@dataclass(frozen=True, kw_only=True)
+class Appender:
+    """The three steps, for the query blocks of rows before `end_row`. Blocks past them are left out."""
+
+    refs: Refs
+    g: Geometry
+    blocks: MixedBlocks
+    end_row: Any
+    pages: paging.Pages
+
+    def stage(self, row: Any, index: Any) -> None:
+        """Starts the copies of a query block's new tokens."""
+
+        @pl.when(row < self.end_row)
         def _() -> None:
-            # The semaphore counts earlier rows' words, too: wait for those first.
-            paging.wait_words(new_words, num_sent, sem)
-            page = refs.new_pages[first_page + lax.div(position, g.page_size)]
-            older = paging.older_tokens(position, packing)
-            _merge_word(new_words.at[:, pl.ds(base, 1)], pages.words(page, begin, 1), older, refs.edge, sem)
+            part = self._part(row, index)
+            for copy in self._stage_copies(part):
+                copy.start()
+            self._if_shared(part, lambda copy: copy.start())
 
-        num_sent = jnp.where(shared > 0, 0, num_sent)
-        first = begin + shared
+    def write(self, row: Any, index: Any, half: Any) -> None:
+        """Packs the words of a query block that is staged, and starts their copies to the pages."""
 
-        def send(index: Any, word: Any, size: Any) -> None:
-            source = new_words.at[:, pl.ds(base + word - begin, size)]
-            pltpu.make_async_copy(source, pages.words(refs.new_pages[first_page + index], word, size), sem).start()
+        @pl.when(row < self.end_row)
+        def _() -> None:
+            refs, g = self.refs, self.g
+            part = self._part(row, index)
+            for copy in self._stage_copies(part):
+                copy.wait()
+            offset = g.token_tile + part.first_token - part.block.start  # in `stage`
+            self._pack(half, lax.rem(offset, g.kv_packing))
+            first_row = lax.div(offset, g.kv_packing)
+            last = refs.words.at[half, :, pl.ds(first_row + part.num_words - 1, 1)]
 
-        pages.for_each_run(first, end, send)
-        return num_sent + end - first
+            @pl.when(part.live < g.kv_packing)
+            def _() -> None:
+                last[...] = last[...] & paging.older_tokens(part.live, g.kv_packing)
 
-    num_sent = lax.fori_loop(begin_row, end_row, append_row, jnp.int32(0))
-    paging.wait_words(new_words, num_sent, sem)
+            def merge(load: Any) -> None:
+                load.wait()
+                word = refs.words.at[half, :, pl.ds(first_row, 1)]
+                older = paging.older_tokens(part.block.position + part.block.skip, g.kv_packing)
+                word[...] = (word[...] & ~older) | (refs.edge[...] & older)
+
+            self._if_shared(part, merge)
+            first_page = self._first_page(row)
+
+            def send(page: Any, word: Any, size: Any) -> None:
+                source = refs.words.at[half, :, pl.ds(first_row + word - part.begin, size)]
+                target = self.pages.words(refs.new_pages[first_page + page], word, size)
+                pltpu.make_async_copy(source, target, refs.append_sems.at[half]).start()
+
+            self.pages.for_each_run(part.begin, part.end, send)
+
+    def wait(self, row: Any, index: Any, half: Any) -> None:
+        """Waits until the pages have the new tokens of a query block, which must be of a row before `end_row`."""
+        paging.wait_words(self.refs.words.at[half], self._part(row, index).num_words, self.refs.append_sems.at[half])
+
+    def _part(self, row: Any, index: Any) -> _Part:
+        return _part(query_block_at(row, index, self.refs.kv_lens, self.refs.query_starts, self.g, self.blocks), self.g)
+
+    def _first_page(self, row: Any) -> Any:
+        """What is to be added to the index of the sequence's page to get its index in `new_pages`."""
+        begin = self.refs.query_starts[row]
+        position = self.refs.kv_lens[row] - (self.refs.query_starts[row + 1] - begin)
+        return page_base(row, begin, self.g.page_size) - lax.div(position, self.g.page_size)
+
+    def _stage_copies(self, part: _Part) -> list[Any]:
+        refs, tile = self.refs, self.g.token_tile
+        source, target = pl.ds(part.block.start, part.num_staged), pl.ds(tile, part.num_staged)
+        columns = pl.ds(refs.kv_column, self.g.kv_columns)
+        copies = [pltpu.make_async_copy(refs.new_kv.at[source, columns], refs.stage.at[target], refs.stage_sem)]
+        if refs.rotation is not None:
+            copies.append(pltpu.make_async_copy(refs.rotation.at[source], refs.kv_rotation.at[target], refs.stage_sem))
+        return copies
+
+    def _if_shared(self, part: _Part, body: Any) -> None:
+        """Calls `body` with the copy of the part's first word from its page, if that holds older tokens."""
+        if self.g.kv_packing == 1:
+            return
+
+        @pl.when(part.older > 0)
+        def _() -> None:
+            index = self._first_page(part.block.row) + lax.div(part.begin, self.g.page_words)
+            in_page = self.pages.words(self.refs.new_pages[index], part.begin, 1)
+            body(pltpu.make_async_copy(in_page, self.refs.edge, self.refs.edge_sem))
+
+    def _pack(self, half: Any, shift: Any) -> None:
+        """The tokens in `stage` as words of `kv_packing`, the first in part 0 being token `shift`."""
+        refs, g = self.refs, self.g
+        bits = 32 // g.kv_packing
+
+        def plane(p: Any, rotated: bool) -> None:
+            tokens = refs.stage[:, pl.ds(pl.multiple_of(p * LANES, LANES), LANES)]
+            if rotated:
+                tokens = lanes.rotate(tokens.astype(jnp.float32), refs.kv_rotation[...], g).astype(g.kv_dtype)
+            words = _as_words(tokens)
+            refs.words[half, p, : words.shape[0]] = words
+
+        num_rotated = 0 if refs.rotation is None else g.num_k_planes
+        lax.fori_loop(0, num_rotated, lambda p, _: plane(p, True), None)
+        lax.fori_loop(num_rotated, g.num_planes, lambda p, _: plane(p, False), None)
+        if g.kv_packing == 1:
+            return
+
+        def shift_plane(p: Any, carry: None) -> None:
+            low, high = (shift * bits).astype(jnp.uint32), ((g.kv_packing - shift) * bits).astype(jnp.uint32)
+            num_words = refs.words.shape[2] - 8  # of which the last has no neighbour
+            for begin in range(0, num_words, WORD_TILE):
+                size = min(WORD_TILE, num_words - begin)
+                words, after = (refs.words[half, p, pl.ds(begin + i, size)] for i in range(2))
+                refs.words[half, p, pl.ds(begin, size)] = (words >> low) | (after << high)
+
+        @pl.when(shift > 0)
+        def _() -> None:
+            lax.fori_loop(0, g.num_planes, shift_plane, None)
 
 
-def _merge_word(new: Any, in_page: Any, older: Any, edge: Any, sem: Any) -> None:
-    """Merges the new tokens of the word `new` with those of the word `in_page` that are in the mask `older`."""
-    loads = [pltpu.make_async_copy(new, edge.at[0], sem), pltpu.make_async_copy(in_page, edge.at[1], sem)]
-    for load in loads:
-        load.start()
-    for load in loads:
-        load.wait()
-    edge[0] = edge[0] | (edge[1] & older)
-    store = pltpu.make_async_copy(edge.at[0], in_page, sem)
-    store.start()
-    store.wait()
+def _as_words(tokens: jax.Array) -> jax.Array:
+    """[n, 128] -> uint32[n / packing, 128]. On the chip this moves nothing: the registers stay the same."""
+    return pltpu.bitcast(tokens, jnp.uint32)

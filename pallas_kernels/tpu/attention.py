@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.spec import AttentionSpec, RaggedBatch
-from pallas_kernels.tpu import append, blocks, decode, decode_memory, layout, mixed, mixed_memory, paging
-from pallas_kernels.tpu.layout import LANES, Geometry
+from pallas_kernels.tpu import append, blocks, decode, decode_memory, lanes, layout, mixed, mixed_memory, paging
+from pallas_kernels.tpu.layout import Geometry
 
 
 @partial(
@@ -23,9 +23,7 @@ from pallas_kernels.tpu.layout import LANES, Geometry
         "num_singles",
         "num_rows",
         "decode_pages",
-        "decode_shift",
         "new_pages",
-        "word_tokens",
     ],
     meta_fields=["pages_per_seq", "decode_only"],
 )
@@ -39,9 +37,7 @@ class AttentionMetadata:
     num_singles: jax.Array  # i32[]
     num_rows: jax.Array  # i32[]
     decode_pages: jax.Array  # i32[min(S, T)]: the page of a decode row's new token
-    decode_shift: jax.Array  # u32[min(S, T)]: bits by which a decode row's new token is shifted within its word
     new_pages: jax.Array | None  # i32[page slots]: the pages of the rows' new tokens, see `append`
-    word_tokens: jax.Array | None  # i32[kv_packing, W]: the step's token in each part of each new word; T for none
     pages_per_seq: int
     decode_only: bool
 
@@ -50,7 +46,6 @@ def make_metadata(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, d
     """See `pallas_kernels.api.PagedAttention.make_metadata`."""
     g = layout.geometry(spec)
     num_rows, pages_per_seq = batch.page_table.shape
-    bits = 32 // g.kv_packing
     last = jnp.maximum(batch.kv_lens[: min(num_rows, num_tokens)] - 1, 0)
     return AttentionMetadata(
         kv_lens=batch.kv_lens,
@@ -59,9 +54,7 @@ def make_metadata(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, d
         num_singles=batch.num_singles,
         num_rows=batch.num_rows,
         decode_pages=batch.page_table[jnp.arange(last.size), last // g.page_size],
-        decode_shift=(last % g.kv_packing * bits).astype(jnp.uint32),
         new_pages=None if decode_only else _new_pages(batch, g, num_tokens),
-        word_tokens=None if decode_only else _word_tokens(batch, g, num_tokens),
         pages_per_seq=pages_per_seq,
         decode_only=decode_only,
     )
@@ -79,23 +72,6 @@ def _new_pages(batch: RaggedBatch, g: Geometry, num_tokens: int) -> jax.Array:
     return batch.page_table[row, jnp.clip(index, 0, batch.page_table.shape[1] - 1)]
 
 
-def _word_tokens(batch: RaggedBatch, g: Geometry, num_tokens: int) -> jax.Array:
-    """The step's token for each part of each new word: i32[kv_packing, W], num_tokens for none."""
-    starts = batch.query_starts
-    rows = starts.shape[0] - 1
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    row = jnp.searchsorted(starts[1:], token, side="right", method="scan_unrolled").astype(jnp.int32)
-    row = jnp.minimum(row, rows - 1)
-    first = batch.kv_lens[row] - (starts[row + 1] - starts[row])  # the position of the row's first new token
-    position = first + token - starts[row]
-    base = append.word_base(row, starts[row], g.kv_packing)
-    word = base + position // g.kv_packing - first // g.kv_packing
-    num_words = append.num_word_slots(num_tokens, rows, g.kv_packing)
-    word = jnp.where(token < starts[-1], word, num_words)  # padding goes nowhere
-    empty = jnp.full((g.kv_packing, num_words), num_tokens, jnp.int32)
-    return empty.at[position % g.kv_packing, word].set(token, mode="drop")
-
-
 def append_and_attend(
     queries: jax.Array,  # [T, N, H]
     keys: jax.Array,  # [T, K, H]
@@ -111,68 +87,96 @@ def append_and_attend(
     """See `pallas_kernels.api.PagedAttention.__call__`. `interpret` runs the same kernels on a CPU; `block_sizes`
     replaces the chosen ones. Raises ValueError if the sizes do not fit together."""
     g = layout.geometry(spec)
-    if interpret is True:
-        interpret = pltpu.InterpretParams()
-    chip = None if interpret else blocks.this_chip()
-    num_tokens, max_singles = queries.shape[0], metadata.decode_shift.shape[0]
-    sizes = block_sizes or blocks.choose(g, metadata.pages_per_seq, chip, max_decodes=max_singles)
-    sizes.validate(g)
-    rows = layout.queries_to_rows(queries, g)
-    new_kv = _as_words(layout.kv_to_planes(keys, values, g))  # uint32[T, planes, 128]
-    first_page = jnp.int32(first_page)
-    new_words = new_kv[:max_singles] << metadata.decode_shift[:, None, None]
-    decodes = decode_memory.Operands(
-        rows=rows[:max_singles],
-        new_words=new_words.swapaxes(0, 1),
-        kv_pages=kv_pages,
-        kv_lens=metadata.kv_lens,
-        new_pages=metadata.decode_pages,
-        page_table=metadata.page_table,
-        scalars=jnp.stack([metadata.num_singles, first_page]),
-    )
-    out, kv_pages = decode.attend(decodes, g=g, blocks=sizes.decode, interpret=interpret)
-    if not metadata.decode_only:
-        assert metadata.new_pages is not None and metadata.word_tokens is not None
-        mixed_rows = mixed_memory.Operands(
-            queries=_pack_rows(rows.swapaxes(0, 1).reshape(g.num_k_planes, -1, LANES), g),
-            new_words=_gather_words(new_kv, metadata.word_tokens, g),
+    columns = layout.queries_to_columns(queries, g), layout.kv_to_columns(keys, values, g)
+    kernels = _Kernels(g=g, kv_column=0, interpret=interpret, block_sizes=block_sizes)
+    out, kv_pages = kernels(*columns, None, kv_pages, metadata, first_page)
+    return layout.columns_to_heads(out, g), kv_pages
+
+
+def append_and_attend_projected(
+    columns: jax.Array,  # [T, (N + 2K) * H]
+    cos: jax.Array,  # f32[T, 1, H / 2]
+    sin: jax.Array,  # f32[T, 1, H / 2]
+    kv_pages: jax.Array,  # uint32[P, planes, page_words, 128]
+    metadata: AttentionMetadata,
+    first_page: jax.Array | int,
+    *,
+    spec: AttentionSpec,
+    interpret: bool | pltpu.InterpretParams,
+    block_sizes: blocks.BlockSizes | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.api.PagedAttention.projected`; the output is [T, N * H]. No operand is copied or moved before
+    the kernels read it. Queries are rounded once, after the rotation and the scale."""
+    g = layout.geometry(spec)
+    rotation = lanes.rotation_columns(cos, sin, g)
+    kernels = _Kernels(g=g, kv_column=g.query_columns, interpret=interpret, block_sizes=block_sizes)
+    return kernels(columns, columns, rotation, kv_pages, metadata, first_page)
+
+
+def takes_projection(spec: AttentionSpec) -> bool:
+    """Whether `append_and_attend_projected` supports `spec`: its columns are then those that the kernels read."""
+    return not spec.has_kv_scales and not layout.geometry(spec).kv_shared
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kernels:
+    """Both kernels, one after the other."""
+
+    g: Geometry
+    kv_column: int  # of the new K/V, where K and V begin
+    interpret: bool | pltpu.InterpretParams
+    block_sizes: blocks.BlockSizes | None
+
+    def __call__(
+        self,
+        queries: jax.Array,  # [T, columns]
+        new_kv: jax.Array,  # kv_dtype[T, columns]
+        rotation: jax.Array | None,  # f32[T, 256]
+        kv_pages: jax.Array,
+        metadata: AttentionMetadata,
+        first_page: jax.Array | int,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The output [T, query_columns] and the pages."""
+        g, interpret = self.g, pltpu.InterpretParams() if self.interpret is True else self.interpret
+        chip = None if interpret else blocks.this_chip()
+        max_singles = metadata.decode_pages.shape[0]
+        sizes = self.block_sizes or blocks.choose(g, metadata.pages_per_seq, chip, max_decodes=max_singles)
+        sizes.validate(g)
+        num_tokens = queries.shape[0]
+        # The kernels copy whole tiles of tokens.
+        queries, new_kv = (_padded(x, g.token_tile) for x in (queries, new_kv))
+        rotation = None if rotation is None else _padded(rotation, g.token_tile)
+        first_page = jnp.int32(first_page)
+        decodes = decode_memory.Operands(
+            queries=queries,
+            new_kv=new_kv,
+            rotation=rotation,
             kv_pages=kv_pages,
             kv_lens=metadata.kv_lens,
-            query_starts=metadata.query_starts,
-            new_pages=metadata.new_pages,
+            new_pages=metadata.decode_pages,
             page_table=metadata.page_table,
-            scalars=jnp.stack([metadata.num_singles, metadata.num_rows, first_page]),
+            scalars=jnp.stack([metadata.num_singles, first_page]),
         )
-        others, kv_pages = mixed.attend(mixed_rows, g=g, blocks=sizes.mixed, interpret=interpret)
-        others = _unpack_rows(others, g).reshape(g.num_k_planes, num_tokens, -1, LANES).swapaxes(0, 1)
-        out = jnp.pad(out, ((0, num_tokens - max_singles), (0, 0), (0, 0), (0, 0)))
-        is_single = jnp.arange(num_tokens) < metadata.num_singles
-        out = jnp.where(is_single[:, None, None, None], out, others)
-    return layout.rows_to_heads(out, g, spec.num_query_heads, spec.head_dim), kv_pages
+        statics = {"g": g, "kv_column": self.kv_column, "interpret": interpret}
+        out, kv_pages = decode.attend(decodes, blocks=sizes.decode, **statics)
+        if not metadata.decode_only:
+            assert metadata.new_pages is not None
+            mixed_rows = mixed_memory.Operands(
+                queries=queries,
+                new_kv=new_kv,
+                rotation=rotation,
+                out=out,
+                kv_pages=kv_pages,
+                kv_lens=metadata.kv_lens,
+                query_starts=metadata.query_starts,
+                new_pages=metadata.new_pages,
+                page_table=metadata.page_table,
+                scalars=jnp.stack([metadata.num_singles, metadata.num_rows, first_page]),
+            )
+            out, kv_pages = mixed.attend(mixed_rows, blocks=sizes.mixed, **statics)
+        return out[:num_tokens], kv_pages
 
 
-def _as_words(x: jax.Array) -> jax.Array:
-    """The bits of x, each value in the low part of a separate word."""
-    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
-
-
-def _gather_words(new_kv: jax.Array, word_tokens: jax.Array, g: Geometry) -> jax.Array:
-    """uint32[T, planes, 128] -> uint32[planes, W, 128]: `kv_packing` tokens in each word, zeros where there is none."""
-    bits = 32 // g.kv_packing
-    words = jnp.zeros((), jnp.uint32)
-    for part in range(g.kv_packing):
-        words |= new_kv.at[word_tokens[part]].get(mode="fill", fill_value=0) << (bits * part)
-    return words.swapaxes(0, 1)
-
-
-def _pack_rows(rows: jax.Array, g: Geometry) -> jax.Array:
-    """[planes, rows, 128] -> uint32[planes, rows / query_packing, 128], neighbouring rows in one word."""
-    words = _as_words(rows).reshape(rows.shape[0], -1, g.query_packing, LANES)
-    return words[:, :, 0] if g.query_packing == 1 else words[:, :, 0] | words[:, :, 1] << 16
-
-
-def _unpack_rows(words: jax.Array, g: Geometry) -> jax.Array:
-    if g.query_packing == 1:
-        return jax.lax.bitcast_convert_type(words, g.dtype)
-    parts = jnp.stack([words & 0xFFFF, words >> 16], axis=2).astype(jnp.uint16)
-    return jax.lax.bitcast_convert_type(parts, g.dtype).reshape(words.shape[0], -1, LANES)
+def _padded(x: jax.Array, tile: int) -> jax.Array:
+    rest = -x.shape[0] % tile
+    return jnp.pad(x, ((0, rest), (0, 0))) if rest else x

@@ -30,6 +30,8 @@ class BlockSizes:
         mixed, queries = self.mixed, self.mixed.tile_queries(g)
         if mixed.q_block < queries or mixed.q_block % queries:
             raise ValueError(f"a block of queries is a multiple of a tile's: {mixed.q_block=} {queries=}")
+        if mixed.q_block % g.token_tile:
+            raise ValueError(f"a block of queries is a multiple of a tile of tokens: {mixed.q_block=} {g.token_tile=}")
         if mixed.kv_block < mixed.tile_tokens or mixed.kv_block % mixed.tile_tokens:
             raise ValueError(f"a KV block is a multiple of a tile: {mixed.kv_block=} {mixed.tile_tokens=}")
         if mixed.units_per_turn < 2 or mixed.units_per_turn % 2:
@@ -73,7 +75,7 @@ def choose(g: Geometry, pages_per_seq: int, chip: str | None = None, *, max_deco
         decode = _shorten(DecodeBlocks(**tuned["decode"]), g, pages_per_seq)
     if "mixed" in tuned:
         mixed = _shorten(MixedBlocks(**tuned["mixed"]), g, pages_per_seq)
-    needed = decode_memory.vmem_bytes(g, decode, max_decodes)
+    needed = decode_memory.vmem_bytes(g, decode, decode_memory.max_rows(g, max_decodes))
     if needed > vmem:
         raise ValueError(
             f"the TPU decode kernel takes {needed >> 20} MiB of VMEM for {max_decodes} rows, {g.queries_per_plane} "
@@ -114,7 +116,7 @@ def _mixed(g: Geometry, pages_per_seq: int, vmem: int) -> MixedBlocks:
     """The largest blocks of the rule with which the mixed kernel takes at most `vmem` bytes."""
     # Powers of two of tokens, so whole tiles fill a block of queries. Two tiles if one is little work.
     tile_queries, tiles = 128, 2 if g.num_k_planes <= 4 else 1
-    while tile_queries < 512 and tile_queries * g.queries_per_plane < 1024:
+    while tile_queries < 512 and 2 * tile_queries * g.queries_per_plane <= 1024:
         tile_queries *= 2
     sizes = MixedBlocks(
         q_block=tiles * tile_queries,
@@ -139,12 +141,12 @@ def _smaller(blocks: MixedBlocks, g: Geometry) -> MixedBlocks:
     """The next smaller blocks, or the same if there are none. Lowers a block of queries to one tile, then the tile's
     tokens, then its queries (their rows stay a multiple of 128), then the KV block."""
     queries = blocks.tile_queries(g)
-    if blocks.q_block > queries:
-        return replace(blocks, q_block=queries)
+    if blocks.q_block > max(queries, g.token_tile):
+        return replace(blocks, q_block=max(queries, g.token_tile))
     if blocks.tile_tokens > LANES:
         return replace(blocks, tile_tokens=LANES)
     if queries > 1 and blocks.tile_rows % (2 * LANES) == 0:
-        return replace(blocks, q_block=queries // 2, tile_rows=blocks.tile_rows // 2)
+        return replace(blocks, q_block=max(queries // 2, g.token_tile), tile_rows=blocks.tile_rows // 2)
     if blocks.kv_block > 2 * LANES:
         return replace(blocks, kv_block=blocks.kv_block // 2)
     return blocks

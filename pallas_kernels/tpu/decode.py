@@ -25,9 +25,13 @@ The semaphores:
 - `kv_sems[half]`    copies into that half of `kv_blocks`; waited for at the beginning of the turn that computes on it.
                      The other half is refilled only after the turn that read it has ended.
 - `window_sems[half]` the page table's windows of the turn that fills that half of `kv_blocks`: waited for just before.
-- `load_sem`         queries and new words of all rows, once, before the first turn.
+- `load_sem`         queries, new K/V and rotations of all rows, once, before the first turn.
 - `append_sem`       the write-backs, all at once, after the last turn: their source `new_words` is never reused.
 - `store_sem`        the outputs, once, after the last turn.
+
+A step's tokens lie in rows of the heads' columns, one token after the other. Before the first turn, while its copies
+run, the queries of each token are rotated and gathered into `rows`, heads one below the other (`decode_rows`). After
+the last turn the outputs go back the same way.
 
 The heads: planes are grouped so that their query rows fill one bf16 register tile (16 rows). A group's queries form a
 block diagonal, [rows, planes x 128] with zeros elsewhere, so one product computes the scores of all its heads. In
@@ -37,7 +41,7 @@ decode the matrix unit spends its time on loading K and V; multiplying zeros cos
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -50,13 +54,16 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.tpu import paging
 from pallas_kernels.tpu.decode_memory import (
     DecodeBlocks,
+    Groups,
     Operands,
     Refs,
     group_planes,
+    max_rows,
     other_scratch,
     vmem_bytes,
     vmem_scratch,
 )
+from pallas_kernels.tpu.decode_rows import gather_rows, pack_new_tokens, scatter_rows
 from pallas_kernels.tpu.layout import LANES, Geometry
 
 
@@ -102,20 +109,37 @@ class _Body:
         first, after = self.items_from(0, 0)
         self.for_each_window(first, 0, lambda copy: copy.start())
         self.start_fetching(first, self.items_from(*after)[0], 0)
-        live_rows = pl.ds(0, self.num_singles)
-        loads = [
-            pltpu.make_async_copy(refs.queries.at[live_rows], refs.rows.at[live_rows], refs.load_sem),
-            pltpu.make_async_copy(refs.new_hbm.at[:, live_rows], refs.new_words.at[:, live_rows], refs.load_sem),
+        num_loaded = paging.whole_tiles(self.num_singles, self.g.token_tile)
+        live = pl.ds(0, num_loaded)
+        sources = [
+            (refs.queries.at[live, pl.ds(0, self.g.query_columns)], refs.tokens),
+            (refs.new_kv.at[live, pl.ds(refs.kv_column, self.g.kv_columns)], refs.new_tokens),
         ]
+        if refs.rotation is not None:
+            sources.append((refs.rotation.at[live], refs.rotations))
+        loads = [pltpu.make_async_copy(source, target.at[live], refs.load_sem) for source, target in sources]
         for load in loads:
             load.start()
         for load in loads:
             load.wait()
+        pack_new_tokens(refs, self.num_singles, self.g)
+        gather_rows(refs, self.num_singles, self.g)
         start = (jnp.int32(0), jnp.int32(0), jnp.int32(0))
         lax.while_loop(lambda carry: carry[0] < self.num_singles, self.turn, start)
-        store = pltpu.make_async_copy(refs.rows.at[live_rows], refs.out.at[live_rows], refs.store_sem)
-        store.start()
+        scatter_rows(refs, self.num_singles, self.g)
         paging.wait_words(refs.new_words, self.num_singles, refs.append_sem)
+
+    def store(self) -> None:
+        """Stores the outputs, and zeros behind them: the rows of other tokens are defined."""
+        refs, tile = self.refs, self.g.token_tile
+        zeros = jnp.zeros((tile, refs.tokens.shape[1]), refs.tokens.dtype)
+
+        def zero(i: Any, carry: None) -> None:
+            refs.tokens[pl.ds(pl.multiple_of(i * tile, tile), tile)] = zeros
+
+        lax.fori_loop(lax.div(self.num_singles + (tile - 1), tile), refs.tokens.shape[0] // tile, zero, None)
+        store = pltpu.make_async_copy(refs.tokens, refs.out.at[pl.ds(0, refs.tokens.shape[0])], refs.store_sem)
+        store.start()
         store.wait()
 
     def turn(self, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
@@ -142,7 +166,7 @@ class _Body:
         return *after, 1 - half
 
     def kv_len_of(self, row: Any) -> Any:
-        return self.refs.kv_lens[jnp.minimum(row, self.no_row - 1)]
+        return self.refs.kv_lens[jnp.minimum(row, self.refs.new_pages.shape[0] - 1)]
 
     def items_from(self, row: Any, block: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, Any]]:
         """A turn's items from this one on, and the first item after them."""
@@ -191,18 +215,27 @@ class _Body:
         @pl.when((row < self.num_singles) & (word < (block + 1) * self.block_words))
         def _() -> None:
             in_block = pl.ds(word - block * self.block_words, 1)
-            merged = refs.new_words[:, pl.ds(row, 1)]
-            if g.kv_packing > 1:  # the word's first tokens may be older ones
-                merged = merged | (kv[:, in_block] & paging.older_tokens(position, g.kv_packing))
+            merged = refs.token_pairs[:, pl.ds(lax.div(row, g.kv_packing), 1)]
+            if g.kv_packing > 1:  # the row's token alone, after those of the word that are older
+                bits = 32 // g.kv_packing
+                from_bit, to_bit = (lax.rem(i, g.kv_packing).astype(jnp.uint32) * bits for i in (row, position))
+                token = (merged >> from_bit) & jnp.uint32((1 << bits) - 1)
+                merged = (token << to_bit) | (kv[:, in_block] & paging.older_tokens(position, g.kv_packing))
             kv[:, in_block] = merged
             refs.new_words[:, pl.ds(row, 1)] = merged
             target = self.pages.words(refs.new_pages[row], word, 1)
             pltpu.make_async_copy(refs.new_words.at[:, pl.ds(row, 1)], target, refs.append_sem).start()
 
 
-def _kernel(*refs: Any, g: Geometry, blocks: DecodeBlocks) -> None:
-    body = _Body.of(Refs(*refs), g, blocks)
+def _kernel(*refs: Any, g: Geometry, blocks: DecodeBlocks, kv_column: int, rotates: bool) -> None:
+    names = [
+        field.name for field in fields(Refs) if field.name != "kv_column" and (rotates or field.name != "rotation")
+    ]
+    num_inputs = names.index("out")  # then the pages, which are also an output
+    given = dict(zip(names, refs[:num_inputs] + refs[num_inputs + 1 :], strict=True))
+    body = _Body.of(Refs(kv_column=kv_column, **{"rotation": None, **given}), g, blocks)
     pl.when(body.num_singles > 0)(body.run)
+    body.store()
 
 
 def _attend(
@@ -226,13 +259,13 @@ def _attend(
         v = jnp.concatenate(
             [paging.unpack_kv(paging.live_words_only(kv[g.v_plane(p)], live_words), g) for p in planes], axis=1
         )
-        scores = paging.product(_spread(q, groups.planes, g), k, 1, g) * (g.scale * math.log2(math.e))
+        scores = paging.product(_spread(q, groups, g), k, 1, g) * (g.scale * math.log2(math.e))
         token = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
         scores = jnp.where(token < live, scores, paging.MASKED)
         top = jnp.max(scores, axis=1, keepdims=True)
         weights = jnp.exp2(scores - top)
         total = jnp.sum(weights, axis=1, keepdims=True)
-        values = _gather(paging.product(weights.astype(g.dtype), v, 0, g), groups.planes, g)
+        values = _gather(paging.product(weights.astype(g.dtype), v, 0, g), groups)
 
         old_top = jnp.where(is_first, paging.MASKED, state[i, 0])
         new_top = jnp.maximum(old_top, top)
@@ -243,52 +276,52 @@ def _attend(
         row[tile] = jnp.where(is_last, (new_values / new_total).astype(q.dtype), q)
 
 
-def _spread(q: jax.Array, planes: int, g: Geometry) -> jax.Array:
+def _plane_of_rows(shape: tuple[int, ...], groups: Groups) -> jax.Array:
+    """The plane, within its group, of each row; beyond the group's planes for rows of no head."""
+    return lax.div(lax.rem(lax.broadcasted_iota(jnp.int32, shape, 0), groups.part_rows), groups.plane_rows)
+
+
+def _spread(q: jax.Array, groups: Groups, g: Geometry) -> jax.Array:
     """[rows, 128] -> [rows, planes * 128]: each plane's rows keep their lanes, the others are zero there."""
-    plane = lax.div(lax.broadcasted_iota(jnp.int32, q.shape, 0), g.queries_per_plane)
+    plane = _plane_of_rows(q.shape, groups)
     q = q.astype(jnp.float32)
-    return jnp.concatenate([jnp.where(plane == p, q, 0.0).astype(g.dtype) for p in range(planes)], axis=1)
+    return jnp.concatenate([jnp.where(plane == p, q, 0.0).astype(g.dtype) for p in range(groups.planes)], axis=1)
 
 
-def _gather(values: jax.Array, planes: int, g: Geometry) -> jax.Array:
+def _gather(values: jax.Array, groups: Groups) -> jax.Array:
     """[rows, planes * 128] -> [rows, 128]: each row's own plane."""
     own = values[:, :LANES]
-    plane = lax.div(lax.broadcasted_iota(jnp.int32, own.shape, 0), g.queries_per_plane)
-    for p in range(1, planes):
+    plane = _plane_of_rows(own.shape, groups)
+    for p in range(1, groups.planes):
         own = jnp.where(plane == p, values[:, p * LANES : (p + 1) * LANES], own)
     return own
 
 
 # Jitted, so that a model's layers trace and lower it once.
-@partial(jax.jit, static_argnames=("g", "blocks", "interpret"))
-def attend(operands: Operands, *, g: Geometry, blocks: DecodeBlocks, interpret: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the outputs in the queries' shape (rows from num_singles on keep their queries), and the pages."""
-    rows, new_words, kv_pages, kv_lens, new_pages, page_table, scalars = operands
-    num_rows = rows.shape[0]
-    groups = group_planes(g)
-    tiles = rows.reshape(num_rows, groups.count, -1, LANES)
-    tiles = jnp.pad(tiles, ((0, 0), (0, 0), (0, groups.rows - tiles.shape[2]), (0, 0)))
-    tiles = tiles.reshape(num_rows, groups.count * groups.rows, LANES)
-    out, kv_pages = pl.pallas_call(
-        partial(_kernel, g=g, blocks=blocks),
+@partial(jax.jit, static_argnames=("g", "kv_column", "blocks", "interpret"))
+def attend(
+    operands: Operands, *, g: Geometry, kv_column: int, blocks: DecodeBlocks, interpret: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the outputs [T, query_columns] and the pages. Other tokens' outputs are zeros as far as single-token rows
+    may reach, and undefined from there on."""
+    o = operands
+    inputs = [o.page_table, o.queries, o.new_kv] + ([] if o.rotation is None else [o.rotation])
+    rows = max_rows(g, o.new_pages.shape[0])
+    return pl.pallas_call(
+        partial(_kernel, g=g, blocks=blocks, kv_column=kv_column, rotates=o.rotation is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(1,),
-            in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 4,
+            in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * (len(inputs) + 1),
             out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
-            scratch_shapes=[*vmem_scratch(g, blocks, num_rows), *other_scratch(blocks)],
+            scratch_shapes=[*vmem_scratch(g, blocks, rows), *other_scratch(blocks)],
         ),
         out_shape=(
-            jax.ShapeDtypeStruct(tiles.shape, tiles.dtype),
-            jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
+            jax.ShapeDtypeStruct((o.queries.shape[0], g.query_columns), g.dtype),
+            jax.ShapeDtypeStruct(o.kv_pages.shape, o.kv_pages.dtype),
         ),
-        input_output_aliases={4: 0, 6: 1},
-        compiler_params=pltpu.CompilerParams(
-            vmem_limit_bytes=vmem_bytes(g, blocks, num_rows), disable_bounds_checks=True
-        ),
+        input_output_aliases={3 + len(inputs): 1},
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem_bytes(g, blocks, rows), disable_bounds_checks=True),
         interpret=interpret,
         name="paged_attention_decode",
-    )(kv_lens, new_pages, scalars, page_table, tiles, new_words, kv_pages)
-    out = out.reshape(num_rows, groups.count, groups.rows, LANES)
-    out = out[:, :, : groups.planes * g.queries_per_plane]
-    return out.reshape(rows.shape), kv_pages
+    )(o.kv_lens, o.new_pages, o.scalars, *inputs, o.kv_pages)

@@ -1,4 +1,4 @@
-"""The layout of K and V in a page on a TPU.
+"""The layouts on a TPU: of K and V in a page, and of a step's tokens.
 
 A TPU register is 8 sublanes x 128 lanes x 32 bits, a copy engine moves whole 32-bit sublane rows, and the matrix unit
 takes bf16 rows packed in such words in pairs. So a page is `uint32[planes, page_size / kv_packing, 128]`:
@@ -11,6 +11,11 @@ takes bf16 rows packed in such words in pairs. So a page is `uint32[planes, page
 
 K planes come first, then V planes: plane `i` of K belongs to plane `i + num_k_planes` of V, or to itself if K and V
 share planes. The plane axis is split over chips.
+
+A step's tokens keep the layout in which the products with weights make them and take them: `[T, columns]`, one token in
+a row. A row has the queries of all heads, head after head, or the planes of its K and V. 128 columns are a lane block,
+and a plane attends with whole blocks. In head dim 64 a block holds two query heads; the kernels move each into the
+lanes of its K. The copies of rows have whole tiles of `token_tile` tokens.
 """
 
 from __future__ import annotations
@@ -29,13 +34,14 @@ MIN_PAGE_SIZE, MAX_PAGE_SIZE = 16, 256  # tokens; with 8 bits the smallest is 32
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """The static shapes of one chip's kernels. They do not depend on the head dim."""
+    """The static shapes of one chip's kernels."""
 
     num_k_planes: int
     kv_shared: bool  # K and V of a head lie in one plane
     heads_per_plane: int  # KV heads whose K lie in one plane
-    queries_per_plane: int  # query rows of one token that attend over one plane, padding included
-    query_packing: int  # query rows in a 32-bit word
+    queries_per_plane: int  # query heads that attend over one plane
+    head_dim: int
+    head_lanes: int  # of a query head in its lane block: 128, or 64 if two heads share a block
     kv_packing: int  # tokens in a 32-bit word
     page_size: int  # tokens
     dtype: jnp.dtype  # of the queries, of products' operands and of the output
@@ -52,6 +58,31 @@ class Geometry:
         """Word rows of one plane of a page."""
         return self.page_size // self.kv_packing
 
+    @property
+    def plane_blocks(self) -> int:
+        """Lane blocks of the query heads that attend over one plane."""
+        return self.queries_per_plane * self.head_lanes // LANES
+
+    @property
+    def query_columns(self) -> int:
+        """Columns of a token's queries, and of its output."""
+        return self.num_k_planes * self.plane_blocks * LANES
+
+    @property
+    def kv_columns(self) -> int:
+        """Columns of a token's K and V."""
+        return self.num_planes * LANES
+
+    @property
+    def query_packing(self) -> int:
+        """Tokens in a 32-bit word of the queries."""
+        return 4 // self.dtype.itemsize
+
+    @property
+    def token_tile(self) -> int:
+        """Tokens that fill a register tile in every dtype of the step's tokens."""
+        return 8 * max(self.kv_packing, 2)
+
     def v_plane[I: (int, jax.Array)](self, k_plane: I) -> I:
         """The plane of the V that belong to the K of `k_plane`."""
         return k_plane if self.kv_shared else k_plane + self.num_k_planes
@@ -61,15 +92,14 @@ def geometry(spec: AttentionSpec) -> Geometry:
     """The geometry of one chip's `spec`."""
     shared = spec.head_dim == 64 and spec.num_kv_heads % 2 == 1
     heads_per_plane = 1 if shared else LANES // spec.head_dim
-    query_packing = 4 // jnp.dtype(spec.dtype).itemsize
     queries = heads_per_plane * (spec.num_query_heads // spec.num_kv_heads)
     return Geometry(
         num_k_planes=spec.num_kv_heads // heads_per_plane,
         kv_shared=shared,
         heads_per_plane=heads_per_plane,
-        # One token's rows fill whole words, so a block of queries may begin at any token.
-        queries_per_plane=-(-queries // query_packing) * query_packing,
-        query_packing=query_packing,
+        queries_per_plane=queries,
+        head_dim=spec.head_dim,
+        head_lanes=spec.head_dim if queries % 2 == 0 else LANES,  # two heads of a block attend over the same plane
         kv_packing=4 // jnp.dtype(spec.kv_dtype).itemsize,
         page_size=spec.page_size,
         dtype=jnp.dtype(spec.dtype),
@@ -102,45 +132,19 @@ def validate(spec: AttentionSpec) -> None:
         )
 
 
-def to_planes(heads: jax.Array, g: Geometry) -> jax.Array:
-    """[T, K, H] -> [T, num_k_planes, 128], for K and V that do not share a plane: heads side by side."""
-    return heads.reshape(heads.shape[0], g.num_k_planes, LANES)
+def kv_to_columns(keys: jax.Array, values: jax.Array, g: Geometry) -> jax.Array:
+    """[T, K, H] twice -> [T, kv_columns]."""
+    both = jnp.concatenate([keys, values], axis=-1 if g.kv_shared else 1)
+    return both.reshape(keys.shape[0], g.kv_columns)
 
 
-def kv_to_planes(keys: jax.Array, values: jax.Array, g: Geometry) -> jax.Array:
-    """[T, K, H] twice -> [T, num_planes, 128]."""
-    if g.kv_shared:
-        return jnp.concatenate([keys, values], axis=-1)
-    return jnp.concatenate([to_planes(keys, g), to_planes(values, g)], axis=1)
+def queries_to_columns(queries: jax.Array, g: Geometry) -> jax.Array:
+    """[T, N, H] -> [T, query_columns]."""
+    padded = jnp.pad(queries, ((0, 0), (0, 0), (0, g.head_lanes - g.head_dim)))
+    return padded.reshape(queries.shape[0], g.query_columns)
 
 
-def queries_to_rows(queries: jax.Array, g: Geometry) -> jax.Array:
-    """[T, N, H] -> [T, num_k_planes, queries_per_plane, 128]: each query in the lanes of its K, zeros elsewhere."""
-    tokens, _, head_dim = queries.shape
-    rows = queries.reshape(tokens, g.num_k_planes, g.heads_per_plane, -1, head_dim)
-    if head_dim < LANES and g.heads_per_plane == 1:
-        rows = jnp.pad(rows, ((0, 0),) * 4 + ((0, LANES - head_dim),))
-    elif head_dim < LANES:
-        lanes = [
-            jnp.pad(rows[:, :, i], ((0, 0),) * 3 + ((i * head_dim, LANES - (i + 1) * head_dim),))
-            for i in range(g.heads_per_plane)
-        ]
-        rows = jnp.stack(lanes, axis=2)
-    rows = rows.reshape(tokens, g.num_k_planes, -1, LANES)
-    return jnp.pad(rows, ((0, 0), (0, 0), (0, g.queries_per_plane - rows.shape[2]), (0, 0)))
-
-
-def rows_to_heads(rows: jax.Array, g: Geometry, num_query_heads: int, head_dim: int) -> jax.Array:
-    """The inverse of `queries_to_rows` for the output: [T, num_k_planes, queries_per_plane, 128] -> [T, N, H].
-
-    The output of a head lies in the lanes of its V."""
-    tokens = rows.shape[0]
-    per_head = num_query_heads // (g.num_k_planes * g.heads_per_plane)
-    rows = rows[:, :, : g.heads_per_plane * per_head]
-    rows = rows.reshape(tokens, g.num_k_planes, g.heads_per_plane, per_head, LANES)
-    if g.kv_shared:
-        rows = rows[..., head_dim:]
-    elif head_dim < LANES:
-        lanes = [rows[:, :, i, :, i * head_dim : (i + 1) * head_dim] for i in range(g.heads_per_plane)]
-        rows = jnp.stack(lanes, axis=2)
-    return rows.reshape(tokens, num_query_heads, head_dim)
+def columns_to_heads(columns: jax.Array, g: Geometry) -> jax.Array:
+    """[T, query_columns] of the output -> [T, N, H]."""
+    heads = columns.reshape(columns.shape[0], -1, g.head_lanes)
+    return heads[..., g.head_lanes - g.head_dim :]  # of a plane with K and V, the V are behind

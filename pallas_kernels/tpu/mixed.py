@@ -1,19 +1,26 @@
 """The mixed kernel: rows of any number of tokens, mostly prompt chunks.
 
-First every row's new K/V are copied from HBM to their pages in HBM (`append`). Attention then reads pages only. Its
-work is a list of entries: for each query block of each row, the KV blocks that it sees. A cursor (row, query block, KV
-block) steps through them. The copies of the next entry, of any row, run while this entry is computed.
+Its work is a list of entries: for each query block of each row, the KV blocks that it sees. A cursor (row, query block,
+KV block) steps through them. The copies of the next entry, of any row, run while this entry is computed. Attention
+reads K and V from pages only, so the new K/V of a query block are appended before its first KV block is fetched
+(`append`).
 
     entry i:  wait for the window of the page table that names entry i+1's pages, start the copies of entry i+1's KV
               block into the other half of `kv_blocks` and of entry i+2's window; if entry i+1 begins a query block,
-              also those of its queries into the other half of `q_blocks`
-              wait for entry i's KV block (and its queries, at a query block's beginning)
+              wait for its append, and start the copies of its queries into the other half of `q_blocks`
+              at a query block's beginning: wait for its queries, rotate and scale them; pack the new K/V of the query
+              block after the next and start their copies to pages; start the copies of the one after that
+              wait for entry i's KV block
               for every unit: `prepare` makes its scores, masks them, and transposes V; `fold` takes their softmax and
               adds the weighted values
               at a query block's last KV block: divide, transpose back, store into `out_blocks`, start the copy to HBM
 
+Queries and outputs are copied in whole tiles of tokens. Where two rows meet in a tile, `out_tile` keeps its outputs
+until all are there. The first tile may begin with outputs of the decode kernel, and the tokens that pad the step get
+zeros.
+
 A unit is one plane, one tile of query rows and one tile of the block's tokens (see `tiles`). `prepare` runs one unit
-ahead of `fold`, in the other of two sets of buffers, and both alternate in slices of `SLICE_ROWS` query rows. They do
+ahead of `fold`, in the other of two sets of buffers, and both alternate in slices of `slice_rows` query rows. They do
 not depend on each other, so the compiler can fill the matrix unit and the vector units at the same time. Weights go to
 the matrix unit as soon as they are computed, before the registers run out.
 
@@ -35,15 +42,16 @@ the previous row.
 
 The semaphores: `kv_sems[half]`, `q_sems[half]` and `out_sems[half]` belong to the halves of their buffers, and
 `window_sems[half]` to the window of the entry that will fill that half of `kv_blocks`. The kernel waits for the copies
-out of a half of `out_blocks` before it stores into that half again, and at the end. `append_sem` counts the new words
-written to pages; all of them have arrived before the first KV block is fetched.
+out of a half of `out_blocks` before it stores into that half again, and at the end. `append_sems[half]` counts the new
+words written from a half of `words`, `stage_sem` and `edge_sem` what is staged for them. `tile_sem` is for `out_tile`,
+at the beginning and at the end.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
@@ -52,13 +60,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu import append, paging
-from pallas_kernels.tpu.entries import Cursor, Entry, entry_at
+from pallas_kernels.tpu import lanes, paging
+from pallas_kernels.tpu.append import Appender
+from pallas_kernels.tpu.entries import Cursor, Entry, entry_at, query_block_at
 from pallas_kernels.tpu.layout import LANES, Geometry
 from pallas_kernels.tpu.mixed_memory import SUM_ROWS, Operands, Refs, other_scratch, vmem_bytes, vmem_scratch
 from pallas_kernels.tpu.tiles import MixedBlocks
-
-SLICE_ROWS = 256  # query rows computed at a time: the columns of the largest matrix unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,23 +79,26 @@ class _Body:
     end_row: Any
     pages: paging.Pages
     windows: paging.Windows
+    appender: Appender
 
     @classmethod
     def of(cls, refs: Refs, g: Geometry, blocks: MixedBlocks) -> _Body:
         begin_row, end_row = refs.scalars[0], refs.scalars[1]
+        pages = paging.Pages(hbm=refs.pages, first_page=refs.scalars[2], geometry=g)
         return cls(
             refs=refs,
             g=g,
             blocks=blocks,
             begin_row=begin_row,
             end_row=end_row,
-            pages=paging.Pages(hbm=refs.pages, first_page=refs.scalars[2], geometry=g),
+            pages=pages,
             windows=paging.Windows(
                 table=refs.page_table,
                 smem=refs.table_windows,
                 sems=refs.window_sems,
                 per_seq=refs.page_table.shape[0] // refs.kv_lens.shape[0],
             ),
+            appender=Appender(refs=refs, g=g, blocks=blocks, end_row=end_row, pages=pages),
         )
 
     def run(self) -> None:
@@ -96,19 +106,21 @@ class _Body:
         zero = jnp.int32(0)
         start = (self.begin_row, zero, zero)
         self.window(self.entry(start), 0).start()
-        append.append_rows(self.begin_row, self.end_row, refs, self.pages)
+        parts = [(self.begin_row, zero)]
+        for _ in range(2):
+            parts.append(self.part_after(*parts[-1]))
+        for half in range(2):
+            self.appender.stage(*parts[half])
+            self.appender.write(*parts[half], half)
+        self.appender.stage(*parts[2])
         for v_t in (refs.v_t_even, refs.v_t_odd):
             v_t[LANES:] = jnp.ones((SUM_ROWS, self.blocks.tile_tokens), v_t.dtype)
         # Without this use outside the loop over units, the compiler would keep the buffer in registers and spill it.
         refs.scores_odd[:8, :LANES] = jnp.zeros((8, LANES), jnp.float32)
         refs.masks[0] = jnp.full(refs.masks.shape[1:], -paging.MASKED, jnp.float32)
         refs.mask_phase[0] = -1
-        for half in range(2):
-            refs.out_words[half] = 0
         self.start_fetching(start, 0, 0)
         lax.while_loop(lambda carry: carry[0] < self.end_row, self.step, (*start, zero, zero))
-        for half in range(2):
-            paging.wait_words(refs.out_blocks.at[half], refs.out_words[half], refs.out_sems.at[half])
 
     def step(self, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         """One entry."""
@@ -123,9 +135,12 @@ class _Body:
 
         @pl.when(kv_index == 0)
         def _() -> None:
-            num_words = entry.num_q * (g.queries_per_plane // g.query_packing)
-            paging.wait_words(refs.q_blocks.at[q_half], num_words, refs.q_sems.at[q_half])
+            for copy in self.query_copies(entry, q_half):
+                copy.wait()
             _begin_q_block(refs, entry, q_half, g, blocks)
+            after_next = self.part_after(*self.part_after(row, q_index))
+            self.appender.write(*after_next, q_half)
+            self.appender.stage(*self.part_after(*after_next))
 
         begin, end = entry.kv_words
         paging.wait_words(refs.kv_blocks.at[kv_half], end - begin, refs.kv_sems.at[kv_half])
@@ -140,13 +155,38 @@ class _Body:
     def entry(self, cursor: Cursor) -> Entry:
         return entry_at(cursor, self.refs.kv_lens, self.refs.query_starts, self.g, self.blocks)
 
+    def part_after(self, row: Any, q_index: Any) -> tuple[Any, Any]:
+        """The query block after this one; of row `end_row`, or one past it, after the last."""
+        last_row = jnp.minimum(row, self.refs.kv_lens.shape[0] - 1)
+        refs = self.refs
+        after = query_block_at(last_row, q_index, refs.kv_lens, refs.query_starts, self.g, self.blocks).next
+        return jnp.where(row < self.end_row, after[0], row), after[1]
+
     def window(self, entry: Entry, half: Any) -> Any:
-        return self.windows.copy(entry.row, entry.first_kv_page, half, 0)
+        return self.windows.copy(entry.block.row, entry.first_kv_page, half, 0)
+
+    def query_copies(self, entry: Entry, half: Any) -> list[Any]:
+        refs, g = self.refs, self.g
+        num_rows = paging.whole_tiles(entry.block.num_q, g.token_tile)
+        source, target = pl.ds(entry.block.start, num_rows), pl.ds(0, num_rows)
+        queries, sem = refs.queries.at[source, pl.ds(0, g.query_columns)], refs.q_sems.at[half]
+        copies = [pltpu.make_async_copy(queries, refs.q_blocks.at[half, target], sem)]
+        if refs.rotation is not None:
+            rotation = refs.rotation.at[source]
+            copies.append(pltpu.make_async_copy(rotation, refs.q_rotations.at[half, target], sem))
+        return copies
 
     def start_fetching(self, cursor: Cursor, kv_half: Any, q_half: Any) -> None:
         """Starts the copies of the entry at `cursor`, whose window is being copied, and of the next entry's window."""
-        refs, g = self.refs, self.g
+        refs = self.refs
         entry = self.entry(cursor)
+
+        @pl.when(entry.kv_index == 0)
+        def _() -> None:
+            for copy in self.query_copies(entry, q_half):
+                copy.start()
+            self.appender.wait(*cursor[:2], q_half)
+
         self.window(entry, kv_half).wait()
         begin, end = entry.kv_words
         page_of = functools.partial(self.windows.page, kv_half, 0)
@@ -156,26 +196,80 @@ class _Body:
         def _() -> None:
             self.window(self.entry(entry.next), 1 - kv_half).start()
 
-        @pl.when(entry.kv_index == 0)
+    def begin_output(self) -> None:
+        """Fetches the tile in which the decode kernel's outputs end, if it is to be completed."""
+        refs, tile = self.refs, self.g.token_tile
+        for half in range(2):
+            refs.out_rows[half] = 0
+        begin = refs.query_starts[self.begin_row]
+
+        @pl.when(lax.rem(begin, tile) > 0)
         def _() -> None:
-            row_words = g.queries_per_plane // g.query_packing
-            num_words = entry.num_q * row_words
-            source = refs.queries.at[:, pl.ds(entry.q_start * row_words, num_words)]
-            target = refs.q_blocks.at[q_half, :, pl.ds(0, num_words)]
-            pltpu.make_async_copy(source, target, refs.q_sems.at[q_half]).start()
+            load = pltpu.make_async_copy(self.out_rows(lax.div(begin, tile) * tile, tile), refs.out_tile, refs.tile_sem)
+            load.start()
+            load.wait()
+
+    def end_output(self) -> None:
+        """Stores the last tile, and zeros for the tokens that pad the step."""
+        refs, tile = self.refs, self.g.token_tile
+        for half in range(2):
+            paging.wait_rows(refs.out_blocks.at[half], refs.out_rows[half], refs.out_sems.at[half])
+        end = refs.query_starts[self.end_row]
+        live = lax.rem(end, tile)
+
+        @pl.when(live > 0)
+        def _() -> None:
+            outputs = refs.out_tile[...]
+            token = lax.broadcasted_iota(jnp.int32, outputs.shape, 0)
+            refs.out_tile[...] = jnp.where(token < live, outputs, jnp.zeros_like(outputs))
+            store = pltpu.make_async_copy(refs.out_tile, self.out_rows(end - live, tile), refs.tile_sem)
+            store.start()
+            store.wait()
+
+        refs.out_tile[...] = jnp.zeros(refs.out_tile.shape, refs.out_tile.dtype)
+        first = lax.div(end + (tile - 1), tile)
+
+        def zero(i: Any, start: bool) -> None:
+            copy = pltpu.make_async_copy(refs.out_tile, self.out_rows(i * tile, tile), refs.tile_sem)
+            copy.start() if start else copy.wait()
+
+        num_tiles = refs.out.shape[0] // tile
+        lax.fori_loop(first, num_tiles, lambda i, _: zero(i, True), None)
+        lax.fori_loop(first, num_tiles, lambda i, _: zero(i, False), None)
+
+    def out_rows(self, begin: Any, size: int) -> Any:
+        return self.refs.out.at[pl.ds(pl.multiple_of(begin, self.g.token_tile), size)]
 
 
-def _kernel(*refs: Any, g: Geometry, blocks: MixedBlocks) -> None:
-    body = _Body.of(Refs(*refs), g, blocks)
+def _kernel(*refs: Any, g: Geometry, blocks: MixedBlocks, kv_column: int, rotates: bool) -> None:
+    absent = {"kv_column"} if rotates else {"kv_column", "rotation"}
+    names = [field.name for field in fields(Refs) if field.name not in absent]
+    # The aliased inputs come after the others: the kernel uses the outputs.
+    num_inputs = names.index("out")
+    given = dict(zip(names, refs[:num_inputs] + refs[num_inputs + 2 :], strict=True))
+    body = _Body.of(Refs(kv_column=kv_column, **{"rotation": None, **given}), g, blocks)
+    body.begin_output()
     pl.when(body.begin_row < body.end_row)(body.run)
+    body.end_output()
 
 
-def _begin_q_block(refs: Refs, entry: Entry, q_half: Any, g: Geometry, blocks: MixedBlocks) -> None:
-    """Scales the queries once for all KV blocks, so exp2 of a score needs no factor, and resets the state."""
+def _begin_q_block(refs: Refs, entry: Entry, half: Any, g: Geometry, blocks: MixedBlocks) -> None:
+    """Rotates the queries, scales them once for all KV blocks, so exp2 of a score needs no factor, and resets the
+    state."""
+    tile_queries = blocks.tile_queries(g)
 
     def plane(p: Any, carry: None) -> None:
-        q = pltpu.bitcast(refs.q_blocks[q_half, p], g.dtype)
-        refs.q_scaled[p] = (q.astype(jnp.float32) * (g.scale * math.log2(math.e))).astype(q.dtype)
+        for b in range(g.plane_blocks):
+            first_lane = pl.multiple_of((p * g.plane_blocks + b) * LANES, LANES)
+            x = refs.q_blocks[half, :, pl.ds(first_lane, LANES)].astype(jnp.float32)
+            if refs.rotation is not None:
+                x = lanes.rotate(x, refs.q_rotations[half], g)
+            heads = lanes.heads_of_block(x * (g.scale * math.log2(math.e)), b, g)
+            for i, head in enumerate(heads):
+                row = (b * len(heads) + i) * tile_queries
+                for t in range(blocks.max_q_tiles(g)):
+                    queries = head[t * tile_queries : (t + 1) * tile_queries].astype(g.dtype)
+                    refs.q_scaled[p, pl.ds(t * blocks.tile_rows + row, tile_queries)] = queries
 
     lax.fori_loop(0, g.num_k_planes, plane, None)
     refs.tops[...] = jnp.full(refs.tops.shape, paging.MASKED, jnp.float32)
@@ -188,7 +282,7 @@ def _begin_q_block(refs: Refs, entry: Entry, q_half: Any, g: Geometry, blocks: M
 
         def make_mask(i: Any, carry: None) -> None:
             token = lax.broadcasted_iota(jnp.int32, refs.masks.shape[1:], 0)
-            query = lax.div(lax.broadcasted_iota(jnp.int32, (1, blocks.tile_rows), 1), g.queries_per_plane)
+            query = lax.rem(lax.broadcasted_iota(jnp.int32, (1, refs.masks.shape[2]), 1), blocks.tile_queries(g))
             visible = token <= query + tiles.distance(i)
             refs.masks[i] = jnp.where(visible, -paging.MASKED, paging.MASKED)
 
@@ -199,7 +293,7 @@ def _attend(refs: Refs, entry: Entry, kv: Any, live_words: Any, g: Geometry, blo
     """Folds one KV block into the state of one query block."""
     tiles = entry.tiles
     _clear_dead_words(kv, live_words, blocks.tile_tokens // g.kv_packing)
-    slice_rows = SLICE_ROWS if blocks.tile_rows % SLICE_ROWS == 0 else LANES
+    slice_rows, mask_rows = blocks.slice_rows, blocks.mask_rows(g)
     slices = [slice(begin, begin + slice_rows) for begin in range(0, blocks.tile_rows, slice_rows)]
     tile_words = blocks.tile_tokens // g.kv_packing
     even = (refs.scores_even, refs.unit_tops_even, refs.v_t_even)
@@ -214,7 +308,8 @@ def _attend(refs: Refs, entry: Entry, kv: Any, live_words: Any, g: Geometry, blo
         plane = jnp.minimum(plane, g.num_k_planes - 1)
         first = pl.multiple_of(q_tile * blocks.tile_rows + rows.start, slice_rows)
         s = paging.product(tile_of(plane, kv_tile), refs.q_scaled[plane, pl.ds(first, slice_rows)], 1, g)
-        s = jnp.minimum(s, refs.masks[tiles.mask(q_tile, kv_tile), :, rows])
+        in_mask = rows.start % mask_rows
+        s = jnp.minimum(s, refs.masks[tiles.mask(q_tile, kv_tile), :, in_mask : in_mask + slice_rows])
         scores[:, rows] = s
         unit_tops[:, rows] = jnp.max(s, axis=0, keepdims=True)
         if rows.start == 0:
@@ -260,44 +355,68 @@ def _clear_dead_words(kv: Any, live_words: Any, tile_words: int) -> None:
 
 
 def _store_q_block(refs: Refs, entry: Entry, half: Any, g: Geometry, blocks: MixedBlocks) -> None:
-    row_words = g.queries_per_plane // g.query_packing
-    tile_words = blocks.tile_rows // g.query_packing
+    tile, tile_queries = g.token_tile, blocks.tile_queries(g)
     block, sem = refs.out_blocks.at[half], refs.out_sems.at[half]
-    paging.wait_words(block, refs.out_words[half], sem)
+    paging.wait_rows(block, refs.out_rows[half], sem)
 
     def plane(p: Any, carry: None) -> None:
-        for t in range(refs.values.shape[1]):
+        for t in range(blocks.max_q_tiles(g)):
             values = refs.values[p, t]
-            normal = (values[:LANES] / values[LANES : LANES + 1]).T.astype(g.dtype)  # [rows, 128]
-            block[p, t * tile_words : (t + 1) * tile_words] = pltpu.bitcast(normal, jnp.uint32)
+            normal = (values[:LANES] / values[LANES : LANES + 1]).T  # [rows, 128]
+            heads = [normal[begin : begin + tile_queries] for begin in range(0, blocks.tile_rows, tile_queries)]
+            per_block = len(heads) // g.plane_blocks
+            for b in range(g.plane_blocks):
+                first_lane = pl.multiple_of((p * g.plane_blocks + b) * LANES, LANES)
+                x = lanes.block_of_heads(heads[b * per_block : (b + 1) * per_block], b, g)
+                block[t * tile_queries : (t + 1) * tile_queries, pl.ds(first_lane, LANES)] = x.astype(g.dtype)
 
     lax.fori_loop(0, g.num_k_planes, plane, None)
-    num_words = entry.num_q * row_words
-    refs.out_words[half] = num_words
-    target = refs.out.at[:, pl.ds(entry.q_start * row_words, num_words)]
-    pltpu.make_async_copy(block.at[:, pl.ds(0, num_words)], target, sem).start()
+    skip, num_q = entry.block.skip, entry.block.num_q
+
+    @pl.when(skip > 0)
+    def _() -> None:
+        token = lax.broadcasted_iota(jnp.int32, refs.out_tile.shape, 0)
+        block[:tile] = jnp.where(token < skip, refs.out_tile[...], block[:tile])
+
+    num_rows = pl.multiple_of(num_q - lax.rem(num_q, tile), tile)
+
+    @pl.when(num_rows < num_q)
+    def _() -> None:
+        refs.out_tile[...] = block[pl.ds(num_rows, tile)]
+
+    refs.out_rows[half] = num_rows
+
+    @pl.when(num_rows > 0)
+    def _() -> None:
+        target = refs.out.at[pl.ds(entry.block.start, num_rows)]
+        pltpu.make_async_copy(block.at[pl.ds(0, num_rows)], target, sem).start()
 
 
 # Jitted, so that a model's layers trace and lower it once.
-@functools.partial(jax.jit, static_argnames=("g", "blocks", "interpret"))
-def attend(operands: Operands, *, g: Geometry, blocks: MixedBlocks, interpret: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the outputs in the queries' shape (tokens of other rows keep their queries), and the pages."""
-    queries, new_words, kv_pages, kv_lens, query_starts, new_pages, page_table, scalars = operands
+@functools.partial(jax.jit, static_argnames=("g", "kv_column", "blocks", "interpret"))
+def attend(
+    operands: Operands, *, g: Geometry, kv_column: int, blocks: MixedBlocks, interpret: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the outputs, with those of the single-token rows and zeros for the tokens that pad the step, and the
+    pages."""
+    o = operands
+    inputs = [o.page_table, o.queries, o.new_kv] + ([] if o.rotation is None else [o.rotation])
+    first_aliased = 4 + len(inputs)
     return pl.pallas_call(
-        functools.partial(_kernel, g=g, blocks=blocks),
+        functools.partial(_kernel, g=g, blocks=blocks, kv_column=kv_column, rotates=o.rotation is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(1,),
-            in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 4,
+            in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * (len(inputs) + 2),
             out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
             scratch_shapes=[*vmem_scratch(g, blocks), *other_scratch()],
         ),
         out_shape=(
-            jax.ShapeDtypeStruct(queries.shape, queries.dtype),
-            jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
+            jax.ShapeDtypeStruct(o.out.shape, o.out.dtype),
+            jax.ShapeDtypeStruct(o.kv_pages.shape, o.kv_pages.dtype),
         ),
-        input_output_aliases={5: 0, 7: 1},
+        input_output_aliases={first_aliased: 0, first_aliased + 1: 1},
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem_bytes(g, blocks), disable_bounds_checks=True),
         interpret=interpret,
         name="paged_attention_mixed",
-    )(kv_lens, query_starts, new_pages, scalars, page_table, queries, new_words, kv_pages)
+    )(o.kv_lens, o.query_starts, o.new_pages, o.scalars, *inputs, o.out, o.kv_pages)

@@ -17,10 +17,12 @@ SUM_ROWS = 16  # rows of ones below V^T: one bf16 register tile; the first is re
 
 
 class Operands(NamedTuple):
-    """One layer's rows of any number of tokens. A token's queries of one plane fill `row_words` words."""
+    """One layer's rows of any number of tokens. `T` is a multiple of `token_tile`."""
 
-    queries: jax.Array  # uint32[num_k_planes, T * row_words, 128]
-    new_words: jax.Array  # uint32[planes, W, 128]: each row's new words, see `append`
+    queries: jax.Array  # [T, columns], of which the first `query_columns` are queries
+    new_kv: jax.Array  # kv_dtype[T, columns], with K and V from `kv_column` on; the array of the queries, or another
+    rotation: jax.Array | None  # f32[T, 256], see `lanes`; None if queries and keys are rotated
+    out: jax.Array  # [T, query_columns] with the outputs of the single-token rows
     kv_pages: jax.Array  # uint32[P, planes, page_words, 128]
     kv_lens: jax.Array  # i32[S]
     query_starts: jax.Array  # i32[S + 1]
@@ -29,10 +31,10 @@ class Operands(NamedTuple):
     scalars: jax.Array  # i32[3]: the first row, the row past the last, first_page
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Refs:
-    """The kernel's arguments, in this order. In buffers with two halves, copies fill or empty one half while the kernel
-    works on the other."""
+    """The kernel's arguments. In buffers with two halves, copies fill or empty one half while the kernel works on the
+    other."""
 
     # Scalars, in SMEM
     kv_lens: Any  # i32[S]
@@ -41,15 +43,17 @@ class Refs:
     scalars: Any  # i32[3]
     # Inputs, in HBM
     page_table: Any  # i32[S * windows_per_seq, 1, 128]
-    queries: Any  # uint32[num_k_planes, T * row_words, 128], aliased to `out`
-    new_words: Any  # uint32[planes, W, 128]
-    pages_in: Any  # aliased to `pages`
-    # Outputs, in HBM
-    out: Any  # as `queries`
+    queries: Any  # [T, columns]
+    new_kv: Any  # kv_dtype[T, columns]
+    kv_column: int
+    rotation: Any | None  # f32[T, 256]
+    # Outputs, in HBM, aliased to inputs
+    out: Any  # [T, query_columns]
     pages: Any  # uint32[P, planes, page_words, 128]
     # Scratch, in VMEM up to `edge`
-    q_blocks: Any  # uint32[2, num_k_planes, q_block * row_words, 128]
-    q_scaled: Any  # [num_k_planes, q_block * queries_per_plane, 128]
+    q_blocks: Any  # [2, q_block, query_columns]
+    q_rotations: Any  # f32[2, q_block, 256]
+    q_scaled: Any  # [num_k_planes, q_block * queries_per_plane, 128]: tiles; in each, head after head
     kv_blocks: Any  # uint32[2, planes, block_words, 128]
     scores_even: Any  # f32[tile_tokens, tile_rows]
     scores_odd: Any
@@ -57,38 +61,50 @@ class Refs:
     unit_tops_odd: Any
     v_t_even: Any  # [128 + SUM_ROWS, tile_tokens]
     v_t_odd: Any
-    masks: Any  # f32[num_masks, tile_tokens, tile_rows]: MASKED or -MASKED
+    masks: Any  # f32[num_masks, tile_tokens, mask_rows]: MASKED or -MASKED
     tops: Any  # f32[num_k_planes + 1, tiles, 1, tile_rows]: the running maximum
     values: Any  # f32[num_k_planes + 1, tiles, 128 + SUM_ROWS, tile_rows]: the running sums, relative to `tops`
-    out_blocks: Any  # uint32[2, num_k_planes, q_block * row_words, 128]
-    edge: Any  # uint32[2, planes, 1, 128]
+    out_blocks: Any  # [2, q_block, query_columns]
+    out_tile: Any  # [token_tile, query_columns]: the tile that is not complete yet
+    stage: Any  # kv_dtype[q_block + 2 * token_tile, kv_columns]: a part's new tokens, after a tile of anything
+    kv_rotation: Any  # f32[q_block + 2 * token_tile, 256]: of the tokens in `stage`
+    words: Any  # uint32[2, planes, (q_block + 2 * token_tile) / kv_packing + 8, 128]
+    edge: Any  # uint32[planes, 1, 128]
     table_windows: Any  # i32[2, 1, 1, 128] in SMEM
-    out_words: Any  # i32[2] in SMEM: words that are being copied out of each half of out_blocks
+    out_rows: Any  # i32[2] in SMEM: rows that are being copied out of each half of out_blocks
     mask_phase: Any  # i32[1] in SMEM: the phase that `masks` were made for
     window_sems: Any
     kv_sems: Any
     q_sems: Any
     out_sems: Any
-    append_sem: Any
+    append_sems: Any
+    stage_sem: Any
+    edge_sem: Any
+    tile_sem: Any
 
 
 def vmem_scratch(g: Geometry, blocks: MixedBlocks) -> list[Any]:
     """The buffers from `Refs.q_blocks` to `Refs.edge`."""
-    row_words = g.queries_per_plane // g.query_packing
     block_words = blocks.kv_block // g.kv_packing
     tiles = blocks.max_q_tiles(g)
+    staged = blocks.q_block + 2 * g.token_tile
     return [
-        pltpu.VMEM((2, g.num_k_planes, blocks.q_block * row_words, LANES), jnp.uint32),
+        pltpu.VMEM((2, blocks.q_block, g.query_columns), g.dtype),
+        pltpu.VMEM((2, blocks.q_block, 2 * LANES), jnp.float32),
         pltpu.VMEM((g.num_k_planes, blocks.q_block * g.queries_per_plane, LANES), g.dtype),
         pltpu.VMEM((2, g.num_planes, block_words, LANES), jnp.uint32),
         *[pltpu.VMEM((blocks.tile_tokens, blocks.tile_rows), jnp.float32)] * 2,
         *[pltpu.VMEM((1, blocks.tile_rows), jnp.float32)] * 2,
         *[pltpu.VMEM((LANES + SUM_ROWS, blocks.tile_tokens), g.dtype)] * 2,
-        pltpu.VMEM((blocks.num_masks(g), blocks.tile_tokens, blocks.tile_rows), jnp.float32),
+        pltpu.VMEM((blocks.num_masks(g), blocks.tile_tokens, blocks.mask_rows(g)), jnp.float32),
         pltpu.VMEM((g.num_k_planes + 1, tiles, 1, blocks.tile_rows), jnp.float32),
         pltpu.VMEM((g.num_k_planes + 1, tiles, LANES + SUM_ROWS, blocks.tile_rows), jnp.float32),
-        pltpu.VMEM((2, g.num_k_planes, blocks.q_block * row_words, LANES), jnp.uint32),
-        pltpu.VMEM((2, g.num_planes, 1, LANES), jnp.uint32),
+        pltpu.VMEM((2, blocks.q_block, g.query_columns), g.dtype),
+        pltpu.VMEM((g.token_tile, g.query_columns), g.dtype),
+        pltpu.VMEM((staged, g.kv_columns), g.kv_dtype),
+        pltpu.VMEM((staged, 2 * LANES), jnp.float32),
+        pltpu.VMEM((2, g.num_planes, staged // g.kv_packing + 8, LANES), jnp.uint32),
+        pltpu.VMEM((g.num_planes, 1, LANES), jnp.uint32),
     ]
 
 
@@ -103,6 +119,6 @@ def other_scratch() -> list[Any]:
         pltpu.SMEM((2, 1, 1, paging.WINDOW), jnp.int32),
         pltpu.SMEM((2,), jnp.int32),
         pltpu.SMEM((1,), jnp.int32),
-        *[pltpu.SemaphoreType.DMA((2,))] * 4,
-        pltpu.SemaphoreType.DMA,
+        *[pltpu.SemaphoreType.DMA((2,))] * 5,
+        *[pltpu.SemaphoreType.DMA] * 3,
     ]

@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu.layout import Geometry
 
+SUBLANES = 8  # rows of a register
 WINDOW = 128  # entries of the page table fetched at a time: the lanes of one register
 MASKED = -1e30  # the score of a masked token; finite, so a fully masked row gives no NaN
 
@@ -24,6 +25,11 @@ MASKED = -1e30  # the score of a masked token; finite, so a fully masked row giv
 def words_of(tokens: Any, packing: int) -> Any:
     """Words that hold `tokens` tokens, counted from a word's beginning."""
     return lax.div(tokens + (packing - 1), packing) if packing > 1 else tokens
+
+
+def whole_tiles(tokens: Any, tile: int) -> Any:
+    """`tokens` rounded up to whole tiles, so that their rows can be copied."""
+    return pl.multiple_of(lax.div(tokens + (tile - 1), tile) * tile, tile)
 
 
 def windows_of_table(page_table: jax.Array) -> jax.Array:
@@ -104,6 +110,15 @@ def wait_words(block: Any, num_words: Any, sem: Any) -> None:
     def _() -> None:
         # Copies are counted in bytes: one wait for the sum covers many copies.
         landed = block.at[:, pl.ds(0, num_words)]
+        pltpu.make_async_copy(landed, landed, sem).wait()
+
+
+def wait_rows(tokens: Any, num_rows: Any, sem: Any) -> None:
+    """Waits until a copy of `num_rows` rows, which are whole tiles, into (or out of) `tokens` has been signalled."""
+
+    @pl.when(num_rows > 0)
+    def _() -> None:
+        landed = tokens.at[pl.ds(0, pl.multiple_of(num_rows, SUBLANES))]
         pltpu.make_async_copy(landed, landed, sem).wait()
 
 

@@ -21,7 +21,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.tpu.layout import Geometry
+from pallas_kernels.tpu.layout import LANES, Geometry
+
+SLICE_ROWS = 256  # the columns of the largest matrix unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,7 @@ class MixedBlocks:
 
     q_block: int  # queries of one query block: a multiple of a tile
     kv_block: int  # fetched at a time
-    tile_rows: int  # query rows of a unit: a power of two times the queries per plane
+    tile_rows: int  # query rows of a unit: a power of two of queries, times the queries per plane
     tile_tokens: int  # KV tokens of a unit: at most kv_block
     units_per_turn: int  # even: units in one turn of the loop
 
@@ -44,6 +46,15 @@ class MixedBlocks:
     def max_q_tiles(self, g: Geometry) -> int:
         """Tiles of a whole block of queries."""
         return self.q_block // self.tile_queries(g)
+
+    @property
+    def slice_rows(self) -> int:
+        """Query rows computed at a time."""
+        return SLICE_ROWS if self.tile_rows % SLICE_ROWS == 0 else LANES
+
+    def mask_rows(self, g: Geometry) -> int:
+        """Query rows of a mask: whole slices, after which the tile's queries repeat."""
+        return max(self.tile_queries(g), self.slice_rows)
 
     def num_masks(self, g: Geometry) -> int:
         """The most masks that the units of one row need; number 0 masks nothing."""

@@ -28,12 +28,12 @@ def our_decode(g: layout.Geometry, sizes: list[int]) -> tuple[Callable, list[tup
     """The decode kernel with these block sizes, and the shapes of its operands."""
     blocks = DecodeBlocks(kv_block=sizes[0], items_per_turn=sizes[1])
 
-    def kernel(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return decode.attend(decode_memory.Operands(*operands), g=g, blocks=blocks, interpret=False)
+    def kernel(columns: jax.Array, rotation: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+        given = decode_memory.Operands(columns, columns, rotation, *operands)
+        return decode.attend(given, g=g, kv_column=g.query_columns, blocks=blocks, interpret=False)
 
     return kernel, [
-        ((NUM_ROWS, g.num_k_planes, g.queries_per_plane, 128), g.dtype),
-        ((g.num_planes, NUM_ROWS, 128), jnp.uint32),
+        *projection(g, NUM_ROWS),
         ((NUM_PAGES, g.num_planes, g.page_words, 128), jnp.uint32),
         ((NUM_ROWS,), jnp.int32),
         ((NUM_ROWS,), jnp.int32),
@@ -42,19 +42,24 @@ def our_decode(g: layout.Geometry, sizes: list[int]) -> tuple[Callable, list[tup
     ]
 
 
+def projection(g: layout.Geometry, num_tokens: int) -> list[tuple]:
+    """The shapes of a step's tokens as the kernels read them, and of their rotation."""
+    return [((num_tokens, g.query_columns + g.kv_columns), g.dtype), ((num_tokens, 256), jnp.float32)]
+
+
 def our_mixed(g: layout.Geometry, sizes: list[int]) -> tuple[Callable, list[tuple]]:
     """The kernel of mixed steps with these block sizes, and the shapes of its operands."""
     blocks = MixedBlocks(
         q_block=sizes[0], kv_block=sizes[1], tile_rows=sizes[2], tile_tokens=sizes[3], units_per_turn=sizes[4]
     )
 
-    def kernel(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return mixed.attend(mixed_memory.Operands(*operands), g=g, blocks=blocks, interpret=False)
+    def kernel(columns: jax.Array, rotation: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+        given = mixed_memory.Operands(columns, columns, rotation, *operands)
+        return mixed.attend(given, g=g, kv_column=g.query_columns, blocks=blocks, interpret=False)
 
-    words = append.num_word_slots(CHUNK_TOKENS, NUM_ROWS, g.kv_packing)
     return kernel, [
-        ((g.num_k_planes, CHUNK_TOKENS * g.queries_per_plane // g.query_packing, 128), jnp.uint32),
-        ((g.num_planes, words, 128), jnp.uint32),
+        *projection(g, CHUNK_TOKENS),
+        ((CHUNK_TOKENS, g.query_columns), g.dtype),
         ((NUM_PAGES, g.num_planes, g.page_words, 128), jnp.uint32),
         ((NUM_ROWS,), jnp.int32),
         ((NUM_ROWS + 1,), jnp.int32),

@@ -23,10 +23,6 @@ from pallas_kernels.tpu.tiles import MixedBlocks
 from tests.pallas_kernels.dense import QUICKLY_COMPILED, Case
 
 DMA_MODES = ("on_wait", "eager")  # as late as allowed, as early as possible: each hides what the other shows
-SMALL = BlockSizes(
-    decode=DecodeBlocks(kv_block=128, items_per_turn=2),
-    mixed=MixedBlocks(q_block=64, kv_block=256, tile_rows=128, tile_tokens=128, units_per_turn=2),
-)
 TOLERANCE = {jnp.dtype(jnp.bfloat16): 0.03, jnp.dtype(jnp.float32): 2e-5}
 
 
@@ -46,13 +42,27 @@ class Findings:
         return self == Findings(False, 0.0, 0, 0, False, "")
 
 
+def small(spec: AttentionSpec) -> BlockSizes:
+    """The smallest blocks, so that few tokens take several."""
+    queries = layout.geometry(spec).queries_per_plane
+    tile_queries = 128 // (queries & -queries)  # rows of a tile fill whole lanes
+    q_block = max(64, tile_queries)
+    return BlockSizes(
+        decode=DecodeBlocks(kv_block=128, items_per_turn=2),
+        mixed=MixedBlocks(
+            q_block=q_block, kv_block=256, tile_rows=tile_queries * queries, tile_tokens=128, units_per_turn=2
+        ),
+    )
+
+
 def bits(x: np.ndarray) -> np.ndarray:
     x = np.asarray(x)
     return x.view(f"uint{8 * x.itemsize}").astype(np.uint32)
 
 
 def planes(keys: np.ndarray, values: np.ndarray, g: layout.Geometry) -> np.ndarray:
-    return bits(np.asarray(layout.kv_to_planes(jnp.asarray(keys), jnp.asarray(values), g)))
+    columns = np.asarray(layout.kv_to_columns(jnp.asarray(keys), jnp.asarray(values), g))
+    return bits(columns.reshape(-1, g.num_planes, 128))
 
 
 def filled_pages(case: Case, first_page: int) -> np.ndarray:
@@ -81,16 +91,22 @@ def run(
     *,
     decode_only: bool = False,
     first_page: int = 0,
-    block_sizes: BlockSizes | None = SMALL,
+    choose_blocks: bool = False,
+    projected: bool = False,
     poison_padding: bool = False,
 ) -> Findings:
-    """Memory that nothing was written to is NaN: pages, blocks and scratch. `poison_padding`: so are the queries, keys
-    and values of the tokens that pad the step."""
+    """Memory that nothing was written to is NaN: pages, blocks and scratch.
+
+    Args:
+        choose_blocks: takes the block sizes that serving would take, instead of `small`.
+        projected: gives the kernels the heads as a projection makes them, turned back, and lets them rotate.
+        poison_padding: the queries, keys and values of the tokens that pad the step are NaN, too.
+    """
     num_checked = case.num_real_tokens if poison_padding else case.num_tokens
     if poison_padding:
         case = replace(case, **{name: _poisoned(case, name) for name in ("queries", "keys", "values")})
     pages = filled_pages(case, first_page)
-    step = compiled_step(case.spec, dma_mode, decode_only, block_sizes)
+    step = compiled_step(case.spec, dma_mode, decode_only, None if choose_blocks else small(case.spec), projected)
     pltpu.reset_tpu_interpret_mode_state()
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -116,19 +132,43 @@ def _poisoned(case: Case, name: str) -> np.ndarray:
 
 
 @cache
-def compiled_step(spec: AttentionSpec, dma_mode: str, decode_only: bool, block_sizes: BlockSizes | None) -> Callable:
+def compiled_step(
+    spec: AttentionSpec, dma_mode: str, decode_only: bool, block_sizes: BlockSizes | None, projected: bool
+) -> Callable:
     interpret = pltpu.InterpretParams(detect_races=True, dma_execution_mode=dma_mode)
 
     @partial(jax.jit, compiler_options=QUICKLY_COMPILED)
     def step(batch: RaggedBatch, queries: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
         keys, values, pages, first_page, *scales = operands
         metadata = attention.make_metadata(batch, spec, num_tokens=queries.shape[0], decode_only=decode_only)
-        operation = partial(attention.append_and_attend, spec=spec, interpret=interpret, block_sizes=block_sizes)
+        statics = {"spec": spec, "interpret": interpret, "block_sizes": block_sizes}
+        if projected:
+            heads = jnp.concatenate([queries, keys, values], axis=1)
+            cos, sin = quarter_turns(queries.shape[0], spec.head_dim)
+            turned = jnp.concatenate([_turned_back(heads[:, : -spec.num_kv_heads], cos, sin), values], axis=1)
+            columns = turned.reshape(queries.shape[0], -1)
+            out, pages = attention.append_and_attend_projected(
+                columns, cos, sin, pages, metadata, first_page, **statics
+            )
+            return out.reshape(queries.shape), pages
+        operation = partial(attention.append_and_attend, **statics)
         if spec.has_kv_scales:
             operation = quantised.with_scales(operation, spec.kv_dtype)
         return operation(queries, keys, values, pages, metadata, first_page, *scales)
 
     return step
+
+
+def quarter_turns(num_tokens: int, head_dim: int) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, f32[T, 1, H / 2], of turns by multiples of a quarter, which are exact in every dtype."""
+    turns = (jnp.arange(num_tokens)[:, None, None] + 3 * jnp.arange(head_dim // 2)) % 4
+    return jnp.array([1.0, 0.0, -1.0, 0.0])[turns], jnp.array([0.0, 1.0, 0.0, -1.0])[turns]
+
+
+def _turned_back(heads: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    first, second = jnp.split(heads.astype(jnp.float32), 2, axis=-1)
+    back = jnp.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1)
+    return back.astype(heads.dtype)
 
 
 def _wrong_tokens(case: Case, after: np.ndarray, first_page: int) -> int:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.tpu import append, paging, tiles
+from pallas_kernels.tpu import append, entries, paging, tiles
 from tests.pallas_kernels.dense import Row, make_case
 from tests.pallas_kernels.tpu.interpreted import DMA_MODES, compiled_step, run
 
@@ -26,7 +26,8 @@ CHUNKS = [Row(query_len=70, kv_len=281)]
 # Turns of two blocks with 64, 128 and 64 words: two turns that signal each other's semaphore wait for as much as comes.
 EVEN_TURNS = [Row(query_len=1, kv_len=kv_len) for kv_len in (65, 65, 128, 128, 65, 65)]
 
-wait_words, fetch, append_rows, make_copy = paging.wait_words, paging.fetch, append.append_rows, paging.Windows.copy
+wait_words, fetch, make_copy = paging.wait_words, paging.fetch, paging.Windows.copy
+write, stage_copies = append.Appender.write, append.Appender._stage_copies
 
 
 def forget_compiled() -> None:
@@ -61,6 +62,14 @@ def is_found(name: str, rows: list[Row], spec: AttentionSpec = SPEC) -> bool:
 
 def test_no_fault_no_findings() -> None:
     assert findings(DECODES + CHUNKS) == findings(EVEN_TURNS) == set()
+
+
+class NeverWaited:
+    def __init__(self, copy: Any) -> None:
+        self.start = copy.start
+
+    def wait(self) -> None:
+        pass
 
 
 def no_wait(block: Any, num_words: Any, sem: Any) -> None:
@@ -106,23 +115,35 @@ def test_one_half_for_two_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_attention_before_the_append_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_waits(*args: Any, **kwargs: Any) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(paging, "wait_words", no_wait)
-            append_rows(*args, **kwargs)
-
-    monkeypatch.setattr(append, "append_rows", without_waits)
+    monkeypatch.setattr(append.Appender, "wait", lambda *args: None)
     assert {"semaphores", "races"} <= findings(CHUNKS)
 
 
+def test_new_tokens_packed_before_they_have_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        append.Appender, "_stage_copies", lambda self, part: [NeverWaited(copy) for copy in stage_copies(self, part)]
+    )
+    assert is_found("semaphores", CHUNKS)
+
+
+def test_new_tokens_at_the_wrong_place_of_their_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = append.Appender._pack
+    monkeypatch.setattr(append.Appender, "_pack", lambda self, half, shift: pack(self, half, jnp.int32(0)))
+    assert is_found("wrong_tokens", CHUNKS)
+
+
+def test_a_tile_without_the_outputs_of_the_row_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that meet in a tile of tokens: what the first one left there is not merged."""
+    block_at = entries.query_block_at
+
+    def without_skip(*args: Any) -> Any:
+        return replace(block_at(*args), skip=jnp.int32(0))
+
+    monkeypatch.setattr(entries, "query_block_at", without_skip)
+    assert is_found("error", DECODES + CHUNKS)
+
+
 def test_a_window_used_before_it_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    class NeverWaited:
-        def __init__(self, copy: Any) -> None:
-            self.start = copy.start
-
-        def wait(self) -> None:
-            pass
-
     monkeypatch.setattr(paging.Windows, "copy", lambda *args: NeverWaited(make_copy(*args)))
     assert is_found("semaphores", DECODES + CHUNKS)
 
@@ -136,13 +157,7 @@ def test_the_window_of_another_sequence(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_shared_word_that_loses_its_older_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the new word merged with the page's, but the page's own is written back."""
-
-    def keep_old(new: Any, in_page: Any, *rest: Any) -> None:
-        merge_word(in_page, in_page, *rest)
-
-    merge_word = append._merge_word
-    monkeypatch.setattr(append, "_merge_word", keep_old)
+    monkeypatch.setattr(append.Appender, "_if_shared", lambda *args: None)
     assert is_found("wrong_tokens", CHUNKS)
 
 
@@ -162,12 +177,12 @@ def test_a_write_back_beyond_the_new_tokens(monkeypatch: pytest.MonkeyPatch) -> 
     def one_further(self: Any, begin: Any, end: Any, body: Any) -> None:
         for_each_run(self, begin + 1, end + 1, body)
 
-    def append_shifted(*args: Any, **kwargs: Any) -> None:
+    def append_shifted(*args: Any) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(paging.Pages, "for_each_run", one_further)
-            append_rows(*args, **kwargs)
+            write(*args)
 
-    monkeypatch.setattr(append, "append_rows", append_shifted)
+    monkeypatch.setattr(append.Appender, "write", append_shifted)
     assert is_found("foreign_words", CHUNKS)
 
 

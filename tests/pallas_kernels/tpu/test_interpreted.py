@@ -52,6 +52,23 @@ def test_decodes_and_chunks(head_dim: int, dma_mode: str) -> None:
     assert run(case, dma_mode).clean
 
 
+@pytest.mark.parametrize("dma_mode", DMA_MODES)
+@pytest.mark.parametrize(
+    ("num_query_heads", "num_kv_heads", "head_dim"), [(4, 2, 128), (3, 1, 128), (8, 4, 64), (12, 2, 64)]
+)
+def test_a_projection_is_rotated_and_split(
+    num_query_heads: int, num_kv_heads: int, head_dim: int, dma_mode: str
+) -> None:
+    heads = spec(num_query_heads=num_query_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    case = make_case(heads, CHUNKS, num_tokens=96, num_rows=8, pages_per_seq=20)
+    assert run(case, dma_mode, projected=True, poison_padding=True).clean
+
+
+def test_a_projection_of_float32_in_a_decode() -> None:
+    case = make_case(spec(dtype=jnp.float32), DECODES, num_tokens=8, num_rows=8, pages_per_seq=20)
+    assert run(case, projected=True, decode_only=True).clean
+
+
 # Of a word's four tokens each is once the last cached one, or the first new one.
 INT8_DECODES = rows((1, 1), (1, 2), (1, 3), (1, 4), (1, 33), (1, 128), (1, 131), (1, 290))
 INT8_CHUNKS = rows((1, 34), (70, 70), (7, 50), (3, 258), (2, 9), (2, 2), (5, 40), (4, 6))
@@ -104,7 +121,7 @@ def test_float32_over_pages_of_int8() -> None:
 
 def test_what_pads_a_step_of_int8_reaches_nobody_and_blocks_are_chosen() -> None:
     case = make_case(int8(), INT8_CHUNKS, num_tokens=96, num_rows=8, pages_per_seq=10)
-    assert run(case, poison_padding=True, block_sizes=None, first_page=7).clean
+    assert run(case, poison_padding=True, choose_blocks=True, first_page=7).clean
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -117,7 +134,7 @@ def test_what_pads_a_step_reaches_nobody(head_dim: int) -> None:
 
 @pytest.mark.parametrize(
     ("num_query_heads", "num_kv_heads", "head_dim"),
-    [(1, 1, 128), (3, 1, 128), (8, 1, 128), (8, 8, 128), (24, 8, 128), (4, 1, 64), (6, 3, 64), (32, 8, 64)],
+    [(1, 1, 128), (3, 1, 128), (8, 1, 128), (8, 8, 128), (24, 8, 128), (4, 1, 64), (3, 3, 64), (6, 3, 64), (32, 8, 64)],
 )
 def test_head_counts(num_query_heads: int, num_kv_heads: int, head_dim: int) -> None:
     heads = spec(num_query_heads=num_query_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
@@ -157,7 +174,7 @@ def test_pages_of_a_later_layer() -> None:
 def test_chosen_block_sizes(num_query_heads: int, head_dim: int) -> None:
     heads = spec(num_query_heads=num_query_heads, head_dim=head_dim)
     case = make_case(heads, rows((1, 200), (40, 200)), num_tokens=48, num_rows=4, pages_per_seq=13)
-    assert run(case, block_sizes=None).clean
+    assert run(case, choose_blocks=True).clean
 
 
 @pytest.mark.parametrize("make_spec", [spec, int8])
