@@ -4,7 +4,8 @@
     python -m scripts.bench_kernels --target v6e:1x1 --static --sweep     tries block sizes, keeps the best in tuned/
     python -m scripts.bench_kernels --target v6e:1x1 --static --step llama-3.1-8b --quantization int8 --kv-dtype int8
 
-The last compiles a whole decode step of a model, and the same in bfloat16, and prints what each reads.
+The last compiles a whole decode step of a model, and the same in bfloat16, and prints what each reads. It also prints
+what one layer does besides its kernels, in a decode step and in a prefill.
 What is counted, and how far it can be trusted, is said in `benchmarks.tpu_static`.
 """
 
@@ -63,7 +64,10 @@ def main(target: str, static: bool, rest: list[str]) -> None:
     if not static:
         raise ValueError("use --static; scripts/check --parts speed measures, on a machine with a TPU")
     if args.step:
-        print(step_table.table(target, args.step, args.quantization, ["--kv-dtype", args.kv_dtype]))
+        kv_flags = ["--kv-dtype", args.kv_dtype]
+        print(step_table.table(target, args.step, args.quantization, kv_flags))
+        weights = ["--quantization", args.quantization] if args.quantization else []
+        print(step_table.glue_table(target, args.step, weights + kv_flags))
         return
     models = args.model or list(MODELS)
     if args.sweep:

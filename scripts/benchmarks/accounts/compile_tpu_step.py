@@ -6,6 +6,7 @@
 It prints a JSON object for each `--tokens`: 64 (the rows) is the decode step, others are mixed steps of as many rows.
 `alias_bytes` are updated in place, `temp_bytes` are what the program writes besides its results. `weights_read` and
 `kv_read` are counted, not compiled: the bytes that a chip must read in a decode step of 64 rows of `--context` tokens.
+`product_cycles` and `glue_cycles` are those of one layer, see `glue`; null if one layer only is compiled.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from model.presets import preset
 from model.quantization.forms import EightBit
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, Backend
+from scripts.benchmarks.accounts.glue import layer_cycles
 from scripts.benchmarks.accounts.step_bytes import step_bytes
 from scripts.benchmarks.accounts.targets import tpu_target
 
@@ -104,6 +106,7 @@ def compile_step(model: Llama, attention: PagedAttention, mesh: Mesh, num_tokens
     memory = compiled.memory_analysis()
     text = compiled.as_text()
     assert memory is not None and text is not None
+    layer = layer_cycles(text) if config.num_layers > 1 else None
     return {
         "trace_s": round(traced - begin, 1),
         "compile_s": round(time.perf_counter() - traced, 1),
@@ -111,6 +114,8 @@ def compile_step(model: Llama, attention: PagedAttention, mesh: Mesh, num_tokens
         "kv_bytes": attention.page_bytes() * NUM_PAGES * config.num_layers,
         "alias_bytes": memory.alias_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
+        "product_cycles": layer and round(layer.products),
+        "glue_cycles": layer and round(layer.glue),
         "wide_copies": find(text, narrow_kernels(model, "tpu", mesh)),
         "argument_bytes": memory.argument_size_in_bytes,
         "code_bytes": memory.generated_code_size_in_bytes,

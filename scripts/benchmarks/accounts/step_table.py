@@ -1,4 +1,4 @@
-"""The account of a whole decode step, in bfloat16 and in fewer bits, from `compile_tpu_step` or `compile_gpu_step`."""
+"""The account of a whole step, in bfloat16 and in fewer bits, from `compile_tpu_step` or `compile_gpu_step`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from pallas_kernels.chips import GPUS, TPUS
 
 GIB, MIB = 1 << 30, 1 << 20
+GLUE_TOKENS = (64, 2048)  # a decode step, and a prefill
 
 
 def table(target: str, preset: str, quantization: str | None, kv_flags: list[str]) -> str:
@@ -48,8 +49,26 @@ def table(target: str, preset: str, quantization: str | None, kv_flags: list[str
     return "\n".join(lines)
 
 
+def glue_table(target: str, preset: str, flags: list[str]) -> str:
+    """In Markdown: what a layer of a TPU's steps does besides its kernels, by XLA's estimate."""
+    lines = [
+        f"\n### {target}, {preset}: one layer without its attention kernels, estimated cycles\n",
+        "| tokens of the step | products | everything else |",
+        "|---|---|---|",
+    ]
+    sizes = [flag for tokens in GLUE_TOKENS for flag in ("--tokens", str(tokens))]
+    for a in accounts("tpu", "--target", target, "--preset", preset, "--layers", "2", *sizes, *flags):
+        lines.append(f"| {a['num_tokens']} | {a['product_cycles']} | {a['glue_cycles']} |")
+    return "\n".join(lines)
+
+
 def compiled(family: str, *flags: str) -> dict[str, Any]:
-    """The account of one step. A process compiles for one target only."""
+    """The account of one step."""
+    return accounts(family, *flags)[-1]
+
+
+def accounts(family: str, *flags: str) -> list[dict[str, Any]]:
+    """The accounts of all steps that the flags ask for. A process compiles for one target only."""
     process = subprocess.run(
         [sys.executable, "-m", f"scripts.benchmarks.accounts.compile_{family}_step", *flags],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"},
@@ -59,4 +78,4 @@ def compiled(family: str, *flags: str) -> dict[str, Any]:
     )
     if process.returncode:
         raise RuntimeError(f"{' '.join(flags)} does not compile: {process.stderr[-2000:]}")
-    return json.loads(process.stdout.splitlines()[-1])
+    return [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
