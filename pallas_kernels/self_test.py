@@ -107,6 +107,26 @@ def plan_steps(
     return steps
 
 
+def _projection(
+    queries: jax.Array, keys: jax.Array, values: jax.Array, num_shards: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Columns, cos and sin, as `PagedAttention.projected` takes them, that become these heads when they are rotated.
+
+    All turns are multiples of a quarter: they are exact in every dtype."""
+    tokens, _, head_dim = queries.shape
+    turns = (jnp.arange(tokens)[:, None, None] + 3 * jnp.arange(head_dim // 2)) % 4
+    cos, sin = jnp.array([1.0, 0.0, -1.0, 0.0])[turns], jnp.array([0.0, 1.0, 0.0, -1.0])[turns]
+
+    def turned_back(heads: jax.Array) -> jax.Array:
+        first, second = jnp.split(heads.astype(jnp.float32), 2, axis=-1)
+        back = jnp.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1)
+        return back.astype(heads.dtype)
+
+    parts = (turned_back(queries), turned_back(keys), values)
+    by_chip = jnp.concatenate([part.reshape(tokens, num_shards, -1) for part in parts], axis=-1)
+    return by_chip.reshape(tokens, -1), cos, sin
+
+
 def _chunks(num_rows: int, num_tokens: int, rng: np.random.Generator) -> list[int]:
     """Tokens of each row: single tokens, and at least one chunk of two or more. Their sum is at most `num_tokens`,
     which exceeds `num_rows`."""
@@ -197,6 +217,10 @@ class SelfTest:
             metadata = self._attention.make_metadata(
                 batch, num_tokens=program.num_tokens, decode_only=program.decode_only
             )
+            if self._attention.takes_projection:  # as serving does
+                projection = _projection(queries, keys, values, self._attention.num_shards)
+                output, pages = self._attention.projected(*projection, pages, metadata)
+                return output.reshape(queries.shape), pages
             return self._attention(queries, keys, values, pages, metadata, kv_scales=scales)
 
         try:

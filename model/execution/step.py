@@ -100,6 +100,11 @@ def _logprob_shapes(prefix: str, of: tuple[int, ...]) -> dict[str, tuple[tuple[i
     }
 
 
+def _all_finite(logits: jax.Array) -> jax.Array:
+    """bool[S]. A maximum is computed by the product that makes the logits; a test of each would read them again."""
+    return jnp.max(jnp.abs(logits), axis=-1) < jnp.inf  # a maximum with a NaN is NaN
+
+
 def make_step(
     bucket: Bucket, rebuild: Callable[[Any], Llama], attention: PagedAttention, *, pooling: Pooling | None = None
 ) -> Callable[[Any, KvScales, DeviceState, jax.Array], tuple[DeviceState, jax.Array]]:
@@ -124,7 +129,7 @@ def make_step(
 
         last = hidden if bucket.decode_only else hidden[jnp.maximum(rows.starts[1:] - 1, 0)]
         logits = model.logits(last)  # f32[S, V]
-        outputs = {"finite": jnp.isfinite(logits).all(axis=-1).astype(jnp.int32)}
+        outputs = {"finite": _all_finite(logits).astype(jnp.int32)}
         history = state.history
         vocabulary = VocabSplit(history.shape[1], attention.mesh)
         if bucket.variant is Variant.GREEDY:

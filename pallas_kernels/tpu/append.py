@@ -20,7 +20,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -31,8 +30,6 @@ from pallas_kernels.tpu.entries import QueryBlock, query_block_at
 from pallas_kernels.tpu.layout import LANES, Geometry
 from pallas_kernels.tpu.mixed_memory import Refs
 from pallas_kernels.tpu.tiles import MixedBlocks
-
-WORD_TILE = 64  # words that are shifted at a time
 
 
 def page_base(row: Any, query_start: Any, page_size: int) -> Any:
@@ -110,7 +107,7 @@ class Appender:
             for copy in self._stage_copies(part):
                 copy.wait()
             offset = g.token_tile + part.first_token - part.block.start  # in `stage`
-            self._pack(half, lax.rem(offset, g.kv_packing))
+            self._pack(part, half, lax.rem(offset, g.kv_packing))
             first_row = lax.div(offset, g.kv_packing)
             last = refs.words.at[half, :, pl.ds(first_row + part.num_words - 1, 1)]
 
@@ -167,37 +164,31 @@ class Appender:
             in_page = self.pages.words(self.refs.new_pages[index], part.begin, 1)
             body(pltpu.make_async_copy(in_page, self.refs.edge, self.refs.edge_sem))
 
-    def _pack(self, half: Any, shift: Any) -> None:
+    def _pack(self, part: _Part, half: Any, shift: Any) -> None:
         """The tokens in `stage` as words of `kv_packing`, the first in part 0 being token `shift`."""
         refs, g = self.refs, self.g
+        tile, tile_words = g.token_tile, g.token_tile // g.kv_packing
         bits = 32 // g.kv_packing
 
-        def plane(p: Any, rotated: bool) -> None:
-            tokens = refs.stage[:, pl.ds(pl.multiple_of(p * LANES, LANES), LANES)]
-            if rotated:
-                tokens = lanes.rotate(tokens.astype(jnp.float32), refs.kv_rotation[...], g).astype(g.kv_dtype)
-            words = _as_words(tokens)
-            refs.words[half, p, : words.shape[0]] = words
+        def pack(i: Any, carry: None) -> None:
+            tokens, words = (pl.ds(pl.multiple_of(i * size, size), size) for size in (tile, tile_words))
+            for p in range(g.num_planes):
+                kv = refs.stage[tokens, p * LANES : (p + 1) * LANES]
+                if refs.rotation is not None and p < g.num_k_planes:
+                    kv = lanes.rotate(kv, refs.kv_rotation[tokens], g).astype(g.kv_dtype)
+                # On the chip the bitcast moves nothing: the registers stay the same.
+                refs.words[half, p, words] = pltpu.bitcast(kv, jnp.uint32)
 
-        num_rotated = 0 if refs.rotation is None else g.num_k_planes
-        lax.fori_loop(0, num_rotated, lambda p, _: plane(p, True), None)
-        lax.fori_loop(num_rotated, g.num_planes, lambda p, _: plane(p, False), None)
-        if g.kv_packing == 1:
-            return
-
-        def shift_plane(p: Any, carry: None) -> None:
+        def shift_words(i: Any, carry: None) -> None:
             low, high = (shift * bits).astype(jnp.uint32), ((g.kv_packing - shift) * bits).astype(jnp.uint32)
-            num_words = refs.words.shape[2] - 8  # of which the last has no neighbour
-            for begin in range(0, num_words, WORD_TILE):
-                size = min(WORD_TILE, num_words - begin)
-                words, after = (refs.words[half, p, pl.ds(begin + i, size)] for i in range(2))
-                refs.words[half, p, pl.ds(begin, size)] = (words >> low) | (after << high)
+            for p in range(g.num_planes):
+                words, after = (refs.words[half, p, pl.ds(i * tile_words + n, tile_words)] for n in range(2))
+                refs.words[half, p, pl.ds(i * tile_words, tile_words)] = (words >> low) | (after << high)
 
-        @pl.when(shift > 0)
-        def _() -> None:
-            lax.fori_loop(0, g.num_planes, shift_plane, None)
+        num_tiles = 1 + lax.div(part.num_staged, tile)  # the first is of tokens before the staged ones
+        lax.fori_loop(1, num_tiles, pack, None)
+        if g.kv_packing > 1:
 
-
-def _as_words(tokens: jax.Array) -> jax.Array:
-    """[n, 128] -> uint32[n / packing, 128]. On the chip this moves nothing: the registers stay the same."""
-    return pltpu.bitcast(tokens, jnp.uint32)
+            @pl.when(shift > 0)
+            def _() -> None:
+                lax.fori_loop(0, num_tiles, shift_words, None)

@@ -29,7 +29,7 @@ def pack_new_tokens(refs: Refs, num_tokens: Any, g: Geometry) -> None:
         for p in range(g.num_planes):
             tokens = refs.new_tokens[own, p * LANES : (p + 1) * LANES]
             if refs.rotation is not None and p < g.num_k_planes:
-                tokens = lanes.rotate(tokens.astype(jnp.float32), refs.rotations[own], g).astype(g.kv_dtype)
+                tokens = lanes.rotate(tokens, refs.rotations[own], g).astype(g.kv_dtype)
             words = pl.ds(pl.multiple_of(i * tile_words, tile_words), tile_words)
             refs.token_pairs[p, words] = pltpu.bitcast(tokens, jnp.uint32)
 

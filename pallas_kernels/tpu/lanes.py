@@ -24,7 +24,8 @@ def rotation_columns(cos: jax.Array, sin: jax.Array, g: Geometry) -> jax.Array:
 
 
 def rotate(x: jax.Array, rotation: jax.Array, g: Geometry) -> jax.Array:
-    """Turns each pair (i, i + H / 2) of every head in f32[n, 128]; `rotation` is f32[n or 1, 256]."""
+    """f32[n, 128]: turns each pair (i, i + H / 2) of every head in [n, 128]; `rotation` is f32[n or 1, 256]."""
+    x = x.astype(jnp.float32)
     half = g.head_dim // 2
     partners = pltpu.roll(x, half, 1)
     if g.head_dim < LANES:

@@ -67,6 +67,9 @@ from pallas_kernels.tpu.layout import LANES, Geometry
 from pallas_kernels.tpu.mixed_memory import SUM_ROWS, Operands, Refs, other_scratch, vmem_bytes, vmem_scratch
 from pallas_kernels.tpu.tiles import MixedBlocks
 
+CHUNK_TOKENS = 16  # tokens whose queries are rotated at a time: their rotation stays in registers
+PLANES_AT_A_TIME = 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Body:
@@ -257,21 +260,28 @@ def _begin_q_block(refs: Refs, entry: Entry, half: Any, g: Geometry, blocks: Mix
     """Rotates the queries, scales them once for all KV blocks, so exp2 of a score needs no factor, and resets the
     state."""
     tile_queries = blocks.tile_queries(g)
+    size = min(CHUNK_TOKENS, tile_queries)
+    scale = g.scale * math.log2(math.e)
 
-    def plane(p: Any, carry: None) -> None:
-        for b in range(g.plane_blocks):
-            first_lane = pl.multiple_of((p * g.plane_blocks + b) * LANES, LANES)
-            x = refs.q_blocks[half, :, pl.ds(first_lane, LANES)].astype(jnp.float32)
-            if refs.rotation is not None:
-                x = lanes.rotate(x, refs.q_rotations[half], g)
-            heads = lanes.heads_of_block(x * (g.scale * math.log2(math.e)), b, g)
-            for i, head in enumerate(heads):
-                row = (b * len(heads) + i) * tile_queries
-                for t in range(blocks.max_q_tiles(g)):
-                    queries = head[t * tile_queries : (t + 1) * tile_queries].astype(g.dtype)
-                    refs.q_scaled[p, pl.ds(t * blocks.tile_rows + row, tile_queries)] = queries
+    def chunk(i: Any, carry: None) -> None:
+        tokens = pl.ds(pl.multiple_of(i * size, size), size)
+        tile = lax.div(i * size, tile_queries)
+        first_row = tile * blocks.tile_rows + i * size - tile * tile_queries  # of the chunk's first head
+        rotation = None if refs.rotation is None else refs.q_rotations[half, tokens] * scale
 
-    lax.fori_loop(0, g.num_k_planes, plane, None)
+        def plane(p: Any, carry: None) -> None:
+            for b in range(g.plane_blocks):
+                lane = pl.multiple_of((p * g.plane_blocks + b) * LANES, LANES)
+                x = refs.q_blocks[half, tokens, pl.ds(lane, LANES)]
+                x = x.astype(jnp.float32) * scale if rotation is None else lanes.rotate(x, rotation, g)
+                heads = lanes.heads_of_block(x, b, g)
+                for j, head in enumerate(heads, b * len(heads)):
+                    rows = pl.ds(pl.multiple_of(first_row + j * tile_queries, size), size)
+                    refs.q_scaled[p, rows] = head.astype(g.dtype)
+
+        lax.fori_loop(0, g.num_k_planes, plane, None, unroll=PLANES_AT_A_TIME)
+
+    lax.fori_loop(0, blocks.q_block // size, chunk, None)
     refs.tops[...] = jnp.full(refs.tops.shape, paging.MASKED, jnp.float32)
     refs.values[...] = jnp.zeros(refs.values.shape, jnp.float32)
     tiles = entry.tiles

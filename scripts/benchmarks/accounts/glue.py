@@ -18,7 +18,7 @@ _CALLED = re.compile(r"(?:calls|to_apply)=%([\w.\-]+)")
 
 @dataclass(kw_only=True)
 class LayerCycles:
-    """Estimated cycles of one layer of a program, on average over the layers between its first and its last attention."""
+    """Estimated cycles of one layer: the average from a program's first attention to its last."""
 
     products: float = 0.0
     glue: float = 0.0  # everything else, kernels excepted

@@ -14,7 +14,7 @@ import numpy as np
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import quantised
+from pallas_kernels import quantised, self_test
 from pallas_kernels.spec import AttentionSpec, RaggedBatch
 from pallas_kernels.tpu import attention, layout
 from pallas_kernels.tpu.blocks import BlockSizes
@@ -143,10 +143,7 @@ def compiled_step(
         metadata = attention.make_metadata(batch, spec, num_tokens=queries.shape[0], decode_only=decode_only)
         statics = {"spec": spec, "interpret": interpret, "block_sizes": block_sizes}
         if projected:
-            heads = jnp.concatenate([queries, keys, values], axis=1)
-            cos, sin = quarter_turns(queries.shape[0], spec.head_dim)
-            turned = jnp.concatenate([_turned_back(heads[:, : -spec.num_kv_heads], cos, sin), values], axis=1)
-            columns = turned.reshape(queries.shape[0], -1)
+            columns, cos, sin = self_test._projection(queries, keys, values, 1)
             out, pages = attention.append_and_attend_projected(
                 columns, cos, sin, pages, metadata, first_page, **statics
             )
@@ -157,18 +154,6 @@ def compiled_step(
         return operation(queries, keys, values, pages, metadata, first_page, *scales)
 
     return step
-
-
-def quarter_turns(num_tokens: int, head_dim: int) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, f32[T, 1, H / 2], of turns by multiples of a quarter, which are exact in every dtype."""
-    turns = (jnp.arange(num_tokens)[:, None, None] + 3 * jnp.arange(head_dim // 2)) % 4
-    return jnp.array([1.0, 0.0, -1.0, 0.0])[turns], jnp.array([0.0, 1.0, 0.0, -1.0])[turns]
-
-
-def _turned_back(heads: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    first, second = jnp.split(heads.astype(jnp.float32), 2, axis=-1)
-    back = jnp.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1)
-    return back.astype(heads.dtype)
 
 
 def _wrong_tokens(case: Case, after: np.ndarray, first_page: int) -> int:

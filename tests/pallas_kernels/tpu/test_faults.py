@@ -130,7 +130,7 @@ def test_new_tokens_packed_before_they_have_arrived(monkeypatch: pytest.MonkeyPa
 
 def test_new_tokens_at_the_wrong_place_of_their_words(monkeypatch: pytest.MonkeyPatch) -> None:
     pack = append.Appender._pack
-    monkeypatch.setattr(append.Appender, "_pack", lambda self, half, shift: pack(self, half, jnp.int32(0)))
+    monkeypatch.setattr(append.Appender, "_pack", lambda self, part, half, shift: pack(self, part, half, jnp.int32(0)))
     assert is_found("wrong_tokens", CHUNKS)
 
 

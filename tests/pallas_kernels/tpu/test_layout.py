@@ -110,6 +110,29 @@ def test_older_tokens_by_hand(packing: int) -> None:
     assert [int(paging.older_tokens(jnp.int32(position), packing)) for position in range(packing + 1)] == masks
 
 
+def test_a_projection_is_taken_where_its_columns_are_the_kernels_own() -> None:
+    taken = [PagedAttention(spec(*heads), Backend.TPU_INTERPRET).takes_projection for heads in HEADS]
+    assert taken == [True, True, True, True, False, False]  # K and V of one head side by side: not as projected
+    narrow = PagedAttention(spec(8, 2, 128, kv_dtype=jnp.int8), Backend.TPU_INTERPRET)
+    assert not narrow.takes_projection
+    with pytest.raises(ValueError, match="queries and keys must be rotated before"):
+        narrow.projected(jnp.zeros((8, 1536)), jnp.zeros((8, 1, 64)), jnp.zeros((8, 1, 64)), None, None)
+
+
+@pytest.mark.parametrize(
+    ("columns", "cos", "message"),
+    [
+        (jnp.zeros((8, 1535), jnp.bfloat16), jnp.zeros((8, 1, 64)), "the projection does not fit"),
+        (jnp.zeros((8, 1536), jnp.float32), jnp.zeros((8, 1, 64)), "the projection does not fit"),
+        (jnp.zeros((8, 1536), jnp.bfloat16), jnp.zeros((8, 64)), "cos is f32"),
+    ],
+)
+def test_a_projection_that_does_not_fit_is_refused(columns: jax.Array, cos: jax.Array, message: str) -> None:
+    attention = PagedAttention(spec(8, 2, 128), Backend.TPU_INTERPRET)
+    with pytest.raises(ValueError, match=message):
+        attention.projected(columns, cos, cos, None, None)
+
+
 def test_kv_pages_are_split_by_head() -> None:
     mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
     pages = PagedAttention(spec(8, 4, 64), Backend.TPU_INTERPRET, mesh).kv_pages(10)
