@@ -25,7 +25,7 @@ from batcher.step import Bucket, PackedLayout, Variant
 from model.execution import page_text
 from model.execution.prompt_lookup import PromptLookup, propose
 from model.execution.rows import StepRows, advance, ragged_batch, step_rows
-from model.execution.step import DeviceState, KvScales, OutputLayout, apply_patches, forward, named
+from model.execution.step import DeviceState, KvScales, OutputLayout, all_finite, apply_patches, forward, named
 from model.network.llama import Llama
 from model.sampling import sampling
 from model.sampling.logprobs import Logprobs, logprobs
@@ -74,7 +74,7 @@ def make_speculative_step(
             outputs = named("", found)
         num_accepted = _num_accepted(drawn, drafts)
         is_kept = jnp.arange(drawn.shape[1]) <= num_accepted[:, None]
-        is_finite = jnp.isfinite(logits).all(axis=-1).reshape(drawn.shape)
+        is_finite = all_finite(logits).reshape(drawn.shape)
         outputs |= {
             "tokens": drawn,
             "finite": (is_finite | ~is_kept).all(axis=1).astype(jnp.int32),

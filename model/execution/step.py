@@ -100,8 +100,9 @@ def _logprob_shapes(prefix: str, of: tuple[int, ...]) -> dict[str, tuple[tuple[i
     }
 
 
-def _all_finite(logits: jax.Array) -> jax.Array:
-    """bool[S]. A maximum is computed by the product that makes the logits; a test of each would read them again."""
+def all_finite(logits: jax.Array) -> jax.Array:
+    """bool[S], of f32[S, V]. The product that makes the logits also computes a maximum; a test of each logit would read
+    them again."""
     return jnp.max(jnp.abs(logits), axis=-1) < jnp.inf  # a maximum with a NaN is NaN
 
 
@@ -129,7 +130,7 @@ def make_step(
 
         last = hidden if bucket.decode_only else hidden[jnp.maximum(rows.starts[1:] - 1, 0)]
         logits = model.logits(last)  # f32[S, V]
-        outputs = {"finite": _all_finite(logits).astype(jnp.int32)}
+        outputs = {"finite": all_finite(logits).astype(jnp.int32)}
         history = state.history
         vocabulary = VocabSplit(history.shape[1], attention.mesh)
         if bucket.variant is Variant.GREEDY:

@@ -281,7 +281,7 @@ def _begin_q_block(refs: Refs, entry: Entry, half: Any, g: Geometry, blocks: Mix
 
         lax.fori_loop(0, g.num_k_planes, plane, None, unroll=PLANES_AT_A_TIME)
 
-    lax.fori_loop(0, blocks.q_block // size, chunk, None)
+    lax.fori_loop(0, lax.div(entry.block.num_q + (size - 1), size), chunk, None)
     refs.tops[...] = jnp.full(refs.tops.shape, paging.MASKED, jnp.float32)
     refs.values[...] = jnp.zeros(refs.values.shape, jnp.float32)
     tiles = entry.tiles
@@ -369,19 +369,24 @@ def _store_q_block(refs: Refs, entry: Entry, half: Any, g: Geometry, blocks: Mix
     block, sem = refs.out_blocks.at[half], refs.out_sems.at[half]
     paging.wait_rows(block, refs.out_rows[half], sem)
 
-    def plane(p: Any, carry: None) -> None:
-        for t in range(blocks.max_q_tiles(g)):
-            values = refs.values[p, t]
-            normal = (values[:LANES] / values[LANES : LANES + 1]).T  # [rows, 128]
-            heads = [normal[begin : begin + tile_queries] for begin in range(0, blocks.tile_rows, tile_queries)]
-            per_block = len(heads) // g.plane_blocks
-            for b in range(g.plane_blocks):
-                first_lane = pl.multiple_of((p * g.plane_blocks + b) * LANES, LANES)
-                x = lanes.block_of_heads(heads[b * per_block : (b + 1) * per_block], b, g)
-                block[t * tile_queries : (t + 1) * tile_queries, pl.ds(first_lane, LANES)] = x.astype(g.dtype)
-
-    lax.fori_loop(0, g.num_k_planes, plane, None)
     skip, num_q = entry.block.skip, entry.block.num_q
+    num_tiles = lax.div(num_q + (tile_queries - 1), tile_queries)
+    per_block = g.queries_per_plane // g.plane_blocks
+
+    def plane_tile(i: Any, carry: None) -> None:
+        p, t = lax.div(i, num_tiles), lax.rem(i, num_tiles)
+
+        def head(j: int) -> jax.Array:
+            values = refs.values[p, t, :, j * tile_queries : (j + 1) * tile_queries]
+            return (values[:LANES] / values[LANES : LANES + 1]).T  # [tile_queries, 128]
+
+        tokens = pl.ds(pl.multiple_of(t * tile_queries, tile_queries), tile_queries)
+        for b in range(g.plane_blocks):
+            lane = pl.multiple_of((p * g.plane_blocks + b) * LANES, LANES)
+            x = lanes.block_of_heads([head(b * per_block + j) for j in range(per_block)], b, g)
+            block[tokens, pl.ds(lane, LANES)] = x.astype(g.dtype)
+
+    lax.fori_loop(0, g.num_k_planes * num_tiles, plane_tile, None)
 
     @pl.when(skip > 0)
     def _() -> None:
