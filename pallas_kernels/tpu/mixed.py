@@ -68,7 +68,6 @@ from pallas_kernels.tpu.mixed_memory import SUM_ROWS, Operands, Refs, other_scra
 from pallas_kernels.tpu.tiles import MixedBlocks
 
 CHUNK_TOKENS = 16  # tokens whose queries are rotated at a time: their rotation stays in registers
-PLANES_AT_A_TIME = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,17 +268,15 @@ def _begin_q_block(refs: Refs, entry: Entry, half: Any, g: Geometry, blocks: Mix
         first_row = tile * blocks.tile_rows + i * size - tile * tile_queries  # of the chunk's first head
         rotation = None if refs.rotation is None else refs.q_rotations[half, tokens] * scale
 
-        def plane(p: Any, carry: None) -> None:
+        for p in range(g.num_k_planes):
             for b in range(g.plane_blocks):
-                lane = pl.multiple_of((p * g.plane_blocks + b) * LANES, LANES)
-                x = refs.q_blocks[half, tokens, pl.ds(lane, LANES)]
+                lane = (p * g.plane_blocks + b) * LANES
+                x = refs.q_blocks[half, tokens, lane : lane + LANES]
                 x = x.astype(jnp.float32) * scale if rotation is None else lanes.rotate(x, rotation, g)
                 heads = lanes.heads_of_block(x, b, g)
                 for j, head in enumerate(heads, b * len(heads)):
                     rows = pl.ds(pl.multiple_of(first_row + j * tile_queries, size), size)
                     refs.q_scaled[p, rows] = head.astype(g.dtype)
-
-        lax.fori_loop(0, g.num_k_planes, plane, None, unroll=PLANES_AT_A_TIME)
 
     lax.fori_loop(0, lax.div(entry.block.num_q + (size - 1), size), chunk, None)
     refs.tops[...] = jnp.full(refs.tops.shape, paging.MASKED, jnp.float32)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from scripts.benchmarks.accounts.bundles import Loop, Vmem, read_loops, read_vmem
+from scripts.benchmarks.accounts.glue import layer_cycles
 from scripts.benchmarks.accounts.targets import tpu_target
 from scripts.benchmarks.accounts.tpu_static import Compiled, OurDecode, OurMixed, Row, Shipped
 
@@ -43,6 +46,36 @@ def test_vmem(tmp_path: Path) -> None:
     assert read_vmem(tmp_path) == {"kernel.1": Vmem(capacity=100, used=50, spilled=10)}
 
 
+PROGRAM = """
+%fused (x: f32[8]) -> f32[8] {
+  ROOT %convolution.1 = f32[8] convolution(%x), backend_config={"estimated_cycles":"7"}
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %early = f32[8] copy(%x), backend_config={"estimated_cycles":"1000"}
+  %paged_attention_decode.1 = f32[8] custom-call(%early)
+  %paged_attention_mixed.1 = f32[8] custom-call(%paged_attention_decode.1)
+  %fusion.1 = f32[8] fusion(%paged_attention_mixed.1), calls=%fused, backend_config={"estimated_cycles":"50"}
+  %copy.1 = f32[8] copy(%fusion.1), backend_config={"estimated_cycles":"30"}
+  %slice-start = f32[8] slice-start(%copy.1)
+  %paged_attention_decode.2 = f32[8] custom-call(%copy.1)
+  %copy.2 = f32[8] copy(%paged_attention_decode.2), backend_config={"estimated_cycles":"4"}
+  %paged_attention_mixed.2 = f32[8] custom-call(%copy.2)
+  ROOT %late = f32[8] copy(%paged_attention_mixed.2), backend_config={"estimated_cycles":"1000"}
+}
+"""
+
+
+def test_a_layer_is_what_lies_between_two_attentions() -> None:
+    layer = layer_cycles(PROGRAM)
+    assert (layer.products, layer.glue, layer.operations) == (50, 34, {"copy.1": 30, "copy.2": 4})
+
+
+def test_one_layer_has_no_next_attention() -> None:
+    with pytest.raises(ValueError, match="at least two layers"):
+        layer_cycles(PROGRAM.replace("%paged_attention_mixed.2 =", "%other ="))
+
+
 def compiled(*loops: Loop) -> Compiled:
     return Compiled(loops=list(loops), vmem=Vmem(capacity=1, used=0, spilled=0))
 
@@ -72,8 +105,8 @@ def test_units_beyond_the_diagonal_are_not_walked() -> None:
     # The first 256 queries see one tile of tokens, the others two: 3 tiles x 8 planes in turns of four.
     assert estimate.pairs == 3 * 256 * 256
     assert estimate.inner_bundles == 6 * 500
-    entries = 2 * (1000 - 500 - 20) + 20 * (2 + 4)
-    assert estimate.bundles == entries + 6 * 500 + 2 * 7 * (30 + 50)
+    entries = 2 * (1000 - 500 - 20 - 30 - 50) + 20 * (2 + 4)
+    assert estimate.bundles == entries + 6 * 500 + 2 * (16 * 30 + 8 * 50)
 
 
 def test_the_shipped_kernel_takes_every_block_and_pads_head_dim_64() -> None:

@@ -5,7 +5,8 @@ the kernel does, iteration by iteration. Each iteration takes the longer of its 
 traffic (at the peak bandwidth).
 
 The estimates are for comparisons. They are not times: bundles have no stalls here, DMA has no latency, and nothing was
-checked on a chip. For our kernels all bundles inside the outermost loop count, including branches that are not taken.
+checked on a chip. For our kernels all bundles inside the outermost loop count, including branches that are not taken,
+and the rotation and the append of new K/V.
 For the kernel of jax only the innermost loop counts; its caller must append new K/V, which does not count either.
 """
 
@@ -23,6 +24,7 @@ from scripts.benchmarks.accounts.bundles import Loop, Vmem, dump_flags
 from scripts.benchmarks.accounts.targets import TpuTarget
 
 PAGE = 128
+TOKEN_TILE, TILE_WORDS = 16, 8  # tokens that are rotated and packed at a time, and their words, in bfloat16
 MODELS = {  # query heads, KV heads, head dim, as one chip sees them
     "1b": (32, 8, 64),
     "3b": (24, 8, 128),
@@ -173,6 +175,10 @@ class OurDecode(Kernel):
         runs = [loop for loop in self.compiled.loops if loop.inside(turn)]
         self.run = max((loop.bundles for loop in runs), default=0)  # starts the copy of one page
         self.once = turn.bundles - sum(loop.bundles for loop in runs)
+        # Before the first turn and after the last, for each tile of tokens, loops over its tokens' words.
+        others = [loop for loop in self.compiled.loops if loop.depth == 1 and loop is not turn and not loop.copies]
+        inner = [loop for loop in self.compiled.loops for other in others if loop.inside(other)]
+        self.per_tile = sum(loop.bundles for loop in others) + (TILE_WORDS - 1) * sum(loop.bundles for loop in inner)
 
     def iteration(self) -> Iteration:
         tokens = self.sizes[0] * self.sizes[1]
@@ -187,7 +193,8 @@ class OurDecode(Kernel):
             if row.query_len == 1
             for begin in range(0, row.kv_len, kv_block)
         ]
-        estimate = Estimate()
+        num_rows = sum(row.query_len == 1 for row in rows)
+        estimate = Estimate().then(self.per_tile * -(-num_rows // TOKEN_TILE), 0.0)
         for first in range(0, len(work), items):
             live = work[first : first + items]
             copies = sum(-(-tokens // PAGE) for tokens in live)
@@ -206,18 +213,17 @@ class OurMixed(Kernel):
         self.turn, entry = self.compiled.busiest(2), self.compiled.busiest(1)
         inner = [loop for loop in self.compiled.loops if loop.inside(entry)]
         self.run = max((loop.bundles for loop in inner if loop.copies), default=0)
-        self.once = entry.bundles - sum(loop.bundles for loop in inner if loop.copies or loop is self.turn)
-        # Two loops over planes, once per query block: one scales the queries, one stores; one iteration is in `once`.
-        # Other loops also come before the turn (masks, once per row). The longest is assumed to be the scaling loop.
+        self.once = entry.bundles - sum(loop.bundles for loop in inner if loop.depth == entry.depth + 1)
+        # Once per query block: loops over its tiles of tokens come before the turn, and one over its tiles of queries
+        # after it. Other loops before it (masks, dead words) take fewer rounds than they are charged.
         around = [loop for loop in inner if not loop.copies and loop is not self.turn]
-        scale = max((loop.bundles for loop in around if loop.begin < self.turn.begin), default=0)
-        store = max((loop.bundles for loop in around if loop.begin > self.turn.begin), default=0)
-        self.per_plane = scale + store
+        self.per_tokens = sum(loop.bundles for loop in around if loop.begin < self.turn.begin)
+        self.per_unit = sum(loop.bundles for loop in around if loop.begin > self.turn.begin)
 
         heads_per_plane = 128 // self.head_dim
         self.num_planes = self.num_kv_heads // heads_per_plane
         per_plane = self.num_query_heads // self.num_planes
-        self.tile_queries = self.sizes[2] // (per_plane + per_plane % 2)
+        self.tile_queries = self.sizes[2] // per_plane
 
     def iteration(self) -> Iteration:
         q_block, _, _, tile_tokens, units = self.sizes
@@ -234,7 +240,9 @@ class OurMixed(Kernel):
                 first = row.kv_len - row.query_len + begin
                 for at in range(0, first + num_q, kv_block):
                     estimate = self._entry(estimate, num_q, first - at)
-                estimate = estimate.then(self.per_plane * (self.num_planes - 1), 0.0)
+                units = self.num_planes * -(-num_q // self.tile_queries)
+                bundles = self.per_tokens * -(-num_q // TOKEN_TILE) + self.per_unit * units
+                estimate = estimate.then(bundles, self.dma_cycles(2 * num_q * self.token_bytes))
         return estimate
 
     def _entry(self, estimate: Estimate, num_q: int, position: int) -> Estimate:
