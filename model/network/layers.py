@@ -30,7 +30,7 @@ class AttendProjected:
 
 
 # q [T, N, H], k [T, K, H], v [T, K, H], one layer's K/V -> output [T, N, H], the layer's K/V
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]] | AttendProjected
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 # (shape (out, in), logical axes of both) -> a Linear in the dtype and form of the whole model
 MakeLinear = Callable[[tuple[int, int], tuple[str, str]], Linear]
 
@@ -66,7 +66,9 @@ class Attention(nnx.Module):
         self.qkv = linear((width, config.hidden_size), ("heads", "embed"))
         self.out = linear((config.hidden_size, config.num_heads * config.head_dim), ("embed", "heads"))
 
-    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, kv: Any, attend: Attend) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x: jax.Array, cos: jax.Array, sin: jax.Array, kv: Any, attend: Attend | AttendProjected
+    ) -> tuple[jax.Array, Any]:
         columns = self.qkv(x)
         if isinstance(attend, AttendProjected):
             attended, kv = attend.attend(columns, cos, sin, kv)
@@ -107,7 +109,9 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = RMSNorm(config, dtype=dtype)
         self.mlp = Mlp(config, linear, num_shards=num_shards)
 
-    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, kv: Any, attend: Attend) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x: jax.Array, cos: jax.Array, sin: jax.Array, kv: Any, attend: Attend | AttendProjected
+    ) -> tuple[jax.Array, Any]:
         attended, kv = self.attention(self.attention_norm(x), cos, sin, kv, attend)
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), kv

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from model.config import LlamaConfig
-from model.network.layers import Attend, DecoderLayer, RMSNorm
+from model.network.layers import Attend, AttendProjected, DecoderLayer, RMSNorm
 from model.network.linear import Linear, multiply, normal_param, rows_of
 from model.network.rope import inverse_frequencies, rotation
 from model.quantization.forms import EightBit
@@ -68,7 +68,7 @@ class Llama(nnx.Module):
         tokens: jax.Array,  # i32[T]
         positions: jax.Array,  # i32[T], of each token in its own sequence
         kv: Sequence[Any],  # one pytree per layer; `attend` takes it and returns it
-        attend: Attend,
+        attend: Attend | AttendProjected,
     ) -> tuple[jax.Array, list[Any]]:
         """Hidden states [T, D] after the final norm, and the K/V of every layer as `attend` returned them."""
         if len(kv) != self.config.num_layers:

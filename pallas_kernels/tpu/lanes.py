@@ -56,7 +56,8 @@ def block_of_heads(heads: list[jax.Array], block: Any, g: Geometry) -> jax.Array
     for half, head in enumerate(heads):
         v_half = jnp.int32(1) if g.kv_shared else _kv_head(block, half, g)
         back.append(jnp.where(v_half == half, head, pltpu.roll(head, g.head_dim, 1)))
-    return jnp.where(lane_half == 0, *back)
+    first, second = back
+    return jnp.where(lane_half == 0, first, second)
 
 
 def _kv_head(block: Any, half: int, g: Geometry) -> Any:
