@@ -172,6 +172,9 @@ class EngineCore:
         tokens: list[tuple[int, ...]] = list(zip(*output.tokens.T.tolist(), strict=True))  # of each row
         if plan.bucket.num_drafts:
             tokens = self._settle(plan, output, tokens)
+        elif output.foretold is not None and isinstance(self.scheduler, SpeculativeScheduler) and not plan.chunks:
+            for seq, hit in zip(plan.rows, output.foretold.tolist(), strict=False):
+                self.scheduler.learn(seq, int(hit), 1)
         gaps: dict[float, int] = {}  # mean time of the row's tokens since the one before them -> tokens
         deliveries: list[Delivery] = []
         padded = zip(plan.rows, plan.emits, tokens, strict=False)
@@ -241,15 +244,16 @@ class EngineCore:
 
     def _settle(self, plan: StepPlan, output: StepOutput, tokens: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Takes in how many drafts were accepted. Returns each row's tokens, up to its request's end."""
-        assert output.num_drafts is not None and output.num_accepted is not None
+        assert output.num_drafts is not None and output.num_accepted is not None and output.foretold is not None
         assert isinstance(self.scheduler, SpeculativeScheduler)
-        proposed, accepted = output.num_drafts.tolist(), output.num_accepted.tolist()
+        proposed, accepted, foretold = (x.tolist() for x in (output.num_drafts, output.num_accepted, output.foretold))
         settled = []
         for row, (seq, q_len) in enumerate(zip(plan.rows, plan.q_lens, strict=True)):
             drawn = tokens[row][: 1 + accepted[row]]
             settled.append(drawn[: _num_to_end(seq, drawn)])
             if seq.state is not State.FINISHED:
-                self.scheduler.drawn(seq, len(drawn), q_len)
+                self.scheduler.take_back(seq, q_len - len(drawn))
+                self.scheduler.learn(seq, max(accepted[row], int(foretold[row])), max(q_len - 1, 1))
                 self._counts.speculation.observe(proposed[row], accepted[row])
                 self._counts.speculation.num_undrafted_rows += not may_have_drafts(seq)
         return settled

@@ -40,7 +40,7 @@ class Sequence:
         "commit_at",
         "decoding",
         "digests",
-        "draft_gain",
+        "draft_rate",
         "first_token_s",
         "has_penalties",
         "is_blocked",
@@ -130,7 +130,7 @@ class Sequence:
         self.num_hit_tokens = 0  # prompt tokens found in the prefix cache at the first admission
         self.pooled: np.ndarray | None = None  # f32[D], the sum of the hidden states of the tokens read back, for MEAN
         self.num_stalls = 0  # steps in a row in which it has waited for a page while decoding
-        self.draft_gain: float | None = None  # expected accepted drafts of a step that has some; None: not known
+        self.draft_rate: float | None = None  # probability that its next draft is right; None: not known
         self.last_step = -1  # the last dispatched step that has a row of it
         self.num_preemptions = 0
         self.started_s = -1.0

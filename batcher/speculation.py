@@ -4,8 +4,8 @@ The host plans such a step with the most tokens that each row can draw. The devi
 until the step returns; the host then takes the others back. So the next step is dispatched before this one returns, as
 without drafts.
 
-A step has drafts only if it has no prompt chunk. Whether drafts pay is estimated from the tokens that rows have gained
-by them so far, and from the cost of a step: that of reading the weights, and that of computing its padded tokens.
+A step has drafts only if it has no prompt chunk. Whether drafts pay is estimated from the drafts that were right so
+far, and from the cost of a step: that of reading the weights, and that of computing its padded tokens.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from batcher.scheduler import Scheduler
 from batcher.sequence import Sequence
 from batcher.step import Bucket, Capacity, Variant
 
-_TRIAL_SHARE = 0.01  # of the steps' time that may go to drafts which are not expected to pay
-_LEAST_GAIN = 0.1  # accepted drafts per step; a row that expects fewer has drafts in trials only
-_ROW_RATE = 0.25  # weight of a row's last step in the estimate of its gain
-_ENGINE_RATE = 0.02  # likewise in the estimate for requests without a step of their own
+_LEAST_GAIN = 0.1  # accepted drafts per step; a row that expects fewer has none
+_FIRST_RATE = 0.5  # probability of a right draft before anything is known
+_ROW_WEIGHT = 0.25  # of the last draft in a row's estimate
+_USUAL_WEIGHT = 0.02  # of the last draft in the estimate for new requests
 
 
 class SpeculativeScheduler(Scheduler):
@@ -41,16 +41,16 @@ class SpeculativeScheduler(Scheduler):
         super().__init__(capacity, ladder, prefix_caching=prefix_caching, step_cost_tokens=step_cost_tokens)
         self.weights_cost_tokens = weights_cost_tokens
         self.num_drafts = ladder.config.num_drafts
-        self._usual_gain = float(self.num_drafts)  # of requests without a step of their own; at first all is tried
-        self._last_trial = -1  # the last step in which every row had drafts
+        self._usual_rate = _FIRST_RATE  # of requests without a draft of their own
 
-    def drawn(self, seq: Sequence, num_tokens: int, q_len: int) -> None:
-        """A speculative step that has returned has drawn `num_tokens`, of the `q_len` that it had room for."""
-        if q_len == 1 + self.num_drafts:
-            accepted, gain = num_tokens - 1, self._gain(seq)
-            seq.draft_gain = gain + _ROW_RATE * (accepted - gain)
-            self._usual_gain += _ENGINE_RATE * (accepted - self._usual_gain)
-        self.take_back(seq, q_len - num_tokens)
+    def learn(self, seq: Sequence, num_right: int, num_drafts: int) -> None:
+        """Of a row's `num_drafts`, the first `num_right` were right. Steps without drafts tell of the first one, which
+        they look up and do not compute: so the estimate costs nothing while drafts do not pay."""
+        rate = self._rate(seq)
+        for is_right in [1] * num_right + [0] * (num_right < num_drafts):
+            rate += _ROW_WEIGHT * (is_right - rate)
+            self._usual_rate += _USUAL_WEIGHT * (is_right - self._usual_rate)
+        seq.draft_rate = rate
 
     def _plan(
         self,
@@ -70,21 +70,20 @@ class SpeculativeScheduler(Scheduler):
 
     def _rows_with_drafts(self, decodes: list[Sequence], bucket: Bucket) -> list[Sequence]:
         """The rows of a step that are to have drafts; none if drafts are not expected to pay."""
-        able = [seq for seq in decodes if may_have_drafts(seq)]
+        gains = {seq: self._gain(seq) for seq in decodes}
         plain = self.weights_cost_tokens + bucket.num_rows
         speculative = self.weights_cost_tokens + bucket.num_tokens
-        number = self.last_step + 1
-        if able and (number - self._last_trial) * _TRIAL_SHARE * plain >= speculative - plain:
-            self._last_trial = number
-            return able
-        gain = sum(self._gain(seq) for seq in able)
-        if (len(decodes) + gain) * plain <= len(decodes) * speculative:
+        if (len(decodes) + sum(gains.values())) * plain <= len(decodes) * speculative:
             return []
-        return [seq for seq in able if self._gain(seq) >= _LEAST_GAIN]
+        return [seq for seq, gain in gains.items() if gain >= _LEAST_GAIN]
 
     def _gain(self, seq: Sequence) -> float:
         """The accepted drafts that a row is expected to have in a step."""
-        return self._usual_gain if seq.draft_gain is None else seq.draft_gain
+        rate = self._rate(seq)
+        return sum(rate**place for place in range(1, self.num_drafts + 1)) if may_have_drafts(seq) else 0.0
+
+    def _rate(self, seq: Sequence) -> float:
+        return self._usual_rate if seq.draft_rate is None else seq.draft_rate
 
     def _fit(self, seq: Sequence, grown: list[tuple[Sequence, int]]) -> int:
         """The tokens that a row with drafts brings: within its limit, and within pages that are available now. Drafts

@@ -143,6 +143,9 @@ class StepOutput:
     finite: np.ndarray  # bool[S]: False if the logits of one of the row's tokens held a NaN or infinity
     num_drafts: np.ndarray | None = None  # i32[S], proposed for the row; None: the program has no drafts
     num_accepted: np.ndarray | None = None  # i32[S]
+    # bool[S]: whether the row's first token is what its first draft is or would have been. Of all programs with drafts,
+    # and of those without, of decodes only, that have no more rows than them.
+    foretold: np.ndarray | None = None
     logprobs: np.ndarray | None = None  # f32[S, D], all but GREEDY
     top_ids: np.ndarray | None = None  # i32[S, D, MAX_LOGPROBS], most likely first
     top_logprobs: np.ndarray | None = None  # f32[S, D, MAX_LOGPROBS]

@@ -41,6 +41,7 @@ class RunnerConfig:
     num_pages: int | None = None  # None: as many as fit and can be of use
     pooling: Pooling | None = None  # of requests that embed; None: there can be none
     lookup: PromptLookup | None = None  # of drafts; None: there are none
+    max_draft_rows: int = 0  # of the largest speculative step
     max_drawn: int = 0  # tokens that a speculative step draws at most: it needs the logits of all of them
 
     def __post_init__(self) -> None:

@@ -263,7 +263,8 @@ class ModelRunner:
         state = replace(self._state, slots=slots, history=history, masks=masks)
         self._state, output = self._programs[step.bucket](self._weights, self._kv_scales, state, step.packed)
         output.copy_to_host_async()
-        return StepResult(output, OutputLayout(step.bucket, self._model_config.hidden_size))
+        layout = OutputLayout(step.bucket, self._model_config.hidden_size, foretells=self._foretells(step.bucket))
+        return StepResult(output, layout)
 
     def products_only(self, bucket: Bucket) -> Callable[[], jax.Array]:
         """Compiles a program of the bucket's matrix products and norms only, as a baseline for step times."""
@@ -294,7 +295,8 @@ class ModelRunner:
             assert self._config.lookup is not None, "the ladder has drafts and the runner looks none up"
             step = make_speculative_step(bucket, self._rebuild, self._attention, self._config.lookup)
         else:
-            step = make_step(bucket, self._rebuild, self._attention, pooling=self._config.pooling)
+            lookup = self._config.lookup if self._foretells(bucket) else None
+            step = make_step(bucket, self._rebuild, self._attention, pooling=self._config.pooling, lookup=lookup)
         packed = self._sent((PackedLayout(bucket).size,))
         arguments = (self._weights_like, self._kv_scales_like, self._state_like, packed)
         # Explicit shardings: without them the compiler may return the state with another sharding, and the next
@@ -307,12 +309,17 @@ class ModelRunner:
         return Program(update, (array, self._sent(sent)), donated=0, out_shardings=array.sharding)
 
     def _name(self, key: Bucket | str) -> str:
-        """Of a stored program. Pooling decides the EMBED programs only, and the lookup those with drafts."""
+        """Of a stored program. Pooling decides the EMBED programs only, and the lookup those that use it."""
         if isinstance(key, Bucket) and key.variant is Variant.EMBED:
             return f"{key} {self._config.pooling}"
-        if isinstance(key, Bucket) and key.num_drafts:
+        if isinstance(key, Bucket) and self._foretells(key):
             return f"{key} {self._config.lookup}"
         return str(key)
+
+    def _foretells(self, bucket: Bucket) -> bool:
+        """Whether the bucket's program looks drafts up. In plain steps this tells the scheduler whether they pay."""
+        is_plain = bucket.decode_only and bucket.num_rows <= self._config.max_draft_rows
+        return bucket.num_drafts > 0 or (is_plain and self._config.lookup is not None)
 
     def _sent(self, shape: tuple[int, ...]) -> Any:  # a ShapeDtypeStruct, which stands for an array
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._everywhere)

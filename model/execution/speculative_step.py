@@ -32,7 +32,7 @@ from model.sampling.logprobs import Logprobs, logprobs
 from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabShard, VocabSplit
 from pallas_kernels.api import PagedAttention
 
-_NO_TOKEN = -1  # a draft that nothing equals
+_NO_TOKEN = -1  # in place of a draft: no token equals it
 
 
 def make_speculative_step(
@@ -46,7 +46,10 @@ def make_speculative_step(
         sent = {name: packed[part] for name, part in PackedLayout(bucket).sections().items()}
         slots = apply_patches(state.slots, jnp.stack([sent["patch_indices"], sent["patch_values"]]))
         rows = step_rows(slots, sent)
-        drafts = _drafts(rows, state.text, bucket.num_drafts, lookup)
+        proposed, is_found = propose(page_text.read(state.text, rows), rows.past, bucket.num_drafts, lookup)
+        proposed = jnp.where(is_found[:, None], proposed, _NO_TOKEN)
+        has_room = jnp.arange(bucket.num_drafts, dtype=jnp.int32) < (jnp.diff(rows.starts) - 1)[:, None]
+        drafts = jnp.where(has_room, proposed, _NO_TOKEN)  # i32[S, D - 1]
 
         tokens, positions = _tokens(rows, drafts, bucket)
         batch = ragged_batch(rows, sent["header"], attention.spec.page_size)
@@ -80,21 +83,15 @@ def make_speculative_step(
             "finite": (is_finite | ~is_kept).all(axis=1).astype(jnp.int32),
             "num_drafts": jnp.sum(drafts != _NO_TOKEN, axis=1, dtype=jnp.int32),
             "num_accepted": num_accepted,
+            "foretold": (drawn[:, 0] == proposed[:, 0]).astype(jnp.int32),
         }
         last = jnp.take_along_axis(drawn, num_accepted[:, None], axis=1)[:, 0]
         slots = advance(slots, rows, last, rows.past + 1 + num_accepted)
         text = page_text.write(state.text, rows, tokens, positions)
         state = DeviceState(slots=slots, history=history, masks=state.masks, kv=kv, text=text)
-        return state, OutputLayout(bucket, hidden.shape[1]).join(outputs)
+        return state, OutputLayout(bucket, hidden.shape[1], foretells=True).join(outputs)
 
     return step
-
-
-def _drafts(rows: StepRows, text: jax.Array, num_drafts: int, lookup: PromptLookup) -> jax.Array:
-    """i32[S, num_drafts], _NO_TOKEN where a row has none, or no room for it."""
-    proposed, is_found = propose(page_text.read(text, rows), rows.past, num_drafts, lookup)
-    has_room = jnp.arange(num_drafts, dtype=jnp.int32) < (jnp.diff(rows.starts) - 1)[:, None]
-    return jnp.where(is_found[:, None] & has_room, proposed, _NO_TOKEN)
 
 
 def _tokens(rows: StepRows, drafts: jax.Array, bucket: Bucket) -> tuple[jax.Array, jax.Array]:

@@ -26,6 +26,7 @@ from batcher.slots import SlotLayout
 from batcher.step import Bucket, PackedLayout, StepOutput, Variant
 from model.execution import page_text
 from model.execution.pooling import pool
+from model.execution.prompt_lookup import PromptLookup, propose
 from model.execution.rows import StepRows, advance, ragged_batch, step_rows
 from model.network.layers import AttendProjected
 from model.network.llama import Llama
@@ -60,6 +61,7 @@ class OutputLayout:
 
     bucket: Bucket
     hidden_size: int
+    foretells: bool = False  # it says whether the first drafts are right
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], type]]:
         """name -> shape and dtype of each section, in the order of the buffer."""
@@ -67,6 +69,8 @@ class OutputLayout:
         shapes: dict[str, tuple[tuple[int, ...], type]] = {"tokens": ((s, d), np.int32), "finite": ((s,), np.int32)}
         if self.bucket.num_drafts:
             shapes |= {"num_drafts": ((s,), np.int32), "num_accepted": ((s,), np.int32)}
+        if self.foretells:
+            shapes["foretold"] = ((s,), np.int32)
         if self.bucket.variant is Variant.GREEDY:
             return shapes
         shapes |= _logprob_shapes("", (s, d))
@@ -89,7 +93,8 @@ class OutputLayout:
             size = int(np.prod(shape))
             fields[name] = buffer[start : start + size].view(dtype).reshape(shape)
             start += size
-        return StepOutput(**fields | {"finite": fields["finite"] != 0})
+        truths = {name: fields[name] != 0 for name in ("finite", "foretold") if name in fields}
+        return StepOutput(**fields | truths)
 
 
 def _logprob_shapes(prefix: str, of: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], type]]:
@@ -107,7 +112,12 @@ def all_finite(logits: jax.Array) -> jax.Array:
 
 
 def make_step(
-    bucket: Bucket, rebuild: Callable[[Any], Llama], attention: PagedAttention, *, pooling: Pooling | None = None
+    bucket: Bucket,
+    rebuild: Callable[[Any], Llama],
+    attention: PagedAttention,
+    *,
+    pooling: Pooling | None = None,
+    lookup: PromptLookup | None = None,
 ) -> Callable[[Any, KvScales, DeviceState, jax.Array], tuple[DeviceState, jax.Array]]:
     """The step of one bucket, to be compiled: (weights, K/V scales, state, packed i32[PackedLayout.size]) ->
     (state, output).
@@ -115,6 +125,7 @@ def make_step(
     Args:
         rebuild: weights -> the model; the weights are an argument of the program, its structure is in this closure.
         pooling: of hidden states, where the bucket's variant is EMBED.
+        lookup: of drafts, which are only compared with the tokens. None: there are none.
     """
 
     def step(weights: Any, kv_scales: KvScales, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, jax.Array]:
@@ -153,11 +164,15 @@ def make_step(
             assert pooling is not None, "the ladder embeds and the runner does not"
             outputs["pooled"] = pool(hidden, rows.starts, pooling)
         outputs["tokens"] = drawn
+        if lookup is not None:
+            assert state.text is not None, "a lookup needs the text"
+            drafts, is_found = propose(page_text.read(state.text, rows), rows.past, 1, lookup)
+            outputs["foretold"] = (is_found & (drafts[:, 0] == drawn)).astype(jnp.int32)
 
         slots = advance(slots, rows, drawn, rows.kv_lens)
         text = None if state.text is None else page_text.write(state.text, rows, tokens, positions)
         state = DeviceState(slots=slots, history=history, masks=state.masks, kv=kv, text=text)
-        return state, OutputLayout(bucket, hidden.shape[1]).join(outputs)
+        return state, OutputLayout(bucket, hidden.shape[1], foretells=lookup is not None).join(outputs)
 
     return step
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+import msgspec
 from starlette.types import ASGIApp, Message
 
 from batcher.engine import Engine
@@ -89,7 +90,8 @@ class InProcessEngineClient:
         with self._lock:
             arrived, self._arrived = self._arrived, []
         for output in arrived:
-            self._deliver(output_to_wire(output))
+            for part in _token_by_token(output_to_wire(output)):
+                self._deliver(part)
 
     def _deliver(self, output: Output) -> None:
         sink = self._sinks.get(output.request_id)
@@ -102,6 +104,18 @@ class InProcessEngineClient:
         if output.error is not None:
             self._token_ids.pop(output.request_id, None)
         sink.on_output(output)
+
+
+def _token_by_token(output: Output) -> list[Output]:
+    """An output of several tokens as one of each: after a stop string, which the sink finds, none is taken in."""
+    ids, scores = output.token_ids, output.logprobs
+    parts = [
+        Output(output.request_id, [token], None, None, output.num_cached_tokens, scores and scores[i : i + 1])
+        for i, token in enumerate(ids[:-1])
+    ]
+    if parts:
+        parts.append(msgspec.structs.replace(output, token_ids=ids[-1:], logprobs=scores and scores[-1:]))
+    return parts or [output]
 
 
 async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:

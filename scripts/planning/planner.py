@@ -174,7 +174,8 @@ class Planner:
         yield from memory_lines(candidate.sizes, candidate.memory, is_compiled=self.args.compile)
         if self.args.shapes:
             for b in BucketLadder(candidate.memory.buckets).buckets():
-                yield marked(COUNTED, f"{b.num_tokens:6} tokens {b.num_rows:5} rows  {b.variant}")
+                drafts = f", {b.num_drafts} drafts a row" if b.num_drafts else ""
+                yield marked(COUNTED, f"{b.num_tokens:6} tokens {b.num_rows:5} rows  {b.variant}{drafts}")
         if self.found is None or self.workload is None:
             return
         yield from step_lines(candidate, self.workload.typical_context())
@@ -199,7 +200,8 @@ class Planner:
         }
         if self.args.shapes:
             answer["shapes"] = [
-                [b.num_tokens, b.num_rows, b.variant] for b in BucketLadder(candidate.memory.buckets).buckets()
+                [b.num_tokens, b.num_rows, b.variant, b.num_drafts]
+                for b in BucketLadder(candidate.memory.buckets).buckets()
             ]
         if self.found is not None:
             answer |= {

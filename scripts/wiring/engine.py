@@ -31,7 +31,7 @@ from scripts.wiring.choices import (
 )
 from scripts.wiring.device import compile_cache_folder, find_device, start_jax
 from scripts.wiring.kv_scales import find_kv_scales
-from scripts.wiring.limits import bucket_config, runner_config
+from scripts.wiring.limits import WEIGHTS_COST_TOKENS, bucket_config, runner_config
 from scripts.wiring.model_on_chips import ModelOnChips
 from scripts.wiring.parallel import choose_num_chips, describe_idle
 from scripts.wiring.replicas import claim_chips
@@ -60,6 +60,7 @@ class Built:
     eos_token_ids: tuple[int, ...]
     settings: EngineSettings
     step_timeout_s: float | None  # None: a step may take any time
+    weights_cost_tokens: float  # see `limits`
     info: EngineInfo
 
     def engine(
@@ -81,6 +82,7 @@ class Built:
             prefix_caching=settings.enable_prefix_caching,
             max_waiting=settings.max_queue,
             pipeline_depth=settings.pipeline_depth,
+            weights_cost_tokens=self.weights_cost_tokens,
             step_timeout_s=self.step_timeout_s,
             seed=settings.seed,
         )
@@ -276,6 +278,8 @@ def build_runner(
                 f"backend {backend}, at most {buckets.max_num_seqs} sequences and "
                 f"{buckets.max_num_batched_tokens} tokens a step"
             )
+            if buckets.num_drafts:
+                say(f"{buckets.num_drafts} drafts a row in steps of up to {buckets.max_draft_rows} rows")
     except BaseException:
         runner.stop_compiling()
         raise
@@ -299,6 +303,7 @@ def build_runner(
         eos_token_ids=source.eos_token_ids,
         settings=settings,
         step_timeout_s=choose_step_timeout(settings.step_timeout, platform),
+        weights_cost_tokens=WEIGHTS_COST_TOKENS[platform],
         info=info,
     )
 

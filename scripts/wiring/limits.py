@@ -40,6 +40,16 @@ _DEFAULTS = {
     ),
 }
 
+# Tokens whose computation takes as long as reading the weights. It tells which drafts pay, and up to this number of
+# rows there are programs with drafts: from there on, drafts pay only if more than half of them are accepted.
+# - CPU: by `bench_step` of the demo, 0.70 ms for one row and 0.16 ms for each further one in XLA's loops, and 1.46 ms
+#   for four rows and 0.08 ms for each further one in C (on a loaded machine): 3.4 and 15 tokens. 107 M parameters: 5.8.
+# - Chips: bytes of a weight x FLOP/s / (2 x bytes/s). In bfloat16 that is 153 (A100) to 560 (v6e); with weights in 8
+#   bits it is half of that.
+WEIGHTS_COST_TOKENS = {"cpu": 6.0, "gpu": 75.0, "tpu": 75.0}
+# Drawn tokens of one step with drafts: the logits of all of them are in memory at once.
+_MAX_DRAWN = 256
+
 
 def bucket_config(settings: EngineSettings, platform: str) -> BucketConfig:
     """The limits and shapes of the steps: from the settings, or by default from the platform."""
@@ -47,18 +57,35 @@ def bucket_config(settings: EngineSettings, platform: str) -> BucketConfig:
     max_num_seqs, asked_tokens = settings.max_num_seqs or defaults.max_num_seqs, settings.max_num_batched_tokens
     if settings.max_num_seqs is None and asked_tokens is not None:
         max_num_seqs = min(max_num_seqs, max(1, asked_tokens // 2))  # a default must not make the other flag invalid
+    max_num_batched_tokens = asked_tokens or max(defaults.max_num_batched_tokens, 2 * max_num_seqs)
+    num_drafts = 0 if settings.speculation is None else settings.speculation.num_speculative_tokens
+    most_drawn = min(_MAX_DRAWN, max_num_batched_tokens)
+    max_draft_rows = min(int(WEIGHTS_COST_TOKENS[platform]), most_drawn // (1 + num_drafts), max_num_seqs)
+    least_rows = min(defaults.min_decode_rows, max_num_seqs)
+    if num_drafts and max_draft_rows < least_rows:
+        raise ValueError(
+            f"--speculative-config: {num_drafts} drafts for {least_rows} rows do not fit into a step of {most_drawn} "
+            "tokens: lower num_speculative_tokens, or raise --max-num-batched-tokens"
+        )
     return replace(
         defaults,
-        max_num_batched_tokens=asked_tokens or max(defaults.max_num_batched_tokens, 2 * max_num_seqs),
+        max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
         embeds=settings.enable_embeddings,
+        num_drafts=num_drafts,
+        max_draft_rows=max_draft_rows if num_drafts else 0,
     )
 
 
 def runner_config(settings: EngineSettings, buckets: BucketConfig, max_model_len: int) -> RunnerConfig:
     """The limits for the memory plan."""
     from model.execution.memory_plan import RunnerConfig
+    from model.execution.prompt_lookup import PromptLookup
 
+    lookup = None
+    if settings.speculation is not None:
+        least, most = settings.speculation.lookup
+        lookup = PromptLookup(min_tokens=least, max_tokens=most)
     return RunnerConfig(
         max_num_seqs=buckets.max_num_seqs,
         max_num_batched_tokens=buckets.max_num_batched_tokens,
@@ -66,4 +93,7 @@ def runner_config(settings: EngineSettings, buckets: BucketConfig, max_model_len
         memory_utilization=settings.memory_utilization,
         num_pages=settings.num_pages,
         pooling=settings.pooling,
+        lookup=lookup,
+        max_draft_rows=buckets.max_draft_rows,
+        max_drawn=buckets.max_draft_rows * (1 + buckets.num_drafts),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from batcher.request import Pooling
 from model.inputs.paths import check_local
 from model.loading.source import DEMO
 from model.quantization.forms import EightBit
+from scripts.wiring.speculation import SpeculativeConfig
 from server.engine.hosts.cluster import Cluster
 
 DEVICES = ("auto", "cpu", "tpu", "cuda")
@@ -44,6 +46,7 @@ class EngineSettings:
     attention_backend: str = "auto"
     enable_prefix_caching: bool = True
     scheduling: str = "continuous"
+    speculative_config: str | Mapping[str, Any] | None = None  # JSON or its object; None: no drafts
     enable_embeddings: bool = False
     pooling_type: str = Pooling.LAST.value
     max_queue: int = 1024
@@ -82,6 +85,13 @@ class EngineSettings:
             raise ValueError(f"--step-timeout must not be negative, not {self.step_timeout:g}")
         if self.max_queue < 0:
             raise ValueError(f"--max-queue must not be negative, not {self.max_queue}")
+        if self.speculation is not None and self.scheduling == "static":
+            raise ValueError("--speculative-config needs --scheduling continuous: static batches have no drafts")
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """The parsed `speculative_config`. Raises ValueError if it cannot be used."""
+        return None if self.speculative_config is None else SpeculativeConfig.parse(self.speculative_config)
 
     @property
     def pooling(self) -> Pooling | None:
@@ -134,11 +144,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--load-format", default="auto", choices=LOAD_FORMATS, help="dummy: random weights")
     model.add_argument("--dtype", default="auto", choices=DTYPES, help="auto: the checkpoint's; float32 on a CPU")
     model.add_argument(
-        "--quantization", choices=QUANTIZATIONS, help="8 bits a weight, made while loading (default: as stored)"
+        "--quantization", choices=QUANTIZATIONS, help="8 bits a weight, made at load (default: as stored)"
     )
     model.add_argument(
         "--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES,
-        help="fp8 or int8: twice the tokens in the same memory (auto: the type that is computed in)",
+        help="fp8, int8: twice the tokens (auto: as computed)",
     )  # fmt: skip
     model.add_argument(
         "--calculate-kv-scales", action="store_true", help="of 8-bit K/V, although the checkpoint brings some"
@@ -150,6 +160,10 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")
     engine.add_argument("--enable-prefix-caching", action="store_true", default=True, help=argparse.SUPPRESS)
     engine.add_argument("--scheduling", default="continuous", choices=SCHEDULING)
+    engine.add_argument(
+        "--speculative-config", metavar="JSON",
+        help="""'{"method": "ngram", "num_speculative_tokens": 3}'""",
+    )  # fmt: skip
     engine.add_argument("--enable-embeddings", action="store_true", help="serve /v1/embeddings, too")
     engine.add_argument(
         "--pooling-type",

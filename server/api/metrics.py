@@ -46,6 +46,12 @@ COUNTERS = {
     "integrity_failures": "Idle periods in which the engine's books were inconsistent; always 0 in health.",
     "num_compiles_after_warm_up": "Programs compiled while serving; always 0 in health.",
 }
+SPECULATION = {
+    "spec_decode_num_drafts": "Rows of steps that drafts were proposed for.",
+    "spec_decode_num_draft_tokens": "Draft tokens proposed.",
+    "spec_decode_num_accepted_tokens": "Draft tokens accepted.",
+    "spec_decode_num_undrafted_rows": "Rows of steps with drafts whose requests cannot have any, as under a grammar.",
+}
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("time_to_first_token", "From arrival in the engine to the first token."),
     "inter_token_latency_seconds": ("inter_token_latency", "Between two tokens of one request."),
@@ -129,6 +135,7 @@ class ServerMetrics:
             for labels, source in self._engines():
                 family.add_metric(labels, getattr(source.stats, name))
             yield family
+        yield from self._speculation()
         finished = self._family(CounterMetricFamily, "request_success", "Finished requests.", ["finished_reason"])
         for labels, source in self._engines():
             for reason in sorted({"stop", "length", "abort", "error", *source.stats.finished}):
@@ -166,6 +173,19 @@ class ServerMetrics:
         for labels, source in self._engines():
             config = source.info.cache_config
             family.add_metric([*labels, *(config.get(named.get(name, name), "") for name in names)], 1)
+        yield family
+
+    def _speculation(self) -> Iterator[Metric]:
+        for name, doc in SPECULATION.items():
+            family = self._family(CounterMetricFamily, name, doc)
+            for labels, source in self._engines():
+                family.add_metric(labels, getattr(source.stats.speculation, name.removeprefix("spec_decode_")))
+            yield family
+        name, doc = "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by their place in the row."
+        family = self._family(CounterMetricFamily, name, doc, ["position"])
+        for labels, source in self._engines():
+            for position, count in enumerate(source.stats.speculation.num_accepted_tokens_per_pos):
+                family.add_metric([*labels, str(position)], count)
         yield family
 
     def _attention(self) -> Iterator[Metric]:

@@ -274,13 +274,13 @@ class FakeRunner:
         num_singles, num_rows, num_tokens = part["header"][:3].tolist()
         slots, q_lens, emits = part["slots"], part["q_lens"], part["emits"]
         self._check_rows(bucket, num_singles, num_rows, num_tokens, slots, q_lens, emits)
-        out = _Output(bucket)
+        out = _Output(bucket, keeps_text=c.keeps_text)
         start = 0
         touched: list[tuple[set[int], set[int]]] = []
         for row in range(num_rows):
             slot, q_len = int(slots[row]), int(q_lens[row])
             tokens = part["tokens"][start : start + q_len].astype(np.int64)
-            drafts: list[int] = []
+            drafts, first = [], []
             kv_len = int(self.state[slot, SlotLayout.KV_LEN])
             table = self.state[slot, SlotLayout.PAGE_TABLE :]
             if not 0 <= kv_len <= kv_len + q_len < c.max_model_len:
@@ -288,9 +288,11 @@ class FakeRunner:
             if bucket.num_drafts:
                 if (tokens != -1).any() or not emits[row]:
                     self._fail(f"slot {slot} is fed {tokens} in a speculative step")
-                drafts = self._drafts(slot, kv_len, q_len - 1)
+                first = self._drafts(slot, kv_len, max(q_len - 1, 1))
+                drafts = first[: q_len - 1]
                 tokens = np.array([self.state[slot, SlotLayout.LAST_TOKEN], *drafts, *[0] * q_len])[:q_len]
             elif tokens.tolist() == [-1]:
+                first = self._drafts(slot, kv_len, 1)
                 tokens[0] = self.state[slot, SlotLayout.LAST_TOKEN]
             if ((tokens < 0) | (tokens >= c.vocab_size)).any():
                 self._fail(f"slot {slot} is fed {tokens}")
@@ -316,6 +318,7 @@ class FakeRunner:
                 prefix = self._verify(out, row, slot, prefix[: kv_len + 1], drafts)
             elif emits[row]:
                 self._emit(out, row, slot, prefix)
+            out.foretold[row] = first[:1] == [int(out.tokens[row, 0])]
             self.state[slot, SlotLayout.KV_LEN] = len(prefix)
             if self._nan_token is not None and self._nan_token in prefix:
                 out.finite[row] = False
@@ -446,13 +449,15 @@ class _Handle:
 
 
 class _Output:
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Bucket, *, keeps_text: bool) -> None:
+        self.keeps_text = keeps_text
         t, s = bucket.num_tokens, bucket.num_rows
         self.bucket = bucket
         d = 1 + bucket.num_drafts
         self.tokens = np.full((s, d), POISON, np.int32)
         self.num_drafts = np.full(s, POISON, np.int32)
         self.num_accepted = np.full(s, POISON, np.int32)
+        self.foretold = np.zeros(s, bool)
         self.finite = np.ones(s, bool)
         self.logprobs = np.full((s, d), np.nan, np.float32)
         self.top_ids = np.full((s, d, MAX_LOGPROBS), POISON, np.int32)
@@ -465,6 +470,8 @@ class _Output:
 
     def result(self) -> StepOutput:
         common = {"tokens": self.tokens, "finite": self.finite}
+        if self.keeps_text and (self.bucket.num_drafts or self.bucket.decode_only):
+            common["foretold"] = self.foretold
         if self.bucket.num_drafts:
             common |= {"num_drafts": self.num_drafts, "num_accepted": self.num_accepted}
         if self.bucket.variant is Variant.GREEDY:

@@ -166,27 +166,23 @@ def test_a_row_under_a_grammar_goes_on_without_drafts_next_to_others() -> None:
     assert {len(output.token_ids) for output in drive.heard["bound"].outputs} <= {0, 1}
 
 
-def test_drafts_that_keep_failing_are_given_up_and_tried_again_now_and_then() -> None:
+def test_drafts_that_keep_failing_are_given_up() -> None:
     drive = speculative(always_wrong, capacity={"max_model_len": 2000, "num_pages": 500}, weights_cost_tokens=4.0)
-    drive.add(make_request("a", [5, 6, 7], max_tokens=1500, ignore_eos=True))
+    drive.add(make_request("a", [5, 6, 7], max_tokens=1000, ignore_eos=True))
     drive.finish()
     drive.check_outputs()
-    plain, costly = 4.0 + 1, 4.0 + 4
-    tries = num_speculative(drive)
-    assert 1500 * 0.01 * plain / (costly - plain) / 2 < tries  # it does try
-    extra = tries * (costly - plain) / (1500 * plain)
-    assert extra < 0.03, f"{tries} tries cost {extra:.1%} of the time"
+    assert 0 < num_speculative(drive) < 5
 
 
 def test_text_that_becomes_predictable_is_noticed() -> None:
     def late(known: np.ndarray, coming: list[int]) -> list[int]:
-        return coming if len(known) > 400 else always_wrong(known, coming)
+        return coming if len(known) > 200 else always_wrong(known, coming)
 
     drive = speculative(late, capacity={"max_model_len": 2000, "num_pages": 500}, weights_cost_tokens=4.0)
-    heard = drive.add(make_request("a", [5, 6, 7], max_tokens=1500, ignore_eos=True))
+    drive.add(make_request("a", [5, 6, 7], max_tokens=600, ignore_eos=True))
     drive.finish()
     drive.check_outputs()
-    assert sum(len(output.token_ids) > 1 for output in heard.outputs) > 200
+    assert len(drive.runner.executed) < 200 + 400 / 4 + 20
 
 
 @pytest.mark.parametrize(("rows", "speculates"), [(1, True), (2, True), (3, False), (4, False)])

@@ -10,7 +10,8 @@ from batcher.slots import SlotLayout
 from model.execution import memory_plan
 from model.execution.device_memory import DeviceMemory
 from model.execution.memory_plan import GIB, MemoryNeeds, RunnerConfig, plan_pages
-from tests.model.driver import TINY
+from model.execution.prompt_lookup import PromptLookup
+from tests.model.driver import TINY, paged_attention, tiny_model
 
 MIB = 1 << 20
 NEEDS = MemoryNeeds(weights=8 * GIB, state=1 * GIB, temporaries=2 * GIB, page=8 * MIB)
@@ -62,6 +63,16 @@ def test_the_bound_of_the_temporaries_grows_with_the_step():
     # 24 bytes a row and token of the vocabulary; a token's activations.
     assert bound(64, 9) - bound(64, 8) == 24 * TINY.vocab_size
     assert bound(65, 8) - bound(64, 8) == 4 * (6 * 32 + 3 * (4 + 2 * 2) * 16 + 3 * 48)
+
+
+def test_drafts_need_the_tokens_of_the_pages_and_their_own_logits():
+    def needs(**options):
+        limits = RunnerConfig(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64, **options)
+        return memory_plan.memory_needs(tiny_model(), paged_attention(), limits)
+
+    plain, drafts = needs(), needs(lookup=PromptLookup(min_tokens=2, max_tokens=4), max_drawn=8)
+    assert drafts.page - plain.page == 4 * 8  # tokens of a page
+    assert drafts.temporaries - plain.temporaries == 24 * TINY.vocab_size * (8 - 2)
 
 
 def test_chips_share_the_logits_and_the_histories():

@@ -83,7 +83,9 @@ def requests(sampling: list[dict], *, prompt_len: int = 20, max_tokens: int = 40
 KINDS = {
     "greedy": [{}] * 4,
     "sampled": [{"temperature": 1.0, "allowed_token_ids": FEW[: 2 + i]} for i in range(3)],
-    "top-p and min-p": [{"temperature": 0.8, "top_p": 0.7}, {"temperature": 1.2, "min_p": 0.1, "top_k": 5}],
+    "top-p and min-p": [
+        {"temperature": 3.0, "allowed_token_ids": FEW} | cut for cut in ({"top_p": 0.7}, {"min_p": 0.1, "top_k": 3})
+    ],
     "penalties": [
         {"temperature": t, "allowed_token_ids": FEW, "presence_penalty": 0.5, "frequency_penalty": f, "logprobs": 2}
         for t in (0.0, 1.0)

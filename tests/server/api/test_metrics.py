@@ -59,6 +59,18 @@ def test_gauges_and_counters_are_the_engines():
     }
 
 
+def test_accepted_drafts_are_counted_by_their_place():
+    stats = EngineStats()
+    for proposed, accepted in ((3, 3), (3, 1), (2, 0), (0, 0)):
+        stats.speculation.observe(proposed, accepted)
+    found = samples(metrics_of(stats, prefix="vllm:"))
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert {dict(labels)["position"]: value for labels, value in found[name].items()} == {"0": 2, "1": 1, "2": 1}
+    assert found["vllm:spec_decode_num_drafts_total"] == {LABELS: 3}
+    assert found["vllm:spec_decode_num_draft_tokens_total"] == {LABELS: 8}
+    assert found["vllm:spec_decode_num_accepted_tokens_total"] == {LABELS: 4}
+
+
 def test_histograms_are_cumulated():
     stats = EngineStats()
     for seconds in (0.0005, 0.03, 0.03, 5000):

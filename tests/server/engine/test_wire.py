@@ -96,6 +96,7 @@ def test_an_output_arrives_whole(output, expected):
 def test_statistics_arrive_whole():
     stats = EngineStats(num_steps=3, finished={"stop": 2})
     stats.queue_time.observe(1.0)
+    stats.speculation.observe(3, 2)
     assert carried(wire.Stats(stats), wire.Event) == wire.Stats(stats)
 
 

@@ -1,0 +1,72 @@
+"""`--speculative-config`: the JSON of speculative decoding, with vLLM's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+FLAG = "--speculative-config"
+_NGRAM = "ngram"
+_NOT_HERE = {
+    "draft_model": "a second model is not loaded yet",
+    "eagle": "EAGLE heads are not read yet",
+    "eagle3": "EAGLE heads are not read yet",
+    "medusa": "Medusa heads are not read",
+    "mlp_speculator": "MLP speculators are not read",
+    "mtp": "Llama 3 has no layers that predict several tokens",
+    "deepseek_mtp": "Llama 3 has no layers that predict several tokens",
+    "suffix": "suffix decoding looks in other requests' texts",
+}
+# The last tokens that are looked up, unless the JSON says so. Two tokens occur again by chance, but then the drafts are
+# only rejected; more than four select the same places.
+_LOOKUP_MIN, _LOOKUP_MAX = 2, 4
+
+_LookupLength = Annotated[int, msgspec.Meta(ge=1, le=32)]
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Drafts from the request's own text. Of `prompt_lookup_max` and `prompt_lookup_min`, one alone stands for both."""
+
+    method: str
+    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=15)]
+    prompt_lookup_max: _LookupLength | None = None
+    prompt_lookup_min: _LookupLength | None = None
+
+    @property
+    def lookup(self) -> tuple[int, int]:
+        """The fewest and the most last tokens that are looked up."""
+        least, most = self.prompt_lookup_min, self.prompt_lookup_max
+        if least is None and most is None:
+            return _LOOKUP_MIN, _LOOKUP_MAX
+        return least or most or 0, most or least or 0
+
+    @classmethod
+    def parse(cls, value: str | Mapping[str, Any]) -> SpeculativeConfig:
+        """The settings of a JSON object, or of its text. Raises ValueError, with the flag's name, for anything else."""
+        example = f"""such as '{{"method": "{_NGRAM}", "num_speculative_tokens": 3}}'"""
+        try:
+            fields = msgspec.json.decode(value) if isinstance(value, str) else dict(value)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{FLAG} {value!r} is not JSON ({error}); give an object {example}") from error
+        if not isinstance(fields, dict):
+            raise ValueError(f"{FLAG} is a JSON object {example}, not {value!r}")
+        method = fields.get("method")
+        if isinstance(method, str) and method in _NOT_HERE:
+            raise ValueError(f'{FLAG}: method "{method}" is not supported: {_NOT_HERE[method]}; use "{_NGRAM}"')
+        if method != _NGRAM:
+            said = "has no method" if method is None else f"has the unknown method {method!r}"
+            raise ValueError(f'{FLAG} {said}; there is "{_NGRAM}", {example}')
+        if unknown := sorted(fields.keys() - set(cls.__struct_fields__)):
+            raise ValueError(
+                f"{FLAG}: unknown fields {', '.join(unknown)}; there are {', '.join(cls.__struct_fields__)}"
+            )
+        try:
+            config = msgspec.convert(fields, cls)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{FLAG}: {error}") from error
+        least, most = config.lookup
+        if least > most:
+            raise ValueError(f"{FLAG}: prompt_lookup_min {least} is more than prompt_lookup_max {most}")
+        return config

@@ -1,0 +1,40 @@
+"""The demo served with drafts: the same texts as without, in fewer steps."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.e2e.conftest import serve
+
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 3}'
+COUNT = '{"text": "47 + 35 = 82.", "answer": 82}\n' * 3
+BODIES = [
+    {"prompt": COUNT, "max_tokens": 60, "temperature": 0, "ignore_eos": True},
+    {"prompt": COUNT, "max_tokens": 40, "temperature": 0.3, "seed": 5, "logprobs": 2, "frequency_penalty": 0.1},
+    {"prompt": COUNT, "max_tokens": 60, "temperature": 0, "stop": ["82", "5"]},
+    {"prompt": "Once upon a time", "max_tokens": 40, "temperature": 1, "seed": 9, "return_token_ids": True},
+]
+
+
+@pytest.mark.e2e
+def test_texts_are_those_of_a_server_without_drafts(server):
+    """One row, so that there are few programs to compile: all of them keep the text."""
+    flags = ["--max-num-seqs=1", "--max-num-batched-tokens=16", "--max-model-len=512"]
+    cache = ["--compile-cache", os.environ["JAX_COMPILATION_CACHE_DIR"]]
+    with serve(*flags, *cache, "--speculative-config", NGRAM) as drafting:
+        with server.http() as plain, drafting.http() as http:
+            for body in BODIES:
+                expected, found = (
+                    client.post("/v1/completions", json={"model": "demo", **body}).json() for client in (plain, http)
+                )
+                (expected_choice,), (choice,) = expected["choices"], found["choices"]
+                assert choice["text"] == expected_choice["text"]
+                assert choice["finish_reason"] == expected_choice["finish_reason"]
+                assert choice.get("token_ids") == expected_choice.get("token_ids")
+                assert found["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
+        drafting.wait_for_metrics(lambda metrics: metrics["spec_decode_num_accepted_tokens_total"] > 20)
+        metrics = drafting.metrics()
+        assert metrics["num_compiles_after_warm_up_total"] == metrics["integrity_failures_total"] == 0
+        assert metrics["spec_decode_num_draft_tokens_total"] >= metrics["spec_decode_num_accepted_tokens_total"]
