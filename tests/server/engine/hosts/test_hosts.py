@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import zmq
 
+from batcher.errors import StepTimeoutError
 from batcher.step import Bucket, Capacity, StepInput, Variant
 from server.engine.hosts import messages
 from server.engine.hosts.broadcast import BroadcastRunner
@@ -171,6 +172,15 @@ def following(follower: Follower, runner: RecordingRunner) -> Exits:
     return exits
 
 
+class Inner:
+    """An engine without requests."""
+
+    def __init__(self, death: BaseException | None = None) -> None:
+        self.death = death
+
+    start = add_request = abort = reset_prefix_cache = stats = shutdown = staticmethod(lambda *_: None)
+
+
 def test_a_follower_replays_what_the_leader_does(hosts):
     leader, follower = hosts.together()
     ours, theirs = RecordingRunner(), RecordingRunner()
@@ -191,10 +201,6 @@ def test_a_follower_replays_what_the_leader_does(hosts):
         runner.execute(step(number))
     runner.recover()
     runner.execute(step(6))
-
-    class Inner:
-        death = None
-        start = add_request = abort = reset_prefix_cache = stats = shutdown = staticmethod(lambda *_: None)
 
     left = []
     LeadingEngine(Inner(), leader, lambda: left.append(True)).shutdown()
@@ -303,6 +309,22 @@ def test_a_leader_that_goes_is_named(hosts):
     leader.fail("StepTimeoutError: the device is stuck")
     reason = hosts.failures[1].get(timeout=30)
     assert reason == "the leader has ended: StepTimeoutError: the device is stuck"
+
+
+def test_an_engine_that_dies_tells_the_followers_why(hosts):
+    leader, _ = hosts.together()
+    dead = Inner(StepTimeoutError("the device is stuck"))
+    LeadingEngine(dead, leader, lambda: pytest.fail("a dead engine leaves nothing in order")).shutdown()
+    assert hosts.failures[1].get(timeout=30) == "the leader has ended: StepTimeoutError: the device is stuck"
+    assert hosts.failures[0].empty()
+
+
+def test_a_step_that_fails_because_a_host_is_lost_is_not_the_reason(hosts):
+    leader, follower = hosts.together()
+    hosts.open.remove(follower.close)
+    follower.close()
+    LeadingEngine(Inner(RuntimeError("connection reset by peer")), leader, lambda: None).shutdown()
+    assert "has gone: its connection has closed" in hosts.failures[0].get(timeout=30)
 
 
 def test_a_follower_says_why_it_ends(hosts):
