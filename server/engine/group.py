@@ -42,7 +42,8 @@ class EngineGroup:
             raise EngineFailedError(f"engine {number}: {error}") from error
         finally:
             for task in starting:
-                task.cancel()
+                if not task.cancel() and not task.cancelled():
+                    task.exception()  # seen: asyncio logs unseen errors, of a second engine that failed, too
         lengths = {(info.max_model_len, info.vocab_size) for info in infos}
         if len(lengths) > 1:
             raise EngineFailedError(f"the engines differ in context length or vocabulary: {sorted(lengths)}")
