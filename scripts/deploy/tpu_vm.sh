@@ -204,23 +204,27 @@ hosts() {
     if [ "$num_hosts" = 1 ]; then
         echo "$name"
     elif [ -n "$dry_run" ]; then
-        echo "$name-HOST"
+        local i
+        for ((i = 0; i < num_hosts; i++)); do echo "$name-HOST$i"; done
     else
         gcloud compute instance-groups managed list-instances "$name" "${place[@]}" --format 'value(instance.basename())'
     fi
 }
 
-# Runs a command on every host.
+# Runs a command on every host. With a second argument, Compute Engine's hosts get the flags of their places in it:
+# the Cloud TPU API's find each other through their metadata server.
 on_hosts() {
-    local host names
+    local host names first i=0 place_flags=''
     if [ "$api" = tpu ]; then
         run gcloud compute tpus tpu-vm ssh "$name" "${place[@]}" --worker=all --command "$1"
         return
     fi
     names=$(hosts)
     [ -n "$names" ] || { say "$name has no hosts yet"; return 1; }
+    first=${names%%$'\n'*}
     for host in $names; do
-        run gcloud compute ssh "$host" "${place[@]}" --command "$1"
+        [ -z "${2:-}" ] || place_flags=" --coordinator $first --num-hosts $num_hosts --host-id $((i++))"
+        run gcloud compute ssh "$host" "${place[@]}" --command "$1$place_flags"
     done
 }
 
@@ -237,20 +241,28 @@ copy_to_hosts() {
 }
 
 setup() {
-    local archive
-    archive=$(mktemp -d)/pallas-serve.tgz
-    run git archive --format tgz --output "$archive" HEAD
-    copy_to_hosts "$archive" pallas-serve.tgz
+    local folder
+    folder=$(mktemp -d)
+    run git archive --format tgz --output "$folder/pallas-serve.tgz" HEAD
+    copy_to_hosts "$folder/pallas-serve.tgz" pallas-serve.tgz
     # shellcheck disable=SC2016 # the host's own user
     on_hosts 'sudo install -d -o "$(id -un)" /opt/pallas-serve && tar -xzf pallas-serve.tgz -C /opt/pallas-serve && '"\
 /opt/pallas-serve/scripts/deploy/host/setup.sh tpu"
-    rm -rf "$(dirname "$archive")"
+    if [ "$num_hosts" -gt 1 ]; then # they prove to each other who they are
+        (umask 077 && printf 'PALLAS_SERVE_HOSTS_SECRET=%s\n' "$(head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n')" \
+            >"$folder/hosts.env")
+        copy_to_hosts "$folder/hosts.env" hosts.env
+        on_hosts 'sudo install -D -m 600 hosts.env /etc/pallas-serve/hosts.env && rm hosts.env'
+    fi
+    rm -rf "$folder"
 }
 
 serve() {
     local words='' word
     for word in "$@"; do words+=" $(printf '%q' "$word")"; done
-    on_hosts "sudo /opt/pallas-serve/scripts/deploy/host/serve.sh --device tpu$words"
+    local own=''
+    [ "$num_hosts" = 1 ] || own=1
+    on_hosts "sudo /opt/pallas-serve/scripts/deploy/host/serve.sh --device tpu$words" "$own"
 }
 
 status() {

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from scripts import launch
+from scripts.wiring.cluster import SECRET_VARIABLE, cluster_of
 from server.settings import Settings
 from tests.scripts.kubernetes_fields import problems
 
@@ -118,11 +119,21 @@ def test_a_pod_is_given_the_time_to_drain(overlay):
     assert spec["terminationGracePeriodSeconds"] >= pause + grace_s + 10
 
 
-def test_liveness_ignores_draining_and_readiness_does_not():
-    container = workload("gke-tpu-v6e")["spec"]["containers"][0]
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_liveness_ignores_draining_and_readiness_does_not(overlay):
+    (container,) = workload(overlay)["spec"]["containers"]
     assert container["livenessProbe"]["httpGet"]["path"] == "/live"
     assert container["readinessProbe"]["httpGet"]["path"] == "/health"
-    assert "livenessProbe" not in workload("gke-tpu-v6e-hosts")["spec"]["containers"][0]  # followers have no /live
+
+
+def test_the_hosts_of_a_group_find_each_other():
+    (container,) = workload("gke-tpu-v6e-hosts")["spec"]["containers"]
+    secrets = {entry["name"]: entry["valueFrom"]["secretKeyRef"] for entry in container["env"] if "valueFrom" in entry}
+    assert not secrets[SECRET_VARIABLE].get("optional")
+    given = {"LWS_LEADER_ADDRESS": "leader", "LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "3", SECRET_VARIABLE: "s" * 64}
+    cluster = cluster_of(launch.parser().parse_args([]), given, has_tpu=lambda: True)
+    assert cluster is not None
+    assert (cluster.num_hosts, cluster.host_id, cluster.coordinator) == (4, 3, "leader")
 
 
 def test_the_check_finds_what_is_wrong():

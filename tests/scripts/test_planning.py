@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from batcher.config import Scheduling
 from model.presets import preset
-from scripts import plan
+from scripts import launch, plan
 from scripts.benchmarks.simulation.machine import Machine, Result, SimulatedRequest, simulate
 from scripts.planning.cost import HOURS_PER_MONTH, cost
 from scripts.planning.roofline import FLOPS_EFFICIENCY, MEMORY_EFFICIENCY, Roofline, roofline
@@ -204,6 +205,11 @@ def test_a_plan_as_json_and_twice_the_same(capsys):
         plans.append(json.loads(capsys.readouterr().out))
     assert plans[0] == plans[1]
     best = plans[0]["best"]
+    serve, *flags = shlex.split(plans[0]["command"])
+    args = launch.parser().parse_args(flags)
+    assert serve == "scripts/serve"
+    assert (args.max_num_seqs, args.max_num_batched_tokens) == (64, 512)
+    assert args.tensor_parallel_size * args.data_parallel_size == 2
     assert best["meets_slo"]
     assert best["latencies_ms"]["ttft"]["p95"] <= 200
     assert best["tensor_parallel_size"] * best["replicas"] == 2

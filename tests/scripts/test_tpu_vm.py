@@ -128,15 +128,20 @@ def test_a_dry_run_prints_the_commands_and_runs_none(cloud, verb, target):
     assert [unplaced(shlex.split(line)[1:]) for line in printed] == [unplaced(call) for call in calls]
 
 
-def test_every_host_is_set_up_and_serves(cloud):
-    for target, name in (("v6e:4x4", "compute ssh slice-{}"), ("v6e:2x4", "compute ssh slice")):
-        done, calls = cloud("serve", "--target", target, *PLACE, "--", "--model", "m", "--tensor-parallel-size", "16")
-        assert done.returncode == 0, done.stderr
-        commands = [call for call in calls if call[:2] == ["compute", "ssh"]]
-        wanted = [name.format(host) for host in ("abcd", "efgh")] if "{}" in name else [name]
-        assert [" ".join(call[:3]) for call in commands] == wanted
-        serve = "sudo /opt/pallas-serve/scripts/deploy/host/serve.sh --device tpu --model m --tensor-parallel-size 16"
-        assert {value(call, "--command") for call in commands} == {serve}
+def test_every_host_serves_and_knows_its_place(cloud):
+    serve = "sudo /opt/pallas-serve/scripts/deploy/host/serve.sh --device tpu --model m"
+    done, calls = cloud("serve", "--target", "v6e:4x4", *PLACE, "--", "--model", "m")
+    assert done.returncode == 0, done.stderr
+    commands = {call[2]: value(call, "--command") for call in calls if call[:2] == ["compute", "ssh"]}
+    assert commands == {
+        host: f"{serve} --coordinator slice-abcd --num-hosts 4 --host-id {i}"
+        for i, host in enumerate(("slice-abcd", "slice-efgh"))
+    }
+    args = launch.parser().parse_args(commands["slice-efgh"].split()[2:])
+    assert (args.coordinator, args.num_hosts, args.host_id) == ("slice-abcd", 4, 1)
+    for target, api in (("v6e:2x4", "compute"), ("v6e:4x4", "tpu")):  # alone, or found by the metadata server
+        _, calls = cloud("serve", "--target", target, *PLACE, "--api", api, "--", "--model", "m")
+        assert [value(call, "--command") for call in calls] == [serve]
     _, calls = cloud("ssh", "--target", "v5e:2x4", *PLACE, "--", "echo", "a b; rm")
     (call,) = calls
     assert "--worker=all" in call
@@ -149,6 +154,18 @@ def test_known_failures_are_explained(cloud, error):
     assert done.returncode == 1
     assert error in done.stderr  # gcloud's own words stay
     assert FAILURES[error] in done.stderr
+
+
+def test_several_hosts_get_a_common_secret_and_one_host_none(cloud):
+    secrets = []
+    for target in ("v6e:4x4", "v6e:4x4", "v6e:2x4"):
+        done, calls = cloud("setup", "--target", target, *PLACE, "--api", "tpu")
+        assert done.returncode == 0, done.stderr
+        copied = [call for call in calls if call[3] == "scp"]
+        assert all("--worker=all" in call for call in copied)
+        assert not any("SECRET" in word for call in calls for word in call)  # `ps` shows arguments
+        secrets.append([call[5] for call in copied if call[5] == "slice:hosts.env"])
+    assert secrets == [["slice:hosts.env"], ["slice:hosts.env"], []]
 
 
 def test_nothing_is_made_after_a_failure(cloud):
