@@ -68,8 +68,11 @@ class PagedAttention:
         validate.batch(batch, num_tokens=num_tokens, decode_only=decode_only)
         if few_queries and self.backend is Backend.REFERENCE:
             return reference.make_metadata_of_few_queries(batch, self.local_spec, num_tokens=num_tokens)
+        form = _form(self.backend)
+        if self.backend in (Backend.TPU, Backend.TPU_INTERPRET):
+            form = {"few_queries": few_queries}
         return _implementation(self.backend).make_metadata(
-            batch, self.local_spec, num_tokens=num_tokens, decode_only=decode_only, **_form(self.backend)
+            batch, self.local_spec, num_tokens=num_tokens, decode_only=decode_only, **form
         )
 
     def __call__(

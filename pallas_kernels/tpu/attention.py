@@ -25,7 +25,7 @@ from pallas_kernels.tpu.layout import Geometry
         "decode_pages",
         "new_pages",
     ],
-    meta_fields=["pages_per_seq", "decode_only"],
+    meta_fields=["pages_per_seq", "decode_only", "few_queries"],
 )
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
@@ -40,9 +40,12 @@ class AttentionMetadata:
     new_pages: jax.Array | None  # i32[page slots]: the pages of the rows' new tokens, see `append`
     pages_per_seq: int
     decode_only: bool
+    few_queries: bool
 
 
-def make_metadata(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, decode_only: bool) -> AttentionMetadata:
+def make_metadata(
+    batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, decode_only: bool, few_queries: bool = False
+) -> AttentionMetadata:
     """See `pallas_kernels.api.PagedAttention.make_metadata`."""
     g = layout.geometry(spec)
     num_rows, pages_per_seq = batch.page_table.shape
@@ -57,6 +60,7 @@ def make_metadata(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, d
         new_pages=None if decode_only else _new_pages(batch, g, num_tokens),
         pages_per_seq=pages_per_seq,
         decode_only=decode_only,
+        few_queries=few_queries,
     )
 
 
@@ -140,7 +144,9 @@ class _Kernels:
         g, interpret = self.g, pltpu.InterpretParams() if self.interpret is True else self.interpret
         chip = None if interpret else blocks.this_chip()
         max_singles = metadata.decode_pages.shape[0]
-        sizes = self.block_sizes or blocks.choose(g, metadata.pages_per_seq, chip, max_decodes=max_singles)
+        sizes = self.block_sizes or blocks.choose(
+            g, metadata.pages_per_seq, chip, max_decodes=max_singles, few_queries=metadata.few_queries
+        )
         sizes.validate(g)
         num_tokens = queries.shape[0]
         # The kernels copy whole tiles of tokens.

@@ -61,8 +61,12 @@ def default_page_size(chip: str | None) -> int:
     return chips.TPUS[chip].page_size if chip in chips.TPUS else UNKNOWN_PAGE_SIZE
 
 
-def choose(g: Geometry, pages_per_seq: int, chip: str | None = None, *, max_decodes: int = 1) -> BlockSizes:
+def choose(
+    g: Geometry, pages_per_seq: int, chip: str | None = None, *, max_decodes: int = 1, few_queries: bool = False
+) -> BlockSizes:
     """The tuned sizes of `chip` (a name in `chips`) if there are any, otherwise sizes by rule.
+
+    `few_queries`: every row has a few tokens, so the mixed kernel takes its smallest tiles of queries.
 
     Raises:
         ValueError: the chip's VMEM does not hold such blocks, or the rows of `max_decodes` decodes. A chip that is not
@@ -73,7 +77,9 @@ def choose(g: Geometry, pages_per_seq: int, chip: str | None = None, *, max_deco
     decode, mixed = _decode(g, pages_per_seq), _mixed(g, pages_per_seq, vmem)
     if "decode" in tuned:
         decode = _shorten(DecodeBlocks(**tuned["decode"]), g, pages_per_seq)
-    if "mixed" in tuned:
+    if few_queries:
+        mixed = _of_few_queries(g, pages_per_seq, vmem)
+    elif "mixed" in tuned:
         mixed = _shorten(MixedBlocks(**tuned["mixed"]), g, pages_per_seq)
     needed = decode_memory.vmem_bytes(g, decode, decode_memory.max_rows(g, max_decodes))
     if needed > vmem:
@@ -125,6 +131,27 @@ def _mixed(g: Geometry, pages_per_seq: int, vmem: int) -> MixedBlocks:
         tile_tokens=256,
         units_per_turn=8,
     )
+    return _fitting(sizes, g, pages_per_seq, vmem)
+
+
+def _of_few_queries(g: Geometry, pages_per_seq: int, vmem: int) -> MixedBlocks:
+    """One tile, which holds a row of up to `token_tile` tokens wherever it begins in a tile of tokens. Many tokens make
+    up for the few rows: the matrix unit takes as long to load 16 rows as 128."""
+    tile_queries = 2 * g.token_tile
+    while tile_queries * g.queries_per_plane % LANES:
+        tile_queries *= 2
+    sizes = MixedBlocks(
+        q_block=tile_queries,
+        kv_block=2048,
+        tile_rows=tile_queries * g.queries_per_plane,
+        tile_tokens=512,
+        units_per_turn=8,
+    )
+    return _fitting(sizes, g, pages_per_seq, vmem)
+
+
+def _fitting(sizes: MixedBlocks, g: Geometry, pages_per_seq: int, vmem: int) -> MixedBlocks:
+    """These blocks, or the next smaller ones with which the mixed kernel takes at most `vmem` bytes."""
     while (needed := mixed_memory.vmem_bytes(g, sizes)) > vmem:
         smaller = _smaller(sizes, g)
         if smaller == sizes:

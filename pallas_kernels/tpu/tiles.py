@@ -9,8 +9,9 @@ tokens 256-511 masked. Eight planes make 24 units, computed `units_per_turn` at 
 
 A unit's mask depends only on its distance, the positions from its first token to its first query: `position + q_tile *
 queries - kv_tile * tokens`. At `tokens - 1` or more nothing is masked, and at `-queries` everything is. Tiles and
-blocks are powers of two, so all distances of one row have the same remainder by the smaller tile, the row's phase. Few
-distances lie between the two limits, and the masks of a row are computed once.
+blocks are powers of two, so all distances of one query block have the same remainder by the smaller tile, its phase (by
+the tile of tokens, if it has one tile of queries). Few distances lie between the two limits, and masks are computed
+again only if the phase changes.
 """
 
 from __future__ import annotations
@@ -56,10 +57,14 @@ class MixedBlocks:
         """Query rows of a mask: whole slices, after which the tile's queries repeat."""
         return max(self.tile_queries(g), self.slice_rows)
 
-    def num_masks(self, g: Geometry) -> int:
-        """The most masks that the units of one row need; number 0 masks nothing."""
+    def mask_step(self, g: Geometry) -> int:
+        """The difference between consecutive distances of the units of one query block."""
         queries = self.tile_queries(g)
-        return 1 + -(-(queries + self.tile_tokens - 2) // min(queries, self.tile_tokens))
+        return self.tile_tokens if self.q_block == queries else min(queries, self.tile_tokens)
+
+    def num_masks(self, g: Geometry) -> int:
+        """The most masks that the units of one query block need; number 0 masks nothing."""
+        return 1 + -(-(self.tile_queries(g) + self.tile_tokens - 2) // self.mask_step(g))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +76,7 @@ class Tiles:
     num_planes: int
     max_q_tiles: int
     max_kv_tiles: int
+    mask_step: int  # the difference between consecutive distances
     num_q: Any  # live queries
     position: Any  # of the first query, counted from the KV block's first token; may be negative
 
@@ -83,6 +89,7 @@ class Tiles:
             num_planes=g.num_k_planes,
             max_q_tiles=blocks.max_q_tiles(g),
             max_kv_tiles=blocks.kv_block // blocks.tile_tokens,
+            mask_step=blocks.mask_step(g),
             num_q=num_q,
             position=position,
         )
@@ -119,21 +126,16 @@ class Tiles:
         )
 
     @property
-    def _step(self) -> int:
-        """The difference between consecutive distances."""
-        return min(self.queries, self.tokens)
-
-    @property
     def mask_phase(self) -> Any:
-        """The same for all units of a row; rows of one phase have the same masks."""
-        return lax.rem(self.position + (self.max_q_tiles * self.queries - 1), self._step)  # never negative
+        """The same for all units of a query block; query blocks of one phase have the same masks."""
+        return lax.rem(self.position + (self.max_q_tiles * self.queries - 1), self.mask_step)  # never negative
 
     def mask(self, q_tile: Any, kv_tile: Any) -> Any:
         """The number of the mask that a unit needs."""
         distance = self.position + q_tile * self.queries - kv_tile * self.tokens
-        number = 1 + lax.div(jnp.maximum(distance + (self.queries - 1), 0), self._step)
+        number = 1 + lax.div(jnp.maximum(distance + (self.queries - 1), 0), self.mask_step)
         return jnp.where(distance >= self.tokens - 1, 0, number)
 
     def distance(self, mask: Any) -> Any:
         """The distance of the units that need mask number `mask`, which is at least 1."""
-        return (mask - 1) * self._step - (self.queries - 1) + self.mask_phase
+        return (mask - 1) * self.mask_step - (self.queries - 1) + self.mask_phase

@@ -45,6 +45,7 @@ BATCHES = {
     "decode 64 x 2k": [Row(1, 2048)] * 64,
     "prefill 2k": [Row(2048, 2048)],
     "mixed 63 x 2k + 1k": [Row(1, 2048)] * 63 + [Row(1024, 1024)],
+    "drafts 64 x 2k, 4 each": [Row(4, 2048)] * 64,
 }
 
 

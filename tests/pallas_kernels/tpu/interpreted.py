@@ -93,12 +93,14 @@ def run(
     first_page: int = 0,
     choose_blocks: bool = False,
     projected: bool = False,
+    few_queries: bool = False,
     poison_padding: bool = False,
 ) -> Findings:
     """Memory that nothing was written to is NaN: pages, blocks and scratch.
 
     Args:
         choose_blocks: takes the block sizes that serving would take, instead of `small`.
+        few_queries: tells the kernels that every row has few tokens, and lets them choose their blocks.
         projected: gives the kernels the heads as a projection makes them, turned back, and lets them rotate.
         poison_padding: the queries, keys and values of the tokens that pad the step are NaN, too.
     """
@@ -106,7 +108,8 @@ def run(
     if poison_padding:
         case = replace(case, **{name: _poisoned(case, name) for name in ("queries", "keys", "values")})
     pages = filled_pages(case, first_page)
-    step = compiled_step(case.spec, dma_mode, decode_only, None if choose_blocks else small(case.spec), projected)
+    sizes = None if choose_blocks or few_queries else small(case.spec)
+    step = compiled_step(case.spec, dma_mode, decode_only, sizes, projected, few_queries)
     pltpu.reset_tpu_interpret_mode_state()
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -133,14 +136,21 @@ def _poisoned(case: Case, name: str) -> np.ndarray:
 
 @cache
 def compiled_step(
-    spec: AttentionSpec, dma_mode: str, decode_only: bool, block_sizes: BlockSizes | None, projected: bool
+    spec: AttentionSpec,
+    dma_mode: str,
+    decode_only: bool,
+    block_sizes: BlockSizes | None,
+    projected: bool,
+    few_queries: bool,
 ) -> Callable:
     interpret = pltpu.InterpretParams(detect_races=True, dma_execution_mode=dma_mode)
 
     @partial(jax.jit, compiler_options=QUICKLY_COMPILED)
     def step(batch: RaggedBatch, queries: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
         keys, values, pages, first_page, *scales = operands
-        metadata = attention.make_metadata(batch, spec, num_tokens=queries.shape[0], decode_only=decode_only)
+        metadata = attention.make_metadata(
+            batch, spec, num_tokens=queries.shape[0], decode_only=decode_only, few_queries=few_queries
+        )
         statics = {"spec": spec, "interpret": interpret, "block_sizes": block_sizes}
         if projected:
             columns, cos, sin = self_test._projection(queries, keys, values, 1)

@@ -90,6 +90,20 @@ def test_sizes_fit_together(chip: str | None) -> None:
             assert max(mixed.kv_block, sizes.decode.kv_block) <= 128 * g.page_size
 
 
+def test_rows_of_few_queries_take_one_small_tile() -> None:
+    """A row of 16 tokens fits its tile wherever it begins; whole lanes are filled."""
+    for g in GEOMETRIES:
+        if g.dtype == jnp.float32 or g.queries_per_plane > 8:
+            continue  # smaller blocks where these do not fit
+        for chip in (None, *CHIPS):
+            sizes = blocks.choose(g, LONG, chip, few_queries=True)
+            sizes.validate(g)
+            assert sizes.mixed.q_block == sizes.mixed.tile_queries(g) >= 2 * g.token_tile
+            assert sizes.mixed.tile_rows % 128 == 0
+            assert sizes.mixed.num_masks(g) <= 3
+    assert blocks.choose(geometry(32, 8, 128), LONG, few_queries=True).mixed.tile_rows == 128
+
+
 @pytest.mark.parametrize("chip", [None, *CHIPS])
 @pytest.mark.parametrize(
     ("num_kv_heads", "group", "head_dim"),
@@ -235,12 +249,12 @@ def test_entries_in_order() -> None:
     ]
 
 
-@pytest.mark.parametrize("tile_tokens", [128, 512])
+@pytest.mark.parametrize(("q_block", "tile_tokens"), [(512, 128), (512, 512), (256, 512)])
 @pytest.mark.parametrize("position", [0, 1, 127, 128, 300, 511, -1, -128, -200])
-def test_every_unit_finds_the_mask_of_its_distance(position: int, tile_tokens: int) -> None:
+def test_every_unit_finds_the_mask_of_its_distance(position: int, q_block: int, tile_tokens: int) -> None:
     g = geometry(32, 8, 128)
-    sizes = MixedBlocks(q_block=512, kv_block=512, tile_rows=1024, tile_tokens=tile_tokens, units_per_turn=2)
-    tiles = Tiles.of(g, sizes, num_q=jnp.int32(512), position=jnp.int32(position))
+    sizes = MixedBlocks(q_block=q_block, kv_block=512, tile_rows=1024, tile_tokens=tile_tokens, units_per_turn=2)
+    tiles = Tiles.of(g, sizes, num_q=jnp.int32(q_block), position=jnp.int32(position))
     unit = tiles.first
     while int(unit[0]) == 0:
         _, q_tile, kv_tile = (int(i) for i in unit)

@@ -69,6 +69,17 @@ def test_a_projection_of_float32_in_a_decode() -> None:
     assert run(case, projected=True, decode_only=True).clean
 
 
+# rows with drafts: a tile of queries holds tokens of the rows next to it, too
+DRAFTS = rows((1, 40), (4, 300), (5, 5), (4, 129), (8, 260), (16, 290), (3, 515), (2, 600))
+
+
+@pytest.mark.parametrize("dma_mode", DMA_MODES)
+@pytest.mark.parametrize("make_spec", [spec, int8])
+def test_rows_of_few_queries(make_spec: Callable[..., AttentionSpec], dma_mode: str) -> None:
+    case = make_case(make_spec(num_query_heads=8), DRAFTS, num_tokens=48, num_rows=8, pages_per_seq=40)
+    assert run(case, dma_mode, few_queries=True, poison_padding=True).clean
+
+
 # Of a word's four tokens each is once the last cached one, or the first new one.
 INT8_DECODES = rows((1, 1), (1, 2), (1, 3), (1, 4), (1, 33), (1, 128), (1, 131), (1, 290))
 INT8_CHUNKS = rows((1, 34), (70, 70), (7, 50), (3, 258), (2, 9), (2, 2), (5, 40), (4, 6))
