@@ -37,6 +37,7 @@ class Shape:
     max_context: int = 8192
     num_pages: int = 2048
     kv_dtype: str = "bfloat16"
+    few_queries: bool = False
 
 
 ODD_GROUP = "llama-3.2-3b"  # three query heads for each KV head: on one target only
@@ -52,6 +53,9 @@ SHAPES = {
     # The mixed program has the decode kernel in it: alone it is compiled once for each head dim.
     f"{model}, decode": Shape(heads=MODELS[model], decode_only=True)
     for model in ("llama-3.2-1b", "llama-3.1-8b")
+}
+DRAFTS = {
+    "llama-3.1-8b, drafts": Shape(heads=MODELS["llama-3.1-8b"], decode_only=False, num_tokens=512, few_queries=True)
 }
 # The largest that is asked of the kernels: the page table alone is 16 MiB with pages of 16. On one target only: these
 # take the longest.
@@ -76,7 +80,7 @@ SMALL_HEADS_INT8 = {"llama-3.2-1b, int8": Shape(heads=MODELS["llama-3.2-1b"], de
 
 
 def shapes(target: str) -> dict[str, Shape]:
-    return SHAPES | INT8 | (MIXED_3B | SMALL_HEADS_INT8 | LARGEST if target.startswith("v6e") else {})
+    return SHAPES | DRAFTS | INT8 | (MIXED_3B | SMALL_HEADS_INT8 | LARGEST if target.startswith("v6e") else {})
 
 
 def main(target: str, folder: Path) -> None:
@@ -105,7 +109,9 @@ def compile_one(shape: Shape, mesh: Mesh) -> dict[str, object]:
     def layer(
         batch: RaggedBatch, q: jax.Array, k: jax.Array, v: jax.Array, kv: jax.Array, *scales: jax.Array
     ) -> object:
-        metadata = attention.make_metadata(batch, num_tokens=num_tokens, decode_only=shape.decode_only)
+        metadata = attention.make_metadata(
+            batch, num_tokens=num_tokens, decode_only=shape.decode_only, few_queries=shape.few_queries
+        )
         return attention(q, k, v, kv, metadata, jnp.int32(0), *scales)
 
     def abstract(*dims: int, dtype: object = jnp.bfloat16) -> jax.ShapeDtypeStruct:
