@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
@@ -85,9 +85,7 @@ class Planner:
         """The simulated settings; None without a workload. Raises FailedError if none meets the objectives."""
         if self.workload is None:
             return None
-        settings = self._settings
-        seqs = SEQS if settings.max_num_seqs is None else (settings.max_num_seqs,)
-        tokens = TOKENS if settings.max_num_batched_tokens is None else (settings.max_num_batched_tokens,)
+        seqs, tokens = limits_to_try(self._settings.max_num_seqs, self._settings.max_num_batched_tokens)
         refused: list[ValueError] = []
 
         def candidate(chips: int, rows: int, budget: int) -> Candidate | None:
@@ -218,6 +216,16 @@ class Planner:
         if self.args.plot is not None and self.found is not None:
             title = f"{self.chosen.sizes.name} on {self.target.name}, {self.args.workload}"
             plot(self.found.tried, self._best, self.args.plot, title)
+
+
+def limits_to_try(rows: int | None, tokens: int | None) -> tuple[Sequence[int], Sequence[int]]:
+    """The rows and the tokens of a step that are tried: those asked for, with others that go with them."""
+    if rows is not None:
+        more = [budget for budget in TOKENS if budget > rows] or [2 * rows]
+        return [rows], more if tokens is None else [tokens]
+    if tokens is not None:
+        return [fewer for fewer in SEQS if fewer < tokens] or [max(tokens // 2, 1)], [tokens]
+    return SEQS, TOKENS
 
 
 def _context(model: str, workload: Workload) -> int:

@@ -113,7 +113,6 @@ def measure(
     rate: float | None,
     concurrency: int | None = None,
     objectives: Objectives | None,
-    num_requests: int | None = None,
 ) -> Outcome:
     """Simulates one replica under its share of the load.
 
@@ -122,7 +121,7 @@ def measure(
         concurrency: of the closed loop over all replicas; None: as many requests as there are rows.
     """
     replicas = candidate.num_replicas
-    requests = workload.draw(num_requests or candidate.num_requests, candidate.memory.max_model_len)
+    requests = workload.draw(candidate.num_requests, candidate.memory.max_model_len)
     in_flight = None
     if rate is None:
         rows = candidate.memory.buckets.max_num_seqs

@@ -15,6 +15,7 @@ from model.presets import preset
 from scripts import launch, plan
 from scripts.benchmarks.simulation.machine import Machine, Result, SimulatedRequest, simulate
 from scripts.planning.cost import HOURS_PER_MONTH, cost
+from scripts.planning.planner import limits_to_try
 from scripts.planning.roofline import FLOPS_EFFICIENCY, MEMORY_EFFICIENCY, Roofline, roofline
 from scripts.planning.target import LINKS, parse_target
 from scripts.planning.workload import arriving, parse_objectives, parse_workload
@@ -156,6 +157,8 @@ def test_targets(name, chip, devices):
         (["--workload", "chat", "--api-price", "3"], "--api-price needs --price-per-hour"),
         (["--workload", "chat", "--request-rate", "3", "--max-concurrency", "3"], "exclude each other"),
         (["--target", "8xh100", "--tensor-parallel-size", "3"], "--tensor-parallel-size 3 does not divide"),
+        (["--workload", "chat", "--scheduling", "static"], "--scheduling is not simulated"),
+        (["--workload", "chat", "--speculative-config", "{}"], "--speculative-config is not simulated"),
         (["--max-num-seqs", "0"], "--max-num-seqs must be at least 1"),
     ],
 )
@@ -242,6 +245,15 @@ def test_the_compiler_finds_fewer_temporaries_than_the_bound(capsys):
         memory.append(json.loads(capsys.readouterr().out)["memory"])
     assert 0 < memory[1]["temporaries"] < memory[0]["temporaries"]
     assert (memory[0]["temporaries_mark"], memory[1]["temporaries_mark"]) == ("counted", "compiled")
+
+
+@given(rows=st.none() | st.integers(1, 20000), tokens=st.none() | st.integers(2, 20000))
+def test_any_limit_has_another_that_goes_with_it(rows, tokens):
+    seqs, budgets = limits_to_try(rows, tokens)
+    assert rows is None or list(seqs) == [rows]
+    assert tokens is None or list(budgets) == [tokens]
+    if rows is None or tokens is None:
+        assert any(budget > row for row in seqs for budget in budgets)
 
 
 def test_a_trace_is_replayed(tmp_path, capsys):
