@@ -23,6 +23,7 @@ from pallas_kernels.tpu.layout import Geometry
         "num_singles",
         "num_rows",
         "decode_pages",
+        "longest_single",
         "new_pages",
     ],
     meta_fields=["pages_per_seq", "decode_only", "few_queries"],
@@ -37,6 +38,7 @@ class AttentionMetadata:
     num_singles: jax.Array  # i32[]
     num_rows: jax.Array  # i32[]
     decode_pages: jax.Array  # i32[min(S, T)]: the page of a decode row's new token
+    longest_single: jax.Array  # i32[]: tokens of the longest single-token row; 0 if there is none
     new_pages: jax.Array | None  # i32[page slots]: the pages of the rows' new tokens, see `append`
     pages_per_seq: int
     decode_only: bool
@@ -57,6 +59,7 @@ def make_metadata(
         num_singles=batch.num_singles,
         num_rows=batch.num_rows,
         decode_pages=batch.page_table[jnp.arange(last.size), last // g.page_size],
+        longest_single=jnp.max(jnp.where(jnp.arange(num_rows) < batch.num_singles, batch.kv_lens, 0)),
         new_pages=None if decode_only else _new_pages(batch, g, num_tokens),
         pages_per_seq=pages_per_seq,
         decode_only=decode_only,
@@ -161,7 +164,7 @@ class _Kernels:
             kv_lens=metadata.kv_lens,
             new_pages=metadata.decode_pages,
             page_table=metadata.page_table,
-            scalars=jnp.stack([metadata.num_singles, first_page]),
+            scalars=jnp.stack([metadata.num_singles, first_page, metadata.longest_single]),
         )
         statics = {"g": g, "kv_column": self.kv_column, "interpret": interpret}
         out, kv_pages = decode.attend(decodes, blocks=sizes.decode, **statics)

@@ -21,6 +21,8 @@ An example: rows of 600, 100 and 1030 tokens, including the new ones; blocks of 
 While turn 0 computes, turn 1's copies run: those of row 1 are 99 cached tokens in 50 words. In VMEM its new token,
 number 99, is then merged into the last word, next to token 98. Only this word is written back to the row's page.
 
+If no row has more than `SHORT_BLOCK` tokens, items have as many instead of `kv_block`: the loop is there twice.
+
 The semaphores:
 - `kv_sems[half]`    copies into that half of `kv_blocks`; waited for at the beginning of the turn that computes on it.
                      The other half is refilled only after the turn that read it has ended.
@@ -41,7 +43,8 @@ decode the matrix unit spends its time on loading K and V; multiplying zeros cos
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -53,6 +56,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu import paging
 from pallas_kernels.tpu.decode_memory import (
+    SHORT_BLOCK,
     DecodeBlocks,
     Groups,
     Operands,
@@ -106,9 +110,7 @@ class _Body:
 
     def run(self) -> None:
         refs = self.refs
-        first, after = self.items_from(0, 0)
-        self.for_each_window(first, 0, lambda copy: copy.start())
-        self.start_fetching(first, self.items_from(*after)[0], 0)
+        self.in_class(_Body.begin)
         num_loaded = paging.whole_tiles(self.num_singles, self.g.token_tile)
         live = pl.ds(0, num_loaded)
         sources = [
@@ -124,10 +126,31 @@ class _Body:
             load.wait()
         pack_new_tokens(refs, self.num_singles, self.g)
         gather_rows(refs, self.num_singles, self.g)
-        start = (jnp.int32(0), jnp.int32(0), jnp.int32(0))
-        lax.while_loop(lambda carry: carry[0] < self.num_singles, self.turn, start)
+        self.in_class(_Body.turns)
         scatter_rows(refs, self.num_singles, self.g)
         paging.wait_words(refs.new_words, self.num_singles, refs.append_sem)
+
+    def in_class(self, method: Callable[[_Body], None]) -> None:
+        """Calls `method` with the block size of the longest row's class: a short row fills little of a long block."""
+        if self.blocks.kv_block <= SHORT_BLOCK:
+            method(self)
+            return
+        short = replace(self, blocks=replace(self.blocks, kv_block=SHORT_BLOCK))
+        is_short = self.refs.scalars[2] <= SHORT_BLOCK
+        pl.when(is_short)(lambda: method(short))
+        pl.when(jnp.logical_not(is_short))(lambda: method(self))
+
+    def begin(self) -> None:
+        first, after = self.items_from(0, 0)
+        self.for_each_window(first, 0, lambda copy: copy.start())
+        self.start_fetching(first, self.items_from(*after)[0], 0)
+
+    def turns(self) -> None:
+        start = (jnp.int32(0), jnp.int32(0), jnp.int32(0))
+        lax.while_loop(lambda carry: carry[0] < self.num_singles, self.turn, start)
+
+    def kv_block(self, half: Any, i: int) -> Any:
+        return self.refs.kv_blocks.at[half, i, :, pl.ds(0, self.block_words)]
 
     def store(self) -> None:
         """Stores the outputs, and zeros behind them: the rows of other tokens are defined."""
@@ -148,14 +171,13 @@ class _Body:
         next_items, after_next = self.items_from(*after)
         self.start_fetching(next_items, self.items_from(*after_next)[0], 1 - half)
         self.wait_for(items, half)
-        kv_blocks = self.refs.kv_blocks
         for i, item in enumerate(items):
-            self.append(*item, kv_blocks.at[half, i])
+            self.append(*item, self.kv_block(half, i))
         for i, (row, block) in enumerate(items):
             valid = row < self.num_singles
             live = jnp.where(valid, self.kv_len_of(row) - block * self.blocks.kv_block, 0)
             _attend(
-                kv_blocks.at[half, i],
+                self.kv_block(half, i),
                 self.refs.rows.at[jnp.where(valid, row, self.no_row)],
                 self.refs.state,
                 live=live,
@@ -197,14 +219,14 @@ class _Body:
         for i, (row, block) in enumerate(items):
             begin, end = self.cached_words(row, block)
             page_of = partial(self.windows.page, half, i)
-            kv_block, sem = self.refs.kv_blocks.at[half, i], self.refs.kv_sems.at[half]
+            kv_block, sem = self.kv_block(half, i), self.refs.kv_sems.at[half]
             paging.fetch(self.pages, page_of, begin, end, kv_block, sem)
         self.for_each_window(following, 1 - half, lambda copy: copy.start())
 
     def wait_for(self, items: list[tuple[Any, Any]], half: Any) -> None:
         for i, (row, block) in enumerate(items):
             begin, end = self.cached_words(row, block)
-            paging.wait_words(self.refs.kv_blocks.at[half, i], end - begin, self.refs.kv_sems.at[half])
+            paging.wait_words(self.kv_block(half, i), end - begin, self.refs.kv_sems.at[half])
 
     def append(self, row: Any, block: Any, kv: Any) -> None:
         """Merges the row's new token into the block, if it is its last, and starts the write-back of its word."""

@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.tpu import paging, vmem
 from pallas_kernels.tpu.layout import LANES, Geometry
 
+SHORT_BLOCK = 256  # tokens of an item if no row has more, in place of `DecodeBlocks.kv_block`
 ROW_TILE = 16  # query rows of one bf16 register tile
 
 
@@ -25,7 +26,7 @@ class Operands(NamedTuple):
     kv_lens: jax.Array  # i32[S]
     new_pages: jax.Array  # i32[rows]: the page of each row's new token
     page_table: jax.Array  # i32[S * windows_per_seq, 1, 128]
-    scalars: jax.Array  # i32[2]: num_singles, first_page
+    scalars: jax.Array  # i32[3]: num_singles, first_page, tokens of the longest row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class Refs:
     # Scalars, in SMEM
     kv_lens: Any  # i32[S]
     new_pages: Any  # i32[rows]
-    scalars: Any  # i32[2]
+    scalars: Any  # i32[3]
     # Inputs, in HBM
     page_table: Any  # i32[S * windows_per_seq, 1, 128]
     queries: Any  # [T, columns]

@@ -150,9 +150,13 @@ class Report:
         from scripts.benchmarks.accounts.targets import tpu_target
 
         self.target, self.model, self.kv_dtype = tpu_target(target), model, kv_dtype
-        chosen = blocks.choose(geometry(model, kv_dtype), CONTEXT // PAGE, self.target.chip.name)
+        chosen, of_few_queries = (
+            blocks.choose(geometry(model, kv_dtype), CONTEXT // PAGE, self.target.chip.name, few_queries=few)
+            for few in (False, True)
+        )
         jobs = [("decode", sizes) for sizes in decode or [tuple(vars(chosen.decode).values())]]
-        jobs += [("mixed", sizes) for sizes in mixed or [tuple(vars(chosen.mixed).values())]]
+        by_choice = [tuple(vars(sizes.mixed).values()) for sizes in (chosen, of_few_queries)]
+        jobs += [("mixed", sizes) for sizes in mixed or by_choice]
         jobs += [("shipped", sizes) for sizes in SHIPPED_BLOCKS if shipped]
         self.kernels = compiled(target, model, jobs, kv_dtype)
 

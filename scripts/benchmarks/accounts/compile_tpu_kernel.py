@@ -38,7 +38,7 @@ def our_decode(g: layout.Geometry, sizes: list[int]) -> tuple[Callable, list[tup
         ((NUM_ROWS,), jnp.int32),
         ((NUM_ROWS,), jnp.int32),
         (TABLE, jnp.int32),
-        ((2,), jnp.int32),
+        ((3,), jnp.int32),
     ]
 
 

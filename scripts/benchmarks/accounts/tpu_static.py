@@ -24,6 +24,7 @@ from scripts.benchmarks.accounts.bundles import Loop, Vmem, dump_flags
 from scripts.benchmarks.accounts.targets import TpuTarget
 
 PAGE = 128
+SHORT_BLOCK = 256  # as in `pallas_kernels.tpu.decode_memory`, which imports jax
 TOKEN_TILE, TILE_WORDS = 16, 8  # tokens that are rotated and packed at a time, and their words, in bfloat16
 MODELS = {  # query heads, KV heads, head dim, as one chip sees them
     "1b": (32, 8, 64),
@@ -43,6 +44,7 @@ class Row:
 
 BATCHES = {
     "decode 64 x 2k": [Row(1, 2048)] * 64,
+    "decode 256 x 100": [Row(1, 100)] * 256,
     "prefill 2k": [Row(2048, 2048)],
     "mixed 63 x 2k + 1k": [Row(1, 2048)] * 63 + [Row(1024, 1024)],
     "drafts 64 x 2k, 4 each": [Row(4, 2048)] * 64,
@@ -172,14 +174,20 @@ class OurDecode(Kernel):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        turn = self.compiled.busiest(1)
-        runs = [loop for loop in self.compiled.loops if loop.inside(turn)]
-        self.run = max((loop.bundles for loop in runs), default=0)  # starts the copy of one page
-        self.once = turn.bundles - sum(loop.bundles for loop in runs)
+        turns = [loop for loop in self.compiled.loops if loop.depth == 1 and loop.matmuls]
+        turn = max(turns, key=lambda loop: loop.bundles)
+        self.run, self.once = self._turn(turn)
+        # The turn of batches of short rows, if there is one.
+        self.short_once = self._turn(min(turns, key=lambda loop: loop.bundles))[1]
         # Before the first turn and after the last, for each tile of tokens, loops over its tokens' words.
-        others = [loop for loop in self.compiled.loops if loop.depth == 1 and loop is not turn and not loop.copies]
+        others = [loop for loop in self.compiled.loops if loop.depth == 1 and not loop.matmuls and not loop.copies]
         inner = [loop for loop in self.compiled.loops for other in others if loop.inside(other)]
         self.per_tile = sum(loop.bundles for loop in others) + (TILE_WORDS - 1) * sum(loop.bundles for loop in inner)
+
+    def _turn(self, turn: Loop) -> tuple[int, int]:
+        """Bundles that start the copy of one page, and those of the rest of a turn."""
+        runs = [loop for loop in self.compiled.loops if loop.inside(turn)]
+        return max((loop.bundles for loop in runs), default=0), turn.bundles - sum(loop.bundles for loop in runs)
 
     def iteration(self) -> Iteration:
         tokens = self.sizes[0] * self.sizes[1]
@@ -188,6 +196,8 @@ class OurDecode(Kernel):
 
     def estimate(self, rows: list[Row]) -> Estimate:
         kv_block, items = self.sizes
+        is_short = all(row.kv_len <= SHORT_BLOCK for row in rows if row.query_len == 1)
+        kv_block, once = (min(kv_block, SHORT_BLOCK), self.short_once) if is_short else (kv_block, self.once)
         work = [
             min(kv_block, row.kv_len - begin)
             for row in rows
@@ -199,7 +209,7 @@ class OurDecode(Kernel):
         for first in range(0, len(work), items):
             live = work[first : first + items]
             copies = sum(-(-tokens // PAGE) for tokens in live)
-            bundles = self.once + self.run * copies
+            bundles = once + self.run * copies
             estimate = estimate.then(bundles, self.dma_cycles(sum(live) * self.token_bytes), bundles, sum(live))
         return estimate
 

@@ -69,6 +69,13 @@ def test_a_projection_of_float32_in_a_decode() -> None:
     assert run(case, projected=True, decode_only=True).clean
 
 
+@pytest.mark.parametrize("longest", [256, 257, 600])
+def test_decodes_of_short_and_of_long_contexts(longest: int) -> None:
+    """Blocks of 256 tokens, or of as many as the longest sequence may have."""
+    case = make_case(spec(), rows((1, 40), (1, longest), (1, 3)), num_tokens=8, num_rows=8, pages_per_seq=40)
+    assert run(case, decode_only=True, choose_blocks=True).clean
+
+
 # rows with drafts: a tile of queries holds tokens of the rows next to it, too
 DRAFTS = rows((1, 40), (4, 300), (5, 5), (4, 129), (8, 260), (16, 290), (3, 515), (2, 600))
 
