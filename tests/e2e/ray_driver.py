@@ -1,6 +1,7 @@
 """Runs the Ray Serve application on this machine: ray_driver.py PORT KEY=VALUE... It ends when its input does."""
 
 import os
+import shutil
 import sys
 import tempfile
 
@@ -21,3 +22,4 @@ if __name__ == "__main__":
     finally:
         serve.shutdown()
         ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)  # its processes may still write their last lines

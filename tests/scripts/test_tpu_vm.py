@@ -298,6 +298,9 @@ def test_the_images_install_what_the_server_imports_and_start_it():
     entries = [json.loads(line.split(" ", 1)[1]) for line in text.splitlines() if line.startswith("ENTRYPOINT")]
     assert [entry[:3] for entry in entries] == [["python", "-m", "scripts.launch"]] * 2
     assert [launch.parser().parse_args(entry[3:]).device for entry in entries] == ["tpu", "cuda"]
+    pip, *installs = [line for line in text.splitlines() if line.startswith("RUN pip install")]
+    assert "^pip==" in pip  # the image's own knows no --build-constraint
+    assert len(installs) == 2
     extras = (ROOT / "pyproject.toml").read_text()
     for extra in re.findall(r"--editable '\.\[(\w+)\]'", text):
         assert f"\n{extra} = [" in extras
