@@ -15,9 +15,7 @@ reads K and V from pages only, so the new K/V of a query block are appended befo
               adds the weighted values
               at a query block's last KV block: divide, transpose back, store into `out_blocks`, start the copy to HBM
 
-Queries and outputs are copied in whole tiles of tokens. Where two rows meet in a tile, `out_tile` keeps its outputs
-until all are there. The first tile may begin with outputs of the decode kernel, and the tokens that pad the step get
-zeros.
+What is done once per query block, with its queries and its outputs, is in `query_blocks`.
 
 A unit is one plane, one tile of query rows and one tile of the block's tokens (see `tiles`). `prepare` runs one unit
 ahead of `fold`, in the other of two sets of buffers, and both alternate in slices of `slice_rows` query rows. They do
@@ -35,8 +33,8 @@ stationary operand. 128 rows of V^T stream past it, so head_dim 128 fills a 256 
 would leave half of it empty. With rows of ones below V^T, the sum of the weights is one more row of the values, without
 any vector instruction.
 
-`masks` holds the masks of a row's units; number 0 masks nothing. They are recomputed only if they differ from those of
-the previous row.
+`masks` holds the masks of a query block's units; number 0 masks nothing. They are recomputed only if they differ from
+those of the previous query block.
 
 `mixed_memory` lists the buffers; `entries` has the order of entries, with an example.
 
@@ -50,7 +48,6 @@ at the beginning and at the end.
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -60,14 +57,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu import lanes, paging
+from pallas_kernels.tpu import paging
 from pallas_kernels.tpu.append import Appender
 from pallas_kernels.tpu.entries import Cursor, Entry, entry_at, query_block_at
 from pallas_kernels.tpu.layout import LANES, Geometry
 from pallas_kernels.tpu.mixed_memory import SUM_ROWS, Operands, Refs, other_scratch, vmem_bytes, vmem_scratch
+from pallas_kernels.tpu.query_blocks import begin_output, begin_queries, end_output, store_outputs
 from pallas_kernels.tpu.tiles import MixedBlocks
-
-CHUNK_TOKENS = 16  # tokens whose queries are rotated at a time: their rotation stays in registers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +135,7 @@ class _Body:
         def _() -> None:
             for copy in self.query_copies(entry, q_half):
                 copy.wait()
-            _begin_q_block(refs, entry, q_half, g, blocks)
+            begin_queries(refs, entry, q_half, g, blocks)
             after_next = self.part_after(*self.part_after(row, q_index))
             self.appender.write(*after_next, q_half)
             self.appender.stage(*self.part_after(*after_next))
@@ -150,7 +146,7 @@ class _Body:
 
         @pl.when(entry.is_last)
         def _() -> None:
-            _store_q_block(refs, entry, q_half, g, blocks)
+            store_outputs(refs, entry, q_half, g, blocks)
 
         return *entry.next, 1 - kv_half, next_q_half
 
@@ -198,50 +194,6 @@ class _Body:
         def _() -> None:
             self.window(self.entry(entry.next), 1 - kv_half).start()
 
-    def begin_output(self) -> None:
-        """Fetches the tile in which the decode kernel's outputs end, if it is to be completed."""
-        refs, tile = self.refs, self.g.token_tile
-        for half in range(2):
-            refs.out_rows[half] = 0
-        begin = refs.query_starts[self.begin_row]
-
-        @pl.when(lax.rem(begin, tile) > 0)
-        def _() -> None:
-            load = pltpu.make_async_copy(self.out_rows(lax.div(begin, tile) * tile, tile), refs.out_tile, refs.tile_sem)
-            load.start()
-            load.wait()
-
-    def end_output(self) -> None:
-        """Stores the last tile, and zeros for the tokens that pad the step."""
-        refs, tile = self.refs, self.g.token_tile
-        for half in range(2):
-            paging.wait_rows(refs.out_blocks.at[half], refs.out_rows[half], refs.out_sems.at[half])
-        end = refs.query_starts[self.end_row]
-        live = lax.rem(end, tile)
-
-        @pl.when(live > 0)
-        def _() -> None:
-            outputs = refs.out_tile[...]
-            token = lax.broadcasted_iota(jnp.int32, outputs.shape, 0)
-            refs.out_tile[...] = jnp.where(token < live, outputs, jnp.zeros_like(outputs))
-            store = pltpu.make_async_copy(refs.out_tile, self.out_rows(end - live, tile), refs.tile_sem)
-            store.start()
-            store.wait()
-
-        refs.out_tile[...] = jnp.zeros(refs.out_tile.shape, refs.out_tile.dtype)
-        first = lax.div(end + (tile - 1), tile)
-
-        def zero(i: Any, start: bool) -> None:
-            copy = pltpu.make_async_copy(refs.out_tile, self.out_rows(i * tile, tile), refs.tile_sem)
-            copy.start() if start else copy.wait()
-
-        num_tiles = refs.out.shape[0] // tile
-        lax.fori_loop(first, num_tiles, lambda i, _: zero(i, True), None)
-        lax.fori_loop(first, num_tiles, lambda i, _: zero(i, False), None)
-
-    def out_rows(self, begin: Any, size: int) -> Any:
-        return self.refs.out.at[pl.ds(pl.multiple_of(begin, self.g.token_tile), size)]
-
 
 def _kernel(*refs: Any, g: Geometry, blocks: MixedBlocks, kv_column: int, rotates: bool) -> None:
     absent = {"kv_column"} if rotates else {"kv_column", "rotation"}
@@ -250,50 +202,9 @@ def _kernel(*refs: Any, g: Geometry, blocks: MixedBlocks, kv_column: int, rotate
     num_inputs = names.index("out")
     given = dict(zip(names, refs[:num_inputs] + refs[num_inputs + 2 :], strict=True))
     body = _Body.of(Refs(kv_column=kv_column, **{"rotation": None, **given}), g, blocks)
-    body.begin_output()
+    begin_output(body.refs, body.begin_row, g)
     pl.when(body.begin_row < body.end_row)(body.run)
-    body.end_output()
-
-
-def _begin_q_block(refs: Refs, entry: Entry, half: Any, g: Geometry, blocks: MixedBlocks) -> None:
-    """Rotates the queries, scales them once for all KV blocks, so exp2 of a score needs no factor, and resets the
-    state."""
-    tile_queries = blocks.tile_queries(g)
-    size = min(CHUNK_TOKENS, tile_queries)
-    scale = g.scale * math.log2(math.e)
-
-    def chunk(i: Any, carry: None) -> None:
-        tokens = pl.ds(pl.multiple_of(i * size, size), size)
-        tile = lax.div(i * size, tile_queries)
-        first_row = tile * blocks.tile_rows + i * size - tile * tile_queries  # of the chunk's first head
-        rotation = None if refs.rotation is None else refs.q_rotations[half, tokens] * scale
-
-        for p in range(g.num_k_planes):
-            for b in range(g.plane_blocks):
-                lane = (p * g.plane_blocks + b) * LANES
-                x = refs.q_blocks[half, tokens, lane : lane + LANES]
-                x = x.astype(jnp.float32) * scale if rotation is None else lanes.rotate(x, rotation, g)
-                heads = lanes.heads_of_block(x, b, g)
-                for j, head in enumerate(heads, b * len(heads)):
-                    rows = pl.ds(pl.multiple_of(first_row + j * tile_queries, size), size)
-                    refs.q_scaled[p, rows] = head.astype(g.dtype)
-
-    lax.fori_loop(0, lax.div(entry.block.num_q + (size - 1), size), chunk, None)
-    refs.tops[...] = jnp.full(refs.tops.shape, paging.MASKED, jnp.float32)
-    refs.values[...] = jnp.zeros(refs.values.shape, jnp.float32)
-    tiles = entry.tiles
-
-    @pl.when(tiles.mask_phase != refs.mask_phase[0])
-    def _() -> None:
-        refs.mask_phase[0] = tiles.mask_phase
-
-        def make_mask(i: Any, carry: None) -> None:
-            token = lax.broadcasted_iota(jnp.int32, refs.masks.shape[1:], 0)
-            query = lax.rem(lax.broadcasted_iota(jnp.int32, (1, refs.masks.shape[2]), 1), blocks.tile_queries(g))
-            visible = token <= query + tiles.distance(i)
-            refs.masks[i] = jnp.where(visible, -paging.MASKED, paging.MASKED)
-
-        lax.fori_loop(1, refs.masks.shape[0], make_mask, None)
+    end_output(body.refs, body.end_row, g)
 
 
 def _attend(refs: Refs, entry: Entry, kv: Any, live_words: Any, g: Geometry, blocks: MixedBlocks) -> None:
@@ -359,49 +270,6 @@ def _clear_dead_words(kv: Any, live_words: Any, tile_words: int) -> None:
     @pl.when(live > 0)
     def _() -> None:
         lax.fori_loop(0, kv.shape[0], plane, None)
-
-
-def _store_q_block(refs: Refs, entry: Entry, half: Any, g: Geometry, blocks: MixedBlocks) -> None:
-    tile, tile_queries = g.token_tile, blocks.tile_queries(g)
-    block, sem = refs.out_blocks.at[half], refs.out_sems.at[half]
-    paging.wait_rows(block, refs.out_rows[half], sem)
-
-    skip, num_q = entry.block.skip, entry.block.num_q
-    num_tiles = lax.div(num_q + (tile_queries - 1), tile_queries)
-    per_block = g.queries_per_plane // g.plane_blocks
-
-    def plane_tile(i: Any, carry: None) -> None:
-        p, t = lax.div(i, num_tiles), lax.rem(i, num_tiles)
-
-        def head(j: int) -> jax.Array:
-            values = refs.values[p, t, :, j * tile_queries : (j + 1) * tile_queries]
-            return (values[:LANES] / values[LANES : LANES + 1]).T  # [tile_queries, 128]
-
-        tokens = pl.ds(pl.multiple_of(t * tile_queries, tile_queries), tile_queries)
-        for b in range(g.plane_blocks):
-            lane = pl.multiple_of((p * g.plane_blocks + b) * LANES, LANES)
-            x = lanes.block_of_heads([head(b * per_block + j) for j in range(per_block)], b, g)
-            block[tokens, pl.ds(lane, LANES)] = x.astype(g.dtype)
-
-    lax.fori_loop(0, g.num_k_planes * num_tiles, plane_tile, None)
-
-    @pl.when(skip > 0)
-    def _() -> None:
-        token = lax.broadcasted_iota(jnp.int32, refs.out_tile.shape, 0)
-        block[:tile] = jnp.where(token < skip, refs.out_tile[...], block[:tile])
-
-    num_rows = pl.multiple_of(num_q - lax.rem(num_q, tile), tile)
-
-    @pl.when(num_rows < num_q)
-    def _() -> None:
-        refs.out_tile[...] = block[pl.ds(num_rows, tile)]
-
-    refs.out_rows[half] = num_rows
-
-    @pl.when(num_rows > 0)
-    def _() -> None:
-        target = refs.out.at[pl.ds(entry.block.start, num_rows)]
-        pltpu.make_async_copy(block.at[pl.ds(0, num_rows)], target, sem).start()
 
 
 # Jitted, so that a model's layers trace and lower it once.

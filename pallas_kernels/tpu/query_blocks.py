@@ -1,0 +1,158 @@
+"""The queries of a query block before its first KV block, and its outputs after the last, in the mixed kernel.
+
+Queries and outputs are copied in whole tiles of tokens. Where two rows meet in a tile, `out_tile` keeps its outputs
+until all are there. The first tile may begin with outputs of the decode kernel; tokens that pad the step get zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.tpu import lanes, paging
+from pallas_kernels.tpu.entries import Entry
+from pallas_kernels.tpu.layout import LANES, Geometry
+from pallas_kernels.tpu.mixed_memory import Refs
+from pallas_kernels.tpu.tiles import MixedBlocks
+
+CHUNK_TOKENS = 16  # tokens whose queries are rotated at a time: their rotation stays in registers
+
+
+def begin_queries(refs: Refs, entry: Entry, half: Any, g: Geometry, blocks: MixedBlocks) -> None:
+    """Rotates the queries, scales them once for all KV blocks, so exp2 of a score needs no factor, and resets the
+    state."""
+    tile_queries = blocks.tile_queries(g)
+    size = min(CHUNK_TOKENS, tile_queries)
+    scale = g.scale * math.log2(math.e)
+
+    def chunk(i: Any, carry: None) -> None:
+        tokens = pl.ds(pl.multiple_of(i * size, size), size)
+        tile = lax.div(i * size, tile_queries)
+        first_row = tile * blocks.tile_rows + i * size - tile * tile_queries  # of the chunk's first head
+        rotation = None if refs.rotation is None else refs.q_rotations[half, tokens] * scale
+
+        for p in range(g.num_k_planes):
+            for b in range(g.plane_blocks):
+                lane = (p * g.plane_blocks + b) * LANES
+                x = refs.q_blocks[half, tokens, lane : lane + LANES]
+                x = x.astype(jnp.float32) * scale if rotation is None else lanes.rotate(x, rotation, g)
+                heads = lanes.heads_of_block(x, b, g)
+                for j, head in enumerate(heads, b * len(heads)):
+                    rows = pl.ds(pl.multiple_of(first_row + j * tile_queries, size), size)
+                    refs.q_scaled[p, rows] = head.astype(g.dtype)
+
+    lax.fori_loop(0, lax.div(entry.block.num_q + (size - 1), size), chunk, None)
+    refs.tops[...] = jnp.full(refs.tops.shape, paging.MASKED, jnp.float32)
+    refs.values[...] = jnp.zeros(refs.values.shape, jnp.float32)
+    tiles = entry.tiles
+
+    @pl.when(tiles.mask_phase != refs.mask_phase[0])
+    def _() -> None:
+        refs.mask_phase[0] = tiles.mask_phase
+
+        def make_mask(i: Any, carry: None) -> None:
+            token = lax.broadcasted_iota(jnp.int32, refs.masks.shape[1:], 0)
+            query = lax.rem(lax.broadcasted_iota(jnp.int32, (1, refs.masks.shape[2]), 1), blocks.tile_queries(g))
+            visible = token <= query + tiles.distance(i)
+            refs.masks[i] = jnp.where(visible, -paging.MASKED, paging.MASKED)
+
+        lax.fori_loop(1, refs.masks.shape[0], make_mask, None)
+
+
+def store_outputs(refs: Refs, entry: Entry, half: Any, g: Geometry, blocks: MixedBlocks) -> None:
+    """Divides by the sums, stores the outputs into `out_blocks`, and starts the copy of their whole tiles to HBM."""
+    tile, tile_queries = g.token_tile, blocks.tile_queries(g)
+    block, sem = refs.out_blocks.at[half], refs.out_sems.at[half]
+    paging.wait_rows(block, refs.out_rows[half], sem)
+
+    skip, num_q = entry.block.skip, entry.block.num_q
+    num_tiles = lax.div(num_q + (tile_queries - 1), tile_queries)
+    per_block = g.queries_per_plane // g.plane_blocks
+
+    def plane_tile(i: Any, carry: None) -> None:
+        p, t = lax.div(i, num_tiles), lax.rem(i, num_tiles)
+
+        def head(j: int) -> jax.Array:
+            values = refs.values[p, t, :, j * tile_queries : (j + 1) * tile_queries]
+            return (values[:LANES] / values[LANES : LANES + 1]).T  # [tile_queries, 128]
+
+        tokens = pl.ds(pl.multiple_of(t * tile_queries, tile_queries), tile_queries)
+        for b in range(g.plane_blocks):
+            lane = pl.multiple_of((p * g.plane_blocks + b) * LANES, LANES)
+            x = lanes.block_of_heads([head(b * per_block + j) for j in range(per_block)], b, g)
+            block[tokens, pl.ds(lane, LANES)] = x.astype(g.dtype)
+
+    lax.fori_loop(0, g.num_k_planes * num_tiles, plane_tile, None)
+
+    @pl.when(skip > 0)
+    def _() -> None:
+        token = lax.broadcasted_iota(jnp.int32, refs.out_tile.shape, 0)
+        block[:tile] = jnp.where(token < skip, refs.out_tile[...], block[:tile])
+
+    num_rows = pl.multiple_of(num_q - lax.rem(num_q, tile), tile)
+
+    @pl.when(num_rows < num_q)
+    def _() -> None:
+        refs.out_tile[...] = block[pl.ds(num_rows, tile)]
+
+    refs.out_rows[half] = num_rows
+
+    @pl.when(num_rows > 0)
+    def _() -> None:
+        target = refs.out.at[pl.ds(entry.block.start, num_rows)]
+        pltpu.make_async_copy(block.at[pl.ds(0, num_rows)], target, sem).start()
+
+
+def begin_output(refs: Refs, begin_row: Any, g: Geometry) -> None:
+    """Fetches the tile in which the decode kernel's outputs end, if it is to be completed."""
+    tile = g.token_tile
+    for half in range(2):
+        refs.out_rows[half] = 0
+    begin = refs.query_starts[begin_row]
+
+    @pl.when(lax.rem(begin, tile) > 0)
+    def _() -> None:
+        load = pltpu.make_async_copy(
+            _out_rows(refs, g, lax.div(begin, tile) * tile, tile), refs.out_tile, refs.tile_sem
+        )
+        load.start()
+        load.wait()
+
+
+def end_output(refs: Refs, end_row: Any, g: Geometry) -> None:
+    """Stores the last tile, and zeros for the tokens that pad the step."""
+    tile = g.token_tile
+    for half in range(2):
+        paging.wait_rows(refs.out_blocks.at[half], refs.out_rows[half], refs.out_sems.at[half])
+    end = refs.query_starts[end_row]
+    live = lax.rem(end, tile)
+
+    @pl.when(live > 0)
+    def _() -> None:
+        outputs = refs.out_tile[...]
+        token = lax.broadcasted_iota(jnp.int32, outputs.shape, 0)
+        refs.out_tile[...] = jnp.where(token < live, outputs, jnp.zeros_like(outputs))
+        store = pltpu.make_async_copy(refs.out_tile, _out_rows(refs, g, end - live, tile), refs.tile_sem)
+        store.start()
+        store.wait()
+
+    refs.out_tile[...] = jnp.zeros(refs.out_tile.shape, refs.out_tile.dtype)
+    first = lax.div(end + (tile - 1), tile)
+
+    def zero(i: Any, start: bool) -> None:
+        copy = pltpu.make_async_copy(refs.out_tile, _out_rows(refs, g, i * tile, tile), refs.tile_sem)
+        copy.start() if start else copy.wait()
+
+    num_tiles = refs.out.shape[0] // tile
+    lax.fori_loop(first, num_tiles, lambda i, _: zero(i, True), None)
+    lax.fori_loop(first, num_tiles, lambda i, _: zero(i, False), None)
+
+
+def _out_rows(refs: Refs, g: Geometry, begin: Any, size: int) -> Any:
+    return refs.out.at[pl.ds(pl.multiple_of(begin, g.token_tile), size)]
