@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from model.execution.runner import ModelRunner
 from model.execution.speculative_step import draw_after_drafts
 from model.network.sharding import make_mesh
 from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabSplit
+from pallas_kernels.spec import RaggedBatch
 from tests.model.driver import dense_logits, paged_attention, tiny_model
 
 LOOKUP = PromptLookup(min_tokens=1, max_tokens=3)
@@ -218,3 +220,24 @@ def test_a_lookup_of_nothing_is_refused() -> None:
     for least, most in ((0, 2), (3, 2)):
         with pytest.raises(ValueError, match="at least one token"):
             PromptLookup(min_tokens=least, max_tokens=most)
+
+
+def test_rows_of_few_tokens_attend_as_longer_ones_do() -> None:
+    attention, rng = paged_attention(), np.random.default_rng(0)
+    batch = RaggedBatch(
+        page_table=jnp.array([[1, 0], [2, 3], [4, 5], [0, 0]]),
+        kv_lens=jnp.array([5, 9, 16, 0]),
+        query_starts=jnp.array([0, 1, 4, 8, 8]),
+        num_singles=jnp.int32(1),
+        num_rows=jnp.int32(3),
+    )
+    queries, keys, values = (jnp.array(rng.normal(size=(16, heads, 16)), jnp.float32) for heads in (4, 2, 2))
+    pages = jnp.array(rng.normal(size=attention.kv_pages(6).shape), jnp.float32)
+
+    def attend(few_queries: bool) -> tuple[jax.Array, jax.Array]:
+        metadata = attention.make_metadata(batch, num_tokens=16, decode_only=False, few_queries=few_queries)
+        return attention(queries, keys, values, pages, metadata)
+
+    (out, kv), (few_out, few_kv) = attend(False), attend(True)
+    np.testing.assert_allclose(few_out[:8], out[:8], atol=1e-5)
+    np.testing.assert_array_equal(few_kv, kv)
