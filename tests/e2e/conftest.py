@@ -21,7 +21,7 @@ from scripts.wiring.settings import EngineSettings
 from tests.server.support.running import RunningServer
 
 ROOT = Path(__file__).parents[2]
-LIMITS = {"max_num_seqs": 32, "max_num_batched_tokens": 64, "max_model_len": 512, "seed": 0}
+LIMITS = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "max_model_len": 512, "seed": 0}
 PREFIX = "pallas_serve:"
 
 
