@@ -175,8 +175,9 @@ class EngineCore:
         elif output.foretold is not None and isinstance(self.scheduler, SpeculativeScheduler) and not plan.chunks:
             for seq, hit in zip(plan.rows, output.foretold.tolist(), strict=False):
                 self.scheduler.learn(seq, int(hit), 1)
-        gaps: dict[float, int] = {}  # mean time of the row's tokens since the one before them -> tokens
+        gaps: dict[float, int] = {}  # time of the token before -> rows with one token
         deliveries: list[Delivery] = []
+        num_tokens = 0
         padded = zip(plan.rows, plan.emits, tokens, strict=False)
         for row, (seq, emits, drawn) in enumerate(padded):
             if not emits or seq.state is State.FINISHED:  # the surplus token of an ended request is dropped
@@ -187,12 +188,18 @@ class EngineCore:
             if seq.pooling is not None:
                 deliveries.append(self._end_embedded(seq))
                 continue
+            count = len(drawn)
+            num_tokens += count
             if seq.first_token_s >= 0:
-                gap = (now - seq.last_token_s) / len(drawn)
-                gaps[gap] = gaps.get(gap, 0) + len(drawn)
+                last = seq.last_token_s
+                if count == 1:
+                    gaps[last] = gaps.get(last, 0) + 1
+                else:
+                    self._counts.inter_token_latency.observe((now - last) / count, count)
             deliveries.append((seq, self._take_tokens(seq, drawn, now, output, row)))
-        for gap, times in gaps.items():
-            self._counts.inter_token_latency.observe(gap, times)
+        self._counts.generation_tokens += num_tokens
+        for last, times in gaps.items():
+            self._counts.inter_token_latency.observe(now - last, times)
         return deliveries
 
     def fail(self, error: BaseException) -> list[Delivery]:
@@ -264,9 +271,8 @@ class EngineCore:
         """Takes in the tokens of a row; only the last of them can end its request. This runs for every row, so work
         that few rows need is behind conditions."""
         output = RequestOutput(request_id=seq.request_id, token_ids=tokens, num_cached_tokens=seq.num_hit_tokens)
-        seq.output += tokens
+        seq.output.extend(tokens)
         seq.last_token_s = now
-        self._counts.generation_tokens += len(tokens)
         if seq.sampling.logprobs is not None:
             output.logprobs = _logprobs(step, row, len(tokens), seq.sampling.logprobs)
         if seq.first_token_s < 0:

@@ -37,7 +37,7 @@ class Backend(StrEnum):
         return self.value.endswith("-interpret")
 
 
-class UnavailableError(RuntimeError):
+class UnavailableError(ValueError):
     """A backend cannot be used here; another one can. The message says why, and what would help."""
 
 

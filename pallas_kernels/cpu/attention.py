@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.cpu import library
 from pallas_kernels.cpu.library import ATTEND
 from pallas_kernels.spec import AttentionSpec, RaggedBatch, UnavailableError
 
@@ -45,6 +46,7 @@ def append_and_attend(
     spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.api.PagedAttention.__call__`."""
+    library.load(None)  # an engine has loaded it already, from its folder
     results = (
         jax.ShapeDtypeStruct(queries.shape, jnp.float32),
         jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),

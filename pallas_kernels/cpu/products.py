@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.cpu import library
 from pallas_kernels.cpu.library import MULTIPLY
 
 PANEL = 32  # outputs of a panel (products.c)
@@ -24,6 +25,7 @@ def pack(kernel: jax.Array) -> jax.Array:
 
 def multiply(inputs: jax.Array, panels: jax.Array) -> jax.Array:
     """inputs [T, in] times the transpose of the packed kernel: f32[T, out]. The bits of a row do not depend on T."""
+    library.load(None)  # an engine has loaded it already, from its folder
     result = jax.ShapeDtypeStruct((inputs.shape[0], panels.shape[0] * PANEL), jnp.float32)
     return jax.ffi.ffi_call(MULTIPLY, result)(inputs.astype(jnp.float32), panels)
 

@@ -215,7 +215,7 @@ def build_runner(
     num_chips = choose_num_chips(
         settings.tensor_parallel_size,
         num_devices,
-        lambda number: on_chips(number).check_fits(backends.make, candidates[0]),
+        lambda number: on_chips(number).check_fits(backends.make, candidates),
         converted_for=None if stored is None else stored.num_shards,
         num_hosts=num_hosts,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -62,18 +62,30 @@ class ModelOnChips:
         config = replace(self.config, num_heads=heads[0], num_kv_heads=heads[1])
         return self._attention(make, backend, config, None)
 
-    def check_fits(self, make: MakeAttention, backend: Backend) -> None:
-        """Raises ValueError if a chip of this process has too little memory."""
+    def check_fits(self, make: MakeAttention, candidates: Sequence[Backend]) -> None:
+        """Raises ValueError if a chip of this process has too little memory. The backend is the first of the candidates
+        that computes the model's attention."""
         import jax
 
         from model.execution.device_memory import device_memory
         from model.execution.memory_plan import check_fits, memory_needs
 
-        attention = self.attention(make, backend)
+        attention = self._first_attention(make, candidates)
         needs = memory_needs(self.planned, attention, self._limits)
         memory = device_memory(jax.local_devices()[0])
         memory = replace(memory, free=memory.free - needs.weights)
         check_fits(memory, needs, self._limits, page_size=attention.spec.page_size)
+
+    def _first_attention(self, make: MakeAttention, candidates: Sequence[Backend]) -> PagedAttention:
+        from pallas_kernels.spec import UnavailableError
+
+        *preferred, last = candidates
+        for backend in preferred:
+            try:
+                return self.attention(make, backend)
+            except UnavailableError:
+                continue
+        return self.attention(make, last)
 
     def _attention(self, make: MakeAttention, backend: Backend, config: LlamaConfig, mesh: Any) -> PagedAttention:
         from pallas_kernels.layout import default_page_size

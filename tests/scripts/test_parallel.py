@@ -11,7 +11,8 @@ import pytest
 from model.execution.device_memory import device_memory
 from model.execution.memory_plan import RunnerConfig, memory_needs
 from model.loading.source import resolve
-from pallas_kernels.spec import Backend
+from pallas_kernels.api import candidates
+from pallas_kernels.spec import Backend, UnavailableError
 from scripts.wiring.backends import paged_attention
 from scripts.wiring.model_on_chips import ModelOnChips
 from scripts.wiring.parallel import choose_num_chips, describe_idle
@@ -77,7 +78,7 @@ def test_the_memory_plan_decides():
         return needs.weights + needs.state + needs.temporaries + pages * needs.page
 
     def check(limits: RunnerConfig, num_chips: int) -> None:
-        on(num_chips, limits).check_fits(paged_attention, Backend.REFERENCE)
+        on(num_chips, limits).check_fits(paged_attention, candidates(None, "cpu"))
 
     share = (needed(2) + needed(4)) / 2 / memory.total
     limited = replace(limits, memory_utilization=share)
@@ -85,6 +86,16 @@ def test_the_memory_plan_decides():
     too_many = partial(check, replace(limited, num_pages=10**9))
     with pytest.raises(ValueError, match=r"1000000000 K/V pages \(--num-pages\) do not fit: there is room for \d+"):
         choose_num_chips(None, 8, too_many)
+
+
+def test_a_backend_that_does_not_compute_the_model_is_passed_over():
+    config = resolve("preset:llama-3.2-1b", weights=False).config
+    limits = RunnerConfig(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=256)
+    form = {"dtype": "bfloat16", "quantization": None, "platform": "cpu"}
+    model = ModelOnChips(config, 1, EngineSettings(page_size=8), limits, **form)
+    with pytest.raises(UnavailableError, match="not 8"):
+        model.attention(paged_attention, Backend.CPU)
+    model.check_fits(paged_attention, candidates(None, "cpu"))
 
 
 def test_one_chips_share_of_the_attention():

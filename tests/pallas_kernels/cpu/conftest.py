@@ -25,8 +25,8 @@ def folder(tmp_path_factory):
 def target(request, folder) -> Iterator[str]:
     """The operations run on each kind of vectors."""
     option = TARGETS[request.param]
+    library.load(folder)
     if option is None:
-        library.load(folder)
         yield request.param
         return
     if platform.machine() != "x86_64":

@@ -34,7 +34,8 @@ def attention(kind: str) -> PagedAttention:
 
 
 def register(path: Path) -> None:
-    function = ctypes.CDLL(str(path))[library.ATTEND]
+    library._loaded = ctypes.CDLL(str(path))
+    function = library._loaded[library.ATTEND]
     jax.ffi.register_ffi_target(library.ATTEND, jax.ffi.pycapsule(function), platform="cpu")
 
 
