@@ -11,23 +11,19 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from batcher.buckets import BucketLadder
+from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig, Scheduling
 from batcher.engine import Engine
 from batcher.grammar import Grammars
 from batcher.step import Runner
-from model.loading.source import ModelSource, resolve
 from scripts.wiring.attention import choose_attention
 from scripts.wiring.backends import Backends, own_backends
 from scripts.wiring.choices import (
-    choose_dtype,
     choose_kv_dtype,
     choose_model_len,
-    choose_quantization,
     choose_step_timeout,
-    reads_fp8,
 )
 from scripts.wiring.device import compile_cache_folder, find_device, start_jax
 from scripts.wiring.kv_scales import find_kv_scales
@@ -36,13 +32,15 @@ from scripts.wiring.model_on_chips import ModelOnChips
 from scripts.wiring.parallel import choose_num_chips, describe_idle
 from scripts.wiring.replicas import claim_chips
 from scripts.wiring.settings import EngineSettings, ServedSettings
+from scripts.wiring.weights import ChosenWeights, choose_weights
 from server.engine.wire import EngineInfo
 from server.grammar.matcher import TokenGrammars, vocabulary_of
 
 if TYPE_CHECKING:
-    from model.config import LlamaConfig
+    from pathlib import Path
+
+    from model.execution.memory_plan import RunnerConfig
     from model.execution.runner import ModelRunner
-    from model.loading.stored_weights import StoredWeights
     from model.network.llama import Llama
     from pallas_kernels.api import PagedAttention
     from server.text.tokenizer import Tokenizer
@@ -181,46 +179,36 @@ def build_runner(
     """
     import jax
 
-    num_hosts, join = (1, None) if others is None else (others.num_hosts, others.join)
+    num_hosts = 1 if others is None else others.num_hosts
     with _phase("start", report) as say:
-        platform = start_jax(settings, join, num_hosts=num_hosts)
-        num_devices = jax.device_count()
-        on_hosts = "" if num_hosts == 1 else f" of {num_hosts} hosts"
-        say(f"jax on {num_devices} x {jax.devices()[0].device_kind}{on_hosts}")
-    from model.execution.runner import ModelRunner
-    from model.network.packed import pack
-
+        platform = start_jax(settings, None if others is None else others.join, num_hosts=num_hosts)
+        num_devices, kind = jax.device_count(), jax.devices()[0].device_kind
+        say(f"jax on {num_devices} x {kind}" + ("" if others is None else f" of {num_hosts} hosts"))
     backends = backends or own_backends()
-    source = resolve(settings.model, weights=settings.load_format != "dummy")
-    stored = _find_weights(settings, source)
-    config = source.config if stored is None else stored.config
     candidates = backends.candidates(settings.attention_backend, platform)
-    dtype, reason = choose_dtype(
-        settings.dtype, config.checkpoint_dtype, platform, () if stored is None else stored.dtypes
-    )
-    max_model_len = choose_model_len(settings.max_model_len, config.max_position_embeddings)
+    weights = choose_weights(settings, platform)
+    max_model_len = choose_model_len(settings.max_model_len, weights.config.max_position_embeddings)
     buckets = bucket_config(settings, platform)
-    quantization, remark = choose_quantization(settings.quantization, stored, reads_fp8=reads_fp8(platform))
     limits = runner_config(settings, buckets, max_model_len)
     on_chips = partial(
         ModelOnChips,
-        config,
+        weights.config,
         settings=settings,
         limits=limits,
-        dtype=dtype,
-        quantization=quantization,
+        dtype=weights.dtype,
+        quantization=weights.quantization,
         platform=platform,
     )
-    cache = compile_cache_folder(settings.compile_cache)
     num_chips = choose_num_chips(
         settings.tensor_parallel_size,
         num_devices,
         lambda number: on_chips(number).check_fits(backends.make, candidates),
-        converted_for=None if stored is None else stored.num_shards,
+        converted_for=None if weights.stored is None else weights.stored.num_shards,
         num_hosts=num_hosts,
     )
     report(f"  chips             {describe_idle(num_chips, num_devices)}")
     chips = on_chips(num_chips)
+    cache = compile_cache_folder(settings.compile_cache)
     with _phase("self-test", report) as say:
         chosen = choose_attention(
             settings.attention_backend,
@@ -235,109 +223,104 @@ def build_runner(
         )
         say("; ".join(chosen.remarks))
     attention = chosen.attention
-    with_native_products = chips.form["for_cpu"] and attention.backend == "cpu"
-    if with_native_products:
-        pack(chips.planned)
-    backend, page_size = attention.backend, attention.spec.page_size
-    kv_dtype, kv_remark = choose_kv_dtype(settings.kv_cache_dtype, dtype, backend)
-    # An interpreted kernel calls back into this process and cannot be stored.
-    traced_folder = None if cache is None or backend.is_interpreted else cache / "traced"
-    runner = ModelRunner(chips.planned, attention, limits, traced_folder=traced_folder)
+    chips.pack_for(attention.backend, chips.planned)
     ladder = BucketLadder(buckets)
+    runner = _make_runner(chips.planned, attention, limits, cache)
     if others is not None:
         room = runner.capacity().num_pages
-        num_pages = others.agree(room, _facts(config, attention, quantization, ladder))
+        num_pages = others.agree(room, _facts(weights, attention, ladder))
         if num_pages < room:
-            limits = replace(limits, num_pages=num_pages)
-            runner = ModelRunner(chips.planned, attention, limits, traced_folder=traced_folder)
-    capacity = runner.capacity()
+            runner = _make_runner(chips.planned, attention, replace(limits, num_pages=num_pages), cache)
     # On a GPU, XLA's autotuner times kernels during compilation and keeps its choices: nothing else may run then.
     if compile_meanwhile and platform != "gpu":
         runner.start_compiling(ladder.buckets())
     try:
-        with _phase("load", report) as say:
-            model = _random(settings, config, **chips.form) if stored is None else stored.load(**chips.form)
-            if with_native_products:
-                pack(model)
-            origin = "nowhere (random)" if stored is None else source.path
-            say(f"{_size_of(model) / GIB:.2f} GiB of weights from {origin}, as {dtype} ({reason})")
-            for line in (remark, stored and stored.remark):
-                if line:
-                    say(line)
-        kv_scales = None
-        if attention.spec.has_kv_scales:
-            with _phase("scales", report) as say:
-                kv_scales, origin = find_kv_scales(model, stored, attention.spec, measure=settings.calculate_kv_scales)
-                say(", ".join(filter(None, (f"K/V in {kv_dtype}", kv_remark, origin))))
-        with _phase("allocate", report) as say:
-            runner.place(model, kv_scales)
-            kv_bytes = capacity.num_pages * attention.page_bytes() * config.num_layers
-            say(
-                f"{capacity.num_pages} K/V pages of {page_size} tokens, {kv_bytes / GIB:.2f} GiB: "
-                f"{capacity.num_pages // capacity.pages_per_seq} requests of {max_model_len} tokens at once; attention "
-                f"backend {backend}, at most {buckets.max_num_seqs} sequences and "
-                f"{buckets.max_num_batched_tokens} tokens a step"
-            )
-            if buckets.num_drafts:
-                say(f"{buckets.num_drafts} drafts a row in steps of up to {buckets.max_draft_rows} rows")
+        _load(runner, weights, chips, attention, buckets, settings, report)
     except BaseException:
         runner.stop_compiling()
         raise
-    info = EngineInfo(
-        max_model_len=max_model_len,
-        vocab_size=config.vocab_size,
-        embedding_size=config.hidden_size if settings.enable_embeddings else None,
-        attention=chosen.info,
-        cache_config={
-            "page_size": str(page_size),
-            "num_pages": str(capacity.num_pages),
-            "cache_dtype": kv_dtype,
-            "enable_prefix_caching": str(settings.enable_prefix_caching),
-            "memory_utilization": str(settings.memory_utilization),
-            "attention_backend": str(backend),
-        },
-    )
     return Built(
         runner=runner,
         ladder=ladder,
-        eos_token_ids=source.eos_token_ids,
+        eos_token_ids=weights.source.eos_token_ids,
         settings=settings,
         step_timeout_s=choose_step_timeout(settings.step_timeout, platform),
         weights_cost_tokens=WEIGHTS_COST_TOKENS[platform],
-        info=info,
+        info=EngineInfo(
+            max_model_len=max_model_len,
+            vocab_size=weights.config.vocab_size,
+            embedding_size=weights.config.hidden_size if settings.enable_embeddings else None,
+            attention=chosen.info,
+            cache_config={
+                "page_size": str(attention.spec.page_size),
+                "num_pages": str(runner.capacity().num_pages),
+                "cache_dtype": str(attention.spec.kv_dtype),
+                "enable_prefix_caching": str(settings.enable_prefix_caching),
+                "memory_utilization": str(settings.memory_utilization),
+                "attention_backend": str(attention.backend),
+            },
+        ),
     )
 
 
-def _facts(
-    config: LlamaConfig, attention: PagedAttention, quantization: object, ladder: BucketLadder
-) -> dict[str, str]:
+def _make_runner(planned: Llama, attention: PagedAttention, limits: RunnerConfig, cache: Path | None) -> ModelRunner:
+    """A runner without weights. `cache` is the folder of compiled programs."""
+    from model.execution.runner import ModelRunner
+
+    # An interpreted kernel calls back into this process and cannot be stored.
+    traced_folder = None if cache is None or attention.backend.is_interpreted else cache / "traced"
+    return ModelRunner(planned, attention, limits, traced_folder=traced_folder)
+
+
+def _load(
+    runner: ModelRunner,
+    weights: ChosenWeights,
+    chips: ModelOnChips,
+    attention: PagedAttention,
+    buckets: BucketConfig,
+    settings: EngineSettings,
+    report: Report,
+) -> None:
+    """Loads the weights into the runner, which then allocates its pages."""
+    spec, capacity = attention.spec, runner.capacity()
+    with _phase("load", report) as say:
+        model = weights.load(chips.form)
+        chips.pack_for(attention.backend, model)
+        size, *others = weights.remarks()
+        say(f"{_size_of(model) / GIB:.2f} GiB {size}")
+        for line in others:
+            say(line)
+    kv_scales = None
+    if spec.has_kv_scales:
+        with _phase("scales", report) as say:
+            stored, measure = weights.stored, settings.calculate_kv_scales
+            kv_scales, origin = find_kv_scales(model, stored, spec, measure=measure)
+            kv_dtype, remark = choose_kv_dtype(settings.kv_cache_dtype, weights.dtype, attention.backend)
+            say(", ".join(filter(None, (f"K/V in {kv_dtype}", remark, origin))))
+    with _phase("allocate", report) as say:
+        runner.place(model, kv_scales)
+        kv_bytes = capacity.num_pages * attention.page_bytes() * weights.config.num_layers
+        say(
+            f"{capacity.num_pages} K/V pages of {spec.page_size} tokens, {kv_bytes / GIB:.2f} GiB: "
+            f"{capacity.num_pages // capacity.pages_per_seq} requests of {capacity.max_model_len} tokens at once; "
+            f"attention backend {attention.backend}, at most {buckets.max_num_seqs} sequences and "
+            f"{buckets.max_num_batched_tokens} tokens a step"
+        )
+        if buckets.num_drafts:
+            say(f"{buckets.num_drafts} drafts a row in steps of up to {buckets.max_draft_rows} rows")
+
+
+def _facts(weights: ChosenWeights, attention: PagedAttention, ladder: BucketLadder) -> dict[str, str]:
     """What shapes the programs besides the settings and the number of pages."""
     import jax
 
     return {
-        "the model's config": str(config),
+        "the model's config": str(weights.config),
         "the attention": f"{attention.backend} {attention.spec}",
-        "the quantization": str(quantization),
+        "the quantization": str(weights.quantization),
         "the shapes of the steps": str(ladder.buckets()),
         "jax": jax.__version__,
     }
-
-
-def _find_weights(settings: EngineSettings, source: ModelSource) -> StoredWeights | None:
-    """The model's weights on disk; None for random weights."""
-    if settings.load_format == "dummy":
-        return None
-    if source.path is None:
-        raise ValueError(f"--model {settings.model} has no weights: add --load-format dummy for random ones")
-    from model.loading.stored_weights import find_weights
-
-    return find_weights(source.path, source.config, settings.load_format)
-
-
-def _random(settings: EngineSettings, config: LlamaConfig, **options: Any) -> Llama:
-    from model.loading.weights import random_weights
-
-    return random_weights(config, **options, seed=settings.seed or 0)
 
 
 def _size_of(model: Llama) -> int:

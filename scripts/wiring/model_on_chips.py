@@ -12,6 +12,7 @@ from scripts.wiring.settings import EngineSettings
 if TYPE_CHECKING:
     from model.config import LlamaConfig
     from model.execution.memory_plan import RunnerConfig
+    from model.network.llama import Llama
     from model.quantization.forms import EightBit
     from pallas_kernels.api import PagedAttention
     from pallas_kernels.spec import Backend
@@ -61,6 +62,13 @@ class ModelOnChips:
         heads = self.config.num_heads // self.num_chips, self.config.num_kv_heads // self.num_chips
         config = replace(self.config, num_heads=heads[0], num_kv_heads=heads[1])
         return self._attention(make, backend, config, None)
+
+    def pack_for(self, backend: Backend, model: Llama) -> None:
+        """Packs the model's weights in place if the backend's C code multiplies them."""
+        from model.network.packed import pack
+
+        if self.form["for_cpu"] and backend == "cpu":
+            pack(model)
 
     def check_fits(self, make: MakeAttention, candidates: Sequence[Backend]) -> None:
         """Raises ValueError if a chip of this process has too little memory. The backend is the first of the candidates

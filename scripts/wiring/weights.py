@@ -1,0 +1,76 @@
+"""The weights of an engine: where they are, the type of the computation, and the form in which they are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from model.loading.source import ModelSource, resolve
+from scripts.wiring.choices import choose_dtype, choose_quantization, reads_fp8
+from scripts.wiring.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from model.config import LlamaConfig
+    from model.loading.stored_weights import StoredWeights
+    from model.network.llama import Llama
+    from model.quantization.forms import EightBit
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenWeights:
+    """Weights that are found and checked, but not loaded yet."""
+
+    source: ModelSource
+    stored: StoredWeights | None  # None: they are random
+    config: LlamaConfig  # the checkpoint's own
+    dtype: str  # of the computation
+    quantization: EightBit | None  # of the projections and the head
+    dtype_reason: str
+    quantization_remark: str | None
+    seed: int  # of random weights
+
+    def load(self, form: dict[str, Any]) -> Llama:
+        """The model in a `ModelOnChips.form`."""
+        if self.stored is not None:
+            return self.stored.load(**form)
+        from model.loading.weights import random_weights
+
+        return random_weights(self.config, **form, seed=self.seed)
+
+    def remarks(self) -> Iterator[str]:
+        """For the report of the start."""
+        origin = "nowhere (random)" if self.stored is None else self.source.path
+        yield f"of weights from {origin}, as {self.dtype} ({self.dtype_reason})"
+        yield from filter(None, (self.quantization_remark, self.stored and self.stored.remark))
+
+
+def choose_weights(settings: EngineSettings, platform: str) -> ChosenWeights:
+    """Finds the model's weights. Raises ValueError if there are none, or they cannot be used as the settings say."""
+    source = resolve(settings.model, weights=settings.load_format != "dummy")
+    stored = _find(settings, source)
+    config = source.config if stored is None else stored.config
+    dtypes = () if stored is None else stored.dtypes
+    dtype, reason = choose_dtype(settings.dtype, config.checkpoint_dtype, platform, dtypes)
+    quantization, remark = choose_quantization(settings.quantization, stored, reads_fp8=reads_fp8(platform))
+    return ChosenWeights(
+        source=source,
+        stored=stored,
+        config=config,
+        dtype=dtype,
+        quantization=quantization,
+        dtype_reason=reason,
+        quantization_remark=remark,
+        seed=settings.seed or 0,
+    )
+
+
+def _find(settings: EngineSettings, source: ModelSource) -> StoredWeights | None:
+    """The weights on disk; None for random ones."""
+    if settings.load_format == "dummy":
+        return None
+    if source.path is None:
+        raise ValueError(f"--model {settings.model} has no weights: add --load-format dummy for random ones")
+    from model.loading.stored_weights import find_weights
+
+    return find_weights(source.path, source.config, settings.load_format)
