@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if KERNELS in item.path.parents:
             item.add_marker(pytest.mark.kernels)
     if hasattr(config, "workerinput"):  # the longest first, so that no process ends much later than the others
-        items.sort(key=lambda item: not any(map(item.get_closest_marker, ("slow", "e2e"))))
+        items.sort(key=lambda item: not any(map(item.get_closest_marker, ("slow", "e2e", "kernels"))))
 
 
 @pytest.fixture(scope="module", autouse=True)

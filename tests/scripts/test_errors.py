@@ -177,6 +177,6 @@ def test_a_command_that_is_interrupted_says_so(monkeypatch, capsys):
     def interrupted(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(plan, "plan", interrupted)
+    monkeypatch.setattr(plan, "run", interrupted)
     assert plan.main([]) == 130
     assert capsys.readouterr().err == "plan: interrupted\n"
