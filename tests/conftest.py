@@ -26,6 +26,7 @@ os.environ |= {
 
 KERNELS = Path(__file__).parent / "pallas_kernels"
 COMPILING_FOR_CHIPS = ("test_compile.py", "test_compile_gpu_step.py")
+INTERPRETED = "test_interpreted.py"
 MAX_PROCESSES = 4  # each imports JAX and holds programs: up to two gigabytes
 
 
@@ -49,6 +50,7 @@ class ByFile(LoadScopeScheduling):
     """Tests of one file run in one process, one after the other: what they compile and start is made once.
 
     All of `e2e` share a server. Tests that compile for chips share nothing: each takes a process of its own a minute.
+    Interpreted kernels take half an hour in all; the cases of one test share programs.
     """
 
     def __init__(self, config: pytest.Config, log: object) -> None:
@@ -59,6 +61,8 @@ class ByFile(LoadScopeScheduling):
         path = Path(nodeid.partition("::")[0])
         if path.name in COMPILING_FOR_CHIPS:
             return nodeid
+        if path.name == INTERPRETED:
+            return nodeid.partition("[")[0]
         return str(path.parent if path.parent.name == "e2e" else path)
 
 
