@@ -15,12 +15,14 @@ from model.network.packed import pack
 from model.network.sharding import abstract_model
 from model.quantization.forms import EightBit
 from pallas_kernels.cpu import library
+from tests.c_compiler import compiler
 from tests.model.dense_attention import causal_attention
 from tests.model.driver import TINY
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _native(tmp_path_factory):
+    compiler()
     library.load(tmp_path_factory.mktemp("native"))
 
 

@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from pallas_kernels.cpu import attention, library, products
+from tests.c_compiler import compiler
 
 # The vectors of other CPUs, on one that has them, too.
 TARGETS = {"native": None, "avx2": "-march=haswell", "sse2": "-march=x86-64"}
@@ -25,6 +26,7 @@ def folder(tmp_path_factory):
 def target(request, folder) -> Iterator[str]:
     """The operations run on each kind of vectors."""
     option = TARGETS[request.param]
+    compiler()
     library.load(folder)
     if option is None:
         yield request.param
@@ -33,7 +35,7 @@ def target(request, folder) -> Iterator[str]:
         pytest.skip(f"{option} is for x86")
     path = folder / f"{request.param}.so"
     if not path.is_file():
-        library.compile_library(library.find_compiler(), path, option)
+        library.compile_library(compiler(), path, option)
     functions = ctypes.CDLL(str(path))
     with pytest.MonkeyPatch.context() as patch:
         for module, constant in ((attention, "ATTEND"), (products, "MULTIPLY")):

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.c_compiler import compiler
+
+CC = compiler()
+
 LOAD = """
 import sys
 from pathlib import Path
@@ -38,19 +42,19 @@ def script(path: Path, text: str) -> str:
 
 def test_a_library_is_made_once(tmp_path):
     """Two processes that start at once, and a third one, whose compiler would fail."""
-    folder, compiler = tmp_path / "native", tmp_path / "cc"
-    script(compiler, 'exec cc "$@"')
+    folder, own = tmp_path / "native", tmp_path / "cc"
+    script(own, f'exec {CC} "$@"')
     command = [sys.executable, "-c", LOAD, str(folder)]
     both = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"CC": str(compiler)})
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"CC": str(own)})
         for _ in range(2)
     ]
     assert [process.communicate(timeout=120)[0].strip() for process in both] == ["loaded", "loaded"]
     (kept,) = folder.iterdir()
     assert kept.suffix == ".so"
-    script(compiler, 'test "$1" = --version && exec cc "$@"; exit 1')
-    assert load(str(folder), CC=str(compiler)) == "loaded"
-    assert load(str(tmp_path / "other"), CC=str(compiler)) == f"{compiler} could not compile the C code: no message"
+    script(own, f'test "$1" = --version && exec {CC} "$@"; exit 1')
+    assert load(str(folder), CC=str(own)) == "loaded"
+    assert load(str(tmp_path / "other"), CC=str(own)) == f"{own} could not compile the C code: no message"
 
 
 def test_without_a_folder_nothing_is_kept(tmp_path):
@@ -70,6 +74,6 @@ def test_a_machine_without_a_compiler(tmp_path, environment, said):
 
 
 def test_a_compiler_that_fails_is_quoted(tmp_path):
-    compiler = script(tmp_path / "cc", 'test "$1" = --version && exec cc "$@"; echo "no such target" >&2; exit 1')
-    assert load(str(tmp_path), CC=compiler) == f"{compiler} could not compile the C code: no such target"
+    own = script(tmp_path / "cc", f'test "$1" = --version && exec {CC} "$@"; echo "no such target" >&2; exit 1')
+    assert load(str(tmp_path), CC=own) == f"{own} could not compile the C code: no such target"
     assert [path.name for path in tmp_path.iterdir()] == ["cc"]

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from pallas_kernels.cpu import library
+from tests.c_compiler import compiler
 
 
 def test_nothing_is_read_or_written_outside_of_the_buffers(tmp_path):
     """A process with gcc's sanitizers in the C code runs the self-test over all kinds."""
-    compiler = library.find_compiler()
     found = {
-        name: subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
+        name: subprocess.run([compiler(), f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
         for name in ("libasan.so", "libubsan.so")
     }
     missing = [name for name, path in found.items() if not Path(path).is_absolute()]
