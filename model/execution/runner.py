@@ -260,7 +260,7 @@ class ModelRunner:
                 history = self._reset_history(history, block)
         for block in step.masks:
             masks = self._bring_masks(masks, block)
-        state = replace(self._state, slots=slots, history=history, masks=masks)
+        state = DeviceState(slots=slots, history=history, masks=masks, kv=self._state.kv, text=self._state.text)
         self._state, output = self._programs[step.bucket](self._weights, self._kv_scales, state, step.packed)
         output.copy_to_host_async()
         layout = OutputLayout(step.bucket, self._model_config.hidden_size, foretells=self._foretells(step.bucket))
