@@ -33,7 +33,7 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `cluster_of`."""
     hosts = parser.add_argument_group("several hosts")
     hosts.add_argument("--coordinator", metavar="ADDR", help="HOST:PORT of host 0 (default: as their manager says)")
-    hosts.add_argument("--num-hosts", type=int, metavar="N", help="1: this host alone, whatever a manager says")
+    hosts.add_argument("--num-hosts", type=int, metavar="N", help="1: this host alone; the environment is not read")
     hosts.add_argument("--host-id", type=int, metavar="I", help="0 to N - 1; host 0 serves")
     file_help = f"the common secret, or ${SECRET_VARIABLE}"
     hosts.add_argument("--hosts-secret-file", type=local_path, metavar="FILE", help=file_help)

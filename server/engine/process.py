@@ -65,7 +65,7 @@ class Reporter:
         self._sender.put(wire.Report(line))
 
     def fail(self, message: str) -> None:
-        """Ends this process at once, whatever its other threads do: the engine cannot start, or is dead."""
+        """Ends this process at once, with its other threads: the engine cannot start, or is dead."""
         self._exit(wire.Failed(message), EXIT_FAILED)
 
     def end(self) -> None:

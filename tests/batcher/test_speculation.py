@@ -78,7 +78,7 @@ def test_whatever_is_drafted_everybody_gets_its_own_text(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios(), st.sampled_from(PROPOSALS))
-def test_with_room_for_everybody_drafts_make_nobody_wait(scenario: Scenario, propose: Proposal) -> None:
+def test_with_room_for_all_requests_drafts_delay_none(scenario: Scenario, propose: Proposal) -> None:
     c = scenario.capacity
     roomy = replace(c, num_pages=c.num_slots * c.pages_per_seq, max_num_batched_tokens=c.max_num_batched_tokens + 16)
     drive = play(replace(scenario, capacity=roomy, num_drafts=3, max_draft_rows=4, propose=propose))

@@ -1,4 +1,4 @@
-"""How many chips share a model where nobody says."""
+"""The number of chips that share a model, if no flag gives it."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from server.engine.hosts.cluster import Keys
 
 Socket = zmq.Socket[bytes]
 
-# ZeroMQ's own threads ask and answer, whatever the process does; a process that is stopped does not answer.
+# ZeroMQ's own threads send and answer heartbeats, also while Python is busy. A stopped process does not answer.
 HEARTBEAT_S = 2.0
 SILENCE_S = 10.0
 LINGER_S = 2.0  # at the end, for what has not been sent

@@ -7,7 +7,7 @@ from server.engine.routing import BLOCK_TOKENS, MOST_AHEAD, MOST_BLOCKS, MOST_RE
 SYSTEM = list(range(3 * BLOCK_TOKENS))
 
 
-def test_a_prompt_that_nobody_knows_goes_to_the_least_loaded():
+def test_an_unknown_prompt_goes_to_the_least_loaded():
     assert Router().choose(SYSTEM, 0, [3, 1, 2]) == 1
 
 

@@ -266,7 +266,7 @@ def test_a_host_with_another_secret_is_kept_out():
 
 
 def test_a_stranger_who_knows_the_leaders_key_only_is_refused(hosts):
-    """The leader accepts the followers' key only, whatever else a stranger has."""
+    """The leader accepts the followers' key only."""
     hosts.leader()
     public, secret = zmq.curve_keypair()
     context = zmq.Context()
