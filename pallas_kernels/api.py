@@ -69,8 +69,8 @@ class PagedAttention:
         if few_queries and self.backend is Backend.REFERENCE:
             return reference.make_metadata_of_few_queries(batch, self.local_spec, num_tokens=num_tokens)
         form = _form(self.backend)
-        if self.backend in (Backend.TPU, Backend.TPU_INTERPRET):
-            form = {"few_queries": few_queries}
+        if self.backend not in (Backend.CPU, Backend.REFERENCE):
+            form |= {"few_queries": few_queries}
         return _implementation(self.backend).make_metadata(
             batch, self.local_spec, num_tokens=num_tokens, decode_only=decode_only, **form
         )
@@ -94,7 +94,7 @@ class PagedAttention:
         append_and_attend: Callable[..., Any] = partial(
             _implementation(self.backend).append_and_attend, spec=self.local_spec, **_options(self.backend)
         )
-        if kv_scales is not None:
+        if kv_scales is not None and not self._is_tpu:  # whose kernels round and scale by themselves
             append_and_attend = quantised.with_scales(append_and_attend, self.spec.kv_dtype)
         scales = () if kv_scales is None else (kv_scales,)
         if self.mesh is None:
@@ -111,9 +111,7 @@ class PagedAttention:
     @property
     def takes_projection(self) -> bool:
         """Whether there is `projected`: the kernels then rotate queries and keys as they read them."""
-        if self.backend not in (Backend.TPU, Backend.TPU_INTERPRET):
-            return False
-        return _implementation(self.backend).takes_projection(self.local_spec)
+        return self._is_tpu and _implementation(self.backend).takes_projection(self.local_spec)
 
     def projected(
         self,
@@ -123,6 +121,7 @@ class PagedAttention:
         kv_pages: jax.Array,
         metadata: Any,
         first_page: jax.Array | int = 0,
+        kv_scales: jax.Array | None = None,  # f32[2, K]
     ) -> tuple[jax.Array, jax.Array]:
         """The same as `__call__`, of queries and keys that are not rotated yet; the output is [T, N * H].
 
@@ -130,20 +129,25 @@ class PagedAttention:
         """
         if not self.takes_projection:
             raise ValueError(f"queries and keys must be rotated before: {self.backend=} {self.local_spec=}")
-        validate.projection(columns, cos, sin, self.spec)
+        validate.projection(columns, cos, sin, kv_scales, self.spec)
         append_and_attend: Callable[..., Any] = partial(
             _implementation(self.backend).append_and_attend_projected, spec=self.local_spec, **_options(self.backend)
         )
+        scales = () if kv_scales is None else (kv_scales,)
         if self.mesh is None:
-            return append_and_attend(columns, cos, sin, kv_pages, metadata, first_page)
+            return append_and_attend(columns, cos, sin, kv_pages, metadata, first_page, *scales)
         by_head = P(None, self.axis)
         return jax.shard_map(
             append_and_attend,
             mesh=self.mesh,
-            in_specs=(by_head, P(), P(), self._kv_partition(), P(), P()),
+            in_specs=(by_head, P(), P(), self._kv_partition(), P(), P(), *(by_head for _ in scales)),
             out_specs=(by_head, self._kv_partition()),
             check_vma=False,
-        )(columns, cos, sin, kv_pages, metadata, jnp.int32(first_page))
+        )(columns, cos, sin, kv_pages, metadata, jnp.int32(first_page), *scales)
+
+    @property
+    def _is_tpu(self) -> bool:
+        return self.backend in (Backend.TPU, Backend.TPU_INTERPRET)
 
     def _kv_partition(self) -> P:
         axis = layout.kv_head_axis(self.backend)

@@ -9,7 +9,8 @@ import jax, so the tables can be read before jax is imported.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -32,6 +33,9 @@ class TpuChip:
     # True if weights in fp8 are widened inside a product at the memory's speed. Other chips convert fp8 slowly and int8
     # quickly: the compilers' accounts are in scripts/benchmarks/results/decisions.md.
     reads_fp8: bool = False
+    # "int8" or "fp8" -> the rows of a step from which its products with inputs rounded to that type, and the rounding,
+    # take less time than its products with inputs in bfloat16: scripts/benchmarks/results/2026-11-22-rounded-inputs.md.
+    rounded_rows: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     @property
     def memory_bytes_per_cycle(self) -> float:
@@ -43,10 +47,10 @@ TPUS = {
     chip.name: chip
     for chip in (
         #       name     GiB bytes/s clock  FLOP/cycle  VMEM     page
-        TpuChip("v5e",   16,  819e9, 1.50e9, 131072, 128 * MIB,  64),
-        TpuChip("v5p",   95, 2765e9, 1.75e9, 262144,  64 * MIB, 256),
-        TpuChip("v6e",   32, 1638e9, 1.75e9, 524288, 128 * MIB, 128),
-        TpuChip("tpu7x", 96, 3690e9, 2.20e9, 524288,  64 * MIB, 256, reads_fp8=True),
+        TpuChip("v5e",   16,  819e9, 1.50e9, 131072, 128 * MIB,  64, rounded_rows={"int8": 1}),
+        TpuChip("v5p",   95, 2765e9, 1.75e9, 262144,  64 * MIB, 256, rounded_rows={"int8": 1}),
+        TpuChip("v6e",   32, 1638e9, 1.75e9, 524288, 128 * MIB, 128, rounded_rows={"int8": 512}),
+        TpuChip("tpu7x", 96, 3690e9, 2.20e9, 524288,  64 * MIB, 256, reads_fp8=True, rounded_rows={"fp8": 512}),
     )
 }  # fmt: skip
 
@@ -79,6 +83,17 @@ SHARED_MEMORY = {
 def arch_reads_fp8(arch: tuple[int, int]) -> bool:
     """Whether weights in fp8 are widened inside a product. Below Hopper a wide copy of them is written every time."""
     return arch >= (9, 0)
+
+
+def arch_rounded_rows(arch: tuple[int, int]) -> Mapping[str, int]:
+    """As `TpuChip.rounded_rows`, by data sheets: 8-bit numbers are multiplied at twice bfloat16's rate. With fewer rows
+    a product takes as long as its weights are read, and the rounding costs launches. Ada has no other fast form of fp8.
+    Blackwell's units for int8 differ from chip to chip."""
+    if arch >= (10, 0):
+        return {"fp8": 256}
+    if arch >= (9, 0):
+        return {"fp8": 256, "int8": 256}
+    return {"fp8": 1, "int8": 256} if arch == (8, 9) else {"int8": 256}
 
 
 def arch_converts_fp8(arch: tuple[int, int]) -> bool:
@@ -116,6 +131,11 @@ class GpuChip:
     def reads_fp8(self) -> bool:
         """As `TpuChip.reads_fp8`."""
         return arch_reads_fp8(self.arch)
+
+    @property
+    def rounded_rows(self) -> Mapping[str, int]:
+        """As `TpuChip.rounded_rows`."""
+        return arch_rounded_rows(self.arch)
 
 
 GPUS = {

@@ -1,8 +1,9 @@
 """8-bit keys and values: their rounding, and the use of their scales.
 
 A stored value is `x / scale`, rounded to the pages' dtype. There is one scale for the keys and one for the values of
-every layer and KV head. The kernels read stored values only. The keys' scale multiplies the queries, so the scores are
-those of the true keys. The values' scale multiplies the output.
+every layer and KV head. Attention reads stored values only. The keys' scale multiplies the queries, so the scores are
+those of the true keys. The values' scale multiplies the output. The TPU kernels do this themselves; `with_scales`
+does it around the other backends.
 """
 
 from __future__ import annotations

@@ -28,6 +28,9 @@ from pallas_kernels.spec import AttentionSpec, RaggedBatch
 # too many or too few gives more, in a row of some hundred keys.
 TOLERANCE = 0.02
 LONGEST = 700  # tokens of a sequence: several blocks of every kernel
+# GPUs cut the keys of a long sequence into parts, and merge the partial results: before the decodes, one sequence has
+# so many tokens, if the longest may have more.
+LONG, LONGEST_ON_GPUS = 800, 1000
 SPARE_PAGES = 3  # that no sequence owns, besides the null page
 MIXED_STEPS, DECODE_STEPS = 3, 2  # of each program
 
@@ -42,15 +45,23 @@ class Program:
 
     num_tokens: int
     num_rows: int
+    few_queries: bool = False  # every row has at most num_tokens // num_rows tokens: a speculative step
 
     @property
     def decode_only(self) -> bool:
         """Whether every row has one token."""
         return self.num_tokens == self.num_rows
 
+    @property
+    def most_queries(self) -> int:
+        """Tokens of a row, at most."""
+        return self.num_tokens // self.num_rows if self.few_queries else self.num_tokens
+
     def __str__(self) -> str:
         if self.decode_only:
             return f"decode of {self.num_rows} rows"
+        if self.few_queries:
+            return f"step of {self.num_rows} rows of up to {self.most_queries} tokens"
         return f"mixed step of {self.num_tokens} tokens in {self.num_rows} rows"
 
 
@@ -94,16 +105,30 @@ def plan_steps(
     lengths = [0] * num_sequences
     steps = []
     for program in sorted(programs, key=lambda program: program.decode_only):
+        if program.decode_only and longest >= LONG + DECODE_STEPS * len(programs):
+            steps += _lengthen(lengths, programs)
         for _ in range(DECODE_STEPS if program.decode_only else MIXED_STEPS):
             order = [int(i) for i in rng.permutation(num_sequences)[: program.num_rows]]
             counts = [1] * len(order) if program.decode_only else _chunks(len(order), program.num_tokens, rng)
             rows = []
             for sequence, count in zip(order, counts, strict=True):
-                past, count = lengths[sequence], min(count, longest)
+                past, count = lengths[sequence], min(count, longest, program.most_queries)
                 row = Row(sequence=sequence, past=past if past + count <= longest else 0, count=count)
                 lengths[sequence] = row.past + row.count
                 rows.append(row)
             steps.append(Step(program=program, rows=tuple(sorted(rows, key=lambda row: row.count > 1))))
+    return steps
+
+
+def _lengthen(lengths: list[int], programs: Sequence[Program]) -> list[Step]:
+    """Steps of the largest mixed program, if there is one, in which the first sequence grows to `LONG` tokens."""
+    mixed = [program for program in programs if not program.decode_only and not program.few_queries]
+    steps = []
+    while mixed and lengths[0] < LONG:
+        program = max(mixed, key=lambda program: program.num_tokens)
+        row = Row(sequence=0, past=lengths[0], count=max(min(program.num_tokens, LONG - lengths[0]), 2))
+        lengths[0] = row.past + row.count
+        steps.append(Step(program=program, rows=(row,)))
     return steps
 
 
@@ -215,11 +240,14 @@ class SelfTest:
 
         def step(batch: RaggedBatch, queries: Any, keys: Any, values: Any, scales: Any, pages: Any) -> Any:
             metadata = self._attention.make_metadata(
-                batch, num_tokens=program.num_tokens, decode_only=program.decode_only
+                batch,
+                num_tokens=program.num_tokens,
+                decode_only=program.decode_only,
+                few_queries=program.few_queries,
             )
             if self._attention.takes_projection:  # as serving does
                 projection = _projection(queries, keys, values, self._attention.num_shards)
-                output, pages = self._attention.projected(*projection, pages, metadata)
+                output, pages = self._attention.projected(*projection, pages, metadata, kv_scales=scales)
                 return output.reshape(queries.shape), pages
             return self._attention(queries, keys, values, pages, metadata, kv_scales=scales)
 

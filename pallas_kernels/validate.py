@@ -80,9 +80,7 @@ def operands(
 ) -> None:
     """Checks the shapes and dtypes of one layer's arrays against `spec`, which is the whole model's."""
     tokens = queries.shape[0]
-    shape = None if kv_scales is None else kv_scales.shape
-    if shape != ((2, spec.num_kv_heads) if spec.has_kv_scales else None):
-        raise ValueError(f"8-bit K/V have scales [2, KV heads], others have none: {spec.kv_dtype=} kv_scales: {shape}")
+    _scales(kv_scales, spec)
     if queries.shape != (tokens, spec.num_query_heads, spec.head_dim):
         raise ValueError(f"queries do not fit {spec=}: {queries.shape=}")
     for name, array in (("keys", keys), ("values", values)):
@@ -92,14 +90,27 @@ def operands(
             raise ValueError(f"{name} must have the activations' dtype: {array.dtype=} {spec.dtype=}")
 
 
-def projection(columns: jax.Array, cos: jax.Array, sin: jax.Array, spec: AttentionSpec) -> None:
+def projection(
+    columns: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    kv_scales: jax.Array | None,
+    spec: AttentionSpec,
+) -> None:
     """Checks the shapes and dtypes of one layer's projection and of the rotation against `spec`, the whole model's."""
+    _scales(kv_scales, spec)
     heads = spec.num_query_heads + 2 * spec.num_kv_heads
     if columns.ndim != 2 or columns.shape[1] != heads * spec.head_dim or columns.dtype != jnp.dtype(spec.dtype):
         raise ValueError(f"the projection does not fit {spec=}: {columns.shape=} {columns.dtype=}")
     for name, array in (("cos", cos), ("sin", sin)):
         if array.shape != (columns.shape[0], 1, spec.head_dim // 2) or array.dtype != jnp.float32:
             raise ValueError(f"{name} is f32[T, 1, {spec.head_dim // 2}]: {array.shape=} {array.dtype=}")
+
+
+def _scales(kv_scales: jax.Array | None, spec: AttentionSpec) -> None:
+    shape = None if kv_scales is None else kv_scales.shape
+    if shape != ((2, spec.num_kv_heads) if spec.has_kv_scales else None):
+        raise ValueError(f"8-bit K/V have scales [2, KV heads], others have none: {spec.kv_dtype=} kv_scales: {shape}")
 
 
 def page_table(batch: RaggedBatch, *, num_pages: int, page_size: int) -> None:

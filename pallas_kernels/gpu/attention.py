@@ -1,8 +1,9 @@
 """The GPU backend of the operation in `api.py`: append the step's K/V to their pages, then attend over the pages.
 
-Decode rows go through `decode` and `combine`, chunks of prompts through `prefill_hopper` or `prefill_mma`. All read the
-work lists of `work_list`. Page ids are NOT checked: neither the chip nor the interpreter detects a wrong one.
-`validate.page_table` checks them on the host; only tests call it.
+Decode rows go through `decode`, chunks of prompts through `prefill_hopper` or `prefill_mma`, and where rows may be cut
+into parts, `combine` comes after each. They read the lists of `work_list` and `tile_list`. Page ids are NOT checked:
+neither the chip nor the interpreter detects a wrong one. `validate.page_table` checks them on the host; only tests call
+it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chips import arch_converts_fp8
-from pallas_kernels.gpu import append, combine, decode, device, prefill_hopper, prefill_mma, tuning, widening, work_list
+from pallas_kernels.gpu import append, combine, decode, device, prefill_hopper, prefill_mma, tuning, widening
+from pallas_kernels.gpu.parts import NO_PARTS, Parts
 from pallas_kernels.gpu.prefill_body import PrefillOperands
-from pallas_kernels.gpu.work_list import TOKEN_ALIGNMENT
+from pallas_kernels.gpu.prefill_tile import TileShape
+from pallas_kernels.gpu.tile_list import TOKEN_ALIGNMENT, TileList, prefill_tiles
+from pallas_kernels.gpu.work_list import ItemList, decode_items
 from pallas_kernels.spec import AttentionSpec, RaggedBatch
 
 HEAD_DIMS = (64, 128)
@@ -30,8 +34,8 @@ DTYPES = (jnp.bfloat16, jnp.float16)
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["page_table", "token_pages", "token_slots", "items", "row_items", "tiles", "num_tiles"],
-    meta_fields=[],
+    data_fields=["page_table", "token_pages", "token_slots", "decode", "prefill"],
+    meta_fields=["decode_parts", "prefill_parts"],
 )
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
@@ -40,10 +44,10 @@ class AttentionMetadata:
     page_table: jax.Array  # i32[S, pages_per_seq]
     token_pages: jax.Array  # i32[T]; -1 for padding
     token_slots: jax.Array  # i32[T]
-    items: jax.Array  # i32[W, work_list.ITEM_FIELDS]
-    row_items: jax.Array  # i32[S, 2]
-    tiles: jax.Array | None  # i32[NT, work_list.TILE_FIELDS] of prefill; None in a program that only decodes
-    num_tiles: jax.Array | None  # i32[1]
+    decode: ItemList | None  # None in a program without decode kernels
+    decode_parts: Parts
+    prefill: TileList | None  # None in a program that only decodes
+    prefill_parts: Parts
 
 
 def validate(spec: AttentionSpec) -> None:
@@ -63,43 +67,55 @@ def validate(spec: AttentionSpec) -> None:
 
 
 def make_metadata(
-    batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, decode_only: bool, mma_only: bool = False
+    batch: RaggedBatch,
+    spec: AttentionSpec,
+    *,
+    num_tokens: int,
+    decode_only: bool,
+    few_queries: bool = False,
+    mma_only: bool = False,
 ) -> AttentionMetadata:
-    """See `pallas_kernels.api.PagedAttention.make_metadata`. `mma_only`: see `device.Gpu`."""
+    """See `pallas_kernels.api.PagedAttention.make_metadata`. `mma_only`: see `device.Gpu`. With `few_queries`, prefill
+    takes the single tokens as well: a tile of one query takes as long as one of a few, and the decode kernels are not
+    launched."""
     gpu = replace(device.current(), mma_only=mma_only)
-    block_kv = tuning.decode_tiles(gpu, spec).block_kv
-    row = jnp.arange(batch.kv_lens.shape[0])
-    # In a program that only decodes, padding rows get an item too: it writes zeros.
-    decoding = row < (batch.kv_lens.shape[0] if decode_only else batch.num_singles)
-    items, row_items = work_list.decode_items(
-        batch.kv_lens,
-        decoding,
-        block_kv=block_kv,
-        max_blocks=-(-batch.page_table.shape[1] * spec.page_size // block_kv),
-        num_kv_heads=spec.num_kv_heads,
-        resident_ctas=tuning.resident_decode_ctas(gpu, spec),
-    )
+    num_rows, pages_per_seq = batch.page_table.shape
+    max_keys = pages_per_seq * spec.page_size
     pages, slots = append.destinations(
         batch.page_table, batch.kv_lens, batch.query_starts, num_tokens=num_tokens, page_size=spec.page_size
     )
-    tiles = num_tiles = None
+    num_singles = jnp.zeros_like(batch.num_singles) if few_queries and not decode_only else batch.num_singles
+    decoding, decode_parts = None, NO_PARTS
+    if decode_only or not few_queries:
+        decode_parts = tuning.decode_parts(gpu, spec, num_rows=num_rows, max_keys=max_keys)
+        decoding = decode_items(
+            batch.kv_lens,
+            # In a program that only decodes, padding rows get an item too: it writes zeros.
+            jnp.arange(num_rows) < (num_rows if decode_only else num_singles),
+            block_kv=tuning.decode_tiles(gpu, spec).block_kv,
+            parts=decode_parts,
+        )
+    prefill, prefill_parts = None, NO_PARTS
     if not decode_only:
         tile_tokens = tuning.prefill_tile_tokens(gpu, spec)
-        tiles, num_tiles = work_list.prefill_tiles(
+        prefill_parts = tuning.prefill_parts(gpu, spec, num_rows=num_rows, num_tokens=num_tokens, max_keys=max_keys)
+        prefill = prefill_tiles(
             batch.kv_lens,
             batch.query_starts,
-            batch.num_singles,
+            num_singles,
             num_tokens=_padded_tokens(num_tokens, tile_tokens),
             tile_tokens=tile_tokens,
+            block_kv=tuning.prefill_block_kv(gpu, spec),
+            parts=prefill_parts,
         )
     return AttentionMetadata(
         page_table=batch.page_table,
         token_pages=pages,
         token_slots=slots,
-        items=items,
-        row_items=row_items,
-        tiles=tiles,
-        num_tiles=num_tiles,
+        decode=decoding,
+        decode_parts=decode_parts,
+        prefill=prefill,
+        prefill_parts=prefill_parts,
     )
 
 
@@ -163,47 +179,78 @@ def attend(
 ) -> jax.Array:
     """The attention output [T, N, H] over pages that hold this step's tokens already."""
     num_tokens, num_heads, _ = queries.shape
-    decode_only = metadata.tiles is None
+    decode_only = metadata.prefill is None
     if decode_only:  # at least 16 rows; only tiny tests have fewer
         padded_tokens = max(num_tokens, -(-decode.TILE_M // num_heads))
     else:
         padded_tokens = _padded_tokens(num_tokens, tuning.prefill_tile_tokens(gpu, spec))
     queries = jnp.pad(queries, ((0, padded_tokens - num_tokens), (0, 0), (0, 0)))
-    output = _decode(queries, kv_pages, metadata, first_page, spec=spec, gpu=gpu, interpret=interpret)
-    if not decode_only:
-        output = _prefill(output, queries, kv_pages, metadata, first_page, spec=spec, gpu=gpu, interpret=interpret)
+    options = {"spec": spec, "gpu": gpu, "interpret": interpret}
+    output = None
+    if metadata.decode is not None:
+        output = _decode(queries, kv_pages, metadata, first_page, **options)
+    if metadata.prefill is not None:
+        output = _prefill(output, queries, kv_pages, metadata, first_page, **options)
+    assert output is not None
     return output.reshape(queries.shape)[:num_tokens]
 
 
 def _decode(queries, kv_pages, metadata: AttentionMetadata, first_page, *, spec, gpu, interpret) -> jax.Array:
-    """[T * N, H]; only the decode rows are written."""
-    _, num_heads, head_dim = queries.shape
-    operands = decode.Operands(queries.reshape(-1, head_dim), kv_pages, metadata.page_table, first_page, metadata.items)
-    output, partial_results, sums = decode.decode(
+    """[T, N * H]; only the decode rows are written."""
+    num_tokens, num_heads, head_dim = queries.shape
+    work = metadata.decode
+    assert work is not None
+    operands = decode.Operands(
+        queries.reshape(-1, head_dim), kv_pages, metadata.page_table, first_page, work.items, work.num_items
+    )
+    output, *partial_results = decode.decode(
         operands,
         num_query_heads=num_heads,
         scale=spec.scale,
         tiles=tuning.decode_tiles(gpu, spec),
+        num_ctas=tuning.decode_ctas(gpu, spec),
+        parts=metadata.decode_parts,
         interpret=interpret,
     )
-    output_ref = jax.new_ref(output)
-    combine.combine(
-        output_ref, partial_results, sums, metadata.row_items, num_query_heads=num_heads, interpret=interpret
-    )
+    output_ref = jax.new_ref(output.reshape(num_tokens, -1))
+    group = spec.num_query_heads // spec.num_kv_heads
+    place = combine.place_of_decode(decode.GroupRows(num_tokens * num_heads, num_heads, group))
+    _combine(output_ref, partial_results, work, place, metadata.decode_parts, spec=spec, gpu=gpu, interpret=interpret)
     return jax.freeze(output_ref)
 
 
 def _prefill(output, queries, kv_pages, metadata: AttentionMetadata, first_page, *, spec, gpu, interpret) -> jax.Array:
-    """[T, N * H]: `output` with the chunks' rows, and with zeros after the last token."""
-    num_tokens = queries.shape[0]
-    output_ref = jax.new_ref(output.reshape(num_tokens, -1))
-    assert metadata.tiles is not None and metadata.num_tiles is not None
+    """[T, N * H]: the chunks' rows, and zeros after the last token; the decodes' rows are those of `output`, if any."""
+    num_tokens, work = queries.shape[0], metadata.prefill
+    assert work is not None
+    output_ref = None if output is None else jax.new_ref(output)
     operands = PrefillOperands(
-        queries.reshape(num_tokens, -1), kv_pages, metadata.page_table, first_page, metadata.tiles, metadata.num_tiles
+        queries.reshape(num_tokens, -1), kv_pages, metadata.page_table, first_page, work.tiles, work.num_tiles
     )
-    options = {"scale": spec.scale, "num_ctas": tuning.prefill_ctas(gpu, spec), "interpret": interpret}
+    parts = metadata.prefill_parts
+    options: dict[str, Any] = {
+        "scale": spec.scale, "num_ctas": tuning.prefill_ctas(gpu, spec), "parts": parts, "interpret": interpret,
+    }  # fmt: skip
     if gpu.has_wgmma:
-        prefill_hopper.prefill(output_ref, operands, sizes=tuning.hopper_prefill_tiles(spec), **options)
+        results = list(prefill_hopper.prefill(output_ref, operands, sizes=tuning.hopper_prefill_tiles(spec), **options))
     else:
-        prefill_mma.prefill(output_ref, operands, sizes=tuning.mma_prefill_tiles(gpu, spec), **options)
+        sizes = tuning.mma_prefill_tiles(gpu, spec)
+        results = list(prefill_mma.prefill(output_ref, operands, sizes=sizes, **options))
+    if output_ref is None:
+        output_ref = jax.new_ref(results.pop(0))
+    place = combine.place_of_prefill(TileShape(spec.num_query_heads // spec.num_kv_heads))
+    _combine(output_ref, results, work, place, parts, spec=spec, gpu=gpu, interpret=interpret)
     return jax.freeze(output_ref)
+
+
+def _combine(output_ref, partial_results, work: ItemList | TileList, place, parts: Parts, *, spec, gpu, interpret):
+    """Merges the partial results of the rows that are cut, if the program cuts any."""
+    if not parts.num_slots:
+        return
+    assert work.merges is not None and work.num_merges is not None
+    results, sums = partial_results
+    combine.combine(
+        output_ref, results, sums, work.merges, work.num_merges, place=place,
+        group=spec.num_query_heads // spec.num_kv_heads, head_dim=spec.head_dim, parts=parts,
+        num_ctas=tuning.merging_ctas(gpu), interpret=interpret,
+    )  # fmt: skip

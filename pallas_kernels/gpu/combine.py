@@ -1,11 +1,18 @@
-"""Combine: merges the partial results of the sequences that `decode` split, and writes them to the output in place.
+"""Combine: merges the partial results of rows that were cut into parts, and writes them to the output in place.
+
+This is a launch of its own. The last CTA of a row could merge instead, if it knew that it is the last. That takes an
+atomic counter in global memory that returns its old value. Pallas has none: its `atomic_store` returns nothing. A CTA
+could wait for the counter instead, but then all CTAs must run at once: on a chip that holds fewer than the compiler's
+report says, the step would hang. Inline code could read the counter, but the interpreter runs no inline code and
+allocates no semaphores in global memory, so no test without a chip would cover it.
 
 Interpret mode does not check vector layouts. It finds no races between CTAs, because it runs them one after another,
-after all of `decode`. It does find a lost part, and reads of memory that was never written.
+after all of the kernel before. It does find a lost part, and reads of memory that was never written.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,63 +23,151 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import vector
 from pallas_kernels.gpu.decode import GroupRows
-from pallas_kernels.gpu.work_list import MAX_SPLITS
+from pallas_kernels.gpu.parts import (
+    MERGE_FIRST_PART,
+    MERGE_FIRST_SLOT,
+    MERGE_OFFSET,
+    MERGE_PARTS,
+    MERGE_SLOT_STRIDE,
+    MERGE_TOKEN,
+    Parts,
+)
+from pallas_kernels.gpu.prefill_tile import TILE_M, TileShape
 
-UNROLL = 4  # partial results whose loads are in flight together, per query head
+IN_FLIGHT = 64  # registers of partial results that are loaded together
+MAX_TRIPS = 4  # to memory, one after the other, for the most parts that a row may have, if few heads are enough for it
+
+# Of a token, its place in its tile, and a query head: where `sums` has the sums of its parts.
+Place = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def fewest_heads(group: int, head_dim: int, max_parts: int) -> int:
+    """Query heads of a KV head that a CTA merges at once, if there are enough CTAs. Many parts leave room for few."""
+    most = MAX_TRIPS * IN_FLIGHT // (max_parts * vector.registers(head_dim))
+    return max(heads for heads in range(1, group + 1) if group % heads == 0 and heads <= max(most, 1))
+
+
+def in_one_round(num_merges: Any, num_heads: int, heads: int, num_ctas: int) -> Any:
+    """Whether no CTA has to merge twice, if each merges so many heads at once. If not, each merges a whole group."""
+    return num_merges * (num_heads // heads) <= num_ctas
+
+
+def parts_at_once(heads: int, head_dim: int) -> int:
+    """Partial results of each query head that are loaded together."""
+    return max(4, IN_FLIGHT // (heads * vector.registers(head_dim)))
+
+
+def place_of_decode(rows: GroupRows) -> Place:
+    """For sums f32[K, 16, slots + parts of a row]."""
+
+    def place(token: jax.Array, offset: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
+        del offset
+        kv_head = lax.div(head, jnp.int32(rows.group))
+        return kv_head, token * rows.num_query_heads + head - rows.loaded(rows.first(token, kv_head))
+
+    return place
+
+
+def place_of_prefill(shape: TileShape) -> Place:
+    """For sums f32[tiles of the same tokens, rows of a tile, parts + parts of a tile]."""
+
+    def place(token: jax.Array, offset: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
+        del token
+        group, tokens = jnp.int32(shape.group), jnp.int32(shape.tokens)
+        tile, of_tile = shape.place(lax.rem(head, group))
+        row = lax.div(offset, tokens) * TILE_M + of_tile * shape.tokens + lax.rem(offset, tokens)
+        return lax.div(head, group) * shape.tiles_per_group + tile, row
+
+    return place
 
 
 def combine(
-    output: Any,  # Ref [rows * N, H], written in place
-    partial: jax.Array,  # f32[W, K, G, H]
-    lse: jax.Array,  # f32[K, 16, W + 128]
-    row_items: jax.Array,  # i32[S, 2]: first item, number of items
+    output: Any,  # Ref [T, N * H], written in place
+    partial: jax.Array,  # [slots, N * H]
+    sums: jax.Array,  # f32[tiles, rows, parts + `parts.vector`]: the log2 of the parts' divisors
+    merges: jax.Array,  # i32[rows or tokens, MERGE_FIELDS]
+    num_merges: jax.Array,  # i32[1]
     *,
-    num_query_heads: int,
+    place: Place,
+    group: int,  # query heads per KV head
+    head_dim: int,
+    parts: Parts,
+    num_ctas: int,
     interpret: Any = None,
 ) -> None:
-    """Writes the rows of every sequence with several items. All other rows stay unchanged."""
-    num_rows, head_dim = output.shape
-    _, num_kv_heads, group, _ = partial.shape
-    rows = GroupRows(num_rows, num_query_heads, group)
-    dtype = output.dtype
+    """Writes the tokens of every row that was cut. All other rows stay unchanged."""
+    num_heads, dtype = output.shape[1] // head_dim, output.dtype
+    fewest = fewest_heads(group, head_dim, parts.max_parts)
 
-    def body(partial_ref, lse_ref, row_items_ref, out_ref, weight_smem):
-        row, kv_head = lax.axis_index("row"), lax.axis_index("kv_head")
-        first_item, num_items = row_items_ref[row, 0], row_items_ref[row, 1]
+    def body(partial_ref, sums_ref, merges_ref, num_merges_ref, out_ref, weight_smem):
+        refs = (partial_ref, sums_ref, merges_ref, num_merges_ref, out_ref, weight_smem)
+        is_spread = in_one_round(num_merges_ref[0], num_heads, fewest, num_ctas)
+        if fewest < group:
+            pl.when(is_spread)(lambda: merge(fewest, *refs))
+            pl.when(jnp.logical_not(is_spread))(lambda: merge(group, *refs))
+        else:
+            merge(group, *refs)
 
-        @pl.when(num_items > 1)
-        def _():
-            first_row = rows.first(row, kv_head)
-            offset = first_row - rows.loaded(first_row)
-            for g in range(group):
-                sums = vector.load(lse_ref.at[kv_head, offset + g, pl.ds(first_item, MAX_SPLITS)], MAX_SPLITS)
-                split = plgpu.broadcasted_iota(jnp.int32, (MAX_SPLITS,), 0, layout=vector.layout(MAX_SPLITS))
-                sums = jnp.where(split < num_items, sums, -jnp.inf)  # after them are other sequences' items
-                weights = jnp.exp2(sums - sums.max())
-                weight_smem[g] = weights / weights.sum()
+    def merge(heads, partial_ref, sums_ref, merges_ref, num_merges_ref, out_ref, weight_smem):
+        """Merges `heads` at once. The results' bits do not depend on how many these are."""
+        per_token = jnp.int32(num_heads // heads)
+        units = num_merges_ref[0] * per_token
 
-            def step(i, accs):
-                accs = list(accs)
-                for u in range(UNROLL):
-                    split = i * UNROLL + u
-                    item = first_item + jnp.minimum(split, num_items - 1)  # beyond the last, the weight is zero
-                    for g in range(group):
-                        part = vector.load(partial_ref.at[item, kv_head, g], head_dim)
-                        accs[g] = accs[g] + weight_smem[g, split] * part
-                return tuple(accs)
+        @pl.loop(lax.axis_index("cta"), units, step=num_ctas)
+        def _(unit):
+            index, first_head = lax.div(unit, per_token), lax.rem(unit, per_token) * heads
+            fields = (MERGE_TOKEN, MERGE_FIRST_SLOT, MERGE_SLOT_STRIDE, MERGE_FIRST_PART, MERGE_PARTS, MERGE_OFFSET)
+            token, slot, stride, first_part, num_parts, offset = (merges_ref[index, field] for field in fields)
 
-            zero = plgpu.layout_cast(jnp.zeros((head_dim,), jnp.float32), vector.layout(head_dim))
-            accs = lax.fori_loop(0, lax.div(num_items + (UNROLL - 1), UNROLL), step, (zero,) * group)
-            for g in range(group):
-                out_ref[first_row + g] = accs[g].astype(dtype)
+            def sums_of(h: int) -> jax.Array:
+                tile, row = place(token, offset, first_head + h)
+                return vector.load(sums_ref.at[tile, row, pl.ds(first_part, parts.vector)], parts.vector)
+
+            def part_of(h: int, number: jax.Array) -> jax.Array:
+                columns = vector.head_columns(first_head + h, head_dim)
+                return vector.load(partial_ref.at[slot + number * stride, columns], head_dim).astype(jnp.float32)
+
+            merged = _merged(sums_of, part_of, num_parts, head_dim, weight_smem.at[pl.ds(0, heads)])
+            for h, acc in enumerate(merged):
+                out_ref[token, vector.head_columns(first_head + h, head_dim)] = acc.astype(dtype)
 
     plgpu.kernel(
         body,
         out_type=(),
-        scratch_types=[plgpu.SMEM((group, MAX_SPLITS), jnp.float32)],
-        grid=(row_items.shape[0], num_kv_heads),
-        grid_names=("row", "kv_head"),
+        scratch_types=[plgpu.SMEM((group, parts.vector), jnp.float32)],
+        grid=(num_ctas,),
+        grid_names=("cta",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-        kernel_name="paged_decode_combine",
-    )(partial, lse, row_items, output)
+        kernel_name="paged_combine",
+    )(partial, sums, merges, num_merges, output)
+
+
+def _merged(
+    sums_of: Callable[[int], jax.Array],  # of a query head: the parts' log2 of their divisors, f32[max parts]
+    part_of: Callable[[int, jax.Array], jax.Array],  # of a query head and a part: its result, f32[H]
+    num_parts: jax.Array,
+    head_dim: int,
+    weight_smem: Any,  # f32[heads, max parts]
+) -> list[jax.Array]:
+    """The mean of the parts' results, f32[H] for each query head. A part's weight is its divisor."""
+    heads, max_parts = weight_smem.shape
+    for h in range(heads):
+        part = plgpu.broadcasted_iota(jnp.int32, (max_parts,), 0, layout=vector.layout(max_parts))
+        sums = jnp.where(part < num_parts, sums_of(h), -jnp.inf)  # after them are others' parts
+        weights = jnp.exp2(sums - sums.max())
+        weight_smem[h] = weights / weights.sum()
+
+    at_once = parts_at_once(heads, head_dim)
+
+    def step(i, accs):
+        accs = list(accs)
+        for u in range(at_once):
+            part = i * at_once + u
+            existing = jnp.minimum(part, num_parts - 1)  # beyond the last, the weight is zero
+            for h in range(heads):
+                accs[h] = accs[h] + weight_smem[h, part] * part_of(h, existing)
+        return tuple(accs)
+
+    zero = plgpu.layout_cast(jnp.zeros((head_dim,), jnp.float32), vector.layout(head_dim))
+    return list(lax.fori_loop(0, lax.div(num_parts + (at_once - 1), jnp.int32(at_once)), step, (zero,) * heads))

@@ -1,10 +1,11 @@
 """Decode: one query token per sequence against its pages, split over the context (flash-decoding) by a work list.
 
-One CTA takes one work item: a run of KV blocks of one sequence, for one KV head. Its tensor-core tile is 16 query rows
-(the group of query heads that share the KV head, and neighbours whose results are dropped) by `block_kv` keys, divided
-over the four warps by columns. Keys and values come page by page into a ring of SMEM tiles: by TMA from Hopper on, by
-cp.async below. An item that is its sequence's only one writes the output; the others write float32 partial results,
-which `combine` merges.
+Persistent CTAs take the work items: a run of KV blocks of one sequence, for one KV head. The tensor-core tile is 16
+query rows (the group of query heads that share the KV head, and neighbours whose results are dropped) by `block_kv`
+keys, divided over the four warps by columns. Keys and values come page by page into a ring of SMEM tiles: by TMA from
+Hopper on, by cp.async below. The first block of an item is copied while the CTA computes on the last of the item
+before. An item that is its sequence's only one writes the output; the others write float32 partial results, which
+`combine` merges.
 
 Source of the algorithm: Dao et al., Flash-Decoding for long-context inference (2023); online softmax in base 2.
 
@@ -17,8 +18,8 @@ slots that are refilled too early; a wait without an arrival hangs it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -26,16 +27,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu import matmul, online_softmax, vector, widening
-from pallas_kernels.gpu.ring import BlockShape, Ring, Source
-from pallas_kernels.gpu.work_list import (
-    ITEM_FIRST_BLOCK,
-    ITEM_IS_SPLIT,
-    ITEM_KV_LEN,
-    ITEM_NUM_BLOCKS,
-    ITEM_ROW,
-    MAX_SPLITS,
-)
+from pallas_kernels.gpu import matmul, online_softmax, persistent, vector, widening
+from pallas_kernels.gpu.parts import Parts
+from pallas_kernels.gpu.ring import BlockShape, Following, Ring, Source
+from pallas_kernels.gpu.work_list import ITEM_FIRST_BLOCK, ITEM_KV_LEN, ITEM_NUM_BLOCKS, ITEM_PART, ITEM_ROW
 
 TILE_M = 16  # rows of one tensor-core tile
 LOG2E = math.log2(math.e)
@@ -79,6 +74,7 @@ class Operands(NamedTuple):
     page_table: jax.Array  # i32[S, pages_per_seq]
     first_page: jax.Array  # i32[1]
     items: jax.Array  # i32[W, ITEM_FIELDS], see work_list.py
+    num_items: jax.Array  # i32[1]
 
 
 @dataclass(frozen=True)
@@ -90,59 +86,89 @@ class Refs:
     page_table: Any
     first_page: Any
     items: Any
+    num_items: Any
     out: Any  # [R, H]
-    partial: Any  # f32[W, K, G, H]
-    lse: Any  # f32[K, 16, W + 128]
-    k_or_out_smem: Any  # the keys' tiles [stages, block_kv, H], and in their place the result f32[16, H]
-    v_smem: Any  # [stages, block_kv, H]
-    p_smem: Any  # [16, block_kv]
+    partial: Any = None  # f32[slots, N * H]; None: no item is a part
+    sums: Any = None  # f32[K, 16, slots + parts of a row]
+    _: KW_ONLY
+    k_smem: Any  # [stages, block_kv, H]
+    v_smem: Any
+    p_or_out_smem: Any  # the weights [16, block_kv], and in their place the result f32[16, H]
     arrived: Any = None  # barriers of the ring; None: cp.async
     k_wide: Any = None  # [block_kv, H], of 8-bit tiles
     v_wide: Any = None
 
 
+class Item(NamedTuple):
+    """One item of the list for one KV head, as scalars."""
+
+    row: jax.Array
+    kv_head: jax.Array
+    first_block: jax.Array
+    num_blocks: jax.Array
+    kv_len: jax.Array
+    part: jax.Array
+
+    @classmethod
+    def read(cls, items_ref: Any, unit: jax.Array, num_kv_heads: int) -> Self:
+        """Unit `unit` of the launch, whose units are the items of the list for all KV heads, item by item."""
+        index, kv_head = lax.div(unit, jnp.int32(num_kv_heads)), lax.rem(unit, jnp.int32(num_kv_heads))
+        fields = (ITEM_ROW, ITEM_FIRST_BLOCK, ITEM_NUM_BLOCKS, ITEM_KV_LEN, ITEM_PART)
+        row, *others = (items_ref[index, field] for field in fields)
+        return cls(row, kv_head, *others)
+
+
 def decode(
-    operands: Operands, *, num_query_heads: int, scale: float, tiles: RingTiles, interpret: Any = None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns output [R, H] (only rows of unsplit sequences are written), partial results f32[W, K, G, H]
-    and their log2-sum-exp f32[K, 16, W + 128] (the layout that `combine` reads in vectors)."""
+    operands: Operands,
+    *,
+    num_query_heads: int,
+    scale: float,
+    tiles: RingTiles,
+    num_ctas: int,
+    parts: Parts,
+    interpret: Any = None,
+) -> tuple[jax.Array, ...]:
+    """Returns output [R, H] (only rows of sequences in one item are written) and, if rows may be cut, partial results
+    f32[slots, N * H] and the log2 of their softmax's divisors f32[K, 16, slots + parts of a row], in the order that
+    `combine` reads in vectors."""
     num_rows, head_dim = operands.queries.shape
     _, _, num_kv_heads, page_size, _ = operands.kv_pages.shape
-    num_items = operands.items.shape[0]
     rows = GroupRows(num_rows, num_query_heads, num_query_heads // num_kv_heads)
-    dtype = operands.queries.dtype
+    dtype, kv_dtype = operands.queries.dtype, operands.kv_pages.dtype
     pages_per_seq = operands.page_table.shape[1]
     blocks = BlockShape(block_kv=tiles.block_kv, page_size=page_size, pages_per_seq=pages_per_seq)
     body = _Body(
-        rows=rows, head_dim=head_dim, blocks=blocks, dtype=dtype, scale_log2=scale * LOG2E, tiles=tiles,
-        interpret=interpret,
+        rows=rows, num_kv_heads=num_kv_heads, head_dim=head_dim, blocks=blocks, dtype=dtype, scale_log2=scale * LOG2E,
+        tiles=tiles, num_ctas=num_ctas, interpret=interpret,
     )  # fmt: skip
-    kv_dtype = operands.kv_pages.dtype
     kv_tiles = plgpu.SMEM(
         (tiles.num_stages, tiles.block_kv, head_dim),
         kv_dtype,
         transforms=matmul.swizzled(head_dim, kv_dtype, copied_rows=None if tiles.use_tma else blocks.copy_tokens),
     )
     scratch: dict[str, Any] = {
-        # The result reuses the memory of the keys after their last use.
-        "k_or_out_smem": plgpu.RefUnion(kv_tiles, plgpu.SMEM((TILE_M, head_dim), jnp.float32)),
+        "k_smem": kv_tiles,
         "v_smem": kv_tiles,
-        "p_smem": plgpu.SMEM((TILE_M, tiles.block_kv), dtype, transforms=matmul.swizzled(tiles.block_kv, dtype)),
+        "p_or_out_smem": plgpu.RefUnion(
+            plgpu.SMEM((TILE_M, tiles.block_kv), dtype, transforms=matmul.swizzled(tiles.block_kv, dtype)),
+            plgpu.SMEM((TILE_M, head_dim), jnp.float32),
+        ),
     }
     if tiles.use_tma:
         scratch["arrived"] = plgpu.Barrier(num_arrivals=2 * blocks.copies, num_barriers=tiles.num_stages)
     if kv_dtype != dtype:
         scratch["k_wide"] = scratch["v_wide"] = widening.wide_tile((tiles.block_kv, head_dim), dtype)
+    results = [jax.ShapeDtypeStruct((num_rows, head_dim), dtype)]
+    if parts.num_slots:
+        sums_shape = (num_kv_heads, TILE_M, parts.num_slots + parts.vector)
+        results.append(jax.ShapeDtypeStruct((parts.num_slots, num_query_heads * head_dim), jnp.float32))
+        results.append(jax.ShapeDtypeStruct(sums_shape, jnp.float32))
     return plgpu.kernel(
         body,
-        out_type=[
-            jax.ShapeDtypeStruct((num_rows, head_dim), dtype),
-            jax.ShapeDtypeStruct((num_items, num_kv_heads, rows.group, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((num_kv_heads, TILE_M, num_items + MAX_SPLITS), jnp.float32),
-        ],
+        out_type=tuple(results),
         scratch_types=scratch,
-        grid=(num_items, num_kv_heads),
-        grid_names=("item", "kv_head"),
+        grid=(num_ctas,),
+        grid_names=("cta",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="paged_decode",
@@ -152,49 +178,83 @@ def decode(
 @dataclass(frozen=True, kw_only=True)
 class _Body:
     rows: GroupRows
+    num_kv_heads: int
     head_dim: int
     blocks: BlockShape
     dtype: Any
     scale_log2: float
     tiles: RingTiles
+    num_ctas: int
     interpret: Any
 
     def __call__(self, *arrays: Any, **scratch: Any) -> None:
         refs = Refs(*arrays, **scratch)
-        item, kv_head = lax.axis_index("item"), lax.axis_index("kv_head")
-        row = refs.items[item, ITEM_ROW]
-        pl.when(row >= 0)(lambda: self.attend_item(refs, item, row, kv_head))
+        units = refs.num_items[0] * self.num_kv_heads
+        cta = lax.axis_index("cta")
+        pl.when(cta < units)(lambda: self.attend_items(refs, cta, units))
 
-    def attend_item(self, refs: Refs, item: Any, row: Any, kv_head: Any) -> None:
-        first_block, num_blocks = refs.items[item, ITEM_FIRST_BLOCK], refs.items[item, ITEM_NUM_BLOCKS]
-        kv_len, is_split = refs.items[item, ITEM_KV_LEN], refs.items[item, ITEM_IS_SPLIT]
-        k_smem, out_smem = refs.k_or_out_smem
+    def attend_items(self, refs: Refs, cta: jax.Array, units: jax.Array) -> None:
+        """All items of a CTA that has at least one."""
+
+        def item_of(unit: jax.Array) -> Item:  # where there is none, that of some CTA
+            return Item.read(refs.items, jnp.minimum(unit, units - 1), self.num_kv_heads)
+
+        first = item_of(cta)
+        self.ring(refs, first).fill()
+
+        def one(round_, carry):
+            item, blocks_before = carry
+            unit, next_unit = (persistent.unit_of(round_ + i, cta, self.num_ctas) for i in range(2))
+            next_item = item_of(next_unit)
+            following = Following(
+                row=next_item.row, kv_head=next_item.kv_head, block=next_item.first_block, exists=next_unit < units
+            )
+            ring = self.ring(refs, item, blocks_before=blocks_before, following=following)
+            pl.when(unit < units)(lambda: self.attend_item(refs, item, ring))
+            return next_item, blocks_before + item.num_blocks
+
+        num_rounds = persistent.rounds(units, self.num_ctas)
+        lax.fori_loop(0, num_rounds, one, (first, jnp.int32(0)))
+        self.ring(refs, first).drain()
+
+    def ring(self, refs: Refs, item: Item, **runs: Any) -> Ring:
+        """The ring for an item's blocks. `runs` are those before and after it."""
         source = Source(
             shape=self.blocks, kv_ref=refs.kv_pages, pages_ref=refs.page_table, first_page=refs.first_page[0],
-            row=row, kv_head=kv_head,
+            row=item.row, kv_head=item.kv_head,
         )  # fmt: skip
-        ring = Ring(
-            source=source, first_block=first_block, num_blocks=num_blocks, num_stages=self.tiles.num_stages,
-            k_smem=k_smem, v_smem=refs.v_smem, arrived=refs.arrived, k_wide=refs.k_wide, v_wide=refs.v_wide,
+        return Ring(
+            source=source, first_block=item.first_block, num_blocks=item.num_blocks, num_stages=self.tiles.num_stages,
+            k_smem=refs.k_smem, v_smem=refs.v_smem, arrived=refs.arrived, k_wide=refs.k_wide, v_wide=refs.v_wide,
+            **runs,
         )  # fmt: skip
-        first_row = self.rows.first(row, kv_head)
+
+    def attend_item(self, refs: Refs, item: Item, ring: Ring) -> None:
+        p_smem, out_smem = refs.p_or_out_smem
+        first_row = self.rows.first(item.row, item.kv_head)
         loaded_row = self.rows.loaded(first_row)
-        acc, lse = self.attend(refs.queries, loaded_row, ring, refs.p_smem, kv_len)
+        acc, sums = self.attend(refs.queries, loaded_row, ring, p_smem, item.kv_len)
         out_smem[...] = acc
         offset = first_row - loaded_row  # of the group in the tile
-        refs.lse[kv_head, :, item] = lse
 
-        @pl.when(is_split == 0)
-        def _():
-            for g in range(self.rows.group):
-                row = vector.load(out_smem.at[offset + g], self.head_dim)
-                refs.out[first_row + g] = row.astype(self.dtype)
+        def result(g: int) -> jax.Array:
+            return vector.load(out_smem.at[offset + g], self.head_dim)
 
-        @pl.when(is_split != 0)
-        def _():
+        def store_output() -> None:
             for g in range(self.rows.group):
-                row = vector.load(out_smem.at[offset + g], self.head_dim)
-                refs.partial[item, kv_head, g] = row
+                refs.out[first_row + g] = result(g).astype(self.dtype)
+
+        if refs.partial is None:
+            store_output()
+            return
+        pl.when(item.part < 0)(store_output)
+
+        @pl.when(item.part >= 0)
+        def _():
+            refs.sums[item.kv_head, :, item.part] = sums
+            for g in range(self.rows.group):
+                columns = vector.head_columns(item.kv_head * self.rows.group + g, self.head_dim)
+                refs.partial[item.part, columns] = result(g)
 
     def attend(self, q_ref, loaded_row, ring, p_smem, kv_len):
         """The item's attention output f32[16, H], normalised, and the log2 of its softmax's denominator."""
@@ -204,7 +264,6 @@ class _Body:
         block_kv = self.tiles.block_kv
         shape = (TILE_M, block_kv)
         q = plgpu.load(q_ref.at[pl.ds(loaded_row, TILE_M)], layout=lhs, optimized=False)
-        ring.fill()
 
         def step(i, carry, *, tail):
             acc, peak, total = carry
@@ -227,11 +286,9 @@ class _Body:
             acc = online_softmax.scaled(acc, alpha)
             return matmul.mma(acc, p, v, interpret=self.interpret), new_peak, total
 
-        carry = online_softmax.start(TILE_M, self.head_dim, acc_layout, lowest=-jnp.inf)
+        carry = online_softmax.start(TILE_M, self.head_dim, acc_layout)
         whole = lax.div(kv_len, jnp.int32(block_kv)) - ring.first_block  # blocks without a tail
         whole = jnp.clip(whole, 0, ring.num_blocks)
         carry = lax.fori_loop(0, whole, lambda i, c: step(i, c, tail=False), carry)
         acc, peak, total = lax.fori_loop(whole, ring.num_blocks, lambda i, c: step(i, c, tail=True), carry)
-        ring.drain()
-        output, total = online_softmax.finish(acc, total)
-        return output, peak + jnp.log2(total)
+        return online_softmax.finish(acc, peak, total)

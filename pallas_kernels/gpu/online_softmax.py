@@ -12,12 +12,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+LOWEST = -1e30  # the peak before the first key: finite, so that a row without keys does not become NaN
 
-def start(rows: int, head_dim: int, layout: Any, *, lowest: float) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Accumulator f32[rows, head_dim], peak and total f32[rows] before the first block. `lowest`: the first peak."""
+
+def start(rows: int, head_dim: int, layout: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Accumulator f32[rows, head_dim], peak and total f32[rows] before the first block."""
     return (
         plgpu.layout_cast(jnp.zeros((rows, head_dim), jnp.float32), layout),
-        plgpu.layout_cast(jnp.full((rows,), lowest, jnp.float32), layout.reduce(1)),
+        plgpu.layout_cast(jnp.full((rows,), LOWEST, jnp.float32), layout.reduce(1)),
         plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), layout.reduce(1)),
     )
 
@@ -40,7 +42,7 @@ def scaled(acc: jax.Array, factors: jax.Array) -> jax.Array:
     return acc * lax.broadcast_in_dim(factors, acc.shape, [0])
 
 
-def finish(acc: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The output f32[rows, head_dim] and its divisor f32[rows]. A row without keys is zero, and its divisor 1."""
+def finish(acc: jax.Array, peak: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The output f32[rows, head_dim], and the log2 of its divisor f32[rows]. A row without keys is zero."""
     safe = jnp.where(total > 0, total, 1.0)
-    return acc / lax.broadcast_in_dim(safe, acc.shape, [0]), safe
+    return acc / lax.broadcast_in_dim(safe, acc.shape, [0]), peak + jnp.log2(safe)

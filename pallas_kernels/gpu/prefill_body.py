@@ -1,4 +1,4 @@
-"""The operands and references of both prefill kernels, and their static parts."""
+"""The operands, results and references of both prefill kernels, and their static parts."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.gpu.decode import LOG2E
-from pallas_kernels.gpu.prefill_tile import TileShape
+from pallas_kernels.gpu.parts import Parts
+from pallas_kernels.gpu.prefill_tile import TILE_M, TileShape
 from pallas_kernels.gpu.ring import BlockShape
+from pallas_kernels.gpu.tile_list import num_part_tiles
 
 
 class PrefillOperands(NamedTuple):
-    """In the kernels' order; the output comes after them, a Ref [T, N * H] that is written in place."""
+    """In the kernels' order. After them comes the output, if it is a Ref [T, N * H] that is written in place."""
 
     queries: jax.Array  # [T, N * H]; T a multiple of 8, at least a tile
     kv_pages: jax.Array  # [P, 2, K, page, H]
@@ -34,6 +37,8 @@ class PrefillRefs:
     tiles: Any
     num_tiles: Any
     out: Any  # [T, N * H]
+    partial: Any = None  # [slots, N * H]; None: no tile is a part
+    sums: Any = None  # f32[tiles of the same tokens, rows of a tile, parts]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,3 +74,23 @@ class PrefillBody:
             num_ctas=num_ctas,
             interpret=interpret,
         )
+
+
+def results(
+    body: PrefillBody, operands: PrefillOperands, with_output: bool, parts: Parts, warpgroups: int
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The arrays that a kernel makes: the output [T, N * H], unless there is one already, and, if rows may be cut, the
+    results of the parts [slots, N * H] and the log2 of their softmax's divisors f32[tiles of the same tokens, rows of a
+    tile, parts], in the order that `combine` reads in vectors.
+
+    The parts' results are normalised and have the output's type. Rounding them adds no more to the error than rounding
+    the merged result does: they are averaged with weights that sum up to 1.
+    """
+    shapes = []
+    if with_output:
+        shapes.append(jax.ShapeDtypeStruct(operands.queries.shape, body.dtype))
+    if parts.num_slots:
+        heads, rows = body.num_kv_heads * body.shape.tiles_per_group, warpgroups * TILE_M
+        shapes.append(jax.ShapeDtypeStruct((parts.num_slots, operands.queries.shape[1]), body.dtype))
+        shapes.append(jax.ShapeDtypeStruct((heads, rows, num_part_tiles(parts) + parts.vector), jnp.float32))
+    return tuple(shapes)

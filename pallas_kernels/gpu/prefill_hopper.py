@@ -17,15 +17,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu import matmul, online_softmax, prefill_tile
-from pallas_kernels.gpu.prefill_body import PrefillBody, PrefillOperands, PrefillRefs
+from pallas_kernels.gpu import matmul, online_softmax, persistent, prefill_tile, vector
+from pallas_kernels.gpu.parts import NO_PARTS, Parts
+from pallas_kernels.gpu.prefill_body import PrefillBody, PrefillOperands, PrefillRefs, results
 from pallas_kernels.gpu.prefill_memory import COMPUTE_WARPGROUPS, memory_of
 from pallas_kernels.gpu.prefill_tile import TILE_M, Tile
+from pallas_kernels.gpu.tile_list import TOKEN_ALIGNMENT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +40,17 @@ class PrefillTiles:
 
 
 def prefill(
-    output: Any, operands: PrefillOperands, *, scale: float, sizes: PrefillTiles, num_ctas: int, interpret: Any = None
-) -> None:
-    """Writes the rows of the list's tiles to `output`, a Ref [T, N * H], in place."""
+    output: Any | None,
+    operands: PrefillOperands,
+    *,
+    scale: float,
+    sizes: PrefillTiles,
+    num_ctas: int,
+    parts: Parts = NO_PARTS,
+    interpret: Any = None,
+) -> tuple[jax.Array, ...]:
+    """Writes the rows of the list's tiles to `output`, a Ref [T, N * H], in place. Returns the output, if `output` is
+    None, and the results of the tiles that are parts: see `prefill_body.results`."""
     body = _Body.of(operands, scale=scale, sizes=sizes, num_ctas=num_ctas, interpret=interpret)
     head_dim, dtype = body.head_dim, body.dtype
     swizzled = matmul.swizzled(head_dim, dtype)
@@ -56,9 +67,9 @@ def prefill(
         # turns.
         "met": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=2 * stages + 2),
     }
-    plgpu.kernel(
+    return plgpu.kernel(
         body,
-        out_type=(),
+        out_type=results(body, operands, output is None, parts, COMPUTE_WARPGROUPS),
         scratch_types=scratch,
         grid=(num_ctas,),
         grid_names=("cta",),
@@ -67,10 +78,10 @@ def prefill(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="paged_prefill",
-    )(*operands, output)
+    )(*operands, *([] if output is None else [output]))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Refs(PrefillRefs):
     q_smem: Any  # [warpgroups, 64, H]
     out_smem: Any  # [warpgroups, 64, H]
@@ -93,13 +104,13 @@ class _Body(PrefillBody):
         def for_each_tile(do):
             """Calls `do(tile, blocks so far)` for every unit of this CTA; returns the blocks of all of them."""
             units = refs.num_tiles[0] * (self.num_kv_heads * self.shape.tiles_per_group)
-            rounds = lax.div(units + (self.num_ctas - 1), jnp.int32(self.num_ctas))
+            rounds = persistent.rounds(units, self.num_ctas)
 
             def one(round_, num_blocks):
-                unit = prefill_tile.unit_of(round_, cta, self.num_ctas)
+                unit = persistent.unit_of(round_, cta, self.num_ctas)
                 tile = Tile.read(refs.tiles, jnp.minimum(unit, units - 1), self.shape, self.num_kv_heads)
                 pl.when(unit < units)(lambda: do(tile, num_blocks))
-                return num_blocks + jnp.where(unit < units, tile.num_blocks(self.sizes.block_kv), 0)
+                return num_blocks + jnp.where(unit < units, tile.num_blocks, 0)
 
             return lax.fori_loop(0, rounds, one, jnp.int32(0))
 
@@ -122,7 +133,7 @@ class _Compute:
     """One of the two compute warpgroups."""
 
     def __init__(self, body: _Body, refs: _Refs, warpgroup) -> None:
-        self.body, self.out_ref, self.warpgroup = body, refs.out, warpgroup
+        self.body, self.refs, self.warpgroup = body, refs, warpgroup
         self.q_smem, self.out_smem = refs.q_smem.at[warpgroup], refs.out_smem.at[warpgroup]
         self.k_smem, self.v_smem = refs.k_smem, refs.v_smem
         self.q_arrived = refs.q_arrived.at[warpgroup]
@@ -138,26 +149,25 @@ class _Compute:
     def attend(self, tile: Tile, blocks_before) -> None:
         body, layout = self.body, plgpu.Layout.WGMMA
         first_token = tile.token + self.warpgroup * body.shape.tokens
-        num_blocks = tile.num_blocks(body.sizes.block_kv)
-        whole = tile.whole_blocks(first_token, body.sizes.block_kv)
+        first_masked = tile.masked_from(first_token, body.sizes.block_kv)
         plgpu.barrier_wait(self.q_arrived)
         pl.when(self.warpgroup == 1)(self.take_turn)
-        carry = online_softmax.start(TILE_M, body.head_dim, layout, lowest=prefill_tile.MASKED)
+        carry = online_softmax.start(TILE_M, body.head_dim, layout)
 
         def step(i, carry, *, masked):
             return self.step(i, carry, tile, first_token, blocks_before, masked)
 
-        carry = lax.fori_loop(0, whole, lambda i, c: step(i, c, masked=False), carry)
-        acc, _, total = lax.fori_loop(whole, num_blocks, lambda i, c: step(i, c, masked=True), carry)
+        carry = lax.fori_loop(tile.first_block, first_masked, lambda i, c: step(i, c, masked=False), carry)
+        carry = lax.fori_loop(first_masked, tile.end_block, lambda i, c: step(i, c, masked=True), carry)
         pl.when(self.warpgroup == 0)(self.take_turn)
         plgpu.barrier_arrive(self.q_free)
-        self.store(tile, first_token, online_softmax.finish(acc, total)[0])
+        self.store(tile, first_token, *online_softmax.finish(*carry))
 
     def step(self, i, carry, tile: Tile, first_token, blocks_before, masked: bool):
         body = self.body
         block_kv = body.sizes.block_kv
         acc, peak, total = carry
-        slot = lax.rem(blocks_before + i, jnp.int32(body.sizes.num_stages))
+        slot = lax.rem(blocks_before + (i - tile.first_block), jnp.int32(body.sizes.num_stages))
         plgpu.barrier_wait(self.arrived.at[2 * slot])
         scores = matmul.wgmma_scores(
             self.q_smem, self.k_smem.at[slot], while_running=self.take_turn, interpret=body.interpret
@@ -178,12 +188,24 @@ class _Compute:
         plgpu.barrier_arrive(self.met.at[2 * slot + 1])
         return acc, new_peak, total
 
-    def store(self, tile: Tile, first_token, acc) -> None:
-        """Writes the rows of the tile's own tokens, in powers of two: TMA boxes have static sizes."""
-        shape = self.body.shape
+    def store(self, tile: Tile, first_token, acc, sums) -> None:
+        """Writes the result of the tile's own tokens, to the output or, of a part, to the partial results."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous tile has left the buffer
         self.out_smem[...] = acc.astype(self.body.dtype)
         plgpu.commit_smem()
+        if self.refs.partial is None:
+            self.store_output(tile, first_token)
+            return
+        pl.when(tile.part < 0)(lambda: self.store_output(tile, first_token))
+
+        @pl.when(tile.part >= 0)
+        def _():
+            self.refs.sums[tile.heads, pl.ds(self.warpgroup * TILE_M, TILE_M), tile.part] = sums
+            self.store_part(tile, first_token)
+
+    def store_output(self, tile: Tile, first_token) -> None:
+        """Writes the rows of the tile's own tokens, in powers of two: TMA boxes have static sizes."""
+        shape = self.body.shape
         begin = jnp.maximum(tile.begin - first_token, 0)
         count = jnp.maximum(jnp.minimum(tile.end - first_token, shape.tokens) - begin, 0)
         size = shape.tokens
@@ -192,11 +214,25 @@ class _Compute:
 
             @pl.when(lax.rem(lax.div(count, jnp.int32(size)), jnp.int32(2)) == 1)
             def _(start=start, size=size):
-                for g in range(shape.heads):
-                    columns = prefill_tile.head_columns(tile.first_head + g, self.body.head_dim)
-                    plgpu.copy_smem_to_gmem(
-                        self.out_smem.at[pl.ds(g * shape.tokens + start, size)],
-                        self.out_ref.at[pl.ds(first_token + start, size), columns],
-                    )
+                self.copy_out(tile, start, self.refs.out, first_token + start, size)
 
             size //= 2
+
+    def store_part(self, tile: Tile, first_token) -> None:
+        """Writes eight tokens at a time, those around the tile's own included: they have a place, too."""
+        for start in range(0, self.body.shape.tokens, TOKEN_ALIGNMENT):
+            token = first_token + start
+
+            @pl.when((token + TOKEN_ALIGNMENT > tile.begin) & (token < tile.end))
+            def _(start=start, token=token):
+                place = pl.multiple_of(token + tile.shift, TOKEN_ALIGNMENT)
+                self.copy_out(tile, start, self.refs.partial, place, TOKEN_ALIGNMENT)
+
+    def copy_out(self, tile: Tile, start, out_ref, first_row, size: int) -> None:
+        """Copies `size` tokens of all heads from the tile's token `start` on to `out_ref`, from `first_row` on."""
+        shape = self.body.shape
+        for g in range(shape.heads):
+            columns = vector.head_columns(tile.first_head + g, self.body.head_dim)
+            plgpu.copy_smem_to_gmem(
+                self.out_smem.at[pl.ds(g * shape.tokens + start, size)], out_ref.at[pl.ds(first_row, size), columns]
+            )

@@ -27,8 +27,8 @@ TAIL_ROWS = 16  # of V that are cleared at a time: few registers
 class Memory:
     """What both kinds of pages have in common."""
 
-    registers: int  # of a thread
-    compute_registers: int  # of a thread of the other warpgroups
+    registers = 56  # of a thread
+    compute_registers = 224  # of a thread of the other warpgroups
 
     def __init__(self, body: PrefillBody, refs: Any) -> None:
         self.body, self.refs = body, refs
@@ -36,7 +36,24 @@ class Memory:
         self.q_free = refs.met.at[2 * body.sizes.num_stages]
 
     def feed(self, tile: Tile, blocks_before) -> None:
-        """Brings a tile's queries, and all of its blocks. `blocks_before` have gone through the ring before them."""
+        """Brings a tile's queries, and all of its blocks. `blocks_before` have gone through the ring before them.
+
+        The first block comes before the queries: its slot is free before the previous tile's last product has ended,
+        and the queries' place only after it.
+        """
+        source = Source(
+            shape=self.body.blocks, kv_ref=self.refs.kv_pages, pages_ref=self.refs.page_table,
+            first_page=self.first_page, row=tile.row, kv_head=tile.kv_head,
+        )  # fmt: skip
+        self.start(source, tile)
+
+        @pl.loop(0, jnp.maximum(tile.num_blocks, 1))
+        def _(i):
+            pl.when(i < tile.num_blocks)(lambda: self.feed_block(source, tile, i, blocks_before + i))
+            pl.when(i == 0)(lambda: self.feed_queries(tile))
+
+    def feed_queries(self, tile: Tile) -> None:
+        """Brings the queries, when their place is free."""
         body, refs = self.body, self.refs
         plgpu.barrier_wait(self.q_free)
 
@@ -47,14 +64,12 @@ class Memory:
                 refs.queries, refs.q_smem.at[wg], body.shape, tile, first_token, refs.q_arrived.at[wg]
             )
 
-        source = Source(
-            shape=body.blocks, kv_ref=refs.kv_pages, pages_ref=refs.page_table, first_page=self.first_page,
-            row=tile.row, kv_head=tile.kv_head,
-        )  # fmt: skip
-        self.feed_blocks(source, tile, blocks_before)
+    def start(self, source: Source, tile: Tile) -> None:
+        """Is called before the tile's first block."""
 
-    def feed_blocks(self, source: Source, tile: Tile, blocks_before) -> None:
-        """Brings the keys and values of the tile's blocks to their slots, when those are free."""
+    def feed_block(self, source: Source, tile: Tile, i, index) -> None:
+        """Brings keys and values of the tile's block number `i` to their slots, when those are free. `index` blocks
+        have gone through the ring before."""
         raise NotImplementedError
 
     def slot_of(self, index) -> Any:
@@ -82,8 +97,6 @@ class Memory:
 class CopyingMemory(Memory):
     """Pages in the type of the products."""
 
-    registers, compute_registers = 40, 232
-
     @staticmethod
     def scratch(body: PrefillBody) -> dict[str, Any]:
         """The barriers of the copies."""
@@ -93,30 +106,27 @@ class CopyingMemory(Memory):
             "tail_arrived": plgpu.Barrier(num_arrivals=copies),  # awaited by this warpgroup
         }
 
-    def feed_blocks(self, source: Source, tile: Tile, blocks_before) -> None:
+    def feed_block(self, source: Source, tile: Tile, i, index) -> None:
         """See `Memory`."""
         body, refs = self.body, self.refs
+        slot, block = self.slot_of(index), tile.first_block + i
+        is_reused = index >= body.sizes.num_stages
+        pl.when(is_reused)(lambda: plgpu.barrier_wait(refs.met.at[2 * slot]))
+        self.fetch(source, block, KEYS, refs.k_smem.at[slot], refs.arrived.at[2 * slot])
+        pl.when(is_reused)(lambda: plgpu.barrier_wait(refs.met.at[2 * slot + 1]))
+        num_valid = tile.kv_len - block * body.sizes.block_kv
 
-        @pl.loop(0, tile.num_blocks(body.sizes.block_kv))
-        def _(i):
-            slot = self.slot_of(blocks_before + i)
-            is_reused = blocks_before + i >= body.sizes.num_stages
-            pl.when(is_reused)(lambda: plgpu.barrier_wait(refs.met.at[2 * slot]))
-            self.fetch(source, i, KEYS, refs.k_smem.at[slot], refs.arrived.at[2 * slot])
-            pl.when(is_reused)(lambda: plgpu.barrier_wait(refs.met.at[2 * slot + 1]))
-            num_valid = tile.kv_len - i * body.sizes.block_kv
+        @pl.when(num_valid >= body.sizes.block_kv)
+        def _():
+            self.fetch(source, block, VALUES, refs.v_smem.at[slot], refs.arrived.at[2 * slot + 1])
 
-            @pl.when(num_valid >= body.sizes.block_kv)
-            def _():
-                self.fetch(source, i, VALUES, refs.v_smem.at[slot], refs.arrived.at[2 * slot + 1])
-
-            @pl.when(num_valid < body.sizes.block_kv)
-            def _():
-                self.fetch(source, i, VALUES, refs.v_smem.at[slot], refs.tail_arrived)
-                plgpu.barrier_wait(refs.tail_arrived)
-                self.clear_tail(num_valid, slot)
-                for _ in range(body.blocks.copies):
-                    plgpu.barrier_arrive(refs.arrived.at[2 * slot + 1])
+        @pl.when(num_valid < body.sizes.block_kv)
+        def _():
+            self.fetch(source, block, VALUES, refs.v_smem.at[slot], refs.tail_arrived)
+            plgpu.barrier_wait(refs.tail_arrived)
+            self.clear_tail(num_valid, slot)
+            for _ in range(body.blocks.copies):
+                plgpu.barrier_arrive(refs.arrived.at[2 * slot + 1])
 
     def clear_tail(self, num_valid, slot) -> None:
         """Zeroes the values after the sequence's last key. They may hold anything, and 0 * NaN is NaN."""
@@ -136,8 +146,6 @@ class CopyingMemory(Memory):
 class WideningMemory(Memory):
     """Pages of 8 bits."""
 
-    registers, compute_registers = 56, 224
-
     @staticmethod
     def scratch(body: PrefillBody) -> dict[str, Any]:
         """A tile of keys and one of values as they are stored, and the barriers of their copies and of the ring."""
@@ -149,20 +157,20 @@ class WideningMemory(Memory):
             "narrow_arrived": plgpu.Barrier(num_arrivals=body.blocks.copies, num_barriers=2),
         }
 
-    def feed_blocks(self, source: Source, tile: Tile, blocks_before) -> None:
+    def start(self, source: Source, tile: Tile) -> None:
         """See `Memory`."""
-        num_blocks = tile.num_blocks(self.body.sizes.block_kv)
 
-        @pl.when(num_blocks > 0)
+        @pl.when(tile.num_blocks > 0)
         def _():
             for kind in (KEYS, VALUES):
-                self.fetch_narrow(source, jnp.int32(0), kind)
+                self.fetch_narrow(source, tile.first_block, kind)
 
-        @pl.loop(0, num_blocks)
-        def _(i):
-            for kind in (KEYS, VALUES):
-                self.convert(i, kind, tile, blocks_before + i)
-                pl.when(i + 1 < num_blocks)(partial(self.fetch_narrow, source, i + 1, kind))
+    def feed_block(self, source: Source, tile: Tile, i, index) -> None:
+        """See `Memory`."""
+        block = tile.first_block + i
+        for kind in (KEYS, VALUES):
+            self.convert(block, kind, tile, index)
+            pl.when(i + 1 < tile.num_blocks)(partial(self.fetch_narrow, source, block + 1, kind))
 
     def fetch_narrow(self, source: Source, block, kind: int) -> None:
         """Starts the copies of a block's keys or values, as they are stored."""

@@ -19,17 +19,26 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu import matmul, online_softmax, prefill_tile, vector, widening
+from pallas_kernels.gpu import matmul, online_softmax, persistent, prefill_tile, vector, widening
 from pallas_kernels.gpu.decode import RingTiles
-from pallas_kernels.gpu.prefill_body import PrefillBody, PrefillOperands, PrefillRefs
+from pallas_kernels.gpu.parts import NO_PARTS, Parts
+from pallas_kernels.gpu.prefill_body import PrefillBody, PrefillOperands, PrefillRefs, results
 from pallas_kernels.gpu.prefill_tile import TILE_M, Tile
 from pallas_kernels.gpu.ring import Ring, Source
 
 
 def prefill(
-    output: Any, operands: PrefillOperands, *, scale: float, sizes: RingTiles, num_ctas: int, interpret: Any = None
-) -> None:
-    """Writes the rows of the list's tiles to `output`, a Ref [T, N * H], in place."""
+    output: Any | None,
+    operands: PrefillOperands,
+    *,
+    scale: float,
+    sizes: RingTiles,
+    num_ctas: int,
+    parts: Parts = NO_PARTS,
+    interpret: Any = None,
+) -> tuple[jax.Array, ...]:
+    """Writes the rows of the list's tiles to `output`, a Ref [T, N * H], in place. Returns the output, if `output` is
+    None, and the results of the tiles that are parts: see `prefill_body.results`."""
     body = _Body.of(operands, scale=scale, sizes=sizes, num_ctas=num_ctas, interpret=interpret)
     blocks, head_dim, dtype, kv_dtype = body.blocks, body.head_dim, body.dtype, body.kv_dtype
 
@@ -50,19 +59,19 @@ def prefill(
         scratch["arrived"] = plgpu.Barrier(num_arrivals=2 * blocks.copies, num_barriers=sizes.num_stages)
     if kv_dtype != dtype:
         scratch["k_wide"] = scratch["v_wide"] = widening.wide_tile((sizes.block_kv, head_dim), dtype)
-    plgpu.kernel(
+    return plgpu.kernel(
         body,
-        out_type=(),
+        out_type=results(body, operands, output is None, parts, warpgroups=1),
         scratch_types=scratch,
         grid=(num_ctas,),
         grid_names=("cta",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="paged_prefill_mma",
-    )(*operands, output)
+    )(*operands, *([] if output is None else [output]))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Refs(PrefillRefs):
     q_smem: Any  # [64, H]
     k_or_out_smem: Any  # the keys' tiles [stages, block_kv, H], and in their place the result [64, H]
@@ -80,9 +89,9 @@ class _Body(PrefillBody):
         cta = lax.axis_index("cta")
         units = refs.num_tiles[0] * (self.num_kv_heads * self.shape.tiles_per_group)
 
-        @pl.loop(0, lax.div(units + (self.num_ctas - 1), jnp.int32(self.num_ctas)))
+        @pl.loop(0, persistent.rounds(units, self.num_ctas))
         def _(round_):
-            unit = prefill_tile.unit_of(round_, cta, self.num_ctas)
+            unit = persistent.unit_of(round_, cta, self.num_ctas)
             pl.when(unit < units)(lambda: self.attend_unit(refs, unit))
 
     def attend_unit(self, refs: _Refs, unit: jax.Array) -> None:
@@ -93,13 +102,14 @@ class _Body(PrefillBody):
             row=tile.row, kv_head=tile.kv_head,
         )  # fmt: skip
         ring = Ring(
-            source=source, first_block=jnp.int32(0), num_blocks=tile.num_blocks(self.sizes.block_kv),
+            source=source, first_block=tile.first_block, num_blocks=tile.num_blocks,
             num_stages=self.sizes.num_stages, k_smem=k_smem, v_smem=refs.v_smem, arrived=refs.arrived,
             k_wide=refs.k_wide, v_wide=refs.v_wide,
         )  # fmt: skip
         self.load_queries(refs.queries, refs.q_smem, tile, refs.q_arrived)
-        out_smem[...] = self.attend(tile, ring, refs.q_smem, refs.p_smem).astype(self.dtype)
-        self.store(tile, out_smem, refs.out)
+        output, sums = self.attend(tile, ring, refs.q_smem, refs.p_smem)
+        out_smem[...] = output.astype(self.dtype)
+        self.store(refs, tile, sums, out_smem)
 
     def load_queries(self, q_ref, q_smem, tile: Tile, arrived) -> None:
         prefill_tile.load_queries(q_ref, q_smem, self.shape, tile, tile.token, arrived)
@@ -109,7 +119,7 @@ class _Body(PrefillBody):
             plgpu.barrier_wait(arrived)
 
     def attend(self, tile: Tile, ring: Ring, q_smem, p_smem):
-        """The tile's attention output f32[64, H], normalised."""
+        """The tile's attention output f32[64, H], normalised, and the log2 of its softmax's divisor f32[64]."""
         layout = plgpu.Layout
         acc_layout = layout.MMA_ACC(self.dtype, m_warps=4)
         lhs, rhs = layout.MMA_LHS(self.dtype, m_warps=4), layout.MMA_RHS(self.dtype, m_warps=4)
@@ -119,7 +129,7 @@ class _Body(PrefillBody):
 
         def step(i, carry, *, masked):
             acc, peak, total = carry
-            k_tile, v_tile = ring.tiles(ring.advance(i))
+            k_tile, v_tile = ring.tiles(ring.advance(i - tile.first_block))
             q = plgpu.load(q_smem, layout=lhs, optimized=False)
             k = plgpu.load(k_tile.transpose((1, 0)), layout=rhs, optimized=False)
             zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), acc_layout)
@@ -138,19 +148,31 @@ class _Body(PrefillBody):
             acc = online_softmax.scaled(acc, alpha)
             return matmul.mma(acc, p, v, interpret=self.interpret), new_peak, total
 
-        carry = online_softmax.start(TILE_M, self.head_dim, acc_layout, lowest=prefill_tile.MASKED)
-        whole = tile.whole_blocks(tile.token, block_kv)
-        carry = lax.fori_loop(0, whole, lambda i, c: step(i, c, masked=False), carry)
-        acc, _, total = lax.fori_loop(whole, ring.num_blocks, lambda i, c: step(i, c, masked=True), carry)
+        carry = online_softmax.start(TILE_M, self.head_dim, acc_layout)
+        first_masked = tile.masked_from(tile.token, block_kv)
+        carry = lax.fori_loop(tile.first_block, first_masked, lambda i, c: step(i, c, masked=False), carry)
+        carry = lax.fori_loop(first_masked, tile.end_block, lambda i, c: step(i, c, masked=True), carry)
         ring.drain()
-        return online_softmax.finish(acc, total)[0]
+        return online_softmax.finish(*carry)
 
-    def store(self, tile: Tile, out_smem, out_ref) -> None:
+    def store(self, refs: _Refs, tile: Tile, sums, out_smem) -> None:
+        """Writes the result of the tile's own tokens, to the output or, of a part, to the partial results."""
+        if refs.partial is None:
+            self.store_rows(tile, out_smem, refs.out, 0)
+        else:
+            pl.when(tile.part < 0)(lambda: self.store_rows(tile, out_smem, refs.out, 0))
+
+            @pl.when(tile.part >= 0)
+            def _():
+                refs.sums[tile.heads, :, tile.part] = sums
+                self.store_rows(tile, out_smem, refs.partial, tile.shift)
+
+        if self.sizes.use_tma:
+            plgpu.commit_smem()  # the next tile's copies overwrite this one's queries, keys and output
+
+    def store_rows(self, tile: Tile, out_smem, out_ref, shift) -> None:
         @pl.loop(tile.begin, jnp.minimum(tile.end, tile.token + self.shape.tokens))
         def _(token):
             for g in range(self.shape.heads):
                 row = vector.load(out_smem.at[g * self.shape.tokens + token - tile.token], self.head_dim)
-                out_ref[token, prefill_tile.head_columns(tile.first_head + g, self.head_dim)] = row
-
-        if self.sizes.use_tma:
-            plgpu.commit_smem()  # the next tile's copies overwrite this one's queries, keys and output
+                out_ref[token + shift, vector.head_columns(tile.first_head + g, self.head_dim)] = row

@@ -16,18 +16,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu.work_list import (
+from pallas_kernels.gpu import vector
+from pallas_kernels.gpu.tile_list import (
     TILE_BEGIN,
     TILE_END,
+    TILE_END_BLOCK,
+    TILE_FIRST_BLOCK,
     TILE_KV_LEN,
+    TILE_PART,
     TILE_POSITION,
     TILE_ROW,
+    TILE_SHIFT,
     TILE_TOKEN,
     TOKEN_ALIGNMENT,
 )
 
 TILE_M = 64  # rows of a warpgroup
-MASKED = -1e30  # finite, so a row without keys does not become NaN
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,11 @@ class TileShape:
         """Tiles that cover all query heads of one KV head."""
         return -(-self.group // self.heads)
 
+    def place(self, head: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of the group's query head: the first tile that has it, and its place among the tile's heads."""
+        tile = lax.div(head, jnp.int32(self.heads))
+        return tile, head - jnp.minimum(tile * self.heads, self.group - self.heads)
+
     def first_head(self, kv_head: jax.Array, part: jax.Array) -> jax.Array:
         """The first query head of the KV head's tile number `part`."""
         return kv_head * self.group + jnp.minimum(part * self.heads, self.group - self.heads)
@@ -58,7 +67,7 @@ class TileShape:
 
 @dataclass(frozen=True)
 class Tile:
-    """One tile of the list, as scalars. Its fields are those of `work_list.prefill_tiles`, and its heads."""
+    """One tile of the list, as scalars. Its fields are those of `tile_list`, and its heads."""
 
     row: jax.Array
     token: jax.Array
@@ -66,6 +75,11 @@ class Tile:
     end: jax.Array
     position: jax.Array
     kv_len: jax.Array
+    first_block: jax.Array
+    end_block: jax.Array
+    part: jax.Array
+    shift: jax.Array
+    heads: jax.Array  # its number among the tiles of the same tokens
     kv_head: jax.Array
     first_head: jax.Array
 
@@ -73,28 +87,29 @@ class Tile:
     def read(cls, tiles_ref, unit: jax.Array, shape: TileShape, num_kv_heads: int) -> Tile:
         """Unit `unit` of the launch, whose units are the tiles of the list for all heads, tile by tile."""
         parts = num_kv_heads * shape.tiles_per_group
-        index, part = lax.div(unit, jnp.int32(parts)), lax.rem(unit, jnp.int32(parts))
-        kv_head = lax.div(part, jnp.int32(shape.tiles_per_group))
-        first_head = shape.first_head(kv_head, lax.rem(part, jnp.int32(shape.tiles_per_group)))
-        fields = (TILE_ROW, TILE_TOKEN, TILE_BEGIN, TILE_END, TILE_POSITION, TILE_KV_LEN)
-        row, token, begin, end, position, kv_len = (tiles_ref[index, field] for field in fields)
-        return cls(row, token, begin, end, position, kv_len, kv_head, first_head)
+        index, heads = lax.div(unit, jnp.int32(parts)), lax.rem(unit, jnp.int32(parts))
+        kv_head = lax.div(heads, jnp.int32(shape.tiles_per_group))
+        first_head = shape.first_head(kv_head, lax.rem(heads, jnp.int32(shape.tiles_per_group)))
+        fields = (
+            TILE_ROW, TILE_TOKEN, TILE_BEGIN, TILE_END, TILE_POSITION, TILE_KV_LEN, TILE_FIRST_BLOCK, TILE_END_BLOCK,
+            TILE_PART, TILE_SHIFT,
+        )  # fmt: skip
+        row, token, begin, end, position, kv_len, first_block, end_block, part, shift = (
+            tiles_ref[index, field] for field in fields
+        )
+        return cls(
+            row, token, begin, end, position, kv_len, first_block, end_block, part, shift, heads, kv_head, first_head
+        )
 
-    def num_blocks(self, block_kv: int) -> jax.Array:
-        """KV blocks up to the last key that the tile's last token may see; none for padding."""
-        visible = jnp.where(self.kv_len > 0, self.end + self.position, 0)
-        return lax.div(visible + (block_kv - 1), jnp.int32(block_kv))
+    @property
+    def num_blocks(self) -> jax.Array:
+        """KV blocks: up to the last key that the tile's last token may see, or a part of them; none for padding."""
+        return self.end_block - self.first_block
 
-    def whole_blocks(self, first_token: jax.Array, block_kv: int) -> jax.Array:
-        """Blocks without a mask: every written token from `first_token` on sees all of their keys."""
+    def masked_from(self, first_token: jax.Array, block_kv: int) -> jax.Array:
+        """The first block with a mask: every written token from `first_token` on sees all keys of those before it."""
         first = jnp.maximum(first_token, self.begin)
-        return jnp.clip(lax.div(first + self.position + 1, jnp.int32(block_kv)), 0, self.num_blocks(block_kv))
-
-
-def unit_of(round_: jax.Array, cta: jax.Array, num_ctas: int) -> jax.Array:
-    """A persistent CTA's unit in a round. Rounds alternate in direction, so every CTA gets long and short units."""
-    place = jnp.where(lax.rem(round_, jnp.int32(2)) == 0, cta, num_ctas - 1 - cta)
-    return round_ * num_ctas + place
+        return jnp.clip(lax.div(first + self.position + 1, jnp.int32(block_kv)), self.first_block, self.end_block)
 
 
 def causal_mask(
@@ -108,17 +123,12 @@ def causal_mask(
     return key <= lax.broadcast_in_dim(last, (TILE_M, block_kv), [0])
 
 
-def head_columns(head: jax.Array, head_dim: int) -> Any:
-    """The columns of a head in [T, N * H]."""
-    return pl.ds(pl.multiple_of(head * head_dim, head_dim), head_dim)
-
-
 def load_queries(q_ref, q_smem, shape: TileShape, tile: Tile, first_token, barrier=None) -> None:
     """Copies [tokens, H] of every head from [T, N * H] into its rows of the tile, asynchronously."""
     tokens = pl.ds(pl.multiple_of(first_token, TOKEN_ALIGNMENT), shape.tokens)
     for g in range(shape.heads):
         plgpu.copy_gmem_to_smem(
-            q_ref.at[tokens, head_columns(tile.first_head + g, q_smem.shape[-1])],
+            q_ref.at[tokens, vector.head_columns(tile.first_head + g, q_smem.shape[-1])],
             q_smem.at[pl.ds(g * shape.tokens, shape.tokens)],
             *(() if barrier is None else (barrier,)),
             oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,

@@ -15,7 +15,7 @@ Source: PTX ISA, "Async proxy" and "Memory Consistency Model".
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -75,8 +75,22 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Following:
+    """The first block of the run that follows in the same tiles."""
+
+    row: Any
+    kv_head: Any
+    block: Any
+    exists: Any  # if not, the other fields are those of some block
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ring:
-    """The tiles through which a run of blocks passes. Copies start `num_stages - 1` blocks before their use."""
+    """The tiles through which a run of blocks passes. Copies start `num_stages - 1` blocks before their use.
+
+    A run may have another one before it and after it. With the use of its last block it starts the copy of the
+    following run's first, which that run does not start again. This takes two stages, and a block in every run.
+    """
 
     source: Source
     first_block: Any
@@ -87,6 +101,8 @@ class Ring:
     arrived: Any  # barriers, 2 * copies arrivals each; None: cp.async
     k_wide: Any = None  # [block_kv, H], for blocks of 8-bit keys and values
     v_wide: Any = None
+    blocks_before: Any = 0  # of the runs before
+    following: Following | None = None
 
     def fill(self) -> None:
         """Starts the first blocks' copies."""
@@ -95,14 +111,14 @@ class Ring:
 
     def advance(self, i: Any) -> Any:
         """Waits for block `i` of the run and returns its slot; starts a copy into the slot of block `i - 1`."""
-        slot = lax.rem(i, jnp.int32(self.num_stages))
+        slot = self._slot(i)
         if self.arrived is None:
             plgpu.wait_gmem_to_smem((self.num_stages - 2) * 2 * self.source.shape.copies)
         else:
             plgpu.barrier_wait(self.arrived.at[slot])
             plgpu.commit_smem()  # orders the threads' reads of the previous block before the copy into its slot
         ahead = i + self.num_stages - 1
-        self._prefetch(ahead, lax.rem(ahead, jnp.int32(self.num_stages)))
+        self._prefetch(ahead, self._slot(ahead))
         return slot
 
     def tiles(self, slot: Any) -> tuple[Any, Any]:
@@ -117,17 +133,29 @@ class Ring:
         if self.arrived is None:
             plgpu.wait_gmem_to_smem(0)
 
-    def _prefetch(self, i: Any, slot: Any) -> None:
-        if self.arrived is None:
-            # cp.async counts copies, and the count must not depend on data: the last block is copied again.
-            self._fetch(jnp.minimum(i, jnp.maximum(self.num_blocks - 1, 0)), slot)
-        else:
-            pl.when(i < self.num_blocks)(lambda: self._fetch(i, slot))
+    def _slot(self, i: Any) -> Any:
+        return lax.rem(self.blocks_before + i, jnp.int32(self.num_stages))
 
-    def _fetch(self, i: Any, slot: Any) -> None:
+    def _prefetch(self, i: Any, slot: Any) -> None:
+        source, block, exists = self.source, self.first_block + i, i < self.num_blocks
+        if self.following is not None:
+            assert self.num_stages == 2
+            row = jnp.where(exists, source.row, self.following.row)
+            source = replace(source, row=row, kv_head=jnp.where(exists, source.kv_head, self.following.kv_head))
+            block = jnp.where(exists, block, self.following.block)
+            exists = exists | self.following.exists
+        elif self.arrived is None:
+            # cp.async counts copies, and the count must not depend on data: the last block is copied again.
+            block = self.first_block + jnp.minimum(i, jnp.maximum(self.num_blocks - 1, 0))
+        if self.arrived is None:
+            self._fetch(source, block, slot)
+        else:
+            pl.when(exists)(lambda: self._fetch(source, block, slot))
+
+    def _fetch(self, source: Source, block: Any, slot: Any) -> None:
         barrier = () if self.arrived is None else (self.arrived.at[slot],)
-        for offset, keys, values in self.source.parts(self.first_block + i):
-            rows = pl.ds(offset, self.source.shape.copy_tokens)
+        for offset, keys, values in source.parts(block):
+            rows = pl.ds(offset, source.shape.copy_tokens)
             for half, smem in ((keys, self.k_smem), (values, self.v_smem)):
                 plgpu.copy_gmem_to_smem(
                     half, smem.at[slot, rows], *barrier, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS

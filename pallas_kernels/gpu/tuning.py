@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from pallas_kernels.chips import KIB
+from pallas_kernels.chips import KIB, MIB
+from pallas_kernels.gpu.decode import TILE_M as DECODE_ROWS
 from pallas_kernels.gpu.decode import RingTiles
 from pallas_kernels.gpu.device import Gpu
+from pallas_kernels.gpu.parts import NO_PARTS, Parts
 from pallas_kernels.gpu.prefill_hopper import COMPUTE_WARPGROUPS, PrefillTiles
 from pallas_kernels.gpu.prefill_tile import TILE_M, TileShape
+from pallas_kernels.gpu.tile_list import TOKEN_ALIGNMENT
 from pallas_kernels.spec import AttentionSpec
+
+PARTIAL_RESULTS_BYTES = 64 * MIB  # of one layer at a time: of prefill, 8,192 tokens of Llama 3 8B's heads
 
 
 def decode_tiles(gpu: Gpu, spec: AttentionSpec) -> RingTiles:
@@ -22,13 +27,28 @@ def decode_tiles(gpu: Gpu, spec: AttentionSpec) -> RingTiles:
     return RingTiles(block_kv=32 if small else 64, num_stages=2, use_tma=gpu.has_tma)
 
 
-def resident_decode_ctas(gpu: Gpu, spec: AttentionSpec) -> int:
-    """CTAs of the decode kernel that the chip runs at once, by shared memory and by registers."""
-    is_wide_int8 = jnp.dtype(spec.kv_dtype) == jnp.int8 and spec.head_dim > 64
-    by_registers = 2 if is_wide_int8 else 3  # or more
-    reserved = 6 * KIB  # softmax tile, reductions, and the driver's part
-    cta_bytes = _kv_bytes(decode_tiles(gpu, spec), spec) + reserved
+def decode_ctas(gpu: Gpu, spec: AttentionSpec) -> int:
+    """Persistent CTAs of the decode kernel: as many as the chip runs at once, by shared memory and by registers."""
+    # On a B200 some forms with wide heads take 175 registers; on the other chips only those with int8 take so many.
+    takes_many = gpu.arch[0] == 10 or jnp.dtype(spec.kv_dtype) == jnp.int8
+    by_registers = 2 if takes_many and spec.head_dim > 64 else 3  # or more
+    result = 4 * DECODE_ROWS * spec.head_dim
+    cta_bytes = _kv_bytes(decode_tiles(gpu, spec), spec) + result + 3 * KIB  # reductions and the driver's part
     return gpu.num_multiprocessors * min(by_registers, gpu.multiprocessor_shared_memory // cta_bytes)
+
+
+MIN_DECODE_KEYS = 384  # of a part: by the model of scripts/benchmarks/accounts/gpu_prediction.py, for the shapes there
+MAX_DECODE_PARTS = 256  # of a row: merging more takes longer than it gains, by the same model
+
+
+def decode_parts(gpu: Gpu, spec: AttentionSpec, *, num_rows: int, max_keys: int) -> Parts:
+    """How decodes are cut, in a program of so many rows. `max_keys`: of a row."""
+    of_a_chip = min(decode_ctas(gpu, spec) // spec.num_kv_heads, MAX_DECODE_PARTS)
+    max_parts = min(of_a_chip, max_keys // MIN_DECODE_KEYS)
+    if max_parts < 2:
+        return NO_PARTS
+    slots = min(num_rows * max_parts, PARTIAL_RESULTS_BYTES // (4 * spec.num_query_heads * spec.head_dim))
+    return Parts(max_parts=max_parts, min_keys=MIN_DECODE_KEYS, max_slots=slots)
 
 
 def _kv_bytes(tiles: RingTiles, spec: AttentionSpec) -> int:
@@ -65,3 +85,28 @@ def prefill_ctas(gpu: Gpu, spec: AttentionSpec) -> int:
     cta_bytes = _kv_bytes(tiles, spec) + queries_and_softmax + 3 * KIB  # reductions and the driver's part
     by_shared_memory = gpu.multiprocessor_shared_memory // cta_bytes
     return gpu.num_multiprocessors * min(2, by_shared_memory)  # two by registers: up to 255 per thread
+
+
+def prefill_parts(gpu: Gpu, spec: AttentionSpec, *, num_rows: int, num_tokens: int, max_keys: int) -> Parts:
+    """How rows with few queries are cut, in a program of so many rows and tokens. `max_keys`: of a row."""
+    shape = TileShape(spec.num_query_heads // spec.num_kv_heads)
+    # A partial result is written and read once, 16 bits each. This is at most an eighth of the part's keys and values.
+    tile_rows = TILE_M * (COMPUTE_WARPGROUPS if gpu.has_wgmma else 1)
+    min_keys = tile_rows * 16 // jnp.dtype(spec.kv_dtype).itemsize
+    units = spec.num_kv_heads * shape.tiles_per_group
+    max_parts = min(prefill_ctas(gpu, spec) // units, max_keys // min_keys)
+    if max_parts < 2:
+        return NO_PARTS
+    needed = max_parts * (num_tokens + 2 * TOKEN_ALIGNMENT * min(num_rows, num_tokens))
+    slots = min(needed, PARTIAL_RESULTS_BYTES // (2 * spec.num_query_heads * spec.head_dim))
+    return Parts(max_parts=max_parts, min_keys=min_keys, max_slots=slots // TOKEN_ALIGNMENT * TOKEN_ALIGNMENT)
+
+
+def prefill_block_kv(gpu: Gpu, spec: AttentionSpec) -> int:
+    """Keys per step of the prefill kernel that the chip runs."""
+    return hopper_prefill_tiles(spec).block_kv if gpu.has_wgmma else mma_prefill_tiles(gpu, spec).block_kv
+
+
+def merging_ctas(gpu: Gpu) -> int:
+    """Persistent CTAs that merge partial results: as many as the chip runs at once, by registers."""
+    return 3 * gpu.num_multiprocessors

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 THREADS = 128
@@ -16,6 +18,16 @@ def layout(size: int) -> Any:
     return plgpu.Layout.TILED(
         plgpu.Tiling(((size,), (size // 32,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
     )
+
+
+def registers(size: int) -> int:
+    """Registers of a thread that hold a vector of `size` elements of 32 bits."""
+    return size // THREADS if size % THREADS == 0 else size // 32
+
+
+def head_columns(head: jax.Array, head_dim: int) -> Any:
+    """The columns of a head in [T, N * H]."""
+    return pl.ds(pl.multiple_of(head * head_dim, head_dim), head_dim)
 
 
 def load(ref: Any, size: int) -> Any:

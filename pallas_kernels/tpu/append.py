@@ -106,7 +106,7 @@ class Appender:
             part = self._part(row, index)
             for copy in self._stage_copies(part):
                 copy.wait()
-            offset = g.token_tile + part.first_token - part.block.start  # in `stage`
+            offset = g.pack_tile + part.first_token - part.block.start  # in `stage`
             self._pack(part, half, lax.rem(offset, g.kv_packing))
             first_row = lax.div(offset, g.kv_packing)
             last = refs.words.at[half, :, pl.ds(first_row + part.num_words - 1, 1)]
@@ -145,8 +145,8 @@ class Appender:
         return page_base(row, begin, self.g.page_size) - lax.div(position, self.g.page_size)
 
     def _stage_copies(self, part: _Part) -> list[Any]:
-        refs, tile = self.refs, self.g.token_tile
-        source, target = pl.ds(part.block.start, part.num_staged), pl.ds(tile, part.num_staged)
+        refs = self.refs
+        source, target = pl.ds(part.block.start, part.num_staged), pl.ds(self.g.pack_tile, part.num_staged)
         columns = pl.ds(refs.kv_column, self.g.kv_columns)
         copies = [pltpu.make_async_copy(refs.new_kv.at[source, columns], refs.stage.at[target], refs.stage_sem)]
         if refs.rotation is not None:
@@ -167,17 +167,18 @@ class Appender:
     def _pack(self, part: _Part, half: Any, shift: Any) -> None:
         """The tokens in `stage` as words of `kv_packing`, the first in part 0 being token `shift`."""
         refs, g = self.refs, self.g
-        tile, tile_words = g.token_tile, g.token_tile // g.kv_packing
+        tile, tile_words = g.pack_tile, g.pack_tile // g.kv_packing
         bits = 32 // g.kv_packing
+        scales = lanes.scales_of_planes(refs.kv_scales, range(g.num_planes), g)
 
         def pack(i: Any, carry: None) -> None:
             tokens, words = (pl.ds(pl.multiple_of(i * size, size), size) for size in (tile, tile_words))
             for p in range(g.num_planes):
                 kv = refs.stage[tokens, p * LANES : (p + 1) * LANES]
                 if refs.rotation is not None and p < g.num_k_planes:
-                    kv = lanes.rotate(kv, refs.kv_rotation[tokens], g).astype(g.kv_dtype)
+                    kv = lanes.rotate(kv, refs.kv_rotation[tokens], g)
                 # On the chip the bitcast moves nothing: the registers stay the same.
-                refs.words[half, p, words] = pltpu.bitcast(kv, jnp.uint32)
+                refs.words[half, p, words] = pltpu.bitcast(lanes.stored(kv, scales[p], g), jnp.uint32)
 
         def shift_words(i: Any, carry: None) -> None:
             low, high = (shift * bits).astype(jnp.uint32), ((g.kv_packing - shift) * bits).astype(jnp.uint32)
@@ -185,7 +186,7 @@ class Appender:
                 words, after = (refs.words[half, p, pl.ds(i * tile_words + n, tile_words)] for n in range(2))
                 refs.words[half, p, pl.ds(i * tile_words, tile_words)] = (words >> low) | (after << high)
 
-        num_tiles = 1 + lax.div(part.num_staged, tile)  # the first is of tokens before the staged ones
+        num_tiles = 1 + lax.div(part.num_staged + (tile - 1), tile)  # the first is of tokens before the staged ones
         lax.fori_loop(1, num_tiles, pack, None)
         if g.kv_packing > 1:
 

@@ -86,6 +86,7 @@ def append_and_attend(
     kv_pages: jax.Array,  # uint32[P, planes, page_words, 128]
     metadata: AttentionMetadata,
     first_page: jax.Array | int,
+    kv_scales: jax.Array | None = None,  # f32[2, K]
     *,
     spec: AttentionSpec,
     interpret: bool | pltpu.InterpretParams,
@@ -96,7 +97,7 @@ def append_and_attend(
     g = layout.geometry(spec)
     columns = layout.queries_to_columns(queries, g), layout.kv_to_columns(keys, values, g)
     kernels = _Kernels(g=g, kv_column=0, interpret=interpret, block_sizes=block_sizes)
-    out, kv_pages = kernels(*columns, None, kv_pages, metadata, first_page)
+    out, kv_pages = kernels(*columns, None, kv_pages, metadata, first_page, kv_scales)
     return layout.columns_to_heads(out, g), kv_pages
 
 
@@ -107,6 +108,7 @@ def append_and_attend_projected(
     kv_pages: jax.Array,  # uint32[P, planes, page_words, 128]
     metadata: AttentionMetadata,
     first_page: jax.Array | int,
+    kv_scales: jax.Array | None = None,  # f32[2, K]
     *,
     spec: AttentionSpec,
     interpret: bool | pltpu.InterpretParams,
@@ -117,12 +119,12 @@ def append_and_attend_projected(
     g = layout.geometry(spec)
     rotation = lanes.rotation_columns(cos, sin, g)
     kernels = _Kernels(g=g, kv_column=g.query_columns, interpret=interpret, block_sizes=block_sizes)
-    return kernels(columns, columns, rotation, kv_pages, metadata, first_page)
+    return kernels(columns, columns, rotation, kv_pages, metadata, first_page, kv_scales)
 
 
 def takes_projection(spec: AttentionSpec) -> bool:
     """Whether `append_and_attend_projected` supports `spec`: its columns are then those that the kernels read."""
-    return not spec.has_kv_scales and not layout.geometry(spec).kv_shared
+    return not layout.geometry(spec).kv_shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,11 +139,12 @@ class _Kernels:
     def __call__(
         self,
         queries: jax.Array,  # [T, columns]
-        new_kv: jax.Array,  # kv_dtype[T, columns]
+        new_kv: jax.Array,  # [T, columns]
         rotation: jax.Array | None,  # f32[T, 256]
         kv_pages: jax.Array,
         metadata: AttentionMetadata,
         first_page: jax.Array | int,
+        kv_scales: jax.Array | None,  # f32[2, K]
     ) -> tuple[jax.Array, jax.Array]:
         """The output [T, query_columns] and the pages."""
         g, interpret = self.g, pltpu.InterpretParams() if self.interpret is True else self.interpret
@@ -156,10 +159,12 @@ class _Kernels:
         queries, new_kv = (_padded(x, g.token_tile) for x in (queries, new_kv))
         rotation = None if rotation is None else _padded(rotation, g.token_tile)
         first_page = jnp.int32(first_page)
+        kv_scales = None if kv_scales is None else kv_scales.reshape(-1)
         decodes = decode_memory.Operands(
             queries=queries,
             new_kv=new_kv,
             rotation=rotation,
+            kv_scales=kv_scales,
             kv_pages=kv_pages,
             kv_lens=metadata.kv_lens,
             new_pages=metadata.decode_pages,
@@ -174,6 +179,7 @@ class _Kernels:
                 queries=queries,
                 new_kv=new_kv,
                 rotation=rotation,
+                kv_scales=kv_scales,
                 out=out,
                 kv_pages=kv_pages,
                 kv_lens=metadata.kv_lens,

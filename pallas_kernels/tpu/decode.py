@@ -161,7 +161,8 @@ class _Body:
             refs.tokens[pl.ds(pl.multiple_of(i * tile, tile), tile)] = zeros
 
         lax.fori_loop(lax.div(self.num_singles + (tile - 1), tile), refs.tokens.shape[0] // tile, zero, None)
-        store = pltpu.make_async_copy(refs.tokens, refs.out.at[pl.ds(0, refs.tokens.shape[0])], refs.store_sem)
+        stored = pl.ds(0, min(refs.tokens.shape[0], refs.out.shape[0]))
+        store = pltpu.make_async_copy(refs.tokens.at[stored], refs.out.at[stored], refs.store_sem)
         store.start()
         store.wait()
 
@@ -249,13 +250,11 @@ class _Body:
             pltpu.make_async_copy(refs.new_words.at[:, pl.ds(row, 1)], target, refs.append_sem).start()
 
 
-def _kernel(*refs: Any, g: Geometry, blocks: DecodeBlocks, kv_column: int, rotates: bool) -> None:
-    names = [
-        field.name for field in fields(Refs) if field.name != "kv_column" and (rotates or field.name != "rotation")
-    ]
+def _kernel(*refs: Any, g: Geometry, blocks: DecodeBlocks, kv_column: int, absent: tuple[str, ...]) -> None:
+    names = [field.name for field in fields(Refs) if field.name not in ("kv_column", *absent)]
     num_inputs = names.index("out")  # then the pages, which are also an output
     given = dict(zip(names, refs[:num_inputs] + refs[num_inputs + 1 :], strict=True))
-    body = _Body.of(Refs(kv_column=kv_column, **{"rotation": None, **given}), g, blocks)
+    body = _Body.of(Refs(kv_column=kv_column, **dict.fromkeys(absent), **given), g, blocks)
     pl.when(body.num_singles > 0)(body.run)
     body.store()
 
@@ -327,12 +326,14 @@ def attend(
     """Returns the outputs [T, query_columns] and the pages. Other tokens' outputs are zeros as far as single-token rows
     may reach, and undefined from there on."""
     o = operands
+    absent = tuple(name for name in ("kv_scales", "rotation") if getattr(o, name) is None)
+    scalars = [o.kv_lens, o.new_pages, o.scalars] + ([] if o.kv_scales is None else [o.kv_scales])
     inputs = [o.page_table, o.queries, o.new_kv] + ([] if o.rotation is None else [o.rotation])
     rows = max_rows(g, o.new_pages.shape[0])
     return pl.pallas_call(
-        partial(_kernel, g=g, blocks=blocks, kv_column=kv_column, rotates=o.rotation is not None),
+        partial(_kernel, g=g, blocks=blocks, kv_column=kv_column, absent=absent),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=len(scalars),
             grid=(1,),
             in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * (len(inputs) + 1),
             out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
@@ -342,8 +343,8 @@ def attend(
             jax.ShapeDtypeStruct((o.queries.shape[0], g.query_columns), g.dtype),
             jax.ShapeDtypeStruct(o.kv_pages.shape, o.kv_pages.dtype),
         ),
-        input_output_aliases={3 + len(inputs): 1},
+        input_output_aliases={len(scalars) + len(inputs): 1},
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem_bytes(g, blocks, rows), disable_bounds_checks=True),
         interpret=interpret,
         name="paged_attention_decode",
-    )(o.kv_lens, o.new_pages, o.scalars, *inputs, o.kv_pages)
+    )(*scalars, *inputs, o.kv_pages)

@@ -20,8 +20,9 @@ class Operands(NamedTuple):
     """One layer's decodes. `D` is the largest number of decode rows, in whole tiles of tokens."""
 
     queries: jax.Array  # [T, columns], of which the first `query_columns` are queries
-    new_kv: jax.Array  # kv_dtype[T, columns], with K and V from `kv_column` on; the array of the queries, or another
+    new_kv: jax.Array  # [T, columns], with K and V from `kv_column` on; the array of the queries, or another
     rotation: jax.Array | None  # f32[T, 256], see `lanes`; None if queries and keys are rotated
+    kv_scales: jax.Array | None  # f32[2K], of the keys' heads and of the values'; None if pages have the queries' dtype
     kv_pages: jax.Array  # uint32[P, planes, page_words, 128]
     kv_lens: jax.Array  # i32[S]
     new_pages: jax.Array  # i32[rows]: the page of each row's new token
@@ -37,10 +38,11 @@ class Refs:
     kv_lens: Any  # i32[S]
     new_pages: Any  # i32[rows]
     scalars: Any  # i32[3]
+    kv_scales: Any | None  # f32[2K]
     # Inputs, in HBM
     page_table: Any  # i32[S * windows_per_seq, 1, 128]
     queries: Any  # [T, columns]
-    new_kv: Any  # kv_dtype[T, columns]
+    new_kv: Any  # [T, columns]
     kv_column: int
     rotation: Any | None  # f32[T, 256]
     # Outputs, in HBM
@@ -48,7 +50,7 @@ class Refs:
     pages: Any  # uint32[P, planes, page_words, 128], aliased to the input
     # Scratch, in VMEM up to `state`
     tokens: Any  # [D, query_columns]: queries, overwritten by outputs
-    new_tokens: Any  # kv_dtype[D, kv_columns]
+    new_tokens: Any  # [D, kv_columns]
     rotations: Any  # f32[D, 256]
     token_words: Any  # uint32[(blocks + rows of a group) * words of a tile, 128]: a tile of `tokens`, block by block
     rows: Any  # [D + 1, rows, 128]: queries, overwritten by outputs; the last row is for items of no row
@@ -114,8 +116,8 @@ def group_planes(g: Geometry) -> Groups:
 
 
 def max_rows(g: Geometry, num_decodes: int) -> int:
-    """The rows of the buffers for at most `num_decodes` decodes: whole tiles of tokens."""
-    return -(-num_decodes // g.token_tile) * g.token_tile
+    """The rows of the buffers for at most `num_decodes` decodes: whole tiles of tokens that are packed."""
+    return -(-num_decodes // g.pack_tile) * g.pack_tile
 
 
 def vmem_scratch(g: Geometry, blocks: DecodeBlocks, max_rows: int) -> list[Any]:
@@ -124,7 +126,7 @@ def vmem_scratch(g: Geometry, blocks: DecodeBlocks, max_rows: int) -> list[Any]:
     tile_words = g.token_tile // g.query_packing
     return [
         pltpu.VMEM((max_rows, g.query_columns), g.dtype),
-        pltpu.VMEM((max_rows, g.kv_columns), g.kv_dtype),
+        pltpu.VMEM((max_rows, g.kv_columns), g.dtype),
         pltpu.VMEM((max_rows, 2 * LANES), jnp.float32),
         pltpu.VMEM(((g.query_columns // LANES + groups.rows) * tile_words, LANES), jnp.uint32),
         pltpu.VMEM((max_rows + 1, groups.count * groups.rows, LANES), g.dtype),

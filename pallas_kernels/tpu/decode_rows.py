@@ -22,23 +22,25 @@ from pallas_kernels.tpu.layout import LANES, Geometry
 
 def pack_new_tokens(refs: Refs, num_tokens: Any, g: Geometry) -> None:
     """Rotates the new keys, and stores all new K/V as words of neighbouring tokens."""
-    tile_words = g.token_tile // g.kv_packing
+    tile, tile_words = g.pack_tile, g.pack_tile // g.kv_packing
+    scales = lanes.scales_of_planes(refs.kv_scales, range(g.num_planes), g)
 
     def pack(i: Any, carry: None) -> None:
-        own = pl.ds(pl.multiple_of(i * g.token_tile, g.token_tile), g.token_tile)
+        own = pl.ds(pl.multiple_of(i * tile, tile), tile)
         for p in range(g.num_planes):
             tokens = refs.new_tokens[own, p * LANES : (p + 1) * LANES]
             if refs.rotation is not None and p < g.num_k_planes:
-                tokens = lanes.rotate(tokens, refs.rotations[own], g).astype(g.kv_dtype)
+                tokens = lanes.rotate(tokens, refs.rotations[own], g)
             words = pl.ds(pl.multiple_of(i * tile_words, tile_words), tile_words)
-            refs.token_pairs[p, words] = pltpu.bitcast(tokens, jnp.uint32)
+            refs.token_pairs[p, words] = pltpu.bitcast(lanes.stored(tokens, scales[p], g), jnp.uint32)
 
-    _for_each_tile(num_tokens, g, pack)
+    _for_each_tile(num_tokens, tile, pack)
 
 
 def gather_rows(refs: Refs, num_tokens: Any, g: Geometry) -> None:
     """Rotates the queries in `tokens` and stores them in `rows`."""
     groups = group_planes(g)
+    scales = [_scales_of_rows(refs, group, groups, 0, g) for group in range(groups.count)]
     tile_words = g.token_tile // g.query_packing
 
     def gather(i: Any, carry: None) -> None:
@@ -55,19 +57,20 @@ def gather_rows(refs: Refs, num_tokens: Any, g: Geometry) -> None:
                     x = _part_of_words(words, part, g)
                     if refs.rotation is not None:
                         x = lanes.rotate(x, refs.rotations[pl.ds(token, 1)], g)
-                    heads = lanes.heads_of_block(x, _block_in_plane(x, groups), g)
+                    heads = lanes.heads_of_block(x, _block_in_plane(x, groups), g, scales[group])
                     tile = heads[0] if groups.halves == 1 else jnp.concatenate(heads, axis=0)
                     refs.rows[token, pl.ds(group * groups.rows, groups.rows)] = tile.astype(g.dtype)
 
         lax.fori_loop(0, tile_words, gather_word, None)
 
-    _for_each_tile(num_tokens, g, gather)
+    _for_each_tile(num_tokens, g.token_tile, gather)
 
 
 def scatter_rows(refs: Refs, num_tokens: Any, g: Geometry) -> None:
     """Stores the outputs in `rows` to `tokens`, and zeros to the rest of the last tile."""
     groups = group_planes(g)
     tile_words = g.token_tile // g.query_packing
+    scales = [_scales_of_rows(refs, group, groups, g.v_plane(0), g) for group in range(groups.count)]
 
     def scatter(i: Any, carry: None) -> None:
         def scatter_word(w: Any, carry: None) -> None:
@@ -77,6 +80,8 @@ def scatter_rows(refs: Refs, num_tokens: Any, g: Geometry) -> None:
                     token = i * g.token_tile + w * g.query_packing + part
                     tile = refs.rows[token, pl.ds(group * groups.rows, groups.rows)].astype(jnp.float32)
                     heads = [tile[h * groups.part_rows : (h + 1) * groups.part_rows] for h in range(groups.halves)]
+                    if (own := scales[group]) is not None:
+                        heads = [(head * own).astype(g.dtype).astype(jnp.float32) for head in heads]
                     x = lanes.block_of_heads(heads, _block_in_plane(heads[0], groups), g)
                     words |= _words_of_part(jnp.where(token < num_tokens, x, 0.0), part, g)
                 refs.token_words[_blocks_of(group, groups, groups.blocks, w, tile_words)] = words[: groups.blocks]
@@ -87,16 +92,27 @@ def scatter_rows(refs: Refs, num_tokens: Any, g: Geometry) -> None:
             block = pltpu.bitcast(refs.token_words[b * tile_words : (b + 1) * tile_words], g.dtype)
             refs.tokens[own, b * LANES : (b + 1) * LANES] = block
 
-    _for_each_tile(num_tokens, g, scatter)
+    _for_each_tile(num_tokens, g.token_tile, scatter)
 
 
-def _for_each_tile(num_tokens: Any, g: Geometry, body: Any) -> None:
-    lax.fori_loop(0, lax.div(num_tokens + (g.token_tile - 1), g.token_tile), body, None)
+def _for_each_tile(num_tokens: Any, tile: int, body: Any) -> None:
+    lax.fori_loop(0, lax.div(num_tokens + (tile - 1), tile), body, None)
 
 
 def _blocks_of(group: int, groups: Groups, count: int, word: Any, tile_words: int) -> Any:
     """Of `token_words`: word `word` of `count` blocks from the group's first on. Those of no head are never read."""
     return pl.ds(group * groups.blocks * tile_words + word, count, stride=tile_words)
+
+
+def _scales_of_rows(refs: Refs, group: int, groups: Groups, first_plane: int, g: Geometry) -> jax.Array | None:
+    """f32[n, 128]: the scales of the lanes of the K, or from `first_plane` on the V, of each row of a part."""
+    first = first_plane + group * groups.planes
+    planes = lanes.scales_of_planes(refs.kv_scales, range(first, first + groups.planes), g)
+    row = lax.broadcasted_iota(jnp.int32, (groups.part_rows, LANES), 0)
+    own: Any = 0.0
+    for p, scales in enumerate(planes):
+        own = None if scales is None else jnp.where(row >= p * groups.plane_rows, scales, own)
+    return own
 
 
 def _block_in_plane(x: jax.Array, groups: Groups) -> jax.Array:

@@ -1,4 +1,5 @@
-"""The lanes of a block of queries, keys or outputs: their rotation, and the halves in which heads of 64 lie.
+"""The lanes of a block of queries, keys or outputs: their rotation, their scales, and the halves in which heads of 64
+lie.
 
 In head dim 64, a lane block holds query heads 2i and 2i + 1, and a plane the K of two KV heads (or the K and the V of
 one). A query is moved into the half of its K, with zeros in the other half. Its output comes in the half of its V, and
@@ -7,6 +8,7 @@ is moved back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import quantised
 from pallas_kernels.tpu.layout import LANES, Geometry
 
 
@@ -34,16 +37,48 @@ def rotate(x: jax.Array, rotation: jax.Array, g: Geometry) -> jax.Array:
     return x * rotation[:, :LANES] + partners * rotation[:, LANES:]
 
 
-def heads_of_block(x: jax.Array, block: Any, g: Geometry) -> list[jax.Array]:
-    """f32[n, 128] of the plane's block `block`, i32 or i32[n, 1] -> its query heads, each f32[n, 128]."""
-    if g.head_dim == LANES or g.head_lanes == LANES:
-        return [x]  # a head of 64 in a block of its own has zeros in the other half already
+def scales_of_planes(kv_scales: Any | None, planes: Sequence[Any], g: Geometry) -> list[jax.Array] | list[None]:
+    """For each plane the scales of its lanes, f32[1, 128]; None if `kv_scales`, f32[2K] in SMEM, is None."""
+    if kv_scales is None:
+        return [None] * len(planes)
+    return [_scales_of_plane(kv_scales, plane, g) for plane in planes]
+
+
+def _scales_of_plane(kv_scales: Any, plane: Any, g: Geometry) -> jax.Array:
+    first = plane * g.heads_per_plane
+    own = jnp.full((1, LANES), kv_scales[first], jnp.float32)
+    if g.head_dim == LANES:
+        return own
+    second = first + (g.num_k_planes if g.kv_shared else 1)  # the scale of its V, or of the plane's other head
+    lane = lax.broadcasted_iota(jnp.int32, own.shape, 1)
+    return jnp.where(lane < g.head_dim, own, jnp.full((1, LANES), kv_scales[second], jnp.float32))
+
+
+def stored(x: jax.Array, scales: jax.Array | None, g: Geometry) -> jax.Array:
+    """[n, 128] of K or V as pages hold them; see `pallas_kernels.quantised.quantise`."""
+    if scales is None:
+        return x.astype(g.kv_dtype)
+    largest = quantised.LARGEST[g.kv_dtype]
+    units = jnp.clip(x.astype(jnp.float32) * (1.0 / scales), -largest, largest)
+    return jnp.round(units).astype(jnp.int32).astype(g.kv_dtype)
+
+
+def heads_of_block(x: jax.Array, block: Any, g: Geometry, scales: jax.Array | None = None) -> list[jax.Array]:
+    """f32[n, 128] of the plane's block `block`, i32 or i32[n, 1] -> its query heads, each f32[n, 128].
+
+    `scales` are those of the lanes of their K, f32[n or 1, 128]."""
+    if g.head_dim == LANES:
+        return [x if scales is None else x * scales]
+    if g.head_lanes == LANES:  # a head of 64 in a block of its own has zeros in the other half already
+        lane = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+        return [x if scales is None else jnp.where(lane < g.head_dim, x * scales, 0.0)]
     moved = pltpu.roll(x, g.head_dim, 1)
     lane_half = lax.div(lax.broadcasted_iota(jnp.int32, x.shape, 1), g.head_dim)
     heads = []
     for half in range(2):
         k_half = _kv_head(block, half, g)
-        heads.append(jnp.where(lane_half == k_half, jnp.where(k_half == half, x, moved), 0.0))
+        head = jnp.where(k_half == half, x, moved)
+        heads.append(jnp.where(lane_half == k_half, head if scales is None else head * scales, 0.0))
     return heads
 
 

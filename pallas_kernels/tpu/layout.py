@@ -81,7 +81,12 @@ class Geometry:
     @property
     def token_tile(self) -> int:
         """Tokens that fill a register tile in every dtype of the step's tokens."""
-        return 8 * max(self.kv_packing, 2)
+        return 8 * max(self.query_packing, 2)
+
+    @property
+    def pack_tile(self) -> int:
+        """Tokens whose K or V fill a register tile as pages hold them: whole tiles of tokens."""
+        return max(8 * self.kv_packing, self.token_tile)
 
     def v_plane[I: (int, jax.Array)](self, k_plane: I) -> I:
         """The plane of the V that belong to the K of `k_plane`."""

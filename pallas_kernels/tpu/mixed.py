@@ -195,13 +195,12 @@ class _Body:
             self.window(self.entry(entry.next), 1 - kv_half).start()
 
 
-def _kernel(*refs: Any, g: Geometry, blocks: MixedBlocks, kv_column: int, rotates: bool) -> None:
-    absent = {"kv_column"} if rotates else {"kv_column", "rotation"}
-    names = [field.name for field in fields(Refs) if field.name not in absent]
+def _kernel(*refs: Any, g: Geometry, blocks: MixedBlocks, kv_column: int, absent: tuple[str, ...]) -> None:
+    names = [field.name for field in fields(Refs) if field.name not in ("kv_column", *absent)]
     # The aliased inputs come after the others: the kernel uses the outputs.
     num_inputs = names.index("out")
     given = dict(zip(names, refs[:num_inputs] + refs[num_inputs + 2 :], strict=True))
-    body = _Body.of(Refs(kv_column=kv_column, **{"rotation": None, **given}), g, blocks)
+    body = _Body.of(Refs(kv_column=kv_column, **dict.fromkeys(absent), **given), g, blocks)
     begin_output(body.refs, body.begin_row, g)
     pl.when(body.begin_row < body.end_row)(body.run)
     end_output(body.refs, body.end_row, g)
@@ -280,12 +279,14 @@ def attend(
     """Returns the outputs, with those of the single-token rows and zeros for the tokens that pad the step, and the
     pages."""
     o = operands
+    absent = tuple(name for name in ("kv_scales", "rotation") if getattr(o, name) is None)
+    scalars = [o.kv_lens, o.query_starts, o.new_pages, o.scalars] + ([] if o.kv_scales is None else [o.kv_scales])
     inputs = [o.page_table, o.queries, o.new_kv] + ([] if o.rotation is None else [o.rotation])
-    first_aliased = 4 + len(inputs)
+    first_aliased = len(scalars) + len(inputs)
     return pl.pallas_call(
-        functools.partial(_kernel, g=g, blocks=blocks, kv_column=kv_column, rotates=o.rotation is not None),
+        functools.partial(_kernel, g=g, blocks=blocks, kv_column=kv_column, absent=absent),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
+            num_scalar_prefetch=len(scalars),
             grid=(1,),
             in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * (len(inputs) + 2),
             out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
@@ -299,4 +300,4 @@ def attend(
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem_bytes(g, blocks), disable_bounds_checks=True),
         interpret=interpret,
         name="paged_attention_mixed",
-    )(o.kv_lens, o.query_starts, o.new_pages, o.scalars, *inputs, o.out, o.kv_pages)
+    )(*scalars, *inputs, o.out, o.kv_pages)

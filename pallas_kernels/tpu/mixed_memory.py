@@ -20,8 +20,9 @@ class Operands(NamedTuple):
     """One layer's rows of any number of tokens. `T` is a multiple of `token_tile`."""
 
     queries: jax.Array  # [T, columns], of which the first `query_columns` are queries
-    new_kv: jax.Array  # kv_dtype[T, columns], with K and V from `kv_column` on; the array of the queries, or another
+    new_kv: jax.Array  # [T, columns], with K and V from `kv_column` on; the array of the queries, or another
     rotation: jax.Array | None  # f32[T, 256], see `lanes`; None if queries and keys are rotated
+    kv_scales: jax.Array | None  # f32[2K], of the keys' heads and of the values'; None if pages have the queries' dtype
     out: jax.Array  # [T, query_columns] with the outputs of the single-token rows
     kv_pages: jax.Array  # uint32[P, planes, page_words, 128]
     kv_lens: jax.Array  # i32[S]
@@ -41,10 +42,11 @@ class Refs:
     query_starts: Any  # i32[S + 1]
     new_pages: Any  # i32[page slots]
     scalars: Any  # i32[3]
+    kv_scales: Any | None  # f32[2K]
     # Inputs, in HBM
     page_table: Any  # i32[S * windows_per_seq, 1, 128]
     queries: Any  # [T, columns]
-    new_kv: Any  # kv_dtype[T, columns]
+    new_kv: Any  # [T, columns]
     kv_column: int
     rotation: Any | None  # f32[T, 256]
     # Outputs, in HBM, aliased to inputs
@@ -66,9 +68,9 @@ class Refs:
     values: Any  # f32[num_k_planes + 1, tiles, 128 + SUM_ROWS, tile_rows]: the running sums, relative to `tops`
     out_blocks: Any  # [2, q_block, query_columns]
     out_tile: Any  # [token_tile, query_columns]: the tile that is not complete yet
-    stage: Any  # kv_dtype[q_block + 2 * token_tile, kv_columns]: a part's new tokens, after a tile of anything
-    kv_rotation: Any  # f32[q_block + 2 * token_tile, 256]: of the tokens in `stage`
-    words: Any  # uint32[2, planes, (q_block + 2 * token_tile) / kv_packing + 8, 128]
+    stage: Any  # [q_block + 2 * pack_tile, kv_columns]: a part's new tokens, after a tile of anything
+    kv_rotation: Any  # f32[q_block + 2 * pack_tile, 256]: of the tokens in `stage`
+    words: Any  # uint32[2, planes, (q_block + 2 * pack_tile) / kv_packing + 8, 128]
     edge: Any  # uint32[planes, 1, 128]
     table_windows: Any  # i32[2, 1, 1, 128] in SMEM
     out_rows: Any  # i32[2] in SMEM: rows that are being copied out of each half of out_blocks
@@ -87,7 +89,7 @@ def vmem_scratch(g: Geometry, blocks: MixedBlocks) -> list[Any]:
     """The buffers from `Refs.q_blocks` to `Refs.edge`."""
     block_words = blocks.kv_block // g.kv_packing
     tiles = blocks.max_q_tiles(g)
-    staged = blocks.q_block + 2 * g.token_tile
+    staged = blocks.q_block + 2 * g.pack_tile
     return [
         pltpu.VMEM((2, blocks.q_block, g.query_columns), g.dtype),
         pltpu.VMEM((2, blocks.q_block, 2 * LANES), jnp.float32),
@@ -101,7 +103,7 @@ def vmem_scratch(g: Geometry, blocks: MixedBlocks) -> list[Any]:
         pltpu.VMEM((g.num_k_planes + 1, tiles, LANES + SUM_ROWS, blocks.tile_rows), jnp.float32),
         pltpu.VMEM((2, blocks.q_block, g.query_columns), g.dtype),
         pltpu.VMEM((g.token_tile, g.query_columns), g.dtype),
-        pltpu.VMEM((staged, g.kv_columns), g.kv_dtype),
+        pltpu.VMEM((staged, g.kv_columns), g.dtype),
         pltpu.VMEM((staged, 2 * LANES), jnp.float32),
         pltpu.VMEM((2, g.num_planes, staged // g.kv_packing + 8, LANES), jnp.uint32),
         pltpu.VMEM((g.num_planes, 1, LANES), jnp.uint32),

@@ -37,12 +37,12 @@ def begin_queries(refs: Refs, entry: Entry, half: Any, g: Geometry, blocks: Mixe
         first_row = tile * blocks.tile_rows + i * size - tile * tile_queries  # of the chunk's first head
         rotation = None if refs.rotation is None else refs.q_rotations[half, tokens] * scale
 
-        for p in range(g.num_k_planes):
+        for p, kv_scales in enumerate(lanes.scales_of_planes(refs.kv_scales, range(g.num_k_planes), g)):
             for b in range(g.plane_blocks):
                 lane = (p * g.plane_blocks + b) * LANES
                 x = refs.q_blocks[half, tokens, lane : lane + LANES]
                 x = x.astype(jnp.float32) * scale if rotation is None else lanes.rotate(x, rotation, g)
-                heads = lanes.heads_of_block(x, b, g)
+                heads = lanes.heads_of_block(x, b, g, kv_scales)
                 for j, head in enumerate(heads, b * len(heads)):
                     rows = pl.ds(pl.multiple_of(first_row + j * tile_queries, size), size)
                     refs.q_scaled[p, rows] = head.astype(g.dtype)
@@ -77,10 +77,12 @@ def store_outputs(refs: Refs, entry: Entry, half: Any, g: Geometry, blocks: Mixe
 
     def plane_tile(i: Any, carry: None) -> None:
         p, t = lax.div(i, num_tiles), lax.rem(i, num_tiles)
+        (kv_scales,) = lanes.scales_of_planes(refs.kv_scales, [g.v_plane(p)], g)
 
         def head(j: int) -> jax.Array:
             values = refs.values[p, t, :, j * tile_queries : (j + 1) * tile_queries]
-            return (values[:LANES] / values[LANES : LANES + 1]).T  # [tile_queries, 128]
+            output = (values[:LANES] / values[LANES : LANES + 1]).T  # [tile_queries, 128]
+            return output if kv_scales is None else output * kv_scales
 
         tokens = pl.ds(pl.multiple_of(t * tile_queries, tile_queries), tile_queries)
         for b in range(g.plane_blocks):

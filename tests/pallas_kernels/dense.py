@@ -10,9 +10,6 @@ import numpy as np
 from pallas_kernels import validate
 from pallas_kernels.spec import AttentionSpec, RaggedBatch
 
-# For programs of an interpreter's callbacks: half of the seconds that each takes are the compiler's.
-QUICKLY_COMPILED = {"xla_backend_optimization_level": 0}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Row:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from pallas_kernels.chips import GPUS, arch_converts_fp8
 from pallas_kernels.gpu import tuning
 from pallas_kernels.gpu.device import Gpu
-from pallas_kernels.spec import Backend
+from pallas_kernels.spec import AttentionSpec, Backend
 from scripts.benchmarks.accounts import gpu_report
 from scripts.benchmarks.accounts.compile_gpu_layer import StepShape, compile_layer, make_spec
 from scripts.benchmarks.accounts.targets import gpu_target
@@ -27,16 +27,18 @@ from tests.pallas_kernels.gpu import proxy_fences
 
 USUAL = StepShape(num_tokens=1024, pages_per_seq=64)
 DECODE = StepShape(num_tokens=64, pages_per_seq=64, decode_only=True)
+DRAFTS = StepShape(num_tokens=320, pages_per_seq=64, few_queries=True)
 # 512 sequences of up to 128k tokens each, and 8,192 tokens in a mixed step.
 LARGEST = StepShape(num_rows=512, num_tokens=8192, pages_per_seq=2048)
 
 MMA_ONLY = "llama-3.1-8b, without wgmma"  # what a Hopper chip falls back to
+ALONE = (DECODE, DRAFTS)  # steps with a part of the mixed program's kernels: compiled for Hopper only
 # What is compiled: ((query heads, KV heads, head dim) of one chip, page size, dtype), step.
 # Pages of "fp8" are of int8 on a chip that does not convert fp8.
 CASES = {
-    # The mixed program has the decode kernels in it: alone they are compiled for two head dims only.
     "llama-3.1-8b, decode": ((32, 8, 128), 64, "bfloat16", DECODE),
     "llama-3.1-8b": ((32, 8, 128), 64, "bfloat16", USUAL),
+    "llama-3.1-8b, drafts": ((32, 8, 128), 64, "bfloat16", DRAFTS),
     "llama-3.2-1b, decode": ((32, 8, 64), 64, "bfloat16", DECODE),
     "llama-3.2-1b": ((32, 8, 64), 64, "bfloat16", USUAL),
     "llama-3.2-3b": ((24, 8, 128), 32, "bfloat16", USUAL),
@@ -52,9 +54,9 @@ CASES = {
 
 
 def cases(target_name: str) -> dict[str, Any]:
-    """Those of the target: without wgmma, only Hopper's kernels are others."""
-    has_wgmma = GPUS[target_name].arch[0] == 9
-    return {case: parts for case, parts in CASES.items() if has_wgmma or case != MMA_ONLY}
+    """Those of the target. Only a Hopper chip has two forms of the kernels."""
+    is_hopper = GPUS[target_name].arch[0] == 9
+    return {name: case for name, case in CASES.items() if is_hopper or (name != MMA_ONLY and case[-1] not in ALONE)}
 
 
 KV_DTYPES = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
@@ -83,15 +85,18 @@ def main(target_name: str) -> None:
             )
             result = {
                 "case": case,
-                "decode_only": shape.decode_only,
+                "decodes": not shape.few_queries,
+                "prefills": not shape.decode_only,
+                "cuts": cuts(gpu, spec, shape),
                 "kv_dtype": str(jnp.dtype(kv_dtype)),
                 "kv_bytes": kv.size * kv.dtype.itemsize,
                 "alias_bytes": memory.alias_size_in_bytes,
                 "temp_bytes": memory.temp_size_in_bytes,
                 # What the work lists are laid out for, and what a chip can hold.
                 "assumed_ctas": {
-                    "decode": tuning.resident_decode_ctas(gpu, spec) // gpu.num_multiprocessors,
+                    "decode": tuning.decode_ctas(gpu, spec) // gpu.num_multiprocessors,
                     "prefill": tuning.prefill_ctas(gpu, spec) // gpu.num_multiprocessors,
+                    "combine": tuning.merging_ctas(gpu) // gpu.num_multiprocessors,
                 },
                 "kernels": [
                     vars(kernel) | {"ctas": kernel.ctas(target.chip)} | fences(folder / f"{kernel.file}.ptx")
@@ -99,6 +104,15 @@ def main(target_name: str) -> None:
                 ],
             }
             print(json.dumps(result), flush=True)
+
+
+def cuts(gpu: Gpu, spec: AttentionSpec, shape: StepShape) -> int:
+    """How many of the kernels may cut rows into parts, which are merged by a kernel of their own."""
+    sizes = {"num_rows": shape.num_rows, "max_keys": shape.pages_per_seq * spec.page_size}
+    found = [] if shape.few_queries else [tuning.decode_parts(gpu, spec, **sizes)]
+    if not shape.decode_only:
+        found.append(tuning.prefill_parts(gpu, spec, num_tokens=shape.num_tokens, **sizes))
+    return sum(parts.num_slots > 0 for parts in found)
 
 
 def fences(path: Path) -> dict[str, Any]:

@@ -18,8 +18,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu import combine, prefill_hopper, prefill_memory, prefill_mma, prefill_tile, ring, widening
+from pallas_kernels.gpu import (
+    attention,
+    combine,
+    decode,
+    prefill_hopper,
+    prefill_memory,
+    prefill_mma,
+    prefill_tile,
+    ring,
+    tile_list,
+    widening,
+)
 from pallas_kernels.gpu.device import Gpu
+from pallas_kernels.gpu.parts import MERGE_PARTS, Parts
 from pallas_kernels.spec import AttentionSpec
 from tests.pallas_kernels.dense import Row, make_case
 from tests.pallas_kernels.gpu import interpreted
@@ -35,9 +47,13 @@ from tests.pallas_kernels.gpu.interpreted import (
 SPEC = AttentionSpec(
     num_query_heads=2, num_kv_heads=1, head_dim=64, page_size=64, dtype=jnp.bfloat16, kv_dtype=jnp.bfloat16
 )
+TWO_KV_HEADS = replace(SPEC, num_kv_heads=2)
 EIGHT_BIT = replace(SPEC, kv_dtype=jnp.float8_e4m3fn)
 DECODE = [Row(query_len=1, kv_len=500), Row(query_len=1, kv_len=70)]
+# Four items of three blocks for three CTAs.
+MANY_ITEMS = [Row(query_len=1, kv_len=190), Row(query_len=1, kv_len=150)]
 PREFILL = [Row(query_len=24, kv_len=600)]
+IN_PARTS = Parts(max_parts=4, min_keys=128, max_slots=128)
 # Two tiles for the only CTA of the warp-specialised kernel, four for two CTAs of the mma kernel.
 TWO_TILES_EACH = [Row(query_len=128, kv_len=128)]
 # What is wrong in every block is seen in one.
@@ -50,19 +66,20 @@ class Fault:
     patches: dict[tuple[Any, str], Any]  # (module or class, attribute): what takes its place
     gpu: Gpu = HOPPER
     spec: AttentionSpec = SPEC
+    parts: Parts | None = None  # how rows are cut, instead of the chip's own way
 
 
 def findings(fault: Fault) -> Findings:
     """What the harness sees. A fault that stops the interpreter is seen as well."""
     compiled_step.cache_clear()
-    decode_only = fault.rows is DECODE
+    decode_only = fault.rows in (DECODE, MANY_ITEMS)
     num_tokens = sum(row.query_len for row in fault.rows)
     case = make_case(fault.spec, fault.rows, num_tokens=num_tokens, num_rows=2, pages_per_seq=10)
     patches = [mock.patch.object(owner, name, new) for (owner, name), new in fault.patches.items()]
     try:
         for patch in patches:
             patch.start()
-        return interpreted.run(case, fault.gpu, decode_only=decode_only)
+        return interpreted.run(case, fault.gpu, decode_only=decode_only, parts=fault.parts)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         return Findings(stopped=str(error))
     finally:
@@ -73,21 +90,20 @@ def findings(fault: Fault) -> Findings:
 def advance_without_waiting(self, i):
     plgpu.commit_smem()
     ahead = i + self.num_stages - 1
-    self._prefetch(ahead, lax.rem(ahead, jnp.int32(self.num_stages)))
-    return lax.rem(i, jnp.int32(self.num_stages))
+    self._prefetch(ahead, self._slot(ahead))
+    return self._slot(i)
 
 
 def wait_at_the_next_slots_barrier(self, i):
-    slot = lax.rem(i, jnp.int32(self.num_stages))
     plgpu.commit_smem()
-    plgpu.barrier_wait(self.arrived.at[lax.rem(i + 1, jnp.int32(self.num_stages))])
+    plgpu.barrier_wait(self.arrived.at[self._slot(i + 1)])
     ahead = i + self.num_stages - 1
-    self._prefetch(ahead, lax.rem(ahead, jnp.int32(self.num_stages)))
-    return slot
+    self._prefetch(ahead, self._slot(ahead))
+    return self._slot(i)
 
 
 def refill_the_slot_in_use(self, i):
-    slot = lax.rem(i, jnp.int32(self.num_stages))
+    slot = self._slot(i)
     plgpu.commit_smem()
     plgpu.barrier_wait(self.arrived.at[slot])
     self._prefetch(i + self.num_stages, slot)
@@ -99,12 +115,25 @@ def fill_every_slot(self):
         self._prefetch(jnp.int32(i), i)
 
 
+def without_the_runs_before(self, i):
+    return lax.rem(jnp.int32(i), jnp.int32(self.num_stages))
+
+
+def of_the_heads_before(**fields):
+    return following(**fields | {"kv_head": jnp.maximum(fields["kv_head"] - 1, 0)})
+
+
 def parts_of_the_next_block(self, block):
     yield from parts(self, block + 1)
 
 
-def without_the_last_part(output, partial, lse, row_items, **options):
-    whole_combine(output, partial, lse, row_items.at[0, 1].add(-1), **options)
+def without_the_last_part(output, partial, sums, merges, num_merges, **options):
+    whole_combine(output, partial, sums, merges.at[:, MERGE_PARTS].add(-1), num_merges, **options)
+
+
+def one_place_for_all_parts(*args, **options):
+    found = prefill_tiles(*args, **options)
+    return replace(found, tiles=found.tiles.at[:, tile_list.TILE_SHIFT].set(0))
 
 
 def only_returned(narrow, wide):
@@ -128,8 +157,9 @@ def queries_of_later_tokens(q_ref, q_smem, shape, tile, first_token, barrier=Non
     load_queries(q_ref, q_smem, shape, tile, jnp.where(first_token == 0, 8, first_token), barrier)
 
 
-whole_combine = combine.combine
+whole_combine, prefill_tiles = combine.combine, attention.prefill_tiles
 widen_tile = prefill_memory.WideningMemory.widen
+following = ring.Following
 parts, causal_mask, load_queries = ring.Source.parts, prefill_tile.causal_mask, prefill_tile.load_queries
 
 
@@ -186,14 +216,24 @@ def without_waits_at(barrier: str) -> dict[tuple[Any, str], Any]:
 
 NO_FAULT = {
     "none, decode": Fault(DECODE, {}),
+    "none, many items": Fault(MANY_ITEMS, {}, ONE_HOPPER, TWO_KV_HEADS),
     "none, prefill": Fault(PREFILL, {}),
     "none, prefill by mma": Fault(PREFILL, {}, BLACKWELL),
     "none, 8 bits": Fault(PREFILL, {}, spec=EIGHT_BIT),
+    "none, in parts": Fault(PREFILL, {}, parts=IN_PARTS),
 }
 FAULTS = {
     "no wait": Fault(DECODE, {(ring.Ring, "advance"): advance_without_waiting}),
     "wrong block": Fault(DECODE, {(ring.Source, "parts"): parts_of_the_next_block}),
+    "wrong block of the next item": Fault(
+        MANY_ITEMS, {(decode, "Following"): of_the_heads_before}, ONE_HOPPER, TWO_KV_HEADS
+    ),
     "part lost": Fault(DECODE, {(combine, "combine"): without_the_last_part}),
+    "part of prefill lost": Fault(PREFILL, {(combine, "combine"): without_the_last_part}, BLACKWELL, parts=IN_PARTS),
+    "parts at one place": Fault(
+        PREFILL, {(attention, "prefill_tiles"): one_place_for_all_parts}, BLACKWELL, parts=IN_PARTS
+    ),
+    "no fence before a part": Fault(PREFILL, without_fences_in(prefill_hopper), parts=IN_PARTS),
     "no tail": Fault(SHORT_PREFILL, {(prefill_memory.CopyingMemory, "clear_tail"): no_tail}),
     "no mask": Fault(SHORT_PREFILL, {(prefill_tile, "causal_mask"): everything_visible}),
     "wrong queries": Fault(SHORT_PREFILL, {(prefill_tile, "load_queries"): queries_of_later_tokens}),
@@ -214,6 +254,9 @@ FAULTS = {
 MAY_HANG = {
     # The copy that it waits for is issued after the wait.
     "wrong barrier": Fault(DECODE, {(ring.Ring, "advance"): wait_at_the_next_slots_barrier}),
+    "slots counted anew in each item": Fault(
+        MANY_ITEMS, {(ring.Ring, "_slot"): without_the_runs_before}, ONE_HOPPER, TWO_KV_HEADS
+    ),
     "no wait for the queries' place": Fault(TWO_TILES_EACH, without_waits_for_the_queries_place(), ONE_HOPPER),
     **{f"no wait at {name}": Fault(PREFILL, without_waits_at(name)) for name in ("arrived", "met", "q_arrived")},
     "8 bits, no wait": Fault(PREFILL, without_waits_at("narrow_arrived"), spec=EIGHT_BIT),

@@ -18,15 +18,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import quantised
 from pallas_kernels.gpu import attention, device, prefill_tile, tuning
+from pallas_kernels.gpu.parts import Parts
 from pallas_kernels.gpu.work_list import ITEM_NUM_BLOCKS
 from pallas_kernels.spec import AttentionSpec, RaggedBatch
-from tests.pallas_kernels.dense import QUICKLY_COMPILED, Case
+from tests.pallas_kernels.dense import Case
 
 HOPPER = device.INTERPRETED
 BLACKWELL = device.Gpu(arch=(10, 0), num_multiprocessors=2)  # the mma kernels, with TMA; cp.async is not interpreted
 # One multiprocessor: its CTA, or its two of the mma prefill, take all tiles, one after the other.
 ONE_HOPPER = device.Gpu(arch=(9, 0), num_multiprocessors=1)
 ONE_BLACKWELL = device.Gpu(arch=(10, 0), num_multiprocessors=1)
+SHORTEST_PART = 64  # keys of a decode: short rows are cut, too
 TOLERANCE = 0.03  # bfloat16 in, float32 inside, probabilities rounded to bfloat16
 
 
@@ -41,10 +43,22 @@ class Findings:
     stopped: str = ""  # the interpreter gave up
 
 
-def run(case: Case, gpu: device.Gpu = HOPPER, *, decode_only: bool = False, first_page: int = 0) -> Findings:
+def run(
+    case: Case,
+    gpu: device.Gpu = HOPPER,
+    *,
+    decode_only: bool = False,
+    few_queries: bool = False,
+    first_page: int = 0,
+    parts: Parts | None = None,
+) -> Findings:
+    """`parts`: how chunks are cut, instead of the chip's own way."""
+    form = {"decode_only": decode_only, "few_queries": few_queries, "parts": parts}
     with recorded_races() as kernels:
-        output, pages = outputs(case, gpu, decode_only=decode_only, first_page=first_page)
-    assert len(kernels) == (2 if decode_only else 3)
+        output, pages = outputs(case, gpu, **form, first_page=first_page)
+    metadata = metadata_of(case, gpu, **form)
+    cuts = [parts.num_slots > 0 for parts in (metadata.decode_parts, metadata.prefill_parts)]
+    assert len(kernels) == (not few_queries) + (not decode_only) + sum(cuts)
     expected = case.expected()
     error = np.abs(output[: case.num_real_tokens].astype(np.float64) - expected).max(initial=0.0)
     wanted = filled_pages(case, first_page, with_step=True)
@@ -56,20 +70,30 @@ def run(case: Case, gpu: device.Gpu = HOPPER, *, decode_only: bool = False, firs
     )
 
 
-def metadata_of(case: Case, gpu: device.Gpu, *, decode_only: bool) -> attention.AttentionMetadata:
-    with mock.patch.object(device, "current", return_value=gpu):
-        return attention.make_metadata(case.batch, case.spec, num_tokens=case.num_tokens, decode_only=decode_only)
+def metadata_of(
+    case: Case, gpu: device.Gpu, *, decode_only: bool, few_queries: bool = False, parts: Parts | None = None
+) -> attention.AttentionMetadata:
+    with on(gpu, parts):
+        return attention.make_metadata(
+            case.batch, case.spec, num_tokens=case.num_tokens, decode_only=decode_only, few_queries=few_queries
+        )
 
 
 def longest_decode_item(case: Case, gpu: device.Gpu) -> int:
     """How many blocks, one after the other, pass through the ring of a CTA of the decode kernel at most."""
-    return int(metadata_of(case, gpu, decode_only=True).items[:, ITEM_NUM_BLOCKS].max())
+    return int(metadata_of(case, gpu, decode_only=True).decode.items[:, ITEM_NUM_BLOCKS].max())
+
+
+def decode_rounds(case: Case, gpu: device.Gpu) -> int:
+    """How many items, one after the other, a CTA of the decode kernel takes at most."""
+    units = int(metadata_of(case, gpu, decode_only=True).decode.num_items[0]) * case.spec.num_kv_heads
+    return -(-units // tuning.decode_ctas(gpu, case.spec))
 
 
 def prefill_rounds(case: Case, gpu: device.Gpu) -> int:
     """How many tiles, one after the other, a CTA of the prefill kernel takes at most."""
     group = case.spec.num_query_heads // case.spec.num_kv_heads
-    num_tiles = int(metadata_of(case, gpu, decode_only=False).num_tiles[0])
+    num_tiles = int(metadata_of(case, gpu, decode_only=False).prefill.num_tiles[0])
     units = num_tiles * case.spec.num_kv_heads * prefill_tile.TileShape(group).tiles_per_group
     return -(-units // tuning.prefill_ctas(gpu, case.spec))
 
@@ -87,26 +111,47 @@ def recorded_races() -> Iterator[list[Any]]:
         yield kernels
 
 
+@contextlib.contextmanager
+def on(gpu: device.Gpu, parts: Parts | None) -> Iterator[None]:
+    """Kernels traced here are for `gpu`, and cut chunks as `parts` says, or as the chip does."""
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(device, "current", return_value=gpu))
+        patches.enter_context(mock.patch.object(tuning, "MIN_DECODE_KEYS", SHORTEST_PART))
+        if parts is not None:
+            patches.enter_context(mock.patch.object(tuning, "prefill_parts", return_value=parts))
+        yield
+
+
 def outputs(
-    case: Case, gpu: device.Gpu, *, decode_only: bool = False, first_page: int = 0
+    case: Case,
+    gpu: device.Gpu,
+    *,
+    decode_only: bool = False,
+    few_queries: bool = False,
+    first_page: int = 0,
+    parts: Parts | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     interpreter.gpu_callbacks.reset_gpu_interpret_mode_state()
-    step = compiled_step(case.spec, gpu, decode_only)
+    step = compiled_step(case.spec, gpu, decode_only, few_queries, parts)
     operands = (case.queries, case.keys, case.values, filled_pages(case, first_page), first_page, *case.scales)
-    with mock.patch.object(device, "current", return_value=gpu):
+    with on(gpu, parts):
         output, pages = step(case.batch, *(jnp.asarray(x) for x in operands))
         return np.asarray(output), np.asarray(pages)
 
 
 @cache
-def compiled_step(spec: AttentionSpec, gpu: device.Gpu, decode_only: bool) -> Callable:
-    del gpu  # tells programs apart; the kernels ask for it while they are traced
+def compiled_step(
+    spec: AttentionSpec, gpu: device.Gpu, decode_only: bool, few_queries: bool, parts: Parts | None
+) -> Callable:
+    del gpu, parts  # tell programs apart; the kernels ask for them while they are traced
     interpret = plgpu.InterpretGPUParams(detect_races=True)
 
-    @partial(jax.jit, compiler_options=QUICKLY_COMPILED)
+    @jax.jit
     def step(batch: RaggedBatch, queries: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
         keys, values, pages, first_page, *scales = operands
-        metadata = attention.make_metadata(batch, spec, num_tokens=queries.shape[0], decode_only=decode_only)
+        metadata = attention.make_metadata(
+            batch, spec, num_tokens=queries.shape[0], decode_only=decode_only, few_queries=few_queries
+        )
         operation = partial(attention.append_and_attend, spec=spec, interpret=interpret)
         if scales:
             operation = quantised.with_scales(operation, spec.kv_dtype)

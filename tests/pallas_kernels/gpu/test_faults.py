@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import QUICKLY_COMPILED
 from tests.pallas_kernels.gpu.faults import FAULTS, MAY_HANG, NO_FAULT, findings
 from tests.pallas_kernels.gpu.interpreted import Findings
 
@@ -30,7 +32,10 @@ def test_a_fault_is_found(name):
 def in_a_process(name: str) -> str:
     """The findings as they are printed, or "it hangs"."""
     command = [sys.executable, "-m", "tests.pallas_kernels.gpu.faults", name]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    environment = os.environ | QUICKLY_COMPILED
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         started = stirred = time.monotonic()
         last_ran_ns = None
         while True:

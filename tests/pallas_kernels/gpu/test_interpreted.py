@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.api import PagedAttention
-from pallas_kernels.gpu import attention, device
+from pallas_kernels.gpu import attention, combine, device, tile_list
+from pallas_kernels.gpu.parts import Parts
 from pallas_kernels.spec import AttentionSpec, Backend
-from tests.pallas_kernels.dense import Row, make_case
+from tests.pallas_kernels.dense import Case, Row, make_case
 from tests.pallas_kernels.gpu.interpreted import (
     BLACKWELL,
     HOPPER,
@@ -20,8 +21,11 @@ from tests.pallas_kernels.gpu.interpreted import (
     ONE_HOPPER,
     TOLERANCE,
     Findings,
+    compiled_step,
+    decode_rounds,
     filled_pages,
     longest_decode_item,
+    metadata_of,
     outputs,
     prefill_rounds,
     run,
@@ -58,9 +62,15 @@ def test_decode_with_splits_and_padding_rows(heads, head_dim, page_size):
     assert run(case, decode_only=True) == Findings()
 
 
-def test_decode_takes_many_blocks_one_after_the_other():
-    case = make_case(spec((4, 2)), decodes(500, 300), num_tokens=2, num_rows=2, pages_per_seq=8)
-    assert longest_decode_item(case, ONE_HOPPER) >= 5
+@pytest.mark.parametrize(
+    ("heads", "kv_lens", "rounds"), [((4, 4), (500, 130), 3), ((6, 6), (500, 64, 0), 6)], ids=["3 rounds", "6 rounds"]
+)
+def test_a_cta_takes_many_items_one_after_the_other(heads, kv_lens, rounds):
+    """Items of one block to eight; the first block of each is copied during the last of the one before."""
+    rows = decodes(*(kv_len for kv_len in kv_lens if kv_len))
+    case = make_case(spec(heads), rows, num_tokens=len(kv_lens), num_rows=len(kv_lens), pages_per_seq=8)
+    assert decode_rounds(case, ONE_HOPPER) == rounds
+    assert longest_decode_item(case, ONE_HOPPER) == 8
     assert run(case, ONE_HOPPER, decode_only=True) == Findings()
 
 
@@ -164,8 +174,67 @@ def test_a_mixed_step_over_pages_of_8_bits(gpu, heads, head_dim, page_size, kv_d
     assert run(case, gpu, first_page=3) == Findings()
 
 
-# Fixed shapes: one program for all examples.
-ROWS, TOKENS, PAGES_PER_SEQ = 4, 40, 9
+def test_short_chunks_on_long_contexts_are_cut_into_parts():
+    """A few queries, and the tail of a prompt whose tokens are in two tiles; a short row stays whole."""
+    rows = [*decodes(70), *chunks((4, 1100), (32, 1300), (3, 100))]
+    case = make_case(spec((2, 1)), rows, num_tokens=40, num_rows=4, pages_per_seq=21)
+    assert rows_cut(case, BLACKWELL) == {1, 2}
+    assert run(case, BLACKWELL) == Findings()
+
+
+def test_a_step_of_few_queries_needs_no_decode_kernel():
+    """Rows of a few queries, and of one; the longest is cut."""
+    rows = [*decodes(70, 2100), *chunks((4, 2100), (3, 100))]
+    case = make_case(spec((2, 1)), rows, num_tokens=16, num_rows=4, pages_per_seq=33)
+    assert rows_cut(case, HOPPER, few_queries=True) == {1, 2}
+    assert run(case, HOPPER, few_queries=True) == Findings()
+
+
+def rows_cut(case: Case, gpu: device.Gpu, *, few_queries: bool = False) -> set[int]:
+    tiles = metadata_of(case, gpu, decode_only=False, few_queries=few_queries).prefill.tiles
+    return set(tiles[tiles[:, tile_list.TILE_PART] >= 0, tile_list.TILE_ROW].tolist())
+
+
+@pytest.mark.parametrize("mine", [Row(query_len=5, kv_len=400), Row(query_len=1, kv_len=400)], ids=["chunk", "decode"])
+def test_a_row_that_is_cut_has_the_same_bits_in_any_company(mine):
+    """Alone, and after rows that put it at another place of the step, of the list, and of the partial results."""
+    kind, found = spec((2, 1), 64, 16), []
+    companies = [], [*decodes(9, 300), *(chunks((3, 300)) if mine.query_len > 1 else [])]
+    for others in companies:
+        case = make_case(kind, [*others, mine], **SHAPE, num_pages=NUM_PAGES)
+        rng = np.random.default_rng(1)
+        begin = case.num_real_tokens - mine.query_len
+        for x in (case.queries, case.keys, case.values):
+            x[begin : case.num_real_tokens] = rng.standard_normal(x[begin : case.num_real_tokens].shape)
+        case.history[len(others)] = tuple(rng.standard_normal(x.shape).astype(x.dtype) for x in case.history[-1])
+        assert run(case, HOPPER, parts=CUT) == Findings()
+        output, _ = outputs(case, HOPPER, parts=CUT)
+        found.append(output[begin : case.num_real_tokens].view(np.uint16))
+    np.testing.assert_array_equal(*found)
+
+
+def test_one_head_at_a_time_is_merged_to_the_same_bits(monkeypatch):
+    """As where a row has many parts: a CTA each for the heads of one row, and whole groups of several rows."""
+    cases = [
+        make_case(spec((4, 1)), decodes(500, *others), num_tokens=4, num_rows=4, pages_per_seq=8)
+        for others in ([], [300, 200, 400])
+    ]
+    together = [outputs(case, HOPPER, decode_only=True)[0] for case in cases]
+    monkeypatch.setattr(combine, "MAX_TRIPS", 0)
+    compiled_step.cache_clear()
+    apart = []
+    for case in cases:
+        assert run(case, HOPPER, decode_only=True) == Findings()
+        apart.append(outputs(case, HOPPER, decode_only=True)[0])
+    compiled_step.cache_clear()
+    np.testing.assert_array_equal(np.stack(together).view(np.uint16), np.stack(apart).view(np.uint16))
+
+
+# Fixed shapes: one program for all examples. Rows of more than 128 keys are cut, in up to four parts.
+ROWS, TOKENS, PAGES_PER_SEQ = 4, 40, 25
+SHAPE = {"num_tokens": TOKENS, "num_rows": ROWS, "pages_per_seq": PAGES_PER_SEQ}
+NUM_PAGES = 1 + ROWS * PAGES_PER_SEQ
+CUT = Parts(max_parts=4, min_keys=64, max_slots=512)
 
 
 @st.composite
@@ -175,7 +244,7 @@ def ragged_rows(draw) -> list[Row]:
     while len(rows) < ROWS and budget >= 2 and draw(st.booleans()):
         query_len = draw(st.integers(2, budget))
         budget -= query_len
-        rows.append(Row(query_len=query_len, kv_len=query_len + draw(st.integers(0, 144 - query_len))))
+        rows.append(Row(query_len=query_len, kv_len=query_len + draw(st.integers(0, 400 - query_len))))
     return rows
 
 
@@ -185,10 +254,8 @@ def test_random_ragged_batches_equal_dense_attention(gpu, kv_dtype):
     @settings(deadline=None, max_examples=6, database=None)
     @given(rows=ragged_rows(), seed=st.integers(0, 1000))
     def check(rows, seed):
-        shape = {"num_tokens": TOKENS, "num_rows": ROWS, "pages_per_seq": PAGES_PER_SEQ}
-        kind = spec((2, 1), 64, 16, kv_dtype=kv_dtype)
-        case = make_case(kind, rows, **shape, num_pages=1 + ROWS * PAGES_PER_SEQ, seed=seed)
-        assert run(case, gpu) == Findings()
+        case = make_case(spec((2, 1), 64, 16, kv_dtype=kv_dtype), rows, **SHAPE, num_pages=NUM_PAGES, seed=seed)
+        assert run(case, gpu, parts=CUT) == Findings()
 
     check()
 

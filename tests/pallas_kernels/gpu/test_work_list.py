@@ -1,115 +1,114 @@
-"""The work lists: integers by hand, and what must hold for any lengths."""
+"""The work list of decode: integers by hand, and what must hold for any lengths."""
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.gpu import work_list
+from pallas_kernels.gpu import tuning, work_list
 from pallas_kernels.gpu.append import destinations
+from pallas_kernels.gpu.device import Gpu
+from pallas_kernels.gpu.parts import NO_PARTS, Parts
+from scripts.benchmarks.accounts.compile_gpu_layer import make_spec
+
+PARTS = Parts(max_parts=6, min_keys=128, max_slots=64)
+H200 = Gpu(arch=(9, 0), num_multiprocessors=132)
+compiled = jax.jit(work_list.decode_items, static_argnames=["block_kv", "parts"])
 
 
-def decode_items(kv_lens: list[int], *, block_kv: int = 64, num_kv_heads: int = 8, resident_ctas: int = 396):
-    lens = jnp.asarray(kv_lens, jnp.int32)
-    items, row_items = work_list.decode_items(
-        lens, lens >= 0, block_kv=block_kv, max_blocks=2048, num_kv_heads=num_kv_heads, resident_ctas=resident_ctas
-    )
-    return np.asarray(items), np.asarray(row_items)
+def decode_items(
+    kv_lens: list[int], num_decodes: int | None = None, parts: Parts = PARTS
+) -> tuple[list[list[int]], list[list[int]]]:
+    """The used items and merges."""
+    lens = np.asarray(kv_lens, np.int32)
+    is_decode = np.arange(len(lens)) < (len(lens) if num_decodes is None else num_decodes)
+    found = compiled(lens, is_decode, block_kv=64, parts=parts)
+    items = np.asarray(found.items)[: int(found.num_items[0])].tolist()
+    if found.merges is None:
+        return items, []
+    return items, np.asarray(found.merges)[: int(found.num_merges[0])].tolist()
 
 
-def test_a_batch_that_fills_the_chip_is_not_split():
-    """99 equal sequences on 8 heads are two full waves of 396 CTAs."""
-    items, row_items = decode_items([640] * 99)
-    assert row_items.tolist() == [[i, 1] for i in range(99)]
-    assert items[:99].tolist() == [[i, 0, 10, 640, 0] for i in range(99)]
-    assert (items[99:, work_list.ITEM_ROW] == -1).all()
-
-
-def test_one_long_sequence_is_spread_over_the_chip():
-    """512 blocks over one wave of 396 / 8 = 49 places."""
-    items, row_items = decode_items([32768])
-    splits = row_items[0, 1]
-    assert 40 <= splits <= 49
-    assert items[:splits, work_list.ITEM_NUM_BLOCKS].sum() == 512
-    assert items[:splits, work_list.ITEM_NUM_BLOCKS].max() <= 13
-
-
-def test_one_long_sequence_among_short_ones_does_not_idle_the_chip():
-    items, row_items = decode_items([131072] + [500] * 63)
-    total = items[:, work_list.ITEM_NUM_BLOCKS].clip(0).sum()
-    assert row_items[0, 1] > 32
-    assert (row_items[1:, 1] == 1).all()
-    # The longest item is no longer than what each of the 396 / 8 places has to do anyway.
-    assert items[:, work_list.ITEM_NUM_BLOCKS].max() <= total / (396 / 8)
-
-
-@settings(deadline=None, max_examples=40)
-@given(kv_lens=st.lists(st.integers(0, 131072), min_size=16, max_size=16), heads=st.sampled_from([1, 2, 8]))
-def test_every_block_is_in_exactly_one_item(kv_lens, heads):
-    items, row_items = decode_items(kv_lens, num_kv_heads=heads)
-    used = items[items[:, work_list.ITEM_ROW] >= 0]
-    assert row_items[:, 1].sum() == len(used)
-    for row, (first, count) in enumerate(row_items):
-        mine = items[first : first + count]
-        assert (mine[:, work_list.ITEM_ROW] == row).all()
-        assert (mine[:, work_list.ITEM_KV_LEN] == kv_lens[row]).all()
-        assert (mine[:, work_list.ITEM_IS_SPLIT] == (count > 1)).all()
-        assert 1 <= count <= work_list.MAX_SPLITS
-        covered = np.concatenate([np.arange(i[1], i[1] + i[2]) for i in mine])
-        assert covered.tolist() == list(range(-(-kv_lens[row] // 64)))
-
-
-def prefill_tiles(query_lens: list[int], kv_lens: list[int], num_singles: int, num_tokens: int, tile_tokens: int):
-    starts = np.concatenate([[0], np.cumsum(query_lens)])
-    tiles, count = work_list.prefill_tiles(
-        jnp.asarray(kv_lens), jnp.asarray(starts), jnp.int32(num_singles), num_tokens=num_tokens,
-        tile_tokens=tile_tokens,
-    )  # fmt: skip
-    return np.asarray(tiles)[: int(count[0])]
-
-
-def test_tiles_of_a_mixed_step_by_hand():
-    """Two decodes, then tokens [2, 12) of a 100 token sequence and [12, 30) of a new one; 2 padding tokens."""
-    tiles = prefill_tiles([1, 1, 10, 18], [9, 9, 100, 18], 2, num_tokens=32, tile_tokens=16)
-    assert tiles.tolist() == [
-        # row, first token, begin, end, position - token, kv_len: the longest context first
-        [2, 0, 2, 12, 88, 100],
-        [3, 16, 24, 30, -12, 18],  # loaded from 16 on: a tile may not reach beyond the step
-        [3, 8, 12, 24, -12, 18],
-        [4, 16, 30, 32, 0, 0],  # padding
+def test_items_by_hand():
+    """A row of 500 keys in three parts, a short one, a row that is a chunk, and a row without keys."""
+    items, merges = decode_items([70, 500, 0, 900], num_decodes=3)
+    assert items == [
+        # row, first block, blocks, keys, partial result: the rows with the longest items first
+        [1, 0, 3, 500, 0],
+        [1, 3, 3, 500, 1],
+        [1, 6, 2, 500, 2],
+        [0, 0, 2, 70, -1],
+        [2, 0, 1, 0, -1],  # one block, masked
     ]
+    # Token, first place, distance to the next, first partial result, how many; decodes have no place in a tile.
+    assert merges == [[1, 0, 1, 0, 3, 0]]
 
 
-@st.composite
-def steps(draw):
-    num_singles = draw(st.integers(0, 5))
-    chunks = draw(st.lists(st.integers(1, 60), max_size=5))
-    query_lens = [1] * num_singles + chunks + [0] * (10 - num_singles - len(chunks))
-    return num_singles, query_lens, [q + draw(st.integers(0, 500)) if q else 0 for q in query_lens]
+def test_rows_from_the_first_that_does_not_fit_on_are_not_cut():
+    items, merges = decode_items([512, 512, 256], parts=Parts(max_parts=6, min_keys=128, max_slots=6))
+    assert sorted((item[0], item[work_list.ITEM_PART]) for item in items) == [(0, i) for i in range(4)] + [
+        (1, -1), (2, -1),
+    ]  # fmt: skip
+    assert [merge[0] for merge in merges] == [0]
+
+
+def test_a_program_of_short_rows_cuts_none():
+    items, merges = decode_items([100, 300], parts=NO_PARTS)
+    assert items == [[1, 0, 5, 300, -1], [0, 0, 2, 100, -1]]
+    assert merges == []
 
 
 @settings(deadline=None, max_examples=40)
-@given(step=steps())
-def test_every_token_of_a_chunk_and_of_the_padding_is_in_exactly_one_tile(step):
-    num_singles, query_lens, kv_lens = step
-    num_tokens = 312
-    tiles = prefill_tiles(query_lens, kv_lens, num_singles, num_tokens, 32)
-    owner = np.full(num_tokens, -1)
-    for row, first, begin, end, position, kv_len in tiles.tolist():
-        assert first % 8 == 0
-        assert first <= begin < end <= first + 32
-        assert first + 32 <= num_tokens
-        assert (owner[begin:end] == -1).all()
-        owner[begin:end] = row
-        if row < len(query_lens):
-            assert kv_len == kv_lens[row]
-            assert position == kv_len - sum(query_lens[: row + 1])
-    expected = np.repeat(np.arange(len(query_lens)), query_lens)
-    expected[:num_singles] = -1
-    assert owner[: len(expected)].tolist() == expected.tolist()
-    assert (owner[len(expected) :] == len(query_lens)).all()
+@given(kv_lens=st.lists(st.integers(0, 4000), min_size=16, max_size=16), num_decodes=st.integers(0, 16))
+def test_every_block_is_in_exactly_one_item(kv_lens, num_decodes):
+    items, merges = decode_items(kv_lens, num_decodes)
+    blocks: dict[int, list[int]] = {}
+    numbers: dict[int, list[int]] = {}
+    for row, first, count, kv_len, part in items:
+        assert kv_len == kv_lens[row]
+        assert count >= 1
+        blocks.setdefault(row, []).extend(range(first, first + count))
+        if part >= 0:
+            numbers.setdefault(row, []).append(part)
+    assert blocks == {row: list(range(max(-(-kv_lens[row] // 64), 1))) for row in range(num_decodes)}
+    lengths = [max(item[2] for item in items if item[0] == row) for row, *_ in items]
+    assert lengths == sorted(lengths, reverse=True)
+    assert numbers == {row: list(range(first, first + count)) for row, first, _, _, count, _ in merges}
+    places = [number for row in numbers.values() for number in row]
+    assert len(set(places)) == len(places)
+    assert all(0 <= place < PARTS.num_slots for place in places)
+
+
+@settings(deadline=None, max_examples=20)
+@given(others=st.lists(st.integers(0, 2000), min_size=9, max_size=9), mine=st.integers(1, 4000))
+def test_how_a_row_is_cut_does_not_depend_on_the_step(others, mine):
+    parts = Parts(max_parts=6, min_keys=128, max_slots=1 << 10)
+    cuts = []
+    for kv_lens in ([mine] + [0] * 9, [*others[:5], mine, *others[5:]][:10]):
+        items, _ = decode_items(kv_lens, parts=parts)
+        row = kv_lens.index(mine)
+        cuts.append([(item[1], item[2]) for item in items if item[0] == row])
+    assert cuts[0] == cuts[1]
+
+
+def test_parts_of_an_h200():
+    """396 CTAs: those of 8 KV heads have 49 places for a long row, that of 70B on 8 chips has as many as are merged."""
+    by_model = {"8b": ((32, 8, 128), 49, 42), "70b/8": ((8, 1, 128), 256, 8)}
+    for heads, max_parts, longest in by_model.values():
+        parts = tuning.decode_parts(H200, make_spec(heads), num_rows=64, max_keys=1 << 17)
+        assert parts.max_parts == max_parts
+        items, _ = decode_items([131072], parts=parts)
+        assert max(item[work_list.ITEM_NUM_BLOCKS] for item in items) == longest
+    short = tuning.decode_parts(H200, make_spec((32, 8, 128)), num_rows=64, max_keys=700)
+    assert short == NO_PARTS
+
+
+def test_the_memory_of_partial_results_is_bounded():
+    parts = tuning.decode_parts(H200, make_spec((32, 8, 128)), num_rows=512, max_keys=1 << 17)
+    assert parts.num_slots * 32 * 128 * 4 == tuning.PARTIAL_RESULTS_BYTES
 
 
 def test_destinations_of_new_tokens_by_hand():

@@ -6,7 +6,7 @@ import contextlib
 import io
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,13 @@ import numpy as np
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import quantised, self_test
+from pallas_kernels import self_test
 from pallas_kernels.spec import AttentionSpec, RaggedBatch
 from pallas_kernels.tpu import attention, layout
 from pallas_kernels.tpu.blocks import BlockSizes
 from pallas_kernels.tpu.decode_memory import DecodeBlocks
 from pallas_kernels.tpu.tiles import MixedBlocks
-from tests.pallas_kernels.dense import QUICKLY_COMPILED, Case
+from tests.pallas_kernels.dense import Case
 
 DMA_MODES = ("on_wait", "eager")  # as late as allowed, as early as possible: each hides what the other shows
 TOLERANCE = {jnp.dtype(jnp.bfloat16): 0.03, jnp.dtype(jnp.float32): 2e-5}
@@ -145,7 +145,7 @@ def compiled_step(
 ) -> Callable:
     interpret = pltpu.InterpretParams(detect_races=True, dma_execution_mode=dma_mode)
 
-    @partial(jax.jit, compiler_options=QUICKLY_COMPILED)
+    @jax.jit
     def step(batch: RaggedBatch, queries: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
         keys, values, pages, first_page, *scales = operands
         metadata = attention.make_metadata(
@@ -155,13 +155,10 @@ def compiled_step(
         if projected:
             columns, cos, sin = self_test._projection(queries, keys, values, 1)
             out, pages = attention.append_and_attend_projected(
-                columns, cos, sin, pages, metadata, first_page, **statics
+                columns, cos, sin, pages, metadata, first_page, *scales, **statics
             )
             return out.reshape(queries.shape), pages
-        operation = partial(attention.append_and_attend, **statics)
-        if spec.has_kv_scales:
-            operation = quantised.with_scales(operation, spec.kv_dtype)
-        return operation(queries, keys, values, pages, metadata, first_page, *scales)
+        return attention.append_and_attend(queries, keys, values, pages, metadata, first_page, *scales, **statics)
 
     return step
 

@@ -19,14 +19,16 @@ CHIPS = ("v5e", "v5p", "v6e", "tpu7x")
 LONG = 1024  # pages per sequence: no block is shortened
 
 
-def geometry(num_query_heads: int, num_kv_heads: int, head_dim: int, dtype: object = jnp.bfloat16) -> layout.Geometry:
+def geometry(
+    num_query_heads: int, num_kv_heads: int, head_dim: int, dtype: object = jnp.bfloat16, kv_dtype: object = None
+) -> layout.Geometry:
     spec = AttentionSpec(
         num_query_heads=num_query_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         page_size=128,
         dtype=dtype,
-        kv_dtype=dtype,
+        kv_dtype=kv_dtype or dtype,
     )
     return layout.geometry(spec)
 
@@ -101,7 +103,8 @@ def test_rows_of_few_queries_take_one_small_tile() -> None:
             assert sizes.mixed.q_block == sizes.mixed.tile_queries(g) >= 2 * g.token_tile
             assert sizes.mixed.tile_rows % 128 == 0
             assert sizes.mixed.num_masks(g) <= 3
-    assert blocks.choose(geometry(32, 8, 128), LONG, few_queries=True).mixed.tile_rows == 128
+    for kv_dtype in (jnp.bfloat16, jnp.int8):
+        assert blocks.choose(geometry(32, 8, 128, kv_dtype=kv_dtype), LONG, few_queries=True).mixed.tile_rows == 128
 
 
 @pytest.mark.parametrize("chip", [None, *CHIPS])

@@ -70,14 +70,15 @@ def test_whole_steps_compile(target: str, preset: str) -> None:
 
 
 def test_steps_copy_neither_activations_nor_weights_nor_pages() -> None:
-    """Between its products and its kernels, a layer in bfloat16 has its norms' statistics only. In 8 bits it reads
-    little more than half."""
+    """Between its products and its kernels, a layer has its norms' statistics only. In 8 bits it reads little more than
+    half."""
     flags = ("--target", "v6e:1x1", "--layers", "2")
     sizes = ("--tokens", "64", "--tokens", "2048")
     wide = compile_in_a_process_of_its_own(STEPS, *flags, *sizes)
     narrow = compile_in_a_process_of_its_own(STEPS, *flags, *sizes, "--quantization", "int8", "--kv-dtype", "int8")
-    for exact, most in zip(wide, MOST_GLUE_CYCLES, strict=True):
-        assert exact["glue_cycles"] <= most, exact
+    for results in (wide, narrow):
+        for result, most in zip(results, MOST_GLUE_CYCLES, strict=True):
+            assert result["glue_cycles"] <= most, result
     for exact, result in zip(wide, narrow, strict=True):
         assert result["kv_bytes"] == exact["kv_bytes"] // 2
         assert result["alias_bytes"] >= result["kv_bytes"], result
@@ -86,3 +87,8 @@ def test_steps_copy_neither_activations_nor_weights_nor_pages() -> None:
         assert result["wide_copies"] == {}
         read = result["weights_read"] + result["kv_read"]
         assert read <= 0.55 * (exact["weights_read"] + exact["kv_read"]), (exact, result)
+
+
+def test_drawing_after_drafts_takes_no_more_memory_than_drawing_as_many_tokens() -> None:
+    (found,) = compile_in_a_process_of_its_own("tests.model.execution.compile_draws", "v6e:1x1")
+    assert found["speculative"] <= 1.1 * found["plain"] < 64 << 20, found

@@ -96,14 +96,14 @@ INT8_CHUNKS = rows((1, 34), (70, 70), (7, 50), (3, 258), (2, 9), (2, 2), (5, 40)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_decodes_over_pages_of_int8(head_dim: int, dma_mode: str) -> None:
     case = make_case(int8(head_dim=head_dim), INT8_DECODES, num_tokens=8, num_rows=8, pages_per_seq=10)
-    assert run(case, dma_mode, decode_only=True).clean
+    assert run(case, dma_mode, decode_only=True, projected=True).clean
 
 
 @pytest.mark.parametrize("dma_mode", DMA_MODES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_decodes_and_chunks_over_pages_of_int8(head_dim: int, dma_mode: str) -> None:
     case = make_case(int8(head_dim=head_dim), INT8_CHUNKS, num_tokens=96, num_rows=8, pages_per_seq=10)
-    assert run(case, dma_mode).clean
+    assert run(case, dma_mode, projected=True).clean
 
 
 @pytest.mark.parametrize(

@@ -113,10 +113,17 @@ def test_older_tokens_by_hand(packing: int) -> None:
 def test_a_projection_is_taken_where_its_columns_are_the_kernels_own() -> None:
     taken = [PagedAttention(spec(*heads), Backend.TPU_INTERPRET).takes_projection for heads in HEADS]
     assert taken == [True, True, True, True, False, False]  # K and V of one head side by side: not as projected
-    narrow = PagedAttention(spec(8, 2, 128, kv_dtype=jnp.int8), Backend.TPU_INTERPRET)
-    assert not narrow.takes_projection
+    shared = PagedAttention(spec(3, 3, 64), Backend.TPU_INTERPRET)
     with pytest.raises(ValueError, match="queries and keys must be rotated before"):
-        narrow.projected(jnp.zeros((8, 1536)), jnp.zeros((8, 1, 64)), jnp.zeros((8, 1, 64)), None, None)
+        shared.projected(jnp.zeros((8, 576)), jnp.zeros((8, 1, 32)), jnp.zeros((8, 1, 32)), None, None)
+
+
+def test_a_projection_has_scales_if_the_pages_have_8_bits() -> None:
+    columns, cos = jnp.zeros((8, 1536), jnp.bfloat16), jnp.zeros((8, 1, 64))
+    for kv_dtype, scales in ((jnp.int8, None), (jnp.bfloat16, jnp.ones((2, 2)))):
+        attention = PagedAttention(spec(8, 2, 128, kv_dtype=kv_dtype), Backend.TPU_INTERPRET)
+        with pytest.raises(ValueError, match="8-bit K/V have scales"):
+            attention.projected(columns, cos, cos, None, None, kv_scales=scales)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pallas_kernels.tpu import paging, tiles
 from tests.pallas_kernels.tpu.test_faults import no_wait
 
 MIXED, DECODE = Program(num_tokens=16, num_rows=2), Program(num_tokens=2, num_rows=2)
+DRAFTS = Program(num_tokens=8, num_rows=2, few_queries=True)
 
 
 def outcome(program: Program, kv_dtype: str = "bfloat16") -> str:
@@ -29,7 +30,9 @@ def outcome(program: Program, kv_dtype: str = "bfloat16") -> str:
     return ""
 
 
-@pytest.mark.parametrize(("program", "kv_dtype"), [(MIXED, "bfloat16"), (MIXED, "int8"), (DECODE, "bfloat16")])
+@pytest.mark.parametrize(
+    ("program", "kv_dtype"), [(MIXED, "bfloat16"), (MIXED, "int8"), (DECODE, "bfloat16"), (DRAFTS, "int8")]
+)
 def test_the_kernels_pass(program, kv_dtype):
     assert outcome(program, kv_dtype) == ""
 

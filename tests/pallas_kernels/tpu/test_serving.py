@@ -10,6 +10,7 @@ import os
 import pytest
 
 from scripts.llm import LLM
+from tests.conftest import QUICKLY_COMPILED
 from tests.e2e.conftest import serve
 
 PROMPTS = ["Once upon a time, there was a", "The"]
@@ -20,12 +21,14 @@ GREEDY = {"temperature": 0, "max_tokens": 6}
 
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_same_greedy_text_as_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_greedy_text_as_the_reference() -> None:
     options = {"model": "demo", "dtype": "float32", "kv_cache_dtype": "int8", "compile_cache": "none", **LIMITS}
     with LLM(attention_backend="reference", **options) as llm:
         expected = [result.text for result in llm.generate(PROMPTS, GREEDY)]
-    monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_backend_optimization_level=0")  # compiles sooner
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    with serve("--attention-backend", "tpu-interpret", *flags) as server, server.http() as http:
+    with (
+        serve("--attention-backend", "tpu-interpret", *flags, env=os.environ | QUICKLY_COMPILED) as server,
+        server.http() as http,
+    ):
         answer = http.post("/v1/completions", json={"model": "demo", "prompt": PROMPTS, **GREEDY}, timeout=600).json()
     assert [choice["text"] for choice in answer["choices"]] == expected

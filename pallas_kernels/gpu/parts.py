@@ -1,0 +1,59 @@
+"""How the keys of a row are cut into parts, whose partial results `combine` merges.
+
+Few rows, or rows of few queries, have too few units of work to fill the chip. Their keys are cut into parts, which are
+units of their own. How a row is cut depends only on its own lengths and on the chip, so that its results do not depend
+on the rest of the step. The only exception is a step whose partial results do not fit into their memory: the rows from
+the first that does not fit on are not cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gpu.vector import THREADS
+
+# Fields of a token whose partial results are merged: its index, its place in the first of them, the distance from one
+# place to the next, the number of the first partial result, how many there are, and the token's place in the tile.
+MERGE_TOKEN, MERGE_FIRST_SLOT, MERGE_SLOT_STRIDE, MERGE_FIRST_PART, MERGE_PARTS, MERGE_OFFSET = range(6)
+MERGE_FIELDS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """How rows are cut: static, the same for every step of a program. With `max_parts` 1, no row is."""
+
+    max_parts: int  # of one unit: those of all KV heads fill the chip
+    min_keys: int  # of one part: partial results are a small share of the keys and values that it reads
+    max_slots: int  # tokens in the memory of the partial results
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens in the memory of the partial results; 0: no row is cut."""
+        return self.max_slots if self.max_parts > 1 else 0
+
+    @property
+    def vector(self) -> int:
+        """The length of a vector that holds one number of each part of a unit."""
+        return cdiv(self.max_parts, THREADS) * THREADS
+
+
+NO_PARTS = Parts(max_parts=1, min_keys=1, max_slots=0)
+
+
+def cut(lens: jax.Array, units: Any, block_kv: int, parts: Parts) -> tuple[jax.Array, jax.Array]:
+    """The parts of rows of `lens` keys that are `units` units each if they are not cut, and the blocks of a part. All
+    parts but the last are equal, and none is empty."""
+    blocks = cdiv(lens, block_kv)
+    most = jnp.where(units > 0, parts.max_parts // jnp.maximum(units, 1), 1)
+    wanted = jnp.minimum(most, lens // parts.min_keys).clip(1)
+    length = cdiv(blocks, wanted)
+    return cdiv(blocks, jnp.maximum(length, 1)).clip(1), length
+
+
+def cdiv(a: Any, b: Any) -> Any:
+    """a / b, rounded up."""
+    return (a + b - 1) // b

@@ -1,0 +1,183 @@
+"""The work list of prefill: integers by hand, and what must hold for any lengths."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.gpu import tile_list, tuning
+from pallas_kernels.gpu.device import Gpu
+from pallas_kernels.gpu.parts import NO_PARTS, Parts
+from scripts.benchmarks.accounts.compile_gpu_layer import make_spec
+
+PARTS = Parts(max_parts=6, min_keys=128, max_slots=1024)
+ROWS = 11  # in every list: one program for all of a test's examples
+prefill_tiles = jax.jit(
+    tile_list.prefill_tiles,
+    static_argnames=["num_tokens", "tile_tokens", "block_kv", "parts"],
+)
+
+
+def make_list(
+    query_lens: list[int],
+    kv_lens: list[int],
+    num_singles: int,
+    num_tokens: int,
+    tile_tokens: int,
+    parts: Parts = NO_PARTS,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """The used tiles and merges; the rest of ROWS are padding rows."""
+    padding = [0] * (ROWS - len(query_lens))
+    starts = np.concatenate([[0], np.cumsum(query_lens + padding)]).astype(np.int32)
+    found = prefill_tiles(
+        np.asarray(kv_lens + padding, np.int32), starts, np.int32(num_singles), num_tokens=num_tokens,
+        tile_tokens=tile_tokens, block_kv=64, parts=parts,
+    )  # fmt: skip
+    tiles = np.asarray(found.tiles)[: int(found.num_tiles[0])].tolist()
+    if found.merges is None:
+        return tiles, []
+    return tiles, np.asarray(found.merges)[: int(found.num_merges[0])].tolist()
+
+
+def test_tiles_of_a_mixed_step_by_hand():
+    """Two decodes, then tokens [2, 12) of a 100 token sequence and [12, 30) of a new one; 2 padding tokens."""
+    tiles, _ = make_list([1, 1, 10, 18], [9, 9, 100, 18], 2, num_tokens=32, tile_tokens=16)
+    assert tiles == [
+        # row, first token, begin, end, position - token, kv_len, blocks [first, end), no part: the most keys first
+        [2, 0, 2, 12, 88, 100, 0, 2, -1, 0],
+        [3, 16, 24, 30, -12, 18, 0, 1, -1, 0],  # loaded from 16 on: a tile may not reach beyond the step
+        [3, 8, 12, 24, -12, 18, 0, 1, -1, 0],
+        [ROWS, 16, 30, 32, 0, 0, 0, 0, -1, 0],  # padding
+    ]
+
+
+def test_a_short_chunk_on_a_long_context_is_cut_by_hand():
+    """Tokens [9, 13) of a sequence of 500, after a row that is too short to be cut, in parts of three blocks."""
+    tiles, merges = make_list([9, 4], [9, 500], 0, num_tokens=16, tile_tokens=16, parts=PARTS)
+    assert tiles == [
+        [1, 0, 9, 13, 487, 500, 0, 3, 0, -8],
+        [1, 0, 9, 13, 487, 500, 3, 6, 1, 0],
+        [1, 0, 9, 13, 487, 500, 6, 8, 2, 8],
+        [0, 0, 0, 9, 0, 9, 0, 1, -1, 0],
+        [ROWS, 0, 13, 16, 0, 0, 0, 0, -1, 0],
+    ]
+    # Token, its first place, the distance to the next, the first partial result, how many, the place in the tile.
+    assert merges == [[9 + i, 1 + i, 8, 0, 3, 9 + i] for i in range(4)]
+
+
+def test_rows_from_the_first_that_does_not_fit_on_are_not_cut():
+    small = Parts(max_parts=6, min_keys=128, max_slots=48)
+    tiles, merges = make_list([8, 8, 8], [512, 512, 256], 0, num_tokens=24, tile_tokens=16, parts=small)
+    parts = sorted((tile[0], tile[tile_list.TILE_PART]) for tile in tiles)
+    assert parts == [(0, 0), (0, 1), (0, 2), (0, 3), (1, -1), (2, -1)]
+    assert [merge[0] for merge in merges] == list(range(8))
+
+
+@st.composite
+def steps(draw):
+    num_singles = draw(st.integers(0, 5))
+    chunks = draw(st.lists(st.integers(1, 60), max_size=5))
+    query_lens = [1] * num_singles + chunks + [0] * (10 - num_singles - len(chunks))
+    return num_singles, query_lens, [q + draw(st.integers(0, 1500)) if q else 0 for q in query_lens]
+
+
+@pytest.mark.parametrize("parts", [NO_PARTS, PARTS], ids=["whole", "cut"])
+def test_every_token_and_its_keys_are_in_exactly_one_tile(parts):
+    num_tokens, tile_tokens = 312, 32
+
+    @settings(deadline=None, max_examples=40)
+    @given(step=steps())
+    def check(step):
+        num_singles, query_lens, kv_lens = step
+        tiles, merges = make_list(query_lens, kv_lens, num_singles, num_tokens, tile_tokens, parts)
+        owner = np.full(num_tokens, -1)
+        blocks: dict[int, list[int]] = {}
+        places: dict[tuple[int, int], int] = {}
+        for row, first, begin, end, position, kv_len, first_block, end_block, part, shift in tiles:
+            assert first % 8 == 0
+            assert first <= begin < end <= first + tile_tokens <= num_tokens
+            assert shift % 8 == 0
+            if part < 1 or first_block == 0:
+                assert (owner[begin:end] == -1).all()
+            owner[begin:end] = row
+            for token in range(begin, end):
+                blocks.setdefault(token, []).extend(range(first_block, end_block))
+                if part >= 0:
+                    places[token, part] = token + shift
+            if row < ROWS:
+                assert kv_len == kv_lens[row]
+                assert position == kv_len - sum(query_lens[: row + 1])
+                visible = -(-(end + position) // 64)
+                for token in range(begin, end):
+                    assert max(blocks[token], default=-1) < visible
+        expected = np.repeat(np.arange(len(query_lens)), query_lens)
+        expected[:num_singles] = -1
+        assert owner[: len(expected)].tolist() == expected.tolist()
+        assert (owner[len(expected) :] == ROWS).all()
+        ends = np.cumsum(query_lens)
+        for token in range(num_singles, len(expected)):
+            seen = kv_lens[expected[token]] - ends[expected[token]] + token + 1
+            assert sorted(blocks[token])[: -(-seen // 64)] == list(range(-(-seen // 64)))
+            assert len(set(blocks[token])) == len(blocks[token])
+        # Places do not collide, and the merges name all of them.
+        assert len(set(places.values())) == len(places)
+        assert all(0 <= place < parts.num_slots for place in places.values())
+        named = {
+            (token, first_part + i): slot + i * stride
+            for token, slot, stride, first_part, count, _ in merges
+            for i in range(count)
+        }
+        assert named == places
+
+    check()
+
+
+def test_how_a_row_is_cut_does_not_depend_on_the_step():
+    @settings(deadline=None, max_examples=30)
+    @given(step=steps(), query_len=st.integers(2, 60), past=st.integers(0, 1500))
+    def check(step, query_len, past):
+        num_singles, query_lens, kv_lens = step
+        cuts = []
+        for before in (0, num_singles, 10):
+            mine = [*query_lens[:before], query_len], [*kv_lens[:before], query_len + past]
+            parts = Parts(max_parts=6, min_keys=128, max_slots=1 << 14)
+            tiles, _ = make_list(*mine, min(before, num_singles), 512, 32, parts)
+            row = [tile for tile in tiles if tile[0] == before]
+            cuts.append({(tile[6], tile[7]) for tile in row if tile[3] == max(tile[3] for tile in row)})
+        assert cuts[0] == cuts[1] == cuts[2]
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "parts", "kv_heads"),
+    [
+        ("32 on 100k", [(32, 100_000)], 16, 8),  # 128 CTAs for 132 multiprocessors
+        ("4 on 32k", [(4, 32_768)], 16, 8),
+        ("70B on 8 chips, 32 on 100k", [(32, 100_000)], 61, 1),
+        ("4 on 2k", [(4, 2048)], 2, 8),
+        ("a prompt", [(2048, 2048)], 1, 8),
+    ],
+)
+def test_parts_of_an_h200(model, rows, parts, kv_heads):
+    gpu = Gpu(arch=(9, 0), num_multiprocessors=132)
+    spec = make_spec((32, 8, 128) if kv_heads == 8 else (8, 1, 128))
+    ((query_len, kv_len),) = rows
+    cut = tuning.prefill_parts(gpu, spec, num_rows=64, num_tokens=2048, max_keys=1 << 17)
+    found = prefill_tiles(
+        np.asarray([kv_len]), np.asarray([0, query_len]), np.int32(0), num_tokens=2048,
+        tile_tokens=tuning.prefill_tile_tokens(gpu, spec), block_kv=128, parts=cut,
+    )  # fmt: skip
+    tiles = np.asarray(found.tiles)
+    own = tiles[tiles[:, tile_list.TILE_ROW] == 0]
+    assert len({tuple(tile) for tile in own[:, tile_list.TILE_FIRST_BLOCK :][:, :1].tolist()}) == parts
+
+
+def test_short_contexts_and_small_chips_need_no_parts():
+    gpu, spec = Gpu(arch=(9, 0), num_multiprocessors=132), make_spec((32, 8, 128))
+    assert tuning.prefill_parts(gpu, spec, num_rows=8, num_tokens=64, max_keys=1000) == NO_PARTS
+    one = Gpu(arch=(9, 0), num_multiprocessors=8)
+    assert tuning.prefill_parts(one, spec, num_rows=8, num_tokens=64, max_keys=1 << 17) == NO_PARTS
