@@ -7,11 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import jax
 
-from model.compiling.compile_cache import CompileCounter
+from model.compiling.compile_cache import CompileCounter, compiling_anew
+from model.compiling.exported_programs import ExportedPrograms
 
 Lower = Callable[[], jax.stages.Lowered]
 
@@ -24,14 +26,24 @@ class Compilation[K: Hashable]:
             They are compiled on as many threads as there are cores.
         options: of the compiler, for all programs.
         counter: counts the programs that come from the disk.
+        exported: programs of earlier starts, which need neither, and where those of this start are kept; None: each
+            start compiles all.
     """
 
-    def __init__(self, programs: Mapping[K, Lower], options: Mapping[str, Any], counter: CompileCounter) -> None:
+    def __init__(
+        self,
+        programs: Mapping[K, Lower],
+        options: Mapping[str, Any],
+        counter: CompileCounter,
+        exported: ExportedPrograms[K] | None = None,
+    ) -> None:
         self.tracing_s = 0.0
         self.num_from_disk = 0
         self.started_s = time.perf_counter()
         self._options = dict(options)
         self._counter = counter
+        self._exported = exported
+        self._anew = ExitStack()
         self._cancelled = threading.Event()
         self._lock = threading.Lock()
         self._compiler = ThreadPoolExecutor(os.cpu_count())
@@ -51,21 +63,35 @@ class Compilation[K: Hashable]:
         self._cancelled.set()
         self._tracer.shutdown()
         self._compiler.shutdown(cancel_futures=True)
+        self._anew.close()
 
     def _trace(self, programs: dict[K, Lower]) -> dict[K, Future[Any]]:
-        compiling = {}
-        for key, lower in programs.items():
+        compiling, missing = self._load(programs)
+        if missing and self._exported is not None:  # an executable from JAX's cache cannot be exported
+            self._anew.enter_context(compiling_anew())
+        for key in missing:
             if self._cancelled.is_set():
                 break
+            lower = programs[key]
             started = time.perf_counter()
             lowered = lower()
             self.tracing_s += time.perf_counter() - started
-            compiling[key] = self._compiler.submit(self._compile, lowered)
-        return compiling
+            compiling[key] = self._compiler.submit(self._compile, key, lowered)
+        return {key: compiling[key] for key in programs if key in compiling}
 
-    def _compile(self, lowered: jax.stages.Lowered) -> Any:
+    def _load(self, programs: dict[K, Lower]) -> tuple[dict[K, Future[Any]], list[K]]:
+        """The exported programs, and the keys of the others."""
+        if self._exported is None:
+            return {}, list(programs)
+        loading = {key: self._compiler.submit(self._exported.load, key) for key in programs}
+        missing = [key for key, program in loading.items() if program.result() is None]
+        return {key: program for key, program in loading.items() if key not in missing}, missing
+
+    def _compile(self, key: K, lowered: jax.stages.Lowered) -> Any:
         before = self._counter.from_cache_in_this_thread
         program = lowered.compile(compiler_options=self._options)
         with self._lock:
             self.num_from_disk += self._counter.from_cache_in_this_thread - before
+        if self._exported is not None:
+            self._exported.store(key, program)
         return program

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # also recorded if the executable came from the disk
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
@@ -23,6 +26,22 @@ def keep_compilations(folder: Path | str) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
+@contextmanager
+def compiling_anew() -> Iterator[None]:
+    """Until its end no program of this process, in any thread, is read from the cache or kept there."""
+    enabled = jax.config.jax_enable_compilation_cache
+    _enable(False)
+    try:
+        yield
+    finally:
+        _enable(enabled)
+
+
+def _enable(enabled: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", enabled)
+    compilation_cache.reset_cache()  # JAX reads the option once
+
+
 class CompileCounter:
     """Counts all programs that this process has compiled, or read from the disk, since the counter was made.
 
@@ -34,12 +53,22 @@ class CompileCounter:
         self._lock = threading.Lock()  # programs are compiled in several threads
         self._total = 0
         self._cached_here = threading.local()
+        self._expected_here = threading.local()
         jax.monitoring.register_event_duration_secs_listener(_forward_duration(weakref.ref(self)))
         jax.monitoring.register_event_listener(_forward_event(weakref.ref(self)))
 
+    @contextmanager
+    def expecting(self) -> Iterator[None]:
+        """Programs that the calling thread compiles meanwhile are not counted."""
+        self._expected_here.now = True
+        try:
+            yield
+        finally:
+            self._expected_here.now = False
+
     @property
     def total(self) -> int:
-        """Programs so far."""
+        """Programs so far, without expected ones."""
         return self._total
 
     @property
@@ -48,7 +77,7 @@ class CompileCounter:
         return getattr(self._cached_here, "count", 0)
 
     def count(self, event: str) -> None:
-        if event == COMPILED:
+        if event == COMPILED and not getattr(self._expected_here, "now", False):
             with self._lock:
                 self._total += 1
         elif event == CACHE_HIT:

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import shutil
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import wraps
@@ -23,11 +20,10 @@ import jax
 import jaxlib
 from jax import export
 
+from model.compiling.program_files import ProgramFiles
+
 logger = logging.getLogger(__name__)
 
-_KEPT_SETS = 32  # folders of programs; the one that was not used for the longest time is deleted first
-_IN_USE_S = 3600.0  # a folder that was used so recently stays: another start may be at it
-_DIGEST_SIZE = hashlib.sha256().digest_size
 # Custom calls of our kernels on GPUs and CPUs. `jax.export` does not promise that a later JAX runs them; the key holds
 # the version of JAX.
 _KERNEL_CALLS = ("mosaic_gpu_v2", "mosaic_gpu", "pallas_serve_attend", "pallas_serve_multiply")
@@ -50,9 +46,26 @@ class Program:
     donated: int
     out_shardings: Any
 
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        """What identifies the program among others of its name: shapes, types and placement."""
+        return self.arguments, self.donated, self.out_shardings
+
+    def devices(self) -> tuple[jax.Device, ...]:
+        """Those that the program runs on, in its order."""
+        sharding = jax.tree.leaves(self.arguments)[0].sharding
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            return tuple(sharding.mesh.devices.flat)
+        return tuple(sharding.device_set)
+
     def lower(self) -> jax.stages.Lowered:
-        """Traces the function."""
-        jitted = jax.jit(self.function, donate_argnums=self.donated, out_shardings=self.out_shardings)
+        """Traces the function. JAX keeps what it has compiled by function: a new one is compiled by this call."""
+
+        @wraps(self.function)  # profiles and dumps show its name
+        def function(*arguments: Any) -> Any:
+            return self.function(*arguments)
+
+        jitted = jax.jit(function, donate_argnums=self.donated, out_shardings=self.out_shardings)
         return jitted.lower(*self.arguments)
 
     def traced(self) -> export.Exported:
@@ -86,35 +99,35 @@ class Program:
 
 
 class TracedPrograms:
-    """The programs of one fingerprint. A folder that cannot be used is a warning, and programs are then traced.
+    """The traced programs of one fingerprint. A folder that cannot be used is a warning, and programs are then traced.
 
     Args:
-        folder: of the programs of all fingerprints; made if absent.
-        fingerprint: of all that decides the programs besides their names and the shapes of their arguments.
+        folder, fingerprint: as for `ProgramFiles`; a program's name and the shapes of its arguments identify it.
     """
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
         self.num_found = 0
-        self._folder: Path | None = folder / fingerprint
+        self._files: ProgramFiles | None = None
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            os.utime(self._folder)
-            _delete_unused(folder)
+            self._files = ProgramFiles(folder, fingerprint, kind="traced program", suffix=".stablehlo")
         except OSError as error:
             logger.warning("traced programs cannot be kept: %s", error)
-            self._folder = None
+
+    def has(self, name: str, program: Program) -> bool:
+        """Whether the program is on the disk."""
+        return self._files is not None and self._files.path(name, *program.shapes).is_file()
 
     def lower(self, name: str, program: Program) -> jax.stages.Lowered:
         """The program, lowered from the disk if it is there, otherwise traced and stored."""
-        if self._folder is None:
+        if self._files is None:
             return program.lower()
-        key = hashlib.sha256(repr((name, program.arguments, program.donated, program.out_shardings)).encode())
-        path = self._folder / f"{key.hexdigest()[:32]}.stablehlo"
-        exported = _read(path)
-        if exported is None:
+        path = self._files.path(name, *program.shapes)
+        serialized = self._files.read(path)
+        if serialized is None:
             exported = program.traced()
-            _write(path, exported)
+            self._files.write(path, exported.serialize())
         else:
+            exported = export.deserialize(bytearray(serialized))
             self.num_found += 1
         return program.calling(exported).lower()
 
@@ -141,34 +154,3 @@ def fingerprint(packages: Iterable[Path], facts: Iterable[object], device: jax.D
     for fact in (versions, machine, sorted(options.items()), *facts):
         digest.update(f"{fact!r}\n".encode())
     return digest.hexdigest()[:32]
-
-
-def _read(path: Path) -> export.Exported | None:
-    """None if there is no such file, or it is not as it was written."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    digest, serialized = content[:_DIGEST_SIZE], content[_DIGEST_SIZE:]
-    if hashlib.sha256(serialized).digest() != digest:
-        logger.warning("%s is damaged: the program is traced again", path)
-        return None
-    return export.deserialize(bytearray(serialized))
-
-
-def _write(path: Path, exported: export.Exported) -> None:
-    """Replaces the file as a whole: several servers may start at once."""
-    serialized = exported.serialize()
-    part = path.with_suffix(f".{os.getpid()}")
-    try:
-        part.write_bytes(hashlib.sha256(serialized).digest() + serialized)
-        part.replace(path)
-    except OSError as error:
-        logger.warning("a traced program cannot be kept: %s", error)
-
-
-def _delete_unused(folder: Path) -> None:
-    last_used = sorted(((path.stat().st_mtime, path) for path in folder.iterdir()), reverse=True)
-    for used_s, path in last_used[_KEPT_SETS:]:
-        if used_s < time.time() - _IN_USE_S:
-            shutil.rmtree(path, ignore_errors=True)  # another start may be deleting it, too

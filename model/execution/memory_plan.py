@@ -6,7 +6,7 @@ All sizes come from shapes, before weights are loaded or programs are compiled.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,7 @@ class RunnerConfig:
     pooling: Pooling | None = None  # of requests that embed; None: there can be none
     lookup: PromptLookup | None = None  # of drafts; None: there are none
     max_draft_rows: int = 0  # of the largest speculative step
+    draft_pass_tokens: int = 64  # of one pass of a draft model over tokens that it has not seen
     max_drawn: int = 0  # tokens that a speculative step draws at most: it needs the logits of all of them
 
     def __post_init__(self) -> None:
@@ -60,11 +61,35 @@ class MemoryNeeds:
     weights: int
     state: int  # slot state and token histories
     temporaries: int  # of the largest program: an upper bound
-    page: int  # the K/V of one page, of all layers, and its tokens if drafts are looked up
+    page: int  # the K/V of one page, of all layers and of a draft model; and its tokens if there are drafts
 
 
-def memory_needs(model: Llama, attention: PagedAttention, limits: RunnerConfig) -> MemoryNeeds:
-    """The needs of a model. Parameters are in place, or abstract with their sharding (`sharding.abstract_model`)."""
+def memory_needs(
+    model: Llama,
+    attention: PagedAttention,
+    limits: RunnerConfig,
+    draft: tuple[Llama, PagedAttention] | None = None,
+) -> MemoryNeeds:
+    """The needs of a model. Parameters are in place, or abstract with their sharding (`sharding.abstract_model`).
+
+    Args:
+        draft: a draft model and its attention.
+    """
+    needs = _needs_of_one(model, attention, limits)
+    text = 4 * attention.spec.page_size
+    if draft is None:
+        return replace(needs, page=needs.page + (text if limits.lookup else 0))
+    own = _needs_of_one(*draft, limits)
+    num_filled = 4  # bytes of `DraftPages.filled`
+    return MemoryNeeds(
+        weights=needs.weights + own.weights,
+        state=needs.state,
+        temporaries=max(needs.temporaries, own.temporaries),
+        page=needs.page + own.page + text + num_filled,
+    )
+
+
+def _needs_of_one(model: Llama, attention: PagedAttention, limits: RunnerConfig) -> MemoryNeeds:
     num_shards = attention.num_shards
     return MemoryNeeds(
         weights=weights_bytes(model),
@@ -80,7 +105,7 @@ def memory_needs(model: Llama, attention: PagedAttention, limits: RunnerConfig) 
             num_tokens=limits.max_num_batched_tokens,
             num_rows=max(limits.max_num_seqs, limits.max_drawn),
         ),
-        page=attention.page_bytes() * model.config.num_layers + (4 * attention.spec.page_size if limits.lookup else 0),
+        page=attention.page_bytes() * model.config.num_layers,
     )
 
 
@@ -152,7 +177,14 @@ def plan_pages(memory: DeviceMemory, needs: MemoryNeeds, limits: RunnerConfig, *
     wanted = int(pages_per_seq * limits.max_num_seqs * (1 + PREFIX_CACHE_SHARE))
     if memory.is_host:
         wanted = min(wanted, max(MAX_CPU_KV_BYTES // needs.page, pages_per_seq))
-    return min(fitting, wanted)
+    return wanted if wanted <= fitting else max(_steady(fitting), pages_per_seq)
+
+
+def _steady(num_pages: int) -> int:
+    """The number with its eight leading bits, at most 1/128 less. The free memory differs a little from start to start,
+    and another number of pages is another shape of every program."""
+    dropped = max(0, num_pages.bit_length() - 8)
+    return num_pages >> dropped << dropped
 
 
 def _does_not_fit(memory: DeviceMemory, needs: MemoryNeeds, limits: RunnerConfig, sequence_bytes: int) -> str:

@@ -1,4 +1,5 @@
-"""The tokens of the K/V in each page, kept next to the pages: the text in which drafts are looked up.
+"""The tokens of the K/V in each page, kept next to the pages: the text in which drafts are looked up, and which a draft
+model reads.
 
 A token's place is that of its K/V. So requests that share pages share their text, a preempted request finds it again,
 and the host sends nothing for it.
@@ -15,15 +16,24 @@ from batcher.slots import SlotLayout
 from model.execution.rows import StepRows
 
 
-def write(text: jax.Array, rows: StepRows, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-    """`text` i32[P, page_size] with the step's tokens, i32[T], at their positions i32[T]."""
-    page_size = text.shape[1]
-    index = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+def places(rows: StepRows, positions: jax.Array, *, page_size: int, num_pages: int) -> tuple[jax.Array, jax.Array]:
+    """The page of each of the step's tokens and its offset there, i32[T] each. Padding has `num_pages`, which scatters
+    drop.
+
+    Args:
+        positions: i32[T], of the tokens.
+    """
+    index = jnp.arange(positions.shape[0], dtype=jnp.int32)
     row = jnp.sum(index[:, None] >= rows.starts[1:], axis=1, dtype=jnp.int32)  # [T]; S in padding
     row = jnp.minimum(row, rows.state.shape[0] - 1)
     page = rows.state[row, SlotLayout.PAGE_TABLE + positions // page_size]
-    page = jnp.where(index < rows.starts[-1], page, text.shape[0])  # padding is dropped
-    return text.at[page, positions % page_size].set(tokens, mode="drop")
+    return jnp.where(index < rows.starts[-1], page, num_pages), positions % page_size
+
+
+def write(text: jax.Array, rows: StepRows, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    """`text` i32[P, page_size] with the step's tokens, i32[T], at their positions i32[T]."""
+    at = places(rows, positions, page_size=text.shape[1], num_pages=text.shape[0])
+    return text.at[at].set(tokens, mode="drop")
 
 
 def read(text: jax.Array, rows: StepRows) -> jax.Array:

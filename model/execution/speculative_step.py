@@ -13,7 +13,7 @@ Shape legend: `T` tokens of the step (padded), `S` rows (padded), `D` 1 + num_dr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,8 @@ import jax.numpy as jnp
 from batcher.slots import SlotLayout
 from batcher.step import Bucket, PackedLayout, Variant
 from model.execution import page_text
+from model.execution.draft_model import NO_TOKEN, DraftModel, Draw
+from model.execution.draft_pages import DraftPages
 from model.execution.prompt_lookup import PromptLookup, propose
 from model.execution.rows import StepRows, advance, ragged_batch, step_rows
 from model.execution.step import DeviceState, KvScales, OutputLayout, all_finite, apply_patches, forward, named
@@ -32,24 +34,22 @@ from model.sampling.logprobs import Logprobs, logprobs
 from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabShard, VocabSplit
 from pallas_kernels.api import PagedAttention
 
-_NO_TOKEN = -1  # in place of a draft: no token equals it
-
 
 def make_speculative_step(
-    bucket: Bucket, rebuild: Callable[[Any], Llama], attention: PagedAttention, lookup: PromptLookup
+    bucket: Bucket, rebuild: Callable[[Any], Llama], attention: PagedAttention, drafter: PromptLookup | DraftModel
 ) -> Callable[[Any, KvScales, DeviceState, jax.Array], tuple[DeviceState, jax.Array]]:
     """The step of one bucket with drafts, to be compiled: arguments and results are those of `make_step`."""
 
     def step(weights: Any, kv_scales: KvScales, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, jax.Array]:
-        assert state.text is not None, "the ladder has drafts and the runner keeps no text"
         model = rebuild(weights)
         sent = {name: packed[part] for name, part in PackedLayout(bucket).sections().items()}
         slots = apply_patches(state.slots, jnp.stack([sent["patch_indices"], sent["patch_values"]]))
         rows = step_rows(slots, sent)
-        proposed, is_found = propose(page_text.read(state.text, rows), rows.past, bucket.num_drafts, lookup)
-        proposed = jnp.where(is_found[:, None], proposed, _NO_TOKEN)
+        vocabulary = VocabSplit(state.history.shape[1], attention.mesh)
+        draw = partial(_draw_draft, state, vocabulary, rows, bucket)
+        proposed, pages = _propose(drafter, weights, state, rows, sent["header"][1], draw, bucket.num_drafts)
         has_room = jnp.arange(bucket.num_drafts, dtype=jnp.int32) < (jnp.diff(rows.starts) - 1)[:, None]
-        drafts = jnp.where(has_room, proposed, _NO_TOKEN)  # i32[S, D - 1]
+        drafts = jnp.where(has_room, proposed, NO_TOKEN)  # i32[S, D - 1]
 
         tokens, positions = _tokens(rows, drafts, bucket)
         batch = ragged_batch(rows, sent["header"], attention.spec.page_size)
@@ -59,7 +59,6 @@ def make_speculative_step(
         places = _places(rows, bucket.num_drafts)
         logits = model.logits(hidden[places.tokens])  # f32[S * D, V]
         history = state.history
-        vocabulary = VocabSplit(history.shape[1], attention.mesh)
         outputs: dict[str, jax.Array] = {}
         if bucket.variant is Variant.GREEDY:
             drawn = sampling.greedy(logits).reshape(-1, 1 + bucket.num_drafts)
@@ -81,17 +80,89 @@ def make_speculative_step(
         outputs |= {
             "tokens": drawn,
             "finite": (is_finite | ~is_kept).all(axis=1).astype(jnp.int32),
-            "num_drafts": jnp.sum(drafts != _NO_TOKEN, axis=1, dtype=jnp.int32),
+            "num_drafts": jnp.sum(drafts != NO_TOKEN, axis=1, dtype=jnp.int32),
             "num_accepted": num_accepted,
             "foretold": (drawn[:, 0] == proposed[:, 0]).astype(jnp.int32),
         }
         last = jnp.take_along_axis(drawn, num_accepted[:, None], axis=1)[:, 0]
         slots = advance(slots, rows, last, rows.past + 1 + num_accepted)
-        text = page_text.write(state.text, rows, tokens, positions)
-        state = DeviceState(slots=slots, history=history, masks=state.masks, kv=kv, text=text)
+        state = replace(state, draft=pages).written(rows, tokens, positions, slots=slots, history=history, kv=kv)
+        if isinstance(drafter, DraftModel):
+            assert state.draft is not None
+            state = replace(state, draft=drafter.accept(state.draft, rows, drafts, num_accepted))
         return state, OutputLayout(bucket, hidden.shape[1], foretells=True).join(outputs)
 
     return step
+
+
+def _propose(
+    drafter: PromptLookup | DraftModel,
+    weights: Any,
+    state: DeviceState,
+    rows: StepRows,
+    num_rows: jax.Array,
+    draw: Draw,
+    most: int,
+) -> tuple[jax.Array, DraftPages | None]:
+    """Up to `most` drafts of each row i32[S, D - 1], and the draft model's pages if there is one."""
+    assert state.text is not None, "the ladder has drafts and the runner keeps no text"
+    if isinstance(drafter, DraftModel):
+        assert state.draft is not None, "the drafts are a model's and the runner has no pages for it"
+        return drafter.propose(weights, state.draft, state.text, rows, num_rows, draw, most)
+    proposed, is_found = propose(page_text.read(state.text, rows), rows.past, most, drafter)
+    return jnp.where(is_found[:, None], proposed, NO_TOKEN), state.draft
+
+
+def _draw_draft(
+    state: DeviceState,
+    vocabulary: VocabSplit,
+    rows: StepRows,
+    bucket: Bucket,
+    logits: jax.Array,
+    drafts: jax.Array,
+    place: jax.Array | int,
+) -> jax.Array:
+    """The draft model's token at a place of each row, i32[S]. It is drawn with the row's parameters, seed and position,
+    as the model's own token is: so the two are equal more often than two independent draws."""
+    if bucket.variant is Variant.GREEDY:
+        return sampling.greedy(logits)
+    return vocabulary.run(
+        _sample_draft,
+        logits,
+        state.history,
+        state.masks,
+        rows,
+        drafts,
+        rows.past + 1 + place,
+        in_specs=(BY_VOCAB, BY_VOCAB, *[REPLICATED] * 4),
+        out_specs=REPLICATED,
+    )
+
+
+def _sample_draft(
+    shard: VocabShard,
+    logits: jax.Array,
+    history: jax.Array,
+    masks: jax.Array,
+    rows: StepRows,
+    drafts: jax.Array,
+    positions: jax.Array,
+) -> jax.Array:
+    def with_drafts() -> jax.Array:
+        return _count_drafts(shard, history.at[rows.slots].get(mode="clip"), drafts)
+
+    of_masks = partial(masks.at[rows.slots].get, mode="clip")
+    has_drafts = jnp.diff(rows.starts) > 1
+    asked = sampling.sampling_rows(rows.state)
+    return sampling.sample(shard, logits, asked, positions, has_drafts, with_drafts, of_masks)
+
+
+def _count_drafts(shard: VocabShard, counts: jax.Array, drafts: jax.Array) -> jax.Array:
+    """The token counts i32[S, V] with those of the drafts i32[S, n]."""
+    row = jnp.arange(counts.shape[0])
+    for i in range(drafts.shape[1]):
+        counts = counts.at[row, shard.locate(drafts[:, i])].add(1, mode="drop")
+    return counts
 
 
 def _tokens(rows: StepRows, drafts: jax.Array, bucket: Bucket) -> tuple[jax.Array, jax.Array]:
@@ -152,11 +223,12 @@ def draw_after_drafts(
 
     def with_drafts() -> jax.Array:
         """The history at each place: the drafts before it are counted like output, which they are if they matter."""
-        counts = history.at[places.slots].get(mode="clip").reshape(num_rows, num_places, -1)
-        row = jnp.arange(num_rows)
-        for i in range(num_places - 1):
-            counts = counts.at[row, i + 1 :, shard.locate(drafts[:, i])].add(1, mode="drop")
-        return counts.reshape(num_rows * num_places, -1)
+        counts = history.at[places.slots].get(mode="clip")
+        place = jnp.tile(jnp.arange(num_places), num_rows)
+        for i in range(num_places - 1):  # comparisons fuse with what reads the counts; a scatter would copy them
+            before = jnp.where(i < place, jnp.repeat(drafts[:, i], num_places), NO_TOKEN)
+            counts += shard.tokens == before[:, None]
+        return counts
 
     of_masks = partial(masks.at[places.slots].get, mode="clip")
     drawn = sampling.sample(shard, logits, asked, places.kv_lens, places.emits, with_drafts, of_masks)

@@ -11,7 +11,7 @@ Shape legend: `T` tokens of the step (padded), `S` rows (padded), `W` columns of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,8 @@ from jax.sharding import Mesh
 from batcher.request import MAX_LOGPROBS, Pooling
 from batcher.slots import SlotLayout
 from batcher.step import Bucket, PackedLayout, StepOutput, Variant
-from model.execution import page_text
+from model.execution import draft_pages, page_text
+from model.execution.draft_pages import DraftPages
 from model.execution.pooling import pool
 from model.execution.prompt_lookup import PromptLookup, propose
 from model.execution.rows import StepRows, advance, ragged_batch, step_rows
@@ -53,6 +54,17 @@ class DeviceState:
     masks: jax.Array  # i32[num_slots, num_mask_words], whole on every chip; sent anew for each token under a grammar
     kv: list[jax.Array]  # per layer, laid out by pallas_kernels
     text: jax.Array | None = None  # i32[P, page_size], the tokens of the K/V in each page; None: no drafts are taken
+    draft: DraftPages | None = None  # of the draft model, if there is one
+
+    def written(self, rows: StepRows, tokens: jax.Array, positions: jax.Array, **changed: Any) -> DeviceState:
+        """The state after a step of these tokens, i32[T] each, with the fields that it has `changed`."""
+        text, draft = self.text, self.draft
+        if text is not None:
+            text = page_text.write(text, rows, tokens, positions)
+        if text is not None and draft is not None:
+            filled = draft_pages.take_back(draft.filled, rows, positions, text.shape[1])
+            draft = replace(draft, filled=filled)
+        return replace(self, text=text, draft=draft, **changed)
 
 
 @dataclass(frozen=True)
@@ -65,8 +77,9 @@ class OutputLayout:
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], type]]:
         """name -> shape and dtype of each section, in the order of the buffer."""
-        t, s, d = self.bucket.num_tokens, self.bucket.num_rows, 1 + self.bucket.num_drafts
-        shapes: dict[str, tuple[tuple[int, ...], type]] = {"tokens": ((s, d), np.int32), "finite": ((s,), np.int32)}
+        t, s, d = self.bucket.num_tokens, self.bucket.num_rows, self.bucket.num_drafts + self.bucket.num_steps
+        finite = (s,) if self.bucket.num_steps == 1 else (s, d)
+        shapes: dict[str, tuple[tuple[int, ...], type]] = {"tokens": ((s, d), np.int32), "finite": (finite, np.int32)}
         if self.bucket.num_drafts:
             shapes |= {"num_drafts": ((s,), np.int32), "num_accepted": ((s,), np.int32)}
         if self.foretells:
@@ -125,7 +138,7 @@ def make_step(
     Args:
         rebuild: weights -> the model; the weights are an argument of the program, its structure is in this closure.
         pooling: of hidden states, where the bucket's variant is EMBED.
-        lookup: of drafts, which are only compared with the tokens. None: there are none.
+        lookup: of drafts, which are only compared with the tokens, in steps whose header says so. None: there are none.
     """
 
     def step(weights: Any, kv_scales: KvScales, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, jax.Array]:
@@ -147,15 +160,7 @@ def make_step(
         if bucket.variant is Variant.GREEDY:
             drawn = sampling.greedy(logits)
         else:
-            drawn, found, history = vocabulary.run(
-                _draw,
-                logits,
-                history,
-                state.masks,
-                rows,
-                in_specs=(BY_VOCAB, BY_VOCAB, REPLICATED, REPLICATED),
-                out_specs=(REPLICATED, REPLICATED, BY_VOCAB),
-            )
+            drawn, found, history = draw(vocabulary, logits, history, state.masks, rows)
             outputs |= named("", found)
         if bucket.variant.scores:
             found, outputs["target_ranks"] = _score(model, vocabulary, hidden, sent["targets"])
@@ -166,12 +171,11 @@ def make_step(
         outputs["tokens"] = drawn
         if lookup is not None:
             assert state.text is not None, "a lookup needs the text"
-            drafts, is_found = propose(page_text.read(state.text, rows), rows.past, 1, lookup)
-            outputs["foretold"] = (is_found & (drafts[:, 0] == drawn)).astype(jnp.int32)
+            look = partial(_foretold, state.text, rows, drawn, lookup)
+            outputs["foretold"] = lax.cond(sent["header"][3] != 0, look, lambda: jnp.zeros_like(drawn))
 
         slots = advance(slots, rows, drawn, rows.kv_lens)
-        text = None if state.text is None else page_text.write(state.text, rows, tokens, positions)
-        state = DeviceState(slots=slots, history=history, masks=state.masks, kv=kv, text=text)
+        state = state.written(rows, tokens, positions, slots=slots, history=history, kv=kv)
         return state, OutputLayout(bucket, hidden.shape[1], foretells=lookup is not None).join(outputs)
 
     return step
@@ -197,10 +201,10 @@ def forward(
 
     @jax.jit
     def attend_projected(
-        columns: jax.Array, cos: jax.Array, sin: jax.Array, kv: tuple[jax.Array, None]
+        columns: jax.Array, cos: jax.Array, sin: jax.Array, kv: tuple[jax.Array, jax.Array | None]
     ) -> tuple[jax.Array, jax.Array]:
-        pages, _ = kv
-        return attention.projected(columns, cos, sin, pages, metadata)
+        pages, scales = kv
+        return attention.projected(columns, cos, sin, pages, metadata, kv_scales=scales)
 
     form = AttendProjected(attend_projected) if attention.takes_projection else attend
     return model(tokens, positions, list(zip(kv, kv_scales, strict=True)), form)
@@ -220,6 +224,21 @@ def _tokens(rows: StepRows, sent: jax.Array, bucket: Bucket) -> tuple[jax.Array,
     return jnp.where(is_real, tokens, 0), jnp.where(is_real, positions, 0)
 
 
+def draw(
+    vocabulary: VocabSplit, logits: jax.Array, history: jax.Array, masks: jax.Array, rows: StepRows
+) -> tuple[jax.Array, Logprobs, jax.Array]:
+    """The rows' next tokens i32[S], their log-probabilities, and the history with them."""
+    return vocabulary.run(
+        _draw,
+        logits,
+        history,
+        masks,
+        rows,
+        in_specs=(BY_VOCAB, BY_VOCAB, REPLICATED, REPLICATED),
+        out_specs=(REPLICATED, REPLICATED, BY_VOCAB),
+    )
+
+
 def _draw(
     shard: VocabShard, logits: jax.Array, history: jax.Array, masks: jax.Array, rows: StepRows
 ) -> tuple[jax.Array, Logprobs, jax.Array]:
@@ -230,6 +249,12 @@ def _draw(
     found = logprobs(shard, logits, drawn, rows.emits & asked.wants_logprobs)
     counted = jnp.where(rows.emits & asked.has_penalty, rows.slots, history.shape[0])
     return drawn, found, history.at[counted, shard.locate(drawn)].add(1, mode="drop")
+
+
+def _foretold(text: jax.Array, rows: StepRows, drawn: jax.Array, lookup: PromptLookup) -> jax.Array:
+    """i32[S]: 1 where a look-up would have found the token that is drawn, i32[S]."""
+    drafts, is_found = propose(page_text.read(text, rows), rows.past, 1, lookup)
+    return (is_found & (drafts[:, 0] == drawn)).astype(jnp.int32)
 
 
 def _score(model: Llama, vocabulary: VocabSplit, hidden: jax.Array, targets: jax.Array) -> tuple[Logprobs, jax.Array]:

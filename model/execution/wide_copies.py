@@ -103,7 +103,8 @@ def check(
             if bucket.num_tokens not in shape and bucket.num_rows not in shape
         }
         copies = find(program.as_text(), clear)
-        bound = step_temporaries(config, attention, num_tokens=bucket.num_tokens, num_rows=bucket.num_rows)
+        num_drawn = bucket.num_rows * (1 + bucket.num_drafts)
+        bound = step_temporaries(config, attention, num_tokens=bucket.num_tokens, num_rows=num_drawn)
         if copies:
             listed = ", ".join(f"{name} ({size / MIB:.0f} MiB)" for name, size in copies.items())
             fault = f"writes 8-bit weights out in a wider type at every step: {listed}"

@@ -10,7 +10,7 @@ import numpy as np
 from model.config import LlamaConfig
 from model.inputs.gguf import is_gguf
 from model.loading.tensor_files import TensorFiles
-from model.quantization.forms import EightBit
+from model.quantization.forms import Activations, EightBit
 
 
 class Checkpoint(Protocol):
@@ -23,6 +23,10 @@ class Checkpoint(Protocol):
     @property
     def form(self) -> EightBit | None:
         """The form in which the projections are kept unless another one is asked for; None: not quantised."""
+
+    @property
+    def activations(self) -> Activations | None:
+        """What the checkpoint says of the inputs of its projections; None: it is not quantised."""
 
     @property
     def packing(self) -> str | None:
@@ -50,6 +54,9 @@ class Checkpoint(Protocol):
 
     def row_scales(self, key: str) -> np.ndarray:
         """f32[out, n]: the scales of the kernel at `key`."""
+
+    def input_scale(self, key: str) -> np.float32:
+        """The stored scale of the inputs of the kernel at `key`."""
 
 
 def open_checkpoint(path: Path, config: LlamaConfig) -> Checkpoint:

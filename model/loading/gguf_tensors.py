@@ -20,7 +20,7 @@ from model.config import LlamaConfig
 from model.inputs.gguf import GgufFile, GgufTensor
 from model.loading import gguf_config
 from model.loading.hf_format import EMBEDDING, HEAD, expected_kernels, expected_shapes
-from model.quantization.forms import EightBit
+from model.quantization.forms import Activations, EightBit
 
 Type = GGMLQuantizationType
 FLOATS: Mapping[Type, np.dtype] = {
@@ -83,6 +83,11 @@ class GgufTensors:
         return EightBit.INT8 if self._block_types() else None
 
     @property
+    def activations(self) -> Activations | None:
+        """Not rounded: only the weights are quantised."""
+        return Activations.EXACT if self._block_types() else None
+
+    @property
     def packing(self) -> str | None:
         """The stored types of quantised projections, in words."""
         types = self._block_types()
@@ -106,6 +111,10 @@ class GgufTensors:
     def row_scales(self, key: str) -> np.ndarray:
         """Raises ValueError: see `columns_of_a_scale`."""
         raise ValueError(f"{key} of {self._path} has no separate scales")
+
+    def input_scale(self, key: str) -> np.float32:
+        """Raises ValueError: activations are not rounded."""
+        raise ValueError(f"{key} of {self._path} has no scale of its inputs")
 
     def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
         """The part of a tensor at `index`. Quantised blocks are dequantised to float32."""

@@ -42,8 +42,8 @@ _LAYER: dict[str, tuple[Source, ...]] = {
     "mlp.gate_up.kernel": (Source("mlp.gate_proj.weight"), Source("mlp.up_proj.weight")),
     "mlp.down.kernel": (Source("mlp.down_proj.weight"),),
 }
-# Constants that older exporters wrote among the weights; the config has them, too. Also two kinds of scales: those of
-# activations, which are not quantised here, and those of K/V, which `kv_ranges` reads if they are needed.
+# Constants that older exporters wrote among the weights; the config has them, too. Also scales that are read only where
+# they are needed: those of K/V (`kv_ranges`), and those of inputs.
 IGNORED = re.compile(
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
     r"|.*\.(input_scale|input_global_scale|output_scale|activation_scale|[qkv]_scale|kv_scale|weight_shape)"
@@ -90,6 +90,11 @@ def expected_kernels(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 def scale_key(key: str, form: CheckpointForm) -> str:
     """The tensor with the scales of the kernel at `key`."""
     return key.removesuffix("weight") + form.scale
+
+
+def input_scale_key(key: str) -> str:
+    """The tensor with the scale of the inputs of the kernel at `key`."""
+    return key.removesuffix("weight") + "input_scale"
 
 
 def part_keys(key: str, form: PackedForm, shape: tuple[int, ...]) -> dict[str, Part]:

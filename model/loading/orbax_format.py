@@ -27,9 +27,9 @@ from model.loading.kv_ranges import save_kv_ranges
 from model.loading.weights import fill_each
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, num_shards_of
-from model.quantization.forms import EightBit
+from model.quantization.forms import Activations, EightBit, Rounding
 
-FORMAT = 5
+FORMAT = 6
 DTYPES = ("bfloat16", "float32")
 DESCRIPTION_FILE = "stored.json"
 _ARRAYS = "arrays"
@@ -45,6 +45,7 @@ class Description:
     num_shards: int
     dtype: str  # of the parameters that are not quantised
     quantization: str | None  # of the projections and the head
+    activations: str | None  # what a quantised checkpoint said of the inputs of its projections
     config: Mapping[str, Any]  # the fields that identify the model, as in `config.json`
     checksums: Mapping[str, list[int]]  # array -> CRC-32 of each shard, in the order of the chips
     kv_ranges: int | None  # CRC-32 of the file with the ranges of keys and values; None if there is none
@@ -66,12 +67,14 @@ class Description:
                 "num_shards": int(),
                 "dtype": str(dtype),
                 "quantization": form,
+                "activations": activations,
                 "config": dict(),
                 "checksums": dict(checksums),
                 "kv_ranges": None | int(),
             } if (
                 dtype in DTYPES
                 and form in (None, *EightBit)
+                and activations in (None, *Activations)
                 and all(isinstance(listed, list) for listed in checksums.values())
             ):
                 return cls(**{name: raw[name] for name in cls.__dataclass_fields__})
@@ -97,12 +100,19 @@ class Description:
             raise ValueError(f"{folder} holds another model than the config next to it: {', '.join(differing)} differ")
 
 
-def save_orbax(model: Llama, folder: Path | str, config: LlamaConfig, kv_ranges: np.ndarray | None = None) -> None:
+def save_orbax(
+    model: Llama,
+    folder: Path | str,
+    config: LlamaConfig,
+    kv_ranges: np.ndarray | None = None,
+    activations: Activations | None = None,
+) -> None:
     """Writes the stored form to `folder`, which must be new or empty.
 
     Args:
         config: the checkpoint's own, before KV heads were repeated.
         kv_ranges: see `kv_ranges.read_kv_ranges`.
+        activations: of a checkpoint that was quantised. If they are static, the model has the scales.
     """
     folder = Path(folder).absolute()
     if folder.exists() and any(folder.iterdir()):
@@ -116,6 +126,7 @@ def save_orbax(model: Llama, folder: Path | str, config: LlamaConfig, kv_ranges:
         num_shards=model.num_shards,
         dtype=model.dtype.name,
         quantization=model.quantization,
+        activations=activations,
         config=_identity(config),
         # Of the arrays in memory: a byte that changes during the write is found, too.
         checksums={name: _checksums(array) for name, array in arrays.items()},
@@ -130,6 +141,7 @@ def load_orbax(
     *,
     dtype: Any,
     mesh: Mesh | None = None,
+    rounding: Rounding | None = None,
     for_cpu: bool = False,
 ) -> Llama:
     """The model that `save_orbax` wrote. Each shard is read and verified before it goes to its chip.
@@ -144,9 +156,10 @@ def load_orbax(
     description = Description.read(folder)
     description.check(folder, config, num_shards_of(mesh))
     form = EightBit(description.quantization) if description.quantization else None
-    as_stored = abstract_model(config, dtype=description.dtype, mesh=mesh, quantization=form)
+    kept: dict[str, Any] = {"mesh": mesh, "quantization": form, "rounding": rounding}
+    as_stored = abstract_model(config, dtype=description.dtype, **kept)
     stored_dtypes = [variable.get_value().dtype for _, variable in nnx.to_flat_state(nnx.state(as_stored))]
-    model = abstract_model(config, dtype=dtype, mesh=mesh, quantization=form, for_cpu=for_cpu)
+    model = abstract_model(config, dtype=dtype, for_cpu=for_cpu, **kept)
     names = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))]
     context = ts.Context({"cache_pool": {"total_bytes_limit": _INDEX_CACHE_BYTES}})
     dtypes = dict(zip(names, stored_dtypes, strict=True))

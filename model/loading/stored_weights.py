@@ -17,7 +17,7 @@ from model.loading.kv_ranges import load_kv_ranges, read_kv_ranges
 from model.loading.tensor_files import TensorFiles
 from model.loading.weights import load_hf
 from model.network.llama import Llama
-from model.quantization.forms import EightBit
+from model.quantization.forms import Activations, EightBit, Rounding
 
 CONVERTED = "orbax"  # the subfolder that scripts/convert_checkpoint.py writes
 
@@ -32,6 +32,7 @@ class StoredWeights:
     dtypes: tuple[str, ...]  # the stored types, each once
     remark: str | None  # how they differ from `config.json`
     quantization: EightBit | None = None  # of the projections; in the converted form also of the head
+    activations: Activations | None = None  # of a quantised checkpoint
     packing: str | None = None  # the stored form, such as "GPTQ int4", if loading requantises it to `quantization`
     num_shards: int | None = None  # chips that it was converted for; None: it can be loaded on any number
 
@@ -58,20 +59,22 @@ class StoredWeights:
         dtype: Any,
         mesh: Mesh | None = None,
         quantization: EightBit | None = None,
+        rounding: Rounding | None = None,
         for_cpu: bool = False,
     ) -> Llama:
-        """The model on `mesh`, cast to `dtype`. `quantization` is the form of its projections and head.
+        """The model on `mesh`, cast to `dtype`. `quantization` is the form of its projections and head, `rounding` that
+        of their inputs.
 
         Raises:
             ValueError: the weights are damaged, or stored in another form than `quantization` asks for.
         """
+        form = {"dtype": dtype, "mesh": mesh, "rounding": rounding, "for_cpu": for_cpu}
         if self.is_converted:
             from model.loading.orbax_format import load_orbax
 
             self._check_form(quantization)
-            return load_orbax(self.path, self.config, dtype=dtype, mesh=mesh, for_cpu=for_cpu)
-        form = {"dtype": dtype, "mesh": mesh, "quantization": quantization, "for_cpu": for_cpu}
-        return load_hf(self.path, self.config, **form)
+            return load_orbax(self.path, self.config, **form)
+        return load_hf(self.path, self.config, quantization=quantization, **form)
 
     def _check_form(self, asked: EightBit | None) -> None:
         if asked is not self.quantization:
@@ -104,6 +107,7 @@ def find_weights(path: Path, config: LlamaConfig, load_format: str = "auto") -> 
         return _converted(path / CONVERTED, config)
     with open_checkpoint(path, config) as files:
         found, dtypes, form, packing = files.with_own_head(), files.dtypes, files.form, files.packing
+        activations = files.activations
     remark = None
     if found.tie_word_embeddings != config.tie_word_embeddings:
         remark = f"{HEAD.key} differs from the embedding and is used, although config.json ties them"
@@ -117,6 +121,7 @@ def find_weights(path: Path, config: LlamaConfig, load_format: str = "auto") -> 
         dtypes=dtypes,
         remark=remark,
         quantization=form,
+        activations=activations,
         packing=packing,
     )
 
@@ -133,5 +138,6 @@ def _converted(folder: Path, config: LlamaConfig) -> StoredWeights:
         dtypes=(dtype,),
         remark=None,
         quantization=EightBit(form) if form else None,
+        activations=Activations(description.activations) if description.activations else None,
         num_shards=description.num_shards,
     )

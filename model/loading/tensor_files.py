@@ -23,13 +23,14 @@ from model.loading.hf_format import (
     SINGLE_FILE,
     expected_kernels,
     expected_shapes,
+    input_scale_key,
     part_keys,
     scale_key,
 )
 from model.loading.packed_kernel import PackedKernel
 from model.loading.safetensors_fault import fault_in
 from model.quantization.checkpoint_form import CheckpointForm
-from model.quantization.forms import EightBit
+from model.quantization.forms import Activations, EightBit
 from model.quantization.packed_form import NAMES, PackedForm, Part
 
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # those that can be read
@@ -93,6 +94,14 @@ class TensorFiles:
         return None if self._config.quantized is None else self._config.quantized.form
 
     @property
+    def activations(self) -> Activations | None:
+        """What the config says of the inputs of the projections; None: nothing is quantised. Without stored scales of
+        the inputs, each token has a scale of its own."""
+        stated = None if self._config.quantized is None else self._config.quantized.activations
+        has_scales = self._input_scales() <= self._slices.keys()
+        return Activations.DYNAMIC if stated is Activations.STATIC and not has_scales else stated
+
+    @property
     def packing(self) -> str | None:
         """The stored form of projections that are requantised, in words."""
         return None if self._packed_form is None else self._packed_form.name
@@ -143,6 +152,16 @@ class TensorFiles:
         if self._form.block is None:
             return np.broadcast_to(values.reshape(-1, 1), (num_rows, 1))
         return values[np.arange(num_rows) // self._form.block[0]]
+
+    def input_scale(self, key: str) -> np.float32:
+        """The stored scale of the inputs of the kernel at `key`. ValueError if it is not positive."""
+        scale = self.values(input_scale_key(key)).max()
+        if not 0 < scale < np.inf:
+            raise ValueError(f"{input_scale_key(key)} must be a positive number: {scale}")
+        return np.float32(scale)
+
+    def _input_scales(self) -> set[str]:
+        return {input_scale_key(key) for key in expected_kernels(self._config).keys() - {HEAD.key}}
 
     def _check(self) -> None:
         expected, parts, scales = self._expected(), self._parts(), self._scale_shapes()

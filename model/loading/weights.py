@@ -25,7 +25,7 @@ from model.network.linear import INIT_STDDEV
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, num_shards_of
 from model.quantization.eight_bit import quantize
-from model.quantization.forms import EightBit
+from model.quantization.forms import EightBit, Rounding
 
 MAX_PARAMETERS_IN_FLIGHT = 4  # read ahead while earlier ones are joined; bounds the host's memory
 
@@ -37,6 +37,7 @@ def load_hf(
     dtype: Any,
     mesh: Mesh | None = None,
     quantization: EightBit | None = None,
+    rounding: Rounding | None = None,
     for_cpu: bool = False,
 ) -> Llama:
     """The checkpoint at `path`, a folder or a GGUF file, cast to `dtype` or quantised, in its stored form on `mesh`.
@@ -51,7 +52,8 @@ def load_hf(
     """
     with open_checkpoint(Path(path), config) as files:
         config = files.with_own_head()
-        model = abstract_model(config, dtype=dtype, mesh=mesh, quantization=quantization, for_cpu=for_cpu)
+        form = {"dtype": dtype, "mesh": mesh, "quantization": quantization, "rounding": rounding, "for_cpu": for_cpu}
+        model = abstract_model(config, **form)
         return fill(model, partial(_read_module, files=files, config=config, mesh=mesh))
 
 
@@ -61,11 +63,13 @@ def random_weights(
     dtype: Any,
     mesh: Mesh | None = None,
     quantization: EightBit | None = None,
+    rounding: Rounding | None = None,
     for_cpu: bool = False,
     seed: int = 0,
 ) -> Llama:
     """Random weights of the right shapes and spread, made on the chips."""
-    model = abstract_model(config, dtype=dtype, mesh=mesh, quantization=quantization, for_cpu=for_cpu)
+    form = {"dtype": dtype, "mesh": mesh, "quantization": quantization, "rounding": rounding, "for_cpu": for_cpu}
+    model = abstract_model(config, **form)
     seeds = np.random.default_rng(seed).integers(1 << 32, size=len(jax.tree.leaves(nnx.state(model))))
     remaining = iter(seeds.astype(np.uint32))
 
@@ -122,6 +126,8 @@ def fill_each(
 def _read_module(
     module: str, likes: Described, *, files: Checkpoint, config: LlamaConfig, mesh: Mesh | None
 ) -> Mapping[str, jax.Array]:
+    likes = dict(likes)
+    of_inputs = likes.pop("input_scale", None)
     (name, like), *rest = likes.items()  # the weights, and the scale that they are quantised with
     parts = sources(f"{module}.{name}" if module else name)
     raw = [_read(files, part, config, num_shards_of(mesh), like.sharding) for part in parts]
@@ -135,13 +141,17 @@ def _read_module(
             scales,
             groups=groups,
             block=files.columns_of_a_scale,
-            form=_form_of(like.dtype),
+            form=EightBit.of(like.dtype),
             shardings=shardings,
         )
     else:
         arrays = (_join(raw, groups=groups, dtype=like.dtype, sharding=like.sharding),)
+    values = dict(zip(likes, arrays, strict=True))
+    if of_inputs is not None:  # fused projections have the same inputs, and one scale that is large enough for all
+        largest = max(files.input_scale(part.key) for part in parts)
+        values["input_scale"] = jax.device_put(largest, of_inputs.sharding)
     # Waiting here limits the parameters in flight to the few that the pool works on.
-    return dict(zip(likes, jax.block_until_ready(arrays), strict=True))
+    return jax.block_until_ready(values)
 
 
 def _read(files: Checkpoint, source: Source, config: LlamaConfig, num_shards: int, sharding: Sharding) -> jax.Array:
@@ -219,10 +229,6 @@ def _joined(raw: Sequence[jax.Array | np.ndarray], groups: int) -> jax.Array:
     return jnp.concatenate(cut, axis=1).reshape(-1, raw[0].shape[1])
 
 
-def _form_of(dtype: Any) -> EightBit:
-    return next(form for form in EightBit if form.dtype == dtype)
-
-
 @partial(jax.jit, static_argnames="likes")
 def _random(seed: jax.Array, *, likes: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[jax.Array, ...]:
     """Noise for a matrix, ones for a norm, quantised noise for a kernel with a scale."""
@@ -232,7 +238,7 @@ def _random(seed: jax.Array, *, likes: tuple[jax.ShapeDtypeStruct, ...]) -> tupl
     elif len(likes) == 1:
         made = (_noise(seed, like.shape).astype(like.dtype),)
     else:
-        made = quantize(_noise(seed, like.shape), _form_of(like.dtype))
+        made = quantize(_noise(seed, like.shape), EightBit.of(like.dtype))
     return jax.lax.with_sharding_constraint(made, tuple(like.sharding for like in likes))
 
 

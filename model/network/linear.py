@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from model.network.cpu_products import multiply_few, multiply_int8
+from model.network.narrow_products import multiply_narrow
 from model.quantization.eight_bit import quantize
-from model.quantization.forms import EightBit
+from model.quantization.forms import EightBit, Rounding
 from pallas_kernels.cpu import products
 
 INIT_STDDEV = 0.02
@@ -32,6 +33,7 @@ class Linear(nnx.Module):
         axes: the logical names of both dimensions; `sharding.RULES` maps them to the mesh.
         dtype: of the kernel if it is not quantised.
         quantization: stores the kernel in 8 bits, with a scale f32[out] that is split in the same way as the outputs.
+        rounding: of the inputs of a quantised kernel; None: they keep their type.
         for_cpu: uses the forms of `cpu_products` where they are faster, unless the kernel is packed (`packed`).
     """
 
@@ -43,9 +45,13 @@ class Linear(nnx.Module):
         dtype: Any,
         rngs: nnx.Rngs,
         quantization: EightBit | None = None,
+        rounding: Rounding | None = None,
         for_cpu: bool = False,
     ):
         self.for_cpu = for_cpu
+        self.rounding = rounding
+        is_static = quantization is not None and rounding is not None and rounding.is_static
+        self.input_scale = nnx.Param(jnp.ones((), jnp.float32), axes=()) if is_static else None
         kernel = normal_param(rngs, shape, dtype, axes)
         if quantization is None:
             self.kernel, self.scale = kernel, None
@@ -59,6 +65,8 @@ class Linear(nnx.Module):
             return multiply(inputs, kernel, for_cpu=self.for_cpu, out_dtype=out_dtype)
         if kernel.ndim == 3:
             product = products.multiply(inputs, kernel)
+        elif self.rounding is not None and inputs.shape[0] >= self.rounding.min_rows:
+            product = multiply_narrow(inputs, kernel, None if self.input_scale is None else self.input_scale[...])
         elif self.for_cpu and kernel.dtype == jnp.int8:
             product = multiply_int8(inputs, kernel)
         else:

@@ -7,6 +7,7 @@ paged attention; training and tests pass plain causal attention.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from model.config import LlamaConfig
 from model.network.layers import Attend, AttendProjected, DecoderLayer, RMSNorm
 from model.network.linear import Linear, multiply, normal_param, rows_of
 from model.network.rope import inverse_frequencies, rotation
-from model.quantization.forms import EightBit
+from model.quantization.forms import EightBit, Rounding
 
 
 class Llama(nnx.Module):
@@ -32,6 +33,7 @@ class Llama(nnx.Module):
             on it, so weights stored for one number of chips do not fit another.
         quantization: of the projections and the head. A tied head then becomes a separate kernel; the embedding stays
             unquantised.
+        rounding: of the inputs of quantised products.
         for_cpu: multiplies a few rows in forms that XLA's CPU backend runs well (`cpu_products`), on one device.
     """
 
@@ -43,6 +45,7 @@ class Llama(nnx.Module):
         rngs: nnx.Rngs,
         num_shards: int = 1,
         quantization: EightBit | None = None,
+        rounding: Rounding | None = None,
         for_cpu: bool = False,
     ):
         for name in ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size"):
@@ -56,12 +59,14 @@ class Llama(nnx.Module):
         vocab, embed = config.vocab_size, config.hidden_size
         self.embedding = normal_param(rngs, (vocab, embed), dtype, ("vocab", "embed"))
         linear = partial(Linear, dtype=dtype, rngs=rngs, quantization=quantization, for_cpu=for_cpu)
+        of_layer = partial(linear, rounding=rounding)
         layers = range(config.num_layers)
-        self.layers = nnx.List([DecoderLayer(config, linear, dtype=dtype, num_shards=num_shards) for _ in layers])
+        self.layers = nnx.List([DecoderLayer(config, of_layer, dtype=dtype, num_shards=num_shards) for _ in layers])
         self.norm = RMSNorm(config, dtype=dtype)
         # None: the embedding is also the head's kernel.
         is_shared = config.tie_word_embeddings and quantization is None
-        self.head = None if is_shared else linear((vocab, embed), ("vocab", "embed"))
+        of_head = replace(rounding, is_static=False) if rounding is not None and rounding.with_head else None
+        self.head = None if is_shared else linear((vocab, embed), ("vocab", "embed"), rounding=of_head)
 
     def __call__(
         self,

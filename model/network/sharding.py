@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from model.config import LlamaConfig
 from model.network.llama import Llama
-from model.quantization.forms import EightBit
+from model.quantization.forms import EightBit, Rounding
 
 TENSOR_AXIS = "tensor"
 
@@ -87,6 +87,7 @@ def abstract_model(
     dtype: Any,
     mesh: Mesh | AbstractMesh | None = None,
     quantization: EightBit | None = None,
+    rounding: Rounding | None = None,
     for_cpu: bool = False,
 ) -> Llama:
     """The model in its stored form on `mesh`. Every parameter is a ShapeDtypeStruct with its sharding.
@@ -95,8 +96,8 @@ def abstract_model(
     """
     num_shards = num_shards_of(mesh)
     stored = stored_config(config, num_shards)
-    form = {"dtype": dtype, "num_shards": num_shards, "quantization": quantization, "for_cpu": for_cpu}
-    model = nnx.eval_shape(lambda: Llama(stored, rngs=nnx.Rngs(0), **form))
+    form = {"dtype": dtype, "num_shards": num_shards, "quantization": quantization, "rounding": rounding}
+    model = nnx.eval_shape(lambda: Llama(stored, rngs=nnx.Rngs(0), for_cpu=for_cpu, **form))
     graphdef, state = nnx.split(model)
     placed = [(path, variable.replace(_placed(variable, mesh))) for path, variable in nnx.to_flat_state(state)]
     return nnx.merge(graphdef, nnx.from_flat_state(placed))

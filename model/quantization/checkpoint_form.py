@@ -1,9 +1,9 @@
 """The quantised checkpoints that can be read: from `quantization_config` to the layout of their tensors.
 
 Most of them hold an 8-bit `weight` for each projection and, next to it, scales; a value is weight times scale. 4-bit
-weights, and some 8-bit ones, are packed into words (`packed_form`). Settings of activations are ignored: activations
-stay in the model's dtype, which is at least as exact. Of the settings of K/V only the type is read, because the values
-of K/V scales depend on it.
+weights, and some 8-bit ones, are packed into words (`packed_form`). Of the settings of activations only the cases of
+`Activations` are told apart: zero points of activations, and bounds of their scales, are ignored. Of the settings of
+K/V only the type is read, because the values of K/V scales depend on it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from model.inputs.words import shown
-from model.quantization.forms import EightBit
+from model.quantization.forms import Activations, EightBit
 from model.quantization.packed_form import Layout, PackedForm, Zeros
 
 MAX_BLOCK = 1 << 16
@@ -28,6 +28,7 @@ class CheckpointForm:
     form: EightBit
     scale: str = "weight_scale"  # the tensor next to `weight`: one value, or one for each row or block
     block: tuple[int, int] | None = None  # rows and columns that share a scale; None: one scale per row, or one in all
+    activations: Activations = Activations.DYNAMIC
 
 
 Stored = CheckpointForm | PackedForm
@@ -84,14 +85,27 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> tuple[Stored | None, list[str
     if not isinstance(weights, Mapping) or group.get("targets") != ["Linear"]:
         return None, ["config_groups must quantise the weights of targets ['Linear']"]
     packing = group.get("format") or raw.get("format")
-    found, problems = (_packed_rows if packing == "pack-quantized" else _in_bytes)(weights, packing)
+    found, problems = (
+        _packed_rows(weights) if packing == "pack-quantized" else _in_bytes(weights, packing, _activations(group))
+    )
     sparsity = raw.get("sparsity_config")
     if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
         problems.append("sparsity_config: sparse weights are not supported")
     return None if problems else found, problems
 
 
-def _in_bytes(weights: Mapping[str, Any], packing: Any) -> tuple[CheckpointForm | None, list[str]]:
+def _activations(group: Mapping[str, Any]) -> Activations:
+    """Rounded activations with zero points are rounded without them here, with a scale for each token."""
+    inputs = group.get("input_activations")
+    if not isinstance(inputs, Mapping):
+        return Activations.EXACT
+    is_static = inputs.get("dynamic") is False and inputs.get("strategy") == "tensor"
+    return Activations.STATIC if is_static and inputs.get("symmetric", True) is True else Activations.DYNAMIC
+
+
+def _in_bytes(
+    weights: Mapping[str, Any], packing: Any, activations: Activations
+) -> tuple[CheckpointForm | None, list[str]]:
     problems = []
     form = {"float": EightBit.FP8, "int": EightBit.INT8}.get(str(weights.get("type")))
     if packing not in ("float-quantized", "naive-quantized", "int-quantized"):
@@ -110,10 +124,10 @@ def _in_bytes(weights: Mapping[str, Any], packing: Any) -> tuple[CheckpointForm 
         problems += problem
     elif strategy not in ("tensor", "channel"):
         problems.append(f"weights.strategy={shown(strategy)} is not supported (only tensor, channel and block)")
-    return None if form is None else CheckpointForm(form=form, block=block), problems
+    return None if form is None else CheckpointForm(form=form, block=block, activations=activations), problems
 
 
-def _packed_rows(weights: Mapping[str, Any], packing: Any) -> tuple[PackedForm | None, list[str]]:
+def _packed_rows(weights: Mapping[str, Any]) -> tuple[PackedForm | None, list[str]]:
     problems = _bits(weights.get("num_bits"), "weights.num_bits")
     if weights.get("type") != "int":
         problems.append(f"weights.type={shown(weights.get('type'))} is not supported (only int)")
@@ -186,7 +200,8 @@ def _fp8(raw: Mapping[str, Any]) -> tuple[CheckpointForm | None, list[str]]:
     if raw.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         problems.append(f"fmt={shown(raw['fmt'])} is not supported (only e4m3)")
     if raw.get("weight_block_size") is None:
-        return CheckpointForm(form=EightBit.FP8), problems
+        activations = Activations.STATIC if raw.get("activation_scheme") == "static" else Activations.DYNAMIC
+        return CheckpointForm(form=EightBit.FP8, activations=activations), problems
     block, problem = _block(raw["weight_block_size"], "weight_block_size")
     return CheckpointForm(form=EightBit.FP8, scale="weight_scale_inv", block=block), problems + problem
 
@@ -199,7 +214,7 @@ def _modelopt(raw: Mapping[str, Any]) -> tuple[CheckpointForm | None, list[str]]
     algorithm = raw.get("quant_algo")
     if algorithm != "FP8":
         return None, [f"quant_algo={shown(algorithm)} is not supported (only FP8)"]
-    return CheckpointForm(form=EightBit.FP8), []
+    return CheckpointForm(form=EightBit.FP8, activations=Activations.STATIC), []
 
 
 _METHODS: dict[str, Callable[[Mapping[str, Any]], tuple[Stored | None, list[str]]]] = {

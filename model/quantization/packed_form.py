@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
-from model.quantization.forms import EightBit
+from model.quantization.forms import Activations, EightBit
 
 WORD_BITS = 32
 WORDS = ("I32",)
@@ -71,6 +71,7 @@ class PackedForm:
     is_ordered: bool = False  # a tensor gives the group of each input
 
     form = EightBit.INT8  # the form to which the weights are requantised; every chip supports it
+    activations = Activations.EXACT
 
     @property
     def name(self) -> str:

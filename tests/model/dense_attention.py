@@ -1,4 +1,4 @@
-"""Plain causal attention without pages, the oracle of the tests: an `attend` for `model.network.llama.Llama`."""
+"""Plain causal attention without pages, the oracle of the tests, and passes of `model.network.llama.Llama` over it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from model.network.layers import Attend
+from model.network.llama import Llama
 
 
 def causal_attention(num_sequences: int = 1) -> Attend:
@@ -28,3 +30,20 @@ def causal_attention(num_sequences: int = 1) -> Attend:
         return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(tokens, heads, dim), kv
 
     return attend
+
+
+def _hidden(model: Llama, tokens: jax.Array) -> jax.Array:
+    nothing = [None] * model.config.num_layers
+    return model(tokens, jnp.arange(len(tokens)), nothing, causal_attention())[0]
+
+
+@nnx.jit
+def dense_hidden(model: Llama, tokens: jax.Array) -> jax.Array:
+    """[T, D] of one whole sequence, i32[T]."""
+    return _hidden(model, tokens)
+
+
+@nnx.jit
+def dense_logits(model: Llama, tokens: jax.Array) -> jax.Array:
+    """f32[T, V] of one whole sequence, i32[T]."""
+    return model.logits(_hidden(model, tokens))

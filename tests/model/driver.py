@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +20,7 @@ from model.network.llama import Llama
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.quantised import scales_of
 from pallas_kernels.spec import AttentionSpec, Backend
-from tests.model.dense_attention import causal_attention
+from tests.model import dense_attention
 
 TINY = LlamaConfig(
     vocab_size=199,
@@ -40,9 +41,10 @@ TINY = LlamaConfig(
 )
 
 
-def tiny_model(seed: int = 0) -> Llama:
+@partial(nnx.jit, static_argnames=("seed", "config"))  # one program, where each of its operations would be compiled
+def tiny_model(seed: int = 0, config: LlamaConfig = TINY) -> Llama:
     """Random weights, large enough that tokens depend on what was attended to."""
-    model = Llama(TINY, dtype=jnp.float32, rngs=nnx.Rngs(seed))
+    model = Llama(config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
     state = nnx.state(model)
     for _, variable in nnx.to_flat_state(state):
         if variable.get_value().ndim == 2:
@@ -79,9 +81,7 @@ def tiny_runner(model: Llama | None = None, *, kv_dtype=jnp.float32, **limits) -
 
 def dense_logits(model: Llama, tokens: list[int]) -> np.ndarray:
     """f32[len(tokens), V] by one pass without pages."""
-    ids = jnp.array(tokens, jnp.int32)
-    hidden, _ = model(ids, jnp.arange(len(tokens)), [None] * model.config.num_layers, causal_attention())
-    return np.asarray(model.logits(hidden))
+    return np.asarray(dense_attention.dense_logits(model, np.array(tokens, np.int32)))
 
 
 @dataclass

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from batcher.request import SamplingParams
 from batcher.step import Bucket, Variant
@@ -104,11 +105,11 @@ def test_a_page_holds_the_same_numbers_however_a_prompt_is_cut(runner):
 
 def test_pages_take_a_quarter_of_float32_and_are_updated_in_place(runner):
     assert paged_attention(kv_dtype=jnp.int8).page_bytes() * 4 == paged_attention().page_bytes()
-    analysis = runner._programs[MIXED].memory_analysis()
+    analysis = runner._programs.steps[MIXED].memory_analysis()
     assert analysis.alias_size_in_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(runner._state))
     large = tiny_runner(model(), kv_dtype=jnp.int8, num_pages=4000)
     for bucket in (DECODE, MIXED):
-        needed = large._step_program(bucket).lower().compile().memory_analysis().temp_size_in_bytes
+        needed = large._described.step(bucket).lower().compile().memory_analysis().temp_size_in_bytes
         assert needed < large._state.kv[0].nbytes / 2
 
 
@@ -121,7 +122,8 @@ def test_the_range_is_the_one_of_a_dense_pass():
         attended, _ = attend(queries, keys, values, None)
         return attended, (keys, values)
 
-    _, kv = model()(tokens, np.arange(NUM_TOKENS), [None] * config.num_layers, measure)
+    nothing = [None] * config.num_layers
+    kv = nnx.jit(lambda model: model(tokens, np.arange(NUM_TOKENS), nothing, measure)[1])(model())
     found = measured_range(model())
     assert found.shape == (config.num_layers, 2, config.num_kv_heads)
     for layer, (keys, values) in zip(found, kv, strict=True):

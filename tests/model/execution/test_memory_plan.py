@@ -25,8 +25,13 @@ def plan(*, total=24 * GIB, free=16 * GIB, is_host=False, needs=NEEDS, utilizati
 
 
 def test_pages_fill_what_weights_state_and_temporaries_leave():
-    # 24 * 0.75 - 8 - 1 - 2 = 7 GiB of 8 MiB pages, one of which is nobody's.
-    assert plan() == 7 * 128 - 1
+    # 24 * 0.75 - 8 - 1 - 2 = 7 GiB of 8 MiB pages, one of which is the null page. Of 895, eight leading bits are 892.
+    assert plan() == 892
+
+
+def test_a_little_more_or_less_memory_gives_the_same_pages():
+    # Numbers of nine bits are even, and those of eight are exact: there is room for 255 to 259 pages.
+    assert [plan(free=5 * GIB + pages * 8 * MIB) for pages in range(5)] == [255, 256, 256, 258, 258]
 
 
 def test_what_others_use_is_not_planned_with():

@@ -14,21 +14,13 @@ from model.execution.memory_plan import RunnerConfig
 from model.execution.pooling import pool
 from model.execution.runner import ModelRunner
 from model.loading.weights import load_hf
-from model.network.llama import Llama
 from tests.model import checkpoints
-from tests.model.dense_attention import causal_attention
+from tests.model.dense_attention import dense_hidden, dense_logits
 from tests.model.driver import Row, paged_attention, run, tiny_model, tiny_runner
 from tests.model.goldens.make import PROMPT_LENGTH
 
 EMBED = Bucket(40, 4, Variant.EMBED)
 BOTH = pytest.mark.parametrize("pooling", Pooling)
-
-
-def dense_hidden(model: Llama, tokens: list[int]) -> np.ndarray:
-    """f32[len(tokens), D] by one pass without pages."""
-    nothing = [None] * model.config.num_layers
-    hidden, _ = model(jnp.array(tokens, jnp.int32), jnp.arange(len(tokens)), nothing, causal_attention())
-    return np.asarray(hidden)
 
 
 def pooled(hidden: np.ndarray, pooling: Pooling) -> np.ndarray:
@@ -74,7 +66,7 @@ def embed(runner: ModelRunner, row: Row, counts: list[int], company: Row | None 
 @pytest.mark.parametrize("counts", [[30], [29, 1], [1, 29], [7, 11, 12]])
 def test_chunks_give_what_a_dense_pass_gives(runner, counts):
     prompt = [int(token) for token in np.random.default_rng(3).integers(0, 199, 30)]
-    expected = pooled(dense_hidden(tiny_model(), prompt), runner.capacity().pooling)
+    expected = pooled(np.asarray(dense_hidden(tiny_model(), np.array(prompt))), runner.capacity().pooling)
     alone = embed(runner, Row(1, prompt, [5, 3, 8, 2]), counts)
     np.testing.assert_allclose(alone, expected, rtol=1e-4, atol=1e-4)
     in_company = embed(runner, Row(1, prompt, [5, 3, 8, 2]), counts, Row(3, [7] * 9, [9, 10]))
@@ -103,12 +95,11 @@ def test_hidden_states_are_those_of_transformers(variant, tmp_path):
 def test_programs_of_requests_that_do_not_embed_are_the_same():
     plain, embeds = tiny_runner(), tiny_runner(pooling=Pooling.MEAN)
     for bucket in (Bucket(4, 4, Variant.GREEDY), Bucket(24, 4, Variant.SAMPLE), Bucket(32, 4, Variant.SCORE)):
-        assert plain._step_program(bucket).lower().as_text() == embeds._step_program(bucket).lower().as_text()
+        assert plain._described.step(bucket).lower().as_text() == embeds._described.step(bucket).lower().as_text()
 
 
 def test_scored_prompts_share_steps_with_embeddings(runner):
     scored, embedded = Row(0, [3, 1, 4, 1, 5], [1]), Row(2, [9, 2, 6], [2])
     output = run(runner, EMBED, [(scored, 5), (embedded, 3)], admit=[scored, embedded])
-    hidden = dense_hidden(tiny_model(), scored.prompt)
-    exact = np.asarray(jax.nn.log_softmax(tiny_model().logits(jnp.asarray(hidden)), axis=-1))
+    exact = np.asarray(jax.nn.log_softmax(dense_logits(tiny_model(), np.array(scored.prompt)), axis=-1))
     np.testing.assert_allclose(output.target_logprobs[:4], exact[np.arange(4), scored.prompt[1:]], atol=1e-4)

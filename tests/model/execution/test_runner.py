@@ -99,11 +99,11 @@ def test_pages_are_zero_and_one_array_per_layer():
 @pytest.mark.parametrize("bucket", BUCKETS)
 def test_state_is_updated_in_place(runner, bucket):
     """The compiler aliases all of the state to the output, and needs less besides it than one layer's pages."""
-    analysis = runner._programs[bucket].memory_analysis()
+    analysis = runner._programs.steps[bucket].memory_analysis()
     state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(runner._state))
     assert analysis.alias_size_in_bytes == state_bytes
     pages = tiny_runner(num_pages=4000)  # so many that a copy of one layer would stand out
-    large = pages._step_program(bucket).lower().compile().memory_analysis()
+    large = pages._described.step(bucket).lower().compile().memory_analysis()
     assert large.temp_size_in_bytes < pages._state.kv[0].nbytes / 2
     assert large.temp_size_in_bytes == analysis.temp_size_in_bytes
 
@@ -123,11 +123,33 @@ def test_the_buffers_themselves_stay_where_they_are(runner):
 
 @pytest.mark.parametrize("bucket", BUCKETS)
 def test_one_buffer_goes_in_and_one_comes_out(runner, bucket):
-    program = runner._programs[bucket]
+    program = runner._programs.steps[bucket]
     num_state = len(jax.tree.leaves(runner._state))
     num_arguments = len(jax.tree.leaves(program.in_avals))
     assert num_arguments == len(runner._weights) + num_state + 1
     assert len(jax.tree.leaves(program.out_info)) == num_state + 1
+
+
+def test_a_step_is_one_call_that_is_sent_one_array(runner, monkeypatch):
+    rows = [Row(slot, [slot + 3, slot + 4], [2 * slot + 1, 2 * slot + 2]) for slot in range(3)]
+    run(runner, BUCKETS[1], [(row, 2) for row in rows], admit=rows)
+    calls = []
+
+    def counted(name, program):
+        def call(*arguments):
+            calls.append((name, sum(not isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(arguments))))
+            return program(*arguments)
+
+        return call
+
+    programs = runner._programs
+    for name in ("patch", "reset_history", "bring_masks"):
+        monkeypatch.setattr(programs, name, counted(name, getattr(programs, name)))
+    steps = {bucket: counted("step", program) for bucket, program in programs.steps.items()}
+    monkeypatch.setattr(programs, "steps", steps)
+    for bucket in (BUCKETS[0], BUCKETS[2], BUCKETS[1]):
+        run(runner, bucket, [(row, 1) for row in rows])
+    assert calls == [("step", 1)] * 3
 
 
 def test_execute_runs_ahead_of_the_results(runner):
@@ -285,8 +307,48 @@ def test_chips_update_their_parts_of_the_state_in_place():
     for slots in (SLOTS, 500):  # so many that a copy of a chip's part of the histories would stand out
         limits = RunnerConfig(max_num_seqs=slots, max_num_batched_tokens=1000, max_model_len=64, num_pages=16)
         runner = ModelRunner(model, paged_attention(model.config, mesh=mesh), limits)
-        analysis = runner._step_program(BUCKETS[2]).lower().compile().memory_analysis()
-        parts = [math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in jax.tree.leaves(runner._state_like)]
+        analysis = runner._described.step(BUCKETS[2]).lower().compile().memory_analysis()
+        parts = [math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in jax.tree.leaves(runner._described.state_like)]
         assert analysis.alias_size_in_bytes == sum(parts)
         needed.append(analysis.temp_size_in_bytes)
     assert needed[1] - needed[0] < 500 * 500 * 4 / 2
+
+
+def test_programs_that_were_left_come_later_and_once(tmp_path):
+    limits = RunnerConfig(max_num_seqs=SLOTS, max_num_batched_tokens=24, max_model_len=64, num_pages=40)
+
+    def start():
+        runner, lines = ModelRunner(tiny_model(), paged_attention(), limits, traced_folder=tmp_path), []
+        return runner, runner.warm_up(BUCKETS, lines.append, BUCKETS[:2]), lines[0]
+
+    runner, left, line = start()
+    assert left == BUCKETS[:2]
+    assert re.match(r"compiled 4 programs in .*; 2 more are compiled while serving", line)
+    with pytest.raises(KeyError, match="has no program"):
+        runner.execute(runner._described.padding(left[0]))
+    before = runner.num_compiles
+    for bucket in left:
+        runner.compile_later(bucket, print)
+        runner.execute(runner._described.padding(bucket)).result()
+    assert runner.num_compiles == before
+    again, left, line = start()
+    assert left == []
+    assert "more" not in line
+    assert again._programs.steps.keys() == set(BUCKETS)
+
+
+def test_the_program_that_stands_in_draws_the_same_tokens():
+    """A decode in its own program, in one that samples, and in one of more tokens that scores, too."""
+    runner, decodes = tiny_runner(), [BUCKETS[0], BUCKETS[2], Bucket(24, 4, Variant.SCORE)]
+    runner.warm_up(decodes, print)
+
+    def generate(bucket: Bucket, sampling: SamplingParams) -> list[int]:
+        row = Row(1, [3, 1, 4, 1, 5], [2, 3, 4], sampling, seed=5)
+        run(runner, decodes[2], [(row, 5)], admit=[row])
+        for _ in range(10):
+            run(runner, bucket, [(row, 1)])
+        return row.output
+
+    greedy = SamplingParams(max_tokens=64, temperature=0)
+    assert generate(decodes[0], greedy) == generate(decodes[1], greedy) == generate(decodes[2], greedy)
+    assert generate(decodes[1], SAMPLED) == generate(decodes[2], SAMPLED)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats as statistics
 
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig
@@ -16,6 +16,7 @@ from batcher.engine import Engine
 from batcher.request import Request, RequestOutput, SamplingParams
 from batcher.slots import SlotLayout
 from batcher.stats import EngineStats
+from batcher.step import StepHandle, StepInput
 from model.execution.memory_plan import RunnerConfig
 from model.execution.prompt_lookup import PromptLookup, propose
 from model.execution.rows import StepRows
@@ -36,17 +37,25 @@ FEW = (3, 17, 44, 90)  # allowed tokens: a text of four different ones repeats i
 @pytest.fixture(scope="module")
 def runner() -> ModelRunner:
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 96, "num_pages": 64}
-    runner = ModelRunner(tiny_model(), paged_attention(), RunnerConfig(**limits, lookup=LOOKUP))
+    runner = ModelRunner(tiny_model(), paged_attention(), RunnerConfig(**limits, lookup=LOOKUP, max_draft_rows=4))
     runner.warm_up([b for b in DRAFTS.buckets() if not b.variant.scores], lambda line: None)
     return runner
 
 
 def serve(
-    runner: ModelRunner, ladder: BucketLadder, requests: list[Request], *, preempts_every: int | None = None
+    runner: ModelRunner,
+    ladder: BucketLadder,
+    requests: list[Request],
+    *,
+    preempts_every: int | None = None,
+    weights_cost_tokens: float = 1000.0,
+    draft_cost: float = 0.0,
 ) -> tuple[dict, EngineStats]:
     """(request id -> its outputs joined, the statistics)."""
     runner.recover()  # each run begins with an empty device
-    engine = Engine(runner, EngineConfig(eos_token_ids=(1,), seed=0, weights_cost_tokens=1000.0), ladder)
+    costs = {"weights_cost_tokens": weights_cost_tokens, "draft_cost": draft_cost}
+    config = EngineConfig(eos_token_ids=(1,), seed=0, **costs)
+    engine = Engine(runner, config, ladder)
     outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
     compiles = runner.num_compiles
     for request in requests:
@@ -116,6 +125,23 @@ def test_outputs_are_those_without_drafts(runner, kind) -> None:
     assert drafted.num_steps < plain.num_steps
 
 
+def test_steps_without_drafts_look_up_when_they_are_asked_to(runner, monkeypatch) -> None:
+    execute, told = runner.execute, {0: [], 1: []}
+
+    def spy(step: StepInput) -> StepHandle:
+        handle = execute(step)
+        output = handle.result()
+        if step.bucket.decode_only:
+            told[int(step.packed[3])].append(output.foretold.any())
+        return handle
+
+    monkeypatch.setattr(runner, "execute", spy)
+    serve(runner, DRAFTS, requests([{"allowed_token_ids": FEW[:2]}] * 4), weights_cost_tokens=0.0)  # drafts never pay
+    assert any(told[1])
+    assert told[0]
+    assert not any(told[0])
+
+
 def test_preempted_requests_and_those_with_a_cached_prefix_find_their_text_again(runner) -> None:
     asked = requests([{"allowed_token_ids": FEW, "temperature": 1.0}] * 6, prompt_len=30, max_tokens=60)
     asked.append(replace(asked[0], request_id="the same prompt"))
@@ -144,15 +170,16 @@ def test_penalties_count_the_drafts_before_a_place_and_keep_the_accepted_ones(nu
         emits=jnp.array([True] * 8),
     )
     logits = jnp.tile(jnp.array([0, 0, 1.0, 0, 0, 0.3, 0, 0]), (8, 1))
-    drawn, _, history = split.run(
-        draw_after_drafts,
+    specs = {
+        "in_specs": (BY_VOCAB, BY_VOCAB, *[REPLICATED] * 3),
+        "out_specs": (REPLICATED, REPLICATED, BY_VOCAB),
+    }
+    drawn, _, history = jax.jit(partial(split.run, draw_after_drafts, **specs))(
         logits,
         jnp.zeros((2, vocab), jnp.int32),
         jnp.full((2, 1), -1, jnp.int32),
         places,
         jnp.array([[2, 2, 2], [2, 2, 5]]),
-        in_specs=(BY_VOCAB, BY_VOCAB, *[REPLICATED] * 3),
-        out_specs=(REPLICATED, REPLICATED, BY_VOCAB),
     )
     # The first row's token 2 has 1.0, 0.6 and 0.2, below the 0.3 of token 5: two of its drafts are accepted.
     assert drawn.tolist() == [[2, 2, 5, 5], [2, 2, 2, 2]]
@@ -161,6 +188,8 @@ def test_penalties_count_the_drafts_before_a_place_and_keep_the_accepted_ones(nu
 
 def test_accepted_and_rejected_drafts_leave_the_distribution_of_the_model(runner) -> None:
     """The third token after a fixed first one, over many seeds: the second and third are drawn against drafts."""
+    from scipy import stats as statistics  # takes a second, which every process would spend that collects tests
+
     prompt, allowed = (3, 17, 3, 17, 3), (3, 17, 44)
     asked = [
         Request(
@@ -234,6 +263,7 @@ def test_rows_of_few_tokens_attend_as_longer_ones_do() -> None:
     queries, keys, values = (jnp.array(rng.normal(size=(16, heads, 16)), jnp.float32) for heads in (4, 2, 2))
     pages = jnp.array(rng.normal(size=attention.kv_pages(6).shape), jnp.float32)
 
+    @partial(jax.jit, static_argnums=0)
     def attend(few_queries: bool) -> tuple[jax.Array, jax.Array]:
         metadata = attention.make_metadata(batch, num_tokens=16, decode_only=False, few_queries=few_queries)
         return attention(queries, keys, values, pages, metadata)

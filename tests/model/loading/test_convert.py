@@ -20,8 +20,8 @@ from model.loading.source import resolve
 from model.loading.weights import load_hf
 from model.network.sharding import make_mesh
 from tests.model import checkpoints
+from tests.model.dense_attention import dense_logits
 from tests.model.loading.test_orbax_format import same
-from tests.model.network.test_llama import jitted_logits
 
 ROOT = Path(__file__).parents[3]
 
@@ -72,7 +72,7 @@ def test_no_bit_of_a_logit_changes_unless_a_type_is_asked_for(variant, file_dtyp
     assert json.loads((tmp_path / "out" / "orbax" / "stored.json").read_text())["dtype"] == stored
     sequence = checkpoints.golden_sequence(variant)
     ours, original = (
-        np.asarray(jitted_logits(load(resolve(str(where)).config, dtype=jnp.float32), sequence))
+        np.asarray(dense_logits(load(resolve(str(where)).config, dtype=jnp.float32), sequence))
         for where, load in (
             (tmp_path / "out", partial(load_orbax, tmp_path / "out" / "orbax")),
             (folder, partial(load_hf, folder)),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import gguf
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -25,9 +27,10 @@ from model.quantization.forms import EightBit
 from scripts.convert_checkpoint import convert
 from server.text.gguf_tokenizer import read_gguf_tokenizer
 from tests.model import checkpoints, gguf_files
+from tests.model.dense_attention import dense_logits
 from tests.model.gguf_files import Type
+from tests.model.goldens.make import FOLDER
 from tests.model.loading.test_weights import flat
-from tests.model.network.test_llama import jitted_logits
 
 
 def write(tmp_path, variant="gqa2", type=Type.F32, **options):
@@ -126,8 +129,8 @@ def test_factors_of_frequencies_are_llama_3s_scaling(tmp_path):
     scaled = inverse_frequencies(found.head_dim, found.rope_theta, found.rope_scaling)
     np.testing.assert_allclose(scaled, wanted, rtol=3e-7)
     tokens = checkpoints.golden_sequence("llama3_rope")
-    exact = jitted_logits(load_hf(tmp_path / "source", config, dtype=jnp.float32), tokens)
-    np.testing.assert_allclose(jitted_logits(load_hf(path, found, dtype=jnp.float32), tokens), exact, atol=2e-5)
+    exact = dense_logits(load_hf(tmp_path / "source", config, dtype=jnp.float32), tokens)
+    np.testing.assert_allclose(dense_logits(load_hf(path, found, dtype=jnp.float32), tokens), exact, atol=2e-5)
     assert LlamaConfig.from_hf(found.to_hf()) == found
 
 
@@ -258,3 +261,26 @@ def test_a_folder_with_a_gguf_file_only_and_a_missing_file_are_told_apart(tmp_pa
         resolve(str(tmp_path))
     with pytest.raises(ValueError, match=r"there is no file .*absent\.gguf"):
         resolve(str(path.with_name("absent.gguf")))
+
+
+# Of log-probabilities down to -8. In bfloat16 and in blocks llama.cpp rounds the activations of every product, too.
+LLAMA_CPP_TOLERANCE = {Type.F32: 1e-4, Type.BF16: 0.1, Type.Q8_0: 0.2, Type.Q4_0: 0.2}
+
+
+@pytest.mark.parametrize("type", LLAMA_CPP_TOLERANCE)
+def test_llama_cpp_computes_the_same_of_the_file(tmp_path, type):
+    config, tensors = LlamaConfig.from_file(DEMO_FOLDER), load_file(DEMO_FOLDER / "model.safetensors")
+    path = gguf_files.write(tmp_path / "demo.gguf", config, tensors, type, tokenizer=DEMO_FOLDER)
+    model, tolerance = load_hf(path, resolve(str(path)).config, dtype=jnp.float32), LLAMA_CPP_TOLERANCE[type]
+    num_choices = 0
+    for golden in json.loads((FOLDER / "llama_cpp.json").read_text())[type.name]:
+        prompt, tokens = golden["prompt"], golden["tokens"]
+        sequence = np.pad(prompt + tokens, (0, 64 - len(prompt + tokens)))
+        logits = dense_logits(model, sequence)[len(prompt) - 1 :][: len(tokens)]
+        for ours, chosen, top in zip(np.asarray(jax.nn.log_softmax(logits)), tokens, golden["top"], strict=True):
+            for token, theirs in top:
+                assert theirs < -8 or abs(ours[token] - theirs) < tolerance, (token, theirs)
+            if top[0][1] - top[1][1] > 2 * tolerance:  # no near-tie
+                assert ours.argmax() == chosen
+                num_choices += 1
+    assert num_choices > 40

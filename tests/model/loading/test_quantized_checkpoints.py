@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from model.config import LlamaConfig, projections
-from model.loading.stored_weights import find_weights
+from model.loading.orbax_format import save_orbax
+from model.loading.stored_weights import CONVERTED, find_weights
 from model.loading.weights import load_hf
 from model.network.sharding import make_mesh
 from model.quantization.eight_bit import quantize
-from model.quantization.forms import EightBit
+from model.quantization.forms import Activations, EightBit, Rounding
 from tests.model import checkpoints
 from tests.model.loading.test_weights import flat
 from tests.model.quantization.test_checkpoint_form import compressed
@@ -138,3 +139,77 @@ def test_scales_that_are_missing_or_of_another_shape_are_named(tmp_path):
     assert "missing: model.layers.{0}.mlp.up_proj.weight_scale" in text
     assert f"{{1}}.mlp.up_proj.weight_scale has shape (3,), not one of (), (1,), ({rows},), ({rows}, 1)" in text
     assert "model.layers.{2}.mlp.up_proj.weight has type I8, not one of F8_E4M3" in text
+
+
+def static(dtype, **changed):
+    """A config of which all activations have stored scales."""
+    kind = "int" if dtype == INT8 else "float"
+    raw = compressed(f"{kind}-quantized", strategy="channel", type=kind)
+    inputs = {"num_bits": 8, "type": kind, "strategy": "tensor", "dynamic": False, "symmetric": True}
+    raw["config_groups"]["group_0"]["input_activations"] = inputs | changed
+    return raw
+
+
+def write_static(folder, dtype=FP8):
+    """Its input scales are 1, 2, 3, ... in the order of the projections' names."""
+    stored, _ = write(folder, "channel", dtype, quantization=static(dtype))
+    names = sorted(name for name in stored if name.endswith("input_scale"))
+    scales = {name: np.full(1, number, np.float32) for number, name in enumerate(names, 1)}
+    checkpoints.write_tensors(folder, stored | scales)
+    return stored | scales
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("dtype", [FP8, INT8])
+def test_stored_scales_of_inputs_are_read_and_converted(tmp_path, dtype, num_shards):
+    scales = write_static(tmp_path, dtype)
+    config, form = LlamaConfig.from_file(tmp_path), EightBit.of(dtype)
+    stored = find_weights(tmp_path, config)
+    assert stored.activations is Activations.STATIC
+    mesh = make_mesh(num_shards) if num_shards > 1 else None
+    how = {"dtype": jnp.float32, "mesh": mesh, "quantization": form, "rounding": Rounding(is_static=True)}
+    model = stored.load(**how)
+    found = flat(model)
+    assert found["layers.1.mlp.down.input_scale"] == scales["model.layers.1.mlp.down_proj.input_scale"]
+    fused = [scales[f"model.layers.1.self_attn.{name}_proj.input_scale"] for name in "qkv"]
+    assert found["layers.1.attention.qkv.input_scale"] == max(fused)
+    assert "head.input_scale" not in found
+    save_orbax(model, tmp_path / CONVERTED, config, activations=Activations.STATIC)
+    again = find_weights(tmp_path, config)
+    assert again.is_converted and again.activations is Activations.STATIC
+    for name, value in flat(again.load(**how)).items():
+        np.testing.assert_array_equal(value, found[name])
+    exact = flat(again.load(**how | {"rounding": None}))  # for a chip that does not round
+    assert exact.keys() == {name for name in found if not name.endswith("input_scale")}
+
+
+def test_without_stored_scales_each_token_has_its_own(tmp_path):
+    stored = write_static(tmp_path)
+    checkpoints.write_tensors(tmp_path, {name: value for name, value in stored.items() if "input_scale" not in name})
+    assert find_weights(tmp_path, LlamaConfig.from_file(tmp_path)).activations is Activations.DYNAMIC
+
+
+def test_a_scale_of_inputs_that_is_not_positive_is_named(tmp_path):
+    stored = write_static(tmp_path)
+    name = "model.layers.0.mlp.up_proj.input_scale"
+    checkpoints.write_tensors(tmp_path, stored | {name: np.zeros(1, np.float32)})
+    with pytest.raises(ValueError, match=r"up_proj\.input_scale must be a positive number: 0"):
+        load_hf(tmp_path, LlamaConfig.from_file(tmp_path), dtype=jnp.float32, quantization=EightBit.FP8,
+                rounding=Rounding(is_static=True))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "activations"),
+    [
+        ({}, Activations.STATIC),
+        ({"symmetric": False}, Activations.DYNAMIC),
+        ({"strategy": "token", "dynamic": True}, Activations.DYNAMIC),
+        (None, Activations.EXACT),
+    ],
+)
+def test_the_config_says_whether_activations_are_rounded(tmp_path, changed, activations):
+    raw = static(FP8, **(changed or {}))
+    if changed is None:
+        raw["config_groups"]["group_0"]["input_activations"] = None
+    write(tmp_path, "channel", FP8, quantization=raw)
+    assert find_weights(tmp_path, LlamaConfig.from_file(tmp_path)).activations is activations

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +19,19 @@ from jax.sharding import PartitionSpec as P
 
 from model.compiling.compiler_options import compiler_options
 from model.network.linear import Linear
-from model.quantization.forms import EightBit
-from pallas_kernels.chips import GPUS
+from model.quantization.forms import EightBit, Rounding
+from pallas_kernels.chips import GPUS, GpuChip, TpuChip
 from scripts.benchmarks.accounts.targets import gpu_target, tpu_target
 
 SHAPE = (14336, 4096)  # of Llama 3.1 8B: half of gate_up
 ROWS = (1, 16, 64, 512)
+
+
+def forms(chip: TpuChip | GpuChip) -> list[tuple[EightBit | None, Rounding | None]]:
+    """Those that the chip has a fast form for. Rounded inputs are compiled for any number of rows: a checkpoint may ask
+    for them."""
+    weights = [form for form in EightBit if form is EightBit.INT8 or chip.reads_fp8]
+    return [(None, None), *((form, None) for form in weights), *((EightBit(f), Rounding()) for f in chip.rounded_rows)]
 
 
 def main(name: str) -> None:
@@ -31,12 +39,9 @@ def main(name: str) -> None:
     target = gpu_target(name) if is_gpu else tpu_target(name)
     mesh = Mesh(np.array(target.devices()), ("tensor",))
     everywhere = NamedSharding(mesh, P())
-    for form in (None, *EightBit):
-        if form is EightBit.FP8 and not target.chip.reads_fp8:
-            continue
-        like = nnx.eval_shape(
-            lambda form=form: Linear(SHAPE, ("mlp", "embed"), dtype=jnp.bfloat16, rngs=nnx.Rngs(0), quantization=form)
-        )
+    for form, rounding in forms(target.chip):
+        make = partial(Linear, SHAPE, ("mlp", "embed"), dtype=jnp.bfloat16, quantization=form, rounding=rounding)
+        like = nnx.eval_shape(lambda make=make: make(rngs=nnx.Rngs(0)))
         structure, state = nnx.split(like)
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), state)
         for rows in ROWS:
@@ -48,6 +53,7 @@ def main(name: str) -> None:
             memory = compiled.memory_analysis()
             result = {
                 "form": form,
+                "rounded": rounding is not None,
                 "rows": rows,
                 "argument_bytes": memory.argument_size_in_bytes,
                 "temp_bytes": memory.temp_size_in_bytes,

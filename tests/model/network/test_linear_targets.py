@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from pallas_kernels.chips import GPUS, TPUS
-from tests.model.network.compile_linear import ROWS, SHAPE
+from tests.model.network.compile_linear import ROWS, SHAPE, forms
 
 TARGETS = ("v5e:1x1", "v6e:1x1", "v5p:1x1x1", "tpu7x:1x1x1", "a100", "l4", "h200", "b200", "rtx5090")
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
@@ -35,13 +35,17 @@ def test_no_wide_copy_is_written(target):
     assert process.returncode == 0, process.stderr[-4000:]
     results = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
     print(target, *results, sep="\n")  # what `pytest -rP` shows
-    reads_fp8 = (GPUS[target] if target in GPUS else TPUS[target.split(":")[0]]).reads_fp8
-    assert len(results) == len(ROWS) * (3 if reads_fp8 else 2)
+    chip = GPUS[target] if target in GPUS else TPUS[target.split(":")[0]]
+    assert len(results) == len(ROWS) * len(forms(chip))
     dense = {result["rows"]: result for result in results if result["form"] is None}
     for result in results:
         if result["form"] is not None:
             wide = dense[result["rows"]]
-            assert result["temp_bytes"] <= wide["temp_bytes"] + (1 << 20), result
+            # Rounded inputs, and on GPUs sums in 32 bits, are in memory between kernels. cuBLASLt needs 4 MiB.
+            rows = max(16, result["rows"])
+            extra = rows * (2 * 4 * SHAPE[0] + 4 * SHAPE[1]) + (4 << 20) if result["rounded"] else 0
+            assert result["temp_bytes"] <= wide["temp_bytes"] + extra + (1 << 20), result
+            assert extra < 2 * SHAPE[0] * SHAPE[1]
             assert wide["argument_bytes"] - result["argument_bytes"] >= SHAPE[0] * (SHAPE[1] - 8), result
 
 
@@ -59,6 +63,17 @@ def test_a_whole_decode_step_is_the_one_of_bfloat16(target, form):
     assert narrow["wide_copies"] == {}
 
 
+@pytest.mark.parametrize("rows", [1, 64])
+def test_a_whole_decode_step_of_fp8_with_rounded_inputs_fits_ada(rows):
+    """Where fp8 has no other form, see below. One row is not multiplied as a vector."""
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        pytest.skip("jax_cuda13_plugin is not installed: scripts/test --all installs it")
+    step = compile_step("l4", "--quantization", "fp8", "--rounded-rows", "1", "--rounded-head", rows=rows)
+    assert step["wide_copies"] == {} and step["copied_arguments"] == []
+    assert step["command_buffers"] == 1
+    assert step["temp_mib"] < 64
+
+
 def test_a_wide_copy_of_a_weight_is_found_where_the_compiler_writes_one():
     """Which is why an L4 gets int8 for `--quantization fp8`."""
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
@@ -68,11 +83,11 @@ def test_a_wide_copy_of_a_weight_is_found_where_the_compiler_writes_one():
     assert "layers.0.mlp.gate_up.kernel: bf16[28672,4096]" in copies
 
 
-def compile_step(target: str, *flags: str) -> dict:
-    """Of two layers of Llama 3.1 8B, with 64 rows."""
+def compile_step(target: str, *flags: str, rows: int = 64) -> dict:
+    """Of two layers of Llama 3.1 8B."""
     command = [sys.executable, "-m", "scripts.benchmarks.accounts.compile_gpu_step", "--target", target]
     process = subprocess.run(
-        [*command, "--layers", "2", "--rows", "64", *flags],
+        [*command, "--layers", "2", "--rows", str(rows), *flags],
         env=os.environ | ENVIRONMENT,
         capture_output=True,
         text=True,

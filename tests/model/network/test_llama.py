@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,21 +16,10 @@ from model.loading.weights import load_hf
 from model.network.cpu_products import MAX_ROWS_FROM_LEFT
 from model.network.llama import Llama
 from tests.model import checkpoints, driver
-from tests.model.dense_attention import causal_attention
+from tests.model.dense_attention import causal_attention, dense_hidden, dense_logits
 from tests.model.goldens.make import NEW_TOKENS, PROMPT_LENGTH, VARIANTS
 
 TINY = replace(driver.TINY, vocab_size=96, head_dim=8, max_position_embeddings=128)
-
-
-def all_logits(model: Llama, tokens: np.ndarray) -> jax.Array:
-    """f32[T, V] of one whole sequence."""
-    tokens = jnp.asarray(tokens)
-    nothing = [None] * model.config.num_layers
-    hidden, _ = model(tokens, jnp.arange(len(tokens)), nothing, causal_attention())
-    return model.logits(hidden)
-
-
-jitted_logits = nnx.jit(all_logits)
 
 
 def spread(model: Llama) -> Llama:
@@ -38,8 +28,9 @@ def spread(model: Llama) -> Llama:
     return nnx.merge(graphdef, jax.tree.map(lambda x: x * 10 if x.ndim == 2 else x, state))
 
 
-def tiny(config: LlamaConfig = TINY, **arguments) -> Llama:
-    return spread(Llama(config, dtype=jnp.float32, rngs=nnx.Rngs(0), **arguments))
+@partial(nnx.jit, static_argnames="config")
+def tiny(config: LlamaConfig = TINY) -> Llama:
+    return spread(Llama(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -48,7 +39,7 @@ def test_logits_and_greedy_text_equal_transformers(variant, tmp_path):
     model = load_hf(folder, LlamaConfig.from_file(folder), dtype=jnp.float32)
     sequence = checkpoints.golden_sequence(variant)
 
-    logits = np.asarray(jitted_logits(model, sequence))
+    logits = np.asarray(dense_logits(model, sequence))
 
     golden = checkpoints.goldens()[f"{variant}.logits"]
     assert np.abs(logits[:PROMPT_LENGTH] - golden).max() < 2e-4
@@ -61,7 +52,7 @@ def test_logits_and_greedy_text_equal_transformers(variant, tmp_path):
 def test_logits_of_a_tied_config_with_another_head_in_its_files_equal_transformers(tmp_path):
     folder = checkpoints.write(tmp_path, "gqa2")  # has a head of its own, whatever the config says of it
     config = replace(LlamaConfig.from_file(folder), tie_word_embeddings=True)
-    logits = np.asarray(jitted_logits(load_hf(folder, config, dtype=jnp.float32), checkpoints.golden_sequence("gqa2")))
+    logits = np.asarray(dense_logits(load_hf(folder, config, dtype=jnp.float32), checkpoints.golden_sequence("gqa2")))
     assert np.abs(logits[:PROMPT_LENGTH] - checkpoints.goldens()["gqa2.logits"]).max() < 2e-4
 
 
@@ -69,7 +60,7 @@ def test_logits_of_a_tied_config_with_another_head_in_its_files_equal_transforme
 def test_bfloat16_stays_near_float32(variant, tmp_path):
     folder = checkpoints.write(tmp_path, variant)
     model = load_hf(folder, LlamaConfig.from_file(folder), dtype=jnp.bfloat16)
-    logits = np.asarray(jitted_logits(model, checkpoints.golden_sequence(variant)))
+    logits = np.asarray(dense_logits(model, checkpoints.golden_sequence(variant)))
     golden = checkpoints.goldens()[f"{variant}.logits"]
     assert logits.dtype == np.float32
     assert np.abs(logits[:PROMPT_LENGTH] - golden).max() < 0.15  # logits of standard deviation 1, up to 4
@@ -109,8 +100,8 @@ def test_every_config_field_is_perturbed_or_known_not_to_matter():
 @pytest.mark.parametrize("field", PERTURBED)
 def test_perturbing_a_config_field_moves_the_logits(field):
     tokens = np.arange(24) % 90
-    before = jitted_logits(tiny(), tokens)
-    after = jitted_logits(tiny(replace(TINY, **{field: PERTURBED[field]})), tokens)
+    before = dense_logits(tiny(), tokens)
+    after = dense_logits(tiny(replace(TINY, **{field: PERTURBED[field]})), tokens)
     assert before.shape != after.shape or float(jnp.abs(before - after).max()) > 1e-2
 
 
@@ -121,23 +112,23 @@ def test_the_cpus_forms_of_the_products_compute_the_same(variant, num_tokens, tm
     config = LlamaConfig.from_file(folder)
     usual, for_cpu = (load_hf(folder, config, dtype=jnp.float32, for_cpu=f) for f in (False, True))
     sequence = checkpoints.golden_sequence(variant)[:num_tokens]
-    np.testing.assert_allclose(jitted_logits(for_cpu, sequence), jitted_logits(usual, sequence), atol=2e-5)
+    np.testing.assert_allclose(dense_logits(for_cpu, sequence), dense_logits(usual, sequence), atol=2e-5)
 
 
 def test_a_token_sees_no_later_one_and_every_earlier_one():
     model, tokens = tiny(), np.arange(16)
-    before = jitted_logits(model, tokens)
+    before = dense_logits(model, tokens)
     changed = tokens.copy()
     changed[7] = 50
-    moved = np.abs(np.asarray(jitted_logits(model, changed) - before)).max(-1) > 1e-4
+    moved = np.abs(np.asarray(dense_logits(model, changed) - before)).max(-1) > 1e-4
     assert moved.tolist() == [False] * 7 + [True] * 9
 
 
 def test_only_relative_positions_matter():
     model, tokens = tiny(), jnp.arange(16)
     nothing = [None] * 2
-    near, _ = model(tokens, jnp.arange(16), nothing, causal_attention())
-    far, _ = model(tokens, jnp.arange(16) + 100, nothing, causal_attention())
+    forward = nnx.jit(lambda model, positions: model(tokens, positions, nothing, causal_attention())[0])
+    near, far = forward(model, jnp.arange(16)), forward(model, jnp.arange(16) + 100)
     np.testing.assert_allclose(near, far, atol=1e-4)
 
 
@@ -162,8 +153,10 @@ def test_a_wrong_number_of_kv_is_refused():
 def test_several_sequences_in_a_row_do_not_see_each_other():
     model = tiny()
     first, second = np.arange(8), np.arange(8) + 40
-    together, _ = model(jnp.concatenate([first, second]), jnp.tile(jnp.arange(8), 2), [None] * 2, causal_attention(2))
-    apart = [model(jnp.asarray(x), jnp.arange(8), [None] * 2, causal_attention())[0] for x in (first, second)]
+    positions, nothing = jnp.tile(jnp.arange(8), 2), [None] * 2
+    forward = nnx.jit(lambda model, tokens: model(tokens, positions, nothing, causal_attention(2))[0])
+    together = forward(model, np.concatenate([first, second]))
+    apart = [dense_hidden(model, x) for x in (first, second)]
     np.testing.assert_allclose(together, jnp.concatenate(apart), atol=1e-5)
 
 
@@ -173,9 +166,9 @@ def test_gradients_reach_every_parameter(tie):
     tokens = jnp.arange(16)
 
     def loss(model: Llama) -> jax.Array:
-        return -jnp.mean(jnp.diag(jax.nn.log_softmax(all_logits(model, tokens))[:, 1:]))
+        return -jnp.mean(jnp.diag(jax.nn.log_softmax(dense_logits(model, tokens))[:, 1:]))
 
-    gradients = nnx.to_flat_state(nnx.grad(loss)(model))
+    gradients = nnx.to_flat_state(nnx.jit(nnx.grad(loss))(model))
     assert len(list(gradients)) == len(jax.tree.leaves(nnx.state(model)))
     assert all(float(jnp.abs(g.get_value()).max()) > 0 for _, g in gradients)
 
@@ -187,7 +180,7 @@ def test_split_state_is_flat_arrays_and_merges_into_the_same_model():
     assert len(leaves) == 2 * 6 + 3
     again = nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))
     tokens = np.arange(8)
-    np.testing.assert_array_equal(jitted_logits(model, tokens), jitted_logits(again, tokens))
+    np.testing.assert_array_equal(dense_logits(model, tokens), dense_logits(again, tokens))
 
 
 @pytest.mark.parametrize(("dtype", "exact"), [(jnp.float32, True), (jnp.bfloat16, False)])

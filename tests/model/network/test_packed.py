@@ -16,7 +16,7 @@ from model.network.sharding import abstract_model
 from model.quantization.forms import EightBit
 from pallas_kernels.cpu import library
 from tests.c_compiler import compiler
-from tests.model.dense_attention import causal_attention
+from tests.model.dense_attention import dense_logits
 from tests.model.driver import TINY
 
 
@@ -36,9 +36,7 @@ def flat(model) -> dict[str, jax.Array]:
 
 
 def logits(model) -> np.ndarray:
-    tokens = jnp.arange(7)
-    hidden, _ = model(tokens, jnp.arange(7), [None] * model.config.num_layers, causal_attention())
-    return np.asarray(model.logits(hidden), np.float32)
+    return np.asarray(dense_logits(model, np.arange(7)), np.float32)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -22,10 +22,10 @@ from model.network.llama import Llama
 from model.network.sharding import abstract_model, make_mesh, partition, sharding_of, stored_config
 from tests.model import checkpoints
 from tests.model.collectives import collectives
-from tests.model.dense_attention import causal_attention
+from tests.model.dense_attention import causal_attention, dense_logits
 from tests.model.driver import paged_attention
 from tests.model.goldens.make import PROMPT_LENGTH
-from tests.model.network.test_llama import TINY, jitted_logits
+from tests.model.network.test_llama import TINY
 
 
 def test_partitions_are_canonical():
@@ -63,7 +63,7 @@ def test_logits_over_chips_equal_the_goldens(variant, num_shards, tmp_path):
     folder = checkpoints.write(tmp_path, variant)
     mesh = make_mesh(num_shards)
     model = load_hf(folder, LlamaConfig.from_file(folder), dtype=jnp.float32, mesh=mesh)
-    logits = jitted_logits(model, checkpoints.golden_sequence(variant))
+    logits = dense_logits(model, checkpoints.golden_sequence(variant))
     golden = checkpoints.goldens()[f"{variant}.logits"]
     assert np.abs(np.asarray(logits)[:PROMPT_LENGTH] - golden).max() < 2e-4
 
@@ -117,7 +117,7 @@ def step_collectives(bucket, num_shards, vocab):
     limits = RunnerConfig(**sizes, pooling=Pooling.MEAN if bucket.variant is Variant.EMBED else None)
     model = abstract_model(config, dtype=jnp.float32, mesh=mesh)
     runner = ModelRunner(model, paged_attention(model.config, mesh=mesh), limits)
-    return collectives(runner._step_program(bucket).lower().compile().as_text())
+    return collectives(runner._described.step(bucket).lower().compile().as_text())
 
 
 @pytest.mark.parametrize("num_shards", [2, 8])

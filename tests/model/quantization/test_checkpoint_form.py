@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from model.config import projections
 from model.quantization.checkpoint_form import CheckpointForm, read_form
-from model.quantization.forms import EightBit
+from model.quantization.forms import Activations, EightBit
 from model.quantization.packed_form import Layout, PackedForm, Zeros
 from tests.scripts.test_checkpoint_fuzz import HOSTILE, places
 
@@ -78,13 +78,16 @@ BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128],
         ),
         (
             {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
-            CheckpointForm(form=FP8),
+            CheckpointForm(form=FP8, activations=Activations.STATIC),
         ),
         (
             BLOCKS | {"activation_scheme": "dynamic"},
             CheckpointForm(form=FP8, scale="weight_scale_inv", block=(128, 128)),
         ),
-        ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, CheckpointForm(form=FP8)),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+            CheckpointForm(form=FP8, activations=Activations.STATIC),
+        ),
         (GPTQ, PackedForm(layout=Layout.GPTQ, bits=4, group=128, zeros=Zeros.MIDDLE)),
         (GPTQ | {"sym": False}, PackedForm(layout=Layout.GPTQ, bits=4, group=128, zeros=Zeros.LESS_ONE)),
         (

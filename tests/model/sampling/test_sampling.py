@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from scipy import stats
 
 from batcher.grammar import num_mask_words
 from batcher.pack import slot_state
@@ -225,6 +224,8 @@ def draw_many(logits, n=16384, seed=3, **columns):
 
 def p_value(draws, expected):
     """Of Pearson's chi-square test; tokens expected less than ten times are taken together."""
+    from scipy import stats  # takes a second, which every process would spend that collects tests
+
     counts = np.bincount(draws, minlength=len(expected))
     assert counts[expected == 0].sum() == 0, "a token that must not be drawn was drawn"
     wanted = expected * len(draws)

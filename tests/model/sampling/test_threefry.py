@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
 
 from model.sampling.threefry import gumbel, threefry2x32
 
@@ -34,6 +33,8 @@ def test_keys_and_counters_broadcast():
 
 
 def test_gumbel_noise_follows_its_distribution():
+    from scipy import stats  # takes a second, which every process would spend that collects tests
+
     bits = jax.random.bits(jax.random.key(0), (50_000,))
     assert stats.kstest(np.asarray(gumbel(bits)), stats.gumbel_r.cdf).pvalue > 1e-3
 

@@ -16,17 +16,14 @@ from model.sampling.logprobs import find_ranked, logprobs, merge_ranked
 from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabShard, VocabSplit
 from tests.model.sampling.test_sampling import make_rows, mixed_rows
 
-ROWS = 24
+ROWS, ROWS_OF_MANY = 24, 8  # where the vocabulary is Llama 3's, in which a row takes most of a tenth of a second
 # Drawn by the sort-free sampler of one device that summed in float32, before the vocabulary could be split.
 GOLDEN = {
     1536: [
         469, 1122, 1329, 1141, 390, 282, 722, 1151, 871, 553, 297, 1164, 985, 917, 1103, 1120, 62, 740, 1322, 832, 399,
         324, 590, 542,
     ],
-    128256: [
-        57317, 26530, 56928, 107956, 77058, 45002, 76320, 124895, 7741, 746, 9215, 14181, 16851, 113602, 63373, 3345,
-        50781, 84978, 43074, 100045, 112642, 100119, 41653, 32793,
-    ],
+    128256: [57317, 26530, 56928, 107956, 77058, 45002, 76320, 124895],
 }  # fmt: skip
 
 
@@ -46,11 +43,14 @@ def program(vocab: int, num_shards: int):
 
 def drawn(vocab: int, num_shards: int, kind: str):
     """Of rows that ask for everything there is."""
-    logits, history, positions = inputs(vocab, kind)
+    arrays = inputs(vocab, kind)
     bans = {"min_kv_len": 80, "num_stop_ids": 2, "stop_ids": [1, 95]} if kind == "flat" else {}
     bans |= {"has_mask": np.arange(ROWS) % 3 > 0} if kind == "masked" else {}
     rows = make_rows(ROWS, **mixed_rows(ROWS, vocab), **bans)
-    return jax.tree.map(np.asarray, program(vocab, num_shards)(logits, history, masks(vocab), rows, positions))
+    logits, history, positions, rows, masked = jax.tree.map(
+        lambda x: x[:ROWS_OF_MANY] if vocab > 100_000 else x, (*arrays, rows, masks(vocab))
+    )
+    return jax.tree.map(np.asarray, program(vocab, num_shards)(logits, history, masked, rows, positions))
 
 
 def masks(vocab: int) -> np.ndarray:

@@ -1,0 +1,159 @@
+"""Compiles a runner's programs, or finds them on the disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Container, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from batcher.step import Bucket
+from model.compiling.compilation import Compilation
+from model.compiling.compile_cache import CompileCounter
+from model.compiling.compiler_options import compiler_options
+from model.compiling.exported_programs import ExportedPrograms, executable_fingerprint
+from model.compiling.traced_programs import Program, TracedPrograms, fingerprint
+from model.execution import memory_plan, wide_copies
+from model.execution.device_memory import device_memory
+from model.execution.step_programs import BRING_MASKS, PATCH, RESET_HISTORY, StepPrograms
+
+_PACKAGES = [Path(__file__).parents[2] / name for name in ("batcher", "model", "pallas_kernels")]  # the programs' code
+
+
+class CompiledPrograms:
+    """The executables of a runner. The methods are those of `ModelRunner` with the same names.
+
+    Args:
+        described: the programs.
+        traced_folder, export_folder: as for `ModelRunner`.
+    """
+
+    def __init__(self, described: StepPrograms, *, traced_folder: Path | None, export_folder: Path | None) -> None:
+        self.steps: dict[Bucket, Any] = {}
+        self.patch: Any
+        self.bring_masks: Any
+        self.reset_history: Any
+        self.left: list[Bucket] = []  # for `compile_later`
+        self._described = described
+        self._counter = CompileCounter()
+        self._traced_folder = traced_folder
+        self._traced: TracedPrograms | None = None
+        self._export_folder = export_folder
+        self._exported: ExportedPrograms[Bucket | str] | None = None
+        self._compilation: Compilation[Bucket | str] | None = None
+
+    @property
+    def num_compiles(self) -> int:
+        """See `ModelRunner.num_compiles`."""
+        return self._counter.total
+
+    @property
+    def exported(self) -> Container[Bucket | str]:
+        """The programs that an earlier start has exported: they have not run yet."""
+        return set() if self._exported is None else self._exported.found
+
+    def start_compiling(self, buckets: Iterable[Bucket], may_wait: Collection[Bucket]) -> None:
+        """Starts threads that compile, see `ModelRunner.start_compiling`."""
+        described = self._described
+        if self._traced_folder is not None:
+            made_from = fingerprint(_PACKAGES, described.made_from, described.device)
+            self._traced = TracedPrograms(self._traced_folder, made_from)
+        programs: dict[Bucket | str, Program] = {bucket: described.step(bucket) for bucket in buckets}
+        self.left = [bucket for bucket in may_wait if not self._is_on_disk(bucket, programs[bucket])]
+        for bucket in self.left:
+            del programs[bucket]
+        programs.update(described.updates())
+        if self._export_folder is not None:
+            names = {key: described.name(key) for key in programs}
+            made_from = executable_fingerprint(_PACKAGES, described.made_from, described.device, self._options)
+            self._exported = ExportedPrograms(self._export_folder, made_from, programs, names)
+        lower = {key: partial(self._lower, key, program) for key, program in programs.items()}
+        self._compilation = Compilation(lower, self._options, self._counter, self._exported)
+
+    def stop_compiling(self) -> None:
+        """Cancels the compilation that `start_compiling` began."""
+        if self._compilation is not None:
+            self._compilation.cancel()
+
+    def compile(
+        self, buckets: Iterable[Bucket], report: Callable[[str], None], may_wait: Collection[Bucket] = ()
+    ) -> None:
+        """See `ModelRunner.compile`."""
+        buckets, waiting_since = list(buckets), time.perf_counter()
+        if self._compilation is None:
+            self.start_compiling(buckets, may_wait)
+        compilation, self._compilation = self._compilation, None
+        assert compilation is not None
+        programs = compilation.result()
+        self.patch, self.reset_history = programs.pop(PATCH), programs.pop(RESET_HISTORY)
+        self.bring_masks = programs.pop(BRING_MASKS)
+        if programs.keys() | set(self.left) != set(buckets):
+            raise ValueError("start_compiling was given other buckets than warm_up")
+        self.steps = {bucket: programs[bucket] for bucket in buckets if bucket in programs}
+        self._check_temporaries()
+        self._check_wide_copies(self.steps, report)
+        report(self._account(compilation, waiting_since))
+
+    def compile_later(self, bucket: Bucket, report: Callable[[str], None]) -> None:
+        """See `ModelRunner.compile_later`."""
+        with self._counter.expecting():
+            lowered = self._lower(bucket, self._described.step(bucket))
+            program = lowered.compile(compiler_options=self._options)
+        self._check_wide_copies({bucket: program}, report)
+        self.steps[bucket] = program
+
+    def compile_anew(self, report: Callable[[str], None]) -> None:
+        """Compiles all programs in place of the exported ones, whose files are deleted."""
+        assert self._exported is not None
+        self._exported.discard()
+        self.compile(self.steps, report)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return compiler_options(self._described.device.platform)
+
+    def _lower(self, key: Bucket | str, program: Program) -> jax.stages.Lowered:
+        """The program as the compiler takes it: from the disk, or traced now."""
+        return program.lower() if self._traced is None else self._traced.lower(self._described.name(key), program)
+
+    def _is_on_disk(self, bucket: Bucket, program: Program) -> bool:
+        return self._traced is not None and self._traced.has(self._described.name(bucket), program)
+
+    def _check_temporaries(self) -> None:
+        """Raises ValueError if the largest temporaries, as the compiler reports them, exceed the free memory. The plan
+        used only an upper bound from shapes."""
+        if self._described.config.num_pages is not None:
+            return  # the caller has chosen the memory
+        largest = max(program.memory_analysis().temp_size_in_bytes for program in self.steps.values())
+        free = device_memory(self._described.device).free
+        if largest > free:
+            raise ValueError(
+                f"the largest program needs {largest / memory_plan.GIB:.2f} GiB besides its arguments and only "
+                f"{free / memory_plan.GIB:.2f} GiB are free: lower --memory-utilization or --max-num-batched-tokens"
+            )
+
+    def _check_wide_copies(self, programs: dict[Bucket, Any], report: Callable[[str], None]) -> None:
+        described = self._described
+        for remark in wide_copies.check(
+            programs, described.narrow_kernels, described.model_config, described.attention
+        ):
+            report(remark)
+
+    def _account(self, compilation: Compilation[Bucket | str], waiting_since: float) -> str:
+        """A line about a compilation that has ended now."""
+        now = time.perf_counter()
+        num_compiled = len(self.steps) + len(self._described.updates())
+        early = f", {now - waiting_since:.1f} s of them after loading" if waiting_since > compilation.started_s else ""
+        before = "" if self._traced is None else f", {self._traced.num_found} were traced before"
+        if self._exported is not None and self._exported.found:
+            before += f", {len(self._exported.found)} more were exported before"
+            num_compiled -= len(self._exported.found)
+        later = f"; {len(self.left)} more are compiled while serving" if self.left else ""
+        return (
+            f"compiled {num_compiled} programs in {now - compilation.started_s:.1f} s{early} "
+            f"({compilation.num_from_disk} came from the disk; tracing took {compilation.tracing_s:.1f} s{before})"
+            f"{later}"
+        )

@@ -1,0 +1,100 @@
+"""The program of several decode steps: every row draws up to `Bucket.num_steps` tokens, and the host is not asked
+between them.
+
+A row's tokens are those of as many single steps: each one reads the slot's last token, writes its K/V, and draws with
+the row's parameters, seed and position. A row that draws fewer tokens than others is padding afterwards.
+
+Shape legend: `S` rows of the step (padded), `N` num_steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from batcher.slots import SlotLayout
+from batcher.step import Bucket, PackedLayout, Variant
+from model.execution.rows import StepRows, advance, ragged_batch, step_rows
+from model.execution.step import (
+    DeviceState,
+    KvScales,
+    OutputLayout,
+    all_finite,
+    apply_patches,
+    draw,
+    forward,
+    named,
+)
+from model.network.llama import Llama
+from model.sampling import sampling
+from model.sampling.vocab_split import VocabSplit
+from pallas_kernels.api import PagedAttention
+
+Outputs = dict[str, jax.Array]
+
+
+def make_multi_step(
+    bucket: Bucket, rebuild: Callable[[Any], Llama], attention: PagedAttention
+) -> Callable[[Any, KvScales, DeviceState, jax.Array], tuple[DeviceState, jax.Array]]:
+    """The steps of one bucket, to be compiled: arguments and results are those of `make_step`. A row draws as many
+    tokens as it brings."""
+
+    def step(weights: Any, kv_scales: KvScales, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, jax.Array]:
+        assert state.text is None, "a program of several steps keeps no text"
+        model = rebuild(weights)
+        sent = {name: packed[part] for name, part in PackedLayout(bucket).sections().items()}
+        slots = apply_patches(state.slots, jnp.stack([sent["patch_indices"], sent["patch_values"]]))
+        vocabulary = VocabSplit(state.history.shape[1], attention.mesh)
+        counts, num_rows = sent["q_lens"], sent["header"][1]
+        layout = OutputLayout(bucket, 0)
+
+        def one(number: jax.Array, carry: tuple[DeviceState, Outputs]) -> tuple[DeviceState, Outputs]:
+            state, outputs = carry
+            rows = _rows(state.slots, sent, number < counts)
+            batch = ragged_batch(_shown(rows, num_rows), jnp.stack([num_rows, num_rows]), attention.spec.page_size)
+            metadata = attention.make_metadata(batch, num_tokens=bucket.num_tokens, decode_only=True)
+            tokens = jnp.where(rows.emits, rows.state[:, SlotLayout.LAST_TOKEN], 0)
+            positions = jnp.where(rows.emits, rows.past, 0)
+            hidden, kv = forward(model, tokens, positions, state.kv, kv_scales, attention, metadata)
+            logits = model.logits(hidden)  # f32[S, V]
+            history, found = state.history, {}
+            if bucket.variant is Variant.GREEDY:
+                drawn = sampling.greedy(logits)
+            else:
+                drawn, logprobs, history = draw(vocabulary, logits, history, state.masks, rows)
+                found = named("", logprobs)
+            slots = advance(state.slots, rows, drawn, rows.kv_lens)
+            written = {
+                name: lax.dynamic_update_index_in_dim(outputs[name], x, number, axis=1)
+                for name, x in ({"tokens": drawn, "finite": all_finite(logits).astype(jnp.int32)} | found).items()
+            }
+            return replace(state, slots=slots, history=history, kv=kv), written
+
+        outputs = {name: jnp.zeros(shape, dtype) for name, (shape, dtype) in layout.shapes().items()}
+        state, outputs = lax.fori_loop(0, jnp.max(counts), one, (replace(state, slots=slots), outputs))
+        return state, layout.join(outputs)
+
+    return step
+
+
+def _rows(slots: jax.Array, sent: dict[str, jax.Array], is_active: jax.Array) -> StepRows:
+    """The rows of one of the steps, of one token each. Those that are not active, bool[S], keep their slots as they
+    are."""
+    single = step_rows(slots, sent | {"q_lens": is_active.astype(jnp.int32)})
+    return replace(single, emits=is_active)
+
+
+def _shown(rows: StepRows, num_rows: jax.Array) -> StepRows:
+    """The rows as attention takes them: those that are not active read and write the null page."""
+    index = jnp.arange(rows.starts.shape[0], dtype=jnp.int32)
+    return replace(
+        rows,
+        state=jnp.where(rows.emits[:, None], rows.state, 0),
+        starts=jnp.minimum(index, num_rows),
+        kv_lens=jnp.where(rows.emits, rows.kv_lens, jnp.where(index[:-1] < num_rows, 1, 0)),
+    )

@@ -1,0 +1,230 @@
+"""The programs of a runner: what each of them computes, and the shapes and places of its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from batcher.grammar import num_mask_words
+from batcher.slots import SlotLayout
+from batcher.step import MASK_BLOCK, PATCH_BLOCK, Bucket, PackedLayout, PenaltyReset, StepInput, Variant
+from model.compiling.traced_programs import Program
+from model.execution import wide_copies
+from model.execution.draft_model import DraftModel
+from model.execution.draft_pages import DraftPages
+from model.execution.memory_plan import RunnerConfig
+from model.execution.multi_step import make_multi_step
+from model.execution.prompt_lookup import PromptLookup
+from model.execution.speculative_step import make_speculative_step
+from model.execution.step import (
+    HISTORY_BLOCK_SIZE,
+    DeviceState,
+    apply_patches,
+    bring_masks,
+    make_step,
+    reset_history,
+)
+from model.network.llama import Llama
+from model.network.sharding import sharding_of
+from pallas_kernels.api import PagedAttention
+
+PATCH, RESET_HISTORY, BRING_MASKS = "patch", "reset history", "bring masks"  # the programs besides the steps
+
+
+class StepPrograms:
+    """Descriptions only: nothing is compiled or allocated here.
+
+    Args:
+        model: its weights are in place, or abstract with shape and sharding.
+        attention: the paged attention of the step, bound to its backend and mesh.
+        config: the limits.
+        num_pages: K/V pages, without the null page.
+        draft: a small model with the same vocabulary, and its attention over pages of the same size.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        attention: PagedAttention,
+        config: RunnerConfig,
+        num_pages: int,
+        draft: tuple[Llama, PagedAttention] | None,
+    ) -> None:
+        self.model_config = model.config
+        self.attention = attention
+        self.config = config
+        self._num_pages = num_pages
+        models = [model] if draft is None else [model, draft[0]]
+        structures, weights = zip(*map(nnx.split, models), strict=True)
+        leaves, self._tree = _flatten(weights)
+        self.weights_like: list[jax.ShapeDtypeStruct] = _described(leaves)
+        self.made_from = (*map(repr, structures), attention)  # all that decides the programs besides their arguments
+        self._rebuild, *of_draft = (partial(self._rebuilt, i, structure) for i, structure in enumerate(structures))
+        self.drafter: PromptLookup | DraftModel | None = config.lookup
+        if draft is not None:
+            self.drafter = DraftModel(
+                rebuild=of_draft[0],
+                attention=draft[1],
+                pass_tokens=config.draft_pass_tokens,
+                max_passes=-(-config.max_num_batched_tokens // config.draft_pass_tokens),
+            )
+            self.made_from += (draft[1],)
+            self._draft_layers = draft[0].config.num_layers
+        if attention.mesh is None:
+            (device,) = leaves[0].sharding.device_set
+            self.everywhere: jax.sharding.Sharding = SingleDeviceSharding(device)
+            self._by_vocab: jax.sharding.Sharding = self.everywhere
+            by_head: jax.sharding.Sharding = self.everywhere
+        else:
+            self.everywhere = NamedSharding(attention.mesh, P())
+            self._by_vocab = sharding_of(("rows", "vocab"), attention.mesh)
+            by_head = sharding_of(("rows", "heads"), attention.mesh)
+        scales: Any = jax.ShapeDtypeStruct((2, attention.spec.num_kv_heads), jnp.float32, sharding=by_head)
+        self.kv_scales_like: list[Any] = [scales if attention.spec.has_kv_scales else None] * model.config.num_layers
+        self.state_like = self._describe_state()
+        self.narrow_kernels = wide_copies.narrow_kernels(model, self.device.platform, attention.mesh)
+
+    @property
+    def device(self) -> jax.Device:
+        """One of this process's devices, which are all alike."""
+        return device_of(self.everywhere)
+
+    def weights_of(self, models: Sequence[Llama]) -> list[jax.Array]:
+        """The weights of the loaded models, as the programs take them.
+
+        Flattened once: walking the module tree at every call would take longer than dispatching the step.
+        Raises ValueError if they are not the weights that the programs are for.
+        """
+        weights, tree = _flatten(tuple(nnx.split(model)[1] for model in models))
+        if self._tree != tree or _described(weights) != self.weights_like:
+            raise ValueError("these are not the weights that the runner was made for: shapes or placement differ")
+        return weights
+
+    def step(self, bucket: Bucket) -> Program:
+        """(weights, scales of K/V, state, packed) -> (state, output), with the state in place."""
+        if bucket.num_drafts:
+            assert self.drafter is not None, "the ladder has drafts and the runner has none"
+            step = make_speculative_step(bucket, self._rebuild, self.attention, self.drafter)
+        elif bucket.num_steps > 1:
+            step = make_multi_step(bucket, self._rebuild, self.attention)
+        else:
+            lookup = self.config.lookup if self.foretells(bucket) else None
+            step = make_step(bucket, self._rebuild, self.attention, pooling=self.config.pooling, lookup=lookup)
+        packed = self.sent((PackedLayout(bucket).size,))
+        arguments = (self.weights_like, self.kv_scales_like, self.state_like, packed)
+        # Explicit shardings: without them the compiler may return the state with another sharding, and the next
+        # program would refuse it.
+        kept = jax.tree.map(lambda x: x.sharding, self.state_like)
+        return Program(step, arguments, donated=2, out_shardings=(kept, self.everywhere))
+
+    def updates(self) -> dict[str, Program]:
+        """The programs that change the state between steps, by name."""
+        state = self.state_like
+        reset = partial(reset_history, mesh=self.attention.mesh)
+        block = (MASK_BLOCK, 1 + state.masks.shape[1])
+        return {
+            PATCH: self._update(apply_patches, state.slots, (2, PATCH_BLOCK)),
+            BRING_MASKS: self._update(bring_masks, state.masks, block),
+            RESET_HISTORY: self._update(reset, state.history, (HISTORY_BLOCK_SIZE,)),
+        }
+
+    def products(self, bucket: Bucket) -> Callable[[Any, jax.Array], jax.Array]:
+        """A function of (weights, tokens) with the matrix products and norms of the bucket's step and nothing else."""
+
+        def forward(weights: Any, tokens: jax.Array) -> jax.Array:
+            model = self._rebuild(weights)
+            no_kv = [None] * self.model_config.num_layers
+            hidden, _ = model(tokens, jnp.zeros_like(tokens), no_kv, lambda q, k, v, kv: (q + _spread(k + v, q), kv))
+            return jnp.max(model.logits(hidden[: bucket.num_rows]), axis=-1)
+
+        return forward
+
+    def name(self, key: Bucket | str) -> str:
+        """Of a stored program. Pooling decides the EMBED programs only, and the lookup those that use it."""
+        if isinstance(key, Bucket) and key.variant is Variant.EMBED:
+            return f"{key} {self.config.pooling}"
+        if isinstance(key, Bucket) and self.foretells(key):
+            return f"{key} {self.config.lookup} {self.config.draft_pass_tokens}"
+        return str(key)
+
+    def foretells(self, bucket: Bucket) -> bool:
+        """Whether the bucket's program has drafts, or looks some up. In plain steps this tells the scheduler whether
+        they pay."""
+        is_plain = bucket.decode_only and bucket.num_rows <= self.config.max_draft_rows
+        return bucket.num_drafts > 0 or (is_plain and self.config.lookup is not None)
+
+    def padding(self, bucket: Bucket) -> StepInput:
+        """A step of padding rows with every update of the state. It clears the history of slot 0, so no request may
+        hold a slot."""
+        slots, num_slots = self.state_like.slots, self.config.max_num_seqs
+        nowhere = num_slots * slots.shape[1]
+        patches = np.full((2, PATCH_BLOCK), nowhere, np.int32)
+        nothing = PenaltyReset(slot=0, prompt=np.empty(0, np.int32), output=np.empty(0, np.int32))
+        packed = np.zeros(PackedLayout(bucket).size, np.int32)
+        parts = PackedLayout(bucket).sections()
+        packed[parts["slots"]] = num_slots
+        packed[parts["patch_indices"]] = nowhere
+        masks = np.full((MASK_BLOCK, 1 + self.state_like.masks.shape[1]), num_slots, np.int32)
+        return StepInput(bucket=bucket, packed=packed, patches=(patches,), penalty_resets=(nothing,), masks=(masks,))
+
+    def sent(self, shape: tuple[int, ...]) -> Any:
+        """An int32 array from the host, as a ShapeDtypeStruct."""
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.everywhere)
+
+    def _update(self, update: Callable[..., Any], array: jax.Array, sent: tuple[int, ...]) -> Program:
+        """`update(array, sent) -> array`, in place."""
+        return Program(update, (array, self.sent(sent)), donated=0, out_shardings=array.sharding)
+
+    def _rebuilt(self, number: int, structure: Any, leaves: list[Any]) -> Llama:
+        """The model, or the draft model, from the programs' weights."""
+        return nnx.merge(structure, jax.tree.unflatten(self._tree, leaves)[number])
+
+    def _describe_state(self) -> DeviceState:
+        """The shapes and shardings of the state."""
+        slots, vocab, spec = self.config.max_num_seqs, self.model_config.vocab_size, self.attention.spec
+        pages = self.attention.kv_pages(self._num_pages + 1)  # and the null page
+        kv: Any = jax.ShapeDtypeStruct(pages.shape, pages.dtype, sharding=pages.sharding or self.everywhere)
+        history: Any = jax.ShapeDtypeStruct((slots, vocab), jnp.int32, sharding=self._by_vocab)
+        pages_per_seq = -(-self.config.max_model_len // spec.page_size)
+        return DeviceState(
+            slots=self.sent((slots, SlotLayout.width(pages_per_seq))),
+            history=history,
+            masks=self.sent((slots, num_mask_words(vocab))),
+            kv=[kv] * self.model_config.num_layers,
+            text=None if self.drafter is None else self.sent((self._num_pages + 1, spec.page_size)),
+            draft=self._describe_draft(self.drafter) if isinstance(self.drafter, DraftModel) else None,
+        )
+
+    def _describe_draft(self, drafter: DraftModel) -> DraftPages:
+        pages = drafter.attention.kv_pages(self._num_pages + 1)
+        kv: Any = jax.ShapeDtypeStruct(pages.shape, pages.dtype, sharding=pages.sharding or self.everywhere)
+        return DraftPages(kv=[kv] * self._draft_layers, filled=self.sent((self._num_pages + 1,)))
+
+
+def device_of(sharding: jax.sharding.Sharding) -> jax.Device:
+    """The first of this process's devices in a sharding."""
+    devices: Iterable[Any] = sharding.addressable_devices
+    return min(devices, key=lambda device: device.id)
+
+
+def _flatten(weights: tuple[Any, ...]) -> tuple[list[Any], Any]:
+    """The leaves and the PyTreeDef, whose type jax does not export."""
+    return jax.tree.flatten(weights)
+
+
+def _described(arrays: Any) -> Any:
+    """The arrays' shapes and shardings, from which programs are compiled."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
+
+
+def _spread(keys: jax.Array, queries: jax.Array) -> jax.Array:
+    """[T, K, H] repeated to [T, N, H]. Used in place of attention: XLA would drop keys and values without a use."""
+    return jnp.repeat(keys, queries.shape[1] // keys.shape[1], axis=1)

@@ -1,0 +1,159 @@
+"""Executables on disk: they run as those that were compiled, and no file is trusted that may not be."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from batcher.step import Bucket, Variant
+from model.compiling.compilation import Compilation
+from model.compiling.compile_cache import CompileCounter
+from model.compiling.compiler_options import compiler_options
+from model.compiling.exported_programs import ExportedPrograms, check_private, executable_fingerprint
+from model.compiling.traced_programs import Program
+from model.execution.memory_plan import RunnerConfig
+from model.execution.runner import ModelRunner
+from tests.model.driver import Row, paged_attention, run, tiny_model
+
+DEVICE = jax.devices("cpu")[0]
+HERE = jax.sharding.SingleDeviceSharding(DEVICE)
+LIMITS = RunnerConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64, num_pages=40)
+BUCKETS = [Bucket(4, 4, Variant.GREEDY), Bucket(24, 4, Variant.GREEDY)]
+
+
+def double() -> Program:
+    x = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=HERE)
+    return Program(lambda state, x: (state + x, 2 * x), (x, x), donated=0, out_shardings=(HERE, HERE))
+
+
+class Start:
+    """One start of a program that is the sum and the double of its arguments."""
+
+    def __init__(self, folder: Path, fingerprint: str = "f", name: str = "double") -> None:
+        program = double()
+        self.num_traced = 0
+
+        def lower() -> jax.stages.Lowered:
+            self.num_traced += 1
+            return program.lower()
+
+        exported = ExportedPrograms(folder, fingerprint, {"k": program}, {"k": name})
+        executable = Compilation({"k": lower}, {}, CompileCounter(), exported).result()["k"]
+        state = jnp.ones(3)
+        total, twice = executable(state, jnp.arange(3.0))
+        assert (total.tolist(), twice.tolist()) == ([1, 2, 3], [0, 2, 4])
+        assert state.is_deleted(), "donated"
+
+
+def test_a_second_start_traces_nothing(tmp_path):
+    assert [Start(tmp_path / "new" / "folder").num_traced for _ in range(3)] == [1, 0, 0]
+    assert (tmp_path / "new" / "folder").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("other", [{"fingerprint": "g"}, {"name": "other"}], ids=["fingerprint", "name"])
+def test_what_differs_is_compiled(tmp_path, other):
+    Start(tmp_path)
+    assert Start(tmp_path, **other).num_traced == 1
+
+
+def cut(content: bytes) -> bytes:
+    return content[:-1]
+
+
+def other_executable(content: bytes) -> bytes:
+    """With a checksum that is right."""
+    return sha256(b"no pickle").digest() + b"no pickle"
+
+
+@pytest.mark.parametrize(("damage", "said"), [(cut, "is damaged"), (other_executable, "cannot be used")])
+def test_a_damaged_file_is_named_and_made_again(tmp_path, caplog, damage: Callable[[bytes], bytes], said):
+    Start(tmp_path)
+    (path,) = tmp_path.rglob("*.exe")
+    path.write_bytes(damage(path.read_bytes()))
+    with caplog.at_level(logging.WARNING):
+        assert Start(tmp_path).num_traced == 1
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"{path} {said}" in caplog.text and "made again" in caplog.text
+    assert Start(tmp_path).num_traced == 0
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path, mode):
+    tmp_path.chmod(mode)
+    with pytest.raises(ValueError, match="--export-cache: other users may write to") as error:
+        Start(tmp_path)
+    assert f"{tmp_path}" in str(error.value) and "chmod 700" in str(error.value)
+
+
+def test_a_file_that_others_can_write_to_is_made_again(tmp_path, caplog):
+    Start(tmp_path)
+    (path,) = tmp_path.rglob("*.exe")
+    path.chmod(0o666)
+    assert Start(tmp_path).num_traced == 1
+    assert f"other users may write to {path}" in caplog.text
+    assert path.stat().st_mode & 0o022 == 0
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path):
+    if os.geteuid() == 0:
+        os.chown(tmp_path, 12345, 12345)
+    foreign = tmp_path if os.geteuid() == 0 else Path("/usr")
+    with pytest.raises(ValueError, match=f"--export-cache: {foreign} belongs to another user"):
+        check_private(foreign)
+
+
+def test_the_fingerprint_is_of_code_facts_options_and_devices(tmp_path):
+    (tmp_path / "code.py").write_text("x = 1\n")
+    options = compiler_options("cpu")
+
+    def now(facts=("fact",), options=options) -> str:
+        return executable_fingerprint([tmp_path], facts, DEVICE, options)
+
+    assert now() == now()
+    seen = {now(), now(facts=("another",)), now(options={**options, "xla_cpu_enable_fast_math": False})}
+    (tmp_path / "code.py").write_text("x = 2\n")
+    assert len(seen | {now()}) == 4
+
+
+def start(folder: Path | None) -> tuple[list[list[int]], str]:
+    """The tokens of a few steps, and what the start has said."""
+    lines: list[str] = []
+    runner = ModelRunner(tiny_model(), paged_attention(), LIMITS, export_folder=folder)
+    before = runner.num_compiles
+    runner.warm_up(BUCKETS, lines.append)
+    num_compiled = runner.num_compiles - before
+    rows = [Row(slot, [slot + 1] * (slot + 2), [2 * slot + 1]) for slot in range(3)]
+    run(runner, BUCKETS[1], [(row, len(row.prompt)) for row in rows], admit=rows)
+    run(runner, BUCKETS[0], [(row, 1) for row in rows])
+    return [row.output for row in rows], f"{num_compiled} compiled; {'; '.join(lines)}"
+
+
+def test_steps_from_the_disk_are_the_steps_as_compiled(tmp_path):
+    tokens, said = zip(*(start(folder) for folder in (None, tmp_path, tmp_path)), strict=True)
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert "compiled 5 programs" in said[1] and "exported before" not in said[1]
+    assert re.match("0 compiled; compiled 0 programs .* 5 more were exported before.*; ran 2 of 2", said[2]), said[2]
+
+
+def test_a_program_that_fails_at_its_first_run_is_compiled(tmp_path):
+    """On a CPU, an executable that came from JAX's cache is exported without a part of its code, and loads."""
+    _, said = start(tmp_path)
+    program = ModelRunner(tiny_model(), paged_attention(), LIMITS)._described.step(BUCKETS[0])
+    exported = ExportedPrograms(tmp_path, next(tmp_path.iterdir()).name, {"k": program}, {"k": str(BUCKETS[0])})
+    assert exported._path("k").exists()
+    options, counter = compiler_options("cpu"), CompileCounter()
+    while not counter.from_cache_in_this_thread:
+        executable = program.lower().compile(compiler_options=options)
+    exported.store("k", executable)
+    tokens, said = start(tmp_path)
+    assert "an exported program fails, and all are compiled" in said
+    assert tokens == start(None)[0]
+    assert "compiled 0 programs" in start(tmp_path)[1]

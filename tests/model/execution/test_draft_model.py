@@ -1,0 +1,140 @@
+"""Drafts of a second model: the tokens are those without it, and it has read all the tokens that it builds on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from batcher.slots import SlotLayout
+from batcher.step import Variant
+from model.execution import draft_pages
+from model.execution.memory_plan import RunnerConfig, memory_needs
+from model.execution.rows import StepRows
+from model.execution.runner import ModelRunner
+from model.loading.weights import random_weights
+from model.network.llama import Llama
+from model.network.sharding import make_mesh
+from tests.model.driver import TINY, paged_attention, tiny_model
+from tests.model.execution.test_speculative_step import (
+    DRAFTS,
+    FEW,
+    KINDS,
+    PLAIN,
+    requests,
+    scores_of,
+    tokens_of,
+)
+from tests.model.execution.test_speculative_step import serve as serve_with_cost
+
+ONE_LAYER = replace(TINY, num_layers=1)
+serve = partial(serve_with_cost, draft_cost=0.01)  # of a pass of the draft model
+LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 96, "num_pages": 64}
+
+
+def near(share: float) -> Llama:
+    """The model with other weights added: it agrees with the model at times."""
+    model, other = tiny_model(config=ONE_LAYER), tiny_model(seed=1, config=ONE_LAYER)
+    mixed = jax.tree.map(lambda x, y: (1 - share) * x + share * y, nnx.state(model), nnx.state(other))
+    nnx.update(model, mixed)
+    return model
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModelRunner:
+    config = RunnerConfig(**LIMITS, draft_pass_tokens=16)
+    runner = ModelRunner(near(0.0), paged_attention(), config, draft=(near(0.0), paged_attention()))
+    runner.warm_up([b for b in DRAFTS.buckets() if not b.variant.scores], lambda line: None)
+    return runner
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
+def test_outputs_are_those_without_drafts(runner, kind, share) -> None:
+    runner.place(near(0.0), draft=near(share))
+    asked = requests(KINDS[kind])
+    expected, plain = serve(runner, PLAIN, asked)
+    found, drafted = serve(runner, DRAFTS, asked)
+    for name, outputs in expected.items():
+        assert tokens_of(found[name]) == tokens_of(outputs)
+        assert found[name][-1].finish_reason == outputs[-1].finish_reason
+        np.testing.assert_allclose(scores_of(found[name]), scores_of(outputs), atol=2e-4)
+    counts = drafted.speculation
+    assert counts.num_draft_tokens > 0
+    if share == 0.0:
+        assert counts.num_accepted_tokens == counts.num_draft_tokens
+        assert drafted.num_steps < 0.5 * plain.num_steps
+
+
+def test_a_draft_of_the_model_itself_has_read_every_token(runner) -> None:
+    """Each draft is right, so each was computed with the K/V of all tokens before it: after preemptions, with a cached
+    prefix, and after steps in which the draft model did not run."""
+    runner.place(near(0.0), draft=near(0.0))
+    asked = requests([{"temperature": 1.0, "allowed_token_ids": FEW}] * 6, prompt_len=30, max_tokens=60)
+    asked.append(replace(asked[0], request_id="the same prompt"))
+    expected, _ = serve(runner, PLAIN, asked)
+    found, stats = serve(runner, DRAFTS, asked, preempts_every=7)
+    assert stats.num_preemptions > 3
+    assert stats.prefix_cache_hits > 0
+    counts = stats.speculation
+    assert counts.num_accepted_tokens == counts.num_draft_tokens > 100
+    for name, outputs in expected.items():
+        assert tokens_of(found[name]) == tokens_of(outputs)
+
+
+def test_a_draft_model_is_split_over_the_chips_as_the_model_is() -> None:
+    """Two chips, and one KV head of the draft model, which each of them has. Its drafts are right: it is the model."""
+    mesh, config = make_mesh(2), replace(ONE_LAYER, vocab_size=200, num_kv_heads=1)
+    model = random_weights(config, dtype=jnp.float32, mesh=mesh)
+    nnx.update(model, jax.tree.map(lambda x: x * 10 if x.ndim == 2 else x, nnx.state(model)))
+    attention = paged_attention(model.config, mesh=mesh)
+    config = RunnerConfig(**LIMITS, draft_pass_tokens=16)
+    runner = ModelRunner(model, attention, config, draft=(model, attention))
+    decodes = [bucket for bucket in DRAFTS.buckets() if bucket.variant is Variant.GREEDY]
+    prefill = DRAFTS.choose(24, 4, decode_only=False, variant=Variant.GREEDY)
+    runner.warm_up([*decodes, prefill], lambda line: None)
+    asked = requests(KINDS["greedy"])
+    expected, _ = serve(runner, PLAIN, asked)
+    found, stats = serve(runner, DRAFTS, asked)
+    for name, outputs in expected.items():
+        assert tokens_of(found[name]) == tokens_of(outputs)
+    assert stats.speculation.num_accepted_tokens == stats.speculation.num_draft_tokens > 50
+
+
+def test_lengths_of_what_the_draft_model_has_read() -> None:
+    state = np.zeros((3, SlotLayout.width(3)), np.int32)
+    state[:, SlotLayout.PAGE_TABLE :] = [[1, 2, 3], [4, 5, 6], [7, 0, 0]]
+    rows = StepRows(
+        slots=jnp.arange(3),
+        state=jnp.array(state),
+        starts=jnp.array([0, 2, 3, 3]),
+        past=jnp.array([10, 3, 4]),
+        kv_lens=jnp.array([12, 4, 4]),
+        emits=jnp.array([True, True, False]),
+    )
+    filled = jnp.array([0, 4, 4, 1, 2, 4, 0, 4])
+    # Full pages up to the first that is not; not more than the row's own tokens.
+    assert draft_pages.lengths(filled, rows, 4).tolist() == [9, 2, 4]
+    # The first row writes positions 10 and 11, the second one position 3.
+    taken = draft_pages.take_back(filled.at[3].set(3), rows, jnp.array([10, 11, 3, 0]), 4)
+    assert taken.tolist() == [0, 4, 4, 2, 2, 4, 0, 4]
+    assert draft_pages.fill(taken, jnp.array([3, 8]), jnp.array([2, 0])).tolist() == [0, 4, 4, 3, 2, 4, 0, 4]
+
+
+def test_the_memory_plan_counts_the_draft_model_and_its_pages() -> None:
+    model, attention, limits = tiny_model(), paged_attention(), RunnerConfig(**LIMITS)
+    alone = memory_needs(model, attention, limits)
+    both = memory_needs(model, attention, limits, (model, attention))
+    assert both.weights == 2 * alone.weights
+    assert both.page == 2 * alone.page + 4 * attention.spec.page_size + 4
+    assert both.state == alone.state
+
+
+def test_weights_of_another_draft_model_are_refused(runner) -> None:
+    with pytest.raises(ValueError, match="not the weights"):
+        runner.place(near(0.0))
