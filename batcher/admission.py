@@ -96,7 +96,7 @@ def _token_ids(name: str, ids: Seq[int], vocab_size: int) -> np.ndarray:
         raise InvalidRequestError(
             name, f"{name} has a token id out of range at index {at}: {int(array[at])} is not in [0, {vocab_size})"
         )
-    return array.astype(np.int32)
+    return array.astype(np.int32, copy=False)
 
 
 def _allowed(s: SamplingParams, vocab_size: int, *, never_last: Collection[int]) -> np.ndarray | None:

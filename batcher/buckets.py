@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Container
 from dataclasses import dataclass
 
 from batcher.step import Bucket, Variant
@@ -21,6 +22,8 @@ class BucketConfig:
     embeds: bool = False  # there are programs that pool hidden states
     num_drafts: int = 0  # per row, of speculative programs; 0: there are none
     max_draft_rows: int = 0  # of the largest speculative program
+    num_steps: int = 1  # most decode steps of one program
+    max_multi_step_rows: int = 0  # of the largest program with several steps
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -36,6 +39,12 @@ class BucketConfig:
             )
         if self.num_drafts < 0 or (self.num_drafts > 0) != (self.max_draft_rows > 0):
             raise ValueError(f"speculation has drafts and rows: {self.num_drafts=} {self.max_draft_rows=}")
+        if self.num_steps < 1 or (self.num_steps > 1) != (self.max_multi_step_rows > 0):
+            raise ValueError(
+                f"programs with several steps have steps and rows: {self.num_steps=} {self.max_multi_step_rows=}"
+            )
+        if self.num_steps > 1 and self.num_drafts > 0:
+            raise ValueError(f"a step with drafts is the only one of its program: {self.num_drafts=} {self.num_steps=}")
         if self.max_draft_rows * (1 + self.num_drafts) > self.max_num_batched_tokens:
             raise ValueError(
                 "a speculative step must be within the limit of all steps: "
@@ -44,6 +53,7 @@ class BucketConfig:
 
 
 _EMBED_STRIDE = 2  # a program for every fourfold of tokens
+_LIGHT_TOKENS = 64  # of a step with a short prompt
 
 
 class BucketLadder:
@@ -55,7 +65,8 @@ class BucketLadder:
     Every program costs seconds of start-up. Mixed steps have no GREEDY program: when no row samples, SAMPLE's extra
     work is skipped at run time and costs nothing next to the prompt's matrix products. SCORE exists only at both
     limits: it is rare, and its programs are heavy. EMBED has every `_EMBED_STRIDE`-th T from the largest down, with the
-    most rows of each. Speculative buckets have the row rungs of decodes up to `max_draft_rows`, in both variants.
+    most rows of each. Speculative buckets and those of several
+    steps have the row rungs of decodes up to their limits, in both variants.
     """
 
     def __init__(self, config: BucketConfig) -> None:
@@ -75,15 +86,49 @@ class BucketLadder:
         self._tokens = [t for t, _ in self._mixed]
         thinned = _powers(config.min_mixed_tokens, config.max_num_batched_tokens)[::-_EMBED_STRIDE]
         self._draft = [s for s in self._decode if s <= config.max_draft_rows]
+        self._multi_step = [s for s in self._decode if s <= config.max_multi_step_rows]
         self._embed = sorted(Bucket(t, min(config.max_num_seqs, t - 1), Variant.EMBED) for t in thinned if t > 1)
+        self._score = Bucket(config.max_num_batched_tokens, config.max_num_seqs, Variant.SCORE)
+        self._buckets = self._all()
 
     def buckets(self) -> list[Bucket]:
         """All of them, cheapest first."""
+        return list(self._buckets)
+
+    def _all(self) -> list[Bucket]:
         decodes = [Bucket(s, s, variant) for variant in (Variant.GREEDY, Variant.SAMPLE) for s in self._decode]
         mixed = [Bucket(t, s, Variant.SAMPLE) for t, rows in self._mixed for s in rows]
         drafts = [self._with_drafts(s, variant) for variant in (Variant.GREEDY, Variant.SAMPLE) for s in self._draft]
-        score = Bucket(self.config.max_num_batched_tokens, self.config.max_num_seqs, Variant.SCORE)
-        return sorted([*decodes, *mixed, *drafts, score, *(self._embed if self.config.embeds else ())])
+        multi_step = [
+            self._with_steps(s, variant) for variant in (Variant.GREEDY, Variant.SAMPLE) for s in self._multi_step
+        ]
+        return sorted(
+            [*decodes, *mixed, *drafts, *multi_step, self._score, *(self._embed if self.config.embeds else ())]
+        )
+
+    def needed_first(self) -> list[Bucket]:
+        """Buckets for a start: they hold every legal step of any variant, and a few requests do not pay for the
+        largest shapes."""
+        rows, fewest = self._decode[-1], self._decode[0]
+        light = min((t for t in self._tokens if t >= _LIGHT_TOKENS), default=self._tokens[-1])
+        needed = {Bucket(rows, rows, Variant.SAMPLE), Bucket(fewest, fewest, Variant.SAMPLE)}
+        needed.add(Bucket(light, dict(self._mixed)[light][0], Variant.SAMPLE))
+        needed.add(self._embed[-1] if self.config.embeds else self._score)
+        if self._draft:
+            needed.add(self._with_drafts(self._draft[-1], Variant.SAMPLE))
+        if self._multi_step:
+            needed.add(self._with_steps(self._multi_step[-1], Variant.SAMPLE))
+        return sorted(needed)
+
+    def stand_in(self, bucket: Bucket, missing: Container[Bucket]) -> Bucket:
+        """The smallest bucket besides `missing` ones whose program computes every step of `bucket`.
+
+        Raises ValueError if there is none; those of `needed_first` are enough.
+        """
+        fitting = [other for other in self._buckets if other not in missing and _holds(other, bucket)]
+        if not fitting:
+            raise ValueError(f"no program can stand in for {bucket}: one of needed_first is missing")
+        return min(fitting, key=lambda other: (other.num_tokens, _rank(other), other.num_rows))
 
     def choose(self, num_tokens: int, num_rows: int, *, decode_only: bool, variant: Variant) -> Bucket:
         """The smallest bucket that holds the step. Raises ValueError if the step exceeds a limit."""
@@ -91,7 +136,7 @@ class BucketLadder:
         if not (1 <= num_rows <= c.max_num_seqs and num_rows <= num_tokens <= c.max_num_batched_tokens):
             raise ValueError(f"no step has this shape: {num_tokens=} {num_rows=} with {c}")
         if variant is Variant.SCORE:
-            return Bucket(c.max_num_batched_tokens, c.max_num_seqs, variant)
+            return self._score
         if variant is Variant.EMBED:
             return next(b for b in self._embed if num_tokens <= b.num_tokens and num_rows <= b.num_rows)
         if decode_only:
@@ -108,6 +153,14 @@ class BucketLadder:
         """The smallest speculative bucket with so many rows; None if there is none."""
         rung = bisect_left(self._draft, num_rows)
         return self._with_drafts(self._draft[rung], variant) if rung < len(self._draft) else None
+
+    def choose_multi_step(self, num_rows: int, variant: Variant) -> Bucket | None:
+        """The smallest bucket of several steps with so many rows; None if there is none."""
+        rung = bisect_left(self._multi_step, num_rows)
+        return self._with_steps(self._multi_step[rung], variant) if rung < len(self._multi_step) else None
+
+    def _with_steps(self, num_rows: int, variant: Variant) -> Bucket:
+        return Bucket(num_rows, num_rows, variant, num_steps=self.config.num_steps)
 
     def _with_drafts(self, num_rows: int, variant: Variant) -> Bucket:
         return Bucket(num_rows * (1 + self.config.num_drafts), num_rows, variant, self.config.num_drafts)
@@ -130,6 +183,23 @@ class BucketLadder:
             mixed = bisect_left(self._tokens, min(rest + next_decodes, self._tokens[-1]))
             later = self._tokens[mixed] - next_decodes
         return rest if below + later + step_cost_tokens < above else 0
+
+
+def _rank(bucket: Bucket) -> int:
+    """Each variant computes what those before it do, and more."""
+    return list(Variant).index(bucket.variant)
+
+
+def _holds(large: Bucket, small: Bucket) -> bool:
+    """Whether a program computes every step of another one. A decode is also a step of a mixed program, and a step with
+    prompt tokens is none of a program for decodes only."""
+    return (
+        (large.num_drafts, large.num_steps) == (small.num_drafts, small.num_steps)
+        and large.num_tokens >= small.num_tokens
+        and large.num_rows >= small.num_rows
+        and _rank(large) >= _rank(small)
+        and (small.decode_only or not large.decode_only)
+    )
 
 
 def _powers(smallest: int, largest: int) -> list[int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from batcher.long_prompts import ANY_LENGTH, LongPrompts
+
 
 class Scheduling(StrEnum):
     """How requests share the steps."""
@@ -20,21 +22,27 @@ class EngineConfig:
     eos_token_ids: tuple[int, ...]  # every end-of-sequence id of the model's generation_config
     scheduling: Scheduling = Scheduling.CONTINUOUS
     prefix_caching: bool = True
+    long_prompts: LongPrompts = ANY_LENGTH
     max_waiting: int = 1024  # requests that may wait beyond the ones that the slots can hold
     pipeline_depth: int = 2  # steps in flight; 2: step N+1 is dispatched before step N is read. 1: no overlap
     step_cost_tokens: int = 16  # tokens whose computation takes as long as one more step; steers chunk trimming
     weights_cost_tokens: float = 16.0  # tokens whose computation takes as long as reading the weights; for speculation
+    draft_cost: float = 0.0  # time of a pass of the draft model, in passes of the model; 0: drafts are looked up
     step_timeout_s: float | None = None  # least time that a step is given before the device counts as stuck; None: any
     seed: int | None = None  # for drawing the seeds of requests without one; None: the operating system's
 
     def __post_init__(self) -> None:
         if self.pipeline_depth < 1:
             raise ValueError(f"at least one step is in flight: {self.pipeline_depth=}")
+        if self.long_prompts.threshold < 0 or not self.long_prompts.may_begin(0):
+            raise ValueError(f"a long prompt has some tokens, and one is computed at a time: {self.long_prompts=}")
         if self.max_waiting < 0:
             raise ValueError(f"the queue limit is not negative: {self.max_waiting=}")
         if self.step_timeout_s is not None and self.step_timeout_s <= 0:
             raise ValueError(f"a step is given some time: {self.step_timeout_s=}")
         if self.weights_cost_tokens < 0:
             raise ValueError(f"reading the weights takes some time: {self.weights_cost_tokens=}")
+        if self.draft_cost < 0:
+            raise ValueError(f"a draft model takes some time: {self.draft_cost=}")
         if self.step_cost_tokens < 0:
             raise ValueError(f"a step's fixed cost is not negative: {self.step_cost_tokens=}")

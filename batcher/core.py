@@ -7,19 +7,26 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import numpy as np
 
+from batcher import counting
 from batcher.buckets import BucketLadder
 from batcher.config import EngineConfig, Scheduling
+from batcher.delivery import Delivery, StepDelivery, plain_output
 from batcher.grammar import GrammarError
+from batcher.later_programs import LaterPrograms
 from batcher.masks import Answer, Ask
+from batcher.multi_step import MultiStepScheduler
 from batcher.pack import Packer
 from batcher.plan import StepPlan
 from batcher.pooling import embedding, take_pooled
-from batcher.request import ErrorCode, FinishReason, RequestOutput, TokenLogprobs
+from batcher.reading import StepReading
+from batcher.request import ErrorCode, FinishReason, RequestOutput
 from batcher.scheduler import Scheduler
+from batcher.scores import take_prompt_logprobs, token_logprobs
 from batcher.sequence import Sequence, State
 from batcher.speculation import SpeculativeScheduler, may_have_drafts
 from batcher.static import StaticScheduler
@@ -29,8 +36,6 @@ from batcher.step_log import StepLog
 from batcher.step_watch import StepWatch
 
 _log = logging.getLogger(__name__)
-
-Delivery = tuple[Sequence, RequestOutput]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +71,12 @@ class EngineCore:
         self._failure: BaseException | None = None  # of a step in flight
         self._lost: list[StepPlan] = []  # failed steps, and those that were in flight behind them
         self._num_compiles_at_start = runner.num_compiles
+        self._later_programs = LaterPrograms(ladder, ())
 
-    def warmed_up(self) -> None:
-        """Later compilations are counted in `num_compiles_after_warm_up`."""
+    def warmed_up(self, later: LaterPrograms) -> None:
+        """The warm-up has left these programs. Other compilations are counted in `num_compiles_after_warm_up`."""
         self._num_compiles_at_start = self._runner.num_compiles
+        self._later_programs = later
 
     # --- arrivals and departures ---
 
@@ -147,7 +154,9 @@ class EngineCore:
         plan = self.scheduler.schedule()
         if plan is None:
             return None
-        self._count_plan(plan)
+        bucket, plan.bucket = plan.bucket, self._later_programs.or_stand_in(plan.bucket)
+        self._counts.num_stand_in_steps += plan.bucket != bucket
+        counting.count_plan(self._counts, plan, self._clock)
         self._step_log.dispatched(plan, self._clock())
         try:
             handle = self._runner.execute(self._packer.pack(plan))
@@ -158,49 +167,24 @@ class EngineCore:
         self.step_watch.dispatched()
         return self.in_flight[-1]
 
-    def complete(self, output: StepOutput) -> list[Delivery]:
+    def complete(self, output: StepOutput) -> StepDelivery:
         """Takes in the result of the oldest step in flight."""
         plan = self._pop_oldest()
         if self._lost:  # an earlier step failed, so this one's result cannot be trusted
-            return self._lose(plan)
+            return StepDelivery(self._lose(plan))
         if plan.bucket.variant.scores:
-            self._take_prompt_logprobs(plan, output)
+            take_prompt_logprobs(plan, output)
         if plan.bucket.variant is Variant.EMBED:
             take_pooled(plan, output)
-        now = self._clock()
-        finite = output.finite.tolist()
-        tokens: list[tuple[int, ...]] = list(zip(*output.tokens.T.tolist(), strict=True))  # of each row
+        reading = StepReading(output, self._clock())
         if plan.bucket.num_drafts:
-            tokens = self._settle(plan, output, tokens)
-        elif output.foretold is not None and isinstance(self.scheduler, SpeculativeScheduler) and not plan.chunks:
-            for seq, hit in zip(plan.rows, output.foretold.tolist(), strict=False):
-                self.scheduler.learn(seq, int(hit), 1)
-        gaps: dict[float, int] = {}  # time of the token before -> rows with one token
-        deliveries: list[Delivery] = []
-        num_tokens = 0
-        padded = zip(plan.rows, plan.emits, tokens, strict=False)
-        for row, (seq, emits, drawn) in enumerate(padded):
-            if not emits or seq.state is State.FINISHED:  # the surplus token of an ended request is dropped
-                continue
-            if not finite[row]:
-                deliveries.append(self._end_not_finite(seq))
-                continue
-            if seq.pooling is not None:
-                deliveries.append(self._end_embedded(seq))
-                continue
-            count = len(drawn)
-            num_tokens += count
-            if seq.first_token_s >= 0:
-                last = seq.last_token_s
-                if count == 1:
-                    gaps[last] = gaps.get(last, 0) + 1
-                else:
-                    self._counts.inter_token_latency.observe((now - last) / count, count)
-            deliveries.append((seq, self._take_tokens(seq, drawn, now, output, row)))
-        self._counts.generation_tokens += num_tokens
-        for last, times in gaps.items():
-            self._counts.inter_token_latency.observe(now - last, times)
-        return deliveries
+            self._read_drafts(plan, reading)
+        elif plan.bucket.num_steps > 1:
+            self._read_steps(plan, reading)
+        else:
+            self._read_tokens(plan, reading)
+        self.scheduler.commit_some()
+        return reading.delivery()
 
     def fail(self, error: BaseException) -> list[Delivery]:
         """The oldest step in flight failed. Its requests and those of the steps behind it end with the error.
@@ -215,7 +199,9 @@ class EngineCore:
     def _pop_oldest(self) -> StepPlan:
         plan = self.in_flight.popleft().plan
         self.scheduler.step_returned(plan.number)
-        self.step_watch.returned(len(self.in_flight))
+        ran_s = self.step_watch.returned(len(self.in_flight))
+        if isinstance(self.scheduler, MultiStepScheduler):
+            self.scheduler.took(plan, ran_s)
         return plan
 
     def end_all(self, reason: FinishReason, error: str | None = None, code: ErrorCode | None = None) -> list[Delivery]:
@@ -232,6 +218,7 @@ class EngineCore:
         counts.num_preemptions = scheduler.num_preemptions
         counts.prefix_cache_queries = scheduler.prefix_queries
         counts.prefix_cache_hits = scheduler.prefix_hits
+        counts.num_programs_to_come = len(self._later_programs)
         counts.num_compiles_after_warm_up = self._runner.num_compiles - self._num_compiles_at_start
         counts.recent_steps = self._step_log.recent()
         return counts.copy()
@@ -249,41 +236,127 @@ class EngineCore:
 
     # --- within a step ---
 
-    def _settle(self, plan: StepPlan, output: StepOutput, tokens: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Takes in how many drafts were accepted. Returns each row's tokens, up to its request's end."""
+    def _read_tokens(self, plan: StepPlan, reading: StepReading) -> None:
+        """Reads a step without drafts. Its rows are decodes, then chunks."""
+        output = reading.output
+        num_decodes = len(plan.rows) - len(plan.chunks)
+        if plan.looks_up and output.foretold is not None:  # a program that stands in for the step's own may not look up
+            assert isinstance(self.scheduler, SpeculativeScheduler)
+            for seq, hit in zip(plan.rows, output.foretold.tolist(), strict=False):
+                self.scheduler.learn(seq, int(hit), 1)
+        for row in self._read_columns(plan, num_decodes, reading):
+            self._look_at(plan.rows[row], (int(output.tokens[row, 0]),), row, reading)
+        for row in range(num_decodes, len(plan.rows)):
+            if plan.emits[row]:
+                self._look_at(plan.rows[row], (int(output.tokens[row, 0]),), row, reading)
+
+    def _read_columns(self, plan: StepPlan, num_decodes: int, reading: StepReading) -> list[int]:
+        """Reads the first rows, which are decodes, by columns. Returns those that need a look of their own."""
+        columns = self.scheduler.columns
+        slots, rows = plan.slots[:num_decodes], plan.rows
+        drawn = reading.output.tokens[:num_decodes, 0]
+        left = columns.left[slots] - 1
+        looks = left <= 0
+        looks |= columns.num_ended_by.take(drawn, mode="clip") > 0  # what is not finite may draw anything
+        looks |= ~reading.output.finite[:num_decodes]
+        to_look_at: list[int] = np.flatnonzero(looks).tolist()
+        if to_look_at:
+            plain = ~looks
+            slots, drawn, left, rows = slots[plain], drawn[plain], left[plain], list(compress(rows, plain.tolist()))
+        elif num_decodes < len(rows):
+            rows = rows[:num_decodes]
+        if not rows:
+            return to_look_at
+        for seq, token in zip(rows, drawn.tolist(), strict=True):
+            seq.output.append(token)
+        columns.left[slots] = left
+        counting.count_gaps(self._counts, reading.now - columns.last_token_s[slots])
+        columns.last_token_s[slots] = reading.now
+        left_of_page = columns.left_of_page[slots] - 1
+        columns.left_of_page[slots] = left_of_page
+        for row in np.flatnonzero(left_of_page <= 0).tolist():
+            self.scheduler.commit_soon(rows[row])
+        self._counts.generation_tokens += len(rows)
+        reading.rows, reading.numbers, reading.tokens = rows, columns.numbers[slots], drawn
+        return to_look_at
+
+    def _read_drafts(self, plan: StepPlan, reading: StepReading) -> None:
+        """Reads a step with drafts: how many were accepted, and each row's tokens up to its request's end."""
+        output = reading.output
         assert output.num_drafts is not None and output.num_accepted is not None and output.foretold is not None
         assert isinstance(self.scheduler, SpeculativeScheduler)
         proposed, accepted, foretold = (x.tolist() for x in (output.num_drafts, output.num_accepted, output.foretold))
-        settled = []
+        tokens: list[list[int]] = output.tokens.tolist()
         for row, (seq, q_len) in enumerate(zip(plan.rows, plan.q_lens, strict=True)):
-            drawn = tokens[row][: 1 + accepted[row]]
-            settled.append(drawn[: _num_to_end(seq, drawn)])
+            drawn = tuple(tokens[row][: 1 + accepted[row]])
+            drawn = drawn[: seq.num_to_end(drawn)]
             if seq.state is not State.FINISHED:
                 self.scheduler.take_back(seq, q_len - len(drawn))
-                self.scheduler.learn(seq, max(accepted[row], int(foretold[row])), max(q_len - 1, 1))
+                if proposed[row] or self.scheduler.foretells:
+                    self.scheduler.learn(seq, max(accepted[row], int(foretold[row])), max(q_len - 1, 1))
                 self._counts.speculation.observe(proposed[row], accepted[row])
+                seq.num_accepted += min(accepted[row], len(drawn))
+                seq.num_rejected += proposed[row] - accepted[row]
                 self._counts.speculation.num_undrafted_rows += not may_have_drafts(seq)
-        return settled
+            self._look_at(seq, drawn, row, reading)
 
-    def _take_tokens(
-        self, seq: Sequence, tokens: tuple[int, ...], now: float, step: StepOutput, row: int
-    ) -> RequestOutput:
-        """Takes in the tokens of a row; only the last of them can end its request. This runs for every row, so work
-        that few rows need is behind conditions."""
-        output = RequestOutput(request_id=seq.request_id, token_ids=tokens, num_cached_tokens=seq.num_hit_tokens)
+    def _read_steps(self, plan: StepPlan, reading: StepReading) -> None:
+        """Reads a program of several steps: each row's tokens up to its request's end."""
+        tokens: list[list[int]] = reading.output.tokens.tolist()
+        for row, (seq, q_len) in enumerate(zip(plan.rows, plan.q_lens, strict=True)):
+            drawn = tuple(tokens[row][:q_len])
+            drawn = drawn[: seq.num_to_end(drawn)]
+            if seq.state is not State.FINISHED:
+                self.scheduler.take_back(seq, q_len - len(drawn))
+            self._look_at(seq, drawn, row, reading)
+
+    def _look_at(self, seq: Sequence, tokens: tuple[int, ...], row: int, reading: StepReading) -> None:
+        """Takes in the tokens of a row; only the last of them can end its request."""
+        if seq.state is State.FINISHED:  # the surplus token of an ended request is dropped
+            return
+        if not _is_finite(reading.output, row, len(tokens)):
+            reading.outputs.append(self._end_not_finite(seq))
+            return
+        if seq.pooling is not None:
+            reading.outputs.append(self._end_embedded(seq))
+            return
+        columns, now, is_first = self.scheduler.columns, reading.now, seq.first_token_s < 0
+        self._counts.generation_tokens += len(tokens)
+        if not is_first:
+            gap = (now - columns.last_token_of(seq)) / len(tokens)
+            self._counts.inter_token_latency.observe(gap, len(tokens))
         seq.output.extend(tokens)
-        seq.last_token_s = now
+        columns.looked(seq, now)
+        output = plain_output(seq, tokens)
+        if is_first:
+            self._take_first(seq, output, now)
         if seq.sampling.logprobs is not None:
-            output.logprobs = _logprobs(step, row, len(tokens), seq.sampling.logprobs)
-        if seq.first_token_s < 0:
-            seq.first_token_s = now
-            self._counts.time_to_first_token.observe(now - seq.arrived_s)
-            self._counts.prefill_time.observe(now - seq.started_s)
-            output.times = (seq.started_s - seq.arrived_s, now - seq.started_s)
-            if seq.prompt_logprobs is not None:
-                output.prompt_logprobs = tuple(entry for entry in seq.prompt_logprobs if entry is not None)
-                assert len(output.prompt_logprobs) == seq.num_prompt - 1, "a prompt position was not scored"
-        token, count = tokens[-1], len(seq.output)
+            output.logprobs = token_logprobs(reading.output, row, len(tokens), seq.sampling.logprobs)
+        if seq.request.counts_drafts:
+            output.drafts = (seq.num_accepted, seq.num_rejected)
+        self._end_if_over(seq, output)
+        if is_first or output.logprobs or output.drafts or output.finish_reason is not None:
+            reading.outputs.append((seq, output))
+        else:
+            reading.add(seq, tokens)
+        if output.finish_reason is None:
+            if seq.matcher is not None:
+                self._ask(seq, tokens)
+            self.scheduler.commit(seq)
+            columns.look_at_page(seq)
+
+    def _take_first(self, seq: Sequence, output: RequestOutput, now: float) -> None:
+        """A request has its first token."""
+        seq.first_token_s = now
+        counting.count_first_token(self._counts, seq)
+        output.times = (seq.started_s - seq.arrived_s, now - seq.started_s)
+        if seq.prompt_logprobs is not None:
+            output.prompt_logprobs = tuple(entry for entry in seq.prompt_logprobs if entry is not None)
+            assert len(output.prompt_logprobs) == seq.num_prompt - 1, "a prompt position was not scored"
+
+    def _end_if_over(self, seq: Sequence, output: RequestOutput) -> None:
+        """Ends the request if its last token ends it."""
+        token, count = seq.output[-1], len(seq.output)
         if token in seq.stop_ids and count >= seq.sampling.min_tokens:
             output.finish_reason = FinishReason.STOP
             output.stop_reason = token if token in seq.sampling.stop_token_ids else None
@@ -291,22 +364,6 @@ class EngineCore:
             output.finish_reason = FinishReason.LENGTH
         if output.finish_reason is not None:
             self._forget(seq, output.finish_reason)
-            return output
-        if seq.matcher is not None:
-            self._ask(seq, tokens)
-        if seq.num_computed >= seq.commit_at:
-            self.scheduler.commit(seq)
-        return output
-
-    def _take_prompt_logprobs(self, plan: StepPlan, output: StepOutput) -> None:
-        for chunk in plan.chunks:
-            seq = plan.rows[chunk.row]
-            wanted = seq.sampling.prompt_logprobs
-            if wanted is None or seq.prompt_logprobs is None or seq.first_token_s >= 0:
-                continue
-            count = min(chunk.count, seq.num_prompt - 1 - chunk.start)  # the last prompt token has no target
-            for i in range(count):
-                seq.prompt_logprobs[chunk.start + i] = _target_logprobs(output, chunk.offset + i, wanted)
 
     def _end_embedded(self, seq: Sequence) -> Delivery:
         vector = embedding(seq)
@@ -331,6 +388,7 @@ class EngineCore:
         self._forget(seq, reason)
         return seq, RequestOutput(
             request_id=seq.request_id,
+            number=seq.number,
             num_cached_tokens=seq.num_hit_tokens,
             finish_reason=reason,
             error=error,
@@ -341,7 +399,9 @@ class EngineCore:
         self._num_compiling -= seq.state is State.COMPILING
         self.scheduler.finish(seq)
         del self.sequences[seq.request_id]
-        self._count_end(seq, reason)
+        if reason is not FinishReason.ERROR and seq.output:
+            self.scheduler.forecast.finished(seq, stopped=reason is FinishReason.STOP)
+        counting.count_end(self._counts, seq, reason)
 
     # --- failure ---
 
@@ -356,51 +416,39 @@ class EngineCore:
         victims = {seq.request_id: seq for plan in self._lost for seq in plan.rows if seq.state is not State.FINISHED}
         deliveries = [self._end(s, FinishReason.ERROR, message, ErrorCode.STEP_FAILED) for s in victims.values()]
         self._lost.clear()
-        self._packer.forget()
-        self.scheduler.recover()
+        self._recompute()
         return deliveries
 
-    # --- counting ---
+    def change(self, work: Callable[[], None]) -> None:
+        """Runs `work` with no step in flight, and empties the prefix cache. Running requests are recomputed."""
+        assert not self.in_flight, "steps are in flight"
+        try:
+            work()
+        finally:
+            self._recompute()
 
-    def _count_plan(self, plan: StepPlan) -> None:
-        counts = self._counts
-        counts.num_steps += 1
-        counts.step_tokens += plan.num_tokens - plan.num_ended
-        counts.step_tokens_padded += plan.bucket.num_tokens
-        counts.step_rows += len(plan.rows) - plan.num_ended
-        counts.step_rows_padded += plan.bucket.num_rows
-        counts.iteration_tokens.observe(plan.num_tokens)
-        counts.prompt_tokens_computed += sum(chunk.count for chunk in plan.chunks)
-        for seq in plan.admitted:
-            if seq.started_s < 0:
-                seq.started_s = self._clock()
-                counts.prompt_tokens += seq.num_prompt
-                counts.queue_time.observe(seq.started_s - seq.arrived_s)
-
-    def _count_end(self, seq: Sequence, reason: FinishReason) -> None:
-        counts = self._counts
-        counts.finished[reason.value] = counts.finished.get(reason.value, 0) + 1
-        if reason is FinishReason.ERROR or not seq.output:
-            return
-        self.scheduler.forecast.finished(seq, stopped=reason is FinishReason.STOP)
-        counts.e2e_latency.observe(seq.last_token_s - seq.arrived_s)
-        counts.decode_time.observe(seq.last_token_s - seq.first_token_s)
-        counts.inference_time.observe(seq.last_token_s - seq.started_s)
-        counts.request_preemptions.observe(seq.num_preemptions)
-        counts.request_prompt_tokens.observe(seq.num_prompt)
-        counts.request_generation_tokens.observe(len(seq.output))
-        if len(seq.output) > 1:
-            mean = (seq.last_token_s - seq.first_token_s) / (len(seq.output) - 1)
-            counts.time_per_output_token.observe(mean)
+    def _recompute(self) -> None:
+        """The device has lost pages and slots."""
+        self._packer.forget()
+        self.scheduler.recover()
 
 
 def _make_scheduler(capacity: Capacity, config: EngineConfig, ladder: BucketLadder) -> Scheduler:
     options: dict[str, Any] = {"prefix_caching": config.prefix_caching, "step_cost_tokens": config.step_cost_tokens}
     if config.scheduling is Scheduling.STATIC:
         return StaticScheduler(capacity, ladder, **options)  # a baseline, without drafts
+    options["long_prompts"] = config.long_prompts
+    if ladder.config.num_steps > 1:
+        return MultiStepScheduler(capacity, ladder, **options, pipeline_depth=config.pipeline_depth)
     if ladder.config.num_drafts:
-        return SpeculativeScheduler(capacity, ladder, **options, weights_cost_tokens=config.weights_cost_tokens)
+        options |= {"weights_cost_tokens": config.weights_cost_tokens, "draft_cost": config.draft_cost}
+        return SpeculativeScheduler(capacity, ladder, **options)
     return Scheduler(capacity, ladder, **options)
+
+
+def _is_finite(output: StepOutput, row: int, num_tokens: int) -> bool:
+    """Whether the logits of a row's first tokens were finite."""
+    return bool(output.finite[row] if output.finite.ndim == 1 else output.finite[row, :num_tokens].all())
 
 
 def _still_queued(seq: Sequence) -> bool:
@@ -416,43 +464,3 @@ class _Refused:
 
     def result(self) -> StepOutput:
         raise self._error
-
-
-def _num_to_end(seq: Sequence, drawn: tuple[int, ...]) -> int:
-    """How many of the next tokens of a request belong to it: those after its end do not."""
-    for count, token in enumerate(drawn, 1):
-        total = len(seq.output) + count
-        if total == seq.limit or (token in seq.stop_ids and total >= seq.sampling.min_tokens):
-            return count
-    return len(drawn)
-
-
-def _logprobs(output: StepOutput, row: int, num_tokens: int, count: int) -> tuple[TokenLogprobs, ...]:
-    """Log-probabilities of the tokens that a row has drawn."""
-    return tuple(
-        _entry(output.logprobs, output.top_ids, output.top_logprobs, (row, i), count) for i in range(num_tokens)
-    )
-
-
-def _target_logprobs(output: StepOutput, position: int, count: int) -> TokenLogprobs:
-    """Log-probabilities of the prompt token that follows a position of the step."""
-    assert output.target_ranks is not None
-    rank = int(output.target_ranks[position])
-    return _entry(output.target_logprobs, output.target_top_ids, output.target_top_logprobs, position, count, rank)
-
-
-def _entry(
-    logprobs: np.ndarray | None,
-    top_ids: np.ndarray | None,
-    top_logprobs: np.ndarray | None,
-    at: int | tuple[int, int],
-    count: int,
-    rank: int | None = None,
-) -> TokenLogprobs:
-    assert logprobs is not None and top_ids is not None and top_logprobs is not None
-    return TokenLogprobs(
-        logprob=float(logprobs[at]),
-        top_ids=tuple(top_ids[at][:count].tolist()),
-        top_logprobs=tuple(top_logprobs[at][:count].tolist()),
-        rank=rank,
-    )

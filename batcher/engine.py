@@ -2,10 +2,12 @@
 
     ladder = BucketLadder(BucketConfig(max_num_batched_tokens=512, max_num_seqs=64))
     engine = Engine(runner, EngineConfig(eos_token_ids=(128001, 128008, 128009)), ladder)
-    engine.warm_up(print)                    # compiles every bucket
+    engine.warm_up(print)                    # compiles every bucket, or leaves some to be compiled after `start`
     engine.start()                           # the engine's thread and its reader thread
+    engine.listen(on_tokens)                 # optional: plain tokens of all requests leave by on_tokens(Tokens)
     engine.add_request(request, on_output)   # thread-safe; on_output(RequestOutput) runs on the engine's thread
     engine.abort(request.request_id)         # thread-safe, at any time, repeatable
+    engine.change(Change(...))               # thread-safe; other weights, between two steps
     engine.stats()                           # EngineStats: totals since start, gauges of now
     engine.shutdown(drain_s=10)              # waits 10 s for requests to finish, then aborts the rest
 
@@ -35,14 +37,17 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from queue import SimpleQueue
 from random import Random
 
 from batcher.admission import make_sequence
 from batcher.buckets import BucketLadder
+from batcher.change import Change
 from batcher.config import EngineConfig
-from batcher.core import Delivery, EngineCore, InFlight
+from batcher.core import EngineCore, InFlight
+from batcher.delivery import Delivery, StepDelivery, Tokens
+from batcher.digests import add_digests
 from batcher.errors import (
     EngineClosedError,
     EngineDeadError,
@@ -51,15 +56,19 @@ from batcher.errors import (
     StepTimeoutError,
 )
 from batcher.grammar import Grammars
+from batcher.later_programs import LaterPrograms
 from batcher.masks import Answer, Ask, MaskThreads, answer
 from batcher.request import ErrorCode, FinishReason, Request, RequestOutput
 from batcher.sequence import OnOutput, Sequence
 from batcher.stats import EngineStats
-from batcher.step import Runner, StepOutput
+from batcher.step import Bucket, Runner, StepOutput
 
 _log = logging.getLogger(__name__)
 
 MASK_WAIT_S = 0.004  # longest wait of a step for masks; two threads compute about two hundred masks in this time
+DIGESTS_AT_ONCE = 128  # of pages, a tenth of a millisecond
+GIVE_WAY_S = 1e-5  # enough for another thread to take over
+COMPILE_WAIT_S = 2.0  # longest wait for an idle moment in which to compile a program that no step has asked for
 IDLE_CHECK_S = 1.0  # time without requests after which the engine checks its integrity, once
 
 
@@ -100,32 +109,52 @@ class Engine:
         self._max_live = limits.max_num_seqs + config.max_waiting
         self._seeds = Random(secrets.randbits(64) if config.seed is None else config.seed)
         self._core = EngineCore(runner, config, ladder, clock)
+        self._on_tokens: Callable[[Tokens], None] | None = None
 
         # Guarded by the lock; everything else belongs to the engine's thread.
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)  # for the engine's thread: something below has changed
-        self._idle = threading.Condition(self._lock)  # for `drain`: no request is live, or the engine is dead
+        # For `drain` and the compiling thread: no request is live, or the engine is dead or about to stop.
+        self._idle = threading.Condition(self._lock)
         self._arrived: list[Sequence] = []
         self._aborted: list[tuple[Sequence, FinishReason]] = []  # not ids: those may be used again
         self._forgets_prefixes = False
+        self._changes: list[Change] = []
         self._results: list[StepOutput | BaseException] = []  # of steps in flight, in order
         self._masks: list[Answer] = []
         self._num_hurried = 0  # masks that the next step waits for, at most MASK_WAIT_S
+        self._num_accepted = 0
         self._live: dict[str, Sequence] = {}  # by request id, from add_request to the last output
         self._closed = False
         self._stopping = False
         self._death: BaseException | None = None
+        self._compile_error: Exception | None = None
 
+        self._later_programs = LaterPrograms(ladder, ())
+        self._report: Callable[[str], None] = _say_nothing
+        self._is_paused = False  # a change has left the device unable to run steps
         self._is_unchecked = False  # steps have run since the last check of integrity
         self._to_read: SimpleQueue[InFlight | None] = SimpleQueue()
         self._threads: tuple[threading.Thread, ...] = ()
 
     # --- for callers, thread-safe ---
 
-    def warm_up(self, report: Callable[[str], None]) -> None:
-        """Compiles every bucket. Later compilations are counted in the statistics."""
-        self._runner.warm_up(self.ladder.buckets(), report)
-        self._core.warmed_up()
+    def warm_up(self, report: Callable[[str], None], may_wait: Collection[Bucket] = ()) -> None:
+        """Compiles every bucket. Later compilations are counted in the statistics.
+
+        Args:
+            report: is called with a line about each phase, from any thread.
+            may_wait: programs that may be left to a thread that `start` starts, if compiling them takes long. Larger
+                programs stand in for them.
+        """
+        left = self._runner.warm_up(self.ladder.buckets(), report, may_wait)
+        self._later_programs, self._report = LaterPrograms(self.ladder, left), report
+        self._core.warmed_up(self._later_programs)
+
+    def listen(self, on_tokens: Callable[[Tokens], None]) -> None:
+        """From now on the plain tokens of a step go to `on_tokens`, those of all requests together, after the step's
+        other outputs. Call it before the first request. Without it, each request's listener hears its own."""
+        self._on_tokens = on_tokens
 
     def add_request(self, request: Request, on_output: OnOutput) -> None:
         """Queues the request.
@@ -150,6 +179,8 @@ class Engine:
             arrived_s=self._clock(),
             matcher=None if grammar is None or self._grammars is None else self._grammars.matcher(grammar),
         )
+        if self.config.prefix_caching:
+            self._add_digests(sequence)
         with self._lock:
             self._check_open()
             if request.request_id in self._live:
@@ -158,9 +189,17 @@ class Engine:
                 raise QueueFullError(
                     f"the queue is full: {self.config.max_waiting} requests wait already; try again later"
                 )
+            sequence.number = self._num_accepted
+            self._num_accepted += 1
             self._live[request.request_id] = sequence
             self._arrived.append(sequence)
             self._wake.notify()
+
+    def _add_digests(self, sequence: Sequence) -> None:
+        """Computes the digests of the prompt's pages on the caller's thread. It gives way between parts: a thread that
+        computes on would keep the engine's thread from the interpreter for milliseconds."""
+        while not add_digests(sequence, self._capacity.page_size, DIGESTS_AT_ONCE):
+            time.sleep(GIVE_WAY_S)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """Ends the request soon, with `reason`: STOP if the caller found a stop string in the text. An id that is
@@ -174,6 +213,13 @@ class Engine:
         """Empties the prefix cache soon. Running requests keep their pages, and later requests do not find them."""
         with self._lock:
             self._forgets_prefixes = True
+            self._wake.notify()
+
+    def change(self, change: Change) -> None:
+        """Makes the change soon, between two steps. Raises EngineClosedError or EngineDeadError."""
+        with self._lock:
+            self._check_open()
+            self._changes.append(change)
             self._wake.notify()
 
     def stats(self) -> EngineStats:
@@ -209,6 +255,9 @@ class Engine:
             )
         for thread in self._threads:
             thread.start()
+        if self._later_programs:
+            # No thread waits for it: the compiler cannot be interrupted.
+            threading.Thread(target=self._compile_later, name="engine-compiler", daemon=True).start()
 
     def drain(self, timeout_s: float) -> bool:
         """Accepts no more requests and waits until all others have ended. False if some have not after `timeout_s`."""
@@ -229,6 +278,7 @@ class Engine:
         with self._lock:
             self._closed = self._stopping = True
             self._wake.notify()
+            self._idle.notify_all()
         if self._threads:
             engine, reader = self._threads
             engine.join()
@@ -253,9 +303,10 @@ class Engine:
             self._check_alive()
         try:
             self._take_inbox()
+            self._make_changes()
             self._ask_for_masks(self._answer_here)
-            dispatched = self._core.can_dispatch() and self._core.dispatch() is not None
-            if self._core.in_flight and not (dispatched and self._core.can_dispatch()):
+            dispatched = self._can_dispatch() and self._core.dispatch() is not None
+            if self._core.in_flight and not (dispatched and self._can_dispatch()):
                 self._take([_result(self._core.in_flight[0])])
             elif not dispatched:
                 self._check_not_stuck()
@@ -275,8 +326,9 @@ class Engine:
                 self._take_inbox()
                 if self._stopping:
                     break
+                self._make_changes()
                 self._ask_for_masks(self._mask_threads.ask)
-                while self._core.can_dispatch() and (step := self._core.dispatch()) is not None:
+                while self._can_dispatch() and (step := self._core.dispatch()) is not None:
                     self._to_read.put(step)
                     self._is_unchecked = True
                 self._check_not_stuck()
@@ -305,6 +357,8 @@ class Engine:
         with self._lock:
             self._wake.wait_for(self._has_work, timeout)
             results, self._results = self._results, []
+        if self._compile_error is not None and not self._stopping:
+            raise self._compile_error
         if not results:
             self._core.step_watch.check()
         return results
@@ -320,14 +374,17 @@ class Engine:
     def _has_work(self) -> bool:
         if self._stopping and not self._core.in_flight:
             return True
-        return bool(self._results or self._arrived or self._aborted or self._masks or self._forgets_prefixes)
+        if self._changes and not self._core.in_flight:
+            return True
+        has_news = self._results or self._arrived or self._aborted or self._masks or self._forgets_prefixes
+        return bool(has_news or (self._compile_error is not None and not self._stopping))
 
     def _take(self, results: list[StepOutput | BaseException]) -> None:
         for result in results:
             if isinstance(result, BaseException):
                 self._deliver(self._core.fail(result))
             else:
-                self._deliver(self._core.complete(result))
+                self._deliver_step(self._core.complete(result))
 
     def _take_inbox(self) -> None:
         """Takes in arrivals before aborts, so an abort never comes before its request."""
@@ -346,7 +403,34 @@ class Engine:
             self._deliver(self._core.take_mask(mask))
         self._deliver(self._core.expire())
 
-    def _deliver(self, deliveries: list[Delivery]) -> None:
+    def _can_dispatch(self) -> bool:
+        return self._core.can_dispatch() and not self._changes and not self._is_paused
+
+    def _make_changes(self) -> None:
+        """Makes the changes that wait, if no step is in flight."""
+        while self._changes and not self._core.in_flight:
+            with self._lock:
+                change = self._changes.pop(0)
+            try:
+                self._core.change(change.work)
+            except Exception as error:
+                change.on_done(error)
+                if not isinstance(error, ValueError | OSError):
+                    raise
+            else:
+                self._is_paused = not change.serves_after
+                change.on_done(None)
+
+    def _deliver_step(self, step: StepDelivery) -> None:
+        self._deliver(step.outputs)
+        if step.tokens is None:
+            return
+        if self._on_tokens is None:
+            self._deliver(step.plain_outputs())
+        else:
+            self._on_tokens(step.tokens)
+
+    def _deliver(self, deliveries: Iterable[Delivery]) -> None:
         ended = []
         for sequence, output in deliveries:
             try:
@@ -363,6 +447,28 @@ class Engine:
                     self._live.pop(request_id, None)
                 if not self._live:
                     self._idle.notify_all()
+
+    # --- programs that the warm-up has left ---
+
+    def _compile_later(self) -> None:
+        """Runs on a thread of its own. An error ends the engine."""
+        later, num_left, started_s = self._later_programs, len(self._later_programs), self._clock()
+        while (following := later.next()) is not None:
+            bucket, is_asked_for = following
+            with self._lock:
+                if not is_asked_for:
+                    self._idle.wait_for(lambda: not self._live or self._stopping, COMPILE_WAIT_S)
+                if self._stopping or self._death is not None:
+                    return
+            try:
+                self._runner.compile_later(bucket, self._report)
+            except Exception as error:
+                with self._lock:
+                    self._compile_error = error
+                    self._wake.notify()
+                return
+            later.arrived(bucket)
+        self._report(f"compiled {num_left} more programs in {self._clock() - started_s:.1f} s while serving")
 
     # --- masks ---
 
@@ -395,11 +501,15 @@ class Engine:
 
     def _stop(self) -> None:
         self._take_inbox()
+        with self._lock:
+            changes, self._changes = self._changes, []
+        for change in changes:
+            change.on_done(EngineClosedError("the engine is shutting down"))
         self._deliver(self._core.end_all(FinishReason.ABORT))
 
     def _check_not_stuck(self) -> None:
         core = self._core
-        is_waiting = core.in_flight or core.num_masks_wanted
+        is_waiting = core.in_flight or core.num_masks_wanted or self._changes or self._is_paused
         assert is_waiting or not core.sequences, "requests are there, nothing is in flight and nothing can run"
 
     def _die(self, error: Exception) -> None:
@@ -415,6 +525,7 @@ class Engine:
                     sequence,
                     RequestOutput(
                         request_id=sequence.request_id,
+                        number=sequence.number,
                         finish_reason=FinishReason.ERROR,
                         error=message,
                         error_code=ErrorCode.ENGINE_DEAD,
@@ -444,6 +555,10 @@ def _result(step: InFlight) -> StepOutput | BaseException:
         return step.handle.result()
     except BaseException as error:
         return error
+
+
+def _say_nothing(_line: str) -> None:
+    """Before the warm-up there is nothing to report."""
 
 
 def _ignore(_output: RequestOutput) -> None:

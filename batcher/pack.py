@@ -42,12 +42,12 @@ class Packer:
         size, sections, num_patches = self._layout(plan.bucket)
         packed = np.zeros(size, np.int32)
         num_rows = len(plan.rows)
-        packed[0:3] = (plan.num_singles, num_rows, plan.num_tokens)
+        packed[0:4] = (plan.num_singles, num_rows, plan.num_tokens, plan.looks_up)
         slots = packed[sections["slots"]]
-        slots[:num_rows] = [seq.slot for seq in plan.rows]
+        slots[:num_rows] = plan.slots
         slots[num_rows:] = self._pad_slot
-        packed[sections["q_lens"]][:num_rows] = plan.q_lens
-        packed[sections["emits"]][:num_rows] = plan.emits
+        packed[sections["q_lens"]][:num_rows] = 1 if plan.num_tokens == num_rows else plan.q_lens
+        packed[sections["emits"]][:num_rows] = plan.emits if plan.chunks else 1
         self._pack_tokens(plan, packed, sections)
         indices, values = self._patches(plan)
         blocks = self._overflow(indices, values, num_patches)

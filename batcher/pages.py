@@ -12,16 +12,11 @@ page first, so a prefix stays longer in the cache than the pages after it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from hashlib import blake2b
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-
-def next_digest(digests: list[bytes], page_tokens: np.ndarray, salt: int) -> bytes:
-    """The digest of the page with `page_tokens` (i32[page_size]) that follows the pages with `digests`."""
-    parent = digests[-1] if digests else salt.to_bytes(16, "little", signed=True)
-    return blake2b(parent + page_tokens.tobytes(), digest_size=16).digest()
+from batcher.prefix import StoredPrefix
 
 
 class PagePool:
@@ -38,6 +33,7 @@ class PagePool:
         self._digest: list[bytes | None] = [None] * (num_pages + 1)  # of pages in the index
         self._tokens: list[bytes | None] = [None] * (num_pages + 1)
         self._index: dict[bytes, int] = {}
+        self._prefixes: dict[int, list[StoredPrefix]] = {}  # of waiting requests, by each of their pages
 
     @property
     def num_free(self) -> int:
@@ -70,30 +66,50 @@ class PagePool:
             pages.append(page)
         return pages
 
-    def find(self, digests: Sequence[bytes], tokens: np.ndarray) -> list[int]:
-        """The pages of the longest stored prefix. Adds no references. `digests` are those of the pages of `tokens`."""
-        pages = []
-        content, size = tokens[: len(digests) * self.page_size].tobytes(), self.page_size * tokens.itemsize
-        for i, digest in enumerate(digests):
-            page = self._index.get(digest)
-            if page is None or self._tokens[page] != content[i * size : (i + 1) * size]:
+    def extend(
+        self, prefix: StoredPrefix, digests: Sequence[bytes], count: int, content: Callable[[int], bytes]
+    ) -> None:
+        """Adds to `prefix` the pages that follow it in the cache, up to `count` pages in all. Adds no references. From
+        then on the pool keeps the prefix up to date, until `let_go`.
+
+        Args:
+            digests: of the request's pages.
+            content: page number -> the bytes of its tokens.
+        """
+        for place in range(len(prefix.pages), count):
+            page = self._index.get(digests[place])
+            if page is None or self._tokens[page] != content(place):
                 break
-            pages.append(page)
+            prefix.pages.append(page)
+            prefix.num_reusable += self._refs[page] == 0
+            self._prefixes.setdefault(page, []).append(prefix)
+
+    def let_go(self, prefix: StoredPrefix) -> list[int]:
+        """Empties the prefix, and returns the pages that it had."""
+        pages = prefix.pages.copy()
+        self._cut(prefix, 0)
         return pages
 
-    def num_reusable_among(self, pages: Sequence[int]) -> int:
-        """The number of `pages` without references. Acquiring `pages` lowers `num_available` by this number."""
-        return sum(self._refs[page] == 0 for page in pages)
+    def _cut(self, prefix: StoredPrefix, length: int) -> None:
+        while len(prefix.pages) > length:
+            page = prefix.pages.pop()
+            prefix.num_reusable -= self._refs[page] == 0
+            holders = self._prefixes[page]
+            holders.remove(prefix)
+            if not holders:
+                del self._prefixes[page]
 
     def num_held_once(self, pages: Sequence[int]) -> int:
         """The number of `pages` that become available if their holder releases them."""
         return sum(self._refs[page] == 1 for page in pages)
 
     def acquire(self, pages: Sequence[int]) -> None:
-        """Adds a reference to each page that `find` returned."""
+        """Adds a reference to each page of a stored prefix."""
         for page in pages:
             if self._refs[page] == 0:
                 del self._reusable[page]
+                for prefix in self._prefixes.get(page, ()):
+                    prefix.num_reusable -= 1
             self._refs[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
@@ -106,15 +122,18 @@ class PagePool:
                     self._free.append(page)
                 else:
                     self._reusable[page] = None
+                    for prefix in self._prefixes.get(page, ()):
+                        prefix.num_reusable += 1
 
-    def commit(self, page: int, digest: bytes, tokens: np.ndarray) -> None:
-        """Adds a used, full page to the prefix cache. If the cache holds an equal page already, it keeps that one."""
+    def commit(self, page: int, digest: bytes, content: bytes) -> None:
+        """Adds a used, full page to the prefix cache, with the bytes of its tokens (i32[page_size]). If the cache holds
+        an equal page already, it keeps that one."""
         assert self._refs[page] > 0, f"only a used page is committed: {page=}"
-        assert len(tokens) == self.page_size, f"only a full page is committed: {page=}"
+        assert len(content) == 4 * self.page_size, f"only a full page is committed: {page=}"
         if digest not in self._index and self._digest[page] is None:
             self._index[digest] = page
             self._digest[page] = digest
-            self._tokens[page] = tokens.tobytes()
+            self._tokens[page] = content
 
     def forget(self, digests: Sequence[bytes]) -> None:
         """Removes untrusted pages, by digest, from the prefix cache. Requests that hold them keep them."""
@@ -128,6 +147,8 @@ class PagePool:
 
     def clear_cache(self) -> None:
         """Empties the prefix cache. Reusable pages become free; used pages stay used but cannot be found."""
+        for page in list(self._prefixes):
+            self._cut_at(page)
         self._free.extend(self._reusable)
         self._reusable.clear()
         self._index.clear()
@@ -135,11 +156,20 @@ class PagePool:
         self._tokens = [None] * (self.num_pages + 1)
 
     def _forget(self, page: int) -> None:
+        self._cut_at(page)
         digest = self._digest[page]
         assert digest is not None
         del self._index[digest]
         self._digest[page] = None
         self._tokens[page] = None
+
+    def _cut_at(self, page: int) -> None:
+        """The page is no longer stored: prefixes end before it."""
+        for prefix in list(self._prefixes.get(page, ())):
+            place = len(prefix.pages) - 1  # from the end: eviction begins with the last page of a prefix
+            while prefix.pages[place] != page:
+                place -= 1
+            self._cut(prefix, place)
 
     def check_integrity(self, holders: Sequence[Sequence[int]] | None = None) -> None:
         """Raises AssertionError if the pages' states are inconsistent. `holders`: all page lists with references."""
@@ -154,6 +184,10 @@ class PagePool:
             assert self._digest[page] == digest and self._tokens[page] is not None and page not in free
         assert sum(d is not None for d in self._digest) == len(self._index)
         assert all(self._digest[page] is not None for page in reusable), "a reusable page cannot be found"
+        for page, prefixes in self._prefixes.items():
+            assert self._digest[page] is not None, "a prefix has a page that is not stored"
+            for prefix in prefixes:
+                assert page in prefix.pages and prefix.num_reusable == sum(p in reusable for p in prefix.pages)
         if holders is not None:
             counts = np.bincount([p for pages in holders for p in pages], minlength=self.num_pages + 1)
             assert counts.tolist() == self._refs, "references and holders differ"

@@ -27,10 +27,12 @@ class StepPlan:
     number: int
     bucket: Bucket
     rows: list[Sequence]
+    slots: np.ndarray  # i64[rows]
     q_lens: list[int]
     emits: list[int]  # 0 or 1
     num_singles: int
     num_tokens: int
+    looks_up: bool = False  # the step has no drafts, and tells if the first one would have been right
     num_ended: int = 0  # rows of requests that have ended: static batching keeps decoding them
     chunks: list[Chunk] = field(default_factory=list)  # rows not listed here read their slot's last token
     admitted: list[Sequence] = field(default_factory=list)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -54,12 +55,13 @@ class Request:
     """
 
     request_id: str
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]
     sampling: SamplingParams
     priority: int = 0  # lower runs sooner
     cache_salt: int = 0  # requests share cached prefix pages only within one salt
     deadline_s: float | None = None  # seconds it may wait in the queue before it is refused
     embeds: bool = False
+    counts_drafts: bool = False  # its outputs say how many of its drafts were right
 
 
 class FinishReason(StrEnum):
@@ -99,12 +101,14 @@ class RequestOutput:
     """
 
     request_id: str
+    number: int = -1  # of the request among those of the engine; -1: the engine has not accepted it
     token_ids: tuple[int, ...] = ()  # including the id that ended the request
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token id, if requested
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # with the first token; entry i is of prompt token i + 1
     embedding: bytes | None = None  # of a request that embeds: f32[D], little-endian, of length 1
     times: tuple[float, float] | None = None  # with the first token: seconds in the queue, and of the prompt's prefill
     num_cached_tokens: int = 0  # prompt tokens whose K/V came from the prefix cache
+    drafts: tuple[int, int] | None = None  # if asked for: accepted and rejected drafts since the request's start
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None  # the stop id that ended the request; None for end-of-sequence
     error: str | None = None

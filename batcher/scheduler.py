@@ -8,7 +8,7 @@ Requests are served in the order of their key (priority, arrival rank), lowest f
    its slot and pages, returns to the queue and is recomputed later.
 2. The rest of the budget goes to prompt chunks, in the order of the key. The chunks belong to requests that run already
    or are admitted in this step. The chunk that completes a request's `to_compute` emits its next token.
-3. Admission is in the order of the key (exceptions: 4 and 5). It gives a request all pages of its tokens to compute.
+3. Admission is in the order of the key (exceptions: 4, 5 and 6). It gives a request all pages of its tokens to compute.
    It looks ahead: the pages that all running requests are expected to hold, now and later (`forecast.py`), must fit the
    pool. When nothing else runs, the forecast is skipped: the pool holds at least one request of full length. So the
    first request in the queue is always admitted in the end, and the running request with the lowest key is never
@@ -17,12 +17,15 @@ Requests are served in the order of their key (priority, arrival rank), lowest f
    the prefix cache: of n samples of one prompt, only the first computes it. Other requests may pass it meanwhile, at
    most once per page.
 5. A request with a grammar is skipped until the mask of its next token is computed. It keeps its place.
-6. The last chunk is shortened to the next smaller bucket when this saves more padding than its rest costs later.
+6. A step computes a part of a long prompt only, and leaves the rest of the budget to others. A request with a long
+   prompt is skipped while as many long prompts run as may (`long_prompts.py`). It keeps its place.
+7. The last chunk is shortened to the next smaller bucket when this saves more padding than its rest costs later.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable
 from enum import Enum
 from itertools import pairwise
@@ -31,8 +34,11 @@ from operator import attrgetter
 import numpy as np
 
 from batcher.buckets import BucketLadder
+from batcher.columns import NEVER, SlotColumns
+from batcher.digests import add_digests, next_digest
 from batcher.forecast import Forecast, Outlook, OutputForecast
-from batcher.pages import PagePool, next_digest
+from batcher.long_prompts import ANY_LENGTH, LongPrompts
+from batcher.pages import PagePool
 from batcher.plan import Chunk, StepPlan
 from batcher.request import Pooling
 from batcher.sequence import Sequence, State
@@ -51,6 +57,7 @@ class Verdict(Enum):
     NO_ROOM = "it waits, and so do all requests after it"
     NEXT_STEP = "it waits for a page of this step; others may pass"
     NO_MASK = "it waits for its mask; others may pass"
+    NO_TURN = "it waits for another long prompt; others may pass"
 
 
 class Scheduler:
@@ -59,7 +66,13 @@ class Scheduler:
     _states_of_running: tuple[State, ...] = (State.RUNNING,)
 
     def __init__(
-        self, capacity: Capacity, ladder: BucketLadder, *, prefix_caching: bool, step_cost_tokens: int
+        self,
+        capacity: Capacity,
+        ladder: BucketLadder,
+        *,
+        prefix_caching: bool,
+        step_cost_tokens: int,
+        long_prompts: LongPrompts = ANY_LENGTH,
     ) -> None:
         if capacity.num_pages < capacity.pages_per_seq:
             raise ValueError(
@@ -69,9 +82,12 @@ class Scheduler:
         self.page_size = capacity.page_size
         self.max_model_len = capacity.max_model_len
         self.pool = PagePool(capacity.num_pages, capacity.page_size)
+        stored_page_size = capacity.page_size if prefix_caching else None
+        self.columns = SlotColumns(ladder.config.max_num_seqs, capacity.vocab_size, stored_page_size)
         self.ladder = ladder
         self.prefix_caching = prefix_caching
         self.step_cost_tokens = step_cost_tokens
+        self.long_prompts = long_prompts
         self.token_budget = ladder.config.max_num_batched_tokens
         self.max_stalls = _MAX_STALLS
         self.forecast: Forecast = OutputForecast(capacity.max_model_len)
@@ -85,6 +101,9 @@ class Scheduler:
         self._free_slots = list(range(ladder.config.max_num_seqs - 1, -1, -1))
         self._outlook: Outlook | None = None  # of `running`; made when the first admission of a step needs it
         self._num_arrivals = 0
+        self._last_rows: list[Sequence] = []  # of the last step, and their slots
+        self._last_slots = np.empty(0, np.int64)
+        self._to_commit: deque[Sequence] = deque()  # a page of theirs is full, or they have left since
         self._pages_at_limits = 0  # of the running requests if all of them reach their limits
         # (step, slot, pages) of requests that have left but still have a row in a step in flight; steps ascending
         self._held: list[tuple[int, int, list[int]]] = []
@@ -105,6 +124,7 @@ class Scheduler:
             self._leave(sequence)
         elif sequence.state is State.WAITING:
             del self.waiting[bisect_left(self.waiting, sequence.key, key=_key)]
+            self.pool.let_go(sequence.prefix)
         sequence.state = State.FINISHED
 
     def step_returned(self, number: int) -> None:
@@ -125,22 +145,37 @@ class Scheduler:
             sequence.num_computed -= num_tokens
 
     def commit(self, sequence: Sequence) -> None:
-        """Adds a request's pages to the prefix cache as soon as they are full of known, dispatched tokens."""
-        if not self.prefix_caching or sequence.num_computed < sequence.commit_at:
+        """Adds a request's pages to the prefix cache as far as they are full of known, dispatched tokens."""
+        if not self.prefix_caching:
             return
         count = min(sequence.num_computed, sequence.num_known) // self.page_size
         if count <= sequence.num_committed:
             return
-        for i in range(sequence.num_committed, count):
-            tokens = sequence.page_tokens(i, self.page_size)
-            if i == len(sequence.digests):
-                sequence.digests.append(next_digest(sequence.digests, tokens, sequence.request.cache_salt))
-            self.pool.commit(sequence.pages[i], sequence.digests[i], tokens)
+        digests = sequence.digests
+        for page in range(sequence.num_committed, count):
+            content = sequence.page_bytes(page, self.page_size)
+            if page == len(digests):
+                digests.append(next_digest(digests, content, sequence.request.cache_salt))
+            self.pool.commit(sequence.pages[page], digests[page], content)
         sequence.num_committed = count
-        sequence.commit_at = (count + 1) * self.page_size
+
+    def commit_soon(self, sequence: Sequence) -> None:
+        """A page of a decoding request is full. Requests that were admitted together fill their pages in the same step,
+        and `commit_some` spreads the work over the next ones."""
+        self.columns.left_of_page[sequence.slot] = NEVER
+        self._to_commit.append(sequence)
+
+    def commit_some(self) -> None:
+        """Commits as many pages as the running requests fill in one step on average."""
+        for _ in range(min(len(self._to_commit), 1 + len(self.running) // self.page_size)):
+            sequence = self._to_commit.popleft()
+            if sequence.state is State.RUNNING:
+                self.commit(sequence)
+                self.columns.look_at_page(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
         """Returns a running request to the queue, at its old rank. Its tokens are recomputed or found in the cache."""
+        self.commit(sequence)
         self._leave(sequence)
         sequence.state = State.WAITING
         sequence.num_preemptions += 1
@@ -217,22 +252,24 @@ class Scheduler:
         admitted: list[Sequence] = []
         started = [seq for seq in self.running if not seq.decoding and not seq.is_blocked]
         in_this_step: set[bytes] = set()  # digests of the pages that this step's chunks fill
+        num_long = sum(self.long_prompts.is_long(len(seq.to_compute) - seq.num_computed) for seq in started)
         position, open_ = 0, bool(self.waiting)
         while budget > 0:
             seq = started[0] if started else None
             if open_ and (seq is None or self.waiting[position].key < seq.key):
                 seq = self.waiting[position]
-                verdict = self._admit(seq, in_this_step)
-                position += verdict in (Verdict.NEXT_STEP, Verdict.NO_MASK)
+                verdict = self._admit(seq, in_this_step, may_be_long=self.long_prompts.may_begin(num_long))
+                position += verdict in (Verdict.NEXT_STEP, Verdict.NO_MASK, Verdict.NO_TURN)
                 open_ = verdict is not Verdict.NO_ROOM and position < min(len(self.waiting), _MAX_PASSED)
                 if verdict is not Verdict.ADMITTED:
                     continue
                 admitted.append(seq)
+                num_long += self.long_prompts.is_long(len(seq.to_compute) - seq.num_computed)
             elif seq is None:
                 break
             else:
                 started.pop(0)
-            count = min(len(seq.to_compute) - seq.num_computed, budget)
+            count = min(self.long_prompts.chunk(len(seq.to_compute) - seq.num_computed), budget)
             budget -= count
             chunks.append((seq, count))
             if self.prefix_caching:
@@ -242,28 +279,27 @@ class Scheduler:
             self._trim(chunks, num_rows)
         return chunks, admitted
 
-    def _admit(self, seq: Sequence, in_this_step: set[bytes]) -> Verdict:
-        """Admits a waiting request if there is room for it."""
+    def _admit(self, seq: Sequence, in_this_step: set[bytes], *, may_be_long: bool = True) -> Verdict:
+        """Admits a waiting request if there is room for it. A long prompt may have to wait for another."""
         if not self._free_slots or seq.last_step > self.last_done:  # preempted in flight: its token is not read yet
             return Verdict.NO_ROOM
         if seq.is_blocked:
             return Verdict.NO_MASK
-        known = seq.tokens()
-        hits: list[int] = []
+        prefix = seq.prefix
         if self.prefix_caching:
-            for i in range(len(seq.digests), len(known) // self.page_size):
-                page = known[i * self.page_size : (i + 1) * self.page_size]
-                seq.digests.append(next_digest(seq.digests, page, seq.request.cache_salt))
+            add_digests(seq, self.page_size)
             if not seq.needs_every_position:
-                usable = seq.digests[: (len(known) - 1) // self.page_size]  # the last token is always computed
-                hits = self.pool.find(usable, known)
-                if len(hits) < len(usable) and usable[len(hits)] in in_this_step:
+                usable = (seq.num_known - 1) // self.page_size  # the last token is always computed
+                self.pool.extend(prefix, seq.digests, usable, lambda page: seq.page_bytes(page, self.page_size))
+                if len(prefix.pages) < usable and seq.digests[len(prefix.pages)] in in_this_step:
                     return Verdict.NEXT_STEP
-        num_new = -(-seq.num_known // self.page_size) - len(hits)
-        seq.num_hit_pages = len(hits)
-        if not self._has_room(seq, num_new, self.pool.num_reusable_among(hits)):
+        if not may_be_long and self.long_prompts.is_long(seq.num_known - len(prefix.pages) * self.page_size):
+            return Verdict.NO_TURN
+        num_new = -(-seq.num_known // self.page_size) - len(prefix.pages)
+        seq.num_hit_pages = len(prefix.pages)
+        if not self._has_room(seq, num_new, prefix.num_reusable):
             return Verdict.NO_ROOM
-        self._enter(seq, known, hits, num_new)
+        self._enter(seq, num_new)
         return Verdict.ADMITTED
 
     def _full_pages(self, seq: Sequence) -> int:
@@ -283,14 +319,14 @@ class Scheduler:
             self._outlook = self.forecast.outlook(self.running, self.page_size)
         return self._outlook.fits(seq, self.pool.num_pages - (self.pool.num_used + num_revived - num_own))
 
-    def _enter(self, seq: Sequence, known: np.ndarray, hits: list[int], num_new: int) -> None:
+    def _enter(self, seq: Sequence, num_new: int) -> None:
+        hits = self.pool.let_go(seq.prefix)
         self.pool.acquire(hits)
         seq.pages = hits + self.pool.allocate(num_new)
         seq.slot = self._free_slots.pop()
-        seq.to_compute = known
+        seq.to_compute = seq.tokens()
         seq.num_computed = len(hits) * self.page_size
         seq.num_committed = len(hits)
-        seq.commit_at = (len(hits) + 1) * self.page_size
         seq.decoding = False
         if not seq.num_preemptions:
             seq.num_hit_tokens = seq.num_computed
@@ -298,6 +334,7 @@ class Scheduler:
                 self.prefix_queries += seq.num_prompt
                 self.prefix_hits += seq.num_hit_tokens
         seq.state = State.RUNNING
+        self.columns.enter(seq)
         del self.waiting[bisect_left(self.waiting, seq.key, key=_key)]
         insort(self.running, seq, key=_key)
         self._pages_at_limits += self._full_pages(seq)
@@ -307,6 +344,8 @@ class Scheduler:
     def _leave(self, seq: Sequence) -> None:
         """Removes a request from `running`. Slot and pages are released at once, or when its last step returns."""
         del self.running[bisect_left(self.running, seq.key, key=_key)]
+        self.columns.leave(seq)
+        self._last_rows = []  # it may come back to another slot
         self._pages_at_limits -= self._full_pages(seq)
         if seq.last_step > self.last_done:
             insort(self._held, (seq.last_step, seq.slot, seq.pages))
@@ -379,6 +418,7 @@ class Scheduler:
             number=number,
             bucket=self._bucket(num_tokens, len(rows), decode_only=not longer, variant=variant),
             rows=rows,
+            slots=self._slots(rows),
             q_lens=q_lens,
             emits=emits,
             num_singles=len(decodes) + len(ones),
@@ -388,6 +428,12 @@ class Scheduler:
             masks=masks,
             grown=grown,
         )
+
+    def _slots(self, rows: list[Sequence]) -> np.ndarray:
+        """i64[rows]. A request keeps its slot from one step to the next, and most steps have the rows of the last."""
+        if rows != self._last_rows:
+            self._last_rows, self._last_slots = rows, np.array([seq.slot for seq in rows])
+        return self._last_slots
 
     def _bucket(self, num_tokens: int, num_rows: int, *, decode_only: bool, variant: Variant) -> Bucket:
         return self.ladder.choose(num_tokens, num_rows, decode_only=decode_only, variant=variant)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from enum import Enum
 
 import numpy as np
 
 from batcher.grammar import Matcher
+from batcher.prefix import StoredPrefix
 from batcher.request import Pooling, Request, RequestOutput, TokenLogprobs
 from batcher.sampling_table import PARAMETERS, is_asked
 from batcher.step import Variant
@@ -37,7 +39,6 @@ class Sequence:
         "allowed",
         "arrival",
         "arrived_s",
-        "commit_at",
         "decoding",
         "digests",
         "draft_rate",
@@ -52,6 +53,7 @@ class Sequence:
         "mask",
         "matcher",
         "needs_sampling",
+        "num_accepted",
         "num_committed",
         "num_computed",
         "num_emitted",
@@ -59,12 +61,15 @@ class Sequence:
         "num_hit_tokens",
         "num_preemptions",
         "num_prompt",
+        "num_rejected",
         "num_stalls",
+        "number",
         "on_output",
         "output",
         "pages",
         "pooled",
         "pooling",
+        "prefix",
         "prompt",
         "prompt_logprobs",
         "request",
@@ -95,6 +100,7 @@ class Sequence:
         sampling = request.sampling
         self.request = request
         self.request_id = request.request_id
+        self.number = -1  # rank among the engine's requests, set when it is accepted
         self.sampling = sampling
         self.prompt = prompt
         self.num_prompt = len(prompt)
@@ -116,7 +122,7 @@ class Sequence:
         self.is_slow_to_mask = True  # its first mask includes compilation, which is slow
         self.arrival = -1  # rank, set when it joins the scheduler's queue; kept at preemption
         self.key = (request.priority, -1)
-        self.output: list[int] = []  # tokens read back
+        self.output = array("i")  # tokens read back
         self.num_emitted = 0  # output tokens of dispatched steps, pending ones included
         self.to_compute = prompt  # before it decodes: the prompt, and after a preemption also the output
         self.num_computed = 0
@@ -124,18 +130,20 @@ class Sequence:
         self.slot = -1
         self.pages: list[int] = []
         self.digests: list[bytes] = []  # of the full pages of prompt and output, as far as computed
+        self.prefix = StoredPrefix()  # of a waiting request
         self.num_committed = 0  # leading pages offered to the prefix cache
-        self.commit_at = 0  # the number of computed tokens at which the next page is full
         self.num_hit_pages = 0  # leading pages that came from the prefix cache at the last admission
         self.num_hit_tokens = 0  # prompt tokens found in the prefix cache at the first admission
         self.pooled: np.ndarray | None = None  # f32[D], the sum of the hidden states of the tokens read back, for MEAN
         self.num_stalls = 0  # steps in a row in which it has waited for a page while decoding
+        self.num_accepted = 0  # drafts that are in its output
+        self.num_rejected = 0
         self.draft_rate: float | None = None  # probability that its next draft is right; None: not known
         self.last_step = -1  # the last dispatched step that has a row of it
         self.num_preemptions = 0
         self.started_s = -1.0
         self.first_token_s = -1.0
-        self.last_token_s = -1.0
+        self.last_token_s = -1.0  # of a request in a slot: see `SlotColumns.last_token_of`
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
             None if sampling.prompt_logprobs is None else [None] * (self.num_prompt - 1)
         )
@@ -156,6 +164,14 @@ class Sequence:
         """Tokens whose ids the host knows."""
         return self.num_prompt + len(self.output)
 
+    def num_to_end(self, drawn: tuple[int, ...]) -> int:
+        """How many of the next tokens belong to the request: those after its end do not."""
+        for count, token in enumerate(drawn, 1):
+            total = len(self.output) + count
+            if total == self.limit or (token in self.stop_ids and total >= self.sampling.min_tokens):
+                return count
+        return len(drawn)
+
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether prompt positions must be scored. They have all been scored when the first token is read."""
@@ -172,11 +188,11 @@ class Sequence:
             return self.prompt
         return np.concatenate([self.prompt, np.array(self.output, np.int32)])
 
-    def page_tokens(self, page: int, page_size: int) -> np.ndarray:
-        """i32[page_size], the known tokens of one full page."""
+    def page_bytes(self, page: int, page_size: int) -> bytes:
+        """The known tokens of one full page, as the bytes of i32[page_size]."""
         start, stop = page * page_size, (page + 1) * page_size
         n = self.num_prompt
-        if stop <= n:
-            return self.prompt[start:stop]
-        out = np.array(self.output[max(start - n, 0) : stop - n], np.int32)
-        return out if start >= n else np.concatenate([self.prompt[start:], out])
+        if start >= n:
+            return self.output[start - n : stop - n].tobytes()
+        prompt = self.prompt[start:stop].tobytes()
+        return prompt if stop <= n else prompt + self.output[: stop - n].tobytes()

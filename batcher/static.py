@@ -27,6 +27,7 @@ class StaticScheduler(Scheduler):
             super().finish(sequence)
             return
         self.commit(sequence)
+        self.columns.leave(sequence)
         sequence.state = State.FINISHED
         if all(seq.state is State.FINISHED for seq in self.running):
             self._let_go()

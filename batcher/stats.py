@@ -98,6 +98,7 @@ class EngineStats:
     num_pages: int = 0
     num_pages_used: int = 0
     num_pages_reusable: int = 0  # held by the prefix cache alone
+    num_programs_to_come: int = 0  # to be compiled while requests are served
     recent_steps: list[StepRecord] = field(default_factory=list)  # a sample of the last seconds' steps
     # counters
     num_preemptions: int = 0
@@ -113,7 +114,8 @@ class EngineStats:
     step_tokens_padded: int = 0  # tokens of the padded shapes
     step_rows: int = 0  # likewise
     step_rows_padded: int = 0
-    num_compiles_after_warm_up: int = 0
+    num_compiles_after_warm_up: int = 0  # besides the programs that were left for later
+    num_stand_in_steps: int = 0  # steps in a larger program than their own, which was still to come
     integrity_failures: int = 0  # idle periods in which slots, pages or queues were found inconsistent
     finished: dict[str, int] = field(default_factory=dict)  # finish reason -> requests
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
@@ -154,9 +156,9 @@ class EngineStats:
 
 
 def total_of(engines: Sequence[EngineStats]) -> EngineStats:
-    """The sums over several engines, gauges included. The sampled steps are those of the first engine: others have the
-    same numbers."""
+    """The sums over several engines, gauges included. There are no sampled steps: each engine numbers its own."""
     total = engines[0].copy()
+    total.recent_steps = []
     for stats in engines[1:]:
         for name in stats.__dataclass_fields__:
             mine, theirs = getattr(total, name), getattr(stats, name)

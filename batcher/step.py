@@ -9,7 +9,7 @@ sent as their bits, so one i32 matrix and one i32 buffer hold all values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
@@ -19,7 +19,7 @@ from batcher.request import MAX_LOGPROBS, Pooling
 if TYPE_CHECKING:  # the HTTP process reads the sampling table, without numpy
     import numpy as np
 
-HEADER_SIZE = 8  # num_singles (single-token rows), num_rows, num_tokens; the rest is zero
+HEADER_SIZE = 8  # num_singles (single-token rows), num_rows, num_tokens, looks_up; the rest is zero
 
 
 class Variant(StrEnum):
@@ -47,6 +47,7 @@ class Bucket:
     num_rows: int
     variant: Variant
     num_drafts: int = 0  # per row; num_tokens is then num_rows * (1 + num_drafts)
+    num_steps: int = 1  # most tokens that a row draws one after the other; more than 1 for decodes only
 
     @property
     def decode_only(self) -> bool:
@@ -135,16 +136,19 @@ class StepInput:
 class StepOutput:
     """Results by row; those of rows without emit are undefined. Log-probabilities are of the raw logits.
 
-    `D` is 1 + num_drafts: a row has drawn 1 + num_accepted[row] tokens, of which all but the last equal its drafts. The
-    slot's LAST_TOKEN is the last of them, and its KV_LEN has grown by their number. Without drafts it is one token.
+    `D` is 1 + num_drafts, or num_steps. With drafts, a row has drawn 1 + num_accepted[row] tokens, of which all but the
+    last equal its drafts. With several steps, it has drawn as many as it brought. The slot's LAST_TOKEN is the last of
+    them, and its KV_LEN has grown by their number. In other steps it is one token.
     """
 
     tokens: np.ndarray  # i32[S, D]
-    finite: np.ndarray  # bool[S]: False if the logits of one of the row's tokens held a NaN or infinity
+    finite: np.ndarray  # bool[S]: False if the logits of one of the row's tokens held a NaN or infinity; of several
+    # steps bool[S, D], of each token
     num_drafts: np.ndarray | None = None  # i32[S], proposed for the row; None: the program has no drafts
     num_accepted: np.ndarray | None = None  # i32[S]
-    # bool[S]: whether the row's first token is what its first draft is or would have been. Of all programs with drafts,
-    # and of those without, of decodes only, that have no more rows than them.
+    # bool[S]: whether the row's first token is what its first draft is or would have been. Of all programs with drafts;
+    # if drafts are looked up, also of those without, of decodes only, that have no more rows than them. In these it has
+    # a meaning only if the header says `looks_up`.
     foretold: np.ndarray | None = None
     logprobs: np.ndarray | None = None  # f32[S, D], all but GREEDY
     top_ids: np.ndarray | None = None  # i32[S, D, MAX_LOGPROBS], most likely first
@@ -168,8 +172,17 @@ class Runner(Protocol):
 
     def capacity(self) -> Capacity: ...
 
-    def warm_up(self, buckets: Iterable[Bucket], report: Callable[[str], None]) -> None:
-        """Compiles every bucket's program and runs each once. After this `num_compiles` never changes."""
+    def warm_up(
+        self, buckets: Iterable[Bucket], report: Callable[[str], None], may_wait: Collection[Bucket] = ()
+    ) -> Collection[Bucket]:
+        """Compiles the buckets' programs and runs each once. After this `num_compiles` never changes.
+
+        Returns those of `may_wait` that it has left for `compile_later`, because compiling them takes long.
+        """
+
+    def compile_later(self, bucket: Bucket, report: Callable[[str], None]) -> None:
+        """Compiles a program that `warm_up` has left; it does not count in `num_compiles`. Called from a thread of its
+        own while steps run, for one bucket after the other."""
 
     def execute(self, step: StepInput) -> StepHandle:
         """Dispatches one step and returns at once. Raises KeyError if its bucket was not warmed up."""

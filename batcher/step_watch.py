@@ -31,13 +31,14 @@ class StepWatch:
         if self._running_since is None:
             self._running_since = self._clock()
 
-    def returned(self, num_in_flight: int) -> None:
-        """The oldest step has returned, and so many are left."""
+    def returned(self, num_in_flight: int) -> float:
+        """The oldest step has returned, and so many are left. Returns the seconds that it has run."""
         now = self._clock()
-        if self._running_since is not None:
-            self._longest_s = max(self._longest_s, now - self._running_since)
+        ran_s = 0.0 if self._running_since is None else now - self._running_since
+        self._longest_s = max(self._longest_s, ran_s)
         self._running_since = now if num_in_flight else None
         self._overdue_since = None
+        return ran_s
 
     def next_check(self) -> float | None:
         """When to call `check`, by the clock. None: no step is in flight, or it may run for ever."""

@@ -9,7 +9,7 @@ buffer after handing it over is found out.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
@@ -173,6 +173,8 @@ class FakeRunner:
         nan_token: int | None = None,  # a row with this token in its prefix gives NaN
         healthy: bool = True,  # whether recover() succeeds
         propose: Proposal | None = None,  # of speculative steps
+        foretells: bool = True,  # as if drafts were looked up: rows without drafts tell of the first one
+        on_compile: Callable[[Bucket], None] | None = None,  # before a program that was left for later is there
     ) -> None:
         self._capacity = capacity
         self.width = SlotLayout.width(capacity.pages_per_seq)
@@ -185,7 +187,11 @@ class FakeRunner:
         self._on_result = on_result
         self._nan_token = nan_token
         self._propose = propose
+        self._foretells = foretells
+        self._on_compile = on_compile
+        self.num_lookups = 0  # steps without drafts that were asked whether the first ones would have been right
         self._warm: set[Bucket] = set()
+        self.compiled_later: list[Bucket] = []
         self._pending: list[_Handle] = []
         self._num_attempts = 0
         self._is_lost = False
@@ -204,15 +210,23 @@ class FakeRunner:
     def capacity(self) -> Capacity:
         return self._capacity
 
-    def warm_up(self, buckets: Iterable[Bucket], report: Callable[[str], None]) -> None:
-        self._warm.update(buckets)
+    def warm_up(
+        self, buckets: Iterable[Bucket], report: Callable[[str], None], may_wait: Collection[Bucket] = ()
+    ) -> list[Bucket]:
+        self._warm.update(set(buckets) - set(may_wait))
         report(f"{len(self._warm)} buckets")
+        return list(may_wait)
+
+    def compile_later(self, bucket: Bucket, report: Callable[[str], None]) -> None:
+        if self._on_compile is not None:
+            self._on_compile(bucket)
+        self.compiled_later.append(bucket)
 
     def execute(self, step: StepInput) -> StepHandle:
         attempt, self._num_attempts = self._num_attempts, self._num_attempts + 1
         if self._on_execute is not None:
             self._on_execute(attempt)
-        if step.bucket not in self._warm:
+        if step.bucket not in self._warm and step.bucket not in self.compiled_later:
             self._fail(f"no program for {step.bucket}")
         handle = _Handle(self, step, len(self.executed))
         self.executed.append(step.bucket)
@@ -271,10 +285,11 @@ class FakeRunner:
         for reset in step.penalty_resets:
             self.history[reset.slot] = Counter([*reset.prompt.tolist(), *reset.output.tolist()])
 
-        num_singles, num_rows, num_tokens = part["header"][:3].tolist()
+        num_singles, num_rows, num_tokens, looks_up = part["header"][:4].tolist()
+        self.num_lookups += looks_up
         slots, q_lens, emits = part["slots"], part["q_lens"], part["emits"]
         self._check_rows(bucket, num_singles, num_rows, num_tokens, slots, q_lens, emits)
-        out = _Output(bucket, keeps_text=c.keeps_text)
+        out = _Output(bucket, foretells=bucket.num_drafts > 0 or (c.keeps_text and self._foretells))
         start = 0
         touched: list[tuple[set[int], set[int]]] = []
         for row in range(num_rows):
@@ -285,14 +300,18 @@ class FakeRunner:
             table = self.state[slot, SlotLayout.PAGE_TABLE :]
             if not 0 <= kv_len <= kv_len + q_len < c.max_model_len:
                 self._fail(f"slot {slot} of length {kv_len} grows by {q_len}")
-            if bucket.num_drafts:
+            if bucket.num_steps > 1:
+                # The tokens that the row is about to draw: as if drafts were always right.
+                drafts = self._coming(slot, kv_len, q_len - 1)
+                tokens = np.array([self.state[slot, SlotLayout.LAST_TOKEN], *drafts])
+            elif bucket.num_drafts:
                 if (tokens != -1).any() or not emits[row]:
                     self._fail(f"slot {slot} is fed {tokens} in a speculative step")
-                first = self._drafts(slot, kv_len, max(q_len - 1, 1))
+                first = self._drafts(slot, kv_len, max(q_len - 1, int(self._foretells)))
                 drafts = first[: q_len - 1]
                 tokens = np.array([self.state[slot, SlotLayout.LAST_TOKEN], *drafts, *[0] * q_len])[:q_len]
             elif tokens.tolist() == [-1]:
-                first = self._drafts(slot, kv_len, 1)
+                first = self._drafts(slot, kv_len, int(self._foretells))
                 tokens[0] = self.state[slot, SlotLayout.LAST_TOKEN]
             if ((tokens < 0) | (tokens >= c.vocab_size)).any():
                 self._fail(f"slot {slot} is fed {tokens}")
@@ -314,14 +333,16 @@ class FakeRunner:
                 self._fail(f"slot {slot} reads what was never written: pages {pages}")
             if emits[row] and self.state[slot, SlotLayout.at("has_mask")] and slot not in self.brought:
                 self._fail(f"slot {slot} draws with a mask that was never brought")
-            if bucket.num_drafts:
+            if bucket.num_drafts or bucket.num_steps > 1:
                 prefix = self._verify(out, row, slot, prefix[: kv_len + 1], drafts)
             elif emits[row]:
                 self._emit(out, row, slot, prefix)
-            out.foretold[row] = first[:1] == [int(out.tokens[row, 0])]
+            is_told = bool(looks_up or bucket.num_drafts)  # otherwise nobody may believe it
+            out.foretold[row] = first[:1] == [int(out.tokens[row, 0])] or not is_told
             self.state[slot, SlotLayout.KV_LEN] = len(prefix)
             if self._nan_token is not None and self._nan_token in prefix:
-                out.finite[row] = False
+                first_bad = int(np.argmax(prefix == self._nan_token)) - kv_len
+                out.finite[row, max(first_bad, 0) if bucket.num_steps > 1 else 0 :] = False
             if bucket.variant is Variant.EMBED:
                 out.pooled[row] = fake_pooled(prefix, kv_len, c.pooling)
             if bucket.variant.scores:
@@ -335,14 +356,22 @@ class FakeRunner:
     def _drafts(self, slot: int, kv_len: int, most: int) -> list[int]:
         if not most or self._propose is None:
             return []
+        known, coming = self._known(slot, kv_len), self._coming(slot, kv_len, most)
+        return self._propose(known, coming)[:most]
+
+    def _known(self, slot: int, kv_len: int) -> np.ndarray:
         table = self.state[slot, SlotLayout.PAGE_TABLE :]
         known = self.pages[table[: -(-kv_len // self._capacity.page_size)]].reshape(-1)[:kv_len]
-        known = np.append(known, self.state[slot, SlotLayout.LAST_TOKEN])
-        draw, history, coming = self._draw(slot), self.history[slot].copy(), []
+        return np.append(known, self.state[slot, SlotLayout.LAST_TOKEN])
+
+    def _coming(self, slot: int, kv_len: int, most: int) -> list[int]:
+        """The next tokens that the row will draw."""
+        known, draw, history = self._known(slot, kv_len), self._draw(slot), self.history[slot].copy()
+        coming: list[int] = []
         for _ in range(most):
             coming.append(draw.token(np.append(known, coming), history, self._capacity.vocab_size))
             history[coming[-1]] += 1
-        return self._propose(known, coming)[:most]
+        return coming
 
     def _verify(self, out: _Output, row: int, slot: int, prefix: np.ndarray, drafts: list[int]) -> np.ndarray:
         """Draws until a token differs from its draft. Returns what was computed of the drawn tokens."""
@@ -419,9 +448,10 @@ class FakeRunner:
         real = slots[:num_rows].tolist()
         checks = {
             "counts": 0 <= num_singles <= num_rows <= bucket.num_rows and num_rows >= 1,
-            "tokens": num_tokens == q_lens.sum() <= bucket.num_tokens,
+            "tokens": num_tokens == q_lens.sum() <= bucket.num_tokens * bucket.num_steps,
             "single-token rows first": (q_lens[:num_singles] == 1).all() and (q_lens[num_singles:num_rows] > 1).all(),
-            "decode-only": not bucket.decode_only or num_singles == num_rows,
+            "decode-only": not bucket.decode_only or num_singles == num_rows or bucket.num_steps > 1,
+            "steps": bucket.num_steps == 1 or q_lens.max() <= bucket.num_steps,
             "slots": all(0 <= slot < self._capacity.num_slots for slot in real) and len(set(real)) == num_rows,
             "padding": (slots[num_rows:] == self._capacity.num_slots).all()
             and not q_lens[num_rows:].any()
@@ -449,16 +479,16 @@ class _Handle:
 
 
 class _Output:
-    def __init__(self, bucket: Bucket, *, keeps_text: bool) -> None:
-        self.keeps_text = keeps_text
+    def __init__(self, bucket: Bucket, *, foretells: bool) -> None:
+        self.foretells = foretells
         t, s = bucket.num_tokens, bucket.num_rows
         self.bucket = bucket
-        d = 1 + bucket.num_drafts
+        d = bucket.num_steps + bucket.num_drafts
         self.tokens = np.full((s, d), POISON, np.int32)
         self.num_drafts = np.full(s, POISON, np.int32)
         self.num_accepted = np.full(s, POISON, np.int32)
         self.foretold = np.zeros(s, bool)
-        self.finite = np.ones(s, bool)
+        self.finite = np.ones((s, bucket.num_steps), bool)
         self.logprobs = np.full((s, d), np.nan, np.float32)
         self.top_ids = np.full((s, d, MAX_LOGPROBS), POISON, np.int32)
         self.top_logprobs = np.full((s, d, MAX_LOGPROBS), np.nan, np.float32)
@@ -469,8 +499,8 @@ class _Output:
         self.pooled = np.full((s, FAKE_HIDDEN), np.nan, np.float32)
 
     def result(self) -> StepOutput:
-        common = {"tokens": self.tokens, "finite": self.finite}
-        if self.keeps_text and (self.bucket.num_drafts or self.bucket.decode_only):
+        common = {"tokens": self.tokens, "finite": self.finite if self.bucket.num_steps > 1 else self.finite[:, 0]}
+        if self.foretells and (self.bucket.num_drafts or self.bucket.decode_only):
             common["foretold"] = self.foretold
         if self.bucket.num_drafts:
             common |= {"num_drafts": self.num_drafts, "num_accepted": self.num_accepted}

@@ -11,6 +11,7 @@ from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig
 from batcher.engine import Engine
 from batcher.request import FinishReason, Request, RequestOutput, SamplingParams
+from batcher.sequence import OnOutput
 from batcher.step import Capacity
 from tests.batcher.fake_runner import FakeRunner, expected_embedding, expected_tokens
 from tests.batcher.toy_grammar import ToyGrammars
@@ -25,7 +26,9 @@ def make_capacity(**changes: object) -> Capacity:
 
 def make_request(request_id: str, prompt: Iterable[int], *, priority: int = 0, **sampling: object) -> Request:
     """Greedy and ten tokens long unless told otherwise."""
-    extra = {name: sampling.pop(name) for name in ("cache_salt", "deadline_s", "embeds") if name in sampling}
+    extra = {
+        name: sampling.pop(name) for name in ("cache_salt", "deadline_s", "embeds", "counts_drafts") if name in sampling
+    }
     params = SamplingParams(**{"max_tokens": 10, "temperature": 0.0, "seed": 0} | sampling)
     return Request(request_id=request_id, prompt=tuple(prompt), sampling=params, priority=priority, **extra)
 
@@ -69,6 +72,7 @@ class Drive:
         runner: FakeRunner | None = None,
         grammars: ToyGrammars | None = None,
         buckets: dict[str, object] | None = None,
+        leaves_programs: bool = False,  # all that a start can leave; `compile_one` brings them
         **config: object,
     ) -> None:
         self.capacity = capacity
@@ -80,10 +84,12 @@ class Drive:
         settings = EngineConfig(**{"eos_token_ids": EOS, "seed": 0} | config)
         grammars = grammars or ToyGrammars(capacity.vocab_size)
         self.engine = Engine(self.runner, settings, self.ladder, clock=self.clock, grammars=grammars)
-        self.engine.warm_up(lambda _line: None)
+        later = set(self.ladder.buckets()) - set(self.ladder.needed_first()) if leaves_programs else ()
+        self.engine.warm_up(lambda _line: None, later)
         self.heard: dict[str, Heard] = {}
         self.requests: dict[str, Request] = {}
         self.num_steps = 0
+        self.on_output: OnOutput | None = None  # hears everything in place of the requests' own listeners
 
     @property
     def scheduler(self):
@@ -91,7 +97,7 @@ class Drive:
 
     def add(self, request: Request) -> Heard:
         heard = Heard()
-        self.engine.add_request(request, heard.outputs.append)
+        self.engine.add_request(request, self.on_output or heard.outputs.append)
         self.heard[request.request_id] = heard
         self.requests[request.request_id] = request
         return heard
@@ -102,6 +108,13 @@ class Drive:
         self.scheduler.check_integrity()
         assert self.runner.violations == []
         return more
+
+    def compile_one(self) -> None:
+        """Does what the engine's compiling thread does, once."""
+        later = self.engine._later_programs
+        if (following := later.next()) is not None:
+            self.runner.compile_later(following[0], print)
+            later.arrived(following[0])
 
     def finish(self, max_steps: int = 10_000) -> None:
         """Steps until nothing is live; failing that within `max_steps`, somebody starves."""

@@ -70,6 +70,57 @@ def test_a_step_over_a_limit_is_refused(num_tokens: int, num_rows: int) -> None:
         make_ladder(100, 12).choose(num_tokens, num_rows, decode_only=False, variant=GREEDY)
 
 
+def test_a_start_needs_the_largest_programs_and_those_for_a_few_requests() -> None:
+    ladder = make_ladder(512, 64, half_steps=False, few_rows=16)
+    needed = [Bucket(1, 1, SAMPLE), Bucket(64, 16, SAMPLE), Bucket(64, 64, SAMPLE), Bucket(512, 64, SCORE)]
+    assert ladder.needed_first() == needed
+    assert make_ladder(20, 12).needed_first() == [
+        Bucket(1, 1, SAMPLE),
+        Bucket(12, 12, SAMPLE),
+        Bucket(20, 8, SAMPLE),
+        Bucket(20, 12, SCORE),
+    ]
+
+
+def test_the_next_larger_program_stands_in() -> None:
+    ladder = make_ladder(512, 64, half_steps=False, few_rows=16)
+    missing = set(ladder.buckets()) - {*ladder.needed_first(), Bucket(16, 8, SAMPLE), Bucket(8, 8, GREEDY)}
+    expected = {
+        Bucket(4, 4, GREEDY): Bucket(8, 8, GREEDY),
+        Bucket(8, 8, SAMPLE): Bucket(16, 8, SAMPLE),  # of as many rows, and half of the tokens of the next decode
+        Bucket(16, 16, GREEDY): Bucket(64, 16, SAMPLE),
+        Bucket(32, 32, GREEDY): Bucket(64, 64, SAMPLE),
+        Bucket(32, 16, SAMPLE): Bucket(64, 16, SAMPLE),
+        Bucket(64, 32, SAMPLE): Bucket(512, 64, SCORE),  # a decode program takes no prompt tokens
+    }
+    for bucket, other in expected.items():
+        assert ladder.stand_in(bucket, missing) == other
+    with pytest.raises(ValueError, match="no program can stand in"):
+        ladder.stand_in(Bucket(512, 64, SCORE), ladder.buckets())
+
+
+@given(data=st.data())
+def test_the_programs_of_a_start_hold_every_step(data: st.DataObject) -> None:
+    num_seqs = data.draw(st.integers(1, 70))
+    drafts = data.draw(st.booleans())
+    ladder = make_ladder(
+        num_seqs + data.draw(st.integers(1, 600)) + 4 * drafts,
+        num_seqs,
+        min_decode_rows=data.draw(st.integers(1, 8)),
+        half_steps=data.draw(st.booleans()),
+        few_rows=data.draw(st.integers(1, 20)),
+        embeds=data.draw(st.booleans()),
+        num_drafts=3 if drafts else 0,
+        max_draft_rows=1 if drafts else 0,
+    )
+    needed = ladder.needed_first()
+    assert len(needed) == len(set(needed)) <= 5
+    assert set(needed) <= set(ladder.buckets())
+    for bucket in ladder.buckets():
+        assert ladder.stand_in(bucket, set(ladder.buckets()) - set(needed)) in needed
+        assert ladder.stand_in(bucket, ()) == bucket
+
+
 def test_limits_that_leave_no_room_for_a_prompt_are_refused() -> None:
     with pytest.raises(ValueError, match=r"max_num_batched_tokens=64 must exceed self\.max_num_seqs=64"):
         make_ladder(64, 64)

@@ -41,10 +41,11 @@ def test_a_page_that_a_step_without_finite_logits_filled_is_not_kept() -> None:
     core.dispatch()
     broken = core.in_flight[0].handle.result()
     broken = dataclasses.replace(broken, finite=np.zeros_like(broken.finite))
-    ((_, output),) = core.complete(broken)
+    ((_, output),) = core.complete(broken).outputs
     assert output.error_code is ErrorCode.NOT_FINITE
     core.complete(core.in_flight[0].handle.result())
     pool = core.scheduler.pool
     assert (pool.num_used, pool.num_reusable) == (0, 0)
-    assert pool.find(sequence.digests, sequence.tokens()) == []
+    pool.extend(sequence.prefix, sequence.digests, 1, lambda page: sequence.page_bytes(page, CAPACITY.page_size))
+    assert sequence.prefix.pages == []
     core.scheduler.check_integrity()

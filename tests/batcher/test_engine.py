@@ -10,6 +10,7 @@ import pytest
 
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig
+from batcher.delivery import Tokens
 from batcher.engine import Engine
 from batcher.errors import EngineClosedError, EngineDeadError, InvalidRequestError, QueueFullError
 from batcher.request import ErrorCode, FinishReason, RequestOutput, SamplingParams
@@ -139,7 +140,7 @@ def test_an_abort_of_a_waiting_and_of_a_preempted_request() -> None:
     drive.scheduler.preempt(running)  # while its step is in flight
     drive.engine.abort("a")
     drive.finish()
-    assert waiting.outputs == [RequestOutput(request_id="b", finish_reason=FinishReason.ABORT)]
+    assert waiting.outputs == [RequestOutput(request_id="b", number=1, finish_reason=FinishReason.ABORT)]
     assert drive.heard["a"].finish_reason is FinishReason.ABORT
     drive.check_outputs()
 
@@ -470,6 +471,19 @@ def test_a_listener_that_raises_loses_its_own_request_only(caplog: pytest.LogCap
     assert len(calls) == 1
     assert "'deaf'" in caplog.text
     drive.check_outputs()
+
+
+def test_a_listener_for_all_requests_that_raises_is_the_end() -> None:
+    drive = Drive()
+
+    def listener(tokens: Tokens) -> None:
+        raise BrokenError("no ears")
+
+    drive.engine.listen(listener)
+    heard = drive.add(make_request("a", [10], ignore_eos=True))
+    with pytest.raises(EngineDeadError, match="no ears"):
+        drive.finish()
+    assert heard.last.error_code is ErrorCode.ENGINE_DEAD
 
 
 # --- shutdown ---

@@ -35,6 +35,7 @@ def make_plan(rows: list[tuple[Sequence, int, int]], bucket: Bucket, **lists: li
         number=0,
         bucket=bucket,
         rows=[seq for seq, _, _ in rows],
+        slots=np.array([seq.slot for seq, _, _ in rows]),
         q_lens=[q_len for _, q_len, _ in rows],
         emits=[emits for _, _, emits in rows],
         num_singles=sum(q_len == 1 for _, q_len, _ in rows),

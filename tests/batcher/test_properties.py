@@ -34,11 +34,14 @@ class Scenario:
     num_drafts: int = 0
     max_draft_rows: int = 0
     propose: Proposal | None = None
+    draft_cost: float = 0.0
 
     def drive(self) -> Drive:
+        capacity = replace(self.capacity, keeps_text=self.num_drafts > 0)
         return Drive(
             self.capacity,
-            runner=FakeRunner(replace(self.capacity, keeps_text=self.num_drafts > 0), propose=self.propose),
+            runner=FakeRunner(capacity, propose=self.propose, foretells=self.draft_cost == 0),
+            draft_cost=self.draft_cost,
             buckets={"num_drafts": self.num_drafts, "max_draft_rows": self.max_draft_rows},
             prefix_caching=self.prefix_caching,
             scheduling=self.scheduling,
@@ -102,9 +105,9 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     )
 
 
-def play(scenario: Scenario) -> Drive:
+def play(scenario: Scenario, drive: Drive | None = None) -> Drive:
     """Plays the arrivals and aborts at their steps, then runs dry. Bounded: who needs more than this starves."""
-    drive = scenario.drive()
+    drive = drive or scenario.drive()
     events: dict[int, list[tuple[str, Request]]] = {}
     for arrival in scenario.arrivals:
         events.setdefault(arrival.at_step, []).append(("add", arrival.request))

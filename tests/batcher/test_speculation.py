@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import Scheduling
 from batcher.request import ErrorCode, FinishReason
-from batcher.speculation import SpeculativeScheduler
+from batcher.speculation import Retries, SpeculativeScheduler
 from batcher.step import Bucket, Variant
 from tests.batcher.fake_runner import FakeRunner, Proposal
 from tests.batcher.harness import CAPACITY, Drive, make_capacity, make_request
@@ -52,7 +52,8 @@ PROPOSALS: tuple[Proposal, ...] = (perfect, nothing, always_wrong, mixed)
 def speculative(propose: Proposal, *, num_drafts: int = 3, max_draft_rows: int = 4, **options: object) -> Drive:
     capacity = make_capacity(keeps_text=True, **options.pop("capacity", {}))
     buckets = {"num_drafts": num_drafts, "max_draft_rows": max_draft_rows}
-    return Drive(capacity, runner=FakeRunner(capacity, propose=propose), buckets=buckets, **options)
+    runner = FakeRunner(capacity, propose=propose, foretells=not options.get("draft_cost"))
+    return Drive(capacity, runner=runner, buckets=buckets, **options)
 
 
 def num_speculative(drive: Drive) -> int:
@@ -60,13 +61,14 @@ def num_speculative(drive: Drive) -> int:
 
 
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(scenarios(), st.integers(1, 5), st.integers(1, 4), st.sampled_from(PROPOSALS))
+@given(scenarios(), st.integers(1, 5), st.integers(1, 4), st.sampled_from(PROPOSALS), st.sampled_from([0.0, 0.2]))
 def test_whatever_is_drafted_everybody_gets_its_own_text(
-    scenario: Scenario, num_drafts: int, max_draft_rows: int, propose: Proposal
+    scenario: Scenario, num_drafts: int, max_draft_rows: int, propose: Proposal, draft_cost: float
 ) -> None:
     fitting = min(max_draft_rows, scenario.capacity.max_num_batched_tokens // (1 + num_drafts))
     if fitting:
-        scenario = replace(scenario, num_drafts=num_drafts, max_draft_rows=fitting, propose=propose)
+        drafts = {"num_drafts": num_drafts, "max_draft_rows": fitting, "propose": propose, "draft_cost": draft_cost}
+        scenario = replace(scenario, **drafts)
     drive = play(scenario)
     drive.check_outputs()
     stats = drive.engine.stats()
@@ -97,6 +99,24 @@ def test_accepted_drafts_save_steps(depth: int) -> None:
     counts = drive.engine.stats().speculation
     assert (counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens) == (8, 24, 24)
     assert counts.num_accepted_tokens_per_pos == [8, 8, 8]
+
+
+def test_a_request_that_asks_hears_of_its_drafts() -> None:
+    drive = speculative(mixed, weights_cost_tokens=1000.0, capacity={"max_model_len": 200, "num_pages": 200})
+    asking = [make_request(str(i), [5, 6, i], max_tokens=97, ignore_eos=True, counts_drafts=True) for i in range(2)]
+    heard = [drive.add(request) for request in asking]
+    drive.finish()
+    counts = drive.engine.stats().speculation
+    accepted, rejected = (sum(own.last.drafts[i] for own in heard) for i in (0, 1))
+    assert 0 < accepted <= counts.num_accepted_tokens  # drafts after the request's end do not count
+    assert rejected == counts.num_draft_tokens - counts.num_accepted_tokens > 0
+    for own in heard:
+        told = [(len(output.token_ids), output.drafts) for output in own.outputs if output.drafts is not None]
+        steps = zip([(0, (0, 0)), *told], told, strict=False)
+        assert all(0 <= now[0] - before[0] < max(count, 1) for (_, before), (count, now) in steps)
+    silent = drive.add(make_request("silent", [5, 6, 7], max_tokens=20, ignore_eos=True))
+    drive.finish()
+    assert {output.drafts for output in silent.outputs} == {None}
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 12))
@@ -183,6 +203,118 @@ def test_text_that_becomes_predictable_is_noticed() -> None:
     drive.finish()
     drive.check_outputs()
     assert len(drive.runner.executed) < 200 + 400 / 4 + 20
+
+
+@pytest.mark.parametrize(("draft_cost", "most_looks", "most_drafted"), [(0.0, 45, 4), (0.2, 0, 12)])
+def test_what_never_pays_costs_less_and_less(draft_cost: float, most_looks: int, most_drafted: int) -> None:
+    """Steps that look up or draft, of 600 of four requests: each of the others is a plain step."""
+    options = {"weights_cost_tokens": 8.0, "draft_cost": draft_cost}
+    drive = speculative(always_wrong, capacity={"max_model_len": 700, "num_pages": 700}, **options)
+    for i in range(4):
+        drive.add(make_request(str(i), [5, 6, i], max_tokens=600, ignore_eos=True))
+    drive.finish()
+    drive.check_outputs()
+    assert len(drive.runner.executed) == 600
+    assert drive.runner.num_lookups <= most_looks
+    assert (drive.runner.num_lookups > 0) == (most_looks > 0)
+    assert num_speculative(drive) <= most_drafted
+    assert drive.runner.num_lookups + num_speculative(drive) > 5
+
+
+def test_retries_wait_longer_each_time_and_shorter_after_a_right_draft() -> None:
+    retries, taken = Retries(2, 16), []
+    for step in range(70):
+        if retries.is_due(step):
+            retries.tried(step)
+            taken.append(step)
+    assert taken == [0, 2, 6, 14, 30, 46, 62]
+    retries.was_right(63)
+    assert not retries.is_due(66)
+    assert retries.is_due(67)
+    retries.paid(100)
+    assert not retries.is_due(101)
+    assert retries.is_due(102)
+
+
+def test_a_retry_of_a_draft_model_is_one_draft_of_one_row() -> None:
+    drive = speculative(
+        always_wrong, capacity={"max_model_len": 700, "num_pages": 700}, weights_cost_tokens=4.0, draft_cost=0.2
+    )
+    for i in range(3):
+        drive.add(make_request(str(i), [5, 6, i], max_tokens=600, ignore_eos=True))
+    for _ in range(40):
+        drive.step()
+    before, steps = drive.engine.stats().speculation, num_speculative(drive)
+    drive.finish()
+    after = drive.engine.stats().speculation
+    retries = num_speculative(drive) - steps
+    assert retries >= 3
+    assert after.num_drafts - before.num_drafts == after.num_draft_tokens - before.num_draft_tokens == retries
+
+
+def test_a_row_without_drafts_next_to_rows_with_drafts_tries_again() -> None:
+    """The second row's drafts are wrong at first. The first row's always pay."""
+
+    def late(known: np.ndarray, coming: list[int]) -> list[int]:
+        return coming if known[2] == 0 or len(known) > 100 else always_wrong(known, coming)
+
+    options = {"capacity": {"max_model_len": 700, "num_pages": 700}, "weights_cost_tokens": 30.0, "draft_cost": 0.1}
+    drive = speculative(late, **options)
+    drive.add(make_request("0", [5, 6, 0], max_tokens=690, ignore_eos=True))
+    second = drive.add(make_request("1", [5, 6, 1], max_tokens=600, ignore_eos=True, counts_drafts=True))
+    drive.finish()
+    drive.check_outputs()
+    accepted, rejected = second.last.drafts
+    assert accepted > 200
+    assert rejected < 40
+
+
+def test_a_draft_model_runs_as_often_as_its_drafts_are_likely_to_be_right() -> None:
+    """Only the first draft is ever right: a row soon takes fewer than three."""
+
+    def first_only(known: np.ndarray, coming: list[int]) -> list[int]:
+        return coming[:1] + always_wrong(known, coming[1:])
+
+    options = {"capacity": {"max_model_len": 700, "num_pages": 300}, "weights_cost_tokens": 20.0, "draft_cost": 0.2}
+    drive = speculative(first_only, **options)
+    drive.add(make_request("a", [5, 6, 7], max_tokens=400, ignore_eos=True))
+    drive.finish()
+    drive.check_outputs()
+    counts = drive.engine.stats().speculation
+    assert counts.num_accepted_tokens > 100
+    assert counts.num_draft_tokens < 2.6 * counts.num_accepted_tokens
+
+
+def test_a_draft_model_that_keeps_failing_is_tried_again_now_and_then() -> None:
+    def late(known: np.ndarray, coming: list[int]) -> list[int]:
+        return coming if len(known) > 500 else always_wrong(known, coming)
+
+    options = {"weights_cost_tokens": 4.0, "draft_cost": 0.2}
+    drive = speculative(late, capacity={"max_model_len": 2000, "num_pages": 500}, **options)
+    drive.add(make_request("a", [5, 6, 7], max_tokens=1500, ignore_eos=True))
+    drive.finish()
+    drive.check_outputs()
+    wasted = [bucket.num_drafts > 0 for bucket in drive.runner.executed[:450]]
+    assert 2 < sum(wasted) < 20
+    assert len(drive.runner.executed) < 500 + 300 + 1000 / 4
+
+
+def test_the_time_of_a_draft_model_counts() -> None:
+    """Drafts of which half are right pay if they are free, and do not if a pass takes as long as the model's."""
+
+    def every_other(known: np.ndarray, coming: list[int]) -> list[int]:
+        return coming if len(known) % 2 else always_wrong(known, coming)
+
+    shares = []
+    for cost in (0.05, 1.0):
+        options = {"weights_cost_tokens": 4.0, "draft_cost": cost}
+        drive = speculative(every_other, num_drafts=1, capacity={"max_model_len": 400, "num_pages": 100}, **options)
+        drive.add(make_request("a", [5, 6, 7], max_tokens=300, ignore_eos=True))
+        drive.finish()
+        drive.check_outputs()
+        shares.append(num_speculative(drive) / len(drive.runner.executed))
+    assert shares[0] > 0.6
+    assert shares[1] < 0.1
 
 
 @pytest.mark.parametrize(("rows", "speculates"), [(1, True), (2, True), (3, False), (4, False)])

@@ -1,0 +1,174 @@
+"""Programs that are compiled while the engine serves: every text is its own, whatever stands in for them."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from batcher.buckets import BucketConfig, BucketLadder
+from batcher.config import EngineConfig
+from batcher.engine import Engine
+from batcher.errors import EngineDeadError
+from batcher.later_programs import LaterPrograms
+from batcher.request import ErrorCode
+from batcher.step import Bucket, Variant
+from tests.batcher.fake_runner import FakeRunner
+from tests.batcher.harness import CAPACITY, EOS, Drive, make_request
+from tests.batcher.test_engine_threads import PATIENCE_S, Listener, check
+from tests.batcher.test_properties import Scenario, play, scenarios
+
+GREEDY, SAMPLE = Variant.GREEDY, Variant.SAMPLE
+LADDER = BucketLadder(BucketConfig(max_num_batched_tokens=32, max_num_seqs=4, min_mixed_tokens=8))
+LATER = set(LADDER.buckets()) - set(LADDER.needed_first())
+
+
+def test_what_steps_ask_for_is_compiled_first_then_the_cheapest() -> None:
+    one, two, four = Bucket(1, 1, GREEDY), Bucket(2, 2, GREEDY), Bucket(4, 4, GREEDY)
+    later = LaterPrograms(LADDER, {four, one, two})
+    assert later.next() == (one, False)
+    assert later.or_stand_in(two) == Bucket(2, 2, SAMPLE)
+    assert later.or_stand_in(Bucket(1, 1, SAMPLE)) == Bucket(1, 1, SAMPLE)
+    assert later.next() == (two, True)
+    later.arrived(two)
+    assert later.or_stand_in(two) == two
+    assert later.or_stand_in(one) == Bucket(1, 1, SAMPLE)
+    assert (later.next(), len(later)) == ((one, True), 2)
+    later.arrived(one)
+    later.arrived(four)
+    assert (later.next(), len(later)) == (None, 0)
+
+
+class Arriving(Drive):
+    """After every `steps_apart` steps one more program is there."""
+
+    steps_apart = 1
+
+    def step(self) -> bool:
+        if self.num_steps % self.steps_apart == 0:
+            self.compile_one()
+        return super().step()
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(scenarios(), st.integers(1, 50), st.booleans())
+def test_every_text_is_its_own_while_programs_arrive(scenario: Scenario, steps_apart: int, drafts: bool) -> None:
+    buckets = {"num_drafts": 1, "max_draft_rows": 1} if drafts else {}
+    capacity = scenario.capacity
+    runner = FakeRunner(capacity)
+    if drafts:
+        scenario = Scenario(**{**vars(scenario), "num_drafts": 1, "max_draft_rows": 1, "propose": lambda known, _: [3]})
+        runner = scenario.drive().runner
+    drive = Arriving(
+        capacity,
+        runner=runner,
+        buckets=buckets,
+        leaves_programs=True,
+        prefix_caching=scenario.prefix_caching,
+        scheduling=scenario.scheduling,
+        pipeline_depth=scenario.pipeline_depth,
+    )
+    drive.steps_apart = steps_apart
+    play(scenario, drive)
+    drive.check_outputs()
+
+
+def test_steps_are_served_while_programs_are_missing_and_nothing_is_a_surprise() -> None:
+    drive, ready = Drive(leaves_programs=True), Drive()
+    for each in (drive, ready):
+        for i in range(5):
+            each.add(make_request(f"{i}", range(10, 18 + i), max_tokens=12, ignore_eos=True))
+        each.finish()
+        each.check_outputs()
+    needed = drive.ladder.needed_first()
+    assert set(drive.runner.executed) <= set(needed)
+    assert len(drive.runner.executed) == len(ready.runner.executed)
+    stats = drive.engine.stats()
+    own = [bucket for bucket in ready.runner.executed if bucket in needed]
+    assert stats.num_stand_in_steps == stats.num_steps - len(own) > 0
+    assert stats.num_programs_to_come == len(drive.ladder.buckets()) - len(needed)
+    assert stats.num_compiles_after_warm_up == 0
+    assert ready.engine.stats().num_stand_in_steps == 0
+
+
+def start(runner: FakeRunner, **options: object) -> Engine:
+    engine = Engine(runner, EngineConfig(eos_token_ids=EOS), LADDER, **options)
+    engine.warm_up(print, LATER)
+    engine.start()
+    return engine
+
+
+def test_a_thread_brings_them_while_requests_are_served() -> None:
+    compiling, proceed, listener = threading.Event(), threading.Event(), Listener()
+
+    def on_compile(_bucket: Bucket) -> None:
+        compiling.set()
+        assert proceed.wait(PATIENCE_S)
+
+    runner = FakeRunner(CAPACITY, on_compile=on_compile)
+    engine = start(runner)
+    requests = [make_request(f"{i}", range(10, 15 + i), max_tokens=9, ignore_eos=True) for i in range(3)]
+    assert compiling.wait(PATIENCE_S)
+    engine.add_request(requests[0], listener)
+    listener.end("0")
+    stats = engine.stats()
+    assert stats.num_stand_in_steps > 0
+    assert stats.num_programs_to_come == len(LATER)
+    proceed.set()
+    (compiler,) = (thread for thread in threading.enumerate() if thread.name == "engine-compiler")
+    compiler.join(PATIENCE_S)
+    assert set(runner.compiled_later) == LATER
+    served = engine.stats().num_stand_in_steps
+    for request in requests[1:]:
+        engine.add_request(request, listener)
+        listener.end(request.request_id)
+    check(requests, listener)
+    stats = engine.stats()
+    engine.shutdown()
+    assert (stats.num_programs_to_come, stats.num_compiles_after_warm_up) == (0, 0)
+    assert stats.num_stand_in_steps == served
+    assert runner.violations == []
+
+
+def test_an_error_of_the_compiler_ends_the_engine() -> None:
+    compiling, proceed, listener = threading.Event(), threading.Event(), Listener()
+    deaths: list[BaseException] = []
+
+    def on_compile(_bucket: Bucket) -> None:
+        compiling.set()
+        assert proceed.wait(PATIENCE_S)
+        raise ValueError("this program does not fit")
+
+    gate = threading.Event()
+    runner = FakeRunner(CAPACITY, on_compile=on_compile, on_result=lambda _number: gate.wait(PATIENCE_S))
+    engine = start(runner, on_death=deaths.append)
+    assert compiling.wait(PATIENCE_S)
+    engine.add_request(make_request("a", range(10, 15)), listener)
+    proceed.set()
+    end = listener.end("a")
+    assert end.error_code is ErrorCode.ENGINE_DEAD
+    assert "this program does not fit" in end.error
+    with pytest.raises(EngineDeadError, match="this program does not fit"):
+        engine.stats()
+    gate.set()
+    engine.shutdown()
+    assert [str(death) for death in deaths] == ["this program does not fit"]
+
+
+def test_a_shutdown_does_not_wait_for_the_compiler() -> None:
+    compiling, ended = threading.Event(), threading.Event()
+
+    def on_compile(_bucket: Bucket) -> None:
+        compiling.set()
+        assert ended.wait(PATIENCE_S)
+
+    runner = FakeRunner(CAPACITY, on_compile=on_compile)
+    engine = start(runner)
+    assert compiling.wait(PATIENCE_S)
+    engine.shutdown()
+    (compiler,) = (thread for thread in threading.enumerate() if thread.name == "engine-compiler")
+    ended.set()
+    compiler.join(PATIENCE_S)
+    assert len(runner.compiled_later) == 1
