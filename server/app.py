@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -41,10 +41,11 @@ def create_state(settings: Settings, client: EngineClient, tokenizer: Tokenizer)
     template = None
     if source:
         template = ChatTemplate(source, special_tokens=tokenizer.special_tokens, variables=tokenizer.template_variables)
-    engines = client.engines if isinstance(client, EngineGroup) else [client]
+    engines: Sequence[EngineClient] = client.engines if isinstance(client, EngineGroup) else [client]
     return ServerState(
         settings=settings,
         client=client,
+        engines=engines,
         tokenizer=tokenizer,
         chat_template=template,
         metrics=ServerMetrics(engines, prefix=settings.metrics_prefix, model_name=settings.model_names[0]),
@@ -108,6 +109,7 @@ def _exception_handlers(refusals: Refusals) -> dict[Any, Callable[[Request, Any]
 
 
 def _methods(request: Request) -> list[str]:
-    """The methods of all routes with the request's path."""
+    """The methods of the first route with the request's path, and of others of the same pattern. `/x/tokens` is another
+    resource than `/x/{id}`."""
     routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
-    return sorted({method for route in routes for method in route.methods})
+    return sorted({method for route in routes if route.path == routes[0].path for method in route.methods})

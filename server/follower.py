@@ -17,6 +17,7 @@ from starlette.routing import Route
 from server.engine.client import EngineClient, EngineFailedError, ProcessEngineClient
 from server.engine.health import fault_of
 from server.http.address import BACKLOG, bind, removed, url_of
+from server.http.errors import NOT_FOUND, RequestError, unavailable
 from server.http.server import HttpServer, connection_limits
 from server.http.signals import Signals, first_of
 from server.settings import Settings
@@ -93,7 +94,10 @@ def _app(client: EngineClient, signals: Signals, settings: Settings) -> Starlett
     def answer(fault: str | None) -> Response:
         if fault is None:
             return JSONResponse({"status": "ok"})
-        return JSONResponse({"error": {"message": fault, "code": 503}}, status_code=503)
+        return refusal(unavailable(fault))
+
+    def refusal(error: RequestError) -> Response:
+        return JSONResponse(error.body(), status_code=error.status)
 
     async def health(request: Request) -> Response:
         shutting_down = "The server is shutting down." if signals.stop.is_set() else None
@@ -103,7 +107,7 @@ def _app(client: EngineClient, signals: Signals, settings: Settings) -> Starlett
         return answer(fault_of(client, settings.heartbeat_timeout_s))
 
     async def nothing_else(request: Request, error: Exception) -> Response:
-        return JSONResponse({"error": {"message": NO_API, "code": 404}}, status_code=404)
+        return refusal(RequestError(404, NO_API, type=NOT_FOUND))
 
     app = Starlette(routes=[Route("/health", health), Route("/live", live)], exception_handlers={404: nothing_else})
     app.router.redirect_slashes = False

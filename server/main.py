@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-import ssl
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from server.http.address import BACKLOG, address_in_error, bind, removed, url_of
 from server.http.descriptors import raise_limit
 from server.http.server import FLUSH_S, HttpServer, connection_limits
 from server.http.signals import Signals, first_of
-from server.http.tls.context import server_context
+from server.http.tls.refresh import TlsContexts
 from server.settings import Settings
 from server.text.tokenizer import ByteLevelTokenizer
 
@@ -60,7 +59,7 @@ def run(
     Raises EngineFailedError if the engine cannot start.
     """
     raise_limit()
-    tls = None if settings.tls is None else server_context(settings.tls)
+    tls = None if settings.tls is None else TlsContexts(settings.tls)
     tracer = make_tracer(settings)
     try:
         with bind(settings) as listener, removed(settings.uds):
@@ -76,7 +75,7 @@ async def _run(
     engine_target: str,
     engines: Sequence[object],
     listener: socket.socket,
-    tls: ssl.SSLContext | None,
+    tls: TlsContexts | None,
     tracer: Tracer | None,
     report: Callable[[str], None],
     on_ready: Callable[[str], None] | None,
@@ -100,7 +99,8 @@ async def _run(
         await starting
         state.tracer = tracer
         server = HttpServer(create_app(state), limits, tls)
-        return await _serve(state, client, server, signalled, listener, on_ready)
+        async with contextlib.nullcontext() if tls is None else tls.refreshed():
+            return await _serve(state, client, server, signalled, listener, on_ready)
     except EngineFailedError as error:
         raise EngineFailedError(f"The engine could not start: {error}") from error
     finally:

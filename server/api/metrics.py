@@ -29,6 +29,7 @@ CACHE_ALIASES = {"block_size": "page_size", "num_gpu_blocks": "num_pages"}
 GAUGES = {
     "num_requests_running": "Requests that own a slot.",
     "num_requests_waiting": "Requests that wait for a slot or pages.",
+    "num_programs_to_come": "Programs that are compiled while serving, and are not there yet.",
 }
 COUNTERS = {
     "num_preemptions": "Requests put back to make room for others.",
@@ -44,7 +45,8 @@ COUNTERS = {
     "step_rows": "Real rows in the steps.",
     "step_rows_padded": "Rows that the steps' shapes held.",
     "integrity_failures": "Idle periods in which the engine's books were inconsistent; always 0 in health.",
-    "num_compiles_after_warm_up": "Programs compiled while serving; always 0 in health.",
+    "num_compiles_after_warm_up": "Programs compiled while serving that were not to come; always 0 in health.",
+    "num_stand_in_steps": "Steps in a larger program, because their own was still to come.",
 }
 SPECULATION = {
     "spec_decode_num_drafts": "Rows of steps that drafts were proposed for.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
@@ -29,6 +30,7 @@ class ServerState:
 
     settings: Settings
     client: EngineClient
+    engines: Sequence[EngineClient]  # the client, or the engines of its group
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None  # None: the tokenizer has none
     metrics: ServerMetrics

@@ -1,7 +1,7 @@
 """The HTTP process's client of the engine: sends requests and aborts, receives outputs, and notices the engine's death.
 
 All of it runs on the event loop's thread. The socket's readable callback passes each output to its request's sink by a
-plain call. Nothing awaits, so a client that reads slowly delays neither the engine nor other clients.
+plain call (`sinks.py`). Nothing awaits, so a client that reads slowly delays neither the engine nor other clients.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import logging
 import math
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Protocol
 
 import msgspec
@@ -25,6 +27,7 @@ from batcher.stats import EngineStats
 from server.engine import process as engine_process
 from server.engine import wire
 from server.engine.scratch_folder import NAME_LENGTH, ScratchFolder
+from server.engine.sinks import Sink, Sinks
 
 logger = logging.getLogger("pallas_serve")
 
@@ -38,10 +41,8 @@ class EngineFailedError(RuntimeError):
     """The engine could not start, or has died."""
 
 
-class Sink(Protocol):
-    """Receives one request's outputs. The last output has a finish reason."""
-
-    def on_output(self, output: wire.Output) -> None: ...
+class WeightsError(Exception):
+    """The weights cannot be changed, and the engine goes on with those it has."""
 
 
 class EngineClient(Protocol):
@@ -78,8 +79,11 @@ class ProcessEngineClient:
         self.death: str | None = None
         self.died = asyncio.Event()  # also if it has ended as it should, without `death`
         self.last_heartbeat = time.monotonic()
+        self.is_sleeping = False
+        self._changes = asyncio.Lock()
+        self._changed: asyncio.Future[str | None] | None = None
         self._report = report
-        self._sinks: dict[str, Sink] = {}
+        self._sinks = Sinks()
         self._ready: asyncio.Future[wire.EngineInfo] | None = None
         self._is_ready = False
         self._read_on: asyncio.Handle | None = None  # the rest of a reading that was cut short
@@ -94,7 +98,7 @@ class ProcessEngineClient:
         self.process = multiprocessing.get_context("spawn").Process(
             target=engine_process.main, args=(tuple(addresses), target, engine_args, debug), name="engine"
         )
-        self.process.start()
+        _start_without_main(self.process)
 
     def _bind(self, kind: int, high_water_mark: int, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -120,11 +124,11 @@ class ProcessEngineClient:
 
     def submit(self, requests: Sequence[tuple[wire.WireRequest, Sink]]) -> None:
         for request, sink in requests:
-            self._sinks[request.request_id] = sink
+            self._sinks.add(request.request_id, sink)
         self._send(wire.Submit([request for request, _ in requests]))
 
     def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
-        known = [request_id for request_id in request_ids if self._sinks.pop(request_id, None) is not None]
+        known = [request_id for request_id in request_ids if self._sinks.remove(request_id)]
         if known and self.death is None:
             self._send(wire.Abort(known, reason))
 
@@ -132,10 +136,34 @@ class ProcessEngineClient:
         if self.death is None:
             self._send(wire.ResetPrefixCache())
 
+    async def change_weights(self, change: wire.WeightsChange, model: str | None = None) -> None:
+        """Changes the weights between two steps, one change after the other. An engine that sleeps, or is awake, stays
+        so. Requests wait until an engine that sleeps wakes up.
+
+        Raises WeightsError if they cannot be changed.
+        """
+        await asyncio.shield(self._change_weights(change, model))  # to its end, also without a caller
+
+    async def _change_weights(self, change: wire.WeightsChange, model: str | None) -> None:
+        async with self._changes:
+            if change is wire.WeightsChange.RELOAD and self.is_sleeping:
+                raise WeightsError("the engine sleeps: wake it up before other weights are loaded")
+            if change is (wire.WeightsChange.SLEEP if self.is_sleeping else wire.WeightsChange.WAKE_UP):
+                return
+            if self.death is not None:
+                raise WeightsError(f"the engine has failed: {self.death}")
+            self._changed = asyncio.get_running_loop().create_future()
+            self._send(wire.ChangeWeights(change, model))
+            error = await self._changed
+            if error is not None:
+                raise WeightsError(error)
+            if change is not wire.WeightsChange.RELOAD:
+                self.is_sleeping = change is wire.WeightsChange.SLEEP
+
     def abort_all(self) -> None:
         """Ends every open request with ABORT. Its sink gets that output."""
         if self.death is None:
-            self._send(wire.Abort(list(self._sinks)))
+            self._send(wire.Abort(self._sinks.request_ids))
 
     async def stop(self, timeout_s: float = 10.0) -> None:
         """Ends the process: sends Stop, and kills it after `timeout_s`. Kills it at once if it is still starting."""
@@ -186,9 +214,8 @@ class ProcessEngineClient:
 
     def _on_event(self, event: wire.Event) -> None:
         match event:
-            case wire.Outputs(outputs=outputs):
-                for output in outputs:
-                    self._deliver(output)
+            case wire.Outputs():
+                self._sinks.take(event)
             case wire.Stats(stats=stats):
                 self.stats = stats
                 self.last_heartbeat = time.monotonic()
@@ -198,19 +225,17 @@ class ProcessEngineClient:
                 self._is_ready = True
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result(info)
+            case wire.Changed(error=error):
+                self._answer_change(error)
             case wire.Failed(message=message):
                 self._die(message)
             case wire.Ended():
                 self._stopping = True
                 self.died.set()
 
-    def _deliver(self, output: wire.Output) -> None:
-        sink = self._sinks.get(output.request_id)
-        if sink is None:  # aborted a moment ago
-            return
-        if output.finish_reason is not None:
-            del self._sinks[output.request_id]
-        sink.on_output(output)
+    def _answer_change(self, error: str | None) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(error)
 
     def _on_exit(self) -> None:
         asyncio.get_running_loop().remove_reader(self.process.sentinel)
@@ -231,10 +256,23 @@ class ProcessEngineClient:
             self._ready.set_exception(EngineFailedError(reason))  # `start` raises it
         else:
             logger.error("engine failure: %s", reason)
-        sinks, self._sinks = self._sinks, {}
-        for request_id, sink in sinks.items():
-            sink.on_output(wire.failure(request_id, f"The engine has failed: {reason}", status=500))
+        self._sinks.fail_all(f"The engine has failed: {reason}")
+        self._answer_change(f"the engine has failed: {reason}")
         self.died.set()
+
+
+def _start_without_main(process: multiprocessing.process.BaseProcess) -> None:
+    """Starts a process that does not import this process's main module.
+
+    By default, a spawned process first imports it, and with it the HTTP server: half a second of every start. The
+    engine's target and its arguments are in modules of their own.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        process.start()
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _root_for_sockets() -> Path:

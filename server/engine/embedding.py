@@ -62,6 +62,9 @@ class Embeddings:
         if not self._running and not self._done.done():
             self._done.set_result(None)
 
+    def on_tokens(self, token_ids: Sequence[int]) -> None:
+        raise RuntimeError("a request that embeds has no tokens")
+
     def fail(self, error: Exception) -> None:
         """Ends everything; `wait` raises the error."""
         self.error = self.error or error

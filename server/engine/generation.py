@@ -20,7 +20,7 @@ from server.engine.client import EngineClient
 from server.http.errors import RequestError, internal, overloaded, unavailable
 from server.text.stream import TextStream
 from server.text.tool_calls.parser import CallParser
-from server.text.tool_calls.pieces import CallDelta, Piece
+from server.text.tool_calls.pieces import CallDelta, Content, Piece
 
 logger = logging.getLogger("pallas_serve")
 
@@ -45,7 +45,7 @@ class Gain:
     @property
     def text(self) -> str:
         """The content alone."""
-        return "".join([piece for piece in self.pieces if isinstance(piece, str)])
+        return "".join([piece.text for piece in self.pieces if isinstance(piece, Content)])
 
     @property
     def calls(self) -> list[CallDelta]:
@@ -62,11 +62,13 @@ class Choice:
         "_calls",
         "_generation",
         "_include_stop",
+        "_num_taken",
         "_overdue",
         "_scored",
         "_stream",
         "_texts",
         "_token_ids",
+        "drafts",
         "finish_reason",
         "first_token_s",
         "index",
@@ -97,6 +99,7 @@ class Choice:
         self._calls = calls
         self._overdue = False
         self._texts: list[str] = []
+        self._num_taken = 0  # characters, if the whole text is content
         self._scored: list[ScoredToken] = []
         self._token_ids: list[int] = []
         self.index = index
@@ -104,6 +107,7 @@ class Choice:
         self.num_prompt_tokens = num_prompt_tokens
         self.num_cached_tokens = 0
         self.num_tokens = 0
+        self.drafts = (0, 0)  # accepted and rejected, if the request asks for the counts
         self.first_token_s: float | None = None  # by the monotonic clock
         self.times: tuple[float, float] | None = None  # seconds in the engine's queue, and of the prefill
         self.prompt_logprobs: list[wire.Logprobs] | None = None
@@ -116,7 +120,8 @@ class Choice:
             pieces = self._calls.take()
         else:
             text = "".join(self._texts)
-            pieces = [text] if text else []
+            pieces = [Content(text, self._num_taken)] if text else []
+            self._num_taken += len(text)
         gain = Gain(pieces, self._scored, self._token_ids)
         self._texts, self._scored, self._token_ids = [], [], []
         return gain
@@ -132,8 +137,14 @@ class Choice:
         if output.error is not None or output.finish_reason == FinishReason.ABORT:
             self._generation.fail(error_of(output))
             return
+        self._take_in(self._read, output)
+
+    def on_tokens(self, token_ids: Sequence[int]) -> None:
+        self._take_in(self._read_tokens, token_ids)
+
+    def _take_in[T](self, read: Callable[[T], None], news: T) -> None:
         try:
-            self._read(output)
+            read(news)
         except Exception:
             logger.exception("request %s: its output could not be turned into text", self.request_id)
             self._generation.fail(internal("The output could not be turned into text."))
@@ -159,30 +170,47 @@ class Choice:
     def _read(self, output: wire.Output) -> None:
         if output.num_cached_tokens:
             self.num_cached_tokens = output.num_cached_tokens
+        if output.drafts is not None:
+            self.drafts = output.drafts
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         if self.first_token_s is None and output.token_ids:
             self.first_token_s, self.times = time.monotonic(), output.times
-        stream, last = self._stream, len(output.token_ids) - 1
-        for i, token_id in enumerate(output.token_ids):
+        hides_last = output.finish_reason == FinishReason.STOP and not self._include_stop
+        if self._push(output.token_ids, output.logprobs, hides_last=hides_last):
+            if output.finish_reason is None:
+                self._generation.stop_choice(self)
+        elif output.finish_reason is not None:
+            self._add(self._stream.finish())
+            if self._stream.matched_stop is not None:
+                self._finish(FinishReason.STOP.value, self._stream.matched_stop)
+            else:
+                self._finish(output.finish_reason, output.stop_reason)
+
+    def _read_tokens(self, token_ids: Sequence[int]) -> None:
+        if self._push(token_ids):
+            self._generation.stop_choice(self)
+
+    def _push(
+        self, token_ids: Sequence[int], scores: list[wire.Logprobs] | None = None, *, hides_last: bool = False
+    ) -> bool:
+        """Takes in new tokens. Returns whether the text ended in them; those after its end are left out.
+
+        `hides_last`: the last token is counted and scored, not shown.
+        """
+        stream = self._stream
+        for i, token_id in enumerate(token_ids, 1):
             self.num_tokens += 1
             self._token_ids.append(token_id)
-            if output.logprobs is not None:
-                self._scored.append(ScoredToken(token_id, stream.num_chars, output.logprobs[i]))
-            if i == last and output.finish_reason == FinishReason.STOP and not self._include_stop:
-                break  # the token that ends the sequence is counted and scored, not shown
+            if scores is not None:
+                self._scored.append(ScoredToken(token_id, stream.num_chars, scores[i - 1]))
+            if hides_last and i == len(token_ids):
+                break
             self._add(stream.push(token_id))
             if stream.matched_stop is not None or (self._calls is not None and self._calls.is_full):
                 self._finish(FinishReason.STOP.value, stream.matched_stop)
-                if output.finish_reason is None:
-                    self._generation.stop_choice(self)
-                return
-        if output.finish_reason is not None:
-            self._add(stream.finish())
-            if stream.matched_stop is not None:
-                self._finish(FinishReason.STOP.value, stream.matched_stop)
-            else:
-                self._finish(output.finish_reason, output.stop_reason)
+                return True
+        return False
 
     def _add(self, text: str) -> None:
         if self._calls is None:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from batcher.request import FinishReason
 from batcher.stats import EngineStats, total_of
 from server.engine import wire
-from server.engine.client import EngineFailedError, ProcessEngineClient, Sink
+from server.engine.client import EngineFailedError, ProcessEngineClient
 from server.engine.routing import Router
+from server.engine.sinks import Sink
 
 
 class EngineGroup:
@@ -69,7 +70,7 @@ class EngineGroup:
     def submit(self, requests: Sequence[tuple[wire.WireRequest, Sink]]) -> None:
         first, _ = requests[0]
         loads = [engine.num_open for engine in self.engines]
-        self.engines[self._router.choose(first.prompt, first.cache_salt, loads)].submit(requests)
+        self.engines[self._router.choose(wire.unpacked(first.prompt), first.cache_salt, loads)].submit(requests)
 
     def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
         for engine in self.engines:  # each ignores the ids of the others

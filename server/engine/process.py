@@ -17,16 +17,17 @@ import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import connection, parent_process
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import zmq
 
+from batcher.delivery import Tokens
 from batcher.errors import EngineClosedError, EngineDeadError, InvalidRequestError, QueueFullError
 from batcher.request import FinishReason, Request, RequestOutput
 from batcher.stats import EngineStats
 from model.inputs.words import described
-from server.engine import wire
+from server.engine import outbox, wire
 
 STATS_INTERVAL_S = 1.0
 EXIT_FAILED = 1
@@ -37,6 +38,8 @@ class ServedEngine(Protocol):
     """The part of `batcher.engine.Engine` that this process uses."""
 
     def start(self) -> None: ...
+
+    def listen(self, on_tokens: Callable[[Tokens], None]) -> None: ...
 
     def add_request(self, request: Request, on_output: Callable[[RequestOutput], None]) -> None: ...
 
@@ -50,6 +53,14 @@ class ServedEngine(Protocol):
     def death(self) -> BaseException | None: ...
 
     def shutdown(self) -> None: ...
+
+
+@runtime_checkable
+class ChangeableEngine(Protocol):
+    """A `ServedEngine` whose weights can be changed while it serves."""
+
+    def change_weights(self, command: wire.ChangeWeights, on_done: Callable[[Exception | None], None]) -> None:
+        """Changes the weights soon, between two steps. `on_done` gets the reason if they cannot be changed."""
 
 
 ZmqContext = zmq.Context[zmq.Socket[bytes]]
@@ -101,6 +112,7 @@ def main(addresses: tuple[str, str], target: str, engine_args: object, debug: bo
     sender = _Sender(addresses[1])
     try:
         engine, info = load_factory(target)(engine_args, Reporter(sender))
+        engine.listen(sender.put)
         engine.start()
     except Exception as error:
         if debug:
@@ -118,12 +130,11 @@ def main(addresses: tuple[str, str], target: str, engine_args: object, debug: bo
             sender.put(wire.Failed(f"{type(engine.death).__name__}: {engine.death}"))
         sender.close()
         context.term()
-    if engine.death is not None:
-        _exit_now(EXIT_FAILED)
+    _exit_now(0 if engine.death is None else EXIT_FAILED)
 
 
 def _exit_now(code: int) -> None:
-    """Not `sys.exit`: the interpreter would wait for a device that may be stuck."""
+    """Not `sys.exit`: the interpreter would wait for a device that may be stuck, or for the compiler."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -152,6 +163,8 @@ def _serve(context: ZmqContext, address: str, engine: ServedEngine, sender: _Sen
                         engine.abort(request_id, reason)
                 case wire.ResetPrefixCache():
                     engine.reset_prefix_cache()
+                case wire.ChangeWeights() as command:
+                    _change_weights(engine, command, sender)
                 case wire.Stop():
                     return
     finally:
@@ -174,6 +187,19 @@ def _submit(engine: ServedEngine, requests: Sequence[Request], sender: _Sender) 
             return
 
 
+def _change_weights(engine: ServedEngine, command: wire.ChangeWeights, sender: _Sender) -> None:
+    def answer(error: Exception | None) -> None:
+        sender.put(wire.Changed(None if error is None else described(error)))
+
+    if not isinstance(engine, ChangeableEngine):
+        answer(ValueError("the weights of an engine on several hosts cannot be changed while it serves"))
+        return
+    try:
+        engine.change_weights(command, answer)
+    except (EngineClosedError, EngineDeadError) as error:
+        answer(ValueError(str(error)))
+
+
 def _status_of(error: Exception) -> tuple[int, str | None]:
     match error:
         case InvalidRequestError():
@@ -187,10 +213,11 @@ def _status_of(error: Exception) -> tuple[int, str | None]:
 
 
 class _Sender:
-    """The outgoing socket and the thread that owns it. `put` may be called from any thread and never blocks."""
+    """The outgoing socket and the thread that owns it. `put` may be called from any thread and never blocks. `None`
+    ends the thread."""
 
     def __init__(self, address: str) -> None:
-        self._queue: SimpleQueue[RequestOutput | wire.Output | wire.Event | None] = SimpleQueue()
+        self._queue: SimpleQueue[outbox.Item | None] = SimpleQueue()
         self.put = self._queue.put
         self._thread = threading.Thread(target=self._run, args=(address,), name="sender", daemon=True)
         self._thread.start()
@@ -209,33 +236,23 @@ class _Sender:
         encode = msgspec.msgpack.Encoder().encode
         open_ = True
         while open_:
-            items = self._gather()
-            outputs: list[wire.Output] = []
-            for item in items:
-                if isinstance(item, RequestOutput):
-                    outputs.append(wire.output_to_wire(item))
-                    if item.prompt_logprobs is not None:  # long: ends its message, so the server's reader can yield
-                        socket.send(encode(wire.Outputs(outputs)))
-                        outputs = []
-                elif isinstance(item, wire.Output):
-                    outputs.append(item)
-                elif item is None:
-                    open_ = False
-                else:
-                    socket.send(encode(item))
-            if outputs:
-                socket.send(encode(wire.Outputs(outputs)))
+            items, open_ = self._gather()
+            for message in outbox.messages(items):
+                socket.send(encode(message))
         socket.close()
         context.term()
 
-    def _gather(self) -> list[RequestOutput | wire.Output | wire.Event | None]:
-        items = [self._queue.get()]
-        while items[-1] is not None:
-            try:
-                items.append(self._queue.get_nowait())
-            except Empty:
-                break
-        return items
+    def _gather(self) -> tuple[list[outbox.Item], bool]:
+        """The queued items, at least one of them, and whether more may follow."""
+        items: list[outbox.Item] = []
+        item = self._queue.get()
+        try:
+            while item is not None:
+                items.append(item)
+                item = self._queue.get_nowait()
+        except Empty:
+            return items, True
+        return items, False
 
 
 def _exit_with_parent() -> None:

@@ -1,31 +1,38 @@
 """The messages between the HTTP process and the engine process: msgpack over two ZeroMQ ipc sockets.
 
-To the engine: Submit, Abort, ResetPrefixCache, Stop. From the engine: Report, Ready or Failed while it starts, then
-Outputs (one per step, for all requests with an output in it) and Stats at intervals, which are also the heartbeat.
+To the engine: Submit, Abort, ResetPrefixCache, ChangeWeights, Stop. From the engine: Report, Ready or Failed while it
+starts, then Outputs (one per step, for all requests in it), Changed, and Stats at intervals, which are also the
+heartbeat.
 """
 
 from __future__ import annotations
 
+import enum
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from batcher.request import ErrorCode, FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
 from batcher.stats import EngineStats
 
+if TYPE_CHECKING:  # the HTTP process does without numpy
+    from batcher import delivery
+
 
 class WireRequest(msgspec.Struct, array_like=True, frozen=True):
     """`batcher.request.Request`, field by field."""
 
     request_id: str
-    prompt: list[int]
+    prompt: bytes  # i32[n]: a long list of numbers would keep the engine's process busy for milliseconds
     sampling: SamplingParams
     priority: int = 0
     cache_salt: int = 0
     deadline_s: float | None = None
     embeds: bool = False
+    counts_drafts: bool = False
 
 
 SAME_GRAMMAR = ""
@@ -47,6 +54,21 @@ class Abort(msgspec.Struct, tag=True):
 
 class ResetPrefixCache(msgspec.Struct, tag=True):
     """No later prompt finds the pages of the earlier ones."""
+
+
+class WeightsChange(enum.Enum):
+    """What can be done with the weights of an engine that serves."""
+
+    SLEEP = "sleep"  # to the host
+    WAKE_UP = "wake up"  # back to the device
+    RELOAD = "reload"  # others of the same shapes
+
+
+class ChangeWeights(msgspec.Struct, tag=True):
+    """A change of the weights, between two steps. Changed answers it."""
+
+    change: WeightsChange
+    model: str | None = None  # the folder or file to load; None: the one of the start
 
 
 class Stop(msgspec.Struct, tag=True):
@@ -89,6 +111,27 @@ class Output(msgspec.Struct, array_like=True, frozen=True):
     expired: bool = False  # the error is that the request has waited too long
     embedding: bytes | None = None
     times: tuple[float, float] | None = None
+    number: int = -1
+    drafts: tuple[int, int] | None = None
+
+
+class Tokens(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """`batcher.delivery.Tokens`."""
+
+    numbers: bytes  # i64[n]
+    token_ids: bytes  # i32[m]
+    counts: bytes | None = None  # i32[n]
+
+    def rows(self) -> Iterator[tuple[int, Sequence[int]]]:
+        """(number, its tokens) of each request."""
+        numbers, ids = array("q", self.numbers), array("i", self.token_ids)
+        if self.counts is None:
+            yield from zip(numbers, zip(ids, strict=True), strict=True)
+            return
+        start = 0
+        for number, count in zip(numbers, array("i", self.counts), strict=True):
+            yield number, ids[start : start + count]
+            start += count
 
 
 class AttentionInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,9 +176,16 @@ class Ended(msgspec.Struct, tag=True):
 
 
 class Outputs(msgspec.Struct, tag=True):
-    """The outputs of a step, for all requests that have one."""
+    """What a step has for its requests. The outputs are read before the tokens."""
 
     outputs: list[Output]
+    tokens: Tokens | None = None
+
+
+class Changed(msgspec.Struct, tag=True):
+    """The answer to a ChangeWeights. `error` says why nothing has changed."""
+
+    error: str | None = None
 
 
 class Stats(msgspec.Struct, tag=True):
@@ -144,15 +194,25 @@ class Stats(msgspec.Struct, tag=True):
     stats: EngineStats
 
 
-Command = Submit | Abort | ResetPrefixCache | Stop
-Event = Report | Ready | Failed | Ended | Outputs | Stats
+Command = Submit | Abort | ResetPrefixCache | ChangeWeights | Stop
+Event = Report | Ready | Failed | Ended | Outputs | Changed | Stats
+
+
+def packed(token_ids: Sequence[int]) -> bytes:
+    """Token ids as the bytes of i32[n]."""
+    return array("i", token_ids).tobytes()
+
+
+def unpacked(token_ids: bytes) -> array[int]:
+    """The token ids of `packed`."""
+    return array("i", token_ids)
 
 
 def requests_from_wire(items: Sequence[WireRequest]) -> list[Request]:
-    """The requests of one Submit. Requests with the same prompt share its tuple."""
+    """The requests of one Submit. Requests with the same prompt share its array."""
     requests: list[Request] = []
     for item in items:
-        prompt = tuple(item.prompt) if item.prompt else requests[-1].prompt
+        prompt = unpacked(item.prompt) if item.prompt else requests[-1].prompt
         sampling = item.sampling
         if sampling.grammar == SAME_GRAMMAR:
             sampling = replace(sampling, grammar=requests[-1].sampling.grammar)
@@ -160,7 +220,7 @@ def requests_from_wire(items: Sequence[WireRequest]) -> list[Request]:
     return requests
 
 
-def _request(item: WireRequest, prompt: tuple[int, ...], sampling: SamplingParams) -> Request:
+def _request(item: WireRequest, prompt: Sequence[int], sampling: SamplingParams) -> Request:
     return Request(
         request_id=item.request_id,
         prompt=prompt,
@@ -169,6 +229,7 @@ def _request(item: WireRequest, prompt: tuple[int, ...], sampling: SamplingParam
         cache_salt=item.cache_salt,
         deadline_s=item.deadline_s,
         embeds=item.embeds,
+        counts_drafts=item.counts_drafts,
     )
 
 
@@ -183,7 +244,12 @@ def output_to_wire(output: RequestOutput) -> Output:
     """An output as a message, its log-probabilities packed."""
     if output.finish_reason is None and not output.logprobs and output.prompt_logprobs is None:
         return Output(
-            output.request_id, list(output.token_ids), None, None, output.num_cached_tokens, times=output.times
+            output.request_id,
+            list(output.token_ids),
+            num_cached_tokens=output.num_cached_tokens,
+            times=output.times,
+            number=output.number,
+            drafts=output.drafts,
         )
     return Output(
         output.request_id,
@@ -198,7 +264,15 @@ def output_to_wire(output: RequestOutput) -> Output:
         expired=output.error_code is ErrorCode.QUEUE_DEADLINE,
         embedding=output.embedding,
         times=output.times,
+        number=output.number,
+        drafts=output.drafts,
     )
+
+
+def tokens_to_wire(tokens: delivery.Tokens) -> Tokens:
+    """Columns as a message."""
+    counts = None if tokens.counts is None else tokens.counts.tobytes()
+    return Tokens(tokens.numbers.tobytes(), tokens.token_ids.tobytes(), counts)
 
 
 def failure(request_id: str, error: str, *, status: int, param: str | None = None) -> Output:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-import ssl
 from collections.abc import Iterator
 
 import uvicorn
@@ -17,6 +16,7 @@ from server.http.descriptors import connection_limit
 from server.http.listener import Listener
 from server.http.protocol import HttpProtocol
 from server.http.tls.connection import TlsConnection
+from server.http.tls.refresh import TlsContexts
 from server.settings import Settings
 
 logger = logging.getLogger("pallas_serve")
@@ -39,7 +39,7 @@ def connection_limits(settings: Settings) -> ConnectionLimits:
 class HttpServer(uvicorn.Server):
     """Serves the sockets given to `serve` until `should_exit`. It installs no signal handlers."""
 
-    def __init__(self, app: ASGIApp, limits: ConnectionLimits, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, app: ASGIApp, limits: ConnectionLimits, tls: TlsContexts | None = None) -> None:
         config = uvicorn.Config(
             app,
             http=HttpProtocol,
@@ -73,7 +73,9 @@ class HttpServer(uvicorn.Server):
             connection.drain()
 
     def _connection(self) -> asyncio.Protocol:
-        return self._protocol() if self._tls is None else TlsConnection(self._tls, self._connections, self._protocol)
+        if self._tls is None:
+            return self._protocol()
+        return TlsConnection(self._tls.current, self._connections, self._protocol)
 
     def _protocol(self) -> asyncio.Protocol:
         return HttpProtocol(

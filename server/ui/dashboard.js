@@ -13,14 +13,16 @@ const still = matchMedia("(prefers-reduced-motion: reduce)");
 export class Dashboard {
   constructor() {
     this.shown = false;
-    this.lastStep = -1;
     this.readings = []; // {at: seconds, state}
-    this.steps = []; // {at: seconds, number, variant, tokens, tokens_padded, slots}
-    this.numSlots = LEAST_LANES;
-    this.skew = Infinity; // this page's clock minus the engine's: the smallest difference so far
+    this.engine = 0; // whose steps are shown
+    this.forgetSteps();
     this.tiles = new Map();
     setInterval(() => this.shown && !still.matches && !document.hidden && this.drawSteps(), REDRAW_MS);
     addEventListener("resize", () => this.draw());
+    document.querySelector("#engine").addEventListener("change", (event) => {
+      this.engine = Number(event.target.value);
+      this.forgetSteps();
+    });
   }
 
   show(shown) {
@@ -32,6 +34,7 @@ export class Dashboard {
   add(state) {
     const at = performance.now() / 1000;
     if (state.num_steps < (this.readings.at(-1)?.state.num_steps ?? 0)) this.forget(); // the server has restarted
+    this.offerEngines(state.engines);
     this.readings = [...this.readings.filter((reading) => at - reading.at <= SPAN_S + 5), { at, state }];
     for (const step of state.steps) {
       this.skew = Math.min(this.skew, at - step.time_s);
@@ -45,9 +48,21 @@ export class Dashboard {
 
   forget() {
     this.readings = [];
-    this.steps = [];
+    this.forgetSteps();
+  }
+
+  forgetSteps() {
     this.lastStep = -1;
-    this.skew = Infinity;
+    this.steps = []; // {time_s, number, variant, tokens, tokens_padded, slots}
+    this.numSlots = LEAST_LANES;
+    this.skew = Infinity; // this page's clock minus the engine's: the smallest difference so far
+  }
+
+  /** Shows the choice of an engine, if there are several. */
+  offerEngines(count) {
+    const select = document.querySelector("#engine");
+    for (let number = select.length; number < count; number++) select.add(new Option(number, number));
+    document.querySelector("#engine-choice").hidden = count < 2;
   }
 
   draw() {
@@ -88,6 +103,10 @@ export class Dashboard {
     this.tile("ITL", itl, `ms, p95 ${itl95}`);
     this.tile("K/V pages", percent(state.pages_used / state.pages), `of ${state.pages.toLocaleString()}`);
     this.tile("Prefix hits", percent(share(state.prefix_cache_hits, state.prefix_cache_queries)), "of prompt tokens");
+    if (state.draft_tokens) {
+      const accepted = share(state.draft_tokens_accepted, state.draft_tokens);
+      this.tile("Drafts accepted", percent(accepted), `of ${compact(state.draft_tokens)} tokens`);
+    }
     this.tile("Step occupancy", percent(share(state.step_tokens, state.step_tokens_padded)), "of padded tokens");
     this.tile("Preemptions", state.preemptions.toLocaleString(), "since start");
     this.tile("Compiles", state.compiles_after_warm_up, "after warm-up", state.compiles_after_warm_up > 0);

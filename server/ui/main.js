@@ -42,10 +42,11 @@ async function poll() {
   if (polling) return;
   polling = true;
   try {
-    const state = await (await request(`/ui/state?after=${dashboard.lastStep}`)).json();
+    const engine = dashboard.engine;
+    const state = await (await request(`/ui/state?engine=${dashboard.engine}&after=${dashboard.lastStep}`)).json();
     document.querySelector("#model").textContent = `${state.model} · ${state.max_model_len.toLocaleString()} tokens`;
     setHealth(state.alive ? "serving" : "down", state.alive ? "serving" : "engine down");
-    dashboard.add(state);
+    if (engine === dashboard.engine) dashboard.add(state); // otherwise the answer is about the engine shown before
   } catch {
     setHealth("down", "not reachable");
   }

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
@@ -9,9 +8,10 @@ from tokenizers import Tokenizer
 from server.text.tiktoken_model import tokenizer_from_tiktoken
 from server.text.tokenizer import ByteLevelTokenizer
 from tests.server.support.echo_engine import EchoConfig
+from tests.server.support.judged import answers_are_valid, faults_of_answers  # noqa: F401, fixtures
+from tests.server.support.openai_schemas import SHARED
 from tests.server.support.running import ECHO, RunningServer, running_server
 
-SHARED = Path(__file__).parents[3] / "shared"
 LLAMA3 = SHARED / "data/llama3_tokenizer"
 
 

@@ -112,7 +112,7 @@ def test_the_template_of_the_settings_replaces_the_tokenizers():
     client = StubClient(DONE)
     state = state_of(client, chat_template="{{ messages[0].content }}!")
     call(state, "POST", "/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
-    assert client.submitted[0].prompt == [ord("a"), ord("!")]
+    assert client.submitted[0].prompt == wire.packed(list(b"a!"))
 
 
 def test_what_a_request_says_reaches_the_engine():

@@ -55,11 +55,24 @@ def test_the_engines_report_under_their_numbers_and_share_the_load(pair):
         wait_until(lambda: by_engine(pair, "num_requests_running") == {"0": 3.0, "1": 3.0})
         with pair.http() as http:
             state = http.get("/ui/state").json()
-        assert (state["running"], state["pages"]) == (6, 200)
+        assert (state["running"], state["pages"], state["engines"]) == (6, 200, 2)
     # Their clients have closed the connections: the aborts reach the right engines.
     wait_until(lambda: by_engine(pair, "num_requests_running") == {"0": 0.0, "1": 0.0})
     assert by_engine(pair, "engine_alive") == {"0": 1.0, "1": 1.0}
     assert set(by_engine(pair, "time_to_first_token_seconds_count")) == {"0", "1"}
+
+
+def test_the_page_gets_the_steps_of_the_engine_that_it_asks_for(pair):
+    with pair.http() as http, streams(pair, [50]):
+
+        def shown() -> list[str]:
+            states = [http.get("/ui/state", params={"engine": number}).json() for number in (0, 1)]
+            return sorted(state["steps"][-1]["slots"] for state in states)
+
+        wait_until(lambda: shown() == ["", "d"])
+        unknown = http.get("/ui/state", params={"engine": 2})
+    assert unknown.status_code == 400
+    assert "0 to 1, got 2" in unknown.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("fields", [[{}] * 5, [{"n": 5}]])

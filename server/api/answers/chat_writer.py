@@ -15,7 +15,7 @@ from server.api.answers.writer import AnswerHead
 from server.engine.generation import Choice, Gain, Generation, ScoredToken
 from server.http.json_pieces import LongText, event_pieces, list_of
 from server.text.tokenizer import Tokenizer
-from server.text.tool_calls.pieces import CallDelta, Piece
+from server.text.tool_calls.pieces import CallDelta, Content, Piece
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,8 +59,8 @@ class ChatWriter(ChoicesWriter):
         return {"prompt_token_ids": list_of(prompt, len(prompt))} if self._head.token_ids else {}
 
     def _piece_fields(self, piece: Piece) -> dict[str, Any]:
-        if isinstance(piece, str):
-            return self._text_fields(LongText(piece))
+        if isinstance(piece, Content):
+            return self._text_fields(LongText(piece.text))
         return {"delta": {"tool_calls": [_delta_fields(piece)]}}
 
     def _ending(self, choice: Choice) -> dict[str, Any]:

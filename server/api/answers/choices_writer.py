@@ -145,6 +145,7 @@ class ChoicesWriter(ABC):
             choices,
             n,
             show_cached=self._head.usage.show_cached,
+            show_drafts=self._head.usage.show_drafts,
             hidden_tokens=self._hidden_tokens,
             no_output=no_output,
         )

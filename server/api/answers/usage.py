@@ -16,10 +16,17 @@ class UsageOptions:
     in_stream: bool  # in a separate last chunk
     in_every_chunk: bool
     show_cached: bool  # prompt_tokens_details
+    show_drafts: bool  # completion_tokens_details
 
 
 def usage(
-    choices: Iterable[Choice], n: int, *, show_cached: bool, hidden_tokens: int = 0, no_output: bool = False
+    choices: Iterable[Choice],
+    n: int,
+    *,
+    show_cached: bool,
+    show_drafts: bool = False,
+    hidden_tokens: int = 0,
+    no_output: bool = False,
 ) -> dict[str, Any]:
     """The `usage` object. A prompt with `n` choices counts once. `hidden_tokens` of each output do not count; with
     `no_output` no token of output counts."""
@@ -33,4 +40,10 @@ def usage(
     }
     if show_cached:
         counts["prompt_tokens_details"] = {"cached_tokens": sum(c.num_cached_tokens for c in choices[::n])}
+    if show_drafts:
+        accepted, rejected = (sum(choice.drafts[i] for choice in choices) for i in (0, 1))
+        counts["completion_tokens_details"] = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": rejected,
+        }
     return counts

@@ -57,6 +57,7 @@ class SamplingFields(Declared, kw_only=True):
     bad_words: list[str] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_draft_counts: bool | None = None
     # `server.api.request.structured` reads these
     response_format: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     structured_outputs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET

@@ -92,6 +92,7 @@ def _usage_options(state: ServerState, body: SamplingFields) -> UsageOptions:
         in_stream=asked or state.settings.force_usage,
         in_every_chunk=asked and bool(options and options.continuous_usage_stats),
         show_cached=state.settings.show_cached_tokens,
+        show_drafts=bool(body.return_draft_counts),
     )
 
 
@@ -155,11 +156,12 @@ async def start_generation(
             requests.append(
                 wire.WireRequest(
                     generation.choices[-1].request_id,
-                    prompt if choice == 0 else [],  # empty: the same prompt as the request before
+                    wire.packed(prompt) if choice == 0 else b"",  # empty: the same prompt as the request before
                     sampling,
                     body.priority or 0,
                     cache_salt_of(body.cache_salt),
                     min((s for s in (left_s, state.settings.queue_timeout_s) if s is not None), default=None),
+                    counts_drafts=bool(body.return_draft_counts),
                 )
             )
     running = state.generations.get(head.id)

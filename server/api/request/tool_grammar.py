@@ -1,41 +1,48 @@
 """Grammars that constrain tool calls: the model must make one, or the arguments must be valid by their schemas.
 
-They use Llama 3's JSON format, `{"name": "f", "parameters": {...}}`, for every model.
+A call that must be made is in Llama 3's JSON format, `{"name": "f", "parameters": {...}}`, for every model. A model
+that may choose writes calls in its own format.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from server.api.request.tools import FunctionSpec, ToolChoice, Tools
+from server.api.request.tools import FunctionSpec, ToolChoice, Tools, call_format
 from server.api.state import ServerState
-from server.grammar.forms import JSON_OPTIONS, lark_grammar, structural_tag_grammar
-from server.text.tool_calls.formats import FORMATS
+from server.grammar.forms import JSON_OPTIONS, lark_grammar
+from server.grammar.python_literals import SHARED_RULES, PythonArguments
+from server.grammar.references import moved
 from server.text.tool_calls.json_calls import JsonCallParser
+from server.text.tool_calls.parser import CallParser
+from server.text.tool_calls.pythonic_calls import PythonicCallParser
 
 ONE_LINE = JSON_OPTIONS | {"whitespace_pattern": " ?"}
+ANY_TEXT = r"(.|\n)*"
+SPACE = r"[ \t\r\n]"  # JSON's
 
 
-async def grammar_with_tools(state: ServerState, tools: Tools | None, grammar: str | None) -> str | None:
-    """The grammar of an answer that may contain, or must be, tool calls. `grammar` is that of an answer without calls.
+async def grammar_with_tools(state: ServerState, tools: Tools | None, answer: str | None) -> str | None:
+    """The grammar of an answer that may contain, or must be, tool calls. `answer` is that of an answer without calls.
 
     Raises RequestError 400 for a schema that is not supported.
     """
     if tools is None:
-        return grammar
-    is_strict = tools.are_strict and FORMATS[state.settings.tool_call_parser] is JsonCallParser
-    if tools.choice is ToolChoice.AUTO and grammar is None and not is_strict:
+        return answer
+    if tools.choice is ToolChoice.AUTO and answer is None and not tools.are_strict:
         return None
-    return await state.grammars.make(partial(tool_grammar, tools, grammar), param="tools")
+    form = call_format(state, tools, answer)
+    return await state.grammars.make(partial(tool_grammar, tools, answer, form), param="tools")
 
 
-def tool_grammar(tools: Tools, answer: str | None = None) -> str:
+def tool_grammar(tools: Tools, answer: str | None = None, form: type[CallParser] = JsonCallParser) -> str:
     """If the model must call, the answer consists of calls only, and every tool's schema applies. If it may choose, the
-    answer either matches the grammar `answer` or consists of calls. Without `answer`, text is free until a call of a
-    strict tool begins.
+    answer either matches the grammar `answer` or consists of calls. Without `answer`, text is free until a call in the
+    format `form` begins, and the schemas of strict tools apply.
 
     Raises GrammarError for an invalid schema.
     """
@@ -45,13 +52,44 @@ def tool_grammar(tools: Tools, answer: str | None = None) -> str:
         start, *others = _parts(answer)
         either = {"lark_grammar": lark_grammar(f"start: calls | @answer\n{_calls(tools, JSON_OPTIONS)}", foreign=False)}
         return json.dumps({"grammars": [either, {**start, "name": "answer"}, *others]})
+    begun = _pythonic_calls(tools) if form is PythonicCallParser else _json_calls(tools)
+    return lark_grammar(f"start: begun* TEXT\nTEXT: /{ANY_TEXT}/\n{begun}", foreign=False)
+
+
+def _json_calls(tools: Tools) -> str:
+    """The rules of a text up to and with one call of a strict tool. The name comes before the arguments."""
+    lines = []
     strict = [spec for spec in tools.specs if spec.strict]
-    triggers = [f'{{"name": "{spec.name}"' for spec in strict]
-    structures = [
-        {"begin": f'{trigger}, "parameters": ', "schema": _schema(spec) | {"x-guidance": ONE_LINE}, "end": "}"}
-        for trigger, spec in zip(triggers, strict, strict=True)
-    ]
-    return structural_tag_grammar(structures, triggers)
+    for i, spec in enumerate(strict):
+        name = re.escape(spec.name)
+        kind = f'("type"{SPACE}*:{SPACE}*"function"{SPACE}*,{SPACE}*)?'
+        lines.append(rf'open_{i}[lazy]: /{ANY_TEXT}\{{{SPACE}*{kind}"name"{SPACE}*:{SPACE}*"{name}"/')
+        lines.append(f"arguments_{i}: %json {json.dumps(_schema(spec) | {'x-guidance': ONE_LINE})}")
+        lines.append(f"begun_{i}: open_{i} KEY arguments_{i} END")
+    lines.append(rf'KEY: /{SPACE}{{0,4}},{SPACE}{{0,4}}"(parameters|arguments)"{SPACE}{{0,4}}:{SPACE}{{0,4}}/')
+    lines.append(rf"END: /{SPACE}{{0,4}}\}}/")
+    lines.append("begun: " + " | ".join(f"begun_{i}" for i in range(len(strict))))
+    return "\n".join(lines)
+
+
+def _pythonic_calls(tools: Tools) -> str:
+    """The rules of a text up to and with one list of calls. Any tool's call may begin the list, so all are read; the
+    arguments of a tool that is not strict are any."""
+    lines = [SHARED_RULES]
+    for i, spec in enumerate(tools.specs):
+        arguments = "py_arguments"
+        if spec.strict:
+            python = PythonArguments(_schema(spec), prefix=f"tool_{i}")
+            lines += python.lines
+            arguments = python.rule
+        lines.append(rf"open_{i}[lazy]: /{ANY_TEXT}\[\s*{re.escape(spec.name)}\(/")
+        lines.append(f'rest_{i}: {arguments} ")"')
+        lines.append(f"call_{i}: {json.dumps(spec.name + '(')} rest_{i}")
+    numbers = range(len(tools.specs))
+    lines.append("first: " + " | ".join(f"open_{i} rest_{i}" for i in numbers))
+    lines.append("call: " + " | ".join(f"call_{i}" for i in numbers))
+    lines.append('begun: first (PY_SEP call)* "]"' if tools.parallel else 'begun: first "]"')
+    return "\n".join(lines)
 
 
 def _calls(tools: Tools, options: Mapping[str, Any]) -> str:
@@ -64,7 +102,7 @@ def _calls(tools: Tools, options: Mapping[str, Any]) -> str:
 
 
 def _call_schema(spec: FunctionSpec, options: Mapping[str, Any]) -> dict[str, Any]:
-    properties = {"name": {"const": spec.name}, "parameters": _below(_schema(spec), "#/properties/parameters")}
+    properties = {"name": {"const": spec.name}, "parameters": moved(_schema(spec), "#/properties/parameters")}
     return {
         "type": "object",
         "properties": properties,
@@ -72,17 +110,6 @@ def _call_schema(spec: FunctionSpec, options: Mapping[str, Any]) -> dict[str, An
         "additionalProperties": False,
         "x-guidance": options,
     }
-
-
-def _below(schema: Any, place: str) -> Any:
-    """A schema for use at `place` in another one: its internal references are moved there."""
-    if isinstance(schema, Mapping):
-        moved = {key: _below(value, place) for key, value in schema.items()}
-        reference = schema.get("$ref")
-        if isinstance(reference, str) and reference.startswith("#"):
-            moved["$ref"] = place + reference[1:]
-        return moved
-    return [_below(item, place) for item in schema] if isinstance(schema, list) else schema
 
 
 def _parts(grammar: str) -> list[dict[str, Any]]:

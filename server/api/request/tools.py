@@ -82,18 +82,17 @@ def read_tools(raw: RawField, choice: str | Mapping[str, Any] | None, *, paralle
     Raises RequestError 400 if they are invalid.
     """
     specs = _read_specs(raw)
-    if not specs:
+    if specs is None:
         if choice not in (None, "none"):
             raise RequestError(400, "tool_choice: it is only allowed together with `tools`.", param="tool_choice")
         return None
-    kind, name = _read_choice(choice)
-    if kind is ToolChoice.NONE:
+    kind, names = _read_choice(choice)
+    if names is not None:
+        if missing := sorted(names - {spec.name for spec in specs}):
+            raise invalid("tool_choice", f"there is no tool called {missing[0][:64]!r} in `tools`")
+        specs = [spec for spec in specs if spec.name in names]
+    if kind is ToolChoice.NONE or not specs:
         return None
-    if kind is ToolChoice.NAMED:
-        chosen = [spec for spec in specs if spec.name == name]
-        if not chosen:
-            raise invalid("tool_choice", f"there is no tool called {name[:64]!r} in `tools`")
-        specs = chosen
     return Tools(specs=tuple(specs), choice=kind, parallel=parallel is not False and kind is not ToolChoice.NAMED)
 
 
@@ -114,12 +113,20 @@ async def usable_tools(state: ServerState, body: ChatRequest, template: ChatTemp
     return tools
 
 
-def call_parsers(state: ServerState, tools: Tools | None, *, grammar: str | None) -> Callable[[], CallParser] | None:
-    """Makes parsers of tool calls: in JSON if there is a grammar, otherwise in the model's own format."""
+def call_format(state: ServerState, tools: Tools, answer: str | None) -> type[CallParser]:
+    """The format of calls: the model's own if it may choose between text and calls, otherwise JSON.
+
+    `answer` is the grammar of an answer without calls; None: it is free text.
+    """
+    is_free = tools.choice is ToolChoice.AUTO and answer is None
+    return FORMATS[state.settings.tool_call_parser] if is_free else JsonCallParser
+
+
+def call_parsers(state: ServerState, tools: Tools | None, answer: str | None) -> Callable[[], CallParser] | None:
+    """Makes parsers of tool calls; None: no tool may be called. `answer` as in `call_format`."""
     if tools is None:
         return None
-    kind = FORMATS[state.settings.tool_call_parser] if grammar is None else JsonCallParser
-    return partial(kind, tools.names, most_calls=None if tools.parallel else 1)
+    return partial(call_format(state, tools, answer), tools.names, most_calls=None if tools.parallel else 1)
 
 
 def check_template(template: ChatTemplate) -> None:
@@ -129,8 +136,11 @@ def check_template(template: ChatTemplate) -> None:
         raise RequestError(400, message, param="tools")
 
 
-def _read_specs(raw: RawField) -> list[FunctionSpec]:
-    tools = read_raw("tools", raw, _decoder, max_bytes=MAX_TOOLS_BYTES) or []
+def _read_specs(raw: RawField) -> list[FunctionSpec] | None:
+    """None: not given. A list without tools is allowed, whatever `tool_choice` is: nothing can be called."""
+    tools = read_raw("tools", raw, _decoder, max_bytes=MAX_TOOLS_BYTES)
+    if tools is None:
+        return None
     if len(tools) > MAX_TOOLS:
         raise invalid("tools", f"at most {MAX_TOOLS} are allowed, got {len(tools)}")
     specs = [_checked(i, tool) for i, tool in enumerate(tools)]
@@ -158,18 +168,27 @@ def _checked(index: int, tool: ToolSpec) -> FunctionSpec:
     return tool.function
 
 
-def _read_choice(choice: str | Mapping[str, Any] | None) -> tuple[ToolChoice, str]:
-    """(the kind of choice, the name of the function that must be called)"""
+def _read_choice(choice: str | Mapping[str, Any] | None) -> tuple[ToolChoice, set[str] | None]:
+    """(the kind of choice, the names of the functions that it is about; None: all)"""
     match choice:
         case None:
-            return ToolChoice.AUTO, ""
+            return ToolChoice.AUTO, None
         case "none" | "auto" | "required":
-            return ToolChoice(choice), ""
+            return ToolChoice(choice), None
         case {"type": "function", "function": {"name": str(name)}}:
-            return ToolChoice.NAMED, name
-        case {"type": str(kind)} if kind != "function":
+            return ToolChoice.NAMED, {name}
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*tools]}}:
+            return ToolChoice(mode), {_allowed_name(tool) for tool in tools}
+        case {"type": str(kind)} if kind not in ("function", "allowed_tools"):
             raise unsupported("tool_choice", f"the type `{kind[:40]}` is")
     raise invalid("tool_choice", 'must be none, auto, required or {"type": "function", "function": {"name": ...}}')
+
+
+def _allowed_name(tool: Any) -> str:
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}}:
+            return name
+    raise invalid("tool_choice", 'an allowed tool must be {"type": "function", "function": {"name": ...}}')
 
 
 def _given(spec: FunctionSpec) -> dict[str, Any]:

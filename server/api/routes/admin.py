@@ -14,7 +14,9 @@ from server.api.request.body_reader import BodyReader
 from server.api.request.fields import FieldTable
 from server.api.route import Access, ApiRoute
 from server.api.state import ServerState
-from server.http.errors import unavailable
+from server.engine.client import ProcessEngineClient, WeightsError
+from server.engine.wire import WeightsChange
+from server.http.errors import RequestError, invalid, unavailable, unsupported
 
 logger = logging.getLogger("pallas_serve")
 
@@ -29,6 +31,12 @@ class LogLevelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The body of a request to change the log level."""
 
     level: Literal["debug", "info", "warning", "error"]
+
+
+class ReloadRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of a request to load other weights."""
+
+    model: str | None = None  # a folder or file on the server's machine; None: that of the start, read again
 
 
 def admin_routes(state: ServerState) -> list[ApiRoute]:
@@ -50,6 +58,31 @@ def admin_routes(state: ServerState) -> list[ApiRoute]:
             body=AbortRequest,
             summary="Ends running requests with an error.",
         ),
+        ApiRoute(
+            path="/admin/reload",
+            endpoint=admin.reload,
+            method="POST",
+            access=Access.ADMIN,
+            body=ReloadRequest,
+            summary="Loads other weights of the same shapes.",
+        ),
+        ApiRoute(
+            path="/sleep",
+            endpoint=admin.sleep,
+            method="POST",
+            access=Access.ADMIN,
+            summary="Moves the weights to the host's memory and frees the K/V; requests wait.",
+        ),
+        ApiRoute(
+            path="/wake_up",
+            endpoint=admin.wake_up,
+            method="POST",
+            access=Access.ADMIN,
+            summary="Moves the weights back to the device.",
+        ),
+        ApiRoute(
+            path="/is_sleeping", endpoint=admin.is_sleeping, access=Access.ADMIN, summary="Whether the engine sleeps."
+        ),
         ApiRoute(path="/log_level", endpoint=admin.log_level, access=Access.ADMIN, summary="The level of the log."),
         ApiRoute(
             path="/log_level",
@@ -69,6 +102,7 @@ class Admin:
         self._state = state
         strict = state.settings.strict_fields
         self._abort = BodyReader(AbortRequest, FieldTable(kind=AbortRequest), strict=strict)
+        self._reload = BodyReader(ReloadRequest, FieldTable(kind=ReloadRequest), strict=strict)
         self._level = BodyReader(LogLevelRequest, FieldTable(kind=LogLevelRequest), strict=strict)
 
     async def reset_prefix_cache(self, request: Request) -> Response:
@@ -85,6 +119,42 @@ class Admin:
             state.generations[id].fail(unavailable("The request was aborted by the server's administrator."))
         logger.info("%d requests were aborted by the administrator", len(ended))
         return json_response({"aborted": ended})
+
+    async def reload(self, request: Request) -> Response:
+        """Running requests go on with the new weights."""
+        state = self._state
+        body = await self._reload.read(request, state.body_limits, state.aside)
+        return await self._change(WeightsChange.RELOAD, body.model)
+
+    async def sleep(self, request: Request) -> Response:
+        """vLLM's level 1."""
+        level = request.query_params.get("level", "1")
+        if level != "1":
+            raise invalid("level", f"it can be 1 only, not {level[:20]!r}")
+        return await self._change(WeightsChange.SLEEP)
+
+    async def wake_up(self, request: Request) -> Response:
+        if "tags" in request.query_params:
+            raise unsupported("tags", "waking up in parts is")
+        return await self._change(WeightsChange.WAKE_UP)
+
+    async def is_sleeping(self, request: Request) -> Response:
+        return json_response({"is_sleeping": self._engine().is_sleeping})
+
+    async def _change(self, change: WeightsChange, model: str | None = None) -> Response:
+        try:
+            await self._engine().change_weights(change, model)
+        except WeightsError as error:
+            raise RequestError(400, f"The weights were not changed: {error}") from error
+        logger.info("weights: %s%s", change.value, "" if model is None else f" from {model}")
+        return json_response({"status": "ok"})
+
+    def _engine(self) -> ProcessEngineClient:
+        client = self._state.client
+        if not isinstance(client, ProcessEngineClient):
+            several = "The weights of several engines (--data-parallel-size) cannot be changed while they serve."
+            raise RequestError(501, several)
+        return client
 
     async def log_level(self, request: Request) -> Response:
         return self._current_level()

@@ -70,7 +70,8 @@ async def start_chat(state: ServerState, body: ChatRequest, head: AnswerHead) ->
 
     template = await template_of(state, body)
     tools = await usable_tools(state, body, template)
-    grammar = await grammar_with_tools(state, tools, await requested_grammar(state, body))
+    answer = await requested_grammar(state, body)
+    grammar = await grammar_with_tools(state, tools, answer)
     prompt = await encode_chat(state, body, template, tools)
     max_model_len = state.client.info.max_model_len
     wanted, side = body.truncate_prompt_tokens, body.truncation_side
@@ -94,7 +95,7 @@ async def start_chat(state: ServerState, body: ChatRequest, head: AnswerHead) ->
         logprobs=top_logprobs,
         prompt_logprobs=num_prompt_logprobs,
         grammar=grammar,
-        new_call_parser=call_parsers(state, tools, grammar=grammar),
+        new_call_parser=call_parsers(state, tools, answer),
     )
     options = ChatOptions(
         prompt=prompt,

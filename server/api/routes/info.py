@@ -96,15 +96,17 @@ class Info:
             raise unavailable(fault)
 
     async def health(self, request: Request) -> Response:
-        """200 while requests are served; with `?verbose`, also the attention backend and the result of its self-test.
-        Raises RequestError 503 if the engine is dead or silent, or in a shutdown."""
+        """200 while requests are served; with `?verbose`, also the attention backend, the result of its self-test, and
+        how many programs are still to be compiled. Raises RequestError 503 if the engine is dead or silent, or in a
+        shutdown."""
         self._check_engine()
         if self._state.draining:
             raise unavailable("The server is shutting down.")
         if "verbose" not in request.query_params:
             return json_response({"status": "ok"})
         attention = msgspec.structs.asdict(self._state.client.info.attention)
-        return json_response({"status": "ok", "attention": attention})
+        to_come = self._state.client.stats.num_programs_to_come
+        return json_response({"status": "ok", "attention": attention, "programs_to_come": to_come})
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": self._state.settings.version})

@@ -66,20 +66,23 @@ class Dashboard:
         self._state = state
 
     async def state(self, request: Request) -> Response:
-        """The engine's statistics, and its sampled steps after `?after=NUMBER`. Raises RequestError 400."""
-        after = request.query_params.get("after", "-1")
-        try:
-            last = int(after)
-        except ValueError:
-            raise invalid("after", f"the number of a step, got {after[:50]!r}") from None
-        return Response(encode_json(self._snapshot(last)), media_type="application/json")
+        """The engines' statistics, and the sampled steps of `?engine=NUMBER` after `?after=NUMBER`. Raises RequestError
+        400."""
+        last = _number(request, "after", "-1", "the number of a step")
+        num_engines = len(self._state.engines)
+        engine = _number(request, "engine", "0", "the number of an engine")
+        if not 0 <= engine < num_engines:
+            raise invalid("engine", f"the number of an engine, 0 to {num_engines - 1}, got {engine}")
+        return Response(encode_json(self._snapshot(engine, last)), media_type="application/json")
 
-    def _snapshot(self, last: int) -> dict[str, Any]:
+    def _snapshot(self, engine: int, last: int) -> dict[str, Any]:
         state, stats = self._state, self._state.client.stats
+        steps = state.engines[engine].stats.recent_steps
         return {
             "model": state.settings.model_names[0],
             "version": state.settings.version,
             "max_model_len": state.client.info.max_model_len,
+            "engines": len(state.engines),
             "alive": state.client.death is None,
             "running": stats.num_requests_running,
             "waiting": stats.num_requests_waiting,
@@ -90,6 +93,8 @@ class Dashboard:
             "generation_tokens": stats.generation_tokens,
             "prefix_cache_queries": stats.prefix_cache_queries,
             "prefix_cache_hits": stats.prefix_cache_hits,
+            "draft_tokens": stats.speculation.num_draft_tokens,
+            "draft_tokens_accepted": stats.speculation.num_accepted_tokens,
             "preemptions": stats.num_preemptions,
             "compiles_after_warm_up": stats.num_compiles_after_warm_up,
             "num_steps": stats.num_steps,
@@ -98,8 +103,17 @@ class Dashboard:
             "finished": stats.finished,
             "time_to_first_token": _histogram(stats.time_to_first_token),
             "inter_token_latency": _histogram(stats.inter_token_latency),
-            "steps": [_step(record) for record in stats.recent_steps if record.number > last],
+            "steps": [_step(record) for record in steps if record.number > last],
         }
+
+
+def _number(request: Request, name: str, default: str, meaning: str) -> int:
+    """A number of the query string."""
+    text = request.query_params.get(name, default)
+    try:
+        return int(text)
+    except ValueError:
+        raise invalid(name, f"{meaning}, got {text[:50]!r}") from None
 
 
 def _histogram(histogram: Histogram) -> dict[str, Any]:

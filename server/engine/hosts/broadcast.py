@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 from batcher.step import Bucket, Capacity, Runner, StepHandle, StepInput
@@ -33,13 +33,22 @@ class BroadcastRunner:
     def capacity(self) -> Capacity:
         return self._runner.capacity()
 
-    def warm_up(self, buckets: Iterable[Bucket], report: Callable[[str], None]) -> None:
-        """Compiles on all hosts; then all run the same programs once."""
+    def warm_up(
+        self, buckets: Iterable[Bucket], report: Callable[[str], None], may_wait: Collection[Bucket] = ()
+    ) -> list[Bucket]:
+        """Compiles on all hosts; then all run the same programs once.
+
+        It leaves none for later: the leader could use a program only once every host has said that it has it.
+        """
         buckets = list(buckets)
         self._leader.send(messages.Compile([messages.bucket_to_wire(bucket) for bucket in buckets]))
         self._runner.compile(buckets, report)
         self._leader.wait_until_compiled()
         self._runner.run_each(self.execute, report)
+        return []
+
+    def compile_later(self, bucket: Bucket, report: Callable[[str], None]) -> None:
+        raise RuntimeError("several hosts compile all programs before they serve")
 
     def execute(self, step: StepInput) -> StepHandle:
         self._leader.send(messages.step_to_wire(step))

@@ -11,7 +11,7 @@ import numpy as np
 
 from batcher.step import Bucket, PenaltyReset, StepInput, Variant
 
-BucketFields = tuple[int, int, str, int]  # of `batcher.step.Bucket`, in order
+BucketFields = tuple[int, int, str, int, int]  # of `batcher.step.Bucket`, in order
 
 
 class Welcome(msgspec.Struct, tag=True, array_like=True):
@@ -98,13 +98,13 @@ Report = Hello | Plan | Compiled | Failed
 
 def bucket_to_wire(bucket: Bucket) -> BucketFields:
     """The bucket's fields."""
-    return bucket.num_tokens, bucket.num_rows, bucket.variant.value, bucket.num_drafts
+    return bucket.num_tokens, bucket.num_rows, bucket.variant.value, bucket.num_drafts, bucket.num_steps
 
 
 def bucket_from_wire(fields: BucketFields) -> Bucket:
     """The bucket with these fields."""
-    num_tokens, num_rows, variant, num_drafts = fields
-    return Bucket(num_tokens, num_rows, Variant(variant), num_drafts)
+    num_tokens, num_rows, variant, num_drafts, num_steps = fields
+    return Bucket(num_tokens, num_rows, Variant(variant), num_drafts, num_steps)
 
 
 def step_to_wire(step: StepInput) -> Step:

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from batcher.delivery import Tokens
 from batcher.errors import EngineClosedError
 from batcher.request import FinishReason, Request, RequestOutput
 from batcher.stats import EngineStats
@@ -31,6 +32,7 @@ class LeadingEngine:
         self._leader = leader
         self._leave = leave
         self.start = engine.start
+        self.listen = engine.listen
         self.add_request = engine.add_request
         self.abort = engine.abort
         self.reset_prefix_cache = engine.reset_prefix_cache
@@ -79,6 +81,9 @@ class FollowingEngine:
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="replay", daemon=True).start()
+
+    def listen(self, on_tokens: Callable[[Tokens], None]) -> None:
+        """It has no requests."""
 
     def add_request(self, request: Request, on_output: Callable[[RequestOutput], None]) -> None:
         raise EngineClosedError("this host takes no requests: the leader does")

@@ -6,4 +6,10 @@ from server.text.tool_calls.json_calls import JsonCallParser
 from server.text.tool_calls.parser import CallParser
 from server.text.tool_calls.pythonic_calls import PythonicCallParser
 
-FORMATS: dict[str, type[CallParser]] = {"llama3_json": JsonCallParser, "pythonic": PythonicCallParser}
+FORMATS: dict[str, type[CallParser]] = {
+    "llama3_json": JsonCallParser,
+    "pythonic": PythonicCallParser,
+    # vLLM's names for the same formats of later models
+    "llama4_json": JsonCallParser,
+    "llama4_pythonic": PythonicCallParser,
+}

@@ -8,7 +8,8 @@ import re
 from server.text.tool_calls.matching import end_of_run
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
-_SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null", re.ASCII)
+NUMBER = r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?"
+_SCALAR = re.compile(rf"{NUMBER}|true|false|null", re.ASCII)
 _SCALAR_CHARACTERS = frozenset("0123456789+-.eEtrufalsn")
 _HEX = frozenset("0123456789abcdefABCDEF")
 _SPACE = frozenset(" \t\r\n")

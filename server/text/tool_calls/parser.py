@@ -40,6 +40,7 @@ class CallParser:
         self._pieces = Pieces()
         self._held: list[str] = []  # content, unless a call begins
         self._tag = ""  # the part of a python tag that has been read; held back too
+        self._num_chars = 0  # of the text before the last `push`, then of the whole text
         self._starts = re.compile(rf"[<{re.escape(self.opening)}]")
         self._read: Callable[[str, int], int] = self._read_gap  # reads the text from an index on
 
@@ -57,6 +58,8 @@ class CallParser:
         at = 0
         while at < len(text):
             at = self._read(text, at)
+            self._pieces.place(self._num_chars + at)
+        self._num_chars += len(text)
 
     def take(self) -> list[Piece]:
         """The pieces that have become certain since the last `take`."""
@@ -68,6 +71,7 @@ class CallParser:
         self._held.append(self._tag)
         if not (self.num_calls and _DISPENSABLE.fullmatch("".join(self._held))):
             self._release()
+            self._pieces.place(self._num_chars)
 
     def _begin(self) -> None:
         """Sets `_read` to the method that reads the call. The opening character has been read and is held back."""

@@ -6,6 +6,14 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class Content:
+    """An addition to the content."""
+
+    text: str
+    start: int  # the place of its first character in the sequence's whole text
+
+
+@dataclass(frozen=True, slots=True)
 class CallDelta:
     """An addition to a tool call. `name` is set in the first delta of a call and in no other."""
 
@@ -14,17 +22,18 @@ class CallDelta:
     arguments: str  # joined over the deltas, they are the call's arguments
 
 
-Piece = str | CallDelta  # a string is content
+Piece = Content | CallDelta
 
 
 class Pieces:
     """Collects pieces. Adjacent pieces of one kind become one piece."""
 
-    __slots__ = ("_num_calls", "_pieces", "_texts")
+    __slots__ = ("_is_placed", "_num_calls", "_pieces", "_texts")
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
         self._texts: list[str] = []  # of the piece that still grows: the last call's arguments, or content
+        self._is_placed = True  # False: the start of the last piece, which is content, is not known yet
         self._num_calls = 0
 
     @property
@@ -32,12 +41,20 @@ class Pieces:
         return self._num_calls
 
     def add_content(self, text: str) -> None:
+        """`place` must follow when the end of the text has been read."""
         if not text:
             return
         if not self._pieces or isinstance(self._pieces[-1], CallDelta):
             self._close()
-            self._pieces.append("")
+            self._pieces.append(Content("", 0))
+            self._is_placed = False
         self._texts.append(text)
+
+    def place(self, end: int) -> None:
+        """The text has been read up to the index `end`. Content that has been added in this step ends there."""
+        if not self._is_placed:
+            self._pieces[-1] = Content("", end - sum(map(len, self._texts)))
+            self._is_placed = True
 
     def begin_call(self, name: str) -> None:
         self._close()
@@ -46,7 +63,7 @@ class Pieces:
 
     def add_arguments(self, text: str) -> None:
         """Adds to the arguments of the last call."""
-        if not self._pieces or isinstance(self._pieces[-1], str):
+        if not self._pieces or isinstance(self._pieces[-1], Content):
             self._close()
             self._pieces.append(CallDelta(self._num_calls - 1, None, ""))
         self._texts.append(text)
@@ -54,11 +71,14 @@ class Pieces:
     def take(self) -> list[Piece]:
         self._close()
         taken, self._pieces = self._pieces, []
-        return [piece for piece in taken if piece != ""]
+        return [piece for piece in taken if isinstance(piece, CallDelta) or piece.text]
 
     def _close(self) -> None:
         text = "".join(self._texts)
         self._texts.clear()
         if self._pieces and text:
             last = self._pieces[-1]
-            self._pieces[-1] = text if isinstance(last, str) else CallDelta(last.index, last.name, text)
+            if isinstance(last, Content):
+                self._pieces[-1] = Content(text, last.start)
+            else:
+                self._pieces[-1] = CallDelta(last.index, last.name, text)

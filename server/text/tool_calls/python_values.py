@@ -8,11 +8,13 @@ import json
 import math
 import re
 
+from server.text.tool_calls.json_scanner import NUMBER
 from server.text.tool_calls.matching import end_of_run
 
 _PLAIN = {quote: re.compile(rf"[^{quote}\\\n]*") for quote in "'\""}
 _SCALAR = re.compile(r"[A-Za-z0-9_.+-]+")
 _NUMBER = re.compile(r"[+-]?(?:\d+(?P<point>\.\d*)?|(?P<bare>\.\d+))(?P<exponent>[eE][+-]?\d+)?", re.ASCII)
+_JSON_NUMBER = re.compile(NUMBER, re.ASCII)
 _MAX_DIGITS = 400  # enough for a float; Python reads long integers in quadratic time
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _ESCAPES = {"\n": "", "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r"}
@@ -183,6 +185,8 @@ def _escaped(text: str) -> str:
 def _scalar_json(text: str) -> str | None:
     if text in _WORDS:
         return _WORDS[text]
+    if _JSON_NUMBER.fullmatch(text):
+        return text
     number = _NUMBER.fullmatch(text)
     if number is None:
         return None

@@ -17,6 +17,7 @@ from tests.server.support.running import ECHO, RunningServer, running_server
 ADMIN = {"Authorization": "Bearer boss"}
 KEY = {"Authorization": "Bearer key"}
 ROUTES = [("POST", "/reset_prefix_cache"), ("POST", "/abort_requests"), ("GET", "/log_level"), ("POST", "/log_level")]
+ROUTES += [("POST", "/admin/reload"), ("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping")]
 CHAT = "/v1/chat/completions"
 
 

@@ -278,7 +278,13 @@ def test_routes_that_are_not(echo, method, path, status):
 
 
 @pytest.mark.parametrize(
-    ("path", "methods"), [(CHAT, "POST"), ("/ping", "GET, HEAD, POST"), ("/v1/responses/a", "DELETE, GET, HEAD")]
+    ("path", "methods"),
+    [
+        (CHAT, "POST"),
+        ("/ping", "GET, HEAD, POST"),
+        ("/v1/responses/a", "DELETE, GET, HEAD"),
+        ("/v1/responses/input_tokens", "POST"),
+    ],
 )
 def test_a_wrong_method_is_told_all_right_ones(echo, path, methods):
     with echo.http() as http:

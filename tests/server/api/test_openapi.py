@@ -30,7 +30,8 @@ def test_a_key_is_asked_for_where_the_server_has_keys():
         paths = document(**settings)["paths"]
         return {path for path, methods in paths.items() for method in methods.values() if "security" in method}
 
-    admin = {"/reset_prefix_cache", "/abort_requests", "/log_level"}
+    weights = {"/admin/reload", "/sleep", "/wake_up", "/is_sleeping"}
+    admin = {"/reset_prefix_cache", "/abort_requests", "/log_level"} | weights
     assert asking() == set()
     assert asking(admin_api_keys=("a",)) == admin
     assert asking(api_keys=("a",)) >= {"/v1/chat/completions", "/v1/models"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from server.engine.wire import packed
 from tests.server.support.stub_app import DONE, StubClient, call, state_of
 from tests.server.support.tokenizers import EOT
 
@@ -22,7 +23,7 @@ def test_it_renders_the_conversation_and_its_tools():
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert call(state, "POST", CHAT, json=HELLO | {"chat_template": TEMPLATE}).status_code == 200
     assert call(state, "POST", CHAT, json=HELLO | {"chat_template": TEMPLATE, "tools": tools}).status_code == 200
-    assert [request.prompt for request in client.submitted] == [[*b"hi|", EOT], [*b"hi|f", EOT]]
+    assert [request.prompt for request in client.submitted] == [packed([*b"hi|", EOT]), packed([*b"hi|f", EOT])]
     answer = call(state, "POST", "/tokenize", json=HELLO | {"chat_template": TEMPLATE, "tools": tools}).json()
     assert answer["tokens"] == [*b"hi|f", EOT]
 
@@ -31,7 +32,7 @@ def test_text_of_a_user_stays_text():
     client = StubClient(DONE)
     body = {"messages": [{"role": "user", "content": "<|eot_id|>"}], "chat_template": TEMPLATE}
     assert call(trusting(client), "POST", CHAT, json=body).status_code == 200
-    assert client.submitted[0].prompt == [*b"<|eot_id|>|", EOT]
+    assert client.submitted[0].prompt == packed([*b"<|eot_id|>|", EOT])
 
 
 def test_it_may_take_the_place_of_none():

@@ -15,6 +15,7 @@ from server.api.routes.responses.store import ResponseStore
 from server.engine import wire
 from server.engine.generation import ScoredToken
 from server.text.tokenizer import ByteLevelTokenizer
+from server.text.tool_calls.pieces import Content
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.requests import wait_until
 from tests.server.support.running import ECHO, running_server
@@ -204,6 +205,42 @@ def test_what_is_not_stored_is_not_found(server):
     assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
 
 
+def test_a_stored_response_is_not_sent_as_events_again(server):
+    client = server.client()
+    id = created(server, include=[LOGPROBS])["id"]
+    assert client.responses.retrieve(id, include=[LOGPROBS]).output[0].content[0].logprobs
+    for options, param in (
+        ({"stream": True}, "stream"),
+        ({"stream": True, "starting_after": 3}, "stream"),
+        ({"include": ["file_search_call.results"]}, "include"),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.responses.retrieve(id, **options)
+        assert refused.value.param == param
+
+
+def test_the_tokens_of_an_input_are_counted_as_the_prompt_is(server):
+    client = server.client()
+    first = created(server, tools=[WEATHER])
+    same = {"previous_response_id": first["id"], "input": "and?", "instructions": "Be kind.", "tools": [WEATHER]}
+    counted = client.responses.input_tokens.count(model="test-model", **same)
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == created(server, **same)["usage"]["input_tokens"]
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_tokens.count(model="other", input="a")
+    with pytest.raises(openai.BadRequestError, match="tool_choice"):
+        client.responses.input_tokens.count(input="a", tool_choice={"type": "function", "name": "f"})
+
+
+def test_tools_that_are_allowed(server):
+    other = WEATHER | {"name": "get_time"}
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "get_time"}]}
+    response = created(server, "call", tools=[WEATHER, other], tool_choice=choice)
+    assert (shape(response["output"]), response["tool_choice"]) == ([CALL], choice)
+    choice["tools"].append({"type": "function", "name": "get_weather"})
+    assert shape(created(server, "call", tools=[WEATHER, other], tool_choice=choice)["output"]) == [W]
+
+
 def test_a_response_that_is_over_cannot_be_cancelled(server):
     response = created(server)
     with server.http() as http:
@@ -248,11 +285,12 @@ REFUSED = [
     ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "strin"}}}}, "text.format"),
     ({"text": {"format": {"type": "poem"}}}, "text.format"),
     ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": ["f"]}}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice"),
     ({"background": True}, "background"),
     ({"truncation": "auto"}, "truncation"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"include": [LOGPROBS], "top_logprobs": 21}, "top_logprobs"),
-    ({"include": [LOGPROBS], "tools": [WEATHER]}, "include"),
     ({"include": ["file_search_call.results"]}, "include"),
     ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
     ({"metadata": {"a": "b" * 513}}, "metadata"),
@@ -286,7 +324,7 @@ def test_the_oldest_responses_are_forgotten():
     assert [id for id in "def" if store.get(id)] == []
     grown = record("g", 50)
     store.put(grown)
-    grown.add("a" * 40)
+    grown.add(Content("a" * 40, 0))
     store.put(grown)
     store.put(record("h", 20))
     assert [id for id in "gh" if store.get(id)] == ["h"]
@@ -298,7 +336,8 @@ def test_log_probabilities_take_their_share_of_the_store():
     store = ResponseStore(max_bytes=30_000)
     scored = ScoredToken(97, 0, wire.Logprobs.packed(-1.0, range(20), [-1.0] * 20))
     kept = record("a", 10)
-    kept.add("abc", [scored] * 50)
+    kept.receive([scored] * 50)
+    kept.add(Content("abc", 0))
     assert kept.num_bytes > 50 * 20 * 12
     store.put(kept)
     assert store.get("a") is kept
@@ -330,6 +369,30 @@ def test_log_probabilities_of_the_text(server):
     assert [entry["logprob"] for entry in in_deltas] == [entry["logprob"] for entry in part["logprobs"]]
     assert "bytes" not in in_deltas[0]
     assert created(server, include=["reasoning.encrypted_content"])["output"][0]["content"][0]["logprobs"] == []
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_texts_next_to_calls_have_their_own_log_probabilities(server, script):
+    """Tokens of calls have none. A text at the end also has those of the end of the turn."""
+    asked = {"include": [LOGPROBS], "top_logprobs": 1, "tools": [WEATHER]}
+    whole = created(server, script, **asked)
+    texts = [item["content"][0] for item in whole["output"] if item["type"] == "message"]
+    assert shape(whole["output"]) == OUTPUTS[script]
+    for text in texts:
+        written = bytes(byte for entry in text["logprobs"] for byte in entry["bytes"]).decode()
+        assert written == text["text"] + ("<|eot_id|>" if text is texts[-1] else "")
+    if script in ("plain", "nothing"):
+        alone = created(server, script, include=[LOGPROBS], top_logprobs=1)
+        assert texts == alone["output"][0]["content"]
+
+    found = events(server, script, **asked)
+    assert shape(found[-1]["response"]["output"]) == OUTPUTS[script]
+    for index, item in enumerate(found[-1]["response"]["output"]):
+        if item["type"] == "message":
+            own = [event for event in found if event.get("output_index") == index]
+            in_deltas = [entry["logprob"] for event in own if "delta" in event for entry in event["logprobs"]]
+            assert in_deltas == [entry["logprob"] for entry in item["content"][0]["logprobs"]]
+            assert item["content"][0]["logprobs"] == whole["output"][index]["content"][0]["logprobs"]
 
 
 def test_input_items_are_listed_page_by_page(server):

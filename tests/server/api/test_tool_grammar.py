@@ -17,6 +17,7 @@ from server.grammar.compiler import Vocabulary, compile_grammar
 from server.grammar.forms import json_schema_grammar, lark_grammar, regex_grammar
 from server.text.tool_calls.json_calls import JsonCallParser
 from server.text.tool_calls.pieces import CallDelta
+from server.text.tool_calls.pythonic_calls import PythonicCallParser
 from tests.server.grammar.test_matcher import walk
 from tests.server.support.schemas import schemas
 
@@ -51,7 +52,11 @@ NOW = call("get_time", {})
 GOOD = {
     "required": [PARIS, NOW, f"{PARIS}; {NOW}; {PARIS}"],
     "named": [PARIS],
-    "auto": ["", "plain {text}", f"Hm. {PARIS}", f"{PARIS}; {NOW}", call("get_time", {"free": 1}), '{"name": "Al"}'],
+    "auto": [
+        *("", "plain {text}", f"Hm. {PARIS}", f"{PARIS}; {NOW}", call("get_time", {"free": 1}), '{"name": "Al"}'),
+        '{"name":"get_weather","parameters":{"city":"Paris"}}',
+        '{"type": "function", "name": "get_weather", "arguments": {"city": "Paris"}}',
+    ],
 }
 BAD = {
     "required": [
@@ -64,7 +69,10 @@ BAD = {
         "{",
     ],
     "named": [f"{PARIS}; {PARIS}", NOW, call("get_weather", {"city": 1})],
-    "auto": [call("get_weather", {"city": 1}), call("get_weather", {}), f"Hm. {PARIS[:-2]}"],
+    "auto": [
+        *(call("get_weather", {"city": 1}), call("get_weather", {}), f"Hm. {PARIS[:-2]}"),
+        '{ "type" : "function", "name" : "get_weather", "arguments": {}}',
+    ],
 }
 GRAMMARS = {
     "required": tools(WEATHER, TIME, choice=ToolChoice.REQUIRED),
@@ -142,3 +150,96 @@ def test_whatever_is_drawn_is_read_as_calls_that_are_valid(schema, seed, paralle
         assert parallel or len(pieces) == 1
         for piece in pieces:
             validate(json.loads(piece.arguments), parameters if piece.name == "f" else {"maxProperties": 0})
+
+
+NODE = {
+    "anyOf": [
+        {"type": "null"},
+        {
+            "type": "object",
+            "properties": {"next": {"$ref": "#/$defs/node"}, "key": {"type": "string", "pattern": "^[ab]+$"}},
+            "required": ["next"],
+        },
+    ]
+}
+TRIP = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "description": "Where to."},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "unit": {"type": ["string", "null"], "enum": ["it's", "km", None, 5]},
+        "dry": {"type": ["boolean", "null"]},
+        "stops": {"type": "array", "maxItems": 2, "items": {
+            "type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"], "additionalProperties": False,
+        }},
+        "node": {"$ref": "#/$defs/node"},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"node": NODE},
+}  # fmt: skip
+PYTHONIC = tools(FunctionSpec("trip", parameters=TRIP, strict=True), TIME, choice=ToolChoice.AUTO)
+PYTHONIC_TEXTS = [
+    *("", "Hm [trip].", "Hm. [trip(city='Paris')] Done.", "[ trip(city='a')]\n[trip(city='b')]"),
+    """[trip(city="it's", days=3, unit="it's", dry=None)]""",
+    "[trip(city='a', unit='km',dry=True, stops=[{'x': -1.5}, {\"x\":2}])]",
+    "[trip(city='a', node={'next': {'next': None, 'key': \"ab\"}})]",
+    "[get_time(a=1, b={'c': [True, -2e3]}), trip(city='x'), get_time()]",
+]
+NOT_PYTHONIC_TEXTS = [
+    *("[trip()]", "[trip(days=1)]", "[trip('a')]", "[trip(city=1)]", "[trip(city='a', days=12)]", "[trip(city='a'"),
+    *("[trip(city='a', unit=5)]", "[trip(city='a', unit='x')]", "[trip(city='a', other=1)]", "Hm [ trip(city=a)]"),
+    *("[trip(city='a', stops=[{'x': 1}, {'x': 1}, {'x': 1}])]", "[trip(city='a', stops=[{}])]"),
+    *("[trip(city='a', node={'next': {}})]", "[trip(city='a', node={'next': None, 'key': 'c'})]"),
+    *("[get_time(), trip(city=1)]", "[get_time(5)]"),
+]
+
+
+def test_calls_in_pythons_form_that_are_let_through():
+    grammar = tool_grammar(PYTHONIC, None, PythonicCallParser)
+    assert [text for text in PYTHONIC_TEXTS if not accepts(grammar, text)] == []
+    assert [text for text in NOT_PYTHONIC_TEXTS if accepts(grammar, text)] == []
+    one = Tools(specs=PYTHONIC.specs, choice=ToolChoice.AUTO, parallel=False)
+    assert not accepts(tool_grammar(one, None, PythonicCallParser), "[get_time(), get_time()]")
+
+
+UNFIT = {
+    "cannot be the name": {"properties": {"user-id": {}}},
+    "keyword `anyOf`": {"anyOf": [{"required": ["a"]}]},
+    "`required` a list": {"required": ["a"], "additionalProperties": False},
+    "leads to no schema$": {"properties": {"a": {"$ref": "#/$defs/none"}}},
+    "leads to no schema here": {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/$defs/a"}}},
+    "the schema `false`": {"properties": {"a": False}},
+    "too large": {"properties": {"a": {"type": ["array"] * 9, "items": {"type": ["array"] * 9, "items": {
+        "type": ["array"] * 9, "items": {"type": ["array"] * 9, "items": {"type": ["array"] * 9, "items": {
+        "type": ["array"] * 9}}}}}}}},
+    "nested too deeply": {"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": {
+        str(i): {"type": "array", "items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(1000)}},
+    "strin": {"properties": {"a": {"type": "strin"}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", UNFIT)
+def test_schemas_without_a_form_in_python_are_refused_in_words(words):
+    spec = FunctionSpec("f", parameters={"type": "object", **UNFIT[words]}, strict=True)
+    with pytest.raises(GrammarError, match=words):
+        compile_grammar(tool_grammar(tools(spec, choice=ToolChoice.AUTO), None, PythonicCallParser), BYTES)
+
+
+@settings(max_examples=40, deadline=None)
+@given(schemas, schemas, st.integers(0, 2**32))
+def test_what_is_drawn_after_the_start_of_a_pythonic_call_is_valid(schema, other, seed):
+    parameters = {"type": "object", "properties": {"value": schema, "other": other}, "required": ["value"]}
+    specs = (FunctionSpec("f", parameters=parameters, strict=True), FunctionSpec("g"))
+    asked = Tools(specs=specs, choice=ToolChoice.AUTO, parallel=False)
+    start = "Well: [f("
+    grammar = tool_grammar(asked, None, PythonicCallParser)
+    text, is_whole = walk(grammar, np.random.default_rng(seed), start=start)
+    parser = PythonicCallParser(asked.names)
+    parser.push(text)
+    parser.finish()
+    content, *calls = parser.take()
+    assert content.text == "Well: "
+    if is_whole:
+        (call,) = calls
+        validate(json.loads(call.arguments), {**parameters, "additionalProperties": False})

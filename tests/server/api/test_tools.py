@@ -197,6 +197,24 @@ def test_a_call_that_must_be_made_is_read_whatever_the_models_format(without_aut
     assert calls_of(choice(without_auto, fields)["message"]) == [W]
 
 
+def allowed(mode: str, *names: str) -> dict:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_only_tools_that_are_allowed_are_called(server):
+    for mode in ("auto", "required"):
+        assert calls_of(choice(server, body("call", tool_choice=allowed(mode, "get_weather")))["message"]) == [W]
+    message = choice(server, body("call", tool_choice=allowed("auto", "get_time")))["message"]
+    assert (message["content"], message.get("tool_calls")) == (CALL, None)
+
+
+@pytest.mark.parametrize("choice_of_tool", ["none", "auto", "required"])
+def test_a_list_without_tools_calls_none(server, choice_of_tool):
+    message = choice(server, body("call", tools=[], tool_choice=choice_of_tool))["message"]
+    assert (message["content"], message.get("tool_calls")) == (CALL, None)
+
+
 def test_no_call_is_looked_for_where_none_is_wanted(server):
     for fields in ({"tool_choice": "none"}, {"tools": []}, {"tools": None}):
         assert choice(server, body("call", **fields))["message"]["content"] == CALL
@@ -269,7 +287,7 @@ def test_documents_are_shown(server):
 
 DEEP = {"type": "object", "properties": json.loads('{"a":' * 40 + "1" + "}" * 40)}
 REFUSED = [
-    ({"tool_choice": "auto", "tools": []}, "tool_choice"),
+    ({"tool_choice": "auto", "tools": None}, "tool_choice"),
     ({"tool_choice": "sometimes"}, "tool_choice"),
     ({"tool_choice": {"type": "function"}}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
@@ -289,6 +307,9 @@ REFUSED = [
     ({"tools": [function(f"f{i}") for i in range(129)]}, "tools"),
     ({"tools": [function(parameters={"properties": {"a": {"type": "strin"}}}, strict=True)]}, "tools"),
     ({"tools": [function(parameters={"not": {}})], "tool_choice": "required"}, "tools"),
+    ({"tool_choice": allowed("auto", "get_time", "other")}, "tool_choice"),
+    ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "any", "tools": []}}}, "tool_choice"),
+    ({"tools": [], "tool_choice": NAMED}, "tool_choice"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"documents": "a"}, "documents"),
     ({"messages": [{"role": "user", "content": "a", "tool_calls": [{"function": {"name": "f"}}]}]},

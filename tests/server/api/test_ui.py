@@ -46,6 +46,7 @@ def test_the_numbers_are_those_of_the_engine(echo: RunningServer) -> None:
     assert state["model"] == "test-model"
     assert state["alive"]
     assert state["pages"] == 100
+    assert (state["draft_tokens"], state["draft_tokens_accepted"]) == (0, 0)
     histogram = state["inter_token_latency"]
     assert len(histogram["counts"]) == len(histogram["bounds"]) + 1
 

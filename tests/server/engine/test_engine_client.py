@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import tempfile
+from importlib.util import find_spec
 
 import msgspec
 import pytest
@@ -77,6 +79,27 @@ def test_the_last_words_of_an_engine_are_waited_for():
             await client.stop()
 
     with pytest.raises(EngineFailedError, match="no room for weights"):
+        asyncio.run(start())
+
+
+def say_main(_: object, report: object) -> None:
+    raise ValueError(f"main: {getattr(sys.modules['__main__'], '__file__', None)}")
+
+
+def test_the_engines_process_does_not_import_the_main_module_of_the_servers(monkeypatch):
+    """It would import the HTTP server with it, before anything else."""
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__spec__", find_spec("tests.server.support.launch"))
+
+    async def start() -> None:
+        client = ProcessEngineClient(f"{__name__}:say_main", None, report=lambda line: None)
+        assert sys.modules["__main__"] is main
+        try:
+            await client.start()
+        finally:
+            await client.stop()
+
+    with pytest.raises(EngineFailedError, match="main: None"):
         asyncio.run(start())
 
 

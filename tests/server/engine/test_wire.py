@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 
 import msgspec
 import pytest
@@ -20,7 +21,7 @@ def carried(message: object, kind: object) -> object:
 def test_a_request_arrives_whole():
     request = Request(
         request_id="a-0",
-        prompt=(1, 2, 3),
+        prompt=array("i", [1, 2, 3]),
         sampling=SamplingParams(max_tokens=5, seed=2**63 - 1, logit_bias=((1, 2.5),), stop_token_ids=(7,), logprobs=2),
         priority=-3,
         cache_salt=2**63 - 1,
@@ -28,21 +29,24 @@ def test_a_request_arrives_whole():
     )
     names = [field.name for field in dataclasses.fields(Request)]
     assert list(wire.WireRequest.__struct_fields__) == names  # a field more there must be one more here
-    sent = wire.Submit([wire.WireRequest(*(getattr(request, name) for name in names))])
+    fields = {name: getattr(request, name) for name in names} | {"prompt": wire.packed(request.prompt)}
+    sent = wire.Submit([wire.WireRequest(**fields)])
     assert wire.requests_from_wire(carried(sent, wire.Command).requests) == [request]
 
 
 def test_choices_of_one_prompt_carry_it_once_and_share_it():
     params = SamplingParams(max_tokens=5)
-    sent = [wire.WireRequest(f"a-{i}", prompt, params) for i, prompt in enumerate([[1, 2], [], [3], [], []])]
+    sent = [
+        wire.WireRequest(f"a-{i}", wire.packed(prompt), params) for i, prompt in enumerate([[1, 2], [], [3], [], []])
+    ]
     received = wire.requests_from_wire(carried(wire.Submit(sent), wire.Command).requests)
-    assert [request.prompt for request in received] == [(1, 2), (1, 2), (3,), (3,), (3,)]
+    assert [list(request.prompt) for request in received] == [[1, 2], [1, 2], [3], [3], [3]]
     assert received[3].prompt is received[4].prompt
 
 
 def test_choices_of_one_grammar_carry_it_once():
     params = [SamplingParams(max_tokens=5, seed=i, grammar=wire.SAME_GRAMMAR if i else "G") for i in range(3)]
-    sent = [wire.WireRequest(f"a-{i}", [1], sampling) for i, sampling in enumerate(params)]
+    sent = [wire.WireRequest(f"a-{i}", wire.packed([1]), sampling) for i, sampling in enumerate(params)]
     received = wire.requests_from_wire(carried(wire.Submit(sent), wire.Command).requests)
     assert [(request.sampling.grammar, request.sampling.seed) for request in received] == [("G", 0), ("G", 1), ("G", 2)]
 

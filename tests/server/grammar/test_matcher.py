@@ -35,18 +35,19 @@ def allowed(mask: np.ndarray) -> list[int]:
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
-def walk(grammar: str, rng: np.random.Generator, most: int = 4000) -> tuple[str, bool]:
+def walk(grammar: str, rng: np.random.Generator, most: int = 4000, start: str = "") -> tuple[str, bool]:
     """A text drawn from what the masks let through, with a liking for ends; whether it came to its end."""
     tokenizer, grammars, ends = demo()
     matcher = grammars.matcher(grammar)
-    permit, drawn = matcher.advance(()), []
+    drawn = tokenizer.encode_plain([start])[0]
+    permit = matcher.advance(drawn)
     while not permit.is_over and len(drawn) < most:
         ids = allowed(permit.mask)
         assert not (set(ids) & tokenizer.special_ids) - set(ends)
         assert max(ids) < len(tokenizer.token_bytes)
         if set(ids) & set(ends):
             break
-        closing = [i for i in ids if tokenizer.token_bytes[i][:1] in (b'"', b"]", b"}")]
+        closing = [i for i in ids if tokenizer.token_bytes[i][:1] in (b'"', b"'", b"]", b"}", b")")]
         ids = closing if closing and rng.random() < 0.3 else ids
         drawn.append(int(rng.choice(ids)))
         permit = matcher.advance((drawn[-1],))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import signal
@@ -16,6 +17,7 @@ import pytest
 import trustme
 
 from server.http.tls.context import server_context
+from server.http.tls.refresh import TlsContexts
 from server.settings import TlsFiles
 from tests.server.http.test_connection_limits import LONG_TIMES, connect_all, is_closed
 from tests.server.support.echo_engine import EchoConfig
@@ -266,6 +268,42 @@ def test_a_shutdown_finishes_what_runs(tmp_path, authority):
             assert read_all(stalled) == b""
         assert server.process.wait(30) == 0
         assert "Traceback" not in server.log
+
+
+def serial_number(server: RunningServer, context: ssl.SSLContext) -> str:
+    with shake_hands(server, context) as connection:
+        return connection.getpeercert()["serialNumber"]
+
+
+def test_changed_files_are_loaded_without_dropping_connections(tmp_path, authority):
+    """First a certificate without its key, then the key, then a certificate that cannot be read."""
+    files, others = authority.files("before", refresh=True), authority.files("after")
+    context = authority.context()
+    with running_server(tmp_path, ECHO, EchoConfig(), tls=files, **LONG_TIMES) as server:
+        with shake_hands(server, context) as connection:
+            before = connection.getpeercert()["serialNumber"]
+            others.certfile.replace(files.certfile)
+            wait_until(lambda: "the key does not match" in server.log)
+            assert serial_number(server, context) == before
+            others.keyfile.replace(files.keyfile)
+            wait_until(lambda: serial_number(server, context) != before)
+            connection.sendall(VERSION)
+            assert next_status(connection) == 200
+        after = serial_number(server, context)
+        files.certfile.write_text("nothing")
+        wait_until(lambda: "there is no certificate" in server.log)
+        assert serial_number(server, context) == after
+        assert "Traceback" not in server.log
+
+
+def test_files_are_left_alone_without_the_setting(authority):
+    contexts = TlsContexts(authority.files("fixed"))
+
+    async def tasks() -> int:
+        async with contexts.refreshed():
+            return len(asyncio.all_tasks())
+
+    assert asyncio.run(tasks()) == 1
 
 
 def test_files_that_cannot_be_used_are_named_with_their_flag(tmp_path, authority):

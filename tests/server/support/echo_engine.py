@@ -11,9 +11,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
+from batcher.delivery import Tokens
 from batcher.errors import InvalidRequestError, QueueFullError
 from batcher.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from batcher.stats import EngineStats
+from batcher.step_log import StepRecord
 from server.engine.wire import EngineInfo
 from tests.server.support.tokenizers import EOT, VOCAB_SIZE
 
@@ -32,7 +36,10 @@ class EchoConfig:
 
 
 class _Running:
-    def __init__(self, request: Request, on_output: Callable[[RequestOutput], None], reply: tuple[int, ...]) -> None:
+    def __init__(
+        self, request: Request, on_output: Callable[[RequestOutput], None], reply: tuple[int, ...], number: int
+    ) -> None:
+        self.number = number
         self.request = request
         self.on_output = on_output
         self.reply = reply
@@ -49,10 +56,15 @@ class EchoEngine:
         self._num_tokens = 0
         self._finished: dict[str, int] = {}
         self.death: BaseException | None = None
+        self._on_tokens: Callable[[Tokens], None] | None = None
+        self._num_accepted = 0
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+
+    def listen(self, on_tokens: Callable[[Tokens], None]) -> None:
+        self._on_tokens = on_tokens
 
     def add_request(self, request: Request, on_output: Callable[[RequestOutput], None]) -> None:
         if request.sampling.min_tokens > request.sampling.max_tokens:
@@ -61,7 +73,8 @@ class EchoEngine:
             if len(self._live) >= self._config.max_live:
                 raise QueueFullError("the queue is full: 0 requests wait already; try again later")
             reply = self._reply(request)
-            self._live[request.request_id] = _Running(request, on_output, reply)
+            self._live[request.request_id] = _Running(request, on_output, reply, self._num_accepted)
+            self._num_accepted += 1
             self._lock.notify()
 
     def _reply(self, request: Request) -> tuple[int, ...]:
@@ -73,19 +86,21 @@ class EchoEngine:
         with self._lock:
             running = self._live.pop(request_id, None)
         if running is not None:
-            self._end(running, RequestOutput(request_id=request_id, finish_reason=reason))
+            self._end(running, RequestOutput(request_id=request_id, number=running.number, finish_reason=reason))
 
     def reset_prefix_cache(self) -> None:
         """It keeps no prefixes."""
 
     def stats(self) -> EngineStats:
+        live = len(self._live)
         return EngineStats(
-            num_requests_running=len(self._live),
+            recent_steps=[StepRecord(self._num_steps, time.monotonic(), "ECHO", live, live, "d" * live)],
+            num_requests_running=live,
             num_steps=self._num_steps,
             generation_tokens=self._num_tokens,
             finished=dict(self._finished),
             num_pages=100,
-            num_pages_used=len(self._live),
+            num_pages_used=live,
         )
 
     def shutdown(self) -> None:
@@ -93,7 +108,7 @@ class EchoEngine:
         with self._lock:
             self._lock.notify()
         self._thread.join()
-        for request_id in list(self._live):
+        for request_id in list(self._live) if self.death is None else ():
             self.abort(request_id)
 
     def _run(self) -> None:
@@ -130,6 +145,7 @@ class EchoEngine:
         scored = sampling.logprobs is not None
         output = RequestOutput(
             request_id=request.request_id,
+            number=running.number,
             token_ids=tuple(ids),
             logprobs=tuple(_scores(id, sampling.logprobs) for id in ids) if scored else (),
             prompt_logprobs=(
@@ -141,12 +157,22 @@ class EchoEngine:
             stop_reason=ids[-1] if ids[-1] in sampling.stop_token_ids else None,
         )
         if finish is None:
-            running.on_output(output)
+            with self._lock:  # nothing comes after an abort's output
+                if request.request_id in self._live:
+                    self._tell(running, output, is_plain=not (first or scored))
             return
         with self._lock:
             still_live = self._live.pop(request.request_id, None)
         if still_live is not None:
             self._end(running, output)
+
+    def _tell(self, running: _Running, output: RequestOutput, *, is_plain: bool) -> None:
+        if self._on_tokens is None or not is_plain:
+            running.on_output(output)
+            return
+        ids = output.token_ids
+        counts = None if len(ids) == 1 else np.array([len(ids)], np.int32)
+        self._on_tokens(Tokens(np.array([running.number]), np.array(ids, np.int32), counts))
 
     def _end(self, running: _Running, output: RequestOutput) -> None:
         reason = output.finish_reason.value

@@ -9,12 +9,14 @@ from __future__ import annotations
 import pickle
 import sys
 
-from server.engine.client import EngineFailedError
-from server.main import run
 
+def serve(message: bytes) -> int:
+    """Serves what `message`, the pickle, asks for. Returns the process's exit code."""
+    # Here, for the engine's process imports this module, too, and needs none of it.
+    from server.engine.client import EngineFailedError
+    from server.main import run
 
-def main() -> int:
-    settings, target, engine_args, more_engines = pickle.loads(bytes.fromhex(sys.argv[1]))
+    settings, target, engine_args, more_engines = pickle.loads(message)
     try:
         return run(
             settings,
@@ -30,4 +32,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(bytes.fromhex(sys.argv[1])))

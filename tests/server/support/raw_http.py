@@ -7,6 +7,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
+from tests.server.support.judged import judge
 from tests.server.support.running import RunningServer
 
 TIMEOUT_S = 60.0
@@ -47,7 +48,10 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def answers(data: bytes) -> list[Answer]:
-    """All answers in `data`, interim ones too; those in chunks with their framing taken off."""
+    """All answers in `data`, interim ones too; those in chunks with their framing taken off.
+
+    JSON is judged by OpenAI's schemas.
+    """
     found = []
     while data:
         head, separator, data = data.partition(b"\r\n\r\n")
@@ -67,6 +71,8 @@ def answers(data: bytes) -> list[Answer]:
             length = int(headers["content-length"])
             body, data = data[:length], data[length:]
             assert len(body) == length, "the answer is cut off"
+        if headers.get("content-type", "").startswith("application/json") and body:
+            judge(json.loads(body))
         found.append(Answer(status, headers, body))
     return found
 

@@ -15,6 +15,20 @@ LONG = HELLO | {"stream": True, "ignore_eos": True, "max_tokens": 4000}
 SLOW = EchoConfig(reply=tuple(b"abcdefghij"), step_s=0.02)
 # some 10 MB for each choice: more than the sockets' buffers take
 BULKY = HELLO | {"stream": True, "n": 2, "logprobs": True, "top_logprobs": 20}
+# the demo has learned to call it
+CALCULATOR = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Evaluates an expression.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string"}},
+            "required": ["expression"],
+        },
+    },
+}
+PRODUCT = [{"role": "user", "content": "What is 347 * 21?"}]
 
 
 def send(server: RunningServer, body: dict, *, receive_buffer: int | None = None) -> socket.socket:

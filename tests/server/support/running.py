@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,18 +17,22 @@ import openai
 import psutil
 
 from server.settings import Settings
+from tests.server.support.forked import ForkedServer
 from tests.server.support.tokenizers import write_folder
 
 ROOT = Path(__file__).parents[3]
 ECHO = "tests.server.support.echo_engine:build"
+# By default each client reads the list of all authorities: 20 ms, and few servers here have a certificate.
+NO_AUTHORITIES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 @dataclass
 class RunningServer:
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | ForkedServer
     url: str = ""
     lines: list[str] = field(default_factory=list)  # what it printed until it was ready
     log_file: Path | None = None
+    clients: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed when the server ends
 
     @property
     def log(self) -> str:
@@ -51,6 +56,7 @@ class RunningServer:
                 raise RuntimeError(f"the server ended before it was ready: {self.lines}")
             yield
         finally:
+            self.clients.close()
             if self.process.poll() is None:
                 self.process.terminate()
             try:
@@ -63,10 +69,17 @@ class RunningServer:
                 self.process.stdout.close()
 
     def client(self, **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, **options})
+        """A client that is closed with the server at the latest. The garbage collector would lose its sockets."""
+        options = {"api_key": "none", "max_retries": 0, **options}
+        if "http_client" not in options:
+            options["http_client"] = openai.DefaultHttpxClient(verify=NO_AUTHORITIES)
+        client = openai.OpenAI(base_url=f"{self.url}/v1", **options)
+        self.clients.callback(client.close)
+        return client
 
     def http(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60, **options)
+        """A plain client."""
+        return httpx.Client(**{"base_url": self.url, "timeout": 60, "verify": NO_AUTHORITIES, **options})
 
     def engine_process(self) -> psutil.Process:
         """The child that runs the engine, or the first one."""
@@ -106,16 +119,13 @@ def running_server(
         "death_linger_s": 2.0,
     }
     path = folder / "stderr"
+    served = (Settings(**(fields | settings)), target, engine_args)
+    process: subprocess.Popen[str] | ForkedServer
     with path.open("a") as log:
-        process = spawn(
-            Settings(**(fields | settings)),
-            target,
-            engine_args,
-            descriptors=descriptors,
-            more_engines=more_engines,
-            stderr=log,
-            env=env,
-        )
+        if descriptors is None:
+            process = ForkedServer(pickle.dumps((*served, more_engines)), stderr=log, env=env)
+        else:
+            process = spawn(*served, descriptors=descriptors, more_engines=more_engines, stderr=log, env=env)
     server = RunningServer(process, log_file=path)
     with server.until_done(lambda line: line.removeprefix("ready: ") if line.startswith("ready: ") else None):
         yield server

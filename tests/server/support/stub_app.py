@@ -14,7 +14,7 @@ from batcher.stats import EngineStats
 from server.api.state import ServerState
 from server.app import create_app, create_state
 from server.engine import wire
-from server.engine.client import Sink
+from server.engine.sinks import Sink
 from server.settings import Settings
 from server.text.tokenizer import ByteLevelTokenizer
 from tests.server.support.tokenizers import LLAMA3_TEMPLATE, VOCAB_SIZE, byte_tokenizer

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from server.text.tool_calls.formats import FORMATS
 from server.text.tool_calls.json_scanner import Expects, JsonScanner
 from server.text.tool_calls.parser import MAX_DEPTH
-from server.text.tool_calls.pieces import CallDelta, Piece
+from server.text.tool_calls.pieces import CallDelta, Content, Piece
 
 NAMES = {"f", "g", "get_weather", "a.b-c"}
 JSON, PYTHONIC = FORMATS["llama3_json"], FORMATS["pythonic"]
@@ -24,11 +24,11 @@ def joined(pieces: list[Piece]) -> list[str | tuple[str, str]]:
     whole: list[str | list[str]] = []
     calls: list[list[str]] = []
     for piece in pieces:
-        if isinstance(piece, str):
+        if isinstance(piece, Content):
             if whole and isinstance(whole[-1], str):
-                whole[-1] += piece
+                whole[-1] += piece.text
             else:
-                whole.append(piece)
+                whole.append(piece.text)
         elif piece.name is not None:
             assert piece.index == len(calls)
             calls.append([piece.name, piece.arguments])
@@ -41,9 +41,18 @@ def joined(pieces: list[Piece]) -> list[str | tuple[str, str]]:
 
 def read(kind, text: str | list[str], **options):
     parser = kind(NAMES, **options)
-    pieces = [piece for part in ([text] if isinstance(text, str) else text) for piece in pushed(parser, part)]
+    parts = [text] if isinstance(text, str) else text
+    pieces = [piece for part in parts for piece in pushed(parser, part)]
     parser.finish()
-    return joined(pieces + parser.take())
+    pieces += parser.take()
+    check_places("".join(parts), pieces)
+    return joined(pieces)
+
+
+def check_places(text: str, pieces: list[Piece]) -> None:
+    for piece in pieces:
+        if isinstance(piece, Content):
+            assert text[piece.start : piece.start + len(piece.text)] == piece.text
 
 
 def pushed(parser, text: str) -> list[Piece]:
@@ -121,7 +130,9 @@ PYTHONIC_CASES = {
         ("f", '{"a": "it\\"s", "b": "it\'s", "c": "\'\\nA\\u00e9\\ud83d\\ude42\\\\q"}')
     ]),
     "words": ("[f(a=True, b=False, c=None, d=true)]", [("f", '{"a": true, "b": false, "c": null, "d": true}')]),
-    "numbers": ("[f(a=-1, b=.5, c=1e3, d=007)]", [("f", '{"a": -1, "b": 0.5, "c": 1000.0, "d": 7}')]),
+    "numbers": ("[f(a=-1.50, b=.5, c=+1e3, d=007, e=1E3)]", [
+        ("f", '{"a": -1.50, "b": 0.5, "c": 1000.0, "d": 7, "e": 1E3}')
+    ]),
     "nested": ("[f(a={'b': [1, {}, []], 'c': {'d': 2}})]", [("f", '{"a": {"b": [1, {}, []], "c": {"d": 2}}}')]),
     "a dotted name": ("[a.b-c()]", [("a.b-c", "{}")]),
     "cut in a string": ('[f(a="lon', [("f", '{"a": "lon')]),
@@ -133,7 +144,7 @@ PYTHONIC_CASES = {
     "the same keyword again": ("[f(a=1, a=2)]", [("f", '{"a": 1, a=2)]')]),
     "a name as value": ("[f(a=x)]", [("f", '{"a": x)]')]),
     "an expression": ("[f(a=1-2)]", [("f", '{"a": 1-2)]')]),
-    "not finite": ("[f(a=1e999)]", [("f", '{"a": 1e999)]')]),
+    "not finite": ("[f(a=+1e999)]", [("f", '{"a": +1e999)]')]),
     "no such character": ("[f(a='\\U00110000')]", [("f", '{"a": "\\U00110000\')]')]),
     "no code": ("[f(a='\\xg')]", [("f", '{"a": "\\xg\')]')]),
     "a line break in a string": ("[f(a='\n')]", [("f", '{"a": "\n\')]')]),
@@ -171,7 +182,7 @@ def test_a_text_gives_these_pieces_however_it_is_cut_in_two(kind, text, expected
 
 
 def test_a_call_that_comes_in_one_piece_is_one_delta():
-    assert pushed(JSON(NAMES), f"Hm. {CALL}") == ["Hm. ", CallDelta(0, "f", '{"a": 1}')]
+    assert pushed(JSON(NAMES), f"Hm. {CALL}") == [Content("Hm. ", 0), CallDelta(0, "f", '{"a": 1}')]
     assert pushed(PYTHONIC(NAMES), "[f(a=1), g()]") == [CallDelta(0, "f", '{"a": 1}'), CallDelta(1, "g", "{}")]
 
 
@@ -187,10 +198,10 @@ def test_arguments_come_as_they_are_written():
 
 def test_content_is_not_held_back_longer_than_it_may_be_a_call():
     parser = JSON(NAMES)
-    assert pushed(parser, "a {") == ["a "]
+    assert pushed(parser, "a {") == [Content("a ", 0)]
     assert pushed(parser, '"name": "Al') == []
-    assert pushed(parser, 'ice", ') == ['{"name": "Alice", ']
-    assert pushed(parser, '"age": 5}') == ['"age": 5}']
+    assert pushed(parser, 'ice", ') == [Content('{"name": "Alice", ', 2)]
+    assert pushed(parser, '"age": 5}') == [Content('"age": 5}', 20)]
 
 
 @pytest.mark.parametrize(("kind", "text"), [(JSON, f"{CALL}; {CALL} more"), (PYTHONIC, "[f(a=1), g()] more")])

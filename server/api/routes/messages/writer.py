@@ -97,7 +97,7 @@ class MessagesWriter:
         if isinstance(piece, CallDelta):
             delta = {"type": "input_json_delta", "partial_json": LongText(piece.arguments)}
         else:
-            delta = {"type": "text_delta", "text": LongText(piece)}
+            delta = {"type": "text_delta", "text": LongText(piece.text)}
         return chain(before, _event("content_block_delta", index=index, delta=delta))
 
     def _open(self, piece: Piece) -> Iterable[bytes]:
@@ -117,7 +117,7 @@ class MessagesWriter:
 def _block(piece: Piece) -> dict[str, Any]:
     if isinstance(piece, CallDelta):
         return _call_block(piece.name, _input(piece.arguments))
-    return {"type": "text", "text": LongText(piece)}
+    return {"type": "text", "text": LongText(piece.text)}
 
 
 def _call_block(name: str | None, arguments: Any) -> dict[str, Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from sys import getsizeof
 from typing import Any, ClassVar
@@ -16,7 +18,7 @@ from server.api.routes.responses.translation import call_message
 from server.engine.generation import Choice, ScoredToken
 from server.http.errors import RequestError
 from server.http.json_pieces import LongText, NestedList
-from server.text.tool_calls.pieces import CallDelta, Piece
+from server.text.tool_calls.pieces import CallDelta, Content, Piece
 
 IN_PROGRESS, COMPLETED, INCOMPLETE, CANCELLED, FAILED = "in_progress", "completed", "incomplete", "cancelled", "failed"
 LIMIT_REACHED = {"reason": "max_output_tokens"}
@@ -45,10 +47,15 @@ class TextItem(_GrowingItem):
 
     ID_PREFIX = "msg"
 
-    def __init__(self, index: int, scores: ScoreWriter) -> None:
+    def __init__(self, index: int, start: int, scores: ScoreWriter) -> None:
         super().__init__(index)
+        self.start = self.end = start  # in the whole text of the answer, including calls
         self._scores = scores
         self.scored: list[ScoredToken] = []
+
+    def add(self, text: str) -> None:
+        super().add(text)
+        self.end += len(text)
 
     def part(self) -> dict[str, Any]:
         logprobs = self._scores.whole(self.scored)
@@ -86,6 +93,16 @@ class CallItem(_GrowingItem):
 Item = TextItem | CallItem
 
 
+@dataclass(frozen=True, slots=True)
+class Added:
+    """An addition to an item: its text, and the tokens of that text."""
+
+    item: Item
+    text: str
+    scored: Sequence[ScoredToken]
+    is_new: bool  # whether the item begins with it
+
+
 class ResponseRecord:
     """One response. Only the event loop may use it.
 
@@ -106,6 +123,7 @@ class ResponseRecord:
         self._messages = messages
         self._num_bytes = num_bytes
         self._scores = scores
+        self._unclaimed: deque[ScoredToken] = deque()  # tokens whose text has not been added
         self._usage: dict[str, Any] | None = None
         self._error: dict[str, Any] | None = None
         self._created = int(time.time())
@@ -120,36 +138,62 @@ class ResponseRecord:
         scored = sum(num_bytes_of(item.scored) for item in self.items if isinstance(item, TextItem))
         return self._num_bytes + scored + sum(getsizeof(item.text) for item in self.items)
 
-    def add(self, piece: Piece, scored: Sequence[ScoredToken] = ()) -> tuple[Item, str, bool]:
-        """Adds a piece, and the tokens of a text. Returns its item, its text, and whether the item is new."""
+    def receive(self, scored: Iterable[ScoredToken]) -> None:
+        """Receives tokens with their log-probabilities. Call it before the pieces with their text are added."""
+        self._unclaimed.extend(scored)
+
+    def add(self, piece: Piece) -> Added:
+        """Adds a piece to the last item, or to a new one."""
         is_call = isinstance(piece, CallDelta)
-        text = piece.arguments if isinstance(piece, CallDelta) else piece
         is_new = not self.items or isinstance(self.items[-1], CallItem) != is_call
-        if isinstance(piece, CallDelta) and piece.name is not None:
-            is_new = True
-            self.items.append(CallItem(len(self.items), piece.name))
-        elif is_new:
-            self.items.append(TextItem(len(self.items), self._scores))
+        if isinstance(piece, CallDelta):
+            text = piece.arguments
+            if piece.name is not None:
+                is_new = True
+                self.items.append(CallItem(len(self.items), piece.name))
+        else:
+            text = piece.text
+            if is_new:
+                self.items.append(TextItem(len(self.items), piece.start, self._scores))
         item = self.items[-1]
         item.add(text)
-        if isinstance(item, TextItem):
-            item.scored += scored
-        return item, text, is_new
+        return Added(item, text, self._claim(item) if isinstance(item, TextItem) else [], is_new)
+
+    def _claim(self, item: TextItem) -> list[ScoredToken]:
+        """Gives the item the tokens of its text up to now. Tokens before it are those of calls, and are dropped."""
+        own = []
+        while self._unclaimed and self._unclaimed[0].offset < item.end:
+            token = self._unclaimed.popleft()
+            end = self._unclaimed[0].offset if self._unclaimed else item.end
+            if max(token.offset + 1, end) > item.start:
+                own.append(token)
+        item.scored += own
+        return own
+
+    def add_rest(self) -> Added:
+        """Adds what is left when all pieces are added: a text keeps the tokens after it, such as the end of the turn.
+        Even an empty answer has one item."""
+        added = self.add(Content("", 0)) if not self.items else Added(self.items[-1], "", [], False)
+        rest = [*self._unclaimed] if isinstance(added.item, TextItem) else []
+        if isinstance(added.item, TextItem):
+            added.item.scored += rest
+        self._unclaimed.clear()
+        return replace(added, scored=rest)
 
     def finish(self, choice: Choice) -> None:
-        """Call it when the choice has ended and all its pieces are added. Even an empty answer has one item."""
-        if not self.items:
-            self.add("")
+        """Call it when the choice has ended and all of it is added."""
         self._usage = _usage(choice)
         self.status = INCOMPLETE if choice.finish_reason == FinishReason.LENGTH.value else COMPLETED
 
     def fail(self, error: RequestError) -> None:
+        self._unclaimed.clear()
         if not self.is_over:
             self.status = FAILED
             code = "rate_limit_exceeded" if error.status == 429 else "server_error"
             self._error = {"code": code, "message": error.message}
 
     def cancel(self) -> None:
+        self._unclaimed.clear()
         if not self.is_over:
             self.status = CANCELLED
 

@@ -11,10 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.api.answers.answer import GenerationAnswer, LongJson
+from server.api.answers.answer import GenerationAnswer, LongJson, json_response
 from server.api.request.body_reader import BodyReader
+from server.api.request.prompt import encode_chat
 from server.api.request.schemas import ChatRequest, Message
 from server.api.request.submission import TIMEOUT_HEADER, check_generation
+from server.api.request.template import template_of
+from server.api.request.tools import usable_tools
 from server.api.route import EVENTS, JSON, ApiRoute
 from server.api.routes.chat import start_chat
 from server.api.routes.responses.input_items import items_page
@@ -25,6 +28,7 @@ from server.api.routes.responses.store import ResponseStore
 from server.api.routes.responses.translation import (
     FunctionTool,
     chat_request,
+    check_retrieval,
     input_messages,
     own_names,
     read_function_tools,
@@ -56,6 +60,13 @@ def responses_routes(state: ServerState) -> list[ApiRoute]:
             media_types=(JSON, EVENTS),
             summary="Answers an input, and keeps the answer.",
         ),
+        ApiRoute(
+            path=f"{PATH}/input_tokens",
+            endpoint=responses.input_tokens,
+            method="POST",
+            body=ResponsesRequest,
+            summary="How many tokens an input has.",
+        ),
         ApiRoute(path=f"{PATH}/{{id}}", endpoint=responses.retrieve, summary="A response that was kept."),
         ApiRoute(path=f"{PATH}/{{id}}", endpoint=responses.delete, method="DELETE", summary="Forgets it."),
         ApiRoute(path=f"{PATH}/{{id}}/input_items", endpoint=responses.input_items, summary="The input of a response."),
@@ -79,9 +90,7 @@ class Responses:
         body = await self._reader.read(request, state.body_limits, state.aside)
         _check_metadata(body.metadata)
         earlier = self._earlier(body.previous_response_id)
-        size = len(bytes(body.tools)) if body.tools else 0
-        tools, new, num_bytes = await state.aside.run(size + _size(body), _translated, body)
-        messages = new if earlier is None else [*earlier.conversation(), *new]
+        tools, messages, num_bytes = await self._conversation(body, earlier)
         chat = chat_request(body, tools, messages)
         with own_names():
             head = check_generation(state, chat, id_prefix="resp", timeout_header=request.headers.get(TIMEOUT_HEADER))
@@ -99,7 +108,28 @@ class Responses:
             lambda: self._leave(record),
         )
 
+    async def _conversation(
+        self, body: ResponsesRequest, earlier: ResponseRecord | None
+    ) -> tuple[list[FunctionTool], list[Message], int]:
+        """The tools, all messages without the instructions, and the size in memory of those that are new."""
+        size = len(bytes(body.tools)) if body.tools else 0
+        tools, new, num_bytes = await self._state.aside.run(size + _size(body), _translated, body)
+        return tools, new if earlier is None else [*earlier.conversation(), *new], num_bytes
+
+    async def input_tokens(self, request: Request) -> Response:
+        """Counts the tokens of the prompt that the same body would give `create`."""
+        state = self._state
+        body = await self._reader.read(request, state.body_limits, state.aside)
+        state.check_model(body.model)
+        tools, messages, _ = await self._conversation(body, self._earlier(body.previous_response_id))
+        chat = chat_request(body, tools, messages)
+        with own_names():
+            template = await template_of(state, chat)
+            ids = await encode_chat(state, chat, template, await usable_tools(state, chat, template))
+        return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
+
     async def retrieve(self, request: Request) -> Response:
+        check_retrieval(request.query_params)
         return self._shown(self._find(request))
 
     async def input_items(self, request: Request) -> Response:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from starlette.datastructures import QueryParams
 
 from server.api.request.raw_json import read_raw
 from server.api.request.schemas import ChatRequest, ContentPart, FunctionCall, Message, ToolCall
@@ -80,15 +81,27 @@ def read_function_tools(body: ResponsesRequest) -> list[FunctionTool]:
 
 def asks_for_logprobs(body: ResponsesRequest) -> bool:
     """Whether the request includes the log-probabilities of the text. Raises RequestError 400."""
-    parts = [part for part in body.include or () if part not in HARMLESS_PARTS]
-    for part in parts:
-        if part != LOGPROBS:
-            raise unsupported("include", f"the part `{part[:60]}` is")
-    if parts and body.tools and body.tool_choice != "none":
-        raise unsupported("include", "log-probabilities of text next to calls of tools are")
+    parts = _included(body.include or ())
     if body.top_logprobs and not parts:
         raise invalid("top_logprobs", f"is only allowed when `include` has {LOGPROBS}")
     return bool(parts)
+
+
+def _included(parts: Sequence[str]) -> list[str]:
+    included = [part for part in parts if part not in HARMLESS_PARTS]
+    for part in included:
+        if part != LOGPROBS:
+            raise unsupported("include", f"the part `{part[:60]}` is")
+    return included
+
+
+def check_retrieval(query: QueryParams) -> None:
+    """Raises RequestError 400 if a stored response is asked for in a form that it does not have."""
+    _included([*query.getlist("include"), *query.getlist("include[]")])
+    if query.get("stream", "false").lower() != "false":
+        raise unsupported("stream", "sending the events of a stored response again is")
+    if "starting_after" in query:
+        raise unsupported("starting_after", "sending the events of a stored response again is")
 
 
 def chat_request(body: ResponsesRequest, tools: Sequence[FunctionTool], messages: Sequence[Message]) -> ChatRequest:
@@ -123,11 +136,19 @@ def _response_format(text_format: dict[str, Any] | None) -> msgspec.Raw | msgspe
 
 def _tool_choice(choice: str | Mapping[str, Any] | None) -> str | dict[str, Any] | None:
     match choice:
+        case {"type": "allowed_tools", "mode": mode, "tools": [*tools]}:
+            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*map(_named_tool, tools)]}}
+        case Mapping():
+            return dict(_named_tool(choice))
+    return choice
+
+
+def _named_tool(tool: Any) -> Any:
+    """A tool that a choice names, in chat's form. Anything else is left for chat to refuse."""
+    match tool:
         case {"type": "function", "name": name}:
             return {"type": "function", "function": {"name": name}}
-        case Mapping():
-            return dict(choice)
-    return choice
+    return tool
 
 
 def input_messages(body: ResponsesRequest) -> list[Message]:

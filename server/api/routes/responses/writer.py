@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from server.api.routes.responses.record import IN_PROGRESS, INCOMPLETE, CallItem, Item, ResponseRecord
-from server.engine.generation import Choice, Gain, Generation, ScoredToken
+from server.api.routes.responses.record import IN_PROGRESS, INCOMPLETE, Added, CallItem, Item, ResponseRecord
+from server.engine.generation import Choice, Gain, Generation
 from server.http.errors import RequestError
 from server.http.json_pieces import LongText, json_pieces
 from server.text.tool_calls.pieces import Piece
@@ -25,11 +25,10 @@ class ResponsesWriter:
     def whole(self) -> Iterator[bytes]:
         (choice,) = self._generation.choices
         gain = choice.take()
-        if gain.scored:
-            self._record.add(gain.text, gain.scored)
-        else:
-            for piece in gain.pieces:
-                self._record.add(piece)
+        self._record.receive(gain.scored)
+        for piece in gain.pieces:
+            self._record.add(piece)
+        self._record.add_rest()
         self._finish(choice)
         return json_pieces(self._record.body())
 
@@ -37,26 +36,25 @@ class ResponsesWriter:
         return self._events(self._response("response.created"), self._response("response.in_progress"))
 
     def gained(self, choice: Choice, gain: Gain) -> Iterable[bytes]:
-        if gain.scored:  # then there are no calls; the text of these tokens may come later
-            return self._piece_events(gain.text, gain.scored)
+        self._record.receive(gain.scored)
         return chain.from_iterable([self._piece_events(piece) for piece in gain.pieces])
 
-    def _piece_events(self, piece: Piece, scored: Sequence[ScoredToken] = ()) -> Iterable[bytes]:
+    def _piece_events(self, piece: Piece) -> Iterable[bytes]:
         last = self._record.items[-1] if self._record.items else None
-        item, text, is_new = self._record.add(piece, scored)
-        before = self._done(last) if is_new and last is not None else ()
-        added = self._added(item) if is_new else ()
-        return chain(before, added, self._delta(item, text, scored) if text or scored else ())
+        added = self._record.add(piece)
+        before = self._done(last) if added.is_new and last is not None else ()
+        return chain(before, self._growth(added))
+
+    def _growth(self, added: Added) -> Iterable[bytes]:
+        opened = self._added(added.item) if added.is_new else ()
+        return chain(opened, self._delta(added) if added.text or added.scored else ())
 
     def ending(self, choice: Choice) -> Iterable[bytes]:
-        opened: Iterable[bytes] = ()
-        if not self._record.items:
-            item, _, _ = self._record.add("")
-            opened = self._added(item)
+        rest = self._growth(self._record.add_rest())
         self._finish(choice)
         done = self._done(self._record.items[-1])
         kind = "response.incomplete" if self._record.status == INCOMPLETE else "response.completed"
-        return chain(opened, done, self._events(self._response(kind)))
+        return chain(rest, done, self._events(self._response(kind)))
 
     def last(self) -> bytes:
         return b""
@@ -82,12 +80,13 @@ class ResponsesWriter:
         part = {"type": "response.content_part.added", "part": empty} | _content_place(item)
         return self._events(added, part)
 
-    def _delta(self, item: Item, text: str, scored: Sequence[ScoredToken]) -> Iterable[bytes]:
+    def _delta(self, added: Added) -> Iterable[bytes]:
+        item, text = added.item, LongText(added.text)
         if isinstance(item, CallItem):
-            kind, place = "response.function_call_arguments.delta", _item_place(item)
-            return self._events({"type": kind, "delta": LongText(text), **place})
-        kind, logprobs, place = "response.output_text.delta", item.logprobs_in_event(scored), _content_place(item)
-        return self._events({"type": kind, "delta": LongText(text), "logprobs": logprobs, **place})
+            return self._events({"type": "response.function_call_arguments.delta", "delta": text, **_item_place(item)})
+        logprobs = item.logprobs_in_event(added.scored)
+        kind = "response.output_text.delta"
+        return self._events({"type": kind, "delta": text, "logprobs": logprobs, **_content_place(item)})
 
     def _done(self, item: Item) -> Iterable[bytes]:
         whole = LongText(item.text)

@@ -178,7 +178,7 @@ class Inner:
     def __init__(self, death: BaseException | None = None) -> None:
         self.death = death
 
-    start = add_request = abort = reset_prefix_cache = stats = shutdown = staticmethod(lambda *_: None)
+    start = listen = add_request = abort = reset_prefix_cache = stats = shutdown = staticmethod(lambda *_: None)
 
 
 def test_a_follower_replays_what_the_leader_does(hosts):
