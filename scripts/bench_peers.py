@@ -1,7 +1,7 @@
 """Starts several servers one after the other and puts the same load on each: one table, one machine, one run.
 
     python -m scripts.bench_peers --model ~/ckpt/mid-f32 --concurrency 4:12 16:32 --dataset-path workload.jsonl \\
-        --server 'ours=scripts/serve --model {model} --port {port} --max-model-len 1024' \\
+        --server 'ours=scripts/serve --model {model} --port {port} --max-model-len 1024 --compile-all-first' \\
         --server 'transformers,plain=transformers serve {model} --continuous-batching --port {port}'
 
 A server is NAME[,plain]=COMMAND. `plain` is for servers that refuse extensions of OpenAI's fields: ignore_eos and
@@ -13,19 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
-import signal
-import subprocess
 import sys
-import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -35,7 +27,8 @@ from model.inputs.paths import local_path
 from scripts.benchmarks.load.client import Target, run
 from scripts.benchmarks.load.metrics import summary
 from scripts.benchmarks.load.workload import BenchRequest, from_file
-from scripts.wiring.errors import FailedError, add_debug_flag, run_command
+from scripts.wiring.errors import add_debug_flag, run_command
+from scripts.wiring.serving import serving
 
 
 @dataclass(frozen=True)
@@ -80,41 +73,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--output-json", type=local_path)
     add_debug_flag(p)
     return p
-
-
-@contextmanager
-def serving(peer: Peer, model: str, port: int, timeout_s: float) -> Iterator[psutil.Process]:
-    """Starts the server and waits until it is ready. Its process group ends with the context. Raises FailedError if it
-    does not become ready."""
-    log = Path(tempfile.gettempdir()) / f"bench_peers-{peer.name}.log"
-    command = peer.command.format(model=shlex.quote(model), port=port)
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            ["bash", "-c", f"exec {command}"], stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        deadline = time.monotonic() + timeout_s
-        while not _is_up(port):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise FailedError(f"{peer.name} did not come up: see {log}")
-            time.sleep(0.5)
-        yield psutil.Process(process.pid)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _is_up(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
-            return answer.status == 200
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 class ForeignLoad:
@@ -199,7 +157,8 @@ def bench(args: argparse.Namespace) -> int:
     results: list[dict[str, Any]] = []
     for _ in range(args.repeats):
         for peer in args.server:
-            with serving(peer, args.model, args.port, args.start_timeout) as server:
+            command = peer.command.format(model=shlex.quote(args.model), port=args.port)
+            with serving(peer.name, command, args.port, timeout_s=args.start_timeout) as server:
                 for result in measure(peer, requests, args, server):
                     results.append(result)
                     print(

@@ -23,7 +23,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def bench(forms: list[str], *, kv: bool) -> None:
-    """Prints one line for each form of the weights, and with `kv` another one for K/V in int8."""
+    """Prints one line for each form of the weights, with the inputs of projections as they are and rounded to the same
+    form; and with `kv` another one for K/V in int8."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -32,7 +33,7 @@ def bench(forms: list[str], *, kv: bool) -> None:
     from model.config import LlamaConfig
     from model.loading.source import DEMO_FOLDER
     from model.loading.weights import load_hf
-    from model.quantization.forms import EightBit
+    from model.quantization.forms import EightBit, Rounding
     from scripts.demo import evaluate
     from scripts.demo.agreement import agreement
     from scripts.demo.narrow_kv import with_narrow_kv
@@ -42,9 +43,11 @@ def bench(forms: list[str], *, kv: bool) -> None:
     encoder = SampleEncoder(Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json")), prompt_weight=0.0)
     exact = load_hf(DEMO_FOLDER, config, dtype="float32")
     suites = evaluate.suites()
-    print(f"{'weights':10}{'K/V':10}{'KL, nats a token':>18}{'same top token':>16}{'sums':>10}{'comparisons':>13}")
-    for form, is_narrow in product((None, *map(EightBit, forms)), (False, True) if kv else (False,)):
-        model = load_hf(DEMO_FOLDER, config, dtype="float32", quantization=form)
+    scores = f"{'KL, nats a token':>18}{'same top token':>16}{'sums':>10}{'comparisons':>13}"
+    print(f"{'weights':10}{'inputs':10}{'K/V':10}" + scores)
+    weights = [(None, None), *product(map(EightBit, forms), (None, Rounding()))]
+    for (form, rounding), is_narrow in product(weights, (False, True) if kv else (False,)):
+        model = load_hf(DEMO_FOLDER, config, dtype="float32", quantization=form, rounding=rounding)
         if is_narrow:
             model = with_narrow_kv(model)
         near = agreement(exact, model, encoder)
@@ -52,7 +55,8 @@ def bench(forms: list[str], *, kv: bool) -> None:
             f"{sum(evaluate.exact(model, encoder, suites[name]))}/{len(suites[name])}"
             for name in ("held_out_sums", "held_out_comparisons")
         ]
-        stored = f"{form or 'float32':10}{'int8' if is_narrow else 'float32':10}"
+        inputs = form if rounding else "float32"
+        stored = f"{form or 'float32':10}{inputs:10}{'int8' if is_narrow else 'float32':10}"
         scores = f"{near.divergence:18.6f}{near.same_top_token:16.4f}{right[0]:>10}{right[1]:>13}"
         print(stored + scores, flush=True)
 

@@ -2,6 +2,7 @@
 
 python -m scripts.bench_serving --max-concurrency 16 --num-prompts 64 --output-len lognormal:64:0.7:16:256
 python -m scripts.bench_serving --request-rate 4 --dataset trace --dataset-path trace.csv --scale 0.1
+python -m scripts.bench_serving --find-goodput ttft=500,tpot=50 --dataset trace --dataset-path trace.csv --scale 0.1
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ import numpy as np
 import uvloop
 
 from model.inputs.paths import local_path
-from scripts.benchmarks.load.arrivals import arrival_times
+from scripts.benchmarks.load.arrivals import arrival_times, at_rate
 from scripts.benchmarks.load.client import Outcome, Target, run
+from scripts.benchmarks.load.goodput import MOST_TRIALS, Trial, best_of, find_rate, passes
+from scripts.benchmarks.load.goodput import table as goodput_table
 from scripts.benchmarks.load.lengths import Lengths, Trace
 from scripts.benchmarks.load.metrics import METRICS, summary, table
 from scripts.benchmarks.load.workload import BenchRequest, from_file, from_trace, random_prompts
 from scripts.wiring.errors import FailedError, add_debug_flag, run_command
+
+GOODPUT_SHARE = 0.9  # of the requests of a rate that must meet the objectives
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -72,6 +77,12 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("--percentile-metrics", default=",".join(METRICS))
     report.add_argument("--metric-percentiles", default="50,90,99")
     report.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="such as ttft:200 tpot:50")
+    report.add_argument(
+        "--find-goodput",
+        metavar="SLOS",
+        help="such as ttft=500,tpot=50: the highest rate at which nine of ten requests meet them, by trials of "
+        "--num-prompts requests",
+    )
     report.add_argument("--output-json", type=local_path)
     report.add_argument("--label", default="", help="kept in the JSON result")
     add_debug_flag(p)
@@ -113,16 +124,16 @@ def build_arrivals(args: argparse.Namespace, requests: list[BenchRequest], rando
     return arrival_times(len(requests), rate=float(args.request_rate), burstiness=args.burstiness, random=random)
 
 
-def parse_slos(items: list[str]) -> dict[str, float]:
+def parse_slos(items: list[str], flag: str = "--goodput") -> dict[str, float]:
     """Metric -> limit in milliseconds, from METRIC:MILLISECONDS. Raises ValueError if an item has another form."""
     slos = {}
     for item in items:
         name, _, limit = item.partition(":")
         if name not in METRICS or not limit:
-            raise ValueError(f"--goodput {item!r}: it is METRIC:MILLISECONDS, the metric one of {METRICS}")
+            raise ValueError(f"{flag} {item!r}: it is METRIC:MILLISECONDS, the metric one of {METRICS}")
         slos[name] = float(limit)
         if not (slos[name] > 0 and math.isfinite(slos[name])):
-            raise ValueError(f"--goodput {item!r}: the limit must be positive")
+            raise ValueError(f"{flag} {item!r}: the limit must be positive")
     return slos
 
 
@@ -150,11 +161,43 @@ async def measure(
     return await run(target, requests, arrivals=arrivals, max_concurrency=max_concurrency)
 
 
+def find_goodput(args: argparse.Namespace, target: Target) -> int:
+    """Finds the highest rate within the objectives, prints the trials, and returns the exit code: 1 if no rate is.
+
+    Each trial has requests of its own: a prefix cache would know the old ones. Those of a trace come at the trace's
+    times, which are shortened to the rate.
+    """
+    if args.request_rate == "trace":
+        raise ValueError("--find-goodput begins at a number of requests per second: --request-rate")
+    slos = parse_slos(args.find_goodput.replace("=", ":").split(","), "--find-goodput")
+    seeds = iter(range(args.seed, args.seed + MOST_TRIALS))
+
+    def attempt(rate: float) -> Trial:
+        random = np.random.default_rng(next(seeds))
+        requests = build_requests(args, random)
+        times = [request.arrival_s for request in requests if request.arrival_s is not None]
+        arrivals = at_rate(np.array(times), rate) if times else None
+        if arrivals is None:
+            arrivals = arrival_times(len(requests), rate=rate, burstiness=args.burstiness, random=random)
+        outcomes, seconds = uvloop.run(
+            measure(target, requests, arrivals, max_concurrency=args.max_concurrency, num_warmups=args.num_warmups)
+        )
+        result = summary(outcomes, seconds, slos_ms=slos)
+        return Trial(rate, result, passes(result, share=GOODPUT_SHARE))
+
+    trials = find_rate(attempt, start=float(args.request_rate or 1.0))
+    print(goodput_table(trials, slos, share=GOODPUT_SHARE))
+    if args.output_json:
+        rows = [{"rate": trial.rate, "passed": trial.passed, **trial.result} for trial in trials]
+        args.output_json.write_text(json.dumps({"label": args.label, "trials": rows}, indent=2) + "\n")
+    return 0 if best_of(trials) else 1
+
+
 def bench(args: argparse.Namespace) -> int:
     """Loads the server, prints the table, and returns the exit code: 1 if a request failed."""
     random = np.random.default_rng(args.seed)
     requests = build_requests(args, random)
-    arrivals = build_arrivals(args, requests, random)
+    arrivals = None if args.find_goodput else build_arrivals(args, requests, random)
     slos = parse_slos(args.goodput)
     if not requests:
         raise ValueError("there is no request to send: see --num-prompts and --dataset-path")
@@ -178,6 +221,8 @@ def bench(args: argparse.Namespace) -> int:
         api_key=args.api_key,
     )
     target.body(requests[0])
+    if args.find_goodput:
+        return find_goodput(args, target)
     outcomes, duration_s = uvloop.run(
         measure(target, requests, arrivals, max_concurrency=args.max_concurrency, num_warmups=args.num_warmups)
     )

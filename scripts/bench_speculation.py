@@ -2,6 +2,7 @@
 
     python -m scripts.bench_speculation --device cpu --max-model-len 512
     python -m scripts.bench_speculation --speculative-config '{"method": "ngram", "num_speculative_tokens": 5}'
+    python -m scripts.bench_speculation --speculative-config '{"method": "draft_model", "num_speculative_tokens": 3}'
 
 Two runners, one of them with drafts, serve the same greedy requests in turns, and the best run of each counts. Two of
 the texts repeat themselves, as edits and quotes do (a list that is written again, JSON records); the third is a story,

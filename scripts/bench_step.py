@@ -2,6 +2,7 @@
 
 python -m scripts.bench_step --model FOLDER --load-format dummy --dtype float32 --rows 1,4,16,64 --context 256
 python -m scripts.bench_step --model preset:llama-3.2-1b --load-format dummy --prefill 128,512 --variant sample
+python -m scripts.bench_step --dispatch llama-3.1-8b,llama-3.1-70b   # what a call with so many arguments costs the host
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     step.add_argument("--top-p", type=float, default=1.0, help="with --variant sample")
     step.add_argument("--top-k", type=int, default=0, help="with --variant sample")
     step.add_argument("--steps", type=int, default=20)
+    step.add_argument("--dispatch", type=_names, help="time only calls with the arguments of these presets' steps")
     step.add_argument("--json", type=local_path, help="write the figures here, too")
     add_debug_flag(p)
     return p
@@ -38,6 +40,8 @@ def parser() -> argparse.ArgumentParser:
 
 def bench(args: argparse.Namespace, argv: list[str]) -> int:
     """Times each step and its matrix products alone, prints them, and returns the exit code."""
+    if args.dispatch:
+        return bench_dispatch(args.dispatch)
     from scripts.wiring.engine import build_runner
 
     needed = args.context + max([*args.prefill, args.steps + 8])
@@ -71,6 +75,27 @@ def bench(args: argparse.Namespace, argv: list[str]) -> int:
         figures = [asdict(t) | {"tokens_per_s": t.tokens_per_s, "ratio": t.ratio} for t in timings]
         args.json.write_text(json.dumps({"command": argv, "steps": figures}, indent=1))
     return 0
+
+
+def bench_dispatch(presets: list[str]) -> int:
+    """Times a call with the arguments of each preset's step, on one device and on all of them."""
+    import jax
+
+    from scripts.benchmarks.dispatch import time_dispatch
+
+    print(f"{'':18}{'devices':>9}{'layers':>9}{'arguments':>11}{'wall us':>9}{'CPU us':>9}")
+    for name in presets:
+        for num_devices in sorted({1, len(jax.devices())}):
+            call = time_dispatch(name, num_devices)
+            print(
+                f"{name:18}{num_devices:9}{call.num_layers:9}{call.num_arguments:11}{call.wall_us:9.0f}{call.cpu_us:9.0f}",
+                flush=True,
+            )
+    return 0
+
+
+def _names(text: str) -> list[str]:
+    return [part for part in text.split(",") if part]
 
 
 def _ints(text: str) -> list[int]:

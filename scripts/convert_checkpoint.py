@@ -77,16 +77,20 @@ def convert(
     from model.loading.orbax_format import save_orbax
     from model.loading.stored_weights import CONVERTED, find_weights
     from model.network.sharding import make_mesh
-    from model.quantization.forms import EightBit
+    from model.quantization.forms import Activations, EightBit, Rounding
 
     started = time.perf_counter()
     stored = find_weights(origin, source.config, "safetensors")
     kept, reason = choose_dtype(dtype, stored)
     mesh = make_mesh(num_shards) if num_shards > 1 else None
     form = EightBit(quantization) if quantization else stored.quantization
-    model = stored.load(dtype=kept, mesh=mesh, quantization=form)
+    activations = stored.activations
+    if activations is Activations.STATIC and form is not stored.quantization:
+        activations = Activations.DYNAMIC  # the stored scales of inputs are for the stored type
+    rounding = Rounding(is_static=True) if activations is Activations.STATIC else None
+    model = stored.load(dtype=kept, mesh=mesh, quantization=form, rounding=rounding)
     loaded = time.perf_counter()
-    save_orbax(model, folder / CONVERTED, stored.config, stored.kv_ranges())
+    save_orbax(model, folder / CONVERTED, stored.config, stored.kv_ranges(), activations)
     if source.kind is Kind.GGUF:
         from scripts.wiring.gguf_files import write_small_files
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from model.inputs.json_file import read_text
 from model.inputs.limits import MAX_TEMPLATE_BYTES
-from model.inputs.paths import local_path
+from model.inputs.paths import check_local, local_path
 from model.loading.source import DEMO, Kind, ModelSource, resolve
 from scripts.wiring.cluster import add_cluster_flags, cluster_of
 from scripts.wiring.compatibility import add_compatibility_flags, log_warnings
@@ -39,7 +39,7 @@ LEADER = "scripts.wiring.several_hosts:build_leader"
 FOLLOWER = "scripts.wiring.several_hosts:build_follower"
 KEY_VARIABLE = "PALLAS_SERVE_API_KEY"
 CONNECTION_FLAGS = {
-    "max_connections": ("N", int, "more are answered 503 (default: as many as `ulimit -Hn` allows, at most 8192)"),
+    "max_connections": ("N", int, "more are answered 503 (default: `ulimit -Hn`, to 8192)"),
     "head_timeout_s": ("S", float, "for a request's head, and for the first byte on a connection"),
     "body_timeout_s": ("S", float, "a request's body may pause so long, or lag so far behind 1 KiB/s"),
     "idle_timeout_s": ("S", float, "between a connection's requests"),
@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="KEY",
-        help="asked for but by /health, /live, /ping, /version, /metrics",
+        help="asked for, but not by probes and /metrics",
     )
     server.add_argument("--api-key-all-routes", action="store_true", help="asked for by these, too")
     server.add_argument("--admin-api-key", nargs="+", default=[], metavar="KEY", help="for administrators' routes")
@@ -85,6 +85,8 @@ def parser() -> argparse.ArgumentParser:
         "--chat-template", type=local_path, metavar="FILE", help="a Jinja file in place of the model's own"
     )
     server.add_argument("--trust-request-chat-template", action="store_true", help="run templates of requests")
+    generation_help = "vllm: not the model's; or a folder with one"
+    server.add_argument("--generation-config", default="auto", metavar="FROM", help=generation_help)
     server.add_argument(
         "--override-generation-config", metavar="JSON", help="""defaults of requests: '{"temperature": 0.5}'"""
     )
@@ -92,13 +94,13 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument("--no-enable-auto-tool-choice", dest="enable_auto_tool_choice", action="store_false")
     server.add_argument("--enable-auto-tool-choice", action="store_true", default=True, help=argparse.SUPPRESS)
     server.add_argument("--allowed-origins", nargs="+", default=["*"], metavar="ORIGIN", help="CORS (default: all)")
+    server.add_argument("--enable-force-include-usage", action="store_true", help="usage at the end of all streams")
     server.add_argument("--strict-fields", action="store_true", help="refuse fields of a request that are unknown")
     server.add_argument("--max-concurrent-per-key", type=int, metavar="N", help="requests of one API key; then 429")
     server.add_argument("--queue-timeout", type=float, metavar="S", help="refuse requests that waited so long")
     server.add_argument(
         "--max-request-logprobs", type=int, default=DEFAULT_MAX_REQUEST_LOGPROBS, metavar="N",
-        help="log-probabilities of one request: n x max_tokens x (logprobs + 1), and the prompt's likewise; more are "
-        "refused, and an output without max_tokens ends there (default: %(default)s)",
+        help="n x max_tokens x (logprobs + 1) of a request, its prompt's likewise (default: %(default)s)",
     )  # fmt: skip
     defaults = {field.name: field.default for field in dataclasses.fields(Settings)}
     for name, (metavar, kind, text) in CONNECTION_FLAGS.items():
@@ -143,6 +145,7 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         ui=args.ui,
         otlp_traces_endpoint=args.otlp_traces_endpoint,
         version=version(),
+        force_usage=args.enable_force_include_usage,
         queue_timeout_s=args.queue_timeout,
         strict_fields=args.strict_fields,
         trust_request_chat_template=args.trust_request_chat_template,
@@ -154,7 +157,17 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
 
 
 def _generation_defaults(args: argparse.Namespace, source: ModelSource) -> GenerationDefaults:
-    defaults = GenerationDefaults.from_folder(source.path) if source.path else GenerationDefaults()
+    defaults = GenerationDefaults()
+    match args.generation_config:
+        case "vllm":
+            pass
+        case "auto":
+            defaults = defaults if source.path is None else GenerationDefaults.from_folder(source.path)
+        case folder:
+            check_local(folder, "--generation-config")
+            if not (Path(folder) / "generation_config.json").is_file():
+                raise ValueError(f"--generation-config {folder}: there is no generation_config.json in this folder")
+            defaults = GenerationDefaults.from_folder(Path(folder))
     changes = args.override_generation_config
     return defaults if changes is None else defaults.overridden(changes, where="--override-generation-config")
 

@@ -1,27 +1,34 @@
 """Compares admission policies in simulated time: the real scheduler over a device that only costs time.
 
+    python -m scripts.simulate --long-prompts 512 2048 [--trace FILE]
     python -m scripts.simulate [--trace FILE] [--num-requests 600] [--pools 16384 65536] [--contexts 8192 131072]
 
 All requests of a workload arrive at once. A step takes 8 ms, and 0.02 ms more per padded token. Three policies are
 compared: the scheduler's own forecast; admission as soon as the pages of the known tokens are free, with a preemption
 as soon as a page is missing; and a clairvoyant policy that knows every output's length and never runs out of pages.
+
+With --long-prompts, values of --long-prefill-token-threshold are compared on prompts of 100,000 tokens among short
+ones: latencies of the short ones, and the time to the first token of the long ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
+from batcher.long_prompts import LongPrompts
+from scripts.benchmarks.load.arrivals import arrival_times
 from scripts.benchmarks.load.lengths import Trace
 from scripts.benchmarks.load.presets import TRAFFIC
 from scripts.benchmarks.simulation.machine import Machine, Result, SimulatedRequest, simulate
 from scripts.benchmarks.simulation.policies import AdmitIfFree, Clairvoyant
 
 PAGE_SIZE = 64  # tokens
+LONG = 100_000  # tokens of a long prompt
 LIMITS = ("none", "2048", "exact", "mixed")
 # (prompt, output): "conversation" has the distribution of Azure's trace; "code" has longer prompts and short outputs.
 _SYNTHETIC = {"conversation": TRAFFIC["chat"], "code": TRAFFIC["code"]}
@@ -109,6 +116,46 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[str, list[SimulatedRequest
     yield "64 chats after 20 short answers, context 131,072, pool 524,288", chats_after_short_answers(), chats
 
 
+def burst_behind_a_long_prompt() -> list[SimulatedRequest]:
+    """A prompt of 100,000 tokens, then 50 short ones."""
+    short = SimulatedRequest(arrival_s=0.1, num_prompt=200, num_output=50)
+    return [SimulatedRequest(arrival_s=0.0, num_prompt=LONG, num_output=50)] + [short] * 50
+
+
+def chats_among_long_prompts(count: int, trace: Path | None) -> list[SimulatedRequest]:
+    """Chats at four a second, and a prompt of 100,000 tokens every ten seconds."""
+    prompts, outputs = lengths("conversation", count, trace)
+    times = arrival_times(count, rate=4.0, burstiness=1.0, random=np.random.default_rng(1))
+    requests = [
+        SimulatedRequest(arrival_s=float(at), num_prompt=int(prompt), num_output=int(output))
+        for at, prompt, output in zip(times, prompts, outputs, strict=True)
+    ]
+    long = [
+        SimulatedRequest(arrival_s=float(at), num_prompt=LONG, num_output=50) for at in np.arange(0.0, times[-1], 10.0)
+    ]
+    return sorted(requests + long, key=lambda request: request.arrival_s)
+
+
+def long_prompt_rows(thresholds: Iterable[int], num_requests: int, trace: Path | None) -> Iterator[str]:
+    """Lines of Markdown: latencies in seconds with each threshold, and with none."""
+    machine = Machine(max_model_len=131072, num_pages=1048576 // PAGE_SIZE, page_size=PAGE_SIZE)
+    workloads = {
+        "50 prompts of 200 behind one of 100,000": burst_behind_a_long_prompt(),
+        "chats among prompts of 100,000": chats_among_long_prompts(num_requests, trace),
+    }
+    yield "| workload | threshold | steps | TTFT p50 / p99 | ITL p50 / p99 | TTFT of long prompts p50 / p99 |"
+    yield "|---|---|---|---|---|---|"
+    for name, requests in workloads.items():
+        for threshold in (0, *thresholds):
+            result = simulate(requests, machine, long_prompts=LongPrompts(threshold=threshold))
+            short = [served.ttft for served in result.served if served.num_prompt < LONG]
+            long = [served.ttft for served in result.served if served.num_prompt == LONG]
+            figures = [
+                f"{p50:.3f} / {p99:.3f}" for p50, p99 in (np.percentile(x, [50, 99]) for x in (short, result.itl, long))
+            ]
+            yield f"| {' | '.join([name, str(threshold or 'none'), f'{result.num_steps:,}', *figures])} |"
+
+
 def table_row(name: str, row: Row) -> str:
     """A line of Markdown: steps, preemptions, recomputed tokens and worst inter-token latency of each policy."""
     steps = [f"{result.num_steps:,}" for result in row.values()]
@@ -124,8 +171,13 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--contexts", type=int, nargs="+", default=[8192, 131072], metavar="TOKENS")
     p.add_argument("--pools", type=int, nargs="+", default=[16384, 65536, 131072, 524288], metavar="TOKENS")
     p.add_argument("--limits", nargs="+", choices=LIMITS, default=LIMITS)
+    p.add_argument("--long-prompts", type=int, nargs="+", metavar="TOKENS", help="compare these thresholds instead")
     args = p.parse_args(argv)
     try:
+        if args.long_prompts:
+            for line in long_prompt_rows(args.long_prompts, args.num_requests, args.trace):
+                print(line, flush=True)
+            return 0
         print(
             "| workload | steps: forecast | admit if free | clairvoyant "
             "| preemptions / recomputed tokens / worst ITL, s: forecast | admit if free | clairvoyant |"

@@ -50,6 +50,6 @@ def _plan(backend: Backend, page_size: int, *, rehearse: bool) -> Any:
         ragged = "1 x 64k + 63 x 512"  # no peer takes it
         return replace(plan, decodes={name: lens for name, lens in plan.decodes.items() if name != ragged})
     return replace(
-        plan, decodes={"64 x 2k": [20]}, prefills={"1 x 8k": [16]}, layers=1, batches=1, calls=1, copy_bytes=1 << 12,
-        product_size=16,
+        plan, decodes={"64 x 2k": [20]}, prefills={"1 x 8k": [16]}, short_chunks={}, layers=1, batches=1,
+        calls=1, copy_bytes=1 << 12, product_size=16,
     )  # fmt: skip

@@ -103,11 +103,16 @@ def row_logits(
 
 
 class Trainer:
-    """Parameters as a flat dictionary by path ("layers.0.mlp.down.kernel"), and the compiled step."""
+    """Parameters as a flat dictionary by path ("layers.0.mlp.down.kernel"), and the compiled step.
 
-    def __init__(self, config: LlamaConfig, schedule: Schedule):
+    Args:
+        teacher: a model with the same tokens, whose distributions are learned in place of the text's next tokens.
+    """
+
+    def __init__(self, config: LlamaConfig, schedule: Schedule, teacher: Llama | None = None):
         self.config = config
         self.schedule = schedule
+        self.teacher = teacher
         model = Llama(config, dtype=jnp.float32, rngs=nnx.Rngs(schedule.seed))
         self._graph, state = nnx.split(model, nnx.Param)
         flat = list(nnx.to_flat_state(state))
@@ -128,16 +133,25 @@ class Trainer:
         flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
         self.params = {".".join(map(str, path)): jnp.array(variable.get_value()) for path, variable in flat}
 
-    def _loss(self, params: Arrays, batch: dict[str, jax.Array]) -> jax.Array:
-        logits = row_logits(self.model(params), batch["tokens"], batch["positions"], batch["samples"])
-        aimed = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
+    def _loss(self, params: Arrays, batch: dict[str, jax.Array], teacher: Llama | None) -> jax.Array:
+        read = (batch["tokens"], batch["positions"], batch["samples"])
+        logits = row_logits(self.model(params), *read)
+        if teacher is None:
+            aimed = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
+        else:
+            aimed = jnp.sum(jax.nn.softmax(row_logits(teacher, *read)) * logits, axis=-1)
         losses = jax.nn.logsumexp(logits, axis=-1) - aimed
         return jnp.vdot(losses, batch["weights"]) / jnp.sum(batch["weights"])
 
     def _step(
-        self, params: Arrays, state: dict[str, Arrays], batch: dict[str, jax.Array], step: jax.Array
+        self,
+        params: Arrays,
+        state: dict[str, Arrays],
+        batch: dict[str, jax.Array],
+        step: jax.Array,
+        teacher: Llama | None,
     ) -> tuple[Arrays, dict[str, Arrays], jax.Array]:
-        loss, gradients = jax.value_and_grad(self._loss)(params, batch)
+        loss, gradients = jax.value_and_grad(self._loss)(params, batch, teacher)
         params, state = self.optimizer.update(params, gradients, state, step, self.schedule.rate(step))
         return params, state, loss
 
@@ -158,7 +172,7 @@ class Trainer:
         while self.step < last:
             batch = vars(self.schedule.batch(self.step, corpus, encoder))
             step = jnp.float32(self.step)
-            self.params, self.state, loss = self._train_step(self.params, self.state, batch, step)
+            self.params, self.state, loss = self._train_step(self.params, self.state, batch, step, self.teacher)
             losses.append(loss)
             num_tokens += batch["tokens"].size
             self.step += 1

@@ -15,12 +15,21 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Message
 
+from batcher.delivery import Tokens
 from batcher.engine import Engine
 from batcher.errors import InvalidRequestError
 from batcher.request import FinishReason, RequestOutput
 from batcher.stats import EngineStats
-from server.engine.client import Sink
-from server.engine.wire import EngineInfo, Output, WireRequest, failure, output_to_wire, requests_from_wire
+from server.engine.sinks import Sink
+from server.engine.wire import (
+    EngineInfo,
+    Output,
+    WireRequest,
+    failure,
+    output_to_wire,
+    requests_from_wire,
+    tokens_to_wire,
+)
 
 
 class InProcessEngineClient:
@@ -37,7 +46,9 @@ class InProcessEngineClient:
         self._sinks: dict[str, Sink] = {}
         self._token_ids: dict[str, list[int]] = {}
         self._lock = threading.Lock()
-        self._arrived: list[RequestOutput] = []
+        self._names: dict[int, str] = {}  # number -> id of the requests that the engine has
+        self._arrived: list[RequestOutput | Tokens] = []
+        engine.listen(self._hear)
 
     @property
     def stats(self) -> EngineStats:
@@ -59,7 +70,7 @@ class InProcessEngineClient:
             if not request.embeds:
                 self._token_ids[request.request_id] = []
             try:
-                self._engine.add_request(request, self._on_output)
+                self._engine.add_request(request, self._hear)
             except InvalidRequestError as error:
                 refusal = failure(request.request_id, str(error), status=400, param=error.param)
                 self._loop.call_soon(self._deliver, refusal)
@@ -78,10 +89,10 @@ class InProcessEngineClient:
         """The drawn ids of a finished request, including the one that ended it. Call it once per request."""
         return self._token_ids.pop(request_id)
 
-    def _on_output(self, output: RequestOutput) -> None:
-        """Runs on the engine's thread. All outputs of a step wake the event loop once."""
+    def _hear(self, news: RequestOutput | Tokens) -> None:
+        """Runs on the engine's thread. All that a step has wakes the event loop once."""
         with self._lock:
-            self._arrived.append(output)
+            self._arrived.append(news)
             if len(self._arrived) > 1:
                 return
         self._loop.call_soon_threadsafe(self._deliver_arrived)
@@ -89,11 +100,27 @@ class InProcessEngineClient:
     def _deliver_arrived(self) -> None:
         with self._lock:
             arrived, self._arrived = self._arrived, []
-        for output in arrived:
-            for part in _token_by_token(output_to_wire(output)):
-                self._deliver(part)
+        for news in arrived:
+            if isinstance(news, RequestOutput):
+                for part in _token_by_token(output_to_wire(news)):
+                    self._deliver(part)
+            else:
+                for number, token_ids in tokens_to_wire(news).rows():
+                    self._deliver_tokens(self._names[number], token_ids)
+
+    def _deliver_tokens(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """One by one: after a stop string, which the sink finds, none is taken in."""
+        for token in token_ids:
+            sink = self._sinks.get(request_id)
+            if sink is not None:
+                self._token_ids[request_id].append(token)
+                sink.on_tokens((token,))
 
     def _deliver(self, output: Output) -> None:
+        if output.finish_reason is None:
+            self._names[output.number] = output.request_id
+        else:
+            self._names.pop(output.number, None)
         sink = self._sinks.get(output.request_id)
         if sink is None:  # aborted in the meantime
             return
@@ -110,7 +137,13 @@ def _token_by_token(output: Output) -> list[Output]:
     """An output of several tokens as one of each: after a stop string, which the sink finds, none is taken in."""
     ids, scores = output.token_ids, output.logprobs
     parts = [
-        Output(output.request_id, [token], None, None, output.num_cached_tokens, scores and scores[i : i + 1])
+        Output(
+            output.request_id,
+            [token],
+            num_cached_tokens=output.num_cached_tokens,
+            logprobs=scores and scores[i : i + 1],
+            number=output.number,
+        )
         for i, token in enumerate(ids[:-1])
     ]
     if parts:

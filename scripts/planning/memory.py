@@ -136,7 +136,9 @@ def size_up(settings: EngineSettings, target: Target, chips: int, device_gib: fl
     if settings.load_format != "dummy" and source.path is not None and has_weights(source.path):
         stored = find_weights(source.path, config, settings.load_format)
         config = stored.config
-    quantization, _ = choose_quantization(settings.quantization, stored, reads_fp8=chip.reads_fp8)
+    quantization, _ = choose_quantization(
+        settings.quantization, stored, reads_fp8=chip.reads_fp8, rounded_rows=chip.rounded_rows
+    )
     mesh = AbstractMesh((chips,), (TENSOR_AXIS,))
     dtype, _ = choose_dtype(settings.dtype, config.checkpoint_dtype, platform)
     max_model_len = choose_model_len(settings.max_model_len, config.max_position_embeddings)

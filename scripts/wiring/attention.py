@@ -84,7 +84,8 @@ def choose_attention(
 
 
 def self_test_programs(buckets: BucketConfig) -> list[Program]:
-    """The shapes of the self-test: those of a mixed step of the engine, and of its largest decode-only step."""
+    """The shapes of the self-test: those of a mixed step of the engine, of its largest decode-only step, and of its
+    largest speculative step if it has any."""
     from batcher.buckets import BucketLadder
     from batcher.step import Variant
     from pallas_kernels.self_test import Program
@@ -93,20 +94,27 @@ def self_test_programs(buckets: BucketConfig) -> list[Program]:
     rows = min(buckets.max_num_seqs, tokens - 1)
     mixed = ladder.choose(tokens, rows, decode_only=False, variant=Variant.SAMPLE)
     most = buckets.max_num_seqs
-    return [Program(num_tokens=mixed.num_tokens, num_rows=mixed.num_rows), Program(num_tokens=most, num_rows=most)]
+    programs = [Program(num_tokens=mixed.num_tokens, num_rows=mixed.num_rows), Program(num_tokens=most, num_rows=most)]
+    if buckets.num_drafts:
+        most, each = buckets.max_draft_rows, 1 + buckets.num_drafts
+        programs.append(Program(num_tokens=most * each, num_rows=most, few_queries=True))
+    return programs
 
 
 def _tested(attention: PagedAttention, buckets: BucketConfig, platform: str, max_model_len: int) -> tuple[str, str]:
     """The result in a word, and a remark. Raises SelfTestError."""
     from model.compiling.compiler_options import compiler_options
-    from pallas_kernels.self_test import SelfTest
+    from pallas_kernels.self_test import LONGEST, LONGEST_ON_GPUS, SelfTest
     from pallas_kernels.spec import Backend
 
     if attention.backend is Backend.REFERENCE and platform == "cpu":
         return NOT_TESTED, f"attention backend {attention.backend}: a test is {NOT_TESTED}"
     started = time.perf_counter()
     pages_per_seq = -(-max_model_len // attention.spec.page_size)
-    test = SelfTest(attention, pages_per_seq=pages_per_seq, compiler_options=compiler_options(platform))
+    longest = LONGEST_ON_GPUS if platform == "gpu" else LONGEST
+    test = SelfTest(
+        attention, pages_per_seq=pages_per_seq, longest=longest, compiler_options=compiler_options(platform)
+    )
     with _warning_after(LONG_S, f"the self-test of the attention backend {attention.backend} takes long: {HANGS}"):
         passed = test.run(self_test_programs(buckets))
     seconds = time.perf_counter() - started

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from batcher.buckets import BucketLadder
+    from batcher.step import Bucket
     from model.loading.stored_weights import StoredWeights
-    from model.quantization.forms import EightBit
+    from model.quantization.forms import EightBit, Rounding
     from pallas_kernels.spec import Backend
 
 STEP_TIMEOUT_S = 30.0  # on a chip; programs have been run once before the first step
@@ -41,18 +43,22 @@ def choose_dtype(
 
 
 def choose_quantization(
-    asked: str | None, stored: StoredWeights | None, *, reads_fp8: bool
+    asked: str | None, stored: StoredWeights | None, *, reads_fp8: bool, rounded_rows: Mapping[str, int]
 ) -> tuple[EightBit | None, str | None]:
     """The stored form of the projections and the head (None: the computation's dtype), and a remark for the report.
 
     Args:
         reads_fp8: whether the chip converts fp8 as fast as it reads it, see `chips`.
+        rounded_rows: of the chip, see `chips`. If it multiplies any number of rows in fp8, it need not convert fp8,
+            unless the checkpoint's activations are exact.
 
     Raises:
         ValueError: a converted checkpoint has another form than `asked`, or a form that the chip reads slowly.
     """
-    from model.quantization.forms import EightBit
+    from model.quantization.forms import Activations, EightBit
 
+    can_round = stored is None or stored.activations is not Activations.EXACT
+    reads_fp8 = reads_fp8 or (can_round and rounded_rows.get(EightBit.FP8) == 1)
     held = None if stored is None else stored.quantization
     form = held if asked is None else EightBit(asked)
     if stored is not None and stored.is_converted:
@@ -71,6 +77,34 @@ def choose_quantization(
     if stored is not None and stored.packing is not None:
         return chosen, f"{stored.packing} checkpoint: requantised to {chosen} per row{reason}"
     return chosen, f"projections and head in {chosen}{reason}" + (f"; the checkpoint holds {held}" if held else "")
+
+
+def choose_rounding(
+    form: EightBit | None, stored: StoredWeights | None, *, reads_fp8: bool, rounded_rows: Mapping[str, int]
+) -> tuple[Rounding | None, str | None]:
+    """How the inputs of projections of `form` are rounded (None: not at all), and a remark for the report.
+
+    A checkpoint whose activations are exact keeps them so. One whose activations are quantised is computed as it is
+    written, for any number of rows. For others the chip decides by the rows of the step.
+
+    Args:
+        reads_fp8: whether the chip converts fp8 as fast as it reads it. Otherwise the head's inputs are rounded, too.
+        rounded_rows: of the chip, see `chips`.
+    """
+    from model.quantization.forms import Activations, EightBit, Rounding
+
+    stated = None if stored is None else stored.activations
+    if form is None or form not in rounded_rows or stated is Activations.EXACT:
+        return None, None
+    is_static = stated is Activations.STATIC and stored is not None and form is stored.quantization
+    rounding = Rounding(
+        min_rows=rounded_rows[form] if stated is None else 1,
+        is_static=is_static,
+        with_head=form is EightBit.FP8 and not reads_fp8,
+    )
+    scales = "with the checkpoint's scales" if is_static else "each token with its own scale"
+    steps = f" in steps of {rounding.min_rows} tokens or more" if rounding.min_rows > 1 else ""
+    return rounding, f"inputs of projections are rounded to {form}, too, {scales}{steps}"
 
 
 def choose_kv_dtype(
@@ -106,20 +140,33 @@ def choose_model_len(asked: int | None, trained: int) -> int:
     return asked or trained
 
 
-def reads_fp8(platform: str) -> bool:
-    """Whether the attached devices convert fp8 as fast as they read it."""
+def eight_bit_products(platform: str) -> dict[str, Any]:
+    """The attached devices' `reads_fp8` and `rounded_rows`, as `chips` has them."""
     import jax
 
-    from pallas_kernels.chips import TPUS, arch_reads_fp8
+    from pallas_kernels.chips import TPUS, arch_reads_fp8, arch_rounded_rows
 
     if platform == "gpu":
-        major, minor = jax.devices()[0].compute_capability.split(".")
-        return arch_reads_fp8((int(major), int(minor)))
+        major, minor = map(int, jax.devices()[0].compute_capability.split("."))
+        return {"reads_fp8": arch_reads_fp8((major, minor)), "rounded_rows": arch_rounded_rows((major, minor))}
     if platform == "tpu":
         from pallas_kernels.tpu.blocks import this_chip
 
-        return TPUS[this_chip()].reads_fp8
-    return False
+        chip = TPUS[this_chip()]
+        return {"reads_fp8": chip.reads_fp8, "rounded_rows": chip.rounded_rows}
+    return {"reads_fp8": False, "rounded_rows": {}}
+
+
+def choose_later_programs(ladder: BucketLadder, platform: str, *, all_first: bool, num_hosts: int) -> list[Bucket]:
+    """The programs that may be compiled while the engine serves.
+
+    A chip has none: a GPU's compiler times kernels on the chip, and a program that does not fit must be an error at the
+    start. Several hosts have none: the leader does not know which programs the others have.
+    """
+    if platform != "cpu" or all_first or num_hosts > 1:
+        return []
+    first = set(ladder.needed_first())
+    return [bucket for bucket in ladder.buckets() if bucket not in first]
 
 
 def choose_step_timeout(asked: float | None, platform: str) -> float | None:

@@ -1,4 +1,7 @@
-"""Flags of vLLM's command line without a meaning here: they are accepted with a warning, or refused with a reason."""
+"""Flags of vLLM's command line without a meaning here: they are accepted with a warning, or refused with a reason.
+
+vLLM's other flags are unknown, and refused by name.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 
 logger = logging.getLogger("pallas_serve")
 
-# flags without a value -> the behaviour without them
+# flags -> the behaviour without them
 WITHOUT_EFFECT = {
     "--enforce-eager": "every step is a program that was compiled before the first request",
     "--enable-chunked-prefill": "prompts are always computed in chunks",
@@ -21,11 +24,32 @@ WITHOUT_EFFECT = {
     "--disable-frontend-multiprocessing": "the engine always runs in a process of its own",
     "--enable-prompt-tokens-details": "usage always says how many tokens of a prompt were cached",
     "--async-scheduling": "the next step is always scheduled while the device runs: --pipeline-depth",
+    "--enable-log-requests": "requests are not logged",
+    "--enable-request-id-headers": "answers always have the header X-Request-Id",
+    "--enable-server-load-tracking": "/load always counts the running requests",
+    "--api-server-count": "one process serves HTTP",
+    "--compilation-config": "every step is a program that was compiled before the first request",
+    "--distributed-executor-backend": "one process drives the chips of an engine on each host",
+    "--guided-decoding-backend": "grammars are compiled by llguidance",
+    "--max-seq-len-to-capture": "every step is a program that was compiled before the first request",
+    "--swap-space": "a request that gives up its pages is computed again",
 }
 REFUSED = {
     "--trust-remote-code": "no code of a checkpoint is ever run: only Llama 3's architecture is known",
     "--pipeline-parallel-size": "a model is shared by heads only: --tensor-parallel-size",
     "--enable-lora": "LoRA is not supported yet",
+    "--lora-modules": "LoRA is not supported yet",
+    "--cpu-offload-gb": "weights are on the chips only: --tensor-parallel-size, --quantization",
+    "--enable-expert-parallel": "the model has no experts",
+    "--enable-sleep-mode": "weights stay on the chips as long as the server runs",
+    "--hf-overrides": "the checkpoint's config is served as it is",
+    "--kv-transfer-config": "moving K/V between servers is not supported yet",
+    "--limit-mm-per-prompt": "input other than text is not supported yet",
+    "--reasoning-parser": "reasoning apart from the answer is not supported yet",
+    "--return-tokens-as-token-ids": "requests ask for it: the field `return_tokens_as_token_ids`",
+    "--revision": "only the newest revision is downloaded; --model takes a folder with another one",
+    "--rope-scaling": "the checkpoint's config is served as it is",
+    "--tool-parser-plugin": "no code of a plug-in is ever run: --tool-call-parser",
 }
 # values, and whether they mean --enable-embeddings; text is generated with all of them
 EMBEDDING_FLAGS = {
@@ -33,7 +57,12 @@ EMBEDDING_FLAGS = {
     "--runner": {"auto": False, "generate": False, "pooling": True},
     "--convert": {"auto": False, "none": False, "embed": True},
 }
-WITH_VALUE = {"--pipeline-parallel-size"}
+WITH_VALUE = frozenset(
+    "--api-server-count --compilation-config --cpu-offload-gb --distributed-executor-backend --guided-decoding-backend "
+    "--hf-overrides --kv-transfer-config --limit-mm-per-prompt --lora-modules --max-seq-len-to-capture "
+    "--pipeline-parallel-size --reasoning-parser --revision --rope-scaling --swap-space --tool-parser-plugin".split()
+)
+HARMLESS = {"--pipeline-parallel-size": "1", "--cpu-offload-gb": "0"}
 
 
 class _Warn(argparse.Action):
@@ -43,7 +72,7 @@ class _Warn(argparse.Action):
 
 class _Refuse(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None):
-        if flag == "--pipeline-parallel-size" and values == "1":
+        if flag in HARMLESS and values == HARMLESS[flag]:
             return
         parser.error(f"{flag}: {REFUSED[flag]}")
 
@@ -57,7 +86,8 @@ def add_compatibility_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags, hidden from the help. The namespace's `compatibility_warnings` has the warnings."""
     parser.set_defaults(compatibility_warnings=[])
     for flag in WITHOUT_EFFECT:
-        parser.add_argument(flag, dest="compatibility_warnings", nargs=0, action=_Warn, help=argparse.SUPPRESS)
+        nargs = None if flag in WITH_VALUE else 0
+        parser.add_argument(flag, dest="compatibility_warnings", nargs=nargs, action=_Warn, help=argparse.SUPPRESS)
     for flag, values in EMBEDDING_FLAGS.items():
         parser.add_argument(flag, choices=values, action=_Embed, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     for flag in REFUSED:

@@ -12,6 +12,8 @@ from model.inputs.json_file import read_text
 
 CONFIG = "--config"
 MAX_CONFIG_BYTES = 2**20
+# Switches that are on without a flag. The value `false` of any other switch is its default.
+ON_BY_DEFAULT = ("enable-auto-tool-choice", "enable-chunked-prefill", "enable-prefix-caching")
 
 
 def with_config(argv: Sequence[str]) -> list[str]:
@@ -58,7 +60,7 @@ def _flag(name: str, value: Any, file: Path) -> Iterator[str]:
         case True:
             yield f"--{name}"
         case False:
-            if name.startswith("enable-"):  # the other switches are off by default
+            if name in ON_BY_DEFAULT:
                 yield f"--no-{name}"
         case None:
             return

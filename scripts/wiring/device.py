@@ -70,3 +70,8 @@ def compile_cache_folder(asked: str | None) -> Path | None:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     check_local(base, "XDG_CACHE_HOME")
     return Path(base) / "pallas-serve" / "compiled"
+
+
+def export_cache_folder(asked: str | None) -> Path | None:
+    """The folder of executables; None: they are not kept."""
+    return None if asked is None else expanded(asked, "--export-cache")

@@ -6,28 +6,24 @@ The engine's process calls `build_served`. Offline generation calls `build` in i
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from batcher.buckets import BucketConfig, BucketLadder
+from batcher.buckets import BucketLadder
 from batcher.config import EngineConfig, Scheduling
 from batcher.engine import Engine
 from batcher.grammar import Grammars
-from batcher.step import Runner
+from batcher.step import Bucket, Runner
 from scripts.wiring.attention import choose_attention
 from scripts.wiring.backends import Backends, own_backends
-from scripts.wiring.choices import (
-    choose_kv_dtype,
-    choose_model_len,
-    choose_step_timeout,
-)
-from scripts.wiring.device import compile_cache_folder, find_device, start_jax
-from scripts.wiring.kv_scales import find_kv_scales
-from scripts.wiring.limits import WEIGHTS_COST_TOKENS, bucket_config, runner_config
+from scripts.wiring.changeable import ChangeableEngine
+from scripts.wiring.choices import choose_later_programs, choose_model_len, choose_step_timeout
+from scripts.wiring.device import compile_cache_folder, export_cache_folder, find_device, start_jax
+from scripts.wiring.draft import ChosenDraft, choose_draft, draft_cost
+from scripts.wiring.limits import WEIGHTS_COST_TOKENS, bucket_config, long_prompts, runner_config
+from scripts.wiring.load import Report, load, phase
 from scripts.wiring.model_on_chips import ModelOnChips
 from scripts.wiring.parallel import choose_num_chips, describe_idle
 from scripts.wiring.replicas import claim_chips
@@ -45,9 +41,6 @@ if TYPE_CHECKING:
     from pallas_kernels.api import PagedAttention
     from server.text.tokenizer import Tokenizer
 
-Report = Callable[[str], None]
-GIB = 1 << 30
-
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
@@ -55,11 +48,16 @@ class Built:
 
     runner: ModelRunner
     ladder: BucketLadder
+    may_wait: tuple[Bucket, ...]  # programs that may be compiled while an engine serves
     eos_token_ids: tuple[int, ...]
     settings: EngineSettings
     step_timeout_s: float | None  # None: a step may take any time
     weights_cost_tokens: float  # see `limits`
+    draft_cost: float  # of a pass of the draft model, as a share of the model's; 0: there is none
     info: EngineInfo
+    weights: ChosenWeights
+    platform: str
+    reload: Callable[[ChosenWeights], None]  # loads other weights into the runner
 
     def engine(
         self,
@@ -78,13 +76,23 @@ class Built:
             eos_token_ids=self.eos_token_ids,
             scheduling=Scheduling(scheduling or settings.scheduling),
             prefix_caching=settings.enable_prefix_caching,
+            long_prompts=long_prompts(settings, self.info.max_model_len),
             max_waiting=settings.max_queue,
             pipeline_depth=settings.pipeline_depth,
             weights_cost_tokens=self.weights_cost_tokens,
+            draft_cost=self.draft_cost,
             step_timeout_s=self.step_timeout_s,
             seed=settings.seed,
         )
         return Engine(runner or self.runner, config, self.ladder, on_death=on_death, grammars=grammars)
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Where programs are kept between starts; None: nowhere."""
+
+    compiled: Path | None
+    exported: Path | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +105,16 @@ class OtherHosts:
     """From the pages that this host has room for, and facts that must be equal on all hosts: the pages to use."""
 
 
-def build_served(served: ServedSettings, report: Report) -> tuple[Engine, EngineInfo]:
-    """`build` for the server, which reads the tokens for structured output while programs are compiled."""
+def build_served(served: ServedSettings, report: Report) -> tuple[ChangeableEngine, EngineInfo]:
+    """`build` for the server, which may change the weights. Tokens for structured output are read while programs are
+    compiled."""
     settings = served.engine
     if served.num_replicas > 1:
         settings = claim_chips(served, find_device() if settings.device == "auto" else settings.device)
-    return build(settings, report, served_tokenizer(served), read_tokens=True)
+    built = build_runner(settings, report, compile_meanwhile=True)
+    engine = warm_engine(built, report, served_tokenizer(served), read_tokens=True)
+    changeable = ChangeableEngine(engine, built.runner, built.reload, settings, built.weights, built.platform)
+    return changeable, built.info
 
 
 def served_tokenizer(served: ServedSettings) -> Callable[[int], Tokenizer]:
@@ -157,7 +169,7 @@ def warm_engine(
         if read_tokens:
             threading.Thread(target=grammars.load, name="vocabulary", daemon=True).start()
     engine = built.engine(grammars=grammars, runner=runner)
-    engine.warm_up(lambda line: report(f"  {line}"))
+    engine.warm_up(lambda line: report(f"  {line}"), built.may_wait)
     return engine
 
 
@@ -172,15 +184,17 @@ def build_runner(
     """A runner with its weights on the device and its pages allocated.
 
     Args:
-        compile_meanwhile: the programs of all buckets are being compiled for the warm-up; otherwise nothing is
-            compiled yet.
+        compile_meanwhile: the programs of all buckets but `Built.may_wait` are being compiled for the warm-up;
+            otherwise nothing is compiled yet.
         backends: the candidates for the attention backend, if not those of `pallas_kernels.api`.
         others: the other hosts of this engine, which all build the same runner; None: there are none.
     """
     import jax
 
     num_hosts = 1 if others is None else others.num_hosts
-    with _phase("start", report) as say:
+    if others is not None and settings.export_cache is not None:
+        raise ValueError("--export-cache: programs of several hosts cannot be exported; --compile-cache keeps them")
+    with phase("start", report) as say:
         platform = start_jax(settings, None if others is None else others.join, num_hosts=num_hosts)
         num_devices, kind = jax.device_count(), jax.devices()[0].device_kind
         say(f"jax on {num_devices} x {kind}" + ("" if others is None else f" of {num_hosts} hosts"))
@@ -188,17 +202,14 @@ def build_runner(
     candidates = backends.candidates(settings.attention_backend, platform)
     weights = choose_weights(settings, platform)
     max_model_len = choose_model_len(settings.max_model_len, weights.config.max_position_embeddings)
+    draft = choose_draft(settings, weights, platform, max_model_len)
     buckets = bucket_config(settings, platform)
     limits = runner_config(settings, buckets, max_model_len)
-    on_chips = partial(
-        ModelOnChips,
-        weights.config,
-        settings=settings,
-        limits=limits,
-        dtype=weights.dtype,
-        quantization=weights.quantization,
-        platform=platform,
-    )
+
+    def on_chips(number: int) -> ModelOnChips:
+        of_draft = None if draft is None else _on_chips(draft.weights, number, draft.settings, limits, platform)
+        return _on_chips(weights, number, settings, limits, platform, draft=of_draft)
+
     num_chips = choose_num_chips(
         settings.tensor_parallel_size,
         num_devices,
@@ -208,8 +219,8 @@ def build_runner(
     )
     report(f"  chips             {describe_idle(num_chips, num_devices)}")
     chips = on_chips(num_chips)
-    cache = compile_cache_folder(settings.compile_cache)
-    with _phase("self-test", report) as say:
+    folders = Folders(compile_cache_folder(settings.compile_cache), export_cache_folder(settings.export_cache))
+    with phase("self-test", report) as say:
         chosen = choose_attention(
             settings.attention_backend,
             candidates,
@@ -217,7 +228,7 @@ def build_runner(
             buckets,
             platform=platform,
             max_model_len=max_model_len,
-            native_folder=cache and cache / "native",
+            native_folder=folders.compiled and folders.compiled / "native",
             # A host cannot read the results of the other hosts' chips.
             make_tested=None if others is None else partial(chips.share_of_a_chip, backends.make),
         )
@@ -225,27 +236,35 @@ def build_runner(
     attention = chosen.attention
     chips.pack_for(attention.backend, chips.planned)
     ladder = BucketLadder(buckets)
-    runner = _make_runner(chips.planned, attention, limits, cache)
+    all_first = settings.compile_all_first or settings.export_cache is not None  # all are exported at once
+    later = choose_later_programs(ladder, platform, all_first=all_first, num_hosts=num_hosts)
+    of_draft = _planned_draft(chips, backends, attention)
+    runner = _make_runner(chips.planned, attention, limits, folders, of_draft)
     if others is not None:
         room = runner.capacity().num_pages
-        num_pages = others.agree(room, _facts(weights, attention, ladder))
+        num_pages = others.agree(room, _facts(weights, draft, attention, ladder))
         if num_pages < room:
-            runner = _make_runner(chips.planned, attention, replace(limits, num_pages=num_pages), cache)
+            runner = _make_runner(chips.planned, attention, replace(limits, num_pages=num_pages), folders, of_draft)
     # On a GPU, XLA's autotuner times kernels during compilation and keeps its choices: nothing else may run then.
     if compile_meanwhile and platform != "gpu":
-        runner.start_compiling(ladder.buckets())
+        runner.start_compiling(ladder.buckets(), later)
     try:
-        _load(runner, weights, chips, attention, buckets, settings, report)
+        load(runner, weights, draft, chips, attention, buckets, settings, report)
     except BaseException:
         runner.stop_compiling()
         raise
     return Built(
         runner=runner,
+        weights=weights,
+        platform=platform,
+        reload=lambda other: load(runner, other, draft, chips, attention, buckets, settings, report),
         ladder=ladder,
+        may_wait=tuple(later),
         eos_token_ids=weights.source.eos_token_ids,
         settings=settings,
         step_timeout_s=choose_step_timeout(settings.step_timeout, platform),
         weights_cost_tokens=WEIGHTS_COST_TOKENS[platform],
+        draft_cost=0.0 if draft is None else draft_cost(draft.weights.config, weights.config, platform),
         info=EngineInfo(
             max_model_len=max_model_len,
             vocab_size=weights.config.vocab_size,
@@ -263,77 +282,70 @@ def build_runner(
     )
 
 
-def _make_runner(planned: Llama, attention: PagedAttention, limits: RunnerConfig, cache: Path | None) -> ModelRunner:
-    """A runner without weights. `cache` is the folder of compiled programs."""
+def _on_chips(
+    weights: ChosenWeights,
+    num_chips: int,
+    settings: EngineSettings,
+    limits: RunnerConfig,
+    platform: str,
+    draft: ModelOnChips | None = None,
+) -> ModelOnChips:
+    return ModelOnChips(
+        weights.config,
+        num_chips,
+        settings,
+        limits,
+        dtype=weights.dtype,
+        quantization=weights.quantization,
+        rounding=weights.rounding,
+        platform=platform,
+        draft=draft,
+    )
+
+
+def _planned_draft(
+    chips: ModelOnChips, backends: Backends, attention: PagedAttention
+) -> tuple[Llama, PagedAttention] | None:
+    """The draft model without weights, and its attention over the model's backend. Raises ValueError if that backend
+    cannot compute it."""
+    if chips.draft is None:
+        return None
+    own = chips.draft.attention(backends.make, attention.backend)
+    chips.draft.pack_for(attention.backend, chips.draft.planned)
+    return chips.draft.planned, own
+
+
+def _make_runner(
+    planned: Llama,
+    attention: PagedAttention,
+    limits: RunnerConfig,
+    folders: Folders,
+    draft: tuple[Llama, PagedAttention] | None,
+) -> ModelRunner:
+    """A runner without weights. Raises ValueError if its programs cannot be exported."""
     from model.execution.runner import ModelRunner
 
     # An interpreted kernel calls back into this process and cannot be stored.
-    traced_folder = None if cache is None or attention.backend.is_interpreted else cache / "traced"
-    return ModelRunner(planned, attention, limits, traced_folder=traced_folder)
+    is_interpreted = attention.backend.is_interpreted
+    if is_interpreted and folders.exported is not None:
+        raise ValueError(f"--export-cache: programs of --attention-backend {attention.backend} cannot be exported")
+    traced_folder = None if folders.compiled is None or is_interpreted else folders.compiled / "traced"
+    return ModelRunner(
+        planned, attention, limits, traced_folder=traced_folder, export_folder=folders.exported, draft=draft
+    )
 
 
-def _load(
-    runner: ModelRunner,
-    weights: ChosenWeights,
-    chips: ModelOnChips,
-    attention: PagedAttention,
-    buckets: BucketConfig,
-    settings: EngineSettings,
-    report: Report,
-) -> None:
-    """Loads the weights into the runner, which then allocates its pages."""
-    spec, capacity = attention.spec, runner.capacity()
-    with _phase("load", report) as say:
-        model = weights.load(chips.form)
-        chips.pack_for(attention.backend, model)
-        size, *others = weights.remarks()
-        say(f"{_size_of(model) / GIB:.2f} GiB {size}")
-        for line in others:
-            say(line)
-    kv_scales = None
-    if spec.has_kv_scales:
-        with _phase("scales", report) as say:
-            stored, measure = weights.stored, settings.calculate_kv_scales
-            kv_scales, origin = find_kv_scales(model, stored, spec, measure=measure)
-            kv_dtype, remark = choose_kv_dtype(settings.kv_cache_dtype, weights.dtype, attention.backend)
-            say(", ".join(filter(None, (f"K/V in {kv_dtype}", remark, origin))))
-    with _phase("allocate", report) as say:
-        runner.place(model, kv_scales)
-        kv_bytes = capacity.num_pages * attention.page_bytes() * weights.config.num_layers
-        say(
-            f"{capacity.num_pages} K/V pages of {spec.page_size} tokens, {kv_bytes / GIB:.2f} GiB: "
-            f"{capacity.num_pages // capacity.pages_per_seq} requests of {capacity.max_model_len} tokens at once; "
-            f"attention backend {attention.backend}, at most {buckets.max_num_seqs} sequences and "
-            f"{buckets.max_num_batched_tokens} tokens a step"
-        )
-        if buckets.num_drafts:
-            say(f"{buckets.num_drafts} drafts a row in steps of up to {buckets.max_draft_rows} rows")
-
-
-def _facts(weights: ChosenWeights, attention: PagedAttention, ladder: BucketLadder) -> dict[str, str]:
+def _facts(
+    weights: ChosenWeights, draft: ChosenDraft | None, attention: PagedAttention, ladder: BucketLadder
+) -> dict[str, str]:
     """What shapes the programs besides the settings and the number of pages."""
     import jax
 
     return {
         "the model's config": str(weights.config),
+        "the draft model": str(draft and (draft.weights.config, draft.weights.quantization, draft.weights.rounding)),
         "the attention": f"{attention.backend} {attention.spec}",
-        "the quantization": str(weights.quantization),
+        "the quantization": str((weights.quantization, weights.rounding)),
         "the shapes of the steps": str(ladder.buckets()),
         "jax": jax.__version__,
     }
-
-
-def _size_of(model: Llama) -> int:
-    import jax
-    from flax import nnx
-
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
-
-
-@contextmanager
-def _phase(name: str, report: Report) -> Iterator[Report]:
-    """Reports the seconds of the phase, with the remarks of the body."""
-    started = time.perf_counter()
-    said: list[str] = []
-    yield said.append
-    report(f"  {name:<9}{time.perf_counter() - started:6.1f} s  {'; '.join(said)}")

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from batcher.buckets import BucketConfig
+from batcher.long_prompts import LongPrompts
 from scripts.wiring.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -42,11 +43,17 @@ _DEFAULTS = {
 
 # Tokens whose computation takes as long as reading the weights. It tells which drafts pay, and up to this number of
 # rows there are programs with drafts: from there on, drafts pay only if more than half of them are accepted.
-# - CPU: by `bench_step` of the demo, 0.70 ms for one row and 0.16 ms for each further one in XLA's loops, and 1.46 ms
-#   for four rows and 0.08 ms for each further one in C (on a loaded machine): 3.4 and 15 tokens. 107 M parameters: 5.8.
+# - CPU: of the demo, with products in C, a step of 1, 2, 4, 16 and 32 rows takes 0.26, 0.28, 0.36, 0.92 and 1.81 ms. A
+#   step with three drafts a row takes 0.36, 0.42 and 0.66 ms for 1, 2 and 4 rows: 7, 10 and 10 tokens.
 # - Chips: bytes of a weight x FLOP/s / (2 x bytes/s). In bfloat16 that is 153 (A100) to 560 (v6e); with weights in 8
 #   bits it is half of that.
-WEIGHTS_COST_TOKENS = {"cpu": 6.0, "gpu": 75.0, "tpu": 75.0}
+WEIGHTS_COST_TOKENS = {"cpu": 8.0, "gpu": 75.0, "tpu": 75.0}
+# The least time of a pass of a draft model, in passes of the model. On a CPU the demo's draft model, with an eighth of
+# the weights, takes 0.05 of 0.26 ms for one row and 0.13 of 0.36 ms for four: its operations are small.
+LEAST_DRAFT_COST = {"cpu": 0.2, "gpu": 0.0, "tpu": 0.0}
+# Rows of the largest program with several steps: with more rows, a step takes longer than the host's work.
+_MULTI_STEP_ROWS = {"cpu": 8, "gpu": 64, "tpu": 64}
+_DRAFT_PASS = 4  # a draft model's pass over tokens that it has not seen, in smallest mixed steps
 # Drawn tokens of one step with drafts: the logits of all of them are in memory at once.
 _MAX_DRAWN = 256
 
@@ -72,9 +79,19 @@ def bucket_config(settings: EngineSettings, platform: str) -> BucketConfig:
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
         embeds=settings.enable_embeddings,
+        num_steps=settings.num_scheduler_steps,
+        max_multi_step_rows=min(_MULTI_STEP_ROWS[platform], max_num_seqs) if settings.num_scheduler_steps > 1 else 0,
         num_drafts=num_drafts,
         max_draft_rows=max_draft_rows if num_drafts else 0,
     )
+
+
+def long_prompts(settings: EngineSettings, max_model_len: int) -> LongPrompts:
+    """How long prompts share the steps. As in vLLM, a number of them above 1 has a threshold of 4% of the context."""
+    threshold, most = settings.long_prefill_token_threshold, settings.max_num_partial_prefills
+    if most is not None and most > 1 and not threshold:
+        threshold = max(1, max_model_len // 25)
+    return LongPrompts(threshold=threshold, most=most)
 
 
 def runner_config(settings: EngineSettings, buckets: BucketConfig, max_model_len: int) -> RunnerConfig:
@@ -83,7 +100,7 @@ def runner_config(settings: EngineSettings, buckets: BucketConfig, max_model_len
     from model.execution.prompt_lookup import PromptLookup
 
     lookup = None
-    if settings.speculation is not None:
+    if settings.speculation is not None and not settings.speculation.has_draft_model:
         least, most = settings.speculation.lookup
         lookup = PromptLookup(min_tokens=least, max_tokens=most)
     return RunnerConfig(
@@ -95,5 +112,6 @@ def runner_config(settings: EngineSettings, buckets: BucketConfig, max_model_len
         pooling=settings.pooling,
         lookup=lookup,
         max_draft_rows=buckets.max_draft_rows,
+        draft_pass_tokens=min(_DRAFT_PASS * buckets.min_mixed_tokens, buckets.max_num_batched_tokens),
         max_drawn=buckets.max_draft_rows * (1 + buckets.num_drafts),
     )

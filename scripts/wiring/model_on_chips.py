@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from model.config import LlamaConfig
     from model.execution.memory_plan import RunnerConfig
     from model.network.llama import Llama
-    from model.quantization.forms import EightBit
+    from model.quantization.forms import EightBit, Rounding
     from pallas_kernels.api import PagedAttention
     from pallas_kernels.spec import Backend
 
@@ -26,6 +26,7 @@ class ModelOnChips:
     Args:
         config: the checkpoint's own.
         limits: of the engine.
+        draft: the draft model on the same chips; None: there is none.
     """
 
     def __init__(
@@ -37,16 +38,20 @@ class ModelOnChips:
         *,
         dtype: str,
         quantization: EightBit | None,
+        rounding: Rounding | None,
         platform: str,
+        draft: ModelOnChips | None = None,
     ) -> None:
         from model.network.sharding import abstract_model, make_mesh
 
         self.num_chips = num_chips
+        self.draft = draft
         self.mesh = make_mesh(num_chips) if num_chips > 1 else None
         # The CPU forms split a kernel's rows in another way than a mesh does.
         for_cpu = platform == "cpu" and self.mesh is None
         self.form: dict[str, Any] = {
-            "dtype": dtype, "mesh": self.mesh, "quantization": quantization, "for_cpu": for_cpu,
+            "dtype": dtype, "mesh": self.mesh, "quantization": quantization, "rounding": rounding,
+            "for_cpu": for_cpu,
         }  # fmt: skip
         self.planned = abstract_model(config, **self.form)
         self.config = self.planned.config  # with KV heads repeated if there are more chips than heads
@@ -79,7 +84,8 @@ class ModelOnChips:
         from model.execution.memory_plan import check_fits, memory_needs
 
         attention = self._first_attention(make, candidates)
-        needs = memory_needs(self.planned, attention, self._limits)
+        draft = None if self.draft is None else (self.draft.planned, self.draft.attention(make, attention.backend))
+        needs = memory_needs(self.planned, attention, self._limits, draft)
         memory = device_memory(jax.local_devices()[0])
         memory = replace(memory, free=memory.free - needs.weights)
         check_fits(memory, needs, self._limits, page_size=attention.spec.page_size)

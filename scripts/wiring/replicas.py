@@ -18,7 +18,7 @@ TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 def add_replica_flags(parser: argparse.ArgumentParser) -> None:
     """Adds `--data-parallel-size`."""
     parser.add_argument(
-        "--data-parallel-size", type=int, default=1, metavar="N",
+        "--data-parallel-size", "-dp", type=int, default=1, metavar="N",
         help="engines, each on its share of the chips (default: 1)",
     )  # fmt: skip
 

@@ -39,6 +39,8 @@ class EngineSettings:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    long_prefill_token_threshold: int = 0  # 0: a prompt may take a whole step
+    max_num_partial_prefills: int | None = None  # None: any number
     memory_utilization: float = 0.9
     page_size: int | None = None
     num_pages: int | None = None
@@ -47,12 +49,15 @@ class EngineSettings:
     enable_prefix_caching: bool = True
     scheduling: str = "continuous"
     speculative_config: str | Mapping[str, Any] | None = None  # JSON or its object; None: no drafts
+    num_scheduler_steps: int = 1  # most decode steps of one program
     enable_embeddings: bool = False
     pooling_type: str = Pooling.LAST.value
     max_queue: int = 1024
     pipeline_depth: int = 2
     step_timeout: float | None = None  # seconds; 0: none
+    compile_all_first: bool = False  # all programs, also those that could be compiled while serving
     compile_cache: str | None = None  # a folder, or "none"; None: the user's cache folder
+    export_cache: str | None = None  # a folder; None: executables are not kept
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -70,9 +75,16 @@ class EngineSettings:
                 raise ValueError(
                     f"{flag(name)} {getattr(self, name)!r}: it can be one of {', '.join(filter(None, allowed))}"
                 )
-        for name in ("model", "compile_cache"):
+        for name in ("model", "compile_cache", "export_cache"):
             check_local(getattr(self, name) or "", flag(name))
-        counts = ("max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages", "tensor_parallel_size")
+        counts = (
+            "num_scheduler_steps",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "page_size",
+            "num_pages",
+            "tensor_parallel_size",
+        )
         for name in ("max_model_len", *counts):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -83,8 +95,24 @@ class EngineSettings:
             raise ValueError(f"--pipeline-depth must be at least 1, not {self.pipeline_depth}")
         if self.step_timeout is not None and self.step_timeout < 0:
             raise ValueError(f"--step-timeout must not be negative, not {self.step_timeout:g}")
+        if self.long_prefill_token_threshold < 0:
+            raise ValueError(
+                f"--long-prefill-token-threshold must not be negative, not {self.long_prefill_token_threshold}"
+            )
+        if self.max_num_partial_prefills is not None and self.max_num_partial_prefills < 1:
+            raise ValueError(f"--max-num-partial-prefills must be at least 1, not {self.max_num_partial_prefills}")
+        if self.scheduling == "static" and (self.long_prefill_token_threshold or self.max_num_partial_prefills):
+            raise ValueError(
+                "--long-prefill-token-threshold and --max-num-partial-prefills need --scheduling continuous: static "
+                "batches compute all their prompts first"
+            )
         if self.max_queue < 0:
             raise ValueError(f"--max-queue must not be negative, not {self.max_queue}")
+        if self.num_scheduler_steps > 1 and (self.speculation is not None or self.scheduling == "static"):
+            raise ValueError(
+                "--num-scheduler-steps needs --scheduling continuous and no --speculative-config: drafts and static "
+                "batches take one step a program"
+            )
         if self.speculation is not None and self.scheduling == "static":
             raise ValueError("--speculative-config needs --scheduling continuous: static batches have no drafts")
 
@@ -157,6 +185,10 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences that run at once")
     engine.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens of one step")
+    engine.add_argument(
+        "--long-prefill-token-threshold", type=int, default=0, metavar="N", help="tokens of one prompt in one step"
+    )  # fmt: skip
+    engine.add_argument("--max-num-partial-prefills", type=int, metavar="N", help="longer prompts computed at once")
     engine.add_argument("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")
     engine.add_argument("--enable-prefix-caching", action="store_true", default=True, help=argparse.SUPPRESS)
     engine.add_argument("--scheduling", default="continuous", choices=SCHEDULING)
@@ -164,6 +196,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--speculative-config", metavar="JSON",
         help="""'{"method": "ngram", "num_speculative_tokens": 3}'""",
     )  # fmt: skip
+    engine.add_argument(
+        "--num-scheduler-steps", type=int, default=1, metavar="N", help="most decode steps of one program (default: 1)"
+    )
     engine.add_argument("--enable-embeddings", action="store_true", help="serve /v1/embeddings, too")
     engine.add_argument(
         "--pooling-type",
@@ -178,17 +213,20 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     engine.add_argument(
         "--step-timeout", type=float, metavar="S",
-        help="after so long, or 20 times the longest step, the chip is stuck (default: 30, on a CPU 0: never)"
+        help="of a step on a chip (default: 30; on a CPU 0: never)",
     )  # fmt: skip
     engine.add_argument("--seed", type=int, help="of requests that bring none (default: random)")
     device = parser.add_argument_group("device")
     device.add_argument("--device", default="auto", choices=DEVICES)
     device.add_argument(
-        "--tensor-parallel-size", type=int, metavar="N",
+        "--tensor-parallel-size", "-tp", type=int, metavar="N",
         help="chips that share the model (default: what it needs)",
     )  # fmt: skip
     device.add_argument(
-        "--attention-backend", default="auto", help="tpu, gpu or gpu-mma, each also with -interpret; cpu; reference"
+        "--attention-backend",
+        default="auto",
+        metavar="B",
+        help="tpu, gpu, gpu-mma (also -interpret), cpu, reference",
     )
     device.add_argument(
         "--memory-utilization", "--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE",
@@ -196,7 +234,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     device.add_argument(
         "--page-size", "--block-size", type=int, metavar="N",
-        help="tokens of one K/V page (default: by backend, on TPUs by generation; said at start)",
+        help="tokens of one K/V page (default: said at start)",
     )  # fmt: skip
     device.add_argument("--num-pages", "--num-gpu-blocks-override", type=int, metavar="N", help="K/V pages")
+    device.add_argument("--compile-all-first", action="store_true", help="a CPU leaves no program for later, either")
     device.add_argument("--compile-cache", metavar="DIR", help="compiled programs are kept here; none: nowhere")
+    device.add_argument("--export-cache", metavar="DIR", help="executables are kept here: starts without compiling")

@@ -8,9 +8,8 @@ from typing import Annotated, Any
 import msgspec
 
 FLAG = "--speculative-config"
-_NGRAM = "ngram"
+_NGRAM, _DRAFT_MODEL = "ngram", "draft_model"
 _NOT_HERE = {
-    "draft_model": "a second model is not loaded yet",
     "eagle": "EAGLE heads are not read yet",
     "eagle3": "EAGLE heads are not read yet",
     "medusa": "Medusa heads are not read",
@@ -27,12 +26,19 @@ _LookupLength = Annotated[int, msgspec.Meta(ge=1, le=32)]
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Drafts from the request's own text. Of `prompt_lookup_max` and `prompt_lookup_min`, one alone stands for both."""
+    """Drafts from the request's own text, or of a second model. Of `prompt_lookup_max` and `prompt_lookup_min`, one
+    alone stands for both."""
 
     method: str
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=15)]
+    model: str | None = None  # of the drafts; None: the demo's own
     prompt_lookup_max: _LookupLength | None = None
     prompt_lookup_min: _LookupLength | None = None
+
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether the drafts are a model's."""
+        return self.method == _DRAFT_MODEL
 
     @property
     def lookup(self) -> tuple[int, int]:
@@ -53,11 +59,12 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not isinstance(fields, dict):
             raise ValueError(f"{FLAG} is a JSON object {example}, not {value!r}")
         method = fields.get("method")
+        there_are = f'"{_NGRAM}" and "{_DRAFT_MODEL}"'
         if isinstance(method, str) and method in _NOT_HERE:
-            raise ValueError(f'{FLAG}: method "{method}" is not supported: {_NOT_HERE[method]}; use "{_NGRAM}"')
-        if method != _NGRAM:
+            raise ValueError(f'{FLAG}: method "{method}" is not supported: {_NOT_HERE[method]}; there are {there_are}')
+        if method not in (_NGRAM, _DRAFT_MODEL):
             said = "has no method" if method is None else f"has the unknown method {method!r}"
-            raise ValueError(f'{FLAG} {said}; there is "{_NGRAM}", {example}')
+            raise ValueError(f"{FLAG} {said}; there are {there_are}, {example}")
         if unknown := sorted(fields.keys() - set(cls.__struct_fields__)):
             raise ValueError(
                 f"{FLAG}: unknown fields {', '.join(unknown)}; there are {', '.join(cls.__struct_fields__)}"
@@ -66,6 +73,12 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
             config = msgspec.convert(fields, cls)
         except msgspec.ValidationError as error:
             raise ValueError(f"{FLAG}: {error}") from error
+        if config.has_draft_model and {"prompt_lookup_max", "prompt_lookup_min"} & fields.keys():
+            raise ValueError(
+                f'{FLAG}: prompt_lookup_min and prompt_lookup_max are for "{_NGRAM}": nothing is looked up'
+            )
+        if not config.has_draft_model and config.model is not None:
+            raise ValueError(f'{FLAG}: "{_NGRAM}" has no model: "model" is for "{_DRAFT_MODEL}"')
         least, most = config.lookup
         if least > most:
             raise ValueError(f"{FLAG}: prompt_lookup_min {least} is more than prompt_lookup_max {most}")

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from model.loading.source import ModelSource, resolve
-from scripts.wiring.choices import choose_dtype, choose_quantization, reads_fp8
+from scripts.wiring.choices import choose_dtype, choose_quantization, choose_rounding, eight_bit_products
 from scripts.wiring.settings import EngineSettings
 
 if TYPE_CHECKING:
     from model.config import LlamaConfig
     from model.loading.stored_weights import StoredWeights
     from model.network.llama import Llama
-    from model.quantization.forms import EightBit
+    from model.quantization.forms import EightBit, Rounding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +26,10 @@ class ChosenWeights:
     config: LlamaConfig  # the checkpoint's own
     dtype: str  # of the computation
     quantization: EightBit | None  # of the projections and the head
+    rounding: Rounding | None  # of their inputs
     dtype_reason: str
     quantization_remark: str | None
+    rounding_remark: str | None
     seed: int  # of random weights
 
     def load(self, form: dict[str, Any]) -> Llama:
@@ -42,7 +44,7 @@ class ChosenWeights:
         """For the report of the start."""
         origin = "nowhere (random)" if self.stored is None else self.source.path
         yield f"of weights from {origin}, as {self.dtype} ({self.dtype_reason})"
-        yield from filter(None, (self.quantization_remark, self.stored and self.stored.remark))
+        yield from filter(None, (self.quantization_remark, self.rounding_remark, self.stored and self.stored.remark))
 
 
 def choose_weights(settings: EngineSettings, platform: str) -> ChosenWeights:
@@ -52,15 +54,19 @@ def choose_weights(settings: EngineSettings, platform: str) -> ChosenWeights:
     config = source.config if stored is None else stored.config
     dtypes = () if stored is None else stored.dtypes
     dtype, reason = choose_dtype(settings.dtype, config.checkpoint_dtype, platform, dtypes)
-    quantization, remark = choose_quantization(settings.quantization, stored, reads_fp8=reads_fp8(platform))
+    chip = eight_bit_products(platform)
+    quantization, remark = choose_quantization(settings.quantization, stored, **chip)
+    rounding, rounding_remark = choose_rounding(quantization, stored, **chip)
     return ChosenWeights(
         source=source,
         stored=stored,
         config=config,
         dtype=dtype,
         quantization=quantization,
+        rounding=rounding,
         dtype_reason=reason,
         quantization_remark=remark,
+        rounding_remark=rounding_remark,
         seed=settings.seed or 0,
     )
 

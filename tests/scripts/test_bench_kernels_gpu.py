@@ -25,6 +25,7 @@ PLAN = device_gpu.Plan(
     checked=[[(1, 5), (1, 40)], [(1, 3), (9, 20)]],
     decodes={"64 x 2k": [70, 70], "ragged": [20, 5]},
     prefills={"1 x 8k": [16]},
+    short_chunks={"3 on 40": [(3, 40)]},
     layers=2,
     batches=1,
     calls=2,
@@ -54,6 +55,11 @@ def test_measuring_goes_through_and_says_what_it_found(tmp_path, capsys):
         assert by["cudnn, paged"]["missing"]
     assert written["decode"]["ragged"]["gather everything"] == {"missing": "rows of different lengths"}
     assert sum("| 64 x 2k | ours |" in line and line.endswith("| 85% |") for line in lines) == 1
+    short = written["short chunks"]["3 on 40"]["ours"]
+    assert short["share"] == pytest.approx(40 * 64 * 4 / short["layer_s"] / written["copy_bytes_per_s"])
+    # Prediction and measurement stand next to each other.
+    measured, predicted = (short[key] * 1e6 for key in ("layer_s", "predicted_s"))
+    assert sum(f"| 3 on 40 | ours | {measured:.1f} | {predicted:.1f} |" in line for line in lines) == 1
 
 
 @pytest.mark.parametrize("rows", [[(1, 70)] * 3, [(20, 20)] * 2], ids=["decode", "prefill"])

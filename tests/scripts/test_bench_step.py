@@ -61,3 +61,12 @@ def test_a_decode_step_asks_for_the_slots_last_tokens():
     assert packed[:3].tolist() == [3, 3, 3]
     assert packed[parts["tokens"]].tolist() == [-1, -1, -1]
     assert packed[parts["q_lens"]].tolist() == [1, 1, 1]
+
+
+def test_a_call_is_timed_with_the_arguments_of_a_real_step(capsys):
+    assert bench_step.main(["--dispatch", "llama-3.2-1b"]) == 0
+    name, devices, layers, arguments, wall_us, cpu_us = capsys.readouterr().out.splitlines()[1].split()
+    assert (name, devices, layers) == ("llama-3.2-1b", "1", "16")
+    assert int(arguments) > 16 * 7
+    assert float(wall_us) > 0
+    assert float(cpu_us) > 0

@@ -227,6 +227,23 @@ def test_the_command_writes_its_result(tmp_path, capsys):
     assert "6 completed" in capsys.readouterr().out
 
 
+def test_a_goodput_is_found_by_trials_at_rising_rates(tmp_path, capsys):
+    async def drive() -> int:
+        runner, url = await serve_stream(scripted)
+        command = ["--base-url", url, "--num-prompts", "3", "--output-len", "5", "--request-rate", "1000"]
+        command += ["--find-goodput", "ttft=60000,tpot=60000", "--output-json", str(tmp_path / "trials.json")]
+        try:
+            return await asyncio.to_thread(bench_serving.main, command)
+        finally:
+            await runner.cleanup()
+
+    assert asyncio.run(drive()) == 0
+    trials = json.loads((tmp_path / "trials.json").read_text())["trials"]
+    assert [trial["rate"] for trial in trials] == [1000 * 2**i for i in range(len(trials))]  # none fails
+    assert all(trial["passed"] and trial["goodput"]["requests"] == 3 for trial in trials)
+    assert f"goodput: {trials[-1]['rate']:.2f} requests/s with at least 90% of the requests" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "command",
     [

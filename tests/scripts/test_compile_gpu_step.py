@@ -43,7 +43,7 @@ def compiled(*flags: str) -> dict[str, Any]:
     [
         ([], 2, 100),  # decode and combine; of the temporaries 31 MiB are the logits
         (["--quantization", "fp8", "--kv-cache-dtype", "fp8"], 2, 100),
-        (["--tokens", "2048"], 3, 256),  # and prefill; 168 MiB are the MLP's activations
+        (["--tokens", "2048"], 4, 256),  # and prefill and its combine; 168 MiB are the MLP's activations
     ],
     ids=["decode", "decode in fp8", "mixed"],
 )

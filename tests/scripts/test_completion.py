@@ -11,7 +11,7 @@ from scripts.wiring.completion import completion
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--max-num"], {"--max-num-seqs", "--max-num-batched-tokens"}),
+        (["--max-num"], {"--max-num-seqs", "--max-num-batched-tokens", "--max-num-partial-prefills"}),
         (["--dtype", ""], {"auto", "bfloat16", "float32"}),
         (["--seed", "1", "--log-level", "w"], {"warning"}),
         (["--enforce"], set()),  # accepted from vLLM's command lines, and not offered

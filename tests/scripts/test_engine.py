@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import MappingProxyType
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,11 +14,18 @@ import pytest
 from model.config import LlamaConfig
 from model.loading.source import resolve
 from model.loading.stored_weights import StoredWeights, find_weights
-from model.quantization.forms import EightBit
+from model.quantization.forms import Activations, EightBit, Rounding
+from pallas_kernels.chips import GPUS, TPUS
 from pallas_kernels.spec import Backend
 from scripts.convert_checkpoint import convert
-from scripts.wiring.choices import choose_dtype, choose_kv_dtype, choose_quantization, choose_step_timeout
-from scripts.wiring.engine import build_runner
+from scripts.wiring.choices import (
+    choose_dtype,
+    choose_kv_dtype,
+    choose_quantization,
+    choose_rounding,
+    choose_step_timeout,
+)
+from scripts.wiring.engine import OtherHosts, build_runner
 from scripts.wiring.settings import EngineSettings
 from tests.model import checkpoints
 from tests.model.driver import TINY
@@ -67,11 +75,17 @@ def test_the_type_to_compute_in_is_chosen_with_a_true_reason(arguments, expected
 
 
 def test_eight_bits_are_chosen_by_what_the_chip_reads():
-    def choose(asked, reads_fp8, held=None, is_converted=False):
+    def choose(asked, reads_fp8, held=None, is_converted=False, activations=None, rounded_rows=MappingProxyType({})):
         stored = StoredWeights(
-            path=Path(), is_converted=is_converted, config=TINY, dtypes=(), remark=None, quantization=held
+            path=Path(),
+            is_converted=is_converted,
+            config=TINY,
+            dtypes=(),
+            remark=None,
+            quantization=held,
+            activations=activations,
         )
-        return choose_quantization(asked, stored, reads_fp8=reads_fp8)
+        return choose_quantization(asked, stored, reads_fp8=reads_fp8, rounded_rows=rounded_rows)
 
     assert choose(None, True) == (None, None)
     assert choose("int8", True) == (INT8, "projections and head in int8")
@@ -87,6 +101,30 @@ def test_eight_bits_are_chosen_by_what_the_chip_reads():
         choose("int8", True, None, is_converted=True)
     with pytest.raises(ValueError, match="fp8, which this device reads no faster"):
         choose(None, False, FP8, is_converted=True)
+    ada = {"rounded_rows": GPUS["l4"].rounded_rows}
+    assert choose("fp8", False, **ada) == (FP8, "projections and head in fp8")
+    assert choose(None, False, FP8, activations=Activations.DYNAMIC, **ada)[0] is FP8
+    assert choose(None, False, FP8, activations=Activations.EXACT, **ada)[0] is INT8
+
+
+def test_inputs_are_rounded_as_the_checkpoint_says_or_where_the_chip_gains():
+    def choose(form, chip, activations=None, held=None):
+        stored = StoredWeights(
+            path=Path(), is_converted=False, config=TINY, dtypes=(), remark=None, quantization=held or form,
+            activations=activations,
+        )  # fmt: skip
+        return choose_rounding(form, stored, reads_fp8=chip.reads_fp8, rounded_rows=chip.rounded_rows)
+
+    a100, l4, h200, v5e = GPUS["a100"], GPUS["l4"], GPUS["h200"], TPUS["v5e"]
+    assert choose(None, v5e) == choose(FP8, a100) == choose(INT8, v5e, Activations.EXACT) == (None, None)
+    own = "inputs of projections are rounded to {}, too, each token with its own scale"
+    assert choose(INT8, v5e) == (Rounding(), own.format("int8"))
+    assert choose(FP8, h200) == (Rounding(min_rows=256), own.format("fp8") + " in steps of 256 tokens or more")
+    assert choose(FP8, h200, Activations.DYNAMIC) == (Rounding(), own.format("fp8"))
+    assert choose(FP8, l4) == (Rounding(with_head=True), own.format("fp8"))
+    stored = "inputs of projections are rounded to fp8, too, with the checkpoint's scales"
+    assert choose(FP8, h200, Activations.STATIC) == (Rounding(is_static=True), stored)
+    assert choose(INT8, v5e, Activations.STATIC, held=FP8) == (Rounding(), own.format("int8"))
 
 
 def test_8_bits_of_kv_are_fp8_where_a_gpu_converts_it_and_int8_elsewhere():
@@ -174,3 +212,9 @@ def test_a_head_of_its_own_under_a_tied_config_is_planned_for_used_and_announced
     np.testing.assert_array_equal(head, checkpoints.tensors("gqa2")["lm_head.weight"])
     line = start(folder)  # its runner was planned for that head: it takes the weights
     assert ("lm_head.weight differs from the embedding and is used" in line) is not is_converted
+
+
+def test_programs_of_several_hosts_are_not_exported(tmp_path):
+    others = OtherHosts(num_hosts=2, join=lambda: None, agree=lambda room, facts: room)
+    with pytest.raises(ValueError, match="--export-cache: programs of several hosts cannot be exported"):
+        build_runner(EngineSettings(export_cache=str(tmp_path)), lambda line: None, others=others)

@@ -5,13 +5,18 @@ import json
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from batcher.long_prompts import ANY_LENGTH, LongPrompts
 from model.loading.source import resolve
 from scripts import launch
-from scripts.wiring.compatibility import REFUSED, WITH_VALUE, log_warnings
+from scripts.wiring.compatibility import REFUSED, WITH_VALUE, WITHOUT_EFFECT, log_warnings
+from scripts.wiring.limits import long_prompts
 from scripts.wiring.settings import EngineSettings, add_engine_flags
+from scripts.wiring.tls import tls_files
+from server.settings import GenerationDefaults, TlsFiles
 
 
 def parse(*flags: str) -> argparse.Namespace:
@@ -39,8 +44,18 @@ def test_no_flags_serve_the_demo_on_the_loopback():
     assert EngineSettings.from_namespace(args) == EngineSettings()
 
 
+@pytest.mark.parametrize(
+    "others", [{"scheduling": "static"}, {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'}]
+)
+def test_several_steps_of_a_program_are_plain_ones(others):
+    with pytest.raises(ValueError, match="--num-scheduler-steps needs --scheduling continuous"):
+        EngineSettings(num_scheduler_steps=2, **others)
+    with pytest.raises(ValueError, match="--num-scheduler-steps must be at least 1"):
+        EngineSettings(num_scheduler_steps=0)
+
+
 def test_the_help_fits_on_two_screens():
-    assert len(launch.parser().format_help().splitlines()) <= 130
+    assert len(launch.parser().format_help().splitlines()) <= 136
 
 
 def test_flags_of_vllm_mean_the_same_here():
@@ -152,6 +167,16 @@ def test_connection_flags_are_settings(model_folder):
     assert (settings.body_timeout_s, settings.idle_timeout_s, settings.send_timeout_s) == (2, 3, 300)
 
 
+def test_flags_of_tls_are_vllms():
+    files = ["--ssl-certfile", "/c", "--ssl-keyfile", "/k", "--ssl-ca-certs", "/a", "--ssl-cert-reqs", "2"]
+    assert tls_files(parse(*files, "--enable-ssl-refresh")) == TlsFiles(
+        certfile=Path("/c"), keyfile=Path("/k"), ca_certs=Path("/a"), cert_reqs=2, refresh=True
+    )
+    assert tls_files(parse()) is None
+    with pytest.raises(ValueError, match="--enable-ssl-refresh has no effect without --ssl-certfile"):
+        tls_files(parse("--enable-ssl-refresh"))
+
+
 def test_server_settings_come_from_flags_and_checkpoint(model_folder, tmp_path):
     template = tmp_path / "t.jinja"
     template.write_text("{{ messages }}")
@@ -201,6 +226,22 @@ def test_flags_of_vllm_that_mean_nothing_here_are_told(caplog):
     assert launch.parse([]).compatibility_warnings == []
 
 
+@pytest.mark.parametrize("flag", sorted(WITHOUT_EFFECT))
+def test_every_flag_without_a_meaning_is_taken_with_a_warning(flag):
+    args = launch.parse([flag, "4"] if flag in WITH_VALUE else [flag])
+    assert args.compatibility_warnings == [f"{flag} has no effect: {WITHOUT_EFFECT[flag]}"]
+    assert args.model == "demo"
+
+
+def test_values_that_change_nothing_are_taken():
+    assert launch.parse(["--pipeline-parallel-size", "1", "--cpu-offload-gb", "0"]).compatibility_warnings == []
+
+
+def test_short_names_of_vllm():
+    args = parse("-tp", "2", "-dp", "3")
+    assert (args.tensor_parallel_size, args.data_parallel_size) == (2, 3)
+
+
 @pytest.mark.parametrize("flag", REFUSED)
 def test_flags_of_vllm_that_cannot_be_served_are_refused_in_words(flag, capsys):
     with pytest.raises(SystemExit) as refused:
@@ -213,12 +254,14 @@ def test_a_configuration_file_comes_before_the_command_line(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(
         "max-model-len: 512\nserved_model_name: [a, b]\nstrict_fields: true\nenable-prefix-caching: false\n"
+        "enable-auto-tool-choice: false\nenable-chunked-prefill: false\nenable-ssl-refresh: false\n"
         "api-key-all-routes: false\nmetrics-prefix: 'vllm:'\nseed:\nport: 9\n"
     )
     args = launch.parse(["folder", "--config", str(file), "--port", "7"])
     assert (args.model, args.max_model_len, args.served_model_name) == ("folder", 512, ["a", "b"])
     assert (args.strict_fields, args.enable_prefix_caching, args.api_key_all_routes) == (True, False, False)
     assert (args.metrics_prefix, args.seed, args.port) == ("vllm:", None, 7)
+    assert (args.enable_auto_tool_choice, args.enable_ssl_refresh) == (False, False)
     assert launch.parse([f"--config={file}"]).port == 9
 
 
@@ -252,3 +295,37 @@ def test_defaults_of_generation_are_overridden(model_folder):
         args = parse("--model", str(model_folder), "--override-generation-config", text)
         with pytest.raises(ValueError, match=words):
             launch.server_settings(args, resolve(args.model), model_folder)
+
+
+def test_defaults_of_generation_come_from_the_model_or_elsewhere(model_folder, tmp_path):
+    def temperature(*flags: str) -> float:
+        args = parse("--model", str(model_folder), *flags)
+        return launch.server_settings(args, resolve(args.model), model_folder).generation_defaults.temperature
+
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.125}')
+    assert temperature("--generation-config", str(tmp_path)) == 0.125
+    assert temperature("--generation-config", "auto") == temperature()
+    assert temperature("--generation-config", "vllm") == GenerationDefaults().temperature
+    for folder, words in ((str(tmp_path / "none"), "no generation_config.json"), ("gs://a/b", "is a URL")):
+        with pytest.raises(ValueError, match=words):
+            temperature("--generation-config", folder)
+
+
+def test_usage_in_all_streams_is_a_setting(model_folder):
+    args = parse("--model", str(model_folder), "--enable-force-include-usage")
+    assert launch.server_settings(args, resolve(args.model), model_folder).force_usage
+
+
+def test_how_long_prompts_share_the_steps():
+    def shared(*flags: str, max_model_len: int = 8192) -> LongPrompts:
+        return long_prompts(EngineSettings.from_namespace(parse(*flags)), max_model_len)
+
+    threshold, most = "--long-prefill-token-threshold", "--max-num-partial-prefills"
+    assert shared() == ANY_LENGTH
+    assert shared(threshold, "256") == LongPrompts(threshold=256)
+    assert shared(most, "1") == LongPrompts(most=1)
+    assert shared(most, "3") == LongPrompts(threshold=327, most=3)  # 4% of the context
+    assert shared(most, "3", threshold, "64") == LongPrompts(threshold=64, most=3)
+    for refused in ((threshold, "-1"), (most, "0"), (threshold, "8", "--scheduling", "static")):
+        with pytest.raises(ValueError, match=r"--long-prefill-token-threshold|--max-num-partial-prefills"):
+            shared(*refused)

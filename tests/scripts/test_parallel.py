@@ -67,7 +67,7 @@ def test_the_memory_plan_decides():
     memory = device_memory(jax.local_devices()[0])
 
     def on(num_chips: int, limits: RunnerConfig) -> ModelOnChips:
-        form = {"dtype": "bfloat16", "quantization": None, "platform": "cpu"}
+        form = {"dtype": "bfloat16", "quantization": None, "rounding": None, "platform": "cpu"}
         return ModelOnChips(config, num_chips, EngineSettings(), limits, **form)
 
     def needed(num_chips: int) -> float:
@@ -91,7 +91,7 @@ def test_the_memory_plan_decides():
 def test_a_backend_that_does_not_compute_the_model_is_passed_over():
     config = resolve("preset:llama-3.2-1b", weights=False).config
     limits = RunnerConfig(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=256)
-    form = {"dtype": "bfloat16", "quantization": None, "platform": "cpu"}
+    form = {"dtype": "bfloat16", "quantization": None, "rounding": None, "platform": "cpu"}
     model = ModelOnChips(config, 1, EngineSettings(page_size=8), limits, **form)
     with pytest.raises(UnavailableError, match="not 8"):
         model.attention(paged_attention, Backend.CPU)
@@ -101,7 +101,7 @@ def test_a_backend_that_does_not_compute_the_model_is_passed_over():
 def test_one_chips_share_of_the_attention():
     config = resolve("preset:llama-3.2-1b", weights=False).config
     limits = RunnerConfig(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=256)
-    form = {"dtype": "bfloat16", "quantization": None, "platform": "cpu"}
+    form = {"dtype": "bfloat16", "quantization": None, "rounding": None, "platform": "cpu"}
     whole = ModelOnChips(config, 4, EngineSettings(), limits, **form)
     share = whole.share_of_a_chip(paged_attention, Backend.REFERENCE)
     assert share.mesh is None

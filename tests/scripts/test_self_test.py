@@ -39,6 +39,8 @@ def test_the_programs_are_the_ladders_own():
         "mixed step of 16 tokens in 2 rows",
         "decode of 2 rows",
     ]
+    with_drafts = BucketConfig(max_num_batched_tokens=16, max_num_seqs=2, num_drafts=3, max_draft_rows=2)
+    assert [str(program) for program in self_test_programs(with_drafts)][2:] == ["step of 2 rows of up to 4 tokens"]
     one = BucketConfig(max_num_batched_tokens=2, max_num_seqs=1)
     assert self_test_programs(one) == [Program(num_tokens=2, num_rows=1), Program(num_tokens=1, num_rows=1)]
 

@@ -57,3 +57,12 @@ def test_the_table_has_a_row_for_every_case(capsys: pytest.CaptureFixture[str]) 
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 + 2 * 2 + 1 + 1
     assert all(line.count("|") == 8 for line in lines)
+
+
+def test_thresholds_of_long_prompts_are_compared_with_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate.main(["--long-prompts", "1024", "--num-requests", "40"]) == 0
+    _, _, *lines = capsys.readouterr().out.splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [row[1] for row in rows] == ["none", "1024"] * 2
+    ttft = [float(row[3].split("/")[1]) for row in rows]
+    assert ttft[1] < ttft[0] / 2  # of short prompts behind a long one

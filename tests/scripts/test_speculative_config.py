@@ -40,7 +40,9 @@ def test_the_json_is_vllms(fields, lookup):
         ({"method": ["ngram"]}, "unknown method"),
         ({"method": "eagle3", "model": "a/b", "num_speculative_tokens": 3}, "EAGLE heads are not read yet"),
         ({"method": "medusa"}, "Medusa"),
-        ({"method": "draft_model"}, "second model"),
+        ({"method": "draft_model"}, "num_speculative_tokens"),
+        (NGRAM | {"model": "a/b"}, '"model" is for "draft_model"'),
+        (NGRAM | {"method": "draft_model", "prompt_lookup_max": 3}, "prompt_lookup"),
         ({"method": "ngram"}, "num_speculative_tokens"),
         (NGRAM | {"draft_tensor_parallel_size": 2}, "unknown fields draft_tensor_parallel_size"),
         (NGRAM | {"num_speculative_tokens": 0}, "num_speculative_tokens"),
@@ -71,7 +73,7 @@ def programs(platform: str, **settings: object) -> list[tuple[int, int]]:
 
 
 def test_there_are_programs_up_to_the_rows_at_which_reading_weights_and_computing_take_as_long():
-    assert programs("cpu") == [(4, 1), (8, 2), (16, 4)]
+    assert programs("cpu") == [(4, 1), (8, 2), (16, 4), (32, 8)]
     assert programs("cpu", max_num_seqs=2) == [(4, 1), (8, 2)]
     assert programs("tpu") == [(32, 8), (64, 16), (128, 32), (256, 64)]
     assert programs("gpu", max_num_seqs=6) == [(16, 4), (24, 6)]
@@ -86,6 +88,7 @@ def test_the_memory_plan_counts_the_text_and_the_logits_of_the_drafts():
     settings = EngineSettings(speculative_config=NGRAM, max_num_seqs=2, max_num_batched_tokens=16)
     limits = runner_config(settings, bucket_config(settings, "cpu"), 64)
     assert (limits.lookup.min_tokens, limits.lookup.max_tokens, limits.max_drawn) == (2, 4, 8)
+    assert limits.draft_pass_tokens == 16  # those of a step, where a CPU has 64 and a chip 256
     plain = EngineSettings(max_num_seqs=2)
     assert runner_config(plain, bucket_config(plain, "cpu"), 64).lookup is None
     assert SpeculativeConfig.parse(NGRAM) == settings.speculation

@@ -39,6 +39,7 @@ class StepShape:
     pages_per_seq: int = 128
     num_pages: int = 8192
     decode_only: bool = False
+    few_queries: bool = False
 
 
 def compile_layer(
@@ -50,7 +51,9 @@ def compile_layer(
     def layer(
         batch: RaggedBatch, queries: jax.Array, keys: jax.Array, values: jax.Array, kv: jax.Array, *scales: jax.Array
     ) -> object:
-        metadata = attention.make_metadata(batch, num_tokens=shape.num_tokens, decode_only=shape.decode_only)
+        metadata = attention.make_metadata(
+            batch, num_tokens=shape.num_tokens, decode_only=shape.decode_only, few_queries=shape.few_queries
+        )
         return attention(queries, keys, values, kv, metadata, jnp.int32(0), *scales)
 
     def abstract(*sizes: int, dtype: object = jnp.int32) -> Any:  # which stands for an array

@@ -39,7 +39,7 @@ from model.execution.wide_copies import find, narrow_kernels
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, sharding_of
 from model.presets import preset
-from model.quantization.forms import EightBit
+from model.quantization.forms import EightBit, Rounding
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, Backend
 from scripts.benchmarks.accounts.step_bytes import step_bytes
@@ -62,6 +62,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="of a mixed step; without it, a decode step")
     parser.add_argument("--variant", type=Variant, default=Variant.GREEDY, choices=[Variant.GREEDY, Variant.SAMPLE])
     parser.add_argument("--quantization", type=EightBit, choices=list(EightBit), help="of projections and head")
+    parser.add_argument("--rounded-rows", type=int, help="products of so many rows or more round their inputs")
+    parser.add_argument("--rounded-head", action="store_true", help="and so does the head")
     parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, default="auto", help="of the pages")
     parser.add_argument("--context", type=int, default=2048, help="tokens of each row, for the bytes that are read")
     parser.add_argument("--layers", type=int, help="compile this many only")
@@ -80,7 +82,10 @@ def compile_step(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     config = preset(args.preset)
     if args.layers:
         config = replace(config, num_layers=args.layers)
-    model = abstract_model(config, dtype=jnp.bfloat16, mesh=mesh, quantization=args.quantization)
+    rounding = None
+    if args.rounded_rows is not None:
+        rounding = Rounding(min_rows=args.rounded_rows, with_head=args.rounded_head)
+    model = abstract_model(config, dtype=jnp.bfloat16, mesh=mesh, quantization=args.quantization, rounding=rounding)
     spec = AttentionSpec(
         num_query_heads=model.config.num_heads, num_kv_heads=model.config.num_kv_heads,
         head_dim=model.config.head_dim, page_size=PAGE_SIZE, dtype=jnp.bfloat16,

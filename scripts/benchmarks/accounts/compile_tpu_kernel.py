@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ def our_decode(g: layout.Geometry, sizes: list[int]) -> tuple[Callable, list[tup
     blocks = DecodeBlocks(kv_block=sizes[0], items_per_turn=sizes[1])
 
     def kernel(columns: jax.Array, rotation: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        given = decode_memory.Operands(columns, columns, rotation, *operands)
+        given = decode_memory.Operands(columns, columns, rotation, *_scales(g), *operands)
         return decode.attend(given, g=g, kv_column=g.query_columns, blocks=blocks, interpret=False)
 
     return kernel, [
@@ -43,8 +44,14 @@ def our_decode(g: layout.Geometry, sizes: list[int]) -> tuple[Callable, list[tup
 
 
 def projection(g: layout.Geometry, num_tokens: int) -> list[tuple]:
-    """The shapes of a step's tokens as the kernels read them, and of their rotation."""
-    return [((num_tokens, g.query_columns + g.kv_columns), g.dtype), ((num_tokens, 256), jnp.float32)]
+    """The shapes of a step's tokens as the kernels read them, of their rotation, and of the scales of 8-bit pages."""
+    scales = [] if g.kv_dtype == g.dtype else [((2 * g.num_k_planes * g.heads_per_plane,), jnp.float32)]
+    return [((num_tokens, g.query_columns + g.kv_columns), g.dtype), ((num_tokens, 256), jnp.float32), *scales]
+
+
+def _scales(g: layout.Geometry) -> list[Any]:
+    """In place of the scales of K and V, where `projection` has none."""
+    return [None] if g.kv_dtype == g.dtype else []
 
 
 def our_mixed(g: layout.Geometry, sizes: list[int]) -> tuple[Callable, list[tuple]]:
@@ -54,7 +61,7 @@ def our_mixed(g: layout.Geometry, sizes: list[int]) -> tuple[Callable, list[tupl
     )
 
     def kernel(columns: jax.Array, rotation: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        given = mixed_memory.Operands(columns, columns, rotation, *operands)
+        given = mixed_memory.Operands(columns, columns, rotation, *_scales(g), *operands)
         return mixed.attend(given, g=g, kv_column=g.query_columns, blocks=blocks, interpret=False)
 
     return kernel, [

@@ -1,4 +1,5 @@
-"""The compilers' account of the GPU attention kernels, without the chip: resources, inner loops, and two floors.
+"""The compilers' account of the GPU attention kernels, without the chip: resources, inner loops, and two floors; and,
+from these and the work lists, predicted times of some batches (`gpu_prediction`).
 
 Per kernel: registers, spills, shared memory, and the number of its CTAs that a multiprocessor holds. Per inner loop
 with matrix products, for one turn (one block of keys of one KV head): the instructions of a warp, the cycles in which
@@ -26,24 +27,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.chips import GpuChip
-from pallas_kernels.gpu import device, prefill_tile, tuning, work_list
+from pallas_kernels.gpu import device, prefill_tile, tuning
 from pallas_kernels.spec import AttentionSpec
-from scripts.benchmarks.accounts import gpu_report
+from scripts.benchmarks.accounts import gpu_prediction, gpu_report
 from scripts.benchmarks.accounts.compile_gpu_layer import PAGE_SIZE, make_spec
+from scripts.benchmarks.accounts.gpu_prediction import Machine
 from scripts.benchmarks.accounts.sass import Loop, read_loops
 from scripts.benchmarks.accounts.targets import gpu_target
 
 SHOWN = ("HGMMA", "HMMA", "LDSM", "UTMALDG", "LDGSTS", "MUFU", "BAR", "FENCE", "STL", "LDL")
 MUFU_CYCLES = 8  # of a scheduler for one warp: each scheduler has four of the multiprocessor's 16 units
-BATCHES = {
-    "64 x 2k": [2048] * 64,
-    "1 x 32k": [32768],
-    "256 x 512": [512] * 256,
-    "1 x 64k + 63 x 512": [65536] + [512] * 63,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +92,7 @@ def account(
         "| kernel | warpgroups | registers | spill bytes | SMEM KiB | CTAs per multiprocessor |",
         "|---|---|---|---|---|---|",
     ]
-    loop_lines, kernels, decode_turn = [], [], None
+    loop_lines, kernels, cycles = [], [], {}  # cycles to issue a whole block, by kernel
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         compile_kernels(target_name, heads, kv_dtype, folder, cuda_root)
@@ -113,8 +108,8 @@ def account(
                 turn = Turn.of(loop, kernel, chip, spec)
                 figure["loops"].append(vars(loop) | vars(turn))
                 loop_lines.append(_loop_line(kernel.name, ["whole blocks", "masked"][index], loop, turn))
-                if kernel.name == "paged_decode" and index == 0:
-                    decode_turn = turn
+                if index == 0:
+                    cycles[kernel.name] = turn.issue
     lines += [
         "",
         "| loop | keys | KiB | instructions per warp | stalls per warp | of them | cycles to issue | memory floor "
@@ -122,17 +117,11 @@ def account(
         "|---|---|---|---|---|---|---|---|---|",
         *loop_lines,
         "",
-        "| decode, one layer | KV MiB | memory floor us | issue floor us | work items | longest item, blocks |",
-        "|---|---|---|---|---|---|",
     ]
-    assert decode_turn is not None
-    batches = {name: _batch(lens, chip, spec, decode_turn) for name, lens in BATCHES.items()}
-    lines += [
-        f"| {name} | {b['kv_bytes'] / 2**20:.1f} | {b['memory_us']:.1f} | {b['issue_us']:.1f} | {b['items']} "
-        f"| {b['longest']} |"
-        for name, b in batches.items()
-    ]
-    return {"target": target_name, "model": model, "kernels": kernels, "batches": batches}, lines
+    prefill_cycles = cycles.get("paged_prefill") or cycles["paged_prefill_mma"]
+    machine = Machine(chip=chip, spec=spec, decode_cycles=cycles["paged_decode"], prefill_cycles=prefill_cycles)
+    batches, predicted = gpu_prediction.table(machine)
+    return {"target": target_name, "model": model, "kernels": kernels, "batches": batches}, lines + predicted
 
 
 def _loop_line(kernel: str, which: str, loop: Loop, turn: Turn) -> str:
@@ -141,27 +130,6 @@ def _loop_line(kernel: str, which: str, loop: Loop, turn: Turn) -> str:
         f"| {kernel}, {which} | {turn.block_kv} | {turn.bytes / 1024:.0f} | {loop.instructions} | {loop.stall_cycles} "
         f"| {counts} | {turn.issue:.0f} | {turn.memory:.0f} | {turn.products:.0f} |"
     )
-
-
-def _batch(lens: list[int], chip: GpuChip, spec: AttentionSpec, turn: Turn) -> dict[str, Any]:
-    """A decode batch: the bytes that it reads, and its division by the work list."""
-    gpu = device.Gpu(arch=chip.arch, num_multiprocessors=chip.num_multiprocessors)
-    kv_lens = jnp.asarray(lens, jnp.int32)
-    work, _ = work_list.decode_items(
-        kv_lens, kv_lens > 0, block_kv=turn.block_kv, max_blocks=-(-max(lens) // turn.block_kv),
-        num_kv_heads=spec.num_kv_heads, resident_ctas=tuning.resident_decode_ctas(gpu, spec),
-    )  # fmt: skip
-    items = np.asarray(work)
-    items = items[items[:, work_list.ITEM_ROW] >= 0]
-    blocks = int(items[:, work_list.ITEM_NUM_BLOCKS].sum()) * spec.num_kv_heads
-    kv_bytes = int(kv_lens.sum()) * spec.num_kv_heads * spec.head_dim * 2 * jnp.dtype(spec.kv_dtype).itemsize
-    return {
-        "kv_bytes": kv_bytes,
-        "memory_us": kv_bytes / chip.memory_bytes_per_s * 1e6,
-        "issue_us": blocks * turn.issue / chip.num_multiprocessors / chip.clock_hz * 1e6,
-        "items": len(items) * spec.num_kv_heads,
-        "longest": int(items[:, work_list.ITEM_NUM_BLOCKS].max()),
-    }
 
 
 def compile_kernels(

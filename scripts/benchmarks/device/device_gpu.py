@@ -21,10 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.api import PagedAttention
+from pallas_kernels.chips import GPUS, GpuChip
 from pallas_kernels.spec import Backend
 from scripts.benchmarks.accounts.compile_gpu_layer import PAGE_SIZE, make_spec
+from scripts.benchmarks.accounts.gpu_prediction import FEW_QUERIES, SHAPES, Machine, Rows, predict
 from scripts.benchmarks.device import gpu_check
-from scripts.benchmarks.device.gpu_operands import Operands, Rows, make_operands
+from scripts.benchmarks.device.gpu_operands import Operands, make_operands
 from scripts.benchmarks.device.gpu_peers import PEERS, Peer
 
 
@@ -36,13 +38,13 @@ class Plan:
     checked: list[Rows] = field(default_factory=lambda: gpu_check.BATCHES)
     decodes: dict[str, list[int]] = field(
         default_factory=lambda: {
-            "64 x 2k": [2048] * 64,
-            "1 x 32k": [32768],
-            "256 x 512": [512] * 256,
-            "1 x 64k + 63 x 512": [65536] + [512] * 63,
+            name: [kv_len for _, kv_len in rows] for name, rows in SHAPES.items() if all(q == 1 for q, _ in rows)
         }
     )
     prefills: dict[str, list[int]] = field(default_factory=lambda: {"1 x 8k": [8192], "4 x 2k": [2048] * 4})
+    short_chunks: dict[str, Rows] = field(
+        default_factory=lambda: {name: rows for name, rows in SHAPES.items() if all(q > 1 for q, _ in rows)}
+    )
     peers: Mapping[str, Peer] = field(default_factory=lambda: PEERS)
     page_size: int = PAGE_SIZE
     layers: int = 8
@@ -89,14 +91,23 @@ def measure(
                                             for layer in range(plan.layers)])
         for name, lens in plan.prefills.items()
     }  # fmt: skip
+    figures["short chunks"] = {
+        name: _side_by_side(
+            backend, plan, [make_operands(spec, rows, seed + layer) for layer in range(plan.layers)], with_peers=False
+        )
+        for name, rows in plan.short_chunks.items()
+    }
     _add_shares(figures, plan)
+    if (chip := _chip(target, device.device_kind)) is not None and backend.startswith("gpu"):
+        mma_only = backend in (Backend.GPU_MMA, Backend.GPU_MMA_INTERPRET)
+        _add_predictions(figures, Machine(chip=chip, spec=spec, mma_only=mma_only), plan)
     return figures, report(figures)
 
 
-def _side_by_side(backend: Backend, plan: Plan, layers: list[Operands]) -> dict[str, Any]:
+def _side_by_side(backend: Backend, plan: Plan, layers: list[Operands], *, with_peers: bool = True) -> dict[str, Any]:
     """Seconds of one layer: of our kernels, and of each peer or the reason why it is missing."""
     found: dict[str, Any] = {"ours": {"layer_s": time_paged(backend, plan, layers)}}
-    for name, peer in plan.peers.items():
+    for name, peer in plan.peers.items() if with_peers else ():
         if not layers[0].uniform:
             found[name] = {"missing": "rows of different lengths"}
             continue
@@ -115,7 +126,12 @@ def time_paged(backend: Backend, plan: Plan, layers: list[Operands]) -> float:
     pages = random_pages(attention, first.num_pages, copies=len(layers))
 
     def step(batch: Any, queries: jax.Array, keys: jax.Array, values: jax.Array, pages: jax.Array) -> Any:
-        metadata = attention.make_metadata(batch, num_tokens=first.num_tokens, decode_only=first.decode_only)
+        metadata = attention.make_metadata(
+            batch,
+            num_tokens=first.num_tokens,
+            decode_only=first.decode_only,
+            few_queries=1 < max(query_len for query_len, _ in first.rows) <= FEW_QUERIES,
+        )
         for layer in range(len(layers)):
             queries, pages = attention(queries, keys, values, pages, metadata, layer * first.num_pages)
         return queries, pages
@@ -186,16 +202,32 @@ def product_flops_per_s(plan: Plan) -> float:
 
 def _add_shares(figures: dict[str, Any], plan: Plan) -> None:
     num_heads, num_kv_heads, head_dim = figures["heads"]
-    for name, lens in plan.decodes.items():
-        for found in figures["decode"][name].values():
+    keys = {("decode", name): sum(lens) for name, lens in plan.decodes.items()}
+    keys |= {("short chunks", name): sum(n for _, n in rows) for name, rows in plan.short_chunks.items()}
+    for (kind, name), count in keys.items():
+        for found in figures[kind][name].values():
             if "layer_s" in found:
-                found["per_s"] = sum(lens) * num_kv_heads * head_dim * 4 / found["layer_s"]
+                found["per_s"] = count * num_kv_heads * head_dim * 4 / found["layer_s"]
                 found["share"] = found["per_s"] / figures["copy_bytes_per_s"]
     for name, lens in plan.prefills.items():
         for found in figures["prefill"][name].values():
             if "layer_s" in found:
                 found["per_s"] = sum(n * (n + 1) for n in lens) * 2 * num_heads * head_dim / found["layer_s"]
                 found["share"] = found["per_s"] / figures["product_flops_per_s"]
+
+
+def _chip(target: str, device_kind: str) -> GpuChip | None:
+    """The chip that is named, or the one that is attached, if its figures are known."""
+    attached = [chip for chip in GPUS.values() if chip.device_kind == device_kind]
+    return GPUS.get(target, attached[0] if attached else None)
+
+
+def _add_predictions(figures: dict[str, Any], machine: Machine, plan: Plan) -> None:
+    """Of the kernels whose bound is the memory: the model's seconds, next to those measured."""
+    decodes: dict[str, Rows] = {name: [(1, n) for n in lens] for name, lens in plan.decodes.items()}
+    for kind, shapes in (("decode", decodes), ("short chunks", plan.short_chunks)):
+        for name, rows in shapes.items():
+            figures[kind][name]["ours"]["predicted_s"] = predict(machine, rows).seconds
 
 
 def report(figures: dict[str, Any]) -> list[str]:
@@ -217,16 +249,28 @@ def tables(figures: dict[str, Any]) -> list[str]:
         f"Copy {figures['copy_bytes_per_s'] / 1e9:.0f} GB/s (read and written); bf16 product "
         f"{figures['product_flops_per_s'] / 1e12:.0f} TFLOP/s."
     )
-    for kind, unit, scale, of in (("decode", "GB/s", 1e9, "copy"), ("prefill", "TFLOP/s", 1e12, "product")):
-        lines += ["", f"| {kind}, one layer | by | us | {unit} | of the {of} | goal |", "|---|---|---|---|---|---|"]
+    kinds = (
+        ("decode", "GB/s", 1e9, "copy"),
+        ("short chunks", "GB/s", 1e9, "copy"),
+        ("prefill", "TFLOP/s", 1e12, "product"),
+    )
+    for kind, unit, scale, of in kinds:
+        if not figures[kind]:
+            continue
+        lines += [
+            "",
+            f"| {kind}, one layer | by | us | predicted us | {unit} | of the {of} | goal |",
+            "|---|---|---|---|---|---|---|",
+        ]
         for name, by in figures[kind].items():
             for who, found in by.items():
                 if "missing" in found:
-                    lines.append(f"| {name} | {who} | - | - | - | {found['missing']} |")
+                    lines.append(f"| {name} | {who} | - | - | - | - | {found['missing']} |")
                     continue
                 goal = f"{GOALS[name]:.0%}" if who == "ours" and name in GOALS else ""
+                predicted = f"{found['predicted_s'] * 1e6:.1f}" if "predicted_s" in found else "-"
                 lines.append(
-                    f"| {name} | {who} | {found['layer_s'] * 1e6:.1f} | {found['per_s'] / scale:.0f} "
+                    f"| {name} | {who} | {found['layer_s'] * 1e6:.1f} | {predicted} | {found['per_s'] / scale:.0f} "
                     f"| {found['share']:.0%} | {goal} |"
                 )
     return lines

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.spec import AttentionSpec, RaggedBatch
-
-Rows = list[tuple[int, int]]  # (query length, KV length with the queries); decodes first
+from scripts.benchmarks.accounts.gpu_prediction import Rows
 
 
 @dataclass(frozen=True, kw_only=True)

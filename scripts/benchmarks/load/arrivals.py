@@ -23,3 +23,9 @@ def arrival_times(count: int, *, rate: float, burstiness: float, random: np.rand
     gaps = random.gamma(shape=burstiness, scale=1.0 / (rate * burstiness), size=count)
     gaps[:1] = 0.0
     return np.cumsum(gaps)
+
+
+def at_rate(times: np.ndarray, rate: float) -> np.ndarray:
+    """Recorded arrivals in seconds, ascending, stretched or shortened to `rate` a second on average."""
+    span = float(times[-1] - times[0])
+    return (times - times[0]) * ((len(times) - 1) / span / rate if span else 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import numpy as np
 
 from scripts.benchmarks.load.workload import BenchRequest
 
@@ -94,11 +96,17 @@ _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
 async def run(
-    target: Target, requests: Sequence[BenchRequest], *, arrivals: Sequence[float] | None, max_concurrency: int | None
+    target: Target,
+    requests: Sequence[BenchRequest],
+    *,
+    arrivals: Sequence[float] | np.ndarray | None,
+    max_concurrency: int | None,
+    send_until_s: float = math.inf,
 ) -> tuple[list[Outcome], float]:
     """Sends every request, each at its arrival (None: at once) and with at most `max_concurrency` in flight.
 
-    Returns one Outcome per request, in order, and the seconds from the first sending to the last end.
+    Requests whose turn comes later than `send_until_s` seconds after the start are not sent. Returns one Outcome per
+    request sent, in order, and the seconds from the first sending to the last end.
     """
     bodies = [msgspec.json.encode(target.body(request)) for request in requests]
     headers = {"Content-Type": "application/json"}
@@ -111,18 +119,20 @@ async def run(
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
         started = time.perf_counter()
 
-        async def one(index: int) -> Outcome:
+        async def one(index: int) -> Outcome | None:
             planned = started + (arrivals[index] if arrivals is not None else 0.0)
             await asyncio.sleep(max(0.0, planned - time.perf_counter()))
             async with slots:
                 outcome = Outcome(start=time.perf_counter())
+                if outcome.start - started > send_until_s:
+                    return None
                 if arrivals is not None:
                     outcome.lag = outcome.start - planned
                 await _stream(session, target, bodies[index], outcome)
                 return outcome
 
         outcomes = await asyncio.gather(*(one(index) for index in range(len(requests))))
-        return outcomes, time.perf_counter() - started
+        return [outcome for outcome in outcomes if outcome is not None], time.perf_counter() - started
 
 
 async def _stream(session: aiohttp.ClientSession, target: Target, body: bytes, outcome: Outcome) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig, Scheduling
 from batcher.core import EngineCore
 from batcher.forecast import Forecast
+from batcher.long_prompts import ANY_LENGTH, LongPrompts
 from batcher.plan import StepPlan
 from batcher.request import Request, RequestOutput, SamplingParams
 from batcher.sequence import Sequence
@@ -70,6 +72,7 @@ class Served:
     arrived_s: float
     first_s: float
     last_s: float
+    num_prompt: int
     num_output: int
 
     @property
@@ -116,8 +119,13 @@ class _Device:
     def capacity(self) -> Capacity:
         return self._capacity
 
-    def warm_up(self, buckets: Iterable[Bucket], report: Callable[[str], None]) -> None:
-        pass
+    def warm_up(
+        self, buckets: Iterable[Bucket], report: Callable[[str], None], may_wait: Collection[Bucket] = ()
+    ) -> list[Bucket]:
+        return []
+
+    def compile_later(self, bucket: Bucket, report: Callable[[str], None]) -> None:
+        raise NotImplementedError("nothing is left for later")
 
     def execute(self, step: StepInput) -> _Device:
         return self
@@ -137,6 +145,7 @@ def simulate(
     max_stalls: int | None = None,
     prefix_caching: bool = True,
     scheduling: Scheduling = Scheduling.CONTINUOUS,
+    long_prompts: LongPrompts = ANY_LENGTH,
     max_concurrency: int | None = None,
     max_steps: int = 1_000_000,
 ) -> Result:
@@ -166,7 +175,9 @@ def simulate(
     )  # fmt: skip
     now = 0.0
     device = _Device(capacity)
-    config = EngineConfig(eos_token_ids=(EOS,), prefix_caching=prefix_caching, scheduling=scheduling, seed=0)
+    config = EngineConfig(
+        eos_token_ids=(EOS,), prefix_caching=prefix_caching, scheduling=scheduling, long_prompts=long_prompts, seed=0
+    )
     core = EngineCore(device, config, BucketLadder(limits), lambda: now)
     if forecast is not None:
         core.scheduler.forecast = forecast
@@ -199,7 +210,8 @@ def simulate(
         if result.num_steps > max_steps:
             raise RuntimeError(f"the workload takes more than {max_steps} steps")
         now = max(now, ends.popleft())
-        for sequence, output in core.complete(_drawn(core, wanted)):
+        delivery = core.complete(_drawn(core, wanted))
+        for sequence, output in chain(delivery.outputs, delivery.plain_outputs()):
             _hear(result, last_heard, sequence, output, now)
     result.seconds = now
     result.num_preemptions = core.scheduler.num_preemptions
@@ -246,6 +258,7 @@ def _hear(result: Result, last_heard: dict[str, float], sequence: Sequence, outp
             arrived_s=sequence.arrived_s,
             first_s=sequence.first_token_s,
             last_s=now,
+            num_prompt=sequence.num_prompt,
             num_output=len(sequence.output),
         )
     )
