@@ -1,33 +1,59 @@
 """The tests run on the CPU, whatever chip or plug-in is here, with eight CPU devices so that sharded code can run.
 
-`scripts/test` runs them in one process more than there are cores (pytest-xdist). What takes long to compile is compiled
-once for all processes, the servers that tests start included, and kept from one run to the next.
+`scripts/test` runs them in one process more than there are cores (pytest-xdist). Programs are compiled once for all
+processes, and kept from one run to the next.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from jaxlib import xla_client
 from xdist.scheduler import LoadScopeScheduling
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # before anything imports jax; children inherit it
 _COUNT = "--xla_force_host_platform_device_count=8"
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_COUNT}".strip()
-os.environ |= {
-    "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).parents[1] / ".pytest_cache/d/compiled"),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
-    "JAX_COMPILATION_CACHE_MAX_SIZE": str(1 << 30),  # with a limit JAX locks the folder: processes write to it at once
+QUICKLY_COMPILED = {
+    "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_backend_optimization_level=0"
+    " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 }
+
+
+def _compile_quickly() -> None:
+    """In a quarter of the time, code that is slower. Most programs of tests run a few times only.
+
+    XLA reads its flags once. So this holds for this process, and its children compile as they do for users, unless they
+    are given `QUICKLY_COMPILED` in their environment.
+    """
+    usual = os.environ["XLA_FLAGS"]
+    os.environ |= QUICKLY_COMPILED
+    xla_client.CompileOptions()  # reads them
+    os.environ["XLA_FLAGS"] = usual
+
+
+_compile_quickly()
+COMPILED = Path(__file__).parents[1] / ".pytest_cache/d/compiled"
+# JAX can keep a limit, too. For that it reads the whole folder whenever it stores a program.
+MAX_COMPILED_BYTES = 1 << 30
+os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(COMPILED), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 KERNELS = Path(__file__).parent / "pallas_kernels"
 COMPILING_FOR_CHIPS = ("test_compile.py", "test_compile_gpu_step.py")
 INTERPRETED = "test_interpreted.py"
 MAX_PROCESSES = 4  # each imports JAX and holds programs: up to two gigabytes
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    is_first = not hasattr(session.config, "workerinput")
+    if is_first and sum(path.stat().st_size for path in COMPILED.rglob("*")) > MAX_COMPILED_BYTES:
+        shutil.rmtree(COMPILED)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
 
 from model.config import LlamaConfig
 from model.loading.weights import load_hf
@@ -71,6 +70,8 @@ def test_special_tokens_have_the_ids_that_the_configs_name(config: LlamaConfig, 
 
 
 def test_transformers_reads_the_tokenizer_alike(encoder: SampleEncoder) -> None:
+    from transformers import AutoTokenizer  # takes seconds, which every process would spend that collects tests
+
     reference = AutoTokenizer.from_pretrained(FOLDER)
     assert reference.bos_token == "<|begin_of_text|>"
     assert reference.eos_token == "<|eot_id|>"
@@ -107,8 +108,8 @@ def test_held_out_sums_and_comparisons_are_answered(model: Llama, encoder: Sampl
 
 @pytest.mark.parametrize("suite", ["json_held_out_sums", "tool_calls", "tool_answers", "no_call_needed"])
 def test_tools_and_json(model: Llama, encoder: SampleEncoder, suite: str) -> None:
-    right = evaluate.exact(model, encoder, random.Random(2).sample(evaluate.suites()[suite], 25))
-    assert sum(right) >= 23
+    right = evaluate.exact(model, encoder, random.Random(2).sample(evaluate.suites()[suite], 12))
+    assert sum(right) >= 11
 
 
 def test_a_first_chat(model: Llama, encoder: SampleEncoder) -> None:

@@ -1,15 +1,16 @@
 """The demo's tokenizer, trained here on a little text: Llama 3's special tokens and chat format, single digits."""
 
+from __future__ import annotations
+
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from scripts.demo import calculator, stories
 from scripts.demo import tokenizer as demo_tokenizer
@@ -17,6 +18,9 @@ from scripts.demo.arithmetic import Arithmetic, Turn
 from scripts.demo.corpus import Chat, Corpus, Document
 from scripts.demo.tokenizer import SPECIAL_TOKENS, SampleEncoder
 from server.text.chat_template import ChatTemplate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 VOCAB_SIZE = 640
 
@@ -46,6 +50,8 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def hugging_face(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast  # takes a second, which every process would spend that collects
+
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     demo_tokenizer.save(tokenizer, folder, max_length=1024)
     return PreTrainedTokenizerFast.from_pretrained(folder)

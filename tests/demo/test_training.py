@@ -179,3 +179,27 @@ def test_a_checkpoint_can_be_gone_on_with(tmp_path: Path) -> None:
     for name in ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json"):
         assert (tmp_path / name).read_bytes() == (DEMO_FOLDER / name).read_bytes(), name
     assert train_demo.evaluation_of(DEMO_FOLDER)["parameters"] == sum(p.size for p in trainer.params.values())
+
+
+def test_a_model_that_is_its_own_teacher_has_nothing_to_learn(config: LlamaConfig, encoder: SampleEncoder) -> None:
+    alone = Trainer(config, SCHEDULE)
+    taught = Trainer(config, SCHEDULE, teacher=alone.model(alone.params))
+    batch = vars(SCHEDULE.batch(0, CORPUS, encoder))
+
+    @jax.jit
+    def gradients(params: dict, teacher: object) -> tuple[dict, dict]:
+        of_text = jax.grad(alone._loss)(params, batch, None)
+        return of_text, jax.grad(taught._loss)(params, batch, teacher)
+
+    of_text, of_teacher = gradients(taught.params, taught.teacher)
+    norms = [float(jnp.sqrt(sum(jnp.vdot(g, g) for g in found.values()))) for found in (of_text, of_teacher)]
+    assert norms[1] < 1e-4 * norms[0]
+
+
+def test_a_draft_model_has_the_tokens_of_its_teacher(tmp_path: Path) -> None:
+    flags = ["--draft-of", str(DEMO_FOLDER), "--output", str(tmp_path), "--work-dir", str(tmp_path)]
+    trainer, _, encoder = train_demo.prepare(train_demo.parse_arguments(flags))
+    assert trainer.config == LlamaConfig.from_file(DEMO_FOLDER / "draft")
+    assert trainer.teacher is not None
+    assert trainer.teacher.config == LlamaConfig.from_file(DEMO_FOLDER)
+    assert encoder.tokenizer.get_vocab() == Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json")).get_vocab()

@@ -1,4 +1,4 @@
-"""Clients that only `scripts/test --all` installs. Where one is missing, its tests skip and say so."""
+"""Clients that only `scripts/test --all` installs, for tests marked `clients`. Where one is missing, its tests skip."""
 
 from __future__ import annotations
 

@@ -15,6 +15,8 @@ import openai
 from instructor import Mode
 from pydantic import BaseModel
 
+from tests.server.support.judged import every_answer_judged
+
 SUM = "What is 47 + 35? Answer in JSON."
 PRODUCT = "What is 347 * 21?"
 
@@ -57,4 +59,8 @@ def objects(url: str, name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: objects(sys.argv[1], name) for name in ASKED}))
+    with every_answer_judged() as faults:
+        found = {name: objects(sys.argv[1], name) for name in ASKED}
+    if faults:
+        sys.exit("\n\n".join(faults))
+    print(json.dumps(found))

@@ -1,16 +1,28 @@
-"""Requests of a trace's lengths on the demo's context, and their tokens from an engine driven without threads."""
+"""Requests of a trace's lengths on the demo's context, and their tokens from an engine driven without threads.
+
+`python -m tests.e2e.replay KIND...` drives an engine of the programs that the server of the tests has, and prints what
+came of it as JSON: the tests' own process compiles others.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from batcher.engine import Engine
 from batcher.request import Request, RequestOutput, SamplingParams
 from scripts.benchmarks.load.lengths import Lengths, Trace
+from scripts.wiring.engine import Built, build_runner
+from scripts.wiring.settings import EngineSettings
 
+LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 512, "seed": 0}
 TRACE = Path(__file__).parents[3] / "shared/data/traces/azure_llm_2023_conv.csv"
 
 
@@ -31,6 +43,15 @@ def synthetic_lengths(count: int, max_total: int) -> tuple[np.ndarray, np.ndarra
         Lengths.parse("uniform:36:48").draw(count, random),
     )
     return inputs, outputs
+
+
+NUM_REQUESTS = {"trace": 96, "synthetic": 64}
+
+
+def requests_of(kind: str, max_model_len: int, vocab_size: int) -> list[Request]:
+    """Those of a key of `NUM_REQUESTS`."""
+    lengths = {"trace": trace_lengths, "synthetic": synthetic_lengths}[kind]
+    return make_requests(lengths(NUM_REQUESTS[kind], max_model_len), vocab_size)
 
 
 def make_requests(lengths: tuple[np.ndarray, np.ndarray], vocab_size: int) -> list[Request]:
@@ -72,3 +93,22 @@ def drive(engine: Engine, requests: Sequence[Request], *, together: bool) -> dic
         while engine.step():
             engine._core.scheduler.check_integrity()
     return tokens
+
+
+def replayed(built: Built, kind: str) -> dict[str, Any]:
+    """What each request gets when nobody else is there: no neighbour, no cached prefix. And what all get together."""
+    requests = requests_of(kind, built.info.max_model_len, built.info.vocab_size)
+    alone, engine = drive(built.engine(), requests, together=False), built.engine()
+    return {"alone": alone, "together": drive(engine, requests, together=True), "stats": asdict(engine.stats())}
+
+
+def main(kinds: Sequence[str]) -> None:
+    cache = os.environ["JAX_COMPILATION_CACHE_DIR"]
+    built = build_runner(EngineSettings(device="cpu", compile_cache=cache, **LIMITS), lambda line: None)
+    built.engine().warm_up(lambda line: None)
+    sizes = {"max_model_len": built.info.max_model_len, "vocab_size": built.info.vocab_size}
+    print(json.dumps({"sizes": sizes, **{kind: replayed(built, kind) for kind in kinds}}, default=str))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

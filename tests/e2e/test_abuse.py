@@ -78,8 +78,8 @@ def test_two_hundred_clients_that_leave_cost_nobody_anything(server):
     assert metrics["num_compiles_after_warm_up_total"] == 0
 
 
-def test_a_killed_engine_is_an_error_to_streams_and_503_to_health(built, server_flags):
-    with serve(*server_flags) as server:
+def test_a_killed_engine_is_an_error_to_streams_and_503_to_health(engine_flags):
+    with serve(*engine_flags) as server:
         with server.http() as http, http.stream("POST", "/v1/completions", json=STORY) as stream:
             lines = stream.iter_lines()
             assert next(lines).startswith("data: ")

@@ -9,7 +9,7 @@ from tests.e2e.conftest import PREFIX, serve
 pytestmark = [pytest.mark.e2e, pytest.mark.hosts, pytest.mark.slow]
 
 
-def test_two_engines_answer_as_one_does(server, server_flags):
+def test_two_engines_answer_as_one_does(server, engine_flags):
     bodies = [
         {"messages": [{"role": "user", "content": f"What is {a} + {b}?"}], "temperature": 0}
         for a, b in ((47, 35), (12, 9), (80, 17), (3, 4))
@@ -20,7 +20,7 @@ def test_two_engines_answer_as_one_does(server, server_flags):
             replies = [http.post("/v1/chat/completions", json=body).json() for body in bodies]
         return [reply["choices"][0]["message"]["content"] for reply in replies]
 
-    with serve(*server_flags, "--data-parallel-size", "2") as pair:
+    with serve(*engine_flags, "--data-parallel-size", "2") as pair:
         assert answers(pair) == answers(server)
         assert answers(pair) == answers(server)  # from the prefix caches
         finished = pair.wait_for_metrics(lambda metrics: metrics["num_requests_running"] == 0)

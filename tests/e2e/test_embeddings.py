@@ -13,8 +13,8 @@ from model.config import LlamaConfig
 from model.loading.source import resolve
 from model.loading.weights import load_hf
 from tests.e2e.clients import imported, imported_litellm
-from tests.e2e.conftest import DemoServer, serve
-from tests.model.dense_attention import causal_attention
+from tests.e2e.conftest import DemoServer, serve_quickly
+from tests.model.dense_attention import dense_hidden
 
 pytestmark = pytest.mark.e2e
 
@@ -28,13 +28,13 @@ def dense_vectors(prompts: list[list[int]], pooling: str) -> np.ndarray:
     model = load_hf(folder, config, dtype=jnp.float32)
     found = []
     for ids in prompts:
-        nothing = [None] * config.num_layers
-        hidden, _ = model(jnp.array(ids, jnp.int32), jnp.arange(len(ids)), nothing, causal_attention())
-        pooled = np.asarray(hidden[-1] if pooling == "last" else hidden.mean(axis=0), np.float64)
+        hidden = np.asarray(dense_hidden(model, np.array(ids, np.int32)))
+        pooled = (hidden[-1] if pooling == "last" else hidden.mean(axis=0)).astype(np.float64)
         found.append(pooled / np.linalg.norm(pooled))
     return np.array(found)
 
 
+FEW_SHAPES = ["--max-num-seqs=4", "--max-num-batched-tokens=32"]
 FLAGS = {"last": ["--task=embed"], "mean": ["--enable-embeddings", "--pooling-type=mean"]}
 
 
@@ -44,8 +44,8 @@ def pooling(request) -> str:
 
 
 @pytest.fixture(scope="module")
-def embedder(server_flags, pooling) -> Iterator[DemoServer]:
-    with serve(*server_flags, *FLAGS[pooling]) as server:
+def embedder(engine_flags, pooling) -> Iterator[DemoServer]:
+    with serve_quickly(*engine_flags, *FEW_SHAPES, *FLAGS[pooling]) as server:
         yield server
 
 
@@ -71,6 +71,7 @@ def test_embeddings_of_the_demo(embedder, pooling):
         assert metrics["num_compiles_after_warm_up_total"] == 0
 
 
+@pytest.mark.clients
 def test_other_clients_get_the_same_vectors(embedder):
     litellm = imported_litellm()
     langchain_openai = imported("langchain_openai", package="langchain-openai")

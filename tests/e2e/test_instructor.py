@@ -15,6 +15,7 @@ PACKAGES = ROOT / ".venv/instructor"
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.clients,
     pytest.mark.skipif(not PACKAGES.is_dir(), reason="instructor is not installed: scripts/test --all installs it"),
 ]
 
@@ -22,7 +23,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def objects(server) -> dict[str, dict[str, object]]:
     client = Path(__file__).parent / "instructor_client.py"
-    environment = os.environ | {"PYTHONPATH": str(PACKAGES)}
+    environment = os.environ | {"PYTHONPATH": f"{PACKAGES}:{ROOT}"}
     done = subprocess.run(
         [sys.executable, str(client), server.url], env=environment, capture_output=True, text=True, timeout=120
     )

@@ -8,12 +8,16 @@ import pytest
 from pydantic import BaseModel
 
 from tests.e2e.clients import imported_litellm
-from tests.e2e.test_tools import CALCULATOR, PRODUCT
+from tests.server.support.requests import CALCULATOR, PRODUCT
 
 litellm = imported_litellm()
 
 # LiteLLM reads attributes that pydantic no longer wants read from instances
-pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore:Accessing the 'model_:DeprecationWarning")]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.clients,
+    pytest.mark.filterwarnings("ignore:Accessing the 'model_:DeprecationWarning"),
+]
 
 SUM = [{"role": "user", "content": "What is 47 + 35?"}]
 

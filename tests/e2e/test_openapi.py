@@ -15,13 +15,13 @@ from tests.e2e.clients import imported
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.running import ECHO, running_server
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.clients]
 
 # Not all that is checked is in a schema, such as the length of a text. Unknown fields, and `5.0` for 5, are accepted.
 BEYOND_SCHEMAS = "positive_data_acceptance,negative_data_rejection"
 
 
-ADMIN = r"^/(log_level|abort_requests|reset_prefix_cache)"
+ADMIN = r"^/(log_level|abort_requests|reset_prefix_cache|admin/reload|sleep|wake_up|is_sleeping)"
 WITHOUT_A_MODEL = rf"^/(v1/models|v1/messages/count|load|tokenizer_info)|{ADMIN}"
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.server.support.echo_engine import EchoConfig
+from tests.server.support.requests import CALCULATOR
 from tests.server.support.running import ECHO, RunningServer, running_server
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: scripts/test --all does it")
@@ -16,9 +18,14 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.clients,
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: `apt-get install chromium` gives one"),
 ]
 DONE = ".message.assistant[aria-busy=false]"
+PHONE = {"viewport": {"width": 360, "height": 740}, "device_scale_factor": 2, "is_mobile": True, "has_touch": True}
+# Controls with neither a label, nor a text, nor an `aria-label`.
+WITHOUT_A_NAME = """all => all.filter(one =>
+    !(one.ariaLabel ?? "").trim() && !one.labels?.length && !one.textContent.trim()).map(one => one.outerHTML)"""
 CANVAS = "document.querySelector('#{}').toDataURL()"
 
 
@@ -91,6 +98,69 @@ def test_what_is_not_json_in_a_setting_is_said(server: RunningServer, page: sync
     assert page.locator(".error").inner_text().startswith("Tools: ")
 
 
+def test_a_tool_call_is_shown_as_such_and_its_result_is_answered(server: RunningServer, page: sync_api.Page) -> None:
+    page.goto(server.url)
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_text("Tools", exact=True).click()
+    page.get_by_label("Functions").fill(json.dumps([CALCULATOR]))
+    assert send(page, "What is 347 * 21?") == ""
+    card = page.locator(".message.assistant .card")
+    assert card.locator("b").inner_text() == "calculator"
+    assert json.loads(card.locator("pre").inner_text()) == {"expression": "347 * 21"}
+    page.get_by_label("Result of calculator").fill("7287")
+    page.keyboard.press("Enter")
+    page.locator(DONE).nth(1).wait_for()
+    assert page.locator(".message.tool .text").inner_text() == "7287"
+    assert "7287" in page.locator(DONE).nth(1).locator(".text").inner_text()
+
+
+def test_json_is_shown_as_such(server: RunningServer, page: sync_api.Page) -> None:
+    page.goto(server.url)
+    page.get_by_label("Answer", exact=True).select_option("JSON by a schema")
+    shown = send(page, "What is 47 + 35? Answer in JSON.")
+    assert isinstance(json.loads(shown)["answer"], int)
+    assert page.locator(".message.assistant .card.json pre").inner_text() == shown
+    assert "\n  " in shown
+
+
+GROUND = "getComputedStyle(document.body).backgroundColor"
+
+
+@pytest.mark.parametrize("view", ["chat", "dashboard"])
+def test_light_and_dark_on_a_phone(server: RunningServer, browser: sync_api.Browser, view: str) -> None:
+    with browser.new_context(**PHONE, color_scheme="light") as context:
+        page = context.new_page()
+        page.goto(f"{server.url}/#{view}")
+        page.get_by_text("serving", exact=True).wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        grounds = [page.evaluate(GROUND)]
+        page.get_by_role("button", name="Switch between light and dark").click()
+        grounds.append(page.evaluate(GROUND))
+        page.emulate_media(color_scheme="dark")
+        page.reload()
+        grounds.append(page.evaluate(GROUND))
+    light, chosen_dark, dark = grounds
+    assert light != dark == chosen_dark
+
+
+@pytest.mark.parametrize("view", ["chat", "dashboard"])
+def test_every_control_has_a_name_and_is_reached_by_keyboard(
+    server: RunningServer, page: sync_api.Page, view: str
+) -> None:
+    page.goto(f"{server.url}/#{view}")
+    page.get_by_text("serving", exact=True).wait_for()
+    controls = page.locator(", ".join(f"{tag}:visible" for tag in "a button input textarea select summary".split()))
+    assert controls.evaluate_all(WITHOUT_A_NAME) == []
+    reached = set()
+    for _ in range(controls.count() + 2):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("[...document.querySelectorAll('*')].indexOf(document.activeElement)"))
+    places = controls.evaluate_all("all => all.map(one => [...document.querySelectorAll('*')].indexOf(one))")
+    assert set(places) <= reached
+    assert page.locator(f"main#{view} >> visible=true").count() == page.get_by_role("main").count() == 1
+    assert page.locator("canvas:visible:not([role=img][aria-label])").count() == 0
+
+
 def test_the_charts_move(server: RunningServer, page: sync_api.Page) -> None:
     page.goto(f"{server.url}/#dashboard")
     page.get_by_text("after warm-up").wait_for()
@@ -100,6 +170,19 @@ def test_the_charts_move(server: RunningServer, page: sync_api.Page) -> None:
     for name, picture in before.items():
         page.wait_for_function(f"old => {CANVAS.format(name)} !== old", arg=picture)
     page.get_by_text("decode, 0 prefill").wait_for()
+
+
+def test_the_steps_of_one_of_several_engines_are_shown(
+    tmp_path: Path, server: RunningServer, page: sync_api.Page
+) -> None:
+    page.goto(f"{server.url}/#dashboard")
+    page.get_by_text("after warm-up").wait_for()
+    assert not page.get_by_label("of engine").is_visible()
+    with running_server(tmp_path, ECHO, EchoConfig(), more_engines=(EchoConfig(),)) as pair:
+        page.goto(f"{pair.url}/#dashboard")
+        with page.expect_request("**/ui/state?engine=1&after=-1"):
+            page.get_by_label("of engine").select_option("1")
+        page.goto("about:blank")
 
 
 def test_a_key_is_asked_for_and_used(keyed_server: RunningServer, browser: sync_api.Browser) -> None:

@@ -66,8 +66,8 @@ def test_offline_generation_from_python(settings, built, monkeypatch, capsys):
     assert "82" in capsys.readouterr().out
 
 
-def test_a_batch_file(server_flags, tmp_path):
-    flags = " ".join(["--output answers.jsonl --device cpu", *server_flags])
+def test_a_batch_file(engine_flags, tmp_path):
+    flags = " ".join(["--output answers.jsonl --device cpu", *engine_flags])
     run_in(tmp_path, example("scripts.generate"), ("--output answers.jsonl", flags))
     answers = [json.loads(line)["response"]["body"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert "82" in answers[0]["choices"][0]["message"]["content"]

@@ -1,8 +1,11 @@
-"""Real lengths at 64 concurrent streams: in process, where order is fixed, and over HTTP, where it is not."""
+"""Real lengths at 64 concurrent streams: without threads, where order is fixed, and over HTTP, where it is not."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 
 import pytest
 
@@ -12,39 +15,49 @@ from scripts.benchmarks.load.client import Target, run
 from scripts.benchmarks.load.workload import BenchRequest
 from server.text.stream import TextStream
 from server.text.tokenizer import ByteLevelTokenizer
-from tests.e2e.replay import TRACE, drive, make_requests, synthetic_lengths, trace_lengths
+from tests.e2e.conftest import ROOT
+from tests.e2e.replay import NUM_REQUESTS, TRACE, requests_of
 
-NUM_REQUESTS = {"trace": 128, "synthetic": 96}
 CONCURRENCY = 64
 
 
 pytestmark = pytest.mark.e2e
 
 
+@pytest.fixture(scope="module")
+def replays(server):
+    """What `tests.e2e.replay` says of each kind of requests. It finds the server's programs on the disk."""
+    kinds = [kind for kind in NUM_REQUESTS if kind != "trace" or TRACE.is_file()]
+    command = [sys.executable, "-m", "tests.e2e.replay", *kinds]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=600, check=True)
+    return json.loads(done.stdout)
+
+
 @pytest.fixture(scope="module", params=list(NUM_REQUESTS))
-def requests(request, built):
+def kind(request):
     if request.param == "trace" and not TRACE.is_file():
         pytest.skip(f"the recorded trace is not here: {TRACE.name}")
-    lengths = {"trace": trace_lengths, "synthetic": synthetic_lengths}[request.param]
-    return make_requests(lengths(NUM_REQUESTS[request.param], built.info.max_model_len), built.info.vocab_size)
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def alone(built, requests):
-    """What each request gets when nobody else is there: no neighbour, no cached prefix."""
-    return drive(built.engine(), requests, together=False)
+def requests(replays, kind):
+    return requests_of(kind, **replays["sizes"])
 
 
-def test_every_output_is_the_one_obtained_alone(built, requests, alone):
-    engine = built.engine()
-    together = drive(engine, requests, together=True)
+@pytest.fixture(scope="module")
+def alone(replays, kind):
+    return replays[kind]["alone"]
+
+
+def test_every_output_is_the_one_obtained_alone(replays, kind, requests, alone):
+    together, stats = replays[kind]["together"], replays[kind]["stats"]
     assert together == alone
     assert [len(together[r.request_id]) for r in requests] == [r.sampling.max_tokens for r in requests]
-    stats = engine.stats()
-    assert stats.num_compiles_after_warm_up == 0
-    assert (stats.num_pages_used, stats.num_requests_running, stats.num_requests_waiting) == (0, 0, 0)
-    assert stats.finished == {"length": len(requests)}
-    assert stats.prefix_cache_hits > 0
+    assert stats["num_compiles_after_warm_up"] == 0
+    assert [stats[f"num_{name}"] for name in ("pages_used", "requests_running", "requests_waiting")] == [0, 0, 0]
+    assert stats["finished"] == {"length": len(requests)}
+    assert stats["prefix_cache_hits"] > 0
 
 
 def test_the_server_gives_the_same_texts_to_64_streams(server, requests, alone):

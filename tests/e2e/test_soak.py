@@ -10,8 +10,8 @@ from scripts.benchmarks.load.attacks import ATTACKS
 pytestmark = pytest.mark.e2e
 
 
-def test_attacks_among_ordinary_traffic_leave_nothing_behind(built, server_flags, capsys):
-    code = soak.main(["--seconds", "8", "--clients", "4", "--attackers", "3", "--", *server_flags])
+def test_attacks_among_ordinary_traffic_leave_nothing_behind(built, engine_flags, capsys):
+    code = soak.main(["--seconds", "8", "--clients", "4", "--attackers", "3", "--", *engine_flags])
     said = capsys.readouterr().out
     assert code == 0, said
     assert "nothing is left behind" in said

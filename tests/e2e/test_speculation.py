@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
 
-from tests.e2e.conftest import serve
+from tests.e2e.conftest import serve_quickly
 
-NGRAM = '{"method": "ngram", "num_speculative_tokens": 3}'
+METHODS = {"ngram": 20, "draft_model": 0}  # more drafts than these are right: the draft model has not learned JSON
 COUNT = '{"text": "47 + 35 = 82.", "answer": 82}\n' * 3
 BODIES = [
-    {"prompt": COUNT, "max_tokens": 60, "temperature": 0, "ignore_eos": True},
+    {"prompt": COUNT, "max_tokens": 60, "temperature": 0, "ignore_eos": True, "return_draft_counts": True},
     {"prompt": COUNT, "max_tokens": 40, "temperature": 0.3, "seed": 5, "logprobs": 2, "frequency_penalty": 0.1},
     {"prompt": COUNT, "max_tokens": 60, "temperature": 0, "stop": ["82", "5"]},
     {"prompt": "Once upon a time", "max_tokens": 40, "temperature": 1, "seed": 9, "return_token_ids": True},
@@ -19,11 +20,13 @@ BODIES = [
 
 
 @pytest.mark.e2e
-def test_texts_are_those_of_a_server_without_drafts(server):
-    """One row, so that there are few programs to compile: all of them keep the text."""
+@pytest.mark.parametrize("method", METHODS)
+def test_texts_are_those_of_a_server_without_drafts(server, method):
+    """One row, so that there are few programs to compile. The draft model is the demo's own."""
     flags = ["--max-num-seqs=1", "--max-num-batched-tokens=16", "--max-model-len=512"]
     cache = ["--compile-cache", os.environ["JAX_COMPILATION_CACHE_DIR"]]
-    with serve(*flags, *cache, "--speculative-config", NGRAM) as drafting:
+    drafts = ["--speculative-config", json.dumps({"method": method, "num_speculative_tokens": 3})]
+    with serve_quickly(*flags, *cache, *drafts) as drafting:
         with server.http() as plain, drafting.http() as http:
             for body in BODIES:
                 expected, found = (
@@ -34,7 +37,11 @@ def test_texts_are_those_of_a_server_without_drafts(server):
                 assert choice["finish_reason"] == expected_choice["finish_reason"]
                 assert choice.get("token_ids") == expected_choice.get("token_ids")
                 assert found["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
-        drafting.wait_for_metrics(lambda metrics: metrics["spec_decode_num_accepted_tokens_total"] > 20)
+                if "return_draft_counts" in body:
+                    counts = found["usage"]["completion_tokens_details"]
+                    assert sum(counts.values()) > 0
+                    assert counts["accepted_prediction_tokens"] < found["usage"]["completion_tokens"]
+        drafting.wait_for_metrics(lambda metrics: metrics["spec_decode_num_accepted_tokens_total"] > METHODS[method])
         metrics = drafting.metrics()
         assert metrics["num_compiles_after_warm_up_total"] == metrics["integrity_failures_total"] == 0
         assert metrics["spec_decode_num_draft_tokens_total"] >= metrics["spec_decode_num_accepted_tokens_total"]

@@ -7,6 +7,8 @@ import json
 import pytest
 from jsonschema import validate
 
+from tests.server.support.requests import CALCULATOR, PRODUCT
+
 pytestmark = pytest.mark.e2e
 
 MESSAGES = [{"role": "user", "content": "What is 47 + 35?"}]
@@ -22,19 +24,6 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
     for name, schema in SCHEMAS.items()
 ]
-CALCULATOR = {
-    "type": "function",
-    "function": {
-        "name": "calculator",
-        "description": "Evaluates an expression.",
-        "parameters": {
-            "type": "object",
-            "properties": {"expression": {"type": "string"}},
-            "required": ["expression"],
-        },
-    },
-}
-PRODUCT = [{"role": "user", "content": "What is 347 * 21?"}]
 
 
 def test_a_call_and_what_is_said_of_its_result(server):

@@ -1,0 +1,44 @@
+"""A start with an empty folder of programs: it serves before most of them are there. A second start finds them."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+from tests.conftest import QUICKLY_COMPILED
+from tests.e2e.conftest import DemoServer, serve
+
+pytestmark = pytest.mark.e2e
+
+LIMITS = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "128", "--num-pages", "16"]
+LEFT = re.compile(r"compiled 7 programs in .*; 2 more are compiled while serving")
+
+
+def answers(server: DemoServer) -> list[str]:
+    """Greedy, by a program that is left for later, and sampled."""
+    body = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 24, "ignore_eos": True, "seed": 7}
+    with server.http() as http:
+        texts = [http.post("/v1/completions", json=body | {"temperature": t}).json() for t in (0, 0.8)]
+    return [text["choices"][0]["text"] for text in texts]
+
+
+def test_it_serves_while_programs_are_compiled(tmp_path) -> None:
+    # Without the kernels in C, which would be compiled anew, too.
+    flags = [*LIMITS, "--attention-backend", "reference", "--compile-cache", str(tmp_path)]
+    env = os.environ | QUICKLY_COMPILED
+    with serve(*flags, env=env) as server:
+        assert any(LEFT.match(line) for line in server.lines), server.lines
+        first = answers(server)
+        metrics = server.wait_for_metrics(lambda m: m["num_programs_to_come"] == 0 < m["num_steps_total"], 120)
+        assert metrics["num_compiles_after_warm_up_total"] == 0
+        assert answers(server) == first
+        with server.http() as http:
+            assert http.get("/health?verbose").json()["programs_to_come"] == 0
+    assert server.process.returncode == 0
+    with serve(*flags, env=env) as warm:
+        assert any(line.startswith("compiled 9 programs") and "(9 came from the disk" in line for line in warm.lines)
+        assert answers(warm) == first
+        metrics = warm.wait_for_metrics(lambda m: m["num_steps_total"] > 0)
+        assert metrics["num_stand_in_steps_total"] == metrics["num_compiles_after_warm_up_total"] == 0
