@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Container
 from dataclasses import dataclass
 
-from batcher.step import Bucket, Variant
+from batcher.step import Bucket, Capacity, Variant
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +51,19 @@ class BucketConfig:
                 f"{self.max_draft_rows=} {self.num_drafts=} {self.max_num_batched_tokens=}"
             )
 
+    def check(self, capacity: Capacity) -> None:
+        """Raises ValueError if a runner of this capacity cannot run every step."""
+        if self.max_num_seqs > capacity.num_slots:
+            raise ValueError(f"more rows than slots: {self.max_num_seqs=} {capacity.num_slots=}")
+        if self.max_num_batched_tokens > capacity.max_num_batched_tokens:
+            raise ValueError(
+                f"steps longer than the runner takes: {self.max_num_batched_tokens=} {capacity.max_num_batched_tokens=}"
+            )
+        if self.num_drafts and not capacity.keeps_text:
+            raise ValueError(f"the runner keeps no text to take drafts from: {self.num_drafts=}")
+        if self.embeds != (capacity.pooling is not None):
+            raise ValueError(f"one of runner and ladder embeds: {capacity.pooling=} {self.embeds=}")
+
 
 _EMBED_STRIDE = 2  # a program for every fourfold of tokens
 _LIGHT_TOKENS = 64  # of a step with a short prompt
@@ -65,8 +78,8 @@ class BucketLadder:
     Every program costs seconds of start-up. Mixed steps have no GREEDY program: when no row samples, SAMPLE's extra
     work is skipped at run time and costs nothing next to the prompt's matrix products. SCORE exists only at both
     limits: it is rare, and its programs are heavy. EMBED has every `_EMBED_STRIDE`-th T from the largest down, with the
-    most rows of each. Speculative buckets and those of several
-    steps have the row rungs of decodes up to their limits, in both variants.
+    most rows of each. Speculative buckets and those of several steps have the row rungs of decodes up to their limits,
+    in both variants.
     """
 
     def __init__(self, config: BucketConfig) -> None:

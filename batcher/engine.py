@@ -52,23 +52,22 @@ from batcher.errors import (
     EngineClosedError,
     EngineDeadError,
     InvalidRequestError,
-    QueueFullError,
     StepTimeoutError,
 )
 from batcher.grammar import Grammars
-from batcher.later_programs import LaterPrograms
-from batcher.masks import Answer, Ask, MaskThreads, answer
+from batcher.inbox import Inbox, Result
+from batcher.later_programs import LaterPrograms, compile_while_serving
+from batcher.masks import Ask, MaskThreads, answer
 from batcher.request import ErrorCode, FinishReason, Request, RequestOutput
 from batcher.sequence import OnOutput, Sequence
 from batcher.stats import EngineStats
-from batcher.step import Bucket, Runner, StepOutput
+from batcher.step import Bucket, Runner
 
 _log = logging.getLogger(__name__)
 
 MASK_WAIT_S = 0.004  # longest wait of a step for masks; two threads compute about two hundred masks in this time
 DIGESTS_AT_ONCE = 128  # of pages, a tenth of a millisecond
 GIVE_WAY_S = 1e-5  # enough for another thread to take over
-COMPILE_WAIT_S = 2.0  # longest wait for an idle moment in which to compile a program that no step has asked for
 IDLE_CHECK_S = 1.0  # time without requests after which the engine checks its integrity, once
 
 
@@ -88,48 +87,19 @@ class Engine:
     ) -> None:
         self._capacity = runner.capacity()
         limits = ladder.config
-        if limits.max_num_seqs > self._capacity.num_slots:
-            raise ValueError(f"more rows than slots: {limits.max_num_seqs=} {self._capacity.num_slots=}")
-        if limits.max_num_batched_tokens > self._capacity.max_num_batched_tokens:
-            raise ValueError(
-                "steps longer than the runner takes: "
-                f"{limits.max_num_batched_tokens=} {self._capacity.max_num_batched_tokens=}"
-            )
-        if limits.num_drafts and not self._capacity.keeps_text:
-            raise ValueError(f"the runner keeps no text to take drafts from: {limits.num_drafts=}")
-        if limits.embeds != (self._capacity.pooling is not None):
-            raise ValueError(f"one of runner and ladder embeds: {self._capacity.pooling=} {limits.embeds=}")
+        limits.check(self._capacity)
         self.config = config
         self.ladder = ladder
         self._runner = runner
         self._clock = clock
         self._on_death = on_death
         self._grammars = grammars
-        self._mask_threads = MaskThreads(self._on_masks)
-        self._max_live = limits.max_num_seqs + config.max_waiting
+        self._inbox = Inbox(limits.max_num_seqs + config.max_waiting, config.max_waiting)
+        self._mask_threads = MaskThreads(self._inbox.computed)
         self._seeds = Random(secrets.randbits(64) if config.seed is None else config.seed)
+        self._seeds_lock = threading.Lock()
         self._core = EngineCore(runner, config, ladder, clock)
         self._on_tokens: Callable[[Tokens], None] | None = None
-
-        # Guarded by the lock; everything else belongs to the engine's thread.
-        self._lock = threading.Lock()
-        self._wake = threading.Condition(self._lock)  # for the engine's thread: something below has changed
-        # For `drain` and the compiling thread: no request is live, or the engine is dead or about to stop.
-        self._idle = threading.Condition(self._lock)
-        self._arrived: list[Sequence] = []
-        self._aborted: list[tuple[Sequence, FinishReason]] = []  # not ids: those may be used again
-        self._forgets_prefixes = False
-        self._changes: list[Change] = []
-        self._results: list[StepOutput | BaseException] = []  # of steps in flight, in order
-        self._masks: list[Answer] = []
-        self._num_hurried = 0  # masks that the next step waits for, at most MASK_WAIT_S
-        self._num_accepted = 0
-        self._live: dict[str, Sequence] = {}  # by request id, from add_request to the last output
-        self._closed = False
-        self._stopping = False
-        self._death: BaseException | None = None
-        self._compile_error: Exception | None = None
-
         self._later_programs = LaterPrograms(ladder, ())
         self._report: Callable[[str], None] = _say_nothing
         self._is_paused = False  # a change has left the device unable to run steps
@@ -164,8 +134,8 @@ class Engine:
             QueueFullError: `max_waiting` requests wait already.
             EngineClosedError, EngineDeadError: no more requests are taken.
         """
-        with self._lock:
-            self._check_open()
+        self._inbox.check_open()
+        with self._seeds_lock:
             seed = self._seeds.getrandbits(63)
         grammar = request.sampling.grammar
         if grammar is not None and self._grammars is None:
@@ -181,19 +151,7 @@ class Engine:
         )
         if self.config.prefix_caching:
             self._add_digests(sequence)
-        with self._lock:
-            self._check_open()
-            if request.request_id in self._live:
-                raise InvalidRequestError("request_id", f"a request {request.request_id!r} is running already")
-            if len(self._live) >= self._max_live:
-                raise QueueFullError(
-                    f"the queue is full: {self.config.max_waiting} requests wait already; try again later"
-                )
-            sequence.number = self._num_accepted
-            self._num_accepted += 1
-            self._live[request.request_id] = sequence
-            self._arrived.append(sequence)
-            self._wake.notify()
+        self._inbox.accept(sequence)
 
     def _add_digests(self, sequence: Sequence) -> None:
         """Computes the digests of the prompt's pages on the caller's thread. It gives way between parts: a thread that
@@ -204,67 +162,54 @@ class Engine:
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """Ends the request soon, with `reason`: STOP if the caller found a stop string in the text. An id that is
         unknown or has ended is ignored."""
-        with self._lock:
-            if request_id in self._live:
-                self._aborted.append((self._live[request_id], reason))
-                self._wake.notify()
+        self._inbox.abort(request_id, reason)
 
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache soon. Running requests keep their pages, and later requests do not find them."""
-        with self._lock:
-            self._forgets_prefixes = True
-            self._wake.notify()
+        self._inbox.forget_prefixes()
 
     def change(self, change: Change) -> None:
         """Makes the change soon, between two steps. Raises EngineClosedError or EngineDeadError."""
-        with self._lock:
-            self._check_open()
-            self._changes.append(change)
-            self._wake.notify()
+        self._inbox.change(change)
 
     def stats(self) -> EngineStats:
         """Totals since start and present gauges. Raises EngineDeadError if the engine is dead."""
-        with self._lock:
-            self._check_alive()
-            num_arrived = len(self._arrived)
+        self._inbox.check_alive()
         stats = self._core.stats()
-        stats.num_requests_waiting += num_arrived
+        stats.num_requests_waiting += self._inbox.num_arrived
         return stats
 
     @property
     def num_live(self) -> int:
         """Accepted requests that have not had their last output."""
-        with self._lock:
-            return len(self._live)
+        return self._inbox.num_live
 
     @property
     def death(self) -> BaseException | None:
         """Why the engine is dead; None while it lives."""
-        with self._lock:
-            return self._death
+        return self._inbox.death
 
     def start(self) -> None:
         """Starts the engine's thread and its reader. Once."""
-        with self._lock:
-            self._check_open()
-            if self._threads:
-                raise RuntimeError("the engine has been started already")
-            self._threads = (
-                threading.Thread(target=self._run, name="engine", daemon=True),
-                threading.Thread(target=self._read, name="engine-reader", daemon=True),
-            )
+        self._inbox.check_open()
+        if self._threads:
+            raise RuntimeError("the engine has been started already")
+        self._threads = (
+            threading.Thread(target=self._run, name="engine", daemon=True),
+            threading.Thread(target=self._read, name="engine-reader", daemon=True),
+        )
         for thread in self._threads:
             thread.start()
         if self._later_programs:
             # No thread waits for it: the compiler cannot be interrupted.
-            threading.Thread(target=self._compile_later, name="engine-compiler", daemon=True).start()
+            compiling = (self._later_programs, self._runner, self._inbox, self._report, self._clock)
+            threading.Thread(target=compile_while_serving, args=compiling, name="engine-compiler", daemon=True).start()
 
     def drain(self, timeout_s: float) -> bool:
         """Accepts no more requests and waits until all others have ended. False if some have not after `timeout_s`."""
-        with self._lock:
-            self._closed = True
-            if self._threads:
-                return self._idle.wait_for(lambda: not self._live or self._death is not None, timeout_s)
+        self._inbox.close()
+        if self._threads:
+            return self._inbox.wait_until_ended(timeout_s)
         until = self._clock() + timeout_s
         while self.num_live and self._clock() < until:
             self.step()
@@ -275,10 +220,7 @@ class Engine:
         for the steps in flight and ends the threads. May be called again, and on a dead engine."""
         if self.death is None:
             self.drain(drain_s)
-        with self._lock:
-            self._closed = self._stopping = True
-            self._wake.notify()
-            self._idle.notify_all()
+        self._inbox.stop()
         if self._threads:
             engine, reader = self._threads
             engine.join()
@@ -299,8 +241,7 @@ class Engine:
         """
         if self._threads:
             raise RuntimeError("the engine runs on its own thread; step() is for an engine that was not started")
-        with self._lock:
-            self._check_alive()
+        self._inbox.check_alive()
         try:
             self._take_inbox()
             self._make_changes()
@@ -324,7 +265,7 @@ class Engine:
                 self._take(results)
                 self._ask_for_masks(self._hurry)
                 self._take_inbox()
-                if self._stopping:
+                if self._inbox.is_stopping:
                     break
                 self._make_changes()
                 self._ask_for_masks(self._mask_threads.ask)
@@ -343,43 +284,28 @@ class Engine:
     def _read(self) -> None:
         """The reader thread: blocks on one result after the other."""
         while (step := self._to_read.get()) is not None:
-            result = _result(step)
-            with self._lock:
-                self._results.append(result)
-                self._wake.notify()
+            self._inbox.returned(_result(step))
 
-    def _wait(self) -> list[StepOutput | BaseException]:
+    def _wait(self) -> list[Result]:
         """Sleeps until there is something to do; takes the results that have arrived."""
-        times = [time for time in (self._core.next_deadline(), self._core.step_watch.next_check()) if time is not None]
-        timeout = max(0.0, min(times) - self._clock()) if times else None
-        if self._is_unchecked and not self._core.sequences and not self._core.in_flight:
+        core = self._core
+        if self._is_unchecked and not core.requests.sequences and not core.in_flight:
             self._check_when_idle()
-        with self._lock:
-            self._wake.wait_for(self._has_work, timeout)
-            results, self._results = self._results, []
-        if self._compile_error is not None and not self._stopping:
-            raise self._compile_error
+        times = [time for time in (core.requests.next_deadline(), core.step_watch.next_check()) if time is not None]
+        timeout_s = max(0.0, min(times) - self._clock()) if times else None
+        self._inbox.wait(timeout_s, is_idle=not core.in_flight)
+        results = self._inbox.take_results()
         if not results:
-            self._core.step_watch.check()
+            core.step_watch.check()
         return results
 
     def _check_when_idle(self) -> None:
-        """Checks the core's integrity if nothing arrives for `IDLE_CHECK_S`. The lock is free meanwhile."""
-        with self._lock:
-            if self._wake.wait_for(self._has_work, IDLE_CHECK_S):
-                return
-        self._is_unchecked = False
-        self._core.check_integrity()
+        """Checks the core's integrity if nothing arrives for `IDLE_CHECK_S`."""
+        if not self._inbox.wait(IDLE_CHECK_S, is_idle=True):
+            self._is_unchecked = False
+            self._core.check_integrity()
 
-    def _has_work(self) -> bool:
-        if self._stopping and not self._core.in_flight:
-            return True
-        if self._changes and not self._core.in_flight:
-            return True
-        has_news = self._results or self._arrived or self._aborted or self._masks or self._forgets_prefixes
-        return bool(has_news or (self._compile_error is not None and not self._stopping))
-
-    def _take(self, results: list[StepOutput | BaseException]) -> None:
+    def _take(self, results: list[Result]) -> None:
         for result in results:
             if isinstance(result, BaseException):
                 self._deliver(self._core.fail(result))
@@ -388,29 +314,23 @@ class Engine:
 
     def _take_inbox(self) -> None:
         """Takes in arrivals before aborts, so an abort never comes before its request."""
-        with self._lock:
-            arrived, self._arrived = self._arrived, []
-            aborted, self._aborted = self._aborted, []
-            masks, self._masks = self._masks, []
-            forgets_prefixes, self._forgets_prefixes = self._forgets_prefixes, False
-        if forgets_prefixes:
+        news = self._inbox.take()
+        if news.forgets_prefixes:
             self._core.scheduler.pool.clear_cache()
-        for sequence in arrived:
-            self._core.add(sequence)
-        for sequence, reason in aborted:
-            self._deliver(self._core.abort(sequence, reason))
-        for mask in masks:
-            self._deliver(self._core.take_mask(mask))
-        self._deliver(self._core.expire())
+        for sequence in news.arrived:
+            self._core.requests.add(sequence)
+        for sequence, reason in news.aborted:
+            self._deliver(self._core.requests.abort(sequence, reason))
+        for mask in news.masks:
+            self._deliver(self._core.requests.take_mask(mask))
+        self._deliver(self._core.requests.expire())
 
     def _can_dispatch(self) -> bool:
-        return self._core.can_dispatch() and not self._changes and not self._is_paused
+        return self._core.can_dispatch() and not self._inbox.has_changes and not self._is_paused
 
     def _make_changes(self) -> None:
         """Makes the changes that wait, if no step is in flight."""
-        while self._changes and not self._core.in_flight:
-            with self._lock:
-                change = self._changes.pop(0)
+        while not self._core.in_flight and (change := self._inbox.take_change()) is not None:
             try:
                 self._core.change(change.work)
             except Exception as error:
@@ -442,82 +362,41 @@ class Engine:
             if output.finish_reason is not None:
                 ended.append(sequence.request_id)
         if ended:
-            with self._lock:
-                for request_id in ended:
-                    self._live.pop(request_id, None)
-                if not self._live:
-                    self._idle.notify_all()
-
-    # --- programs that the warm-up has left ---
-
-    def _compile_later(self) -> None:
-        """Runs on a thread of its own. An error ends the engine."""
-        later, num_left, started_s = self._later_programs, len(self._later_programs), self._clock()
-        while (following := later.next()) is not None:
-            bucket, is_asked_for = following
-            with self._lock:
-                if not is_asked_for:
-                    self._idle.wait_for(lambda: not self._live or self._stopping, COMPILE_WAIT_S)
-                if self._stopping or self._death is not None:
-                    return
-            try:
-                self._runner.compile_later(bucket, self._report)
-            except Exception as error:
-                with self._lock:
-                    self._compile_error = error
-                    self._wake.notify()
-                return
-            later.arrived(bucket)
-        self._report(f"compiled {num_left} more programs in {self._clock() - started_s:.1f} s while serving")
+            self._inbox.ended(ended)
 
     # --- masks ---
 
     def _ask_for_masks(self, ask: Callable[[list[Ask]], None]) -> None:
-        if self._core.asks:
-            asks, self._core.asks = self._core.asks, []
+        if self._core.requests.asks:
+            asks, self._core.requests.asks = self._core.requests.asks, []
             ask(asks)
 
     def _hurry(self, asks: list[Ask]) -> None:
         """Asks for the masks after a step's tokens, and waits up to MASK_WAIT_S for the quick ones. The rows of one
         step then stay together in the next one."""
-        with self._lock:
-            self._num_hurried = sum(not ask.sequence.is_slow_to_mask for ask in asks)
+        self._inbox.hurry(sum(not ask.sequence.is_slow_to_mask for ask in asks))
         self._mask_threads.ask(asks)
-        with self._lock:
-            self._wake.wait_for(lambda: self._num_hurried <= 0, MASK_WAIT_S)
-            self._num_hurried = 0
-
-    def _on_masks(self, answers: list[Answer]) -> None:
-        """Runs on one of the threads that compute masks."""
-        with self._lock:
-            self._masks += answers
-            self._num_hurried -= len(answers)
-            self._wake.notify()
+        self._inbox.wait_for_masks(MASK_WAIT_S)
 
     def _answer_here(self, asks: list[Ask]) -> None:
         """Without threads: computes the masks on the caller's thread."""
         for ask in asks:
-            self._deliver(self._core.take_mask(answer(ask)))
+            self._deliver(self._core.requests.take_mask(answer(ask)))
 
     def _stop(self) -> None:
         self._take_inbox()
-        with self._lock:
-            changes, self._changes = self._changes, []
-        for change in changes:
+        while (change := self._inbox.take_change()) is not None:
             change.on_done(EngineClosedError("the engine is shutting down"))
-        self._deliver(self._core.end_all(FinishReason.ABORT))
+        self._deliver(self._core.requests.end_all(FinishReason.ABORT))
 
     def _check_not_stuck(self) -> None:
         core = self._core
-        is_waiting = core.in_flight or core.num_masks_wanted or self._changes or self._is_paused
-        assert is_waiting or not core.sequences, "requests are there, nothing is in flight and nothing can run"
+        is_waiting = core.in_flight or core.requests.num_masks_wanted or self._inbox.has_changes or self._is_paused
+        assert is_waiting or not core.requests.sequences, "requests are there, nothing is in flight and nothing can run"
 
     def _die(self, error: Exception) -> None:
         _log.critical("the engine is dead", exc_info=error)
-        with self._lock:
-            self._death = error
-            self._closed = True
-            orphans = list(self._live.values())
+        orphans = self._inbox.die(error)
         message = f"the engine died: {type(error).__name__}: {error}"
         self._deliver(
             [
@@ -534,22 +413,12 @@ class Engine:
                 for sequence in orphans
             ]
         )
-        with self._lock:
-            self._idle.notify_all()
+        self._inbox.ended(())  # wakes those who wait, even if there was no request
         if self._on_death is not None:
             self._on_death(error)
 
-    def _check_alive(self) -> None:
-        if self._death is not None:
-            raise EngineDeadError(f"the engine died: {self._death}")
 
-    def _check_open(self) -> None:
-        self._check_alive()
-        if self._closed:
-            raise EngineClosedError("the engine is shutting down and takes no more requests")
-
-
-def _result(step: InFlight) -> StepOutput | BaseException:
+def _result(step: InFlight) -> Result:
     """A step's output, or the exception it failed with, which the engine's thread handles."""
     try:
         return step.handle.result()

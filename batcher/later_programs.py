@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from batcher.buckets import BucketLadder
-from batcher.step import Bucket
+from batcher.inbox import Inbox
+from batcher.step import Bucket, Runner
+
+WAIT_S = 2.0  # longest wait for an idle moment in which to compile a program that no step has asked for
 
 
 class LaterPrograms:
@@ -47,3 +50,23 @@ class LaterPrograms:
         with self._lock:
             self._missing.remove(bucket)
             self._asked_for.pop(bucket, None)
+
+
+def compile_while_serving(
+    later: LaterPrograms, runner: Runner, inbox: Inbox, report: Callable[[str], None], clock: Callable[[], float]
+) -> None:
+    """Compiles all that is still to come, on a thread of its own. An error ends the engine."""
+    num_left, started_s = len(later), clock()
+    while (following := later.next()) is not None:
+        bucket, is_asked_for = following
+        if not is_asked_for:
+            inbox.wait_for_pause(WAIT_S)
+        if inbox.is_stopping or inbox.death is not None:
+            return
+        try:
+            runner.compile_later(bucket, report)
+        except Exception as error:
+            inbox.failed(error)
+            return
+        later.arrived(bucket)
+    report(f"compiled {num_left} more programs in {clock() - started_s:.1f} s while serving")

@@ -24,30 +24,21 @@ Requests are served in the order of their key (priority, arrival rank), lowest f
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import deque
-from collections.abc import Callable
 from enum import Enum
-from itertools import pairwise
-from operator import attrgetter
 
 import numpy as np
 
 from batcher.buckets import BucketLadder
-from batcher.columns import NEVER, SlotColumns
-from batcher.digests import add_digests, next_digest
-from batcher.forecast import Forecast, Outlook, OutputForecast
+from batcher.digests import add_digests
 from batcher.long_prompts import ANY_LENGTH, LongPrompts
-from batcher.pages import PagePool
 from batcher.plan import Chunk, StepPlan
 from batcher.request import Pooling
+from batcher.residency import Residency
 from batcher.sequence import Sequence, State
 from batcher.step import Bucket, Capacity, Variant
 
 _MAX_PASSED = 8  # waiting requests that others may pass in one step; it bounds the search of a long queue
 _MAX_STALLS = 16  # steps in a row; shorter than most recomputations, and a short delay for the client
-
-_key: Callable[[Sequence], tuple[int, int]] = attrgetter("key")
 
 
 class Verdict(Enum):
@@ -60,10 +51,8 @@ class Verdict(Enum):
     NO_TURN = "it waits for another long prompt; others may pass"
 
 
-class Scheduler:
-    """The running and the waiting requests, their slots and pages. Not thread-safe: the engine's thread owns it."""
-
-    _states_of_running: tuple[State, ...] = (State.RUNNING,)
+class Scheduler(Residency):
+    """Plans the steps of the requests that run and wait. Not thread-safe: the engine's thread owns it."""
 
     def __init__(
         self,
@@ -74,115 +63,13 @@ class Scheduler:
         step_cost_tokens: int,
         long_prompts: LongPrompts = ANY_LENGTH,
     ) -> None:
-        if capacity.num_pages < capacity.pages_per_seq:
-            raise ValueError(
-                "the page pool must hold at least one request of full length: "
-                f"{capacity.num_pages=} {capacity.pages_per_seq=}"
-            )
-        self.page_size = capacity.page_size
+        super().__init__(capacity, ladder.config.max_num_seqs, prefix_caching=prefix_caching)
         self.max_model_len = capacity.max_model_len
-        self.pool = PagePool(capacity.num_pages, capacity.page_size)
-        stored_page_size = capacity.page_size if prefix_caching else None
-        self.columns = SlotColumns(ladder.config.max_num_seqs, capacity.vocab_size, stored_page_size)
         self.ladder = ladder
-        self.prefix_caching = prefix_caching
         self.step_cost_tokens = step_cost_tokens
         self.long_prompts = long_prompts
         self.token_budget = ladder.config.max_num_batched_tokens
         self.max_stalls = _MAX_STALLS
-        self.forecast: Forecast = OutputForecast(capacity.max_model_len)
-        self.running: list[Sequence] = []  # sorted by key
-        self.waiting: list[Sequence] = []  # sorted by key
-        self.num_preemptions = 0
-        self.prefix_queries = 0  # tokens, at first admissions only
-        self.prefix_hits = 0
-        self.last_step = -1  # the last step planned
-        self.last_done = -1  # the last step that has returned
-        self._free_slots = list(range(ladder.config.max_num_seqs - 1, -1, -1))
-        self._outlook: Outlook | None = None  # of `running`; made when the first admission of a step needs it
-        self._num_arrivals = 0
-        self._last_rows: list[Sequence] = []  # of the last step, and their slots
-        self._last_slots = np.empty(0, np.int64)
-        self._to_commit: deque[Sequence] = deque()  # a page of theirs is full, or they have left since
-        self._pages_at_limits = 0  # of the running requests if all of them reach their limits
-        # (step, slot, pages) of requests that have left but still have a row in a step in flight; steps ascending
-        self._held: list[tuple[int, int, list[int]]] = []
-
-    # --- events from the engine ---
-
-    def add(self, sequence: Sequence) -> None:
-        """A new request joins the queue."""
-        sequence.arrival = self._num_arrivals
-        sequence.key = (sequence.request.priority, sequence.arrival)
-        self._num_arrivals += 1
-        insort(self.waiting, sequence, key=_key)
-
-    def finish(self, sequence: Sequence) -> None:
-        """Ends a request in any state. Its slot and pages are released when no step in flight has a row of it."""
-        if sequence.state is State.RUNNING:
-            self.commit(sequence)
-            self._leave(sequence)
-        elif sequence.state is State.WAITING:
-            del self.waiting[bisect_left(self.waiting, sequence.key, key=_key)]
-            self.pool.let_go(sequence.prefix)
-        sequence.state = State.FINISHED
-
-    def step_returned(self, number: int) -> None:
-        """Step `number` has finished on the device. Steps return in order."""
-        self.last_done = number
-        keep = 0
-        for step, slot, pages in self._held:
-            if step > number:
-                break
-            self._give_back(slot, pages)
-            keep += 1
-        del self._held[:keep]
-
-    def take_back(self, sequence: Sequence, num_tokens: int) -> None:
-        """A step that has returned has drawn so many tokens fewer for a request than it had places for."""
-        sequence.num_emitted -= num_tokens
-        if sequence.state is State.RUNNING:  # otherwise it was preempted in flight, and starts anew
-            sequence.num_computed -= num_tokens
-
-    def commit(self, sequence: Sequence) -> None:
-        """Adds a request's pages to the prefix cache as far as they are full of known, dispatched tokens."""
-        if not self.prefix_caching:
-            return
-        count = min(sequence.num_computed, sequence.num_known) // self.page_size
-        if count <= sequence.num_committed:
-            return
-        digests = sequence.digests
-        for page in range(sequence.num_committed, count):
-            content = sequence.page_bytes(page, self.page_size)
-            if page == len(digests):
-                digests.append(next_digest(digests, content, sequence.request.cache_salt))
-            self.pool.commit(sequence.pages[page], digests[page], content)
-        sequence.num_committed = count
-
-    def commit_soon(self, sequence: Sequence) -> None:
-        """A page of a decoding request is full. Requests that were admitted together fill their pages in the same step,
-        and `commit_some` spreads the work over the next ones."""
-        self.columns.left_of_page[sequence.slot] = NEVER
-        self._to_commit.append(sequence)
-
-    def commit_some(self) -> None:
-        """Commits as many pages as the running requests fill in one step on average."""
-        for _ in range(min(len(self._to_commit), 1 + len(self.running) // self.page_size)):
-            sequence = self._to_commit.popleft()
-            if sequence.state is State.RUNNING:
-                self.commit(sequence)
-                self.columns.look_at_page(sequence)
-
-    def preempt(self, sequence: Sequence) -> None:
-        """Returns a running request to the queue, at its old rank. Its tokens are recomputed or found in the cache."""
-        self.commit(sequence)
-        self._leave(sequence)
-        sequence.state = State.WAITING
-        sequence.num_preemptions += 1
-        self.num_preemptions += 1
-        insort(self.waiting, sequence, key=_key)
-
-    # --- the next step ---
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run now."""
@@ -226,12 +113,6 @@ class Scheduler:
 
     def _may_stall(self, seq: Sequence) -> bool:
         return seq.num_stalls < self.max_stalls and self.running[-1].request.priority <= seq.request.priority
-
-    def _grow(self, seq: Sequence) -> tuple[Sequence, int]:
-        """Gives the request one more page. Returns it with the page's index."""
-        seq.pages += self.pool.allocate(1)
-        seq.num_stalls = 0
-        return seq, len(seq.pages) - 1
 
     def _make_room(self, sequence: Sequence, promised: int) -> bool:
         """Whether a page for `sequence` is available now. Preempts from the end of `running`, `sequence` included,
@@ -302,10 +183,6 @@ class Scheduler:
         self._enter(seq, num_new)
         return Verdict.ADMITTED
 
-    def _full_pages(self, seq: Sequence) -> int:
-        """Pages of a request at its limit. The K/V of its last token are never stored."""
-        return -(-(seq.num_prompt + seq.limit - 1) // self.page_size)
-
     def _has_room(self, seq: Sequence, num_new: int, num_revived: int) -> bool:
         """Whether the pool is expected to suffice if `seq` gets `num_new` pages and revives `num_revived` others."""
         if num_new + num_revived > self.pool.num_available:
@@ -318,46 +195,6 @@ class Scheduler:
         if self._outlook is None:
             self._outlook = self.forecast.outlook(self.running, self.page_size)
         return self._outlook.fits(seq, self.pool.num_pages - (self.pool.num_used + num_revived - num_own))
-
-    def _enter(self, seq: Sequence, num_new: int) -> None:
-        hits = self.pool.let_go(seq.prefix)
-        self.pool.acquire(hits)
-        seq.pages = hits + self.pool.allocate(num_new)
-        seq.slot = self._free_slots.pop()
-        seq.to_compute = seq.tokens()
-        seq.num_computed = len(hits) * self.page_size
-        seq.num_committed = len(hits)
-        seq.decoding = False
-        if not seq.num_preemptions:
-            seq.num_hit_tokens = seq.num_computed
-            if self.prefix_caching and not seq.needs_every_position:
-                self.prefix_queries += seq.num_prompt
-                self.prefix_hits += seq.num_hit_tokens
-        seq.state = State.RUNNING
-        self.columns.enter(seq)
-        del self.waiting[bisect_left(self.waiting, seq.key, key=_key)]
-        insort(self.running, seq, key=_key)
-        self._pages_at_limits += self._full_pages(seq)
-        if self._outlook is not None:
-            self._outlook.add(seq)
-
-    def _leave(self, seq: Sequence) -> None:
-        """Removes a request from `running`. Slot and pages are released at once, or when its last step returns."""
-        del self.running[bisect_left(self.running, seq.key, key=_key)]
-        self.columns.leave(seq)
-        self._last_rows = []  # it may come back to another slot
-        self._pages_at_limits -= self._full_pages(seq)
-        if seq.last_step > self.last_done:
-            insort(self._held, (seq.last_step, seq.slot, seq.pages))
-        else:
-            self._give_back(seq.slot, seq.pages)
-        seq.slot, seq.pages = -1, []
-        seq.num_computed = seq.num_committed = seq.num_hit_pages = seq.num_stalls = 0
-        seq.decoding = False
-
-    def _give_back(self, slot: int, pages: list[int]) -> None:
-        self.pool.release(pages)
-        self._free_slots.append(slot)
 
     def _trim(self, chunks: list[tuple[Sequence, int]], num_decodes: int) -> None:
         """Shortens the last chunk when that saves padding."""
@@ -429,30 +266,5 @@ class Scheduler:
             grown=grown,
         )
 
-    def _slots(self, rows: list[Sequence]) -> np.ndarray:
-        """i64[rows]. A request keeps its slot from one step to the next, and most steps have the rows of the last."""
-        if rows != self._last_rows:
-            self._last_rows, self._last_slots = rows, np.array([seq.slot for seq in rows])
-        return self._last_slots
-
     def _bucket(self, num_tokens: int, num_rows: int, *, decode_only: bool, variant: Variant) -> Bucket:
         return self.ladder.choose(num_tokens, num_rows, decode_only=decode_only, variant=variant)
-
-    # --- for tests and for recovery ---
-
-    def recover(self) -> None:
-        """The device has lost its state and no step is in flight: all running requests are recomputed."""
-        assert self.last_done == self.last_step and not self._held
-        for seq in reversed(list(self.running)):
-            self.preempt(seq)
-        self.pool.clear_cache()
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError if slots, pages or queues are inconsistent."""
-        holders = [seq.pages for seq in self.running] + [pages for _, _, pages in self._held]
-        self.pool.check_integrity(holders)
-        slots = [seq.slot for seq in self.running] + [slot for _, slot, _ in self._held]
-        assert sorted(slots + self._free_slots) == list(range(self.ladder.config.max_num_seqs))
-        for queue, states in ((self.running, self._states_of_running), (self.waiting, (State.WAITING,))):
-            assert all(seq.state in states for seq in queue)
-            assert all(a.key < b.key for a, b in pairwise(queue))

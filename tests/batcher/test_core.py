@@ -31,7 +31,7 @@ def test_a_page_that_a_step_without_finite_logits_filled_is_not_kept() -> None:
     request = make_request("bad", [10, 11], ignore_eos=True)
     options = {"capacity": CAPACITY, "eos_token_ids": EOS, "seed": 0, "arrived_s": 0.0}
     sequence = make_sequence(request, lambda _output: None, **options)
-    core.add(sequence)
+    core.requests.add(sequence)
     core.dispatch()
     core.dispatch()
     for _ in range(2):

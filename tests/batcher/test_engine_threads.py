@@ -130,13 +130,13 @@ def test_an_idle_engine_wakes_for_a_request_and_rests_otherwise() -> None:
     listener = Listener()
     runner = FakeRunner(CAPACITY)
     with running(runner) as engine:
-        original = engine._has_work
+        original = engine._inbox._has_work
 
-        def counted() -> bool:
+        def counted(is_idle: bool) -> bool:
             waits.append(threading.get_ident())
-            return original()
+            return original(is_idle)
 
-        engine._has_work = counted
+        engine._inbox._has_work = counted
         for i in range(5):
             engine.add_request(make_request(str(i), [10 + i], max_tokens=3, ignore_eos=True), listener)
             listener.end(str(i))

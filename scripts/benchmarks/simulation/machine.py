@@ -189,13 +189,13 @@ def simulate(
     result = Result()
     last_heard: dict[str, float] = {}
     most = len(requests) if max_concurrency is None else max_concurrency
-    while coming or core.sequences:
-        if not core.in_flight and not core.sequences:
+    while coming or core.requests.sequences:
+        if not core.in_flight and not core.requests.sequences:
             now = max(now, coming[0][1].arrival_s)
-        while coming and coming[0][1].arrival_s <= now and len(core.sequences) < most:
+        while coming and coming[0][1].arrival_s <= now and len(core.requests.sequences) < most:
             number, request = coming.popleft()
             arrived_s = request.arrival_s if max_concurrency is None else now
-            core.add(_sequence(number, request, capacity, arrived_s))
+            core.requests.add(_sequence(number, request, capacity, arrived_s))
         while core.can_dispatch() and (step := core.dispatch()) is not None:
             cost = machine.cost(step.plan)
             now += machine.host_step_s + machine.host_row_s * len(step.plan.rows)
