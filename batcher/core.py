@@ -8,25 +8,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from batcher import counting
 from batcher.buckets import BucketLadder
 from batcher.config import EngineConfig, Scheduling
 from batcher.delivery import Delivery, StepDelivery
 from batcher.later_programs import LaterPrograms
-from batcher.live_requests import LiveRequests
-from batcher.multi_step import MultiStepScheduler
-from batcher.pack import Packer
-from batcher.plan import StepPlan
 from batcher.request import ErrorCode, FinishReason
-from batcher.scheduler import Scheduler
-from batcher.sequence import State
-from batcher.speculation import SpeculativeScheduler
-from batcher.static import StaticScheduler
+from batcher.requests import counting
+from batcher.requests.live_requests import LiveRequests
+from batcher.scheduling.multi_step import MultiStepScheduler
+from batcher.scheduling.plan import StepPlan
+from batcher.scheduling.scheduler import Scheduler
+from batcher.scheduling.sequence import State
+from batcher.scheduling.speculation import SpeculativeScheduler
+from batcher.scheduling.static import StaticScheduler
 from batcher.stats import EngineStats
 from batcher.step import Capacity, Runner, StepHandle, StepOutput
 from batcher.step_log import StepLog
-from batcher.step_reader import StepReader
 from batcher.step_watch import StepWatch
+from batcher.steps.pack import Packer
+from batcher.steps.step_reader import StepReader
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from batcher.request import RequestOutput
-from batcher.sequence import Sequence
+from batcher.scheduling.sequence import Sequence
 
 Delivery = tuple[Sequence, RequestOutput]
 

@@ -41,13 +41,11 @@ from collections.abc import Callable, Collection, Iterable
 from queue import SimpleQueue
 from random import Random
 
-from batcher.admission import make_sequence
 from batcher.buckets import BucketLadder
 from batcher.change import Change
 from batcher.config import EngineConfig
 from batcher.core import EngineCore, InFlight
 from batcher.delivery import Delivery, StepDelivery, Tokens
-from batcher.digests import add_digests
 from batcher.errors import (
     EngineClosedError,
     EngineDeadError,
@@ -57,9 +55,11 @@ from batcher.errors import (
 from batcher.grammar import Grammars
 from batcher.inbox import Inbox, Result
 from batcher.later_programs import LaterPrograms, compile_while_serving
-from batcher.masks import Ask, MaskThreads, answer
 from batcher.request import ErrorCode, FinishReason, Request, RequestOutput
-from batcher.sequence import OnOutput, Sequence
+from batcher.requests.admission import make_sequence
+from batcher.requests.masks import Ask, MaskThreads, answer
+from batcher.scheduling.digests import add_digests
+from batcher.scheduling.sequence import OnOutput, Sequence
 from batcher.stats import EngineStats
 from batcher.step import Bucket, Runner
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from batcher.change import Change
 from batcher.errors import EngineClosedError, EngineDeadError, InvalidRequestError, QueueFullError
-from batcher.masks import Answer
 from batcher.request import FinishReason
-from batcher.sequence import Sequence
+from batcher.requests.masks import Answer
+from batcher.scheduling.sequence import Sequence
 from batcher.step import StepOutput
 
 Result = StepOutput | BaseException  # of a step; the exception that it failed with

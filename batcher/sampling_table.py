@@ -49,7 +49,7 @@ class Column:
 
 
 class Admitted(Protocol):
-    """The attributes of an admitted request that its columns are computed from, as of `batcher.sequence.Sequence`."""
+    """What the columns of an admitted request are computed from. `batcher.scheduling.sequence.Sequence` has it."""
 
     sampling: SamplingParams
     seed: int

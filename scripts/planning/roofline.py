@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batcher.plan import StepPlan
+from batcher.scheduling.plan import StepPlan
 from model.config import LlamaConfig
 from scripts.planning.target import Target
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 
-from batcher.deep_threads import deep_threads
 from batcher.grammar import GrammarError
+from batcher.requests.deep_threads import deep_threads
 from server.grammar.compiler import Vocabulary, compile_grammar
 from server.http.errors import RequestError, invalid, overloaded
 

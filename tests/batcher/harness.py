@@ -11,7 +11,7 @@ from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig
 from batcher.engine import Engine
 from batcher.request import FinishReason, Request, RequestOutput, SamplingParams
-from batcher.sequence import OnOutput
+from batcher.scheduling.sequence import OnOutput
 from batcher.step import Capacity
 from tests.batcher.fake_runner import FakeRunner, expected_embedding, expected_tokens
 from tests.batcher.toy_grammar import ToyGrammars

@@ -6,11 +6,11 @@ import dataclasses
 
 import numpy as np
 
-from batcher.admission import make_sequence
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig
 from batcher.core import EngineCore
 from batcher.request import ErrorCode
+from batcher.requests.admission import make_sequence
 from tests.batcher.fake_runner import FakeRunner
 from tests.batcher.harness import CAPACITY, EOS, make_request
 

@@ -6,7 +6,7 @@ from batcher.request import FinishReason, RequestOutput, TokenLogprobs
 from scripts import bench_speculation
 from scripts.offline.in_process import _token_by_token
 from server.engine.wire import output_to_wire
-from tests.batcher.test_speculation import mixed, speculative
+from tests.batcher.scheduling.test_speculation import mixed, speculative
 
 
 def test_every_stream_is_counted_to_its_end():

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from batcher.sequence import Sequence
+from batcher.scheduling.sequence import Sequence
 
 
 class AdmitIfFree:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from batcher.grammar import num_mask_words
-from batcher.pack import slot_state
 from batcher.request import MAX_DEVICE_STOP_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, Request, SamplingParams
-from batcher.sequence import Sequence
+from batcher.scheduling.sequence import Sequence
 from batcher.slots import SlotLayout
+from batcher.steps.pack import slot_state
 from model.network.sharding import make_mesh
 from model.sampling import sampling
 from model.sampling.logprobs import logprobs

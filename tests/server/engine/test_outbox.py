@@ -16,8 +16,8 @@ from batcher.request import RequestOutput, TokenLogprobs
 from server.engine import outbox, wire
 from server.engine.sinks import Sinks
 from tests.batcher.harness import Drive
+from tests.batcher.scheduling.test_speculation import PROPOSALS
 from tests.batcher.test_properties import Scenario, play, scenarios
-from tests.batcher.test_speculation import PROPOSALS
 
 
 class Recorder:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from batcher.deep_threads import deep_threads
 from batcher.grammar import GrammarError
+from batcher.requests.deep_threads import deep_threads
 from server.grammar.compiler import Vocabulary, compile_grammar
 from server.grammar.forms import (
     MAX_GRAMMAR_CHARS,

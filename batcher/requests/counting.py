@@ -1,0 +1,60 @@
+"""What the engine counts of steps and of requests, for its statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from batcher.request import FinishReason
+from batcher.scheduling.plan import StepPlan
+from batcher.scheduling.sequence import Sequence
+from batcher.stats import EngineStats
+
+
+def count_plan(counts: EngineStats, plan: StepPlan, clock: Callable[[], float]) -> None:
+    """A step is dispatched. The requests that it admits first start now."""
+    counts.num_steps += 1
+    counts.step_tokens += plan.num_tokens - plan.num_ended
+    counts.step_tokens_padded += plan.bucket.num_tokens * plan.bucket.num_steps
+    counts.step_rows += len(plan.rows) - plan.num_ended
+    counts.step_rows_padded += plan.bucket.num_rows
+    counts.iteration_tokens.observe(plan.num_tokens)
+    counts.prompt_tokens_computed += sum(chunk.count for chunk in plan.chunks)
+    for seq in plan.admitted:
+        if seq.started_s < 0:
+            seq.started_s = clock()
+            counts.prompt_tokens += seq.num_prompt
+            counts.queue_time.observe(seq.started_s - seq.arrived_s)
+
+
+def count_gaps(counts: EngineStats, gaps: np.ndarray) -> None:
+    """Seconds between two tokens, f64[n], n > 0. They are equal for rows of the same two steps."""
+    first = float(gaps[0])
+    if (gaps == first).all():
+        counts.inter_token_latency.observe(first, gaps.size)
+        return
+    for gap, times in zip(*np.unique(gaps, return_counts=True), strict=True):
+        counts.inter_token_latency.observe(float(gap), int(times))
+
+
+def count_first_token(counts: EngineStats, seq: Sequence) -> None:
+    """A request has its first token."""
+    counts.time_to_first_token.observe(seq.first_token_s - seq.arrived_s)
+    counts.prefill_time.observe(seq.first_token_s - seq.started_s)
+
+
+def count_end(counts: EngineStats, seq: Sequence, reason: FinishReason) -> None:
+    """A request has ended."""
+    counts.finished[reason.value] = counts.finished.get(reason.value, 0) + 1
+    if reason is FinishReason.ERROR or not seq.output:
+        return
+    counts.e2e_latency.observe(seq.last_token_s - seq.arrived_s)
+    counts.decode_time.observe(seq.last_token_s - seq.first_token_s)
+    counts.inference_time.observe(seq.last_token_s - seq.started_s)
+    counts.request_preemptions.observe(seq.num_preemptions)
+    counts.request_prompt_tokens.observe(seq.num_prompt)
+    counts.request_generation_tokens.observe(len(seq.output))
+    if len(seq.output) > 1:
+        mean = (seq.last_token_s - seq.first_token_s) / (len(seq.output) - 1)
+        counts.time_per_output_token.observe(mean)

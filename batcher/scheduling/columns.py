@@ -1,0 +1,77 @@
+"""What reading a step needs of the running requests, in columns by slot.
+
+Most tokens change nothing but counts. The counts are columns, so a step of any number of rows is read with a few array
+operations. A row needs *a look of its own* if its request may end, wants more than the token, or has left its slot.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from batcher.scheduling.sequence import Sequence
+
+NEVER = np.iinfo(np.int64).max // 2  # tokens
+_AT_ONCE = -NEVER
+
+
+class SlotColumns:
+    """The columns. The scheduler enters requests and lets them leave; whoever reads tokens keeps the counts.
+
+    Args:
+        vocab_size: tokens.
+        page_size: tokens of a page; None: pages are not stored as prefixes.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, page_size: int | None) -> None:
+        self.numbers = np.zeros(num_slots, np.int64)  # of the requests
+        self.left = np.full(num_slots, _AT_ONCE)  # i64, tokens until the row needs a look of its own: at 0 or below
+        self.left_of_page = np.full(num_slots, NEVER)  # i64, tokens until a page can be stored: at 0 or below
+        self.last_token_s = np.zeros(num_slots)
+        self.num_ended_by = np.zeros(vocab_size, np.int32)  # requests in slots that the token may end
+        self._page_size = page_size
+        self._owners: list[Sequence | None] = [None] * num_slots
+
+    def enter(self, seq: Sequence) -> None:
+        """The request has got its slot. Its next token needs a look."""
+        slot = seq.slot
+        self._owners[slot] = seq
+        self.numbers[slot] = seq.number
+        self.last_token_s[slot] = seq.last_token_s
+        self._count_stop_ids(seq, 1)
+
+    def leave(self, seq: Sequence) -> None:
+        """The request gives up its slot, or has ended in it. Rows of it in flight need a look. It may have left
+        before."""
+        slot = seq.slot
+        if slot < 0 or self._owners[slot] is not seq:
+            return
+        seq.last_token_s = float(self.last_token_s[slot])
+        self._owners[slot] = None
+        self.left[slot], self.left_of_page[slot] = _AT_ONCE, NEVER
+        self._count_stop_ids(seq, -1)
+
+    def last_token_of(self, seq: Sequence) -> float:
+        """The time of its last token that was read; below 0 if there was none."""
+        return float(self.last_token_s[seq.slot]) if self._is_in(seq) else seq.last_token_s
+
+    def looked(self, seq: Sequence, now: float) -> None:
+        """After a look at a row: it has a token since `now`, and its request goes on. Says when the next look is."""
+        if not self._is_in(seq):
+            seq.last_token_s = now
+            return
+        self.last_token_s[seq.slot] = now
+        wants_looks = seq.matcher is not None or seq.sampling.logprobs is not None
+        self.left[seq.slot] = _AT_ONCE if wants_looks else seq.limit - len(seq.output)
+
+    def look_at_page(self, seq: Sequence) -> None:
+        """Says when the request's next page will be full of tokens that are known and computed."""
+        if self._page_size is not None and self._is_in(seq):
+            end = (seq.num_committed + 1) * self._page_size
+            self.left_of_page[seq.slot] = end - min(seq.num_computed, seq.num_known)
+
+    def _is_in(self, seq: Sequence) -> bool:
+        return seq.slot >= 0 and self._owners[seq.slot] is seq
+
+    def _count_stop_ids(self, seq: Sequence, change: int) -> None:
+        ids = [token for token in seq.stop_ids if token < self.num_ended_by.size]
+        self.num_ended_by[ids] += change

@@ -1,0 +1,40 @@
+"""The plan of one step. The scheduler makes it, and the packer packs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from batcher.scheduling.sequence import Sequence
+from batcher.step import Bucket
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens to compute of one row: `to_compute[start:start + count]`."""
+
+    row: int
+    offset: int  # of its first token in the step
+    start: int  # of its first token in the sequence
+    count: int
+
+
+@dataclass(kw_only=True, slots=True)
+class StepPlan:
+    """Rows with one token first (`num_singles` of them), then longer chunks."""
+
+    number: int
+    bucket: Bucket
+    rows: list[Sequence]
+    slots: np.ndarray  # i64[rows]
+    q_lens: list[int]
+    emits: list[int]  # 0 or 1
+    num_singles: int
+    num_tokens: int
+    looks_up: bool = False  # the step has no drafts, and tells if the first one would have been right
+    num_ended: int = 0  # rows of requests that have ended: static batching keeps decoding them
+    chunks: list[Chunk] = field(default_factory=list)  # rows not listed here read their slot's last token
+    admitted: list[Sequence] = field(default_factory=list)
+    masks: list[tuple[Sequence, np.ndarray]] = field(default_factory=list)  # of the tokens drawn under a grammar
+    grown: list[tuple[Sequence, int]] = field(default_factory=list)  # running rows and the indices of new pages

@@ -1,0 +1,215 @@
+"""Which requests run and which wait, with the slots and the pages that they hold.
+
+Both queues are in the order of the requests' keys (priority, arrival rank). A request that leaves `running` gives its
+slot and pages back when the last step in flight that has a row of it returns: until then the device writes there.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable
+from itertools import pairwise
+from operator import attrgetter
+
+import numpy as np
+
+from batcher.scheduling.columns import NEVER, SlotColumns
+from batcher.scheduling.digests import next_digest
+from batcher.scheduling.forecast import Forecast, Outlook, OutputForecast
+from batcher.scheduling.pages import PagePool
+from batcher.scheduling.sequence import Sequence, State
+from batcher.step import Capacity
+
+_key: Callable[[Sequence], tuple[int, int]] = attrgetter("key")
+
+
+class Residency:
+    """Who runs, who waits, and who holds what. Not thread-safe: the engine's thread owns it.
+
+    Args:
+        num_slots: requests that may run at once.
+        prefix_caching: full pages are kept for later requests with the same prefix.
+    """
+
+    _states_of_running: tuple[State, ...] = (State.RUNNING,)
+
+    def __init__(self, capacity: Capacity, num_slots: int, *, prefix_caching: bool) -> None:
+        if capacity.num_pages < capacity.pages_per_seq:
+            raise ValueError(
+                "the page pool must hold at least one request of full length: "
+                f"{capacity.num_pages=} {capacity.pages_per_seq=}"
+            )
+        self.page_size = capacity.page_size
+        self.pool = PagePool(capacity.num_pages, capacity.page_size)
+        self.columns = SlotColumns(num_slots, capacity.vocab_size, capacity.page_size if prefix_caching else None)
+        self.prefix_caching = prefix_caching
+        self.forecast: Forecast = OutputForecast(capacity.max_model_len)
+        self.running: list[Sequence] = []  # sorted by key
+        self.waiting: list[Sequence] = []  # sorted by key
+        self.num_preemptions = 0
+        self.prefix_queries = 0  # tokens, at first admissions only
+        self.prefix_hits = 0
+        self.last_step = -1  # the last step planned
+        self.last_done = -1  # the last step that has returned
+        self._num_slots = num_slots
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._outlook: Outlook | None = None  # of `running`; made when the first admission of a step needs it
+        self._num_arrivals = 0
+        self._last_rows: list[Sequence] = []  # of the last step, and their slots
+        self._last_slots = np.empty(0, np.int64)
+        self._to_commit: deque[Sequence] = deque()  # a page of theirs is full, or they have left since
+        self._pages_at_limits = 0  # of the running requests if all of them reach their limits
+        # (step, slot, pages) of requests that have left but still have a row in a step in flight; steps ascending
+        self._held: list[tuple[int, int, list[int]]] = []
+
+    # --- events from the engine ---
+
+    def add(self, sequence: Sequence) -> None:
+        """A new request joins the queue."""
+        sequence.arrival = self._num_arrivals
+        sequence.key = (sequence.request.priority, sequence.arrival)
+        self._num_arrivals += 1
+        insort(self.waiting, sequence, key=_key)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Ends a request in any state. Its slot and pages are released when no step in flight has a row of it."""
+        if sequence.state is State.RUNNING:
+            self.commit(sequence)
+            self._leave(sequence)
+        elif sequence.state is State.WAITING:
+            del self.waiting[bisect_left(self.waiting, sequence.key, key=_key)]
+            self.pool.let_go(sequence.prefix)
+        sequence.state = State.FINISHED
+
+    def step_returned(self, number: int) -> None:
+        """Step `number` has finished on the device. Steps return in order."""
+        self.last_done = number
+        keep = 0
+        for step, slot, pages in self._held:
+            if step > number:
+                break
+            self._give_back(slot, pages)
+            keep += 1
+        del self._held[:keep]
+
+    def take_back(self, sequence: Sequence, num_tokens: int) -> None:
+        """A step that has returned has drawn so many tokens fewer for a request than it had places for."""
+        sequence.num_emitted -= num_tokens
+        if sequence.state is State.RUNNING:  # otherwise it was preempted in flight, and starts anew
+            sequence.num_computed -= num_tokens
+
+    def commit(self, sequence: Sequence) -> None:
+        """Adds a request's pages to the prefix cache as far as they are full of known, dispatched tokens."""
+        if not self.prefix_caching:
+            return
+        count = min(sequence.num_computed, sequence.num_known) // self.page_size
+        if count <= sequence.num_committed:
+            return
+        digests = sequence.digests
+        for page in range(sequence.num_committed, count):
+            content = sequence.page_bytes(page, self.page_size)
+            if page == len(digests):
+                digests.append(next_digest(digests, content, sequence.request.cache_salt))
+            self.pool.commit(sequence.pages[page], digests[page], content)
+        sequence.num_committed = count
+
+    def commit_soon(self, sequence: Sequence) -> None:
+        """A page of a decoding request is full. Requests that were admitted together fill their pages in the same step,
+        and `commit_some` spreads the work over the next ones."""
+        self.columns.left_of_page[sequence.slot] = NEVER
+        self._to_commit.append(sequence)
+
+    def commit_some(self) -> None:
+        """Commits as many pages as the running requests fill in one step on average."""
+        for _ in range(min(len(self._to_commit), 1 + len(self.running) // self.page_size)):
+            sequence = self._to_commit.popleft()
+            if sequence.state is State.RUNNING:
+                self.commit(sequence)
+                self.columns.look_at_page(sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Returns a running request to the queue, at its old rank. Its tokens are recomputed or found in the cache."""
+        self.commit(sequence)
+        self._leave(sequence)
+        sequence.state = State.WAITING
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        insort(self.waiting, sequence, key=_key)
+
+    # --- slots and pages ---
+
+    def _full_pages(self, seq: Sequence) -> int:
+        """Pages of a request at its limit. The K/V of its last token are never stored."""
+        return -(-(seq.num_prompt + seq.limit - 1) // self.page_size)
+
+    def _enter(self, seq: Sequence, num_new: int) -> None:
+        hits = self.pool.let_go(seq.prefix)
+        self.pool.acquire(hits)
+        seq.pages = hits + self.pool.allocate(num_new)
+        seq.slot = self._free_slots.pop()
+        seq.to_compute = seq.tokens()
+        seq.num_computed = len(hits) * self.page_size
+        seq.num_committed = len(hits)
+        seq.decoding = False
+        if not seq.num_preemptions:
+            seq.num_hit_tokens = seq.num_computed
+            if self.prefix_caching and not seq.needs_every_position:
+                self.prefix_queries += seq.num_prompt
+                self.prefix_hits += seq.num_hit_tokens
+        seq.state = State.RUNNING
+        self.columns.enter(seq)
+        del self.waiting[bisect_left(self.waiting, seq.key, key=_key)]
+        insort(self.running, seq, key=_key)
+        self._pages_at_limits += self._full_pages(seq)
+        if self._outlook is not None:
+            self._outlook.add(seq)
+
+    def _leave(self, seq: Sequence) -> None:
+        """Removes a request from `running`. Slot and pages are released at once, or when its last step returns."""
+        del self.running[bisect_left(self.running, seq.key, key=_key)]
+        self.columns.leave(seq)
+        self._last_rows = []  # it may come back to another slot
+        self._pages_at_limits -= self._full_pages(seq)
+        if seq.last_step > self.last_done:
+            insort(self._held, (seq.last_step, seq.slot, seq.pages))
+        else:
+            self._give_back(seq.slot, seq.pages)
+        seq.slot, seq.pages = -1, []
+        seq.num_computed = seq.num_committed = seq.num_hit_pages = seq.num_stalls = 0
+        seq.decoding = False
+
+    def _give_back(self, slot: int, pages: list[int]) -> None:
+        self.pool.release(pages)
+        self._free_slots.append(slot)
+
+    def _grow(self, seq: Sequence) -> tuple[Sequence, int]:
+        """Gives the request one more page. Returns it with the page's index."""
+        seq.pages += self.pool.allocate(1)
+        seq.num_stalls = 0
+        return seq, len(seq.pages) - 1
+
+    def _slots(self, rows: list[Sequence]) -> np.ndarray:
+        """i64[rows]. A request keeps its slot from one step to the next, and most steps have the rows of the last."""
+        if rows != self._last_rows:
+            self._last_rows, self._last_slots = rows, np.array([seq.slot for seq in rows])
+        return self._last_slots
+
+    # --- for tests and for recovery ---
+
+    def recover(self) -> None:
+        """The device has lost its state and no step is in flight: all running requests are recomputed."""
+        assert self.last_done == self.last_step and not self._held
+        for seq in reversed(list(self.running)):
+            self.preempt(seq)
+        self.pool.clear_cache()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if slots, pages or queues are inconsistent."""
+        holders = [seq.pages for seq in self.running] + [pages for _, _, pages in self._held]
+        self.pool.check_integrity(holders)
+        slots = [seq.slot for seq in self.running] + [slot for _, slot, _ in self._held]
+        assert sorted(slots + self._free_slots) == list(range(self._num_slots))
+        for queue, states in ((self.running, self._states_of_running), (self.waiting, (State.WAITING,))):
+            assert all(seq.state in states for seq in queue)
+            assert all(a.key < b.key for a, b in pairwise(queue))

@@ -1,0 +1,270 @@
+"""Plans the next step: iteration-level scheduling under a token budget. The plan depends on the scheduler's state only.
+
+Requests are served in the order of their key (priority, arrival rank), lowest first. Preemption does not change it.
+
+1. Every decoding request gets one token. A request stalls when it needs a page and none is available: it keeps its slot
+   and pages and waits for another request to end. It stalls for at most `_MAX_STALLS` steps in a row, and only if no
+   running request has a lower priority. Otherwise the running request with the highest key is preempted: it gives up
+   its slot and pages, returns to the queue and is recomputed later.
+2. The rest of the budget goes to prompt chunks, in the order of the key. The chunks belong to requests that run already
+   or are admitted in this step. The chunk that completes a request's `to_compute` emits its next token.
+3. Admission is in the order of the key (exceptions: 4, 5 and 6). It gives a request all pages of its tokens to compute.
+   It looks ahead: the pages that all running requests are expected to hold, now and later (`forecast.py`), must fit the
+   pool. When nothing else runs, the forecast is skipped: the pool holds at least one request of full length. So the
+   first request in the queue is always admitted in the end, and the running request with the lowest key is never
+   preempted. Hence there is no deadlock and no starvation.
+4. A request waits one step if this step computes its next missing prefix page. In the next step it finds that page in
+   the prefix cache: of n samples of one prompt, only the first computes it. Other requests may pass it meanwhile, at
+   most once per page.
+5. A request with a grammar is skipped until the mask of its next token is computed. It keeps its place.
+6. A step computes a part of a long prompt only, and leaves the rest of the budget to others. A request with a long
+   prompt is skipped while as many long prompts run as may (`long_prompts.py`). It keeps its place.
+7. The last chunk is shortened to the next smaller bucket when this saves more padding than its rest costs later.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import numpy as np
+
+from batcher.buckets import BucketLadder
+from batcher.request import Pooling
+from batcher.scheduling.digests import add_digests
+from batcher.scheduling.long_prompts import ANY_LENGTH, LongPrompts
+from batcher.scheduling.plan import Chunk, StepPlan
+from batcher.scheduling.residency import Residency
+from batcher.scheduling.sequence import Sequence, State
+from batcher.step import Bucket, Capacity, Variant
+
+_MAX_PASSED = 8  # waiting requests that others may pass in one step; it bounds the search of a long queue
+_MAX_STALLS = 16  # steps in a row; shorter than most recomputations, and a short delay for the client
+
+
+class Verdict(Enum):
+    """What admission decides for a waiting request."""
+
+    ADMITTED = "it runs now"
+    NO_ROOM = "it waits, and so do all requests after it"
+    NEXT_STEP = "it waits for a page of this step; others may pass"
+    NO_MASK = "it waits for its mask; others may pass"
+    NO_TURN = "it waits for another long prompt; others may pass"
+
+
+class Scheduler(Residency):
+    """Plans the steps of the requests that run and wait. Not thread-safe: the engine's thread owns it."""
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        ladder: BucketLadder,
+        *,
+        prefix_caching: bool,
+        step_cost_tokens: int,
+        long_prompts: LongPrompts = ANY_LENGTH,
+    ) -> None:
+        super().__init__(capacity, ladder.config.max_num_seqs, prefix_caching=prefix_caching)
+        self.max_model_len = capacity.max_model_len
+        self.ladder = ladder
+        self.step_cost_tokens = step_cost_tokens
+        self.long_prompts = long_prompts
+        self.token_budget = ladder.config.max_num_batched_tokens
+        self.max_stalls = _MAX_STALLS
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None when nothing can run now."""
+        self._outlook = None
+        singles, grown = self._decodes()
+        chunks, admitted = self._prompts(self.token_budget - len(singles), len(singles))
+        if not singles and not chunks:
+            return None
+        return self._plan(singles, chunks, admitted, grown)
+
+    def _decodes(self) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
+        """The requests that decode in this step, each with a page to write to, and the new pages (see `StepPlan`)."""
+        rows: list[Sequence] = []
+        grown: list[tuple[Sequence, int]] = []
+        stalled: list[Sequence] = []
+        running, page_size = self.running, self.page_size
+        promised = 0  # pages for requests that wait until a step in flight releases pages
+        i = 0
+        while i < len(running):  # preemption shortens the list from its end
+            seq = running[i]
+            i += 1
+            if not seq.decoding or seq.is_blocked or seq.num_emitted == seq.limit:
+                continue
+            if seq.num_computed == len(seq.pages) * page_size:
+                if not self.pool.num_available and self._may_stall(seq):
+                    seq.num_stalls += 1
+                    stalled.append(seq)
+                    continue
+                if not self._make_room(seq, promised):
+                    promised += seq.state is State.RUNNING
+                    continue
+                grown.append(self._grow(seq))
+            rows.append(seq)
+        is_stuck = stalled and not rows and self.last_done == self.last_step
+        if is_stuck and all(seq.decoding and not seq.is_blocked for seq in running):
+            # No other request can end and release pages, so the last request is preempted for the first.
+            self._make_room(stalled[0], 0)
+            rows = [seq for seq in stalled if seq.state is State.RUNNING][: self.pool.num_available]
+            grown = [self._grow(seq) for seq in rows]
+        return rows, grown
+
+    def _may_stall(self, seq: Sequence) -> bool:
+        return seq.num_stalls < self.max_stalls and self.running[-1].request.priority <= seq.request.priority
+
+    def _make_room(self, sequence: Sequence, promised: int) -> bool:
+        """Whether a page for `sequence` is available now. Preempts from the end of `running`, `sequence` included,
+        until a page is available or the steps in flight hold enough pages that they will release."""
+        while not self.pool.num_available:
+            coming = sum(self.pool.num_held_once(pages) for _, _, pages in self._held)
+            if coming > promised:
+                return False
+            victim = self.running[-1]
+            self.preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _prompts(self, budget: int, num_rows: int) -> tuple[list[tuple[Sequence, int]], list[Sequence]]:
+        """Prompt chunks (sequence, tokens) within the budget, and the requests admitted for them."""
+        chunks: list[tuple[Sequence, int]] = []
+        admitted: list[Sequence] = []
+        started = [seq for seq in self.running if not seq.decoding and not seq.is_blocked]
+        in_this_step: set[bytes] = set()  # digests of the pages that this step's chunks fill
+        num_long = sum(self.long_prompts.is_long(len(seq.to_compute) - seq.num_computed) for seq in started)
+        position, open_ = 0, bool(self.waiting)
+        while budget > 0:
+            seq = started[0] if started else None
+            if open_ and (seq is None or self.waiting[position].key < seq.key):
+                seq = self.waiting[position]
+                verdict = self._admit(seq, in_this_step, may_be_long=self.long_prompts.may_begin(num_long))
+                position += verdict in (Verdict.NEXT_STEP, Verdict.NO_MASK, Verdict.NO_TURN)
+                open_ = verdict is not Verdict.NO_ROOM and position < min(len(self.waiting), _MAX_PASSED)
+                if verdict is not Verdict.ADMITTED:
+                    continue
+                admitted.append(seq)
+                num_long += self.long_prompts.is_long(len(seq.to_compute) - seq.num_computed)
+            elif seq is None:
+                break
+            else:
+                started.pop(0)
+            count = min(self.long_prompts.chunk(len(seq.to_compute) - seq.num_computed), budget)
+            budget -= count
+            chunks.append((seq, count))
+            if self.prefix_caching:
+                first, last = seq.num_computed // self.page_size, (seq.num_computed + count) // self.page_size
+                in_this_step.update(seq.digests[first:last])
+        if chunks:
+            self._trim(chunks, num_rows)
+        return chunks, admitted
+
+    def _admit(self, seq: Sequence, in_this_step: set[bytes], *, may_be_long: bool = True) -> Verdict:
+        """Admits a waiting request if there is room for it. A long prompt may have to wait for another."""
+        if not self._free_slots or seq.last_step > self.last_done:  # preempted in flight: its token is not read yet
+            return Verdict.NO_ROOM
+        if seq.is_blocked:
+            return Verdict.NO_MASK
+        prefix = seq.prefix
+        if self.prefix_caching:
+            add_digests(seq, self.page_size)
+            if not seq.needs_every_position:
+                usable = (seq.num_known - 1) // self.page_size  # the last token is always computed
+                self.pool.extend(prefix, seq.digests, usable, lambda page: seq.page_bytes(page, self.page_size))
+                if len(prefix.pages) < usable and seq.digests[len(prefix.pages)] in in_this_step:
+                    return Verdict.NEXT_STEP
+        if not may_be_long and self.long_prompts.is_long(seq.num_known - len(prefix.pages) * self.page_size):
+            return Verdict.NO_TURN
+        num_new = -(-seq.num_known // self.page_size) - len(prefix.pages)
+        seq.num_hit_pages = len(prefix.pages)
+        if not self._has_room(seq, num_new, prefix.num_reusable):
+            return Verdict.NO_ROOM
+        self._enter(seq, num_new)
+        return Verdict.ADMITTED
+
+    def _has_room(self, seq: Sequence, num_new: int, num_revived: int) -> bool:
+        """Whether the pool is expected to suffice if `seq` gets `num_new` pages and revives `num_revived` others."""
+        if num_new + num_revived > self.pool.num_available:
+            return False
+        everybody_to_the_limit = self._pages_at_limits + self._full_pages(seq)
+        if not self._held and (not self.running or everybody_to_the_limit <= self.pool.num_pages):
+            return True
+        # Pages found in the prefix cache may have other holders, so they are assumed to stay in use.
+        num_own = sum(len(s.pages) - s.num_hit_pages for s in self.running)
+        if self._outlook is None:
+            self._outlook = self.forecast.outlook(self.running, self.page_size)
+        return self._outlook.fits(seq, self.pool.num_pages - (self.pool.num_used + num_revived - num_own))
+
+    def _trim(self, chunks: list[tuple[Sequence, int]], num_decodes: int) -> None:
+        """Shortens the last chunk when that saves padding."""
+        seq, count = chunks[-1]
+        more_to_come = bool(self.waiting) or len(seq.to_compute) > seq.num_computed + count
+        rest = self.ladder.better_left(
+            num_decodes + sum(c for _, c in chunks),
+            next_decodes=None if more_to_come else len(self.running) - 1,
+            step_cost_tokens=self.step_cost_tokens,
+        )
+        if rest < count:
+            chunks[-1] = (seq, count - rest)
+
+    def _plan(
+        self,
+        decodes: list[Sequence],
+        chunks: list[tuple[Sequence, int]],
+        admitted: list[Sequence],
+        grown: list[tuple[Sequence, int]],
+    ) -> StepPlan:
+        self.last_step += 1
+        number = self.last_step
+        ones = [seq for seq, count in chunks if count == 1]
+        longer = [chunk for chunk in chunks if chunk[1] > 1]
+        rows = [*decodes, *ones, *(seq for seq, _ in longer)]
+        q_lens = [1] * (len(decodes) + len(ones)) + [count for _, count in longer]
+        emits = [1] * len(decodes)
+        listed: list[Chunk] = []
+        masks: list[tuple[Sequence, np.ndarray]] = []
+        sampling = scoring = embedding = False
+        for seq in decodes:
+            seq.num_computed += 1
+            seq.num_emitted += 1
+            seq.last_step = number
+            sampling = sampling or seq.needs_sampling
+            if seq.mask is not None:
+                masks.append((seq, seq.take_mask()))
+        num_tokens = len(decodes)
+        for row in range(len(decodes), len(rows)):
+            seq, count = rows[row], q_lens[row]
+            listed.append(Chunk(row, num_tokens, seq.num_computed, count))
+            num_tokens += count
+            seq.num_computed += count
+            seq.last_step = number
+            scoring = scoring or seq.wants_prompt_logprobs
+            seq.decoding = seq.num_computed == len(seq.to_compute)
+            embedding = embedding or seq.pooling is Pooling.MEAN or (seq.pooling is Pooling.LAST and seq.decoding)
+            emits.append(int(seq.decoding))
+            if seq.decoding:
+                seq.num_emitted += 1
+                sampling = sampling or seq.needs_sampling
+                if seq.mask is not None:
+                    masks.append((seq, seq.take_mask()))
+            self.commit(seq)
+        asked = ((embedding, Variant.EMBED), (scoring, Variant.SCORE), (sampling, Variant.SAMPLE))
+        variant = next((variant for is_asked, variant in asked if is_asked), Variant.GREEDY)
+        return StepPlan(
+            number=number,
+            bucket=self._bucket(num_tokens, len(rows), decode_only=not longer, variant=variant),
+            rows=rows,
+            slots=self._slots(rows),
+            q_lens=q_lens,
+            emits=emits,
+            num_singles=len(decodes) + len(ones),
+            num_tokens=num_tokens,
+            chunks=listed,
+            admitted=admitted,
+            masks=masks,
+            grown=grown,
+        )
+
+    def _bucket(self, num_tokens: int, num_rows: int, *, decode_only: bool, variant: Variant) -> Bucket:
+        return self.ladder.choose(num_tokens, num_rows, decode_only=decode_only, variant=variant)

@@ -1,0 +1,183 @@
+"""Speculative steps: decodes bring drafts where these are expected to pay. The device proposes and verifies them.
+
+The host plans such a step with the most tokens that each row can draw. The device alone knows how many it has drawn
+until the step returns; the host then takes the others back. So the next step is dispatched before this one returns, as
+without drafts.
+
+A step has drafts only if it has no prompt chunk. Whether drafts pay is estimated from the drafts that were right so
+far, and from the cost of a step: that of reading the weights, that of computing its padded tokens, and that of the
+passes of a draft model. A row takes as many drafts of a model as are likely enough to be right for a pass.
+
+Drafts that do not pay are tried again from time to time (`Retries`). If drafts are looked up, a retry is a step without
+drafts that also tells whether the first ones would have been right; other steps without drafts do not look up. A retry
+of a draft model is one draft of one row, because the draft model must read all tokens of the row before it.
+"""
+
+from __future__ import annotations
+
+from batcher.buckets import BucketLadder
+from batcher.scheduling.long_prompts import ANY_LENGTH, LongPrompts
+from batcher.scheduling.plan import StepPlan
+from batcher.scheduling.sequence import Sequence
+from batcher.scheduling.several_tokens import SeveralTokensScheduler
+from batcher.step import Bucket, Capacity, Variant
+
+_LEAST_GAIN = 0.1  # accepted drafts per step; a row that expects fewer has none
+_FIRST_RATE = 0.5  # probability of a right draft before anything is known, if it is looked up
+_FIRST_RATE_OF_A_MODEL = 0.8
+_ROW_WEIGHT = 0.25  # of the last draft in a row's estimate
+_USUAL_WEIGHT = 0.05  # of the last draft in the estimate for new requests
+_RETRIES = (1, 16)  # steps to the first retry of a look-up, and at most
+_RETRIES_OF_A_MODEL = (16, 256)
+
+
+class Retries:
+    """When drafts that do not pay are tried again: after a wait that doubles each time. A right draft shortens it.
+
+    Args:
+        first, most: steps of the first and of the longest wait.
+    """
+
+    def __init__(self, first: int, most: int) -> None:
+        self._first, self._most = first, most
+        self._wait = first
+        self._due = 0  # a step
+
+    def is_due(self, step: int) -> bool:
+        """Whether the step is to try drafts that do not pay."""
+        return step >= self._due
+
+    def tried(self, step: int) -> None:
+        """The step tries them; the result is not known yet."""
+        self._due = step + self._wait
+        self._wait = min(2 * self._wait, self._most)
+
+    def was_right(self, step: int) -> None:
+        """A draft was right. `step` is the last one that was planned."""
+        self._wait = max(self._wait // 4, self._first)
+        self._due = min(self._due, step + self._wait)
+
+    def paid(self, step: int) -> None:
+        """The step has drafts that pay."""
+        self._wait = self._first
+        self._due = step + self._first
+
+
+class SpeculativeScheduler(SeveralTokensScheduler):
+    """A scheduler whose steps may have drafts.
+
+    Args:
+        weights_cost_tokens: tokens whose computation takes as long as reading the weights.
+        draft_cost: time of a pass of the draft model, in passes of the model; 0: drafts are looked up.
+    """
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        ladder: BucketLadder,
+        *,
+        prefix_caching: bool,
+        step_cost_tokens: int,
+        weights_cost_tokens: float,
+        draft_cost: float,
+        long_prompts: LongPrompts = ANY_LENGTH,
+    ) -> None:
+        super().__init__(
+            capacity,
+            ladder,
+            prefix_caching=prefix_caching,
+            step_cost_tokens=step_cost_tokens,
+            long_prompts=long_prompts,
+        )
+        self.weights_cost_tokens = weights_cost_tokens
+        self.draft_cost = draft_cost
+        self.num_drafts = ladder.config.num_drafts
+        # Of requests without a draft of their own.
+        self._usual_rate = _FIRST_RATE if self.foretells else _FIRST_RATE_OF_A_MODEL
+        self._retries = Retries(*(_RETRIES if self.foretells else _RETRIES_OF_A_MODEL))
+        self._num_retries = 0
+
+    @property
+    def foretells(self) -> bool:
+        """Whether rows without drafts tell if the first one would have been right: it is looked up, which is cheap."""
+        return self.draft_cost == 0
+
+    def learn(self, seq: Sequence, num_right: int, num_drafts: int) -> None:
+        """Of a row's `num_drafts`, the first `num_right` were right."""
+        rate = self._rate(seq)
+        for is_right in [1] * num_right + [0] * (num_right < num_drafts):
+            rate += _ROW_WEIGHT * (is_right - rate)
+            self._usual_rate += _USUAL_WEIGHT * (is_right - self._usual_rate)
+        seq.draft_rate = rate
+        if num_right:
+            self._retries.was_right(self.last_step)
+
+    def _plan(
+        self,
+        decodes: list[Sequence],
+        chunks: list[tuple[Sequence, int]],
+        admitted: list[Sequence],
+        grown: list[tuple[Sequence, int]],
+    ) -> StepPlan:
+        if chunks:
+            return super()._plan(decodes, chunks, admitted, grown)
+        variant = Variant.SAMPLE if any(seq.needs_sampling for seq in decodes) else Variant.GREEDY
+        bucket = self.ladder.choose_speculative(len(decodes), variant)
+        if bucket is None:
+            return super()._plan(decodes, chunks, admitted, grown)
+        step = self.last_step + 1
+        wanted = self._wanted(decodes, bucket)
+        if wanted and (self.foretells or len(wanted) == len(decodes)):
+            self._retries.paid(step)
+        elif not self.foretells and self._retries.is_due(step):
+            wanted |= self._retry([seq for seq in decodes if seq not in wanted], step)
+        q_lens = {seq: self._fit(seq, 1 + num_drafts, grown) for seq, num_drafts in wanted.items()}
+        if any(q_len > 1 for q_len in q_lens.values()):
+            return self._plan_several([(seq, q_lens.get(seq, 1)) for seq in decodes], bucket, grown)
+        plan = super()._plan(decodes, chunks, admitted, grown)
+        if self.foretells and self._retries.is_due(step):
+            self._retries.tried(step)
+            plan.looks_up = True
+        return plan
+
+    def _wanted(self, decodes: list[Sequence], bucket: Bucket) -> dict[Sequence, int]:
+        """The rows of a step that are to have drafts, with their number; none if drafts are not expected to pay."""
+        lengths = {seq: self._num_worth_a_pass(seq) for seq in decodes}
+        gains = {seq: self._gain(seq, length) for seq, length in lengths.items()}
+        plain = self.weights_cost_tokens + bucket.num_rows
+        speculative = self.weights_cost_tokens + bucket.num_tokens
+        # The draft model's first pass has two tokens a row, and each further one has one.
+        speculative += self.draft_cost * (max(lengths.values()) * plain + bucket.num_rows)
+        if (len(decodes) + sum(gains.values())) * plain <= len(decodes) * speculative:
+            return {}
+        return {seq: lengths[seq] for seq, gain in gains.items() if gain >= _LEAST_GAIN}
+
+    def _retry(self, undrafted: list[Sequence], step: int) -> dict[Sequence, int]:
+        """One draft of one of the rows, of another row each time."""
+        rows = [seq for seq in undrafted if may_have_drafts(seq)]
+        if not rows:
+            return {}
+        self._retries.tried(step)
+        self._num_retries += 1
+        return {rows[self._num_retries % len(rows)]: 1}
+
+    def _num_worth_a_pass(self, seq: Sequence) -> int:
+        """The drafts that are right more often than their pass costs, in the model's passes."""
+        if not may_have_drafts(seq):
+            return 0
+        rate = self._rate(seq)
+        return sum(rate**place > self.draft_cost for place in range(1, self.num_drafts + 1))
+
+    def _gain(self, seq: Sequence, num_drafts: int) -> float:
+        """The accepted drafts that a row is expected to have in a step."""
+        rate = self._rate(seq)
+        return sum(rate**place for place in range(1, num_drafts + 1))
+
+    def _rate(self, seq: Sequence) -> float:
+        return self._usual_rate if seq.draft_rate is None else seq.draft_rate
+
+
+def may_have_drafts(seq: Sequence) -> bool:
+    """Whether several tokens of the request can be drawn in one step. Under a grammar, the mask of the second token
+    depends on the first one."""
+    return seq.matcher is None

@@ -1,0 +1,52 @@
+"""Log-probabilities, from a step's arrays to one object for each position."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from batcher.request import TokenLogprobs
+from batcher.scheduling.plan import StepPlan
+from batcher.step import StepOutput
+
+
+def token_logprobs(output: StepOutput, row: int, num_tokens: int, count: int) -> tuple[TokenLogprobs, ...]:
+    """Of the tokens that a row has drawn, each with the `count` most likely ones."""
+    return tuple(
+        _entry(output.logprobs, output.top_ids, output.top_logprobs, (row, i), count) for i in range(num_tokens)
+    )
+
+
+def take_prompt_logprobs(plan: StepPlan, output: StepOutput) -> None:
+    """Takes in those of the prompt tokens that the step has scored."""
+    for chunk in plan.chunks:
+        seq = plan.rows[chunk.row]
+        wanted = seq.sampling.prompt_logprobs
+        if wanted is None or seq.prompt_logprobs is None or seq.first_token_s >= 0:
+            continue
+        count = min(chunk.count, seq.num_prompt - 1 - chunk.start)  # the last prompt token has no target
+        for i in range(count):
+            seq.prompt_logprobs[chunk.start + i] = _target_logprobs(output, chunk.offset + i, wanted)
+
+
+def _target_logprobs(output: StepOutput, position: int, count: int) -> TokenLogprobs:
+    """Of the prompt token that follows a position of the step."""
+    assert output.target_ranks is not None
+    rank = int(output.target_ranks[position])
+    return _entry(output.target_logprobs, output.target_top_ids, output.target_top_logprobs, position, count, rank)
+
+
+def _entry(
+    logprobs: np.ndarray | None,
+    top_ids: np.ndarray | None,
+    top_logprobs: np.ndarray | None,
+    at: int | tuple[int, int],
+    count: int,
+    rank: int | None = None,
+) -> TokenLogprobs:
+    assert logprobs is not None and top_ids is not None and top_logprobs is not None
+    return TokenLogprobs(
+        logprob=float(logprobs[at]),
+        top_ids=tuple(top_ids[at][:count].tolist()),
+        top_logprobs=tuple(top_logprobs[at][:count].tolist()),
+        rank=rank,
+    )

@@ -1,0 +1,77 @@
+"""Long prompts leave room in the steps for others, and change no token."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batcher.config import EngineConfig
+from batcher.scheduling.long_prompts import ANY_LENGTH, LongPrompts
+from scripts.benchmarks.simulation.machine import Machine, SimulatedRequest, simulate
+from tests.batcher.harness import EOS, Drive, make_capacity, make_request
+from tests.batcher.test_properties import Scenario, play, quick, scenarios
+
+CAPACITY = make_capacity(num_slots=8, num_pages=128, page_size=4, max_model_len=256, max_num_batched_tokens=32)
+FOUR = LongPrompts(threshold=4)
+
+
+def test_what_is_long() -> None:
+    assert [FOUR.is_long(4), FOUR.is_long(5), ANY_LENGTH.is_long(10**6)] == [False, True, False]
+    assert [FOUR.chunk(3), FOUR.chunk(9), ANY_LENGTH.chunk(10**6)] == [3, 4, 10**6]
+
+
+def test_fifty_short_prompts_do_not_wait_behind_one_of_100_000_tokens() -> None:
+    machine = Machine(max_model_len=131072, num_pages=4096, page_size=64)
+    short = SimulatedRequest(arrival_s=0.05, num_prompt=20, num_output=3)
+    requests = [SimulatedRequest(arrival_s=0.0, num_prompt=100_000, num_output=3), *[short] * 50]
+    today, shared = (simulate(requests, machine, long_prompts=LongPrompts(threshold=t)) for t in (0, 1024))
+    assert max(s.ttft for s in shared.served if s.num_prompt == 20) < 0.2
+    assert min(s.ttft for s in today.served if s.num_prompt == 20) > 2
+    assert shared.output_tokens == today.output_tokens
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, None])
+def test_so_many_long_prompts_run_at_once_and_short_ones_pass_the_others(most: int) -> None:
+    drive = Drive(CAPACITY, long_prompts=LongPrompts(threshold=4, most=most), prefix_caching=False)
+    for number, length in enumerate([40, 40, 40, 3]):
+        drive.add(make_request(str(number), [3 + number] * length, max_tokens=3))
+    drive.step()
+    states = {seq.request_id: seq.num_computed for seq in drive.scheduler.running}
+    assert states == {str(number): 4 for number in range(most or 3)} | {"3": 3 + (states["3"] > 3)}
+    drive.finish()
+    drive.check_outputs()
+
+
+def test_a_prompt_that_is_mostly_in_the_cache_is_not_long() -> None:
+    drive = Drive(CAPACITY, long_prompts=LongPrompts(threshold=8, most=1))
+    prompt = list(range(3, 43))
+    drive.add(make_request("first", prompt, max_tokens=1))
+    drive.finish()
+    drive.add(make_request("long", [60] * 80, max_tokens=1))
+    drive.add(make_request("known", [*prompt, 70], max_tokens=1))
+    drive.add(make_request("unknown", [71, *prompt], max_tokens=1))
+    drive.step()
+    assert [seq.request_id for seq in drive.scheduler.running] == ["long", "known"]
+    drive.finish()
+    drive.check_outputs()
+
+
+@settings(quick, max_examples=50)
+@given(scenarios(), st.integers(1, 12), st.sampled_from([1, 2, None]))
+def test_every_request_gets_its_own_text_and_nobody_starves(
+    scenario: Scenario, threshold: int, most: int | None
+) -> None:
+    drive = Drive(
+        scenario.capacity,
+        prefix_caching=scenario.prefix_caching,
+        pipeline_depth=scenario.pipeline_depth,
+        long_prompts=LongPrompts(threshold=threshold, most=most),
+    )
+    play(scenario, drive).check_outputs()
+
+
+@pytest.mark.parametrize("long_prompts", [LongPrompts(threshold=-1), LongPrompts(most=0)])
+def test_numbers_without_a_meaning_are_refused(long_prompts: LongPrompts) -> None:
+    with pytest.raises(ValueError, match="a long prompt has some tokens"):
+        EngineConfig(eos_token_ids=EOS, long_prompts=long_prompts)
