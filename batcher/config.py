@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from batcher.scheduling.long_prompts import ANY_LENGTH, LongPrompts
+from batcher.long_prompts import ANY_LENGTH, LongPrompts
 
 
 class Scheduling(StrEnum):

@@ -6,7 +6,6 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from batcher.buckets import BucketLadder
 from batcher.config import EngineConfig, Scheduling
@@ -22,7 +21,7 @@ from batcher.scheduling.sequence import State
 from batcher.scheduling.speculation import SpeculativeScheduler
 from batcher.scheduling.static import StaticScheduler
 from batcher.stats import EngineStats
-from batcher.step import Capacity, Runner, StepHandle, StepOutput
+from batcher.step import Runner, StepHandle, StepOutput
 from batcher.step_log import StepLog
 from batcher.step_watch import StepWatch
 from batcher.steps.pack import Packer
@@ -44,7 +43,7 @@ class EngineCore:
 
     def __init__(self, runner: Runner, config: EngineConfig, ladder: BucketLadder, clock: Callable[[], float]) -> None:
         capacity = runner.capacity()
-        self.scheduler = _make_scheduler(capacity, config, ladder)
+        self.scheduler = _kind_of_scheduler(config, ladder)(capacity, ladder, config)
         self.in_flight: deque[InFlight] = deque()  # oldest first
         self._runner = runner
         self._clock = clock
@@ -174,17 +173,13 @@ class EngineCore:
         self.scheduler.recover()
 
 
-def _make_scheduler(capacity: Capacity, config: EngineConfig, ladder: BucketLadder) -> Scheduler:
-    options: dict[str, Any] = {"prefix_caching": config.prefix_caching, "step_cost_tokens": config.step_cost_tokens}
+def _kind_of_scheduler(config: EngineConfig, ladder: BucketLadder) -> type[Scheduler]:
+    """The kind of scheduler that the settings ask for."""
     if config.scheduling is Scheduling.STATIC:
-        return StaticScheduler(capacity, ladder, **options)  # a baseline, without drafts
-    options["long_prompts"] = config.long_prompts
+        return StaticScheduler  # a baseline, without drafts
     if ladder.config.num_steps > 1:
-        return MultiStepScheduler(capacity, ladder, **options, pipeline_depth=config.pipeline_depth)
-    if ladder.config.num_drafts:
-        options |= {"weights_cost_tokens": config.weights_cost_tokens, "draft_cost": config.draft_cost}
-        return SpeculativeScheduler(capacity, ladder, **options)
-    return Scheduler(capacity, ladder, **options)
+        return MultiStepScheduler
+    return SpeculativeScheduler if ladder.config.num_drafts else Scheduler
 
 
 class _Refused:

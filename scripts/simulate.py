@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from batcher.scheduling.long_prompts import LongPrompts
+from batcher.long_prompts import LongPrompts
 from scripts.benchmarks.load.arrivals import arrival_times
 from scripts.benchmarks.load.lengths import Trace
 from scripts.benchmarks.load.presets import TRAFFIC

@@ -11,7 +11,7 @@ read nor stored as a prefix.
 from __future__ import annotations
 
 from batcher.buckets import BucketLadder
-from batcher.scheduling.long_prompts import ANY_LENGTH, LongPrompts
+from batcher.config import EngineConfig
 from batcher.scheduling.plan import StepPlan
 from batcher.scheduling.sequence import Sequence
 from batcher.scheduling.several_tokens import SeveralTokensScheduler
@@ -22,30 +22,11 @@ _WEIGHT = 0.2  # of the last step in the estimate of a step's time
 
 
 class MultiStepScheduler(SeveralTokensScheduler):
-    """A scheduler whose programs may have several steps.
+    """A scheduler whose programs may have several steps."""
 
-    Args:
-        pipeline_depth: programs in flight.
-    """
-
-    def __init__(
-        self,
-        capacity: Capacity,
-        ladder: BucketLadder,
-        *,
-        prefix_caching: bool,
-        step_cost_tokens: int,
-        pipeline_depth: int,
-        long_prompts: LongPrompts = ANY_LENGTH,
-    ) -> None:
-        super().__init__(
-            capacity,
-            ladder,
-            prefix_caching=prefix_caching,
-            step_cost_tokens=step_cost_tokens,
-            long_prompts=long_prompts,
-        )
-        self._pipeline_depth = pipeline_depth
+    def __init__(self, capacity: Capacity, ladder: BucketLadder, config: EngineConfig) -> None:
+        super().__init__(capacity, ladder, config)
+        self._pipeline_depth = config.pipeline_depth
         self._step_s: dict[int, float] = {}  # padded rows -> seconds of one decode step
 
     def took(self, plan: StepPlan, seconds: float) -> None:

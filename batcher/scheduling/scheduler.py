@@ -29,9 +29,9 @@ from enum import Enum
 import numpy as np
 
 from batcher.buckets import BucketLadder
+from batcher.config import EngineConfig
 from batcher.request import Pooling
 from batcher.scheduling.digests import add_digests
-from batcher.scheduling.long_prompts import ANY_LENGTH, LongPrompts
 from batcher.scheduling.plan import Chunk, StepPlan
 from batcher.scheduling.residency import Residency
 from batcher.scheduling.sequence import Sequence, State
@@ -54,20 +54,12 @@ class Verdict(Enum):
 class Scheduler(Residency):
     """Plans the steps of the requests that run and wait. Not thread-safe: the engine's thread owns it."""
 
-    def __init__(
-        self,
-        capacity: Capacity,
-        ladder: BucketLadder,
-        *,
-        prefix_caching: bool,
-        step_cost_tokens: int,
-        long_prompts: LongPrompts = ANY_LENGTH,
-    ) -> None:
-        super().__init__(capacity, ladder.config.max_num_seqs, prefix_caching=prefix_caching)
+    def __init__(self, capacity: Capacity, ladder: BucketLadder, config: EngineConfig) -> None:
+        super().__init__(capacity, ladder.config.max_num_seqs, prefix_caching=config.prefix_caching)
         self.max_model_len = capacity.max_model_len
         self.ladder = ladder
-        self.step_cost_tokens = step_cost_tokens
-        self.long_prompts = long_prompts
+        self.step_cost_tokens = config.step_cost_tokens
+        self.long_prompts = config.long_prompts
         self.token_budget = ladder.config.max_num_batched_tokens
         self.max_stalls = _MAX_STALLS
 

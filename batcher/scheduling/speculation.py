@@ -16,7 +16,7 @@ of a draft model is one draft of one row, because the draft model must read all 
 from __future__ import annotations
 
 from batcher.buckets import BucketLadder
-from batcher.scheduling.long_prompts import ANY_LENGTH, LongPrompts
+from batcher.config import EngineConfig
 from batcher.scheduling.plan import StepPlan
 from batcher.scheduling.sequence import Sequence
 from batcher.scheduling.several_tokens import SeveralTokensScheduler
@@ -64,33 +64,12 @@ class Retries:
 
 
 class SpeculativeScheduler(SeveralTokensScheduler):
-    """A scheduler whose steps may have drafts.
+    """A scheduler whose steps may have drafts."""
 
-    Args:
-        weights_cost_tokens: tokens whose computation takes as long as reading the weights.
-        draft_cost: time of a pass of the draft model, in passes of the model; 0: drafts are looked up.
-    """
-
-    def __init__(
-        self,
-        capacity: Capacity,
-        ladder: BucketLadder,
-        *,
-        prefix_caching: bool,
-        step_cost_tokens: int,
-        weights_cost_tokens: float,
-        draft_cost: float,
-        long_prompts: LongPrompts = ANY_LENGTH,
-    ) -> None:
-        super().__init__(
-            capacity,
-            ladder,
-            prefix_caching=prefix_caching,
-            step_cost_tokens=step_cost_tokens,
-            long_prompts=long_prompts,
-        )
-        self.weights_cost_tokens = weights_cost_tokens
-        self.draft_cost = draft_cost
+    def __init__(self, capacity: Capacity, ladder: BucketLadder, config: EngineConfig) -> None:
+        super().__init__(capacity, ladder, config)
+        self.weights_cost_tokens = config.weights_cost_tokens
+        self.draft_cost = config.draft_cost
         self.num_drafts = ladder.config.num_drafts
         # Of requests without a draft of their own.
         self._usual_rate = _FIRST_RATE if self.foretells else _FIRST_RATE_OF_A_MODEL

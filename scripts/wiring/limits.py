@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from batcher.buckets import BucketConfig
-from batcher.scheduling.long_prompts import LongPrompts
+from batcher.long_prompts import LongPrompts
 from scripts.wiring.settings import EngineSettings
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from batcher.scheduling.long_prompts import ANY_LENGTH, LongPrompts
+from batcher.long_prompts import ANY_LENGTH, LongPrompts
 from model.loading.source import resolve
 from scripts import launch
 from scripts.wiring.compatibility import REFUSED, WITH_VALUE, WITHOUT_EFFECT, log_warnings

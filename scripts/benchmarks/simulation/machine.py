@@ -13,10 +13,10 @@ import numpy as np
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig, Scheduling
 from batcher.core import EngineCore
+from batcher.long_prompts import ANY_LENGTH, LongPrompts
 from batcher.request import Request, RequestOutput, SamplingParams
 from batcher.requests.admission import make_sequence
 from batcher.scheduling.forecast import Forecast
-from batcher.scheduling.long_prompts import ANY_LENGTH, LongPrompts
 from batcher.scheduling.plan import StepPlan
 from batcher.scheduling.sequence import Sequence
 from batcher.step import Bucket, Capacity, StepInput, StepOutput

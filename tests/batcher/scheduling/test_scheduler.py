@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from batcher.buckets import BucketConfig, BucketLadder
+from batcher.config import EngineConfig
 from batcher.scheduling.plan import StepPlan
 from batcher.scheduling.scheduler import _MAX_STALLS, Scheduler
 from batcher.scheduling.sequence import Sequence, State
@@ -24,8 +25,8 @@ class Bench:
             max_num_seqs=capacity.num_slots,
             min_mixed_tokens=8,
         )
-        caching = {"prefix_caching": True} | options
-        self.scheduler = Scheduler(capacity, BucketLadder(limits), step_cost_tokens=step_cost_tokens, **caching)
+        config = EngineConfig(eos_token_ids=(), step_cost_tokens=step_cost_tokens, **options)
+        self.scheduler = Scheduler(capacity, BucketLadder(limits), config)
 
     def add(self, name: str, num_prompt: int, *, first: int = 3, max_tokens: int = 10, priority: int = 0) -> Sequence:
         prompt = range(first, first + num_prompt)
