@@ -124,14 +124,11 @@ def check_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
 
 
 def _check_seed(seed: int | None) -> None:
-    if seed is None:
-        return
-    for bound, relation, broken in (
-        (INT64_MIN, "greater_than_equal", seed < INT64_MIN),
-        (INT64_MAX, "less_than_equal", seed > INT64_MAX),
-    ):
-        if broken:
-            raise invalid("seed", f"must be {relation} {bound}, got {seed}")
+    # The words in parentheses are pydantic's names of the constraints, which programs look for.
+    if seed is not None and seed < INT64_MIN:
+        raise invalid("seed", f"must be at least {INT64_MIN} (greater_than_equal), got {seed}")
+    if seed is not None and seed > INT64_MAX:
+        raise invalid("seed", f"must be at most {INT64_MAX} (less_than_equal), got {seed}")
 
 
 def _check_stops(stop: str | list[str] | None) -> None:
