@@ -3,10 +3,12 @@
     python -m scripts.bench_speculation --device cpu --max-model-len 512
     python -m scripts.bench_speculation --speculative-config '{"method": "ngram", "num_speculative_tokens": 5}'
     python -m scripts.bench_speculation --speculative-config '{"method": "draft_model", "num_speculative_tokens": 3}'
+    python -m scripts.bench_speculation --model preset:llama-3.2-1b --agreement 0.7
 
 Two runners, one of them with drafts, serve the same greedy requests in turns, and the best run of each counts. Two of
 the texts repeat themselves, as edits and quotes do (a list that is written again, JSON records); the third is a story,
-which does not.
+which does not. With `--agreement`, a model of the given shape and a draft model have made-up weights that agree so
+often, and the text is what the model makes of a few tokens: the gain at a known acceptance, for shapes without weights.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from batcher.engine import Engine
 from batcher.request import Request, RequestOutput, SamplingParams
 from model.inputs.paths import local_path
 from model.loading.source import resolve
+from scripts.benchmarks.agreeing_pair import write_pair
 from scripts.wiring.engine import Built, build_runner
 from scripts.wiring.errors import FailedError, add_debug_flag, run_command
 from scripts.wiring.settings import EngineSettings, add_engine_flags
@@ -60,6 +63,12 @@ def parser() -> argparse.ArgumentParser:
     work.add_argument("--streams", type=lambda text: [int(n) for n in text.split(",")], default=[1, 4, 16, 64])
     work.add_argument("--output-len", type=int, default=160, metavar="N", help="tokens of every request")
     work.add_argument("--texts", nargs="+", choices=TEXTS, default=list(TEXTS))
+    work.add_argument(
+        "--agreement",
+        type=float,
+        metavar="SHARE",
+        help="how often the draft model's next token is the model's; both have made-up weights, in --model's shape",
+    )
     work.add_argument("--repeats", type=int, default=3, help="of each; the best counts")
     work.add_argument("--output-json", type=local_path)
     add_engine_flags(p)
@@ -134,26 +143,44 @@ def run(built: Built, name: str, prompt: tuple[int, ...], streams: int, output_l
 
 def bench(args: argparse.Namespace) -> int:
     """Runs all texts at all numbers of streams, prints a table, and returns the exit code."""
-    with_drafts = EngineSettings.from_namespace(args)
+    settings = EngineSettings.from_namespace(args)
+    if args.agreement is None:
+        return compare(args, settings, None)
+    with ScratchFolder() as scratch:
+        pair = write_pair(scratch.path, resolve(settings.model, weights=False).config, args.agreement)
+        asked = settings.speculation
+        assert asked is not None
+        drafts = {
+            "method": "draft_model",
+            "model": str(pair.draft),
+            "num_speculative_tokens": asked.num_speculative_tokens,
+        }
+        settings = replace(settings, model=str(pair.model), speculative_config=json.dumps(drafts))
+        return compare(args, settings, {"walk": pair.walk})
+
+
+def compare(args: argparse.Namespace, with_drafts: EngineSettings, texts: dict[str, tuple[int, ...]] | None) -> int:
+    """Prints the table of these prompts, or of `args.texts`."""
     both = [build_runner(settings, print) for settings in (replace(with_drafts, speculative_config=None), with_drafts)]
     for built in both:
         built.engine().warm_up(lambda line: print(f"  {line}", flush=True))
     results: list[Run] = []
     print("| text | streams | tokens/s | with drafts | ratio | accepted | tokens a step | same text |")
     print("|---|---|---|---|---|---|---|---|")
-    for name, prompt in prompts(with_drafts, both[0].info.vocab_size, args.texts).items():
+    texts = texts or prompts(with_drafts, both[0].info.vocab_size, args.texts)
+    for name, prompt in texts.items():
         for streams in args.streams:
             best: list[Run | None] = [None, None]
-            texts: list[list[list[int]]] = [[], []]
+            written: list[list[list[int]]] = [[], []]
             for _ in range(args.repeats):
                 for i, built in enumerate(both):
-                    found, texts[i] = run(built, name, prompt, streams, args.output_len)
+                    found, written[i] = run(built, name, prompt, streams, args.output_len)
                     known = best[i]
                     best[i] = found if known is None or found.tokens_per_s > known.tokens_per_s else known
             plain, drafted = best
             assert plain is not None and drafted is not None
             results += [plain, drafted]
-            same = sum(a == b for a, b in zip(*texts, strict=True))
+            same = sum(a == b for a, b in zip(*written, strict=True))
             print(
                 f"| {name} | {streams} | {plain.tokens_per_s:.0f} | {drafted.tokens_per_s:.0f} | "
                 f"{drafted.tokens_per_s / plain.tokens_per_s:.2f} | {drafted.acceptance:.0%} | "
