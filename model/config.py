@@ -101,6 +101,11 @@ class LlamaConfig:
         if problems:
             raise ValueError("not a Llama: " + "; ".join(problems))
 
+    @property
+    def projection_inputs(self) -> tuple[int, int, int]:
+        """The numbers of inputs of the projections: of qkv and gate_up, of out, and of down."""
+        return self.hidden_size, self.num_heads * self.head_dim, self.intermediate_size
+
     @classmethod
     def from_file(cls, path: Path | str) -> LlamaConfig:
         """Reads `config.json`. `path` is the file or its folder."""

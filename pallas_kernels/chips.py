@@ -33,6 +33,8 @@ class TpuChip:
     # True if weights in fp8 are widened inside a product at the memory's speed. Other chips convert fp8 slowly and int8
     # quickly: the compilers' accounts are in scripts/benchmarks/results/decisions.md.
     reads_fp8: bool = False
+    # True if products with int4 kernels, whose groups of inputs have scales of their own, are faster than with int8.
+    reads_int4: bool = False
     # "int8" or "fp8" -> the rows of a step from which its products with inputs rounded to that type, and the rounding,
     # take less time than its products with inputs in bfloat16: scripts/benchmarks/results/2026-11-22-rounded-inputs.md.
     rounded_rows: Mapping[str, int] = field(default_factory=dict, hash=False)
@@ -85,6 +87,12 @@ def arch_reads_fp8(arch: tuple[int, int]) -> bool:
     return arch >= (9, 0)
 
 
+def arch_reads_int4(arch: tuple[int, int]) -> bool:
+    """Whether int4 kernels with scales of groups are dequantised inside a product: XLA's compiler does it for every
+    architecture that is compiled for, see scripts/benchmarks/results/2026-11-23-int4.md."""
+    return arch >= (8, 0)
+
+
 def arch_rounded_rows(arch: tuple[int, int]) -> Mapping[str, int]:
     """As `TpuChip.rounded_rows`, by data sheets: 8-bit numbers are multiplied at twice bfloat16's rate. With fewer rows
     a product takes as long as its weights are read, and the rounding costs launches. Ada has no other fast form of fp8.
@@ -131,6 +139,11 @@ class GpuChip:
     def reads_fp8(self) -> bool:
         """As `TpuChip.reads_fp8`."""
         return arch_reads_fp8(self.arch)
+
+    @property
+    def reads_int4(self) -> bool:
+        """As `TpuChip.reads_int4`."""
+        return arch_reads_int4(self.arch)
 
     @property
     def rounded_rows(self) -> Mapping[str, int]:

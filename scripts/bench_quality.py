@@ -23,8 +23,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def bench(forms: list[str], *, kv: bool) -> None:
-    """Prints one line for each form of the weights, with the inputs of projections as they are and rounded to the same
-    form; and with `kv` another one for K/V in int8."""
+    """Prints one line for each form of the weights, with the inputs of projections as they are and, for 8 bits, rounded
+    to the same form; and with `kv` another one for K/V in int8."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -33,7 +33,7 @@ def bench(forms: list[str], *, kv: bool) -> None:
     from model.config import LlamaConfig
     from model.loading.source import DEMO_FOLDER
     from model.loading.weights import load_hf
-    from model.quantization.forms import EightBit, Rounding
+    from model.quantization.forms import EightBit, Rounding, WeightForm, form_named
     from scripts.demo import evaluate
     from scripts.demo.agreement import agreement
     from scripts.demo.narrow_kv import with_narrow_kv
@@ -45,7 +45,9 @@ def bench(forms: list[str], *, kv: bool) -> None:
     suites = evaluate.suites()
     scores = f"{'KL, nats a token':>18}{'same top token':>16}{'sums':>10}{'comparisons':>13}"
     print(f"{'weights':10}{'inputs':10}{'K/V':10}" + scores)
-    weights = [(None, None), *product(map(EightBit, forms), (None, Rounding()))]
+    weights: list[tuple[WeightForm | None, Rounding | None]] = [(None, None)]
+    for named in (form_named(name, config.projection_inputs) for name in forms):
+        weights += [(named, None), (named, Rounding())] if isinstance(named, EightBit) else [(named, None)]
     for (form, rounding), is_narrow in product(weights, (False, True) if kv else (False,)):
         model = load_hf(DEMO_FOLDER, config, dtype="float32", quantization=form, rounding=rounding)
         if is_narrow:
@@ -56,7 +58,7 @@ def bench(forms: list[str], *, kv: bool) -> None:
             for name in ("held_out_sums", "held_out_comparisons")
         ]
         inputs = form if rounding else "float32"
-        stored = f"{form or 'float32':10}{inputs:10}{'int8' if is_narrow else 'float32':10}"
+        stored = f"{form or 'float32'!s:10}{inputs:10}{'int8' if is_narrow else 'float32':10}"
         scores = f"{near.divergence:18.6f}{near.same_top_token:16.4f}{right[0]:>10}{right[1]:>13}"
         print(stored + scores, flush=True)
 

@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", type=local_path, help="where to write; new or empty")
     parser.add_argument("--revision", help="of a hub model")
     parser.add_argument("--dtype", choices=DTYPES, help="what to store (default: what keeps every value exactly)")
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="8 bits a weight, for projections and head")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="8 or 4 bits a weight, for projections and head")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="chips that will serve it")
     add_debug_flag(parser)
     args = parser.parse_args(arguments)
@@ -77,15 +77,18 @@ def convert(
     from model.loading.orbax_format import save_orbax
     from model.loading.stored_weights import CONVERTED, find_weights
     from model.network.sharding import make_mesh
-    from model.quantization.forms import Activations, EightBit, Rounding
+    from model.quantization.forms import INT4, Activations, FourBit, Rounding, form_named
 
     started = time.perf_counter()
     stored = find_weights(origin, source.config, "safetensors")
     kept, reason = choose_dtype(dtype, stored)
     mesh = make_mesh(num_shards) if num_shards > 1 else None
-    form = EightBit(quantization) if quantization else stored.quantization
+    form = stored.quantization
+    if quantization is not None:
+        is_kept = quantization == INT4 and stored.four_bit is not None
+        form = stored.four_bit if is_kept else form_named(quantization, stored.config.projection_inputs)
     activations = stored.activations
-    if activations is Activations.STATIC and form is not stored.quantization:
+    if activations is Activations.STATIC and form != stored.quantization:
         activations = Activations.DYNAMIC  # the stored scales of inputs are for the stored type
     rounding = Rounding(is_static=True) if activations is Activations.STATIC else None
     model = stored.load(dtype=kept, mesh=mesh, quantization=form, rounding=rounding)
@@ -104,7 +107,11 @@ def convert(
     write_config(raw, folder, stored.config, kept)
     written = time.perf_counter()
     print(f"{folder}: read in {loaded - started:.1f} s, written in {written - loaded:.1f} s as {kept} ({reason})")
-    if form is not None:
+    if isinstance(form, FourBit):
+        how = "kept" if form == stored.four_bit else "requantised"
+        made_from = f", {how} from {stored.packing}" if stored.packing else ""
+        print(f"projections are {form.in_words()}{made_from}; the head is int8")
+    elif form is not None:
         print(f"projections and head are {form}" + (f", requantised from {stored.packing}" if stored.packing else ""))
     if stored.remark:
         print(stored.remark)

@@ -1,8 +1,9 @@
 """XLA's options for the compiled step.
 
 On GPUs the step is captured in CUDA graphs, except for its collectives, and XLA's autotuner chooses between Triton and
-cuBLASLt for each product. On CPUs XLA may change the order of additions, so that it can vectorise loops. The order is
-the same in every run. The other liberties of "fast math" are switched off: NaN and infinity are kept.
+cuBLASLt for each product. An option of its own lets a product dequantise a 4-bit kernel with the scales of its groups;
+without it, the kernel is written out. On CPUs XLA may change the order of additions, so that it can vectorise loops.
+The order is the same in every run. The other liberties of "fast math" are switched off: NaN and infinity are kept.
 
 The figures behind each choice are in `scripts/benchmarks/results/decisions.md`.
 """
@@ -25,4 +26,8 @@ def compiler_options(platform: str) -> dict[str, str | bool]:
         return _CPU_OPTIONS
     if platform not in ("gpu", "cuda"):
         return {}
-    return {"xla_gpu_enable_command_buffer": ",".join(_GRAPH_COMMANDS), "xla_gpu_enable_triton_gemm": True}
+    return {
+        "xla_gpu_enable_command_buffer": ",".join(_GRAPH_COMMANDS),
+        "xla_gpu_enable_triton_gemm": True,
+        "xla_gpu_experimental_enable_subchannel_dequantisation_fusion": True,
+    }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +113,13 @@ def _needs_of_one(model: Llama, attention: PagedAttention, limits: RunnerConfig)
 def weights_bytes(model: Llama) -> int:
     """Bytes of the weights on one device."""
     leaves = jax.tree.leaves(nnx.state(model))
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+    bits = sum(math.prod(x.sharding.shard_shape(x.shape)) * _bits(x.dtype) for x in leaves)
+    return -(-bits // 8)
+
+
+def _bits(dtype: Any) -> int:
+    """Of one value in a chip's memory. A host holds int4 in bytes."""
+    return 4 if dtype == jnp.int4 else 8 * dtype.itemsize
 
 
 def state_bytes(config: LlamaConfig, *, num_slots: int, pages_per_seq: int, num_shards: int) -> int:

@@ -1,10 +1,10 @@
 """Finds quantised weights that a compiled program writes out in a wider type.
 
-XLA converts an 8-bit kernel inside a product, where the chip and the compiler can. Otherwise it writes the whole kernel
-in a wider type at every step, which takes more time than weights that are not quantised. No second program is compiled
-for comparison: a copy takes at least the bytes of the smallest kernel in 16 bits, so a program with smaller temporaries
-has none, and the text of the others is searched. Temporaries are also compared with `memory_plan.temporaries_bound`,
-which holds for weights that are not quantised: this also finds copies in other shapes.
+XLA converts a kernel of 8 or 4 bits inside a product, where the chip and the compiler can. Otherwise it writes the
+whole kernel in a wider type at every step, which takes more time than weights that are not quantised. No second program
+is compiled for comparison: a copy takes at least the bytes of the smallest kernel in twice its bits, so a program with
+smaller temporaries has none, and the text of the others is searched. Temporaries are also compared with
+`memory_plan.temporaries_bound`, which holds for weights that are not quantised: this also finds copies in other shapes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -29,7 +30,7 @@ MIB = 1 << 20
 # With more tokens, the product takes longer than the copy (on an H100 from some 740 tokens on), and a product that
 # reads a copy can be the fastest one.
 MAX_TOKENS = 1024
-WIDE_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
+WIDE_BYTES = {"s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4}
 # Their results are no new memory.
 _ALIASES = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "opt-barrier"}
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -40,23 +41,37 @@ _FUSED = re.compile(r" fusion\(.*?calls=%?([\w.\-]+)")
 Shape = tuple[int, ...]
 
 
-def narrow_kernels(model: Llama, platform: str, mesh: Mesh | None) -> dict[Shape, str]:
-    """The 8-bit kernels of which no program may write a wide copy: their shapes on one device, as sorted sizes without
-    ones, and a parameter of each. On a CPU, small kernels are converted whole, and so are all in a mesh."""
+class Narrow(NamedTuple):
+    """A quantised kernel."""
+
+    name: str  # of a parameter of this shape
+    bits: int = 8
+
+
+def narrow_kernels(model: Llama, platform: str, mesh: Mesh | None) -> dict[Shape, Narrow]:
+    """The quantised kernels of which no program may write a wide copy: their shapes on one device, as sorted sizes
+    without ones. A 4-bit kernel has a second shape, cut into its groups. On a CPU, small kernels are converted whole,
+    and so are all in a mesh and all of 4 bits."""
     if platform == "cpu" and mesh is not None:
         return {}
     min_weights = cpu_products.BLOCK_WEIGHTS if platform == "cpu" else 0
-    kernels: dict[Shape, str] = {}
-    for path, variable in nnx.to_flat_state(nnx.state(model)):
-        value = variable.get_value()
-        if value.ndim == 2 and value.dtype.itemsize == 1:
-            shape = value.sharding.shard_shape(value.shape)
-            if math.prod(shape) > min_weights:
-                kernels.setdefault(_normal(shape), ".".join(map(str, path)))
+    kernels: dict[Shape, Narrow] = {}
+    values = {path: variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(model))}
+    for path, value in values.items():
+        if value.ndim != 2 or value.dtype.itemsize != 1:
+            continue
+        shape, name = value.sharding.shard_shape(value.shape), ".".join(map(str, path))
+        if value.dtype == jnp.int4 and platform != "cpu":
+            _, groups = values[(*path[:-1], "scale")].shape
+            group = value.shape[1] // groups
+            for cut in (shape, (shape[0], shape[1] // group, group)):
+                kernels.setdefault(_normal(cut), Narrow(name, 4))
+        elif value.dtype != jnp.int4 and math.prod(shape) > min_weights:
+            kernels.setdefault(_normal(shape), Narrow(name))
     return kernels
 
 
-def find(text: str, kernels: Mapping[Shape, str]) -> dict[str, int]:
+def find(text: str, kernels: Mapping[Shape, Narrow]) -> dict[str, int]:
     """The arrays in an optimised program that have a kernel's shape and a wide type, as `name: type[shape]`, with their
     bytes. What stays inside a fusion is not written to memory and does not count."""
     fused = set(_FUSED.findall(text))
@@ -71,14 +86,14 @@ def find(text: str, kernels: Mapping[Shape, str]) -> dict[str, int]:
             continue
         for dtype, sizes in _ARRAY.findall(instruction[1]):
             shape = tuple(int(size) for size in sizes.split(","))
-            name = kernels.get(_normal(shape))
-            if dtype in WIDE_BYTES and name is not None:
-                found[f"{name}: {dtype}[{sizes}]"] = math.prod(shape) * WIDE_BYTES[dtype]
+            kernel = kernels.get(_normal(shape))
+            if kernel is not None and 8 * WIDE_BYTES.get(dtype, 0) > kernel.bits:
+                found[f"{kernel.name}: {dtype}[{sizes}]"] = math.prod(shape) * WIDE_BYTES[dtype]
     return found
 
 
 def check(
-    programs: Mapping[Bucket, Any], kernels: Mapping[Shape, str], config: LlamaConfig, attention: PagedAttention
+    programs: Mapping[Bucket, Any], kernels: Mapping[Shape, Narrow], config: LlamaConfig, attention: PagedAttention
 ) -> list[str]:
     """Checks compiled programs. Returns a remark for every copy that the compiler may have chosen for its speed.
 
@@ -91,15 +106,15 @@ def check(
             and the sizes.
     """
     remarks = []
-    smallest = 2 * min((math.prod(shape) for shape in kernels), default=0)
+    smallest = min((math.prod(shape) * kernel.bits // 4 for shape, kernel in kernels.items()), default=0)
     for bucket, program in programs.items() if kernels else ():
         size = program.memory_analysis().temp_size_in_bytes
         if size < smallest:
             continue
         # A product's output can have the shape of a kernel if its tokens are as many as a kernel's rows or columns.
         clear = {
-            shape: name
-            for shape, name in kernels.items()
+            shape: kernel
+            for shape, kernel in kernels.items()
             if bucket.num_tokens not in shape and bucket.num_rows not in shape
         }
         copies = find(program.as_text(), clear)
@@ -107,7 +122,7 @@ def check(
         bound = step_temporaries(config, attention, num_tokens=bucket.num_tokens, num_rows=num_drawn)
         if copies:
             listed = ", ".join(f"{name} ({size / MIB:.0f} MiB)" for name, size in copies.items())
-            fault = f"writes 8-bit weights out in a wider type at every step: {listed}"
+            fault = f"writes quantised weights out in a wider type at every step: {listed}"
         elif size > bound + smallest and attention.backend is not Backend.REFERENCE:  # which may exceed the bound
             fault = (
                 f"has {size / MIB:.0f} MiB of temporaries, and without quantised weights at most "

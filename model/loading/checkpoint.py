@@ -10,7 +10,7 @@ import numpy as np
 from model.config import LlamaConfig
 from model.inputs.gguf import is_gguf
 from model.loading.tensor_files import TensorFiles
-from model.quantization.forms import Activations, EightBit
+from model.quantization.forms import Activations, EightBit, FourBit
 
 
 class Checkpoint(Protocol):
@@ -23,6 +23,14 @@ class Checkpoint(Protocol):
     @property
     def form(self) -> EightBit | None:
         """The form in which the projections are kept unless another one is asked for; None: not quantised."""
+
+    @property
+    def four_bit(self) -> FourBit | None:
+        """The 4-bit form that holds the projections without quantising them again."""
+
+    @property
+    def four_bit_fault(self) -> str | None:
+        """Why a quantised checkpoint has no `four_bit`, in words; None: it has one, or is not packed."""
 
     @property
     def activations(self) -> Activations | None:
@@ -48,6 +56,9 @@ class Checkpoint(Protocol):
 
     def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
         """The part of a tensor at `index`."""
+
+    def read_four_bit(self, name: str, key: str, index: tuple[slice, ...]) -> np.ndarray:
+        """As `PackedKernel.part`, in the form `four_bit`."""
 
     def has_scale(self, key: str) -> bool:
         """Whether the tensor is an 8-bit kernel with scales of its own."""

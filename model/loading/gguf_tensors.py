@@ -19,8 +19,9 @@ from gguf.quants import dequantize
 from model.config import LlamaConfig
 from model.inputs.gguf import GgufFile, GgufTensor
 from model.loading import gguf_config
+from model.loading.gguf_four_bit import FOUR_BIT, four_bit_part
 from model.loading.hf_format import EMBEDDING, HEAD, expected_kernels, expected_shapes
-from model.quantization.forms import Activations, EightBit
+from model.quantization.forms import Activations, EightBit, FourBit, largest_group
 
 Type = GGMLQuantizationType
 FLOATS: Mapping[Type, np.dtype] = {
@@ -83,6 +84,27 @@ class GgufTensors:
         return EightBit.INT8 if self._block_types() else None
 
     @property
+    def four_bit(self) -> FourBit | None:
+        """The 4-bit form that holds the projections without quantising them again."""
+        return self._in_four_bits()[0]
+
+    @property
+    def four_bit_fault(self) -> str | None:
+        """Why quantised projections have no such form; None: they have one, or are not quantised."""
+        return self._in_four_bits()[1]
+
+    def _in_four_bits(self) -> tuple[FourBit | None, str | None]:
+        kernels = expected_kernels(self._config).keys() - {HEAD.key}
+        types = {self._type(key) for key in kernels}
+        if not types & set(BLOCKS):
+            return None, None
+        if len(types) > 1 or not types <= FOUR_BIT.keys():
+            return None, f"its projections are not all {' or all '.join(type.name for type in FOUR_BIT)}"
+        form = FOUR_BIT[types.pop()]
+        is_whole = largest_group((form.group, *self._config.projection_inputs)) == form.group
+        return (form, None) if is_whole else (None, f"groups of {form.group} do not divide the numbers of inputs")
+
+    @property
     def activations(self) -> Activations | None:
         """Not rounded: only the weights are quantised."""
         return Activations.EXACT if self._block_types() else None
@@ -123,6 +145,21 @@ class GgufTensors:
         chosen = self._stored_rows(key, rows[0]) if rows else np.zeros(1, np.int64)
         values = _values(self._bytes, tensor, chosen, int(columns[0]), int(columns[-1]) + 1)
         return values if rows else values[0]
+
+    def read_four_bit(self, name: str, key: str, index: tuple[slice, ...]) -> np.ndarray:
+        """As `PackedKernel.part`."""
+        tensor = self._tensor(key)
+        num_out, num_in = tensor.shape
+        group = FOUR_BIT[Type(tensor.type)].group
+        rows = self._stored_rows(key, np.arange(num_out)[index[0]])
+        columns = np.arange(num_in if name == "kernel" else num_in // group)[index[1]]
+        # Of values: whole groups are read. A shard of a kernel holds whole groups, too (`sharding.check_groups`).
+        first, end = int(columns[0]), int(columns[-1]) + 1
+        if name != "kernel":
+            first, end = first * group, end * group
+        blocks = _blocks(self._bytes, tensor)
+        chosen = (rows[start : start + _ROWS_AT_ONCE] for start in range(0, len(rows), _ROWS_AT_ONCE))
+        return np.concatenate([four_bit_part(name, Type(tensor.type), blocks[part], first, end) for part in chosen])
 
     def _stored_rows(self, key: str, rows: np.ndarray) -> np.ndarray:
         """In q and k, llama.cpp rotates pairs of neighbouring rows of a head, and Hugging Face its two halves."""
@@ -186,12 +223,18 @@ def _num_bytes(tensor: GgufTensor) -> int:
     return math.prod(tensor.shape) // per_block * block_bytes
 
 
+def _blocks(file: np.ndarray, tensor: GgufTensor) -> np.ndarray:
+    """u8[rows, blocks of a row, bytes of a block]"""
+    per_block, block_bytes = GGML_QUANT_SIZES[Type(tensor.type)]
+    stored = file[tensor.offset : tensor.offset + _num_bytes(tensor)]
+    return stored.reshape(-1, tensor.shape[-1] // per_block, block_bytes)
+
+
 def _values(file: np.ndarray, tensor: GgufTensor, rows: np.ndarray, first: int, end: int) -> np.ndarray:
     """[rows, end - first]: these columns of these rows."""
     type = Type(tensor.type)
-    per_block, block_bytes = GGML_QUANT_SIZES[type]
-    stored = file[tensor.offset : tensor.offset + _num_bytes(tensor)]
-    stored = stored.reshape(-1, tensor.shape[-1] // per_block, block_bytes)
+    per_block, _ = GGML_QUANT_SIZES[type]
+    stored = _blocks(file, tensor)
     first_block, end_block = first // per_block, -(-end // per_block)
     within = slice(first - first_block * per_block, end - first_block * per_block)
     parts = []

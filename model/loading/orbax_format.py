@@ -27,7 +27,7 @@ from model.loading.kv_ranges import save_kv_ranges
 from model.loading.weights import fill_each
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, num_shards_of
-from model.quantization.forms import Activations, EightBit, Rounding
+from model.quantization.forms import Activations, Rounding, form_named, is_form_name
 
 FORMAT = 6
 DTYPES = ("bfloat16", "float32")
@@ -44,7 +44,7 @@ class Description:
 
     num_shards: int
     dtype: str  # of the parameters that are not quantised
-    quantization: str | None  # of the projections and the head
+    quantization: str | None  # of the projections and the head, as `forms.form_named` reads it
     activations: str | None  # what a quantised checkpoint said of the inputs of its projections
     config: Mapping[str, Any]  # the fields that identify the model, as in `config.json`
     checksums: Mapping[str, list[int]]  # array -> CRC-32 of each shard, in the order of the chips
@@ -73,7 +73,7 @@ class Description:
                 "kv_ranges": None | int(),
             } if (
                 dtype in DTYPES
-                and form in (None, *EightBit)
+                and (form is None or is_form_name(form))
                 and activations in (None, *Activations)
                 and all(isinstance(listed, list) for listed in checksums.values())
             ):
@@ -125,7 +125,7 @@ def save_orbax(
     description = Description(
         num_shards=model.num_shards,
         dtype=model.dtype.name,
-        quantization=model.quantization,
+        quantization=None if model.quantization is None else str(model.quantization),
         activations=activations,
         config=_identity(config),
         # Of the arrays in memory: a byte that changes during the write is found, too.
@@ -155,7 +155,7 @@ def load_orbax(
     folder = Path(folder).absolute()
     description = Description.read(folder)
     description.check(folder, config, num_shards_of(mesh))
-    form = EightBit(description.quantization) if description.quantization else None
+    form = form_named(description.quantization, config.projection_inputs) if description.quantization else None
     kept: dict[str, Any] = {"mesh": mesh, "quantization": form, "rounding": rounding}
     as_stored = abstract_model(config, dtype=description.dtype, **kept)
     stored_dtypes = [variable.get_value().dtype for _, variable in nnx.to_flat_state(nnx.state(as_stored))]

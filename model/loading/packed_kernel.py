@@ -1,4 +1,4 @@
-"""Slices of packed kernels, read as float32 weights."""
+"""Slices of packed kernels, read as float32 weights or in the parts of the 4-bit form."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import numpy as np
 
 from model.quantization.packed_form import NAMES, Layout, PackedForm, Zeros
 from model.quantization.unpack import dequantize_groups, one_more, unpack, unpack_awq
+
+_MIDDLE = np.int8(8)  # of the stored range, which becomes 0
 
 
 class PackedKernel:
@@ -35,11 +37,41 @@ class PackedKernel:
             part.indices(size) for part, size in zip(index, self._shape, strict=True)
         )
         rows, columns = slice(first_row, end_row), slice(first, end)
-        scales = self._parts[NAMES[self._form.layout].scales][...]
-        scales = scales[rows] if self._form.layout is Layout.ROWS else scales.T[rows]
         return dequantize_groups(
-            self._form, self._values(rows, columns), self._zeros(rows), scales, self._groups()[columns]
+            self._form, self._values(rows, columns), self._zeros(rows), self._scales(rows), self._groups()[columns]
         )
+
+    def part(self, name: str, index: tuple[slice, ...], group: int) -> np.ndarray:
+        """The part of a tensor of the 4-bit form (`four_bit`) at `index`, before it is rounded to that form's types.
+
+        Args:
+            name: "kernel" (-> i8[out, in]), or "scale" or "zero" (-> [out, in / group]).
+            group: of `PackedForm.in_four_bits`.
+
+        Raises:
+            ValueError: groups are not of neighbouring inputs, although the config says so.
+        """
+        num_out, num_in = self._shape
+        rows = slice(*index[0].indices(num_out)[:2])
+        if name == "kernel":
+            return self._values(rows, slice(*index[1].indices(num_in)[:2])).astype(np.int8) - _MIDDLE
+        size = self._form.group or num_in
+        if not np.array_equal(self._groups(), np.arange(num_in) // size):
+            raise ValueError(
+                f"{self._name}: the groups are not of neighbouring inputs, although the config says so: load it with "
+                f"--quantization int8"
+            )
+        groups = np.arange(num_in // group)[index[1]] * group // size
+        if name == "scale":
+            return self._scales(rows)[:, groups]
+        zeros = self._zeros(rows)
+        assert zeros is not None
+        return zeros[:, groups].astype(np.int8) - _MIDDLE
+
+    def _scales(self, rows: slice) -> np.ndarray:
+        """[out, n]"""
+        scales = self._parts[NAMES[self._form.layout].scales][...]
+        return scales[rows] if self._form.layout is Layout.ROWS else scales.T[rows]
 
     def _values(self, rows: slice, columns: slice) -> np.ndarray:
         """u8[out, in]"""

@@ -17,7 +17,7 @@ from model.loading.kv_ranges import load_kv_ranges, read_kv_ranges
 from model.loading.tensor_files import TensorFiles
 from model.loading.weights import load_hf
 from model.network.llama import Llama
-from model.quantization.forms import Activations, EightBit, Rounding
+from model.quantization.forms import Activations, FourBit, Rounding, WeightForm, form_named
 
 CONVERTED = "orbax"  # the subfolder that scripts/convert_checkpoint.py writes
 
@@ -31,9 +31,11 @@ class StoredWeights:
     config: LlamaConfig  # matches the weights: not tied if they have a head of their own
     dtypes: tuple[str, ...]  # the stored types, each once
     remark: str | None  # how they differ from `config.json`
-    quantization: EightBit | None = None  # of the projections; in the converted form also of the head
+    quantization: WeightForm | None = None  # of the projections; in the converted form also of the head
     activations: Activations | None = None  # of a quantised checkpoint
     packing: str | None = None  # the stored form, such as "GPTQ int4", if loading requantises it to `quantization`
+    four_bit: FourBit | None = None  # the form that holds packed projections without quantising them again
+    four_bit_fault: str | None = None  # why packed projections have no such form
     num_shards: int | None = None  # chips that it was converted for; None: it can be loaded on any number
 
     @property
@@ -58,7 +60,7 @@ class StoredWeights:
         *,
         dtype: Any,
         mesh: Mesh | None = None,
-        quantization: EightBit | None = None,
+        quantization: WeightForm | None = None,
         rounding: Rounding | None = None,
         for_cpu: bool = False,
     ) -> Llama:
@@ -76,8 +78,8 @@ class StoredWeights:
             return load_orbax(self.path, self.config, **form)
         return load_hf(self.path, self.config, quantization=quantization, **form)
 
-    def _check_form(self, asked: EightBit | None) -> None:
-        if asked is not self.quantization:
+    def _check_form(self, asked: WeightForm | None) -> None:
+        if asked != self.quantization:
             held = self.quantization or "weights that are not quantised"
             raise ValueError(
                 f"{self.path} holds {held}, and {asked or 'none'} is asked for: convert again with --quantization, "
@@ -107,7 +109,7 @@ def find_weights(path: Path, config: LlamaConfig, load_format: str = "auto") -> 
         return _converted(path / CONVERTED, config)
     with open_checkpoint(path, config) as files:
         found, dtypes, form, packing = files.with_own_head(), files.dtypes, files.form, files.packing
-        activations = files.activations
+        activations, four_bit, fault = files.activations, files.four_bit, files.four_bit_fault
     remark = None
     if found.tie_word_embeddings != config.tie_word_embeddings:
         remark = f"{HEAD.key} differs from the embedding and is used, although config.json ties them"
@@ -123,6 +125,8 @@ def find_weights(path: Path, config: LlamaConfig, load_format: str = "auto") -> 
         quantization=form,
         activations=activations,
         packing=packing,
+        four_bit=four_bit,
+        four_bit_fault=fault,
     )
 
 
@@ -137,7 +141,7 @@ def _converted(folder: Path, config: LlamaConfig) -> StoredWeights:
         config=replace(config, checkpoint_dtype=dtype),
         dtypes=(dtype,),
         remark=None,
-        quantization=EightBit(form) if form else None,
+        quantization=form_named(form, config.projection_inputs) if form else None,
         activations=Activations(description.activations) if description.activations else None,
         num_shards=description.num_shards,
     )

@@ -30,7 +30,7 @@ from model.loading.hf_format import (
 from model.loading.packed_kernel import PackedKernel
 from model.loading.safetensors_fault import fault_in
 from model.quantization.checkpoint_form import CheckpointForm
-from model.quantization.forms import Activations, EightBit
+from model.quantization.forms import Activations, EightBit, FourBit
 from model.quantization.packed_form import NAMES, PackedForm, Part
 
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # those that can be read
@@ -94,6 +94,20 @@ class TensorFiles:
         return None if self._config.quantized is None else self._config.quantized.form
 
     @property
+    def four_bit(self) -> FourBit | None:
+        """The 4-bit form that holds the projections without quantising them again."""
+        return self._in_four_bits()[0]
+
+    @property
+    def four_bit_fault(self) -> str | None:
+        """Why packed projections have no such form; None: they have one, or are not packed."""
+        return self._in_four_bits()[1]
+
+    def _in_four_bits(self) -> tuple[FourBit | None, str | None]:
+        form = self._packed_form
+        return (None, None) if form is None else form.in_four_bits(self._config.projection_inputs)
+
+    @property
     def activations(self) -> Activations | None:
         """What the config says of the inputs of the projections; None: nothing is quantised. Without stored scales of
         the inputs, each token has a scale of its own."""
@@ -120,6 +134,12 @@ class TensorFiles:
     def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
         """The part of a tensor at `index`. A packed kernel is unpacked to float32."""
         return self._slice(key)[index]
+
+    def read_four_bit(self, name: str, key: str, index: tuple[slice, ...]) -> np.ndarray:
+        """A part of a packed kernel, see `PackedKernel.part`."""
+        form = self.four_bit
+        assert form is not None
+        return self._kernels[key].part(name, index, form.group)
 
     def _slice(self, key: str) -> Any:
         """The stored tensor. If the head is tied to the embedding, either may be stored alone: see `_expected`."""

@@ -25,7 +25,8 @@ from model.network.linear import INIT_STDDEV
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, num_shards_of
 from model.quantization.eight_bit import quantize
-from model.quantization.forms import EightBit, Rounding
+from model.quantization.forms import EightBit, FourBit, Rounding, WeightForm
+from model.quantization.four_bit import quantize_groups
 
 MAX_PARAMETERS_IN_FLIGHT = 4  # read ahead while earlier ones are joined; bounds the host's memory
 
@@ -36,7 +37,7 @@ def load_hf(
     *,
     dtype: Any,
     mesh: Mesh | None = None,
-    quantization: EightBit | None = None,
+    quantization: WeightForm | None = None,
     rounding: Rounding | None = None,
     for_cpu: bool = False,
 ) -> Llama:
@@ -54,7 +55,8 @@ def load_hf(
         config = files.with_own_head()
         form = {"dtype": dtype, "mesh": mesh, "quantization": quantization, "rounding": rounding, "for_cpu": for_cpu}
         model = abstract_model(config, **form)
-        return fill(model, partial(_read_module, files=files, config=config, mesh=mesh))
+        is_kept = isinstance(quantization, FourBit) and quantization == files.four_bit
+        return fill(model, partial(_read_module, files=files, config=config, mesh=mesh, is_kept=is_kept))
 
 
 def random_weights(
@@ -62,7 +64,7 @@ def random_weights(
     *,
     dtype: Any,
     mesh: Mesh | None = None,
-    quantization: EightBit | None = None,
+    quantization: WeightForm | None = None,
     rounding: Rounding | None = None,
     for_cpu: bool = False,
     seed: int = 0,
@@ -91,7 +93,7 @@ def fill(
     """Replaces every abstract parameter, several modules at a time.
 
     Args:
-        make: (path of a module, its abstract parameters) -> their values. A quantised projection has two.
+        make: (path of a module, its abstract parameters) -> their values. A quantised projection has two or more.
     """
     graphdef, state = nnx.split(model)
     flat = dict(nnx.to_flat_state(state))
@@ -124,14 +126,23 @@ def fill_each(
 
 
 def _read_module(
-    module: str, likes: Described, *, files: Checkpoint, config: LlamaConfig, mesh: Mesh | None
+    module: str, likes: Described, *, files: Checkpoint, config: LlamaConfig, mesh: Mesh | None, is_kept: bool
 ) -> Mapping[str, jax.Array]:
+    """A module's parameters. `is_kept`: the files hold 4-bit kernels in the form of the model."""
     likes = dict(likes)
     of_inputs = likes.pop("input_scale", None)
     (name, like), *rest = likes.items()  # the weights, and the scale that they are quantised with
     parts = sources(f"{module}.{name}" if module else name)
-    raw = [_read(files, part, config, num_shards_of(mesh), like.sharding) for part in parts]
     groups = num_shards_of(mesh) if len(parts) > 1 else 1
+    if is_kept and like.dtype == jnp.int4:
+        kept = {name: _read_four_bit(name, like, files, parts, config, mesh) for name, like in likes.items()}
+        return jax.block_until_ready(
+            {
+                name: _join(raw, groups=groups, dtype=likes[name].dtype, sharding=likes[name].sharding)
+                for name, raw in kept.items()
+            }
+        )
+    raw = [_read(files, part, config, num_shards_of(mesh), like.sharding) for part in parts]
     if rest:
         ((_, scale),) = rest
         shardings = (like.sharding, scale.sharding)
@@ -141,7 +152,7 @@ def _read_module(
             scales,
             groups=groups,
             block=files.columns_of_a_scale,
-            form=EightBit.of(like.dtype),
+            form=_form_of(like, scale),
             shardings=shardings,
         )
     else:
@@ -156,17 +167,43 @@ def _read_module(
 
 def _read(files: Checkpoint, source: Source, config: LlamaConfig, num_shards: int, sharding: Sharding) -> jax.Array:
     """The tensor in the file's dtype. Each chip's part is read separately. KV heads repeat if there are more chips."""
-    rows, *rest = files.shape(source.key)
+    return _read_rows(partial(files.read, source.key), files.shape(source.key), source, config, num_shards, sharding)
+
+
+def _read_four_bit(
+    name: str,
+    like: jax.ShapeDtypeStruct,
+    files: Checkpoint,
+    parts: Sequence[Source],
+    config: LlamaConfig,
+    mesh: Mesh | None,
+) -> list[jax.Array]:
+    """The kernels, scales or zeros of all `parts`, as `_read` reads weights."""
+    num_shards = num_shards_of(mesh)
+    read = {part: partial(files.read_four_bit, name, part.key) for part in parts}
+    shapes = {part: (files.shape(part.key)[0], like.shape[1]) for part in parts}
+    return [_read_rows(read[part], shapes[part], part, config, num_shards, like.sharding) for part in parts]
+
+
+def _read_rows(
+    read_part: Callable[[tuple[slice, ...]], np.ndarray],
+    shape: tuple[int, ...],
+    source: Source,
+    config: LlamaConfig,
+    num_shards: int,
+    sharding: Sharding,
+) -> jax.Array:
+    rows, *rest = shape
     copies = max(1, num_shards // config.num_kv_heads) if source.is_kv else 1
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
         if copies == 1:
-            return files.read(source.key, index)
+            return read_part(index)
         start, stop, _ = index[0].indices(rows * copies)
         heads = np.arange(start, stop, config.head_dim) // (config.head_dim * copies)
         first, last = int(heads[0]), int(heads[-1])
         window = slice(first * config.head_dim, (last + 1) * config.head_dim)
-        part = files.read(source.key, (window, *index[1:]))
+        part = read_part((window, *index[1:]))
         return part.reshape(last - first + 1, config.head_dim, -1)[heads - first].reshape(stop - start, -1)
 
     return jax.make_array_from_callback((rows * copies, *rest), sharding, read)  # type: ignore[arg-type]  # jax never passes None
@@ -192,7 +229,7 @@ def _join_quantized(
     *,
     groups: int,
     block: int | None,
-    form: EightBit,
+    form: WeightForm,
     shardings: tuple[Sharding, Sharding],
 ) -> tuple[jax.Array, jax.Array]:
     """The kernel and its scale, from weights, or from kernels and the f32[out, n] scales that they are stored with.
@@ -205,13 +242,24 @@ def _join_quantized(
         block: number of weights of a row that share a scale; None: all of them.
     """
     if not scales:
-        made = quantize(_joined(raw, groups), form)
-    elif block is None and raw[0].dtype == form.dtype:
+        made = _quantized(_joined(raw, groups), form)
+    elif isinstance(form, EightBit) and block is None and raw[0].dtype == form.dtype:
         made = _joined(raw, groups), _joined(scales, groups)[:, 0]
     else:
         wide = [_widened(kernel, scale, block) for kernel, scale in zip(raw, scales, strict=True)]
-        made = quantize(_joined(wide, groups), form)
+        made = _quantized(_joined(wide, groups), form)
     return jax.lax.with_sharding_constraint(made, shardings)
+
+
+def _quantized(weights: jax.Array, form: WeightForm) -> tuple[jax.Array, jax.Array]:
+    return quantize_groups(weights, form.group) if isinstance(form, FourBit) else quantize(weights, form)
+
+
+def _form_of(kernel: jax.ShapeDtypeStruct, scale: jax.ShapeDtypeStruct) -> WeightForm:
+    """The form without zeros of a kernel and its scale."""
+    if kernel.dtype == jnp.int4:
+        return FourBit(group=kernel.shape[1] // scale.shape[1])
+    return EightBit.of(kernel.dtype)
 
 
 def _widened(kernel: jax.Array, scales: jax.Array | np.ndarray, block: int | None) -> jax.Array:
@@ -238,7 +286,7 @@ def _random(seed: jax.Array, *, likes: tuple[jax.ShapeDtypeStruct, ...]) -> tupl
     elif len(likes) == 1:
         made = (_noise(seed, like.shape).astype(like.dtype),)
     else:
-        made = quantize(_noise(seed, like.shape), EightBit.of(like.dtype))
+        made = _quantized(_noise(seed, like.shape), _form_of(*likes))
     return jax.lax.with_sharding_constraint(made, tuple(like.sharding for like in likes))
 
 

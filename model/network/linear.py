@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from model.network.cpu_products import multiply_few, multiply_int8
+from model.network.group_products import multiply_groups
 from model.network.narrow_products import multiply_narrow
 from model.quantization.eight_bit import quantize
-from model.quantization.forms import EightBit, Rounding
+from model.quantization.forms import FourBit, Rounding, WeightForm
+from model.quantization.four_bit import quantize_groups
 from pallas_kernels.cpu import products
 
 INIT_STDDEV = 0.02
@@ -32,8 +34,9 @@ class Linear(nnx.Module):
         shape: of the kernel, (out, in).
         axes: the logical names of both dimensions; `sharding.RULES` maps them to the mesh.
         dtype: of the kernel if it is not quantised.
-        quantization: stores the kernel in 8 bits, with a scale f32[out] that is split in the same way as the outputs.
-        rounding: of the inputs of a quantised kernel; None: they keep their type.
+        quantization: stores the kernel in 8 bits, with a scale f32[out] that is split in the same way as the outputs;
+            or in 4 bits, with scales bf16[out, in / group] and perhaps zeros, which are split as the kernel is.
+        rounding: of the inputs of an 8-bit kernel; None: they keep their type.
         for_cpu: uses the forms of `cpu_products` where they are faster, unless the kernel is packed (`packed`).
     """
 
@@ -44,7 +47,7 @@ class Linear(nnx.Module):
         *,
         dtype: Any,
         rngs: nnx.Rngs,
-        quantization: EightBit | None = None,
+        quantization: WeightForm | None = None,
         rounding: Rounding | None = None,
         for_cpu: bool = False,
     ):
@@ -53,16 +56,24 @@ class Linear(nnx.Module):
         is_static = quantization is not None and rounding is not None and rounding.is_static
         self.input_scale = nnx.Param(jnp.ones((), jnp.float32), axes=()) if is_static else None
         kernel = normal_param(rngs, shape, dtype, axes)
+        has_zeros = isinstance(quantization, FourBit) and quantization.has_zeros
         if quantization is None:
             self.kernel, self.scale = kernel, None
+        elif isinstance(quantization, FourBit):
+            narrow, scale = quantize_groups(kernel[...], quantization.group)
+            self.kernel, self.scale = nnx.Param(narrow, axes=axes), nnx.Param(scale, axes=axes)
         else:
             narrow, scale = quantize(kernel[...], quantization)
             self.kernel, self.scale = nnx.Param(narrow, axes=axes), nnx.Param(scale, axes=axes[:1])
+        self.zero = nnx.Param(jnp.zeros_like(scale), axes=axes) if has_zeros else None
 
     def __call__(self, inputs: jax.Array, out_dtype: Any = None) -> jax.Array:
         kernel, out_dtype = self.kernel[...], out_dtype or inputs.dtype
         if self.scale is None:
             return multiply(inputs, kernel, for_cpu=self.for_cpu, out_dtype=out_dtype)
+        if kernel.dtype == jnp.int4:
+            zero = None if self.zero is None else self.zero[...]
+            return multiply_groups(inputs, kernel, self.scale[...], zero).astype(out_dtype)
         if kernel.ndim == 3:
             product = products.multiply(inputs, kernel)
         elif self.rounding is not None and inputs.shape[0] >= self.rounding.min_rows:

@@ -19,7 +19,7 @@ from model.config import LlamaConfig
 from model.network.layers import Attend, AttendProjected, DecoderLayer, RMSNorm
 from model.network.linear import Linear, multiply, normal_param, rows_of
 from model.network.rope import inverse_frequencies, rotation
-from model.quantization.forms import EightBit, Rounding
+from model.quantization.forms import EightBit, FourBit, Rounding, WeightForm
 
 
 class Llama(nnx.Module):
@@ -32,7 +32,7 @@ class Llama(nnx.Module):
         num_shards: chips over which the heads are split. The order of rows in the fused projections (`layers`) depends
             on it, so weights stored for one number of chips do not fit another.
         quantization: of the projections and the head. A tied head then becomes a separate kernel; the embedding stays
-            unquantised.
+            unquantised. With projections in 4 bits, the head has int8.
         rounding: of the inputs of quantised products.
         for_cpu: multiplies a few rows in forms that XLA's CPU backend runs well (`cpu_products`), on one device.
     """
@@ -44,7 +44,7 @@ class Llama(nnx.Module):
         dtype: Any,
         rngs: nnx.Rngs,
         num_shards: int = 1,
-        quantization: EightBit | None = None,
+        quantization: WeightForm | None = None,
         rounding: Rounding | None = None,
         for_cpu: bool = False,
     ):
@@ -58,15 +58,17 @@ class Llama(nnx.Module):
         self.for_cpu = for_cpu
         vocab, embed = config.vocab_size, config.hidden_size
         self.embedding = normal_param(rngs, (vocab, embed), dtype, ("vocab", "embed"))
-        linear = partial(Linear, dtype=dtype, rngs=rngs, quantization=quantization, for_cpu=for_cpu)
-        of_layer = partial(linear, rounding=rounding)
+        linear = partial(Linear, dtype=dtype, rngs=rngs, for_cpu=for_cpu)
+        of_layer = partial(linear, quantization=quantization, rounding=rounding)
         layers = range(config.num_layers)
         self.layers = nnx.List([DecoderLayer(config, of_layer, dtype=dtype, num_shards=num_shards) for _ in layers])
         self.norm = RMSNorm(config, dtype=dtype)
         # None: the embedding is also the head's kernel.
         is_shared = config.tie_word_embeddings and quantization is None
         of_head = replace(rounding, is_static=False) if rounding is not None and rounding.with_head else None
-        self.head = None if is_shared else linear((vocab, embed), ("vocab", "embed"), rounding=of_head)
+        in_head = EightBit.INT8 if isinstance(quantization, FourBit) else quantization
+        as_head = partial(linear, quantization=in_head, rounding=of_head)
+        self.head = None if is_shared else as_head((vocab, embed), ("vocab", "embed"))
 
     def __call__(
         self,

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from model.config import LlamaConfig
 from model.network.llama import Llama
-from model.quantization.forms import EightBit, Rounding
+from model.quantization.forms import FourBit, Rounding, WeightForm
 
 TENSOR_AXIS = "tensor"
 
@@ -81,21 +81,40 @@ def stored_config(config: LlamaConfig, num_shards: int) -> LlamaConfig:
     return replace(config, num_kv_heads=kv_heads)
 
 
+def check_groups(config: LlamaConfig, form: FourBit, num_shards: int) -> None:
+    """Raises ValueError if a chip's inputs of a kernel are no whole groups. The outputs of a layer's second products
+    are summed over the chips, so these products are split by inputs."""
+    hidden, attended, mlp = config.projection_inputs
+    inputs = {"hidden_size": hidden, "num_heads * head_dim": attended // num_shards}
+    inputs["intermediate_size"] = mlp // num_shards
+    cut = [f"{name}: {size} inputs on each" for name, size in inputs.items() if size % form.group]
+    if cut:
+        raise ValueError(
+            f"{form.in_words()}: {num_shards} chip(s) would not hold whole groups ({'; '.join(cut)}): use another "
+            f"--tensor-parallel-size, or --quantization int8"
+        )
+
+
 def abstract_model(
     config: LlamaConfig,
     *,
     dtype: Any,
     mesh: Mesh | AbstractMesh | None = None,
-    quantization: EightBit | None = None,
+    quantization: WeightForm | None = None,
     rounding: Rounding | None = None,
     for_cpu: bool = False,
 ) -> Llama:
     """The model in its stored form on `mesh`. Every parameter is a ShapeDtypeStruct with its sharding.
 
     Programs can be compiled from it before the weights are loaded into it.
+
+    Raises:
+        ValueError: sizes do not divide over the chips, or groups of 4-bit weights would be cut.
     """
     num_shards = num_shards_of(mesh)
     stored = stored_config(config, num_shards)
+    if isinstance(quantization, FourBit):
+        check_groups(config, quantization, num_shards)
     form = {"dtype": dtype, "num_shards": num_shards, "quantization": quantization, "rounding": rounding}
     model = nnx.eval_shape(lambda: Llama(stored, rngs=nnx.Rngs(0), for_cpu=for_cpu, **form))
     graphdef, state = nnx.split(model)

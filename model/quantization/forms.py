@@ -1,8 +1,10 @@
-"""The names of the 8-bit forms of weights and activations. No jax here: configs and options name a form without
-computing."""
+"""The names of the forms of weights and activations. No jax here: configs and options name a form without computing."""
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -27,6 +29,66 @@ class EightBit(StrEnum):
     def largest(self) -> float:
         """The kernel's value for the largest weight of a row."""
         return 127.0 if self is EightBit.INT8 else 448.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FourBit:
+    """Kernels of the projections in int4, with a scale for each output and each group of neighbouring inputs. The head
+    is in int8: in int4 it would lose more than all projections of a layer.
+
+    Raises:
+        ValueError: the group has fewer than `MIN_GROUP` inputs.
+    """
+
+    group: int  # inputs that share a scale
+    has_zeros: bool = False  # each group has a zero, too, which is subtracted from its values
+
+    def __post_init__(self) -> None:
+        if self.group < MIN_GROUP:
+            raise ValueError(f"int4 needs groups of {MIN_GROUP} inputs or more: {self.group=}")
+
+    def __str__(self) -> str:
+        return f"{INT4}-g{self.group}" + ("-zeros" if self.has_zeros else "")
+
+    def in_words(self) -> str:
+        """For messages."""
+        return f"{INT4}, groups of {self.group}" + (" with zero points" if self.has_zeros else "")
+
+
+WeightForm = EightBit | FourBit
+INT4 = "int4"
+FORM_NAMES = (*map(str, EightBit), INT4)  # as a user names them
+# Of inputs. With larger groups hardly any bytes are saved: a scale has 16 bits, and 128 weights have 512.
+MAX_GROUP, MIN_GROUP = 128, 16
+
+
+def largest_group(widths: Iterable[int], limit: int = MAX_GROUP) -> int | None:
+    """The largest divisor of `limit` and of all numbers of inputs; None if it is below `MIN_GROUP`."""
+    group = math.gcd(limit, *widths)
+    return group if group >= MIN_GROUP else None
+
+
+_FORM_NAME = re.compile(INT4 + r"(?:-g(\d{1,5})(-zeros)?)?")
+
+
+def is_form_name(name: object) -> bool:
+    """Whether `form_named` reads it, for some numbers of inputs."""
+    return isinstance(name, str) and (name in tuple(EightBit) or _FORM_NAME.fullmatch(name) is not None)
+
+
+def form_named(name: str, widths: Iterable[int]) -> WeightForm:
+    """The form of a name: "int8", "fp8", "int4" with the largest group for kernels of these numbers of inputs, or as
+    `str` writes a `FourBit`. ValueError if there is none."""
+    if name in tuple(EightBit):
+        return EightBit(name)
+    match = _FORM_NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{name!r} is no form of weights; it is one of {', '.join(FORM_NAMES)}")
+    widths = tuple(widths)
+    group = int(match[1]) if match[1] else largest_group(widths)
+    if group is None or any(width % group for width in widths):
+        raise ValueError(f"{name}: the numbers of inputs {widths} have no common groups of {MIN_GROUP} or more")
+    return FourBit(group=group, has_zeros=match[2] is not None)
 
 
 class Activations(StrEnum):

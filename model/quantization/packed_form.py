@@ -6,10 +6,11 @@ one output and one group of inputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
-from model.quantization.forms import Activations, EightBit
+from model.quantization.forms import Activations, EightBit, FourBit, largest_group
 
 WORD_BITS = 32
 WORDS = ("I32",)
@@ -82,6 +83,18 @@ class PackedForm:
     def per_word(self) -> int:
         """The number of values in a word."""
         return WORD_BITS // self.bits
+
+    def in_four_bits(self, widths: Sequence[int]) -> tuple[FourBit | None, str | None]:
+        """The 4-bit form that holds kernels of these numbers of inputs without quantising them again, or the reason why
+        there is none. Where a group is larger than that form's, its scale is repeated."""
+        if self.bits != 4:
+            return None, f"it has {self.bits} bits"
+        if self.is_ordered:
+            return None, "its groups are not of neighbouring inputs"
+        group = largest_group(widths) if self.group is None else largest_group((self.group, *widths))
+        if group is None:
+            return None, f"groups of {self.group} do not divide the numbers of inputs {tuple(widths)}"
+        return FourBit(group=group, has_zeros=self.zeros is not Zeros.MIDDLE), None
 
     def num_groups(self, columns: int) -> int:
         """The number of groups in a row. The last may be shorter."""

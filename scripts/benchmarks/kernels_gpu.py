@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from model.inputs.paths import local_path
-from model.quantization.forms import EightBit
+from model.quantization.forms import FORM_NAMES
 from scripts.benchmarks.accounts import step_table
 
 KV_DTYPES = {"auto": "bfloat16", "fp8": "float8_e4m3fn", "int8": "int8"}
@@ -45,7 +45,7 @@ def main(target: str, static: bool, rest: list[str]) -> None:
     parser.add_argument("--device", action="store_true", help="measure on the attached chip")
     parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, default="auto", help="of the pages (auto: bfloat16)")
     parser.add_argument("--step", metavar="PRESET", help="a whole decode step of this model, next to bfloat16's")
-    parser.add_argument("--quantization", choices=list(EightBit), help="of the step's weights (default: bfloat16)")
+    parser.add_argument("--quantization", choices=FORM_NAMES, help="of the step's weights (default: bfloat16)")
     parser.add_argument("--cuda-root", type=local_path, help="a folder with bin/nvdisasm and bin/ptxas")
     parser.add_argument("--json", type=local_path, help="write the figures here, too")
     parser.add_argument("--markdown", type=local_path, help="write the report here, too")

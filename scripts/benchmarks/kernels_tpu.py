@@ -20,7 +20,7 @@ import sys
 from typing import Any
 
 from model.inputs.paths import local_path
-from model.quantization.forms import EightBit
+from model.quantization.forms import FORM_NAMES
 from scripts.benchmarks.accounts import step_table
 from scripts.benchmarks.accounts.tpu_static import (
     BATCHES,
@@ -58,7 +58,7 @@ def main(target: str, static: bool, rest: list[str]) -> None:
     parser.add_argument("--no-shipped", action="store_true", help="leave out the kernel that jax ships")
     parser.add_argument("--sweep", action="store_true", help="try the block sizes of a grid, keep the best in tuned/")
     parser.add_argument("--step", metavar="PRESET", help="a whole decode step of this model, next to bfloat16's")
-    parser.add_argument("--quantization", choices=list(EightBit), help="of the step's weights (default: bfloat16)")
+    parser.add_argument("--quantization", choices=FORM_NAMES, help="of the step's weights (default: bfloat16)")
     parser.add_argument("--markdown", type=local_path, help="also append the tables here")
     args = parser.parse_args(rest)
     if not static:

@@ -60,7 +60,7 @@ class Sizes:
     attention: PagedAttention
     dtype: str
     kv_dtype: str
-    quantization: str | None
+    quantization: str | None  # as `forms.form_named` reads it
     max_model_len: int
     pool_share: float  # of the device's memory that is JAX's
 
@@ -137,7 +137,12 @@ def size_up(settings: EngineSettings, target: Target, chips: int, device_gib: fl
         stored = find_weights(source.path, config, settings.load_format)
         config = stored.config
     quantization, _ = choose_quantization(
-        settings.quantization, stored, reads_fp8=chip.reads_fp8, rounded_rows=chip.rounded_rows
+        settings.quantization,
+        stored,
+        config,
+        reads_fp8=chip.reads_fp8,
+        rounded_rows=chip.rounded_rows,
+        reads_int4=chip.reads_int4,
     )
     mesh = AbstractMesh((chips,), (TENSOR_AXIS,))
     dtype, _ = choose_dtype(settings.dtype, config.checkpoint_dtype, platform)
@@ -160,7 +165,7 @@ def size_up(settings: EngineSettings, target: Target, chips: int, device_gib: fl
         ),
         dtype=dtype,
         kv_dtype=kv_dtype,
-        quantization=quantization,
+        quantization=None if quantization is None else str(quantization),
         max_model_len=max_model_len,
         pool_share=GPU_POOL_SHARE if platform == "gpu" else 1.0,
     )

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from batcher.buckets import BucketLadder
     from batcher.step import Bucket
+    from model.config import LlamaConfig
     from model.loading.stored_weights import StoredWeights
-    from model.quantization.forms import EightBit, Rounding
+    from model.quantization.forms import FourBit, Rounding, WeightForm
     from pallas_kernels.spec import Backend
 
 STEP_TIMEOUT_S = 30.0  # on a chip; programs have been run once before the first step
@@ -43,49 +44,88 @@ def choose_dtype(
 
 
 def choose_quantization(
-    asked: str | None, stored: StoredWeights | None, *, reads_fp8: bool, rounded_rows: Mapping[str, int]
-) -> tuple[EightBit | None, str | None]:
+    asked: str | None,
+    stored: StoredWeights | None,
+    config: LlamaConfig,
+    *,
+    reads_fp8: bool,
+    rounded_rows: Mapping[str, int],
+    reads_int4: bool = False,
+) -> tuple[WeightForm | None, str | None]:
     """The stored form of the projections and the head (None: the computation's dtype), and a remark for the report.
+
+    A checkpoint in 4 bits is kept so if the chip reads int4, and if the 4-bit form holds it.
 
     Args:
         reads_fp8: whether the chip converts fp8 as fast as it reads it, see `chips`.
         rounded_rows: of the chip, see `chips`. If it multiplies any number of rows in fp8, it need not convert fp8,
             unless the checkpoint's activations are exact.
+        reads_int4: whether the chip dequantises int4 in groups inside a product, see `chips`.
 
     Raises:
-        ValueError: a converted checkpoint has another form than `asked`, or a form that the chip reads slowly.
+        ValueError: a converted checkpoint has another form than `asked`, or a form that the chip reads slowly. Or the
+            model's sizes have no common groups for int4.
     """
-    from model.quantization.forms import Activations, EightBit
+    from model.quantization.forms import INT4, Activations, EightBit, FourBit, form_named
 
     can_round = stored is None or stored.activations is not Activations.EXACT
     reads_fp8 = reads_fp8 or (can_round and rounded_rows.get(EightBit.FP8) == 1)
     held = None if stored is None else stored.quantization
-    form = held if asked is None else EightBit(asked)
+    kept = None if stored is None else stored.four_bit
+    if asked == INT4 and isinstance(held, FourBit):
+        form: WeightForm | None = held
+    elif asked is not None:
+        form = kept if asked == INT4 and kept else form_named(asked, config.projection_inputs)
+    else:
+        form = kept if kept and reads_int4 else held
     if stored is not None and stored.is_converted:
-        if form is not held:
+        if form != held:
             raise ValueError(f"--quantization {asked}: the checkpoint was converted to {held or 'none'}; convert again")
         if form is EightBit.FP8 and not reads_fp8:
             raise ValueError(
                 "the checkpoint was converted to fp8, which this device reads no faster than bfloat16: convert again "
                 "with --quantization int8"
             )
+        if isinstance(form, FourBit) and not reads_int4:
+            raise ValueError(
+                "the checkpoint was converted to int4, which this device does not read inside its products: convert "
+                "again with --quantization int8"
+            )
+        if isinstance(form, FourBit):
+            return form, f"projections are {form.in_words()}, and the head is int8, as converted"
         return form, form and f"projections and head are {form}, as converted"
     if form is None:
         return None, None
-    chosen = EightBit.INT8 if form is EightBit.FP8 and not reads_fp8 else form
-    reason = f", not {form}: this device reads that slowly" if chosen is not form else ""
+    if isinstance(form, FourBit) and reads_int4:
+        return form, _four_bit_remark(form, stored)
+    reason = ""
+    chosen = form
+    if isinstance(form, FourBit) or (form is EightBit.FP8 and not reads_fp8):
+        chosen = EightBit.INT8
+        reason = f", not {INT4 if isinstance(form, FourBit) else form}: this device reads that slowly"
     if stored is not None and stored.packing is not None:
+        if asked is None and reads_int4 and stored.four_bit_fault is not None:
+            reason = f", not kept as {INT4}: {stored.four_bit_fault}"
         return chosen, f"{stored.packing} checkpoint: requantised to {chosen} per row{reason}"
     return chosen, f"projections and head in {chosen}{reason}" + (f"; the checkpoint holds {held}" if held else "")
 
 
+def _four_bit_remark(form: FourBit, stored: StoredWeights | None) -> str:
+    if stored is None or stored.packing is None:
+        held = "" if stored is None or stored.quantization is None else f"; the checkpoint holds {stored.quantization}"
+        return f"projections in {form.in_words()}, each weight rounded to nearest; the head in int8{held}"
+    if form == stored.four_bit:
+        return f"{stored.packing} checkpoint: projections kept in {form.in_words()}; the head in int8"
+    return f"{stored.packing} checkpoint: requantised to {form.in_words()}; the head in int8 ({stored.four_bit_fault})"
+
+
 def choose_rounding(
-    form: EightBit | None, stored: StoredWeights | None, *, reads_fp8: bool, rounded_rows: Mapping[str, int]
+    form: WeightForm | None, stored: StoredWeights | None, *, reads_fp8: bool, rounded_rows: Mapping[str, int]
 ) -> tuple[Rounding | None, str | None]:
     """How the inputs of projections of `form` are rounded (None: not at all), and a remark for the report.
 
-    A checkpoint whose activations are exact keeps them so. One whose activations are quantised is computed as it is
-    written, for any number of rows. For others the chip decides by the rows of the step.
+    With 4-bit weights they are not. A checkpoint whose activations are exact keeps them so. One whose activations are
+    quantised is computed as it is written, for any number of rows. For others the chip decides by the rows of the step.
 
     Args:
         reads_fp8: whether the chip converts fp8 as fast as it reads it. Otherwise the head's inputs are rounded, too.
@@ -94,7 +134,7 @@ def choose_rounding(
     from model.quantization.forms import Activations, EightBit, Rounding
 
     stated = None if stored is None else stored.activations
-    if form is None or form not in rounded_rows or stated is Activations.EXACT:
+    if not isinstance(form, EightBit) or form not in rounded_rows or stated is Activations.EXACT:
         return None, None
     is_static = stated is Activations.STATIC and stored is not None and form is stored.quantization
     rounding = Rounding(
@@ -155,6 +195,22 @@ def eight_bit_products(platform: str) -> dict[str, Any]:
         chip = TPUS[this_chip()]
         return {"reads_fp8": chip.reads_fp8, "rounded_rows": chip.rounded_rows}
     return {"reads_fp8": False, "rounded_rows": {}}
+
+
+def reads_int4(platform: str) -> bool:
+    """Whether the attached devices dequantise int4 in groups inside a product, as `chips` has it."""
+    import jax
+
+    from pallas_kernels.chips import TPUS, arch_reads_int4
+
+    if platform == "gpu":
+        major, minor = map(int, jax.devices()[0].compute_capability.split("."))
+        return arch_reads_int4((major, minor))
+    if platform == "tpu":
+        from pallas_kernels.tpu.blocks import this_chip
+
+        return TPUS[this_chip()].reads_int4
+    return False
 
 
 def choose_later_programs(ladder: BucketLadder, platform: str, *, all_first: bool, num_hosts: int) -> list[Bucket]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from model.config import LlamaConfig
     from model.execution.memory_plan import RunnerConfig
     from model.network.llama import Llama
-    from model.quantization.forms import EightBit, Rounding
+    from model.quantization.forms import Rounding, WeightForm
     from pallas_kernels.api import PagedAttention
     from pallas_kernels.spec import Backend
 
@@ -37,7 +37,7 @@ class ModelOnChips:
         limits: RunnerConfig,
         *,
         dtype: str,
-        quantization: EightBit | None,
+        quantization: WeightForm | None,
         rounding: Rounding | None,
         platform: str,
         draft: ModelOnChips | None = None,

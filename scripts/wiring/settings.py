@@ -12,13 +12,13 @@ from typing import Any
 from batcher.request import Pooling
 from model.inputs.paths import check_local
 from model.loading.source import DEMO
-from model.quantization.forms import EightBit
+from model.quantization.forms import FORM_NAMES
 from scripts.wiring.speculation import SpeculativeConfig
 from server.engine.hosts.cluster import Cluster
 
 DEVICES = ("auto", "cpu", "tpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float32")
-QUANTIZATIONS = tuple(EightBit)
+QUANTIZATIONS = FORM_NAMES
 KV_CACHE_DTYPES = ("auto", "int8", "fp8", "fp8_e4m3")
 LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
 SCHEDULING = ("continuous", "static")
@@ -172,7 +172,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--load-format", default="auto", choices=LOAD_FORMATS, help="dummy: random weights")
     model.add_argument("--dtype", default="auto", choices=DTYPES, help="auto: the checkpoint's; float32 on a CPU")
     model.add_argument(
-        "--quantization", choices=QUANTIZATIONS, help="8 bits a weight, made at load (default: as stored)"
+        "--quantization", choices=QUANTIZATIONS, help="8 or 4 bits a weight, made at load (default: as stored)"
     )
     model.add_argument(
         "--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES,

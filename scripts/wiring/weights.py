@@ -7,14 +7,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from model.loading.source import ModelSource, resolve
-from scripts.wiring.choices import choose_dtype, choose_quantization, choose_rounding, eight_bit_products
+from scripts.wiring.choices import (
+    choose_dtype,
+    choose_quantization,
+    choose_rounding,
+    eight_bit_products,
+    reads_int4,
+)
 from scripts.wiring.settings import EngineSettings
 
 if TYPE_CHECKING:
     from model.config import LlamaConfig
     from model.loading.stored_weights import StoredWeights
     from model.network.llama import Llama
-    from model.quantization.forms import EightBit, Rounding
+    from model.quantization.forms import Rounding, WeightForm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +31,7 @@ class ChosenWeights:
     stored: StoredWeights | None  # None: they are random
     config: LlamaConfig  # the checkpoint's own
     dtype: str  # of the computation
-    quantization: EightBit | None  # of the projections and the head
+    quantization: WeightForm | None  # of the projections and the head
     rounding: Rounding | None  # of their inputs
     dtype_reason: str
     quantization_remark: str | None
@@ -55,7 +61,9 @@ def choose_weights(settings: EngineSettings, platform: str) -> ChosenWeights:
     dtypes = () if stored is None else stored.dtypes
     dtype, reason = choose_dtype(settings.dtype, config.checkpoint_dtype, platform, dtypes)
     chip = eight_bit_products(platform)
-    quantization, remark = choose_quantization(settings.quantization, stored, **chip)
+    quantization, remark = choose_quantization(
+        settings.quantization, stored, config, reads_int4=reads_int4(platform), **chip
+    )
     rounding, rounding_remark = choose_rounding(quantization, stored, **chip)
     return ChosenWeights(
         source=source,

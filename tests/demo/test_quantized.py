@@ -10,7 +10,7 @@ from model.config import LlamaConfig
 from model.loading.source import DEMO_FOLDER
 from model.loading.weights import load_hf
 from model.network.llama import Llama
-from model.quantization.forms import EightBit, Rounding
+from model.quantization.forms import EightBit, FourBit, Rounding, WeightForm
 from scripts.demo import evaluate
 from scripts.demo.agreement import agreement
 from scripts.demo.narrow_kv import with_narrow_kv
@@ -22,7 +22,7 @@ def encoder() -> SampleEncoder:
     return SampleEncoder(Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json")), prompt_weight=0.0)
 
 
-def demo(form: EightBit | None = None, **options) -> Llama:
+def demo(form: WeightForm | None = None, **options) -> Llama:
     return load_hf(DEMO_FOLDER, LlamaConfig.from_file(DEMO_FOLDER), dtype=jnp.float32, quantization=form, **options)
 
 
@@ -40,6 +40,7 @@ def test_a_model_agrees_with_itself(exact, encoder):
     [
         pytest.param(lambda _: demo(EightBit.INT8), 1e-4, 0.98, id="int8"),
         pytest.param(lambda _: demo(EightBit.FP8), 1e-3, 0.95, id="fp8"),
+        pytest.param(lambda _: demo(FourBit(group=128)), 1e-2, 0.95, id="int4"),
         pytest.param(with_narrow_kv, 1e-3, 0.98, id="keys and values of int8"),
     ],
 )

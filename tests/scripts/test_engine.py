@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from model.config import LlamaConfig
 from model.loading.source import resolve
 from model.loading.stored_weights import StoredWeights, find_weights
-from model.quantization.forms import Activations, EightBit, Rounding
+from model.quantization.forms import Activations, EightBit, FourBit, Rounding
 from pallas_kernels.chips import GPUS, TPUS
 from pallas_kernels.spec import Backend
 from scripts.convert_checkpoint import convert
@@ -85,7 +86,7 @@ def test_eight_bits_are_chosen_by_what_the_chip_reads():
             quantization=held,
             activations=activations,
         )
-        return choose_quantization(asked, stored, reads_fp8=reads_fp8, rounded_rows=rounded_rows)
+        return choose_quantization(asked, stored, TINY, reads_fp8=reads_fp8, rounded_rows=rounded_rows)
 
     assert choose(None, True) == (None, None)
     assert choose("int8", True) == (INT8, "projections and head in int8")
@@ -105,6 +106,44 @@ def test_eight_bits_are_chosen_by_what_the_chip_reads():
     assert choose("fp8", False, **ada) == (FP8, "projections and head in fp8")
     assert choose(None, False, FP8, activations=Activations.DYNAMIC, **ada)[0] is FP8
     assert choose(None, False, FP8, activations=Activations.EXACT, **ada)[0] is INT8
+
+
+def test_four_bits_are_kept_or_made_where_the_chip_reads_them():
+    config = dataclasses.replace(TINY, hidden_size=256, intermediate_size=640, head_dim=64)
+    zeros, plain = FourBit(group=128, has_zeros=True), FourBit(group=128)
+
+    def choose(asked, reads_int4, **held):
+        stored = StoredWeights(path=Path(), config=config, dtypes=(), remark=None, **{"is_converted": False} | held)
+        return choose_quantization(
+            asked, stored, config, reads_fp8=True, rounded_rows=MappingProxyType({}), reads_int4=reads_int4
+        )
+
+    awq = {"quantization": INT8, "packing": "AWQ int4", "activations": Activations.EXACT}
+    fits, not_fit = awq | {"four_bit": zeros}, awq | {"four_bit_fault": "its groups are odd"}
+    kept = "AWQ int4 checkpoint: projections kept in int4, groups of 128 with zero points; the head in int8"
+    assert choose(None, True, **fits) == choose("int4", True, **fits) == (zeros, kept)
+    assert choose(None, False, **fits) == (INT8, "AWQ int4 checkpoint: requantised to int8 per row")
+    slow = "requantised to int8 per row, not int4: this device reads that slowly"
+    assert choose("int4", False, **fits) == (INT8, f"AWQ int4 checkpoint: {slow}")
+    assert choose("int8", True, **fits) == (INT8, "AWQ int4 checkpoint: requantised to int8 per row")
+    assert choose("fp8", True, **fits) == (FP8, "AWQ int4 checkpoint: requantised to fp8 per row")
+    reason = "requantised to int8 per row, not kept as int4: its groups are odd"
+    assert choose(None, True, **not_fit) == (INT8, f"AWQ int4 checkpoint: {reason}")
+    again = "requantised to int4, groups of 128; the head in int8 (its groups are odd)"
+    assert choose("int4", True, **not_fit) == (plain, f"AWQ int4 checkpoint: {again}")
+    rounded = "projections in int4, groups of 128, each weight rounded to nearest; the head in int8"
+    assert choose("int4", True) == (plain, rounded)
+    assert choose("int4", True, quantization=FP8) == (plain, rounded + "; the checkpoint holds fp8")
+    assert choose("int4", False) == (INT8, "projections and head in int8, not int4: this device reads that slowly")
+    converted = {"quantization": zeros, "is_converted": True}
+    as_converted = "projections are int4, groups of 128 with zero points, and the head is int8, as converted"
+    assert choose(None, True, **converted) == choose("int4", True, **converted) == (zeros, as_converted)
+    with pytest.raises(ValueError, match=r"converted to int4, .* convert again with --quantization int8"):
+        choose(None, False, **converted)
+    with pytest.raises(ValueError, match=r"converted to int4-g128-zeros; convert again"):
+        choose("int8", True, **converted)
+    assert choose_rounding(zeros, None, reads_fp8=True, rounded_rows={"int8": 1}) == (None, None)
+    assert all(chip.reads_int4 for chip in GPUS.values())
 
 
 def test_inputs_are_rounded_as_the_checkpoint_says_or_where_the_chip_gains():

@@ -39,7 +39,7 @@ from model.execution.wide_copies import find, narrow_kernels
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, sharding_of
 from model.presets import preset
-from model.quantization.forms import EightBit, Rounding
+from model.quantization.forms import Rounding, form_named
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, Backend
 from scripts.benchmarks.accounts.step_bytes import step_bytes
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--tokens", type=int, help="of a mixed step; without it, a decode step")
     parser.add_argument("--variant", type=Variant, default=Variant.GREEDY, choices=[Variant.GREEDY, Variant.SAMPLE])
-    parser.add_argument("--quantization", type=EightBit, choices=list(EightBit), help="of projections and head")
+    parser.add_argument("--quantization", help="of the weights: int8, fp8, int4, int4-g64, int4-g128-zeros")
     parser.add_argument("--rounded-rows", type=int, help="products of so many rows or more round their inputs")
     parser.add_argument("--rounded-head", action="store_true", help="and so does the head")
     parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, default="auto", help="of the pages")
@@ -85,7 +85,8 @@ def compile_step(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     rounding = None
     if args.rounded_rows is not None:
         rounding = Rounding(min_rows=args.rounded_rows, with_head=args.rounded_head)
-    model = abstract_model(config, dtype=jnp.bfloat16, mesh=mesh, quantization=args.quantization, rounding=rounding)
+    form = form_named(args.quantization, config.projection_inputs) if args.quantization else None
+    model = abstract_model(config, dtype=jnp.bfloat16, mesh=mesh, quantization=form, rounding=rounding)
     spec = AttentionSpec(
         num_query_heads=model.config.num_heads, num_kv_heads=model.config.num_kv_heads,
         head_dim=model.config.head_dim, page_size=PAGE_SIZE, dtype=jnp.bfloat16,

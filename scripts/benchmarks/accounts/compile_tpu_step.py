@@ -32,7 +32,7 @@ from model.execution.wide_copies import find, narrow_kernels
 from model.network.llama import Llama
 from model.network.sharding import TENSOR_AXIS, abstract_model, make_mesh, sharding_of
 from model.presets import preset
-from model.quantization.forms import EightBit, Rounding
+from model.quantization.forms import Rounding, form_named
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, Backend
 from scripts.benchmarks.accounts.glue import layer_cycles
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--preset", default="llama-3.1-8b")
     parser.add_argument("--tokens", type=int, action="append", help="of a step; may be given again (default: 64)")
     parser.add_argument("--context", type=int, default=2048, help="tokens of each row")
-    parser.add_argument("--quantization", type=EightBit, choices=list(EightBit), help="of projections and head")
+    parser.add_argument("--quantization", help="of the weights: int8, fp8, int4, int4-g64, int4-g128-zeros")
     parser.add_argument("--rounded-rows", type=int, help="products of so many rows or more round their inputs")
     parser.add_argument("--rounded-head", action="store_true", help="and so does the head")
     parser.add_argument("--kv-dtype", choices=("bfloat16", "int8"), default="bfloat16", help="of the pages")
@@ -64,7 +64,8 @@ def main() -> None:
     rounding = None
     if args.rounded_rows is not None:
         rounding = Rounding(min_rows=args.rounded_rows, with_head=args.rounded_head)
-    model = abstract_model(config, dtype=jnp.bfloat16, mesh=mesh, quantization=args.quantization, rounding=rounding)
+    form = form_named(args.quantization, config.projection_inputs) if args.quantization else None
+    model = abstract_model(config, dtype=jnp.bfloat16, mesh=mesh, quantization=form, rounding=rounding)
     spec = AttentionSpec(
         num_query_heads=model.config.num_heads,
         num_kv_heads=model.config.num_kv_heads,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,10 +15,11 @@ from model.execution import wide_copies
 from model.network import cpu_products
 from model.network.linear import Linear
 from model.network.llama import Llama
-from model.quantization.forms import EightBit
+from model.network.sharding import abstract_model
+from model.quantization.forms import EightBit, FourBit
 from tests.model.driver import TINY, tiny_runner
 
-KERNELS = {(4096, 14336): "layers.0.mlp.down.kernel"}
+KERNELS = {(4096, 14336): wide_copies.Narrow("layers.0.mlp.down.kernel")}
 PROGRAM = """\
 HloModule jit_step, is_scheduled=true
 
@@ -51,6 +54,22 @@ def test_what_is_written_outside_of_fusions_is_found(line, found):
     assert wide_copies.find(PROGRAM.replace("@", line), KERNELS) == expected
 
 
+@pytest.mark.parametrize(
+    ("array", "bytes_found"),
+    [("s4[512,256]", 0), ("s8[512,256]", 1), ("bf16[512,2,128]", 2), ("f32[2,128,512]", 4), ("bf16[512,2]", 0)],
+)
+def test_a_4_bit_kernel_has_copies_in_8_bits_and_in_groups(array, bytes_found):
+    config = replace(TINY, hidden_size=256, intermediate_size=512, head_dim=64)
+    model = abstract_model(config, dtype=jnp.bfloat16, quantization=FourBit(group=128))
+    kernels = wide_copies.narrow_kernels(model, "gpu", None)
+    assert wide_copies.narrow_kernels(model, "cpu", None) == {}
+    width = model.layers[0].attention.qkv.kernel.shape[0]
+    for shape in ((256, width), (2, 128, width)):
+        assert kernels[tuple(sorted(shape))] == wide_copies.Narrow("layers.0.attention.qkv.kernel", 4)
+    line = f"  %c = {array.replace('512', str(width))} fusion(%w), kind=kLoop, calls=%f"
+    assert sum(wide_copies.find(PROGRAM.replace("@", line), kernels).values()) == bytes_found * width * 256
+
+
 @pytest.mark.parametrize("rows", [1, 16])
 def test_a_cpu_writes_a_wide_copy_unless_the_product_has_a_form_for_it(rows):
     for for_cpu, num_found in ((False, 1), (True, 0)):
@@ -61,7 +80,7 @@ def test_a_cpu_writes_a_wide_copy_unless_the_product_has_a_form_for_it(rows):
         graph, state = nnx.split(linear)
         lowered = jax.jit(lambda state, x, graph=graph: nnx.merge(graph, state)(x)).lower(state, jnp.ones((rows, 512)))
         text = lowered.compile(compiler_options=compiler_options("cpu")).as_text()
-        assert len(wide_copies.find(text, {(512, 2048): "kernel"})) == num_found
+        assert len(wide_copies.find(text, {(512, 2048): wide_copies.Narrow("kernel")})) == num_found
 
 
 def test_a_start_fails_and_names_program_and_kernel(monkeypatch):
@@ -69,7 +88,7 @@ def test_a_start_fails_and_names_program_and_kernel(monkeypatch):
     model = Llama(TINY, dtype=jnp.float32, rngs=nnx.Rngs(0), quantization=EightBit.INT8)
     runner = tiny_runner(model)
     bucket = Bucket(8, 4, Variant.GREEDY)
-    with pytest.raises(ValueError, match=r"program for 8 tokens in 4 rows .* writes 8-bit weights .*kernel: f32\["):
+    with pytest.raises(ValueError, match=r"program for 8 tokens in 4 rows .* writes quantised weights .*kernel: f32\["):
         runner.warm_up([bucket], lambda line: None)
 
 

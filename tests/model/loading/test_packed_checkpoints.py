@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -84,11 +86,14 @@ FORMATS = {
 }
 
 
-def write(folder, format: Format, *, group: int = 32, source=None, packed_head=False):
-    """A checkpoint, its tensors, and the values that these stand for."""
+def write(
+    folder, format: Format, *, group: int = 32, source=None, packed_head=False, variant="gqa2", in_bfloat16=False
+):
+    """A checkpoint, its tensors, and the values that these stand for. `in_bfloat16`: the float16 scales are in that
+    type, too."""
     if source is None:
-        checkpoints.write(folder, "gqa2")
-        given = checkpoints.tensors("gqa2")
+        checkpoints.write(folder, variant)
+        given = checkpoints.tensors(variant)
     else:
         folder.mkdir()
         (folder / "config.json").write_text((source / "config.json").read_text())
@@ -104,6 +109,8 @@ def write(folder, format: Format, *, group: int = 32, source=None, packed_head=F
         order = rng.permutation(wide.shape[1]) if format.ordered else None
         size = wide.shape[1] if group == -1 else group
         kernel = packers.quantized(wide, bits=format.bits, group=size, symmetric=format.symmetric, order=order)
+        if in_bfloat16:
+            kernel = dataclasses.replace(kernel, scales=kernel.scales.astype(ml_dtypes.bfloat16).astype(np.float16))
         stored |= {f"{module}.{name}": part for name, part in format.pack(kernel).items()}
         values[key] = kernel.weights()
     checkpoints.write_tensors(folder, stored)

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from model.compiling.compiler_options import compiler_options
 from model.network.linear import Linear
-from model.quantization.forms import EightBit, Rounding
+from model.quantization.forms import EightBit, FourBit, Rounding, WeightForm
 from pallas_kernels.chips import GPUS, GpuChip, TpuChip
 from scripts.benchmarks.accounts.targets import gpu_target, tpu_target
 
@@ -27,10 +27,12 @@ SHAPE = (14336, 4096)  # of Llama 3.1 8B: half of gate_up
 ROWS = (1, 16, 64, 512)
 
 
-def forms(chip: TpuChip | GpuChip) -> list[tuple[EightBit | None, Rounding | None]]:
+def forms(chip: TpuChip | GpuChip) -> list[tuple[WeightForm | None, Rounding | None]]:
     """Those that the chip has a fast form for. Rounded inputs are compiled for any number of rows: a checkpoint may ask
     for them."""
-    weights = [form for form in EightBit if form is EightBit.INT8 or chip.reads_fp8]
+    weights: list[WeightForm] = [form for form in EightBit if form is EightBit.INT8 or chip.reads_fp8]
+    if chip.reads_int4:
+        weights += [FourBit(group=128), FourBit(group=32, has_zeros=True)]
     return [(None, None), *((form, None) for form in weights), *((EightBit(f), Rounding()) for f in chip.rounded_rows)]
 
 
@@ -52,7 +54,7 @@ def main(name: str) -> None:
                 compiled = lowered.compile(compiler_options=compiler_options("gpu" if is_gpu else "tpu"))
             memory = compiled.memory_analysis()
             result = {
-                "form": form,
+                "form": form and str(form),
                 "rounded": rounding is not None,
                 "rows": rows,
                 "argument_bytes": memory.argument_size_in_bytes,

@@ -1,0 +1,66 @@
+"""The 4-bit form against numpy's own rounding, and the names of forms."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model.quantization.forms import EightBit, FourBit, form_named, is_form_name, largest_group
+from model.quantization.four_bit import dequantize_groups, quantize_groups
+
+quantized = jax.jit(quantize_groups, static_argnums=1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 1 << 32), exponent=st.integers(-20, 20))
+def test_each_weight_is_the_nearest_multiple_of_its_groups_scale(seed, exponent):
+    rng = np.random.default_rng(seed)
+    weights = rng.standard_normal((6, 64)).astype(np.float32) * np.float32(2.0**exponent)
+    kernel, scale = quantized(weights, 16)
+    assert (kernel.dtype, scale.dtype, scale.shape) == (jnp.int4, jnp.bfloat16, (6, 4))
+    groups = weights.reshape(6, 4, 16)
+    largest = np.take_along_axis(groups, np.abs(groups).argmax(axis=2)[:, :, None], axis=2)[:, :, 0]
+    np.testing.assert_array_equal(np.asarray(scale), (largest / np.float32(-8)).astype(ml_dtypes.bfloat16))
+    wide = np.asarray(scale).astype(np.float32)[:, :, None]
+    np.testing.assert_array_equal(
+        np.asarray(kernel).astype(np.int32), np.clip(np.rint(groups / wide), -8, 7).reshape(6, 64)
+    )
+    values = np.asarray(dequantize_groups(kernel, scale)).reshape(groups.shape)
+    # Half a step; a whole one where the largest magnitude has the other sign, too.
+    assert (np.abs(values - groups) <= np.abs(wide) * 1.04).all()
+    inner = np.abs(groups) <= 7 * np.abs(wide)
+    assert (np.abs(values - groups)[inner] <= (np.abs(wide) * 0.5001 * np.ones_like(groups))[inner]).all()
+
+
+def test_zeros_are_subtracted_before_the_scale():
+    kernel = jnp.array([[-8, 7, 3, 0]], jnp.int4)
+    values = dequantize_groups(kernel, jnp.array([[2, -1]], jnp.bfloat16), jnp.array([[-3, 2.5]], jnp.bfloat16))
+    np.testing.assert_array_equal(values, [[-10, 20, -0.5, 2.5]])
+
+
+def test_a_group_of_zeros_stays_zero_and_one_that_is_not_finite_shows():
+    weights = np.ones((3, 32), np.float32)
+    weights[0, :16] = 0
+    weights[1, 3], weights[2, 20] = np.nan, -np.inf
+    values = np.asarray(dequantize_groups(*quantized(weights, 16)))
+    np.testing.assert_array_equal(values[0], weights[0])
+    assert not np.isfinite(values[1, :16]).any() and not np.isfinite(values[2, 16:]).any()
+    np.testing.assert_array_equal(values[1, 16:], 1)
+
+
+def test_forms_have_one_name_each():
+    for form in (*EightBit, FourBit(group=64), FourBit(group=128, has_zeros=True)):
+        assert is_form_name(str(form)) and form_named(str(form), (256, 384)) == form
+    assert form_named("int4", (4096, 14336)) == FourBit(group=128)
+    assert form_named("int4", (256, 640, 352)) == FourBit(group=32)
+    assert [largest_group(widths) for widths in ((64, 160), (48, 160), (40,))] == [32, 16, None]
+    for name in ("int5", "int4-", "int4-g64-zero", 4, None):
+        assert not is_form_name(name)
+    for name, widths in (("int4", (40,)), ("int4-g128", (256, 64)), ("int4-g8", (64,)), ("int3", (64,))):
+        with pytest.raises(ValueError, match=r"int4|int3"):
+            form_named(name, widths)
