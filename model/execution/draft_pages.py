@@ -1,7 +1,7 @@
-"""The pages of a draft model: its own K/V under the page ids and page tables of the model.
+"""The pages of a network that drafts: its own K/V under the page ids and page tables of the model.
 
-The draft model computes a token only when drafts are about to be taken, so a page may lack K/V of it. The number of
-leading tokens that have them is kept for each page. A step that writes a token of the model takes back what the page
+The network reads a position only when drafts are about to be taken, so a page may lack K/V of it. The number of leading
+positions that have them is kept for each page. A step that writes a token of the model takes back what the page
 had from there on. So the K/V of a rejected draft, or of a page's former request, are never read. A page that the prefix
 cache gives to another request brings its draft K/V with it.
 
@@ -10,7 +10,7 @@ Shape legend: `T` tokens of the step (padded), `S` rows (padded), `P` pages.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -24,14 +24,22 @@ from model.execution.rows import StepRows
 @partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True, kw_only=True)
 class DraftPages:
-    """The draft model's part of the state on the device."""
+    """The network's part of the state on the device."""
 
     kv: list[jax.Array]  # per layer, laid out by pallas_kernels
-    filled: jax.Array  # i32[P], leading tokens of each page whose K/V the draft model has computed
+    filled: jax.Array  # i32[P], leading positions of each page that the network has read
+    features: jax.Array | None = None  # [P, page_size, E], of the model at each position; None: the network reads none
+
+
+def keep_features(pages: DraftPages, features: jax.Array, page: jax.Array, offset: jax.Array) -> DraftPages:
+    """The pages with features [T, E] at these pages and offsets, i32[T] each."""
+    assert pages.features is not None, "the network reads no features"
+    kept = pages.features.at[page, offset].set(features.astype(pages.features.dtype), mode="drop")
+    return replace(pages, features=kept)
 
 
 def lengths(filled: jax.Array, rows: StepRows, page_size: int) -> jax.Array:
-    """i32[S]: the leading tokens of each row that have K/V of the draft model, at most `rows.past`."""
+    """i32[S]: the leading positions of each row that the network has read, at most `rows.past`."""
     own = filled.at[rows.state[:, SlotLayout.PAGE_TABLE :]].get(mode="clip")  # [S, pages_per_seq]
     num_full = jnp.sum(jnp.cumprod(own == page_size, axis=1), axis=1, dtype=jnp.int32)
     last = jnp.take_along_axis(own, jnp.minimum(num_full, own.shape[1] - 1)[:, None], axis=1)[:, 0]
@@ -50,5 +58,5 @@ def take_back(filled: jax.Array, rows: StepRows, positions: jax.Array, page_size
 
 
 def fill(filled: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:
-    """`filled`, with tokens of any shape at these pages and offsets. The tokens before them have their K/V."""
+    """`filled`, with positions of any shape at these pages and offsets. Those before them have their K/V."""
     return filled.at[page].max(offset + 1, mode="drop")

@@ -19,6 +19,7 @@ from batcher.slots import SlotLayout
 from model.config import LlamaConfig
 from model.execution.device_memory import DeviceMemory
 from model.execution.prompt_lookup import PromptLookup
+from model.network.eagle import EagleHead
 from model.network.llama import Llama
 from model.sampling.threshold import PARTS_ON_CHIPS
 from pallas_kernels.api import PagedAttention
@@ -62,19 +63,19 @@ class MemoryNeeds:
     weights: int
     state: int  # slot state and token histories
     temporaries: int  # of the largest program: an upper bound
-    page: int  # the K/V of one page, of all layers and of a draft model; and its tokens if there are drafts
+    page: int  # the K/V of one page, of all layers and of a draft model or head; and its tokens if there are drafts
 
 
 def memory_needs(
     model: Llama,
     attention: PagedAttention,
     limits: RunnerConfig,
-    draft: tuple[Llama, PagedAttention] | None = None,
+    draft: tuple[Llama | EagleHead, PagedAttention] | None = None,
 ) -> MemoryNeeds:
     """The needs of a model. Parameters are in place, or abstract with their sharding (`sharding.abstract_model`).
 
     Args:
-        draft: a draft model and its attention.
+        draft: a draft model or a head, and its attention.
     """
     needs = _needs_of_one(model, attention, limits)
     text = 4 * attention.spec.page_size
@@ -82,15 +83,19 @@ def memory_needs(
         return replace(needs, page=needs.page + (text if limits.lookup else 0))
     own = _needs_of_one(*draft, limits)
     num_filled = 4  # bytes of `DraftPages.filled`
+    features = 0
+    if isinstance(draft[0], EagleHead):
+        of_token = draft[0].config.hidden_size * draft[0].dtype.itemsize
+        features = attention.spec.page_size * of_token // attention.num_shards
     return MemoryNeeds(
         weights=needs.weights + own.weights,
         state=needs.state,
         temporaries=max(needs.temporaries, own.temporaries),
-        page=needs.page + own.page + text + num_filled,
+        page=needs.page + own.page + text + num_filled + features,
     )
 
 
-def _needs_of_one(model: Llama, attention: PagedAttention, limits: RunnerConfig) -> MemoryNeeds:
+def _needs_of_one(model: Llama | EagleHead, attention: PagedAttention, limits: RunnerConfig) -> MemoryNeeds:
     num_shards = attention.num_shards
     return MemoryNeeds(
         weights=weights_bytes(model),
@@ -110,7 +115,7 @@ def _needs_of_one(model: Llama, attention: PagedAttention, limits: RunnerConfig)
     )
 
 
-def weights_bytes(model: Llama) -> int:
+def weights_bytes(model: Llama | EagleHead) -> int:
     """Bytes of the weights on one device."""
     leaves = jax.tree.leaves(nnx.state(model))
     bits = sum(math.prod(x.sharding.shard_shape(x.shape)) * _bits(x.dtype) for x in leaves)

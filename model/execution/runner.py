@@ -22,6 +22,7 @@ from model.execution.memory_plan import RunnerConfig
 from model.execution.step import DeviceState, KvScales, OutputLayout, history_blocks
 from model.execution.step_programs import StepPrograms, device_of
 from model.inputs.words import one_line
+from model.network.eagle import EagleHead
 from model.network.llama import Llama
 from pallas_kernels.api import PagedAttention
 
@@ -54,7 +55,8 @@ class ModelRunner:
         kv_scales: as for `place`, if the model's weights are in place.
         traced_folder: where traced programs are kept from one start to the next; None: each start traces all.
         export_folder: where executables are kept from one start to the next, see `ExportedPrograms`; None: nowhere.
-        draft: a small model with the same vocabulary, as `model`, and its attention over pages of the same size.
+        draft: a small model with the same vocabulary or an EAGLE head, as `model`, and its attention over pages of the
+            same size.
 
     Raises:
         ValueError: the model does not fit (see `memory_plan.plan_pages`), or `export_folder` is open to others.
@@ -69,7 +71,7 @@ class ModelRunner:
         *,
         traced_folder: Path | None = None,
         export_folder: Path | None = None,
-        draft: tuple[Llama, PagedAttention] | None = None,
+        draft: tuple[Llama | EagleHead, PagedAttention] | None = None,
     ) -> None:
         self._attention = attention
         self._config = config
@@ -86,12 +88,14 @@ class ModelRunner:
         if _is_in_place(model):
             self.place(model, kv_scales, draft=None if draft is None else draft[0])
 
-    def place(self, model: Llama, kv_scales: np.ndarray | None = None, *, draft: Llama | None = None) -> None:
+    def place(
+        self, model: Llama, kv_scales: np.ndarray | None = None, *, draft: Llama | EagleHead | None = None
+    ) -> None:
         """Takes the loaded weights of the models that the runner was made for, and allocates the state.
 
         Args:
             kv_scales: f32[L, 2, K], the scales of keys and values in 8-bit pages; None for other pages.
-            draft: the draft model, if the runner was made with one.
+            draft: the draft model or head, if the runner was made with one.
         """
         self._weights = self._described.weights_of([model] if draft is None else [model, draft])
         if (kv_scales is not None) != self._attention.spec.has_kv_scales:
@@ -133,7 +137,7 @@ class ModelRunner:
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             vocab_size=self._described.model_config.vocab_size,
             pooling=self._config.pooling,
-            keeps_text=self._described.drafter is not None,
+            keeps_text=self._described.has_drafts,
         )
 
     @property
@@ -268,7 +272,7 @@ class ModelRunner:
             if not array.is_deleted():
                 array.delete()
 
-    def _plan_pages(self, model: Llama, draft: tuple[Llama, PagedAttention] | None) -> int:
+    def _plan_pages(self, model: Llama, draft: tuple[Llama | EagleHead, PagedAttention] | None) -> int:
         needs = memory_plan.memory_needs(model, self._attention, self._config, draft)
         memory = device_memory(device_of(jax.tree.leaves(nnx.state(model))[0].sharding))
         if not _is_in_place(model):

@@ -23,11 +23,12 @@ import jax.numpy as jnp
 from batcher.slots import SlotLayout
 from batcher.step import Bucket, PackedLayout, Variant
 from model.execution import page_text
-from model.execution.draft_model import NO_TOKEN, DraftModel, Draw
 from model.execution.draft_pages import DraftPages
+from model.execution.drafter import NO_TOKEN, Drafter, Draw
 from model.execution.prompt_lookup import PromptLookup, propose
 from model.execution.rows import StepRows, advance, ragged_batch, step_rows
-from model.execution.step import DeviceState, KvScales, OutputLayout, all_finite, apply_patches, forward, named
+from model.execution.step import DeviceState, KvScales, OutputLayout, all_finite, apply_patches, named, run_model
+from model.network.eagle import DraftVocabulary
 from model.network.llama import Llama
 from model.sampling import sampling
 from model.sampling.logprobs import Logprobs, logprobs
@@ -36,7 +37,7 @@ from pallas_kernels.api import PagedAttention
 
 
 def make_speculative_step(
-    bucket: Bucket, rebuild: Callable[[Any], Llama], attention: PagedAttention, drafter: PromptLookup | DraftModel
+    bucket: Bucket, rebuild: Callable[[Any], Llama], attention: PagedAttention, drafter: PromptLookup | Drafter
 ) -> Callable[[Any, KvScales, DeviceState, jax.Array], tuple[DeviceState, jax.Array]]:
     """The step of one bucket with drafts, to be compiled: arguments and results are those of `make_step`."""
 
@@ -54,7 +55,12 @@ def make_speculative_step(
         tokens, positions = _tokens(rows, drafts, bucket)
         batch = ragged_batch(rows, sent["header"], attention.spec.page_size)
         metadata = attention.make_metadata(batch, num_tokens=bucket.num_tokens, decode_only=False, few_queries=True)
-        hidden, kv = forward(model, tokens, positions, state.kv, kv_scales, attention, metadata)  # [T, E]
+        network = drafter if isinstance(drafter, Drafter) else None
+        taps = () if network is None else network.taps
+        hidden, kv, tapped = run_model(
+            model, tokens, positions, state.kv, kv_scales, attention, metadata, taps
+        )  # [T, E]
+        features = None if network is None else network.features(weights, hidden, tapped)
 
         places = _places(rows, bucket.num_drafts)
         logits = model.logits(hidden[places.tokens])  # f32[S * D, V]
@@ -86,17 +92,19 @@ def make_speculative_step(
         }
         last = jnp.take_along_axis(drawn, num_accepted[:, None], axis=1)[:, 0]
         slots = advance(slots, rows, last, rows.past + 1 + num_accepted)
-        state = replace(state, draft=pages).written(rows, tokens, positions, slots=slots, history=history, kv=kv)
-        if isinstance(drafter, DraftModel):
+        state = replace(state, draft=pages).written(
+            rows, tokens, positions, features, slots=slots, history=history, kv=kv
+        )
+        if network is not None:
             assert state.draft is not None
-            state = replace(state, draft=drafter.accept(state.draft, rows, drafts, num_accepted))
+            state = replace(state, draft=network.accept(state.draft, rows, drafts, num_accepted))
         return state, OutputLayout(bucket, hidden.shape[1], foretells=True).join(outputs)
 
     return step
 
 
 def _propose(
-    drafter: PromptLookup | DraftModel,
+    drafter: PromptLookup | Drafter,
     weights: Any,
     state: DeviceState,
     rows: StepRows,
@@ -104,10 +112,10 @@ def _propose(
     draw: Draw,
     most: int,
 ) -> tuple[jax.Array, DraftPages | None]:
-    """Up to `most` drafts of each row i32[S, D - 1], and the draft model's pages if there is one."""
+    """Up to `most` drafts of each row i32[S, D - 1], and the pages of the network that drafts if there is one."""
     assert state.text is not None, "the ladder has drafts and the runner keeps no text"
-    if isinstance(drafter, DraftModel):
-        assert state.draft is not None, "the drafts are a model's and the runner has no pages for it"
+    if isinstance(drafter, Drafter):
+        assert state.draft is not None, "a network drafts and the runner has no pages for it"
         return drafter.propose(weights, state.draft, state.text, rows, num_rows, draw, most)
     proposed, is_found = propose(page_text.read(state.text, rows), rows.past, most, drafter)
     return jnp.where(is_found[:, None], proposed, NO_TOKEN), state.draft
@@ -119,13 +127,16 @@ def _draw_draft(
     rows: StepRows,
     bucket: Bucket,
     logits: jax.Array,
+    of: DraftVocabulary | None,
     drafts: jax.Array,
     place: jax.Array | int,
 ) -> jax.Array:
-    """The draft model's token at a place of each row, i32[S]. It is drawn with the row's parameters, seed and position,
-    as the model's own token is: so the two are equal more often than two independent draws."""
+    """`Draw`. The token is drawn with the row's parameters, seed and position, as the model's own token is: so the two
+    are equal more often than two independent draws."""
     if bucket.variant is Variant.GREEDY:
-        return sampling.greedy(logits)
+        drawn = sampling.greedy(logits)
+        return drawn if of is None else of.to_model[drawn]
+    logits = logits if of is None else of.spread(logits)
     return vocabulary.run(
         _sample_draft,
         logits,

@@ -26,10 +26,11 @@ from batcher.slots import SlotLayout
 from batcher.step import Bucket, PackedLayout, StepOutput, Variant
 from model.execution import draft_pages, page_text
 from model.execution.draft_pages import DraftPages
+from model.execution.drafter import Drafter
 from model.execution.pooling import pool
 from model.execution.prompt_lookup import PromptLookup, propose
 from model.execution.rows import StepRows, advance, ragged_batch, step_rows
-from model.network.layers import AttendProjected
+from model.network.layers import Attend, AttendProjected
 from model.network.llama import Llama
 from model.sampling import sampling
 from model.sampling.logprobs import Logprobs, find_ranked, if_asked, logprobs, merge_ranked
@@ -54,16 +55,30 @@ class DeviceState:
     masks: jax.Array  # i32[num_slots, num_mask_words], whole on every chip; sent anew for each token under a grammar
     kv: list[jax.Array]  # per layer, laid out by pallas_kernels
     text: jax.Array | None = None  # i32[P, page_size], the tokens of the K/V in each page; None: no drafts are taken
-    draft: DraftPages | None = None  # of the draft model, if there is one
+    draft: DraftPages | None = None  # of the network that drafts, if there is one
 
-    def written(self, rows: StepRows, tokens: jax.Array, positions: jax.Array, **changed: Any) -> DeviceState:
-        """The state after a step of these tokens, i32[T] each, with the fields that it has `changed`."""
+    def written(
+        self,
+        rows: StepRows,
+        tokens: jax.Array,
+        positions: jax.Array,
+        features: jax.Array | None = None,
+        **changed: Any,
+    ) -> DeviceState:
+        """The state after a step of these tokens, i32[T] each, with the fields that it has `changed`.
+
+        Args:
+            features: [T, E], what a head that drafts reads of the model; None: there is none.
+        """
         text, draft = self.text, self.draft
         if text is not None:
             text = page_text.write(text, rows, tokens, positions)
         if text is not None and draft is not None:
             filled = draft_pages.take_back(draft.filled, rows, positions, text.shape[1])
             draft = replace(draft, filled=filled)
+            if features is not None:
+                at = page_text.places(rows, positions, page_size=text.shape[1], num_pages=text.shape[0])
+                draft = draft_pages.keep_features(draft, features, *at)
         return replace(self, text=text, draft=draft, **changed)
 
 
@@ -131,6 +146,7 @@ def make_step(
     *,
     pooling: Pooling | None = None,
     lookup: PromptLookup | None = None,
+    drafter: Drafter | None = None,
 ) -> Callable[[Any, KvScales, DeviceState, jax.Array], tuple[DeviceState, jax.Array]]:
     """The step of one bucket, to be compiled: (weights, K/V scales, state, packed i32[PackedLayout.size]) ->
     (state, output).
@@ -139,6 +155,7 @@ def make_step(
         rebuild: weights -> the model; the weights are an argument of the program, its structure is in this closure.
         pooling: of hidden states, where the bucket's variant is EMBED.
         lookup: of drafts, which are only compared with the tokens, in steps whose header says so. None: there are none.
+        drafter: of other steps. This one keeps what the network reads of the model. None: there is none.
     """
 
     def step(weights: Any, kv_scales: KvScales, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, jax.Array]:
@@ -150,7 +167,11 @@ def make_step(
         tokens, positions = _tokens(rows, sent["tokens"], bucket)
         batch = ragged_batch(rows, sent["header"], attention.spec.page_size)
         metadata = attention.make_metadata(batch, num_tokens=bucket.num_tokens, decode_only=bucket.decode_only)
-        hidden, kv = forward(model, tokens, positions, state.kv, kv_scales, attention, metadata)  # [T, D]
+        taps = () if drafter is None else drafter.taps
+        hidden, kv, tapped = run_model(
+            model, tokens, positions, state.kv, kv_scales, attention, metadata, taps
+        )  # [T, D]
+        features = None if drafter is None else drafter.features(weights, hidden, tapped)
 
         last = hidden if bucket.decode_only else hidden[jnp.maximum(rows.starts[1:] - 1, 0)]
         logits = model.logits(last)  # f32[S, V]
@@ -175,7 +196,7 @@ def make_step(
             outputs["foretold"] = lax.cond(sent["header"][3] != 0, look, lambda: jnp.zeros_like(drawn))
 
         slots = advance(slots, rows, drawn, rows.kv_lens)
-        state = state.written(rows, tokens, positions, slots=slots, history=history, kv=kv)
+        state = state.written(rows, tokens, positions, features, slots=slots, history=history, kv=kv)
         return state, OutputLayout(bucket, hidden.shape[1], foretells=lookup is not None).join(outputs)
 
     return step
@@ -191,6 +212,27 @@ def forward(
     metadata: Any,
 ) -> tuple[jax.Array, list[jax.Array]]:
     """The hidden states [T, D], and the pages with the K/V of the step's tokens."""
+    hidden, kv, _ = run_model(model, tokens, positions, kv, kv_scales, attention, metadata)
+    return hidden, kv
+
+
+def run_model(
+    model: Llama,
+    tokens: jax.Array,
+    positions: jax.Array,
+    kv: list[jax.Array],
+    kv_scales: KvScales,
+    attention: PagedAttention,
+    metadata: Any,
+    taps: Sequence[int] = (),
+) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
+    """As `forward`, and the inputs [T, D] of the layers `taps` (`Llama.run`)."""
+    attend = attend_in_pages(attention, metadata)
+    return model.run(tokens, positions, list(zip(kv, kv_scales, strict=True)), attend, taps)
+
+
+def attend_in_pages(attention: PagedAttention, metadata: Any) -> Attend | AttendProjected:
+    """The attention of a step's rows. The K/V of a layer are its pages and their scales; the pages come back."""
 
     @jax.jit  # traced once for all layers: when programs come from the disk, tracing takes most of the start
     def attend(
@@ -206,8 +248,7 @@ def forward(
         pages, scales = kv
         return attention.projected(columns, cos, sin, pages, metadata, kv_scales=scales)
 
-    form = AttendProjected(attend_projected) if attention.takes_projection else attend
-    return model(tokens, positions, list(zip(kv, kv_scales, strict=True)), form)
+    return AttendProjected(attend_projected) if attention.takes_projection else attend
 
 
 def _tokens(rows: StepRows, sent: jax.Array, bucket: Bucket) -> tuple[jax.Array, jax.Array]:

@@ -20,9 +20,10 @@ from model.compiling.traced_programs import Program
 from model.execution import wide_copies
 from model.execution.draft_model import DraftModel
 from model.execution.draft_pages import DraftPages
+from model.execution.drafter import Drafter
+from model.execution.eagle_drafts import EagleDrafts
 from model.execution.memory_plan import RunnerConfig
 from model.execution.multi_step import make_multi_step
-from model.execution.prompt_lookup import PromptLookup
 from model.execution.speculative_step import make_speculative_step
 from model.execution.step import (
     HISTORY_BLOCK_SIZE,
@@ -32,6 +33,7 @@ from model.execution.step import (
     make_step,
     reset_history,
 )
+from model.network.eagle import EagleHead
 from model.network.llama import Llama
 from model.network.sharding import sharding_of
 from pallas_kernels.api import PagedAttention
@@ -47,7 +49,7 @@ class StepPrograms:
         attention: the paged attention of the step, bound to its backend and mesh.
         config: the limits.
         num_pages: K/V pages, without the null page.
-        draft: a small model with the same vocabulary, and its attention over pages of the same size.
+        draft: a small model with the same vocabulary or a head, and its attention over pages of the same size.
     """
 
     def __init__(
@@ -56,36 +58,33 @@ class StepPrograms:
         attention: PagedAttention,
         config: RunnerConfig,
         num_pages: int,
-        draft: tuple[Llama, PagedAttention] | None,
+        draft: tuple[Llama | EagleHead, PagedAttention] | None,
     ) -> None:
         self.model_config = model.config
         self.attention = attention
         self.config = config
         self._num_pages = num_pages
-        models = [model] if draft is None else [model, draft[0]]
+        models: list[Llama | EagleHead] = [model] if draft is None else [model, draft[0]]
         structures, weights = zip(*map(nnx.split, models), strict=True)
         leaves, self._tree = _flatten(weights)
         self.weights_like: list[jax.ShapeDtypeStruct] = _described(leaves)
         self.made_from = (*map(repr, structures), attention)  # all that decides the programs besides their arguments
         self._rebuild, *of_draft = (partial(self._rebuilt, i, structure) for i, structure in enumerate(structures))
-        self.drafter: PromptLookup | DraftModel | None = config.lookup
+        self._lookup, self._drafter = config.lookup, None if draft is None else self._drafter_of(*draft, *of_draft)
         if draft is not None:
-            self.drafter = DraftModel(
-                rebuild=of_draft[0],
-                attention=draft[1],
-                pass_tokens=config.draft_pass_tokens,
-                max_passes=-(-config.max_num_batched_tokens // config.draft_pass_tokens),
-            )
             self.made_from += (draft[1],)
             self._draft_layers = draft[0].config.num_layers
+            self._features = (draft[0].config.hidden_size, draft[0].dtype)
         if attention.mesh is None:
             (device,) = leaves[0].sharding.device_set
             self.everywhere: jax.sharding.Sharding = SingleDeviceSharding(device)
             self._by_vocab: jax.sharding.Sharding = self.everywhere
+            self._by_feature: jax.sharding.Sharding = self.everywhere
             by_head: jax.sharding.Sharding = self.everywhere
         else:
             self.everywhere = NamedSharding(attention.mesh, P())
             self._by_vocab = sharding_of(("rows", "vocab"), attention.mesh)
+            self._by_feature = sharding_of(("rows", "rows", "mlp"), attention.mesh)
             by_head = sharding_of(("rows", "heads"), attention.mesh)
         scales: Any = jax.ShapeDtypeStruct((2, attention.spec.num_kv_heads), jnp.float32, sharding=by_head)
         self.kv_scales_like: list[Any] = [scales if attention.spec.has_kv_scales else None] * model.config.num_layers
@@ -97,7 +96,7 @@ class StepPrograms:
         """One of this process's devices, which are all alike."""
         return device_of(self.everywhere)
 
-    def weights_of(self, models: Sequence[Llama]) -> list[jax.Array]:
+    def weights_of(self, models: Sequence[Llama | EagleHead]) -> list[jax.Array]:
         """The weights of the loaded models, as the programs take them.
 
         Flattened once: walking the module tree at every call would take longer than dispatching the step.
@@ -111,13 +110,15 @@ class StepPrograms:
     def step(self, bucket: Bucket) -> Program:
         """(weights, scales of K/V, state, packed) -> (state, output), with the state in place."""
         if bucket.num_drafts:
-            assert self.drafter is not None, "the ladder has drafts and the runner has none"
-            step = make_speculative_step(bucket, self._rebuild, self.attention, self.drafter)
+            drafts = self._drafter or self._lookup
+            assert drafts is not None, "the ladder has drafts and the runner has none"
+            step = make_speculative_step(bucket, self._rebuild, self.attention, drafts)
         elif bucket.num_steps > 1:
             step = make_multi_step(bucket, self._rebuild, self.attention)
         else:
             lookup = self.config.lookup if self.foretells(bucket) else None
-            step = make_step(bucket, self._rebuild, self.attention, pooling=self.config.pooling, lookup=lookup)
+            pooling, drafter = self.config.pooling, self._drafter
+            step = make_step(bucket, self._rebuild, self.attention, pooling=pooling, lookup=lookup, drafter=drafter)
         packed = self.sent((PackedLayout(bucket).size,))
         arguments = (self.weights_like, self.kv_scales_like, self.state_like, packed)
         # Explicit shardings: without them the compiler may return the state with another sharding, and the next
@@ -183,8 +184,24 @@ class StepPrograms:
         """`update(array, sent) -> array`, in place."""
         return Program(update, (array, self.sent(sent)), donated=0, out_shardings=array.sharding)
 
-    def _rebuilt(self, number: int, structure: Any, leaves: list[Any]) -> Llama:
-        """The model, or the draft model, from the programs' weights."""
+    @property
+    def has_drafts(self) -> bool:
+        """Whether there are programs with drafts."""
+        return self._lookup is not None or self._drafter is not None
+
+    def _drafter_of(
+        self, network: Llama | EagleHead, attention: PagedAttention, rebuild: Callable[[Any], Any]
+    ) -> Drafter:
+        size = self.config.draft_pass_tokens
+        passes = {"pass_tokens": size, "max_passes": -(-self.config.max_num_batched_tokens // size)}
+        if isinstance(network, Llama):
+            return DraftModel(rebuild=rebuild, attention=attention, **passes)
+        return EagleDrafts(
+            config=network.eagle, rebuild=rebuild, rebuild_model=self._rebuild, attention=attention, **passes
+        )
+
+    def _rebuilt(self, number: int, structure: Any, leaves: list[Any]) -> Any:
+        """The model, or the network that drafts, from the programs' weights."""
         return nnx.merge(structure, jax.tree.unflatten(self._tree, leaves)[number])
 
     def _describe_state(self) -> DeviceState:
@@ -199,14 +216,19 @@ class StepPrograms:
             history=history,
             masks=self.sent((slots, num_mask_words(vocab))),
             kv=[kv] * self.model_config.num_layers,
-            text=None if self.drafter is None else self.sent((self._num_pages + 1, spec.page_size)),
-            draft=self._describe_draft(self.drafter) if isinstance(self.drafter, DraftModel) else None,
+            text=self.sent((self._num_pages + 1, spec.page_size)) if self.has_drafts else None,
+            draft=None if self._drafter is None else self._describe_draft(self._drafter),
         )
 
-    def _describe_draft(self, drafter: DraftModel) -> DraftPages:
-        pages = drafter.attention.kv_pages(self._num_pages + 1)
+    def _describe_draft(self, drafter: Drafter) -> DraftPages:
+        pages, num_pages = drafter.attention.kv_pages(self._num_pages + 1), self._num_pages + 1
         kv: Any = jax.ShapeDtypeStruct(pages.shape, pages.dtype, sharding=pages.sharding or self.everywhere)
-        return DraftPages(kv=[kv] * self._draft_layers, filled=self.sent((self._num_pages + 1,)))
+        features: Any = None
+        if drafter.reads_features:
+            width, dtype = self._features
+            shape = (num_pages, self.attention.spec.page_size, width)
+            features = jax.ShapeDtypeStruct(shape, dtype, sharding=self._by_feature)
+        return DraftPages(kv=[kv] * self._draft_layers, filled=self.sent((num_pages,)), features=features)
 
 
 def device_of(sharding: jax.sharding.Sharding) -> jax.Device:

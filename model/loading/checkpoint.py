@@ -13,7 +13,17 @@ from model.loading.tensor_files import TensorFiles
 from model.quantization.forms import Activations, EightBit, FourBit
 
 
-class Checkpoint(Protocol):
+class Tensors(Protocol):
+    """Tensors by name."""
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+
+    def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
+        """The part of a tensor at `index`."""
+
+
+class Checkpoint(Tensors, Protocol):
     """Tensors under their Hugging Face names. On entering, all of them have been checked against the config."""
 
     def __enter__(self) -> Self: ...
@@ -50,12 +60,6 @@ class Checkpoint(Protocol):
 
     def with_own_head(self) -> LlamaConfig:
         """The config, but untied if the head differs from the embedding."""
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
-
-    def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
-        """The part of a tensor at `index`."""
 
     def read_four_bit(self, name: str, key: str, index: tuple[slice, ...]) -> np.ndarray:
         """As `PackedKernel.part`, in the form `four_bit`."""

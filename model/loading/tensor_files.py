@@ -62,7 +62,7 @@ class TensorFiles:
 
     def __enter__(self) -> Self:
         try:
-            for name, keys in _files_in(self._folder).items():
+            for name, keys in files_in(self._folder).items():
                 self._open(name, keys)
             self._check()
         except BaseException:
@@ -78,15 +78,12 @@ class TensorFiles:
 
     def _open(self, name: str, promised: list[str] | None) -> None:
         path = self._folder / name
-        try:
-            file = self._stack.enter_context(safe_open(path, framework="numpy"))
-        except SafetensorError as error:
-            raise ValueError(f"{path} {fault_in(path, error)}") from error
+        file = self._stack.enter_context(opened(path))
         keys = set(file.keys())
         if absent := set(promised or ()) - keys:
             self._lacking[name] = absent
         self._repeated |= self._slices.keys() & keys
-        self._slices |= {key: _slice_of(file, path, key) for key in keys}
+        self._slices |= {key: slice_of(file, path, key) for key in keys}
 
     @property
     def form(self) -> EightBit | None:
@@ -292,12 +289,21 @@ class TensorFiles:
         return True
 
 
-def _slice_of(file: Any, path: Path, key: str) -> Any:
+def opened(path: Path) -> Any:
+    """The open safetensors file. Raises ValueError, with what is wrong with it, if it is none."""
+    try:
+        return safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        raise ValueError(f"{path} {fault_in(path, error)}") from error
+
+
+def slice_of(file: Any, path: Path, key: str) -> Any:
+    """The tensor `key` of an open safetensors file, to be read by slices."""
     found = file.get_slice(key)
     return Float8Slice(path, key) if found.get_dtype() in FLOAT8 else found
 
 
-def _files_in(folder: Path) -> dict[str, list[str] | None]:
+def files_in(folder: Path) -> dict[str, list[str] | None]:
     """File name -> the keys that the index lists in it. None: no index is used, and all keys are read."""
     index = folder / INDEX_FILE
     if (folder / SINGLE_FILE).is_file():

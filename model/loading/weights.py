@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh, Sharding
 
 from model.config import LlamaConfig
-from model.loading.checkpoint import Checkpoint, open_checkpoint
+from model.loading.checkpoint import Checkpoint, Tensors, open_checkpoint
 from model.loading.hf_format import Source, sources
 from model.network.linear import INIT_STDDEV
 from model.network.llama import Llama
@@ -77,7 +77,7 @@ def random_weights(
 
     def make(path: str, likes: Described) -> Mapping[str, jax.Array]:
         first, *_ = [next(remaining) for _ in likes]
-        return dict(zip(likes, _random(first, likes=tuple(likes.values())), strict=True))
+        return dict(zip(likes, random_values(first, likes=tuple(likes.values())), strict=True))
 
     return fill(model, make, threads=1)
 
@@ -85,11 +85,11 @@ def random_weights(
 Described = Mapping[str, jax.ShapeDtypeStruct]  # a module's own parameters, by name, each with its sharding
 
 
-def fill(
-    model: Llama,
+def fill[M: nnx.Module](
+    model: M,
     make: Callable[[str, Described], Mapping[str, jax.Array]],
     threads: int = MAX_PARAMETERS_IN_FLIGHT,
-) -> Llama:
+) -> M:
     """Replaces every abstract parameter, several modules at a time.
 
     Args:
@@ -112,11 +112,11 @@ def fill(
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
-def fill_each(
-    model: Llama,
+def fill_each[M: nnx.Module](
+    model: M,
     make: Callable[[str, jax.ShapeDtypeStruct], jax.Array],
     threads: int = MAX_PARAMETERS_IN_FLIGHT,
-) -> Llama:
+) -> M:
     """As `fill`, for parameters that are made one by one: `make(path, abstract value)`."""
 
     def module(path: str, likes: Described) -> dict[str, jax.Array]:
@@ -138,11 +138,11 @@ def _read_module(
         kept = {name: _read_four_bit(name, like, files, parts, config, mesh) for name, like in likes.items()}
         return jax.block_until_ready(
             {
-                name: _join(raw, groups=groups, dtype=likes[name].dtype, sharding=likes[name].sharding)
+                name: join(raw, groups=groups, dtype=likes[name].dtype, sharding=likes[name].sharding)
                 for name, raw in kept.items()
             }
         )
-    raw = [_read(files, part, config, num_shards_of(mesh), like.sharding) for part in parts]
+    raw = [read_source(files, part, config, num_shards_of(mesh), like.sharding) for part in parts]
     if rest:
         ((_, scale),) = rest
         shardings = (like.sharding, scale.sharding)
@@ -156,7 +156,7 @@ def _read_module(
             shardings=shardings,
         )
     else:
-        arrays = (_join(raw, groups=groups, dtype=like.dtype, sharding=like.sharding),)
+        arrays = (join(raw, groups=groups, dtype=like.dtype, sharding=like.sharding),)
     values = dict(zip(likes, arrays, strict=True))
     if of_inputs is not None:  # fused projections have the same inputs, and one scale that is large enough for all
         largest = max(files.input_scale(part.key) for part in parts)
@@ -165,7 +165,7 @@ def _read_module(
     return jax.block_until_ready(values)
 
 
-def _read(files: Checkpoint, source: Source, config: LlamaConfig, num_shards: int, sharding: Sharding) -> jax.Array:
+def read_source(files: Tensors, source: Source, config: LlamaConfig, num_shards: int, sharding: Sharding) -> jax.Array:
     """The tensor in the file's dtype. Each chip's part is read separately. KV heads repeat if there are more chips."""
     return _read_rows(partial(files.read, source.key), files.shape(source.key), source, config, num_shards, sharding)
 
@@ -178,7 +178,7 @@ def _read_four_bit(
     config: LlamaConfig,
     mesh: Mesh | None,
 ) -> list[jax.Array]:
-    """The kernels, scales or zeros of all `parts`, as `_read` reads weights."""
+    """The kernels, scales or zeros of all `parts`, as `read_source` reads weights."""
     num_shards = num_shards_of(mesh)
     read = {part: partial(files.read_four_bit, name, part.key) for part in parts}
     shapes = {part: (files.shape(part.key)[0], like.shape[1]) for part in parts}
@@ -210,7 +210,7 @@ def _read_rows(
 
 
 def _read_scales(files: Checkpoint, source: Source, config: LlamaConfig, num_shards: int) -> np.ndarray:
-    """f32[out, n] of a quantised checkpoint, rows repeated as `_read` repeats the kernel's."""
+    """f32[out, n] of a quantised checkpoint, rows repeated as `read_source` repeats the kernel's."""
     scales = files.row_scales(source.key)
     copies = max(1, num_shards // config.num_kv_heads) if source.is_kv else 1
     heads = scales.reshape(-1, config.head_dim if source.is_kv else 1, scales.shape[1])
@@ -218,7 +218,8 @@ def _read_scales(files: Checkpoint, source: Source, config: LlamaConfig, num_sha
 
 
 @partial(jax.jit, static_argnames=("groups", "dtype", "sharding"))
-def _join(raw: list[jax.Array], *, groups: int, dtype: Any, sharding: Sharding) -> jax.Array:
+def join(raw: list[jax.Array], *, groups: int, dtype: Any, sharding: Sharding) -> jax.Array:
+    """The tensors of a parameter in one, cast: each chip's rows of all of them, then the next chip's."""
     return jax.lax.with_sharding_constraint(_joined(raw, groups).astype(dtype), sharding)
 
 
@@ -278,7 +279,7 @@ def _joined(raw: Sequence[jax.Array | np.ndarray], groups: int) -> jax.Array:
 
 
 @partial(jax.jit, static_argnames="likes")
-def _random(seed: jax.Array, *, likes: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[jax.Array, ...]:
+def random_values(seed: jax.Array, *, likes: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[jax.Array, ...]:
     """Noise for a matrix, ones for a norm, quantised noise for a kernel with a scale."""
     like = likes[0]
     if len(like.shape) == 1:

@@ -57,13 +57,13 @@ class Attention(nnx.Module):
     by head, the TPU compiler changed the layout of the activations. Three small products would leave a GPU half idle.
     """
 
-    def __init__(self, config: LlamaConfig, linear: MakeLinear, *, num_shards: int):
+    def __init__(self, config: LlamaConfig, linear: MakeLinear, *, num_shards: int, input_width: int | None = None):
         self.head_dim = config.head_dim
         self.num_shards = num_shards
         self.query_width = config.num_heads * config.head_dim // num_shards  # rows of one group
         self.kv_width = config.num_kv_heads * config.head_dim // num_shards
         width = num_shards * (self.query_width + 2 * self.kv_width)
-        self.qkv = linear((width, config.hidden_size), ("heads", "embed"))
+        self.qkv = linear((width, input_width or config.hidden_size), ("heads", "embed"))
         self.out = linear((config.hidden_size, config.num_heads * config.head_dim), ("embed", "heads"))
 
     def __call__(

@@ -78,21 +78,34 @@ class Llama(nnx.Module):
         attend: Attend | AttendProjected,
     ) -> tuple[jax.Array, list[Any]]:
         """Hidden states [T, D] after the final norm, and the K/V of every layer as `attend` returned them."""
+        hidden, new_kv, _ = self.run(tokens, positions, kv, attend)
+        return hidden, new_kv
+
+    def run(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        kv: Sequence[Any],
+        attend: Attend | AttendProjected,
+        taps: Sequence[int] = (),
+    ) -> tuple[jax.Array, list[Any], list[jax.Array]]:
+        """As `__call__`, and the inputs [T, D] of the layers `taps`, in that order. The input of a layer behind the
+        last one is the last one's output."""
         if len(kv) != self.config.num_layers:
             raise ValueError(f"one K/V per layer is needed: {len(kv)=} {self.config.num_layers=}")
         x, cos, sin = self.embed(tokens, positions)
-        new_kv = []
-        for layer, layer_kv in zip(self.layers, kv, strict=True):
+        new_kv, tapped = [], {}
+        for number, (layer, layer_kv) in enumerate(zip(self.layers, kv, strict=True)):
+            if number in taps:
+                tapped[number] = x
             x, layer_kv = layer(x, cos, sin, layer_kv, attend)
             new_kv.append(layer_kv)
-        return self.norm(x), new_kv
+        tapped[len(new_kv)] = x
+        return self.norm(x), new_kv, [tapped[number] for number in taps]
 
     def embed(self, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The first layer's x [T, D], and cos and sin of the rotation. Padding tokens may have any id."""
-        config = self.config
-        frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        # Without the barrier XLA computes sines and cosines again in every layer's kernels.
-        cos, sin = jax.lax.optimization_barrier(rotation(positions, frequencies))
+        cos, sin = rotation_of(self.config, positions)
         return rows_of(self.embedding[...], tokens), cos, sin
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -100,3 +113,11 @@ class Llama(nnx.Module):
         if self.head is None:
             return multiply(hidden, self.embedding[...], for_cpu=self.for_cpu, out_dtype=jnp.float32)
         return self.head(hidden, out_dtype=jnp.float32)
+
+
+def rotation_of(config: LlamaConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of the rotation at positions i32[T]."""
+    frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    # Without the barrier XLA computes sines and cosines again in every layer's kernels.
+    cos, sin = jax.lax.optimization_barrier(rotation(positions, frequencies))
+    return cos, sin

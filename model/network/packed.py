@@ -9,16 +9,17 @@ from __future__ import annotations
 import jax
 from flax import nnx
 
+from model.network.eagle import EagleHead
 from model.network.linear import Linear
 from model.network.llama import Llama
 from pallas_kernels.cpu import products
 
 
-def pack(model: Llama) -> Llama:
+def pack[M: Llama | EagleHead](model: M) -> M:
     """Packs the kernels of the projections and of the head, in place and one by one; of an abstract model, their
     shapes. Returns the model. An embedding that is also the head is packed, too."""
     kernels = [module.kernel for _, module in nnx.iter_graph(model) if isinstance(module, Linear)]
-    if model.head is None:
+    if isinstance(model, Llama) and model.head is None:
         kernels.append(model.embedding)
     for kernel in kernels:
         value = kernel.get_value()

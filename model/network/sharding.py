@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding, 
 from jax.sharding import PartitionSpec as P
 
 from model.config import LlamaConfig
+from model.eagle_config import NUM_TAPS, EagleConfig
+from model.network.eagle import EagleHead
 from model.network.llama import Llama
 from model.quantization.forms import FourBit, Rounding, WeightForm
 
@@ -116,8 +118,29 @@ def abstract_model(
     if isinstance(quantization, FourBit):
         check_groups(config, quantization, num_shards)
     form = {"dtype": dtype, "num_shards": num_shards, "quantization": quantization, "rounding": rounding}
-    model = nnx.eval_shape(lambda: Llama(stored, rngs=nnx.Rngs(0), for_cpu=for_cpu, **form))
-    graphdef, state = nnx.split(model)
+    return _abstract(lambda: Llama(stored, rngs=nnx.Rngs(0), for_cpu=for_cpu, **form), mesh)
+
+
+def abstract_head(
+    config: EagleConfig,
+    *,
+    dtype: Any,
+    mesh: Mesh | AbstractMesh | None = None,
+    for_cpu: bool = False,
+    has_embedding: bool = False,
+) -> EagleHead:
+    """An EAGLE head, as `abstract_model` describes a model. Raises ValueError if it does not divide over the chips."""
+    num_shards = num_shards_of(mesh)
+    if (NUM_TAPS * config.model_width) % num_shards or config.draft_vocab_size % num_shards:
+        sizes = f"width {config.model_width} and draft_vocab_size {config.draft_vocab_size}"
+        raise ValueError(f"the {config.form} head does not divide over {num_shards=} chips: {sizes}")
+    stored = replace(config, layer=stored_config(config.layer, num_shards))
+    form = {"dtype": dtype, "num_shards": num_shards, "for_cpu": for_cpu, "has_embedding": has_embedding}
+    return _abstract(lambda: EagleHead(stored, rngs=nnx.Rngs(0), **form), mesh)
+
+
+def _abstract[M: nnx.Module](make: Callable[[], M], mesh: Mesh | AbstractMesh | None) -> M:
+    graphdef, state = nnx.split(nnx.eval_shape(make))
     placed = [(path, variable.replace(_placed(variable, mesh))) for path, variable in nnx.to_flat_state(state)]
     return nnx.merge(graphdef, nnx.from_flat_state(placed))
 

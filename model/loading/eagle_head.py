@@ -1,0 +1,247 @@
+"""Loads an EAGLE head from the folder of its public checkpoint: safetensors files, or `pytorch_model.bin`.
+
+The trainers' names differ: EAGLE calls the layer `layers.0`, EAGLE-3 `midlayer`, and some write `model.` before all
+names. Tables of a smaller draft vocabulary are `d2t`, what to add to a draft's number to get the model's token, and
+`t2d`, whether a token of the model can be drafted.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from model.eagle_config import NUM_TAPS, EagleConfig, EagleForm
+from model.inputs.words import shown
+from model.loading.checkpoint import Tensors
+from model.loading.hf_format import INDEX_FILE, SINGLE_FILE, Source
+from model.loading.tensor_files import DTYPES, files_in, opened, slice_of
+from model.loading.torch_file import read_torch_file
+from model.loading.weights import fill_each, join, random_values, read_source
+from model.network.eagle import EagleHead
+from model.network.sharding import abstract_head, num_shards_of
+
+TORCH_FILE = "pytorch_model.bin"
+EMBEDDING = "embed_tokens.weight"
+_TO_MODEL, _TO_DRAFT = "d2t", "t2d"
+_PREFIXES = re.compile(r"(model\.)?(midlayer\.|layers\.0\.)?")
+_IGNORED = re.compile(r"layer\.self_attn\.rotary_emb\.inv_freq")  # the config has it, too
+_ROWS_COMPARED = 4096  # of two embeddings at once; bounds the host's memory
+
+# Parameter -> the tensors that fill it, joined along the rows.
+_SOURCES: dict[str, tuple[Source, ...]] = {
+    "embedding": (Source(EMBEDDING),),
+    "fc.kernel": (Source("fc.weight"),),
+    "layer.embedding_norm.scale": (Source("layer.input_layernorm.weight"),),
+    "layer.feature_norm.scale": (Source("layer.hidden_norm.weight"),),
+    "layer.attention.qkv.kernel": (
+        Source("layer.self_attn.q_proj.weight"),
+        Source("layer.self_attn.k_proj.weight", is_kv=True),
+        Source("layer.self_attn.v_proj.weight", is_kv=True),
+    ),
+    "layer.attention.out.kernel": (Source("layer.self_attn.o_proj.weight"),),
+    "layer.mlp_norm.scale": (Source("layer.post_attention_layernorm.weight"),),
+    "layer.mlp.gate_up.kernel": (Source("layer.mlp.gate_proj.weight"), Source("layer.mlp.up_proj.weight")),
+    "layer.mlp.down.kernel": (Source("layer.mlp.down_proj.weight"),),
+    "norm.scale": (Source("norm.weight"),),
+    "head.kernel": (Source("lm_head.weight"),),
+}
+
+
+class HeadFiles:
+    """The tensors of a head, under the names of `_SOURCES`.
+
+    Raises:
+        ValueError, on entering: there are no files, a file cannot be read, or the tensors are not those of `config`:
+        each one that is missing, repeated, unexpected, mis-shaped or of an unreadable type is named.
+    """
+
+    def __init__(self, folder: Path, config: EagleConfig):
+        self._folder = folder
+        self._config = config
+        self._stack = ExitStack()
+        self._slices: dict[str, Any] = {}
+        self._names: dict[str, str] = {}  # as they are stored
+
+    def __enter__(self) -> Self:
+        try:
+            self._check([problem for name, value in self._stored() for problem in self._add(name, value)])
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._slices.clear()
+        self._stack.close()
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether the files hold an embedding."""
+        return EMBEDDING in self._slices
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The stored types of the weights, each type once."""
+        stored = {value.get_dtype() for key, value in self._slices.items() if key not in (_TO_MODEL, _TO_DRAFT)}
+        return tuple(sorted(DTYPES[name] for name in stored))
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return tuple(self._slices[key].get_shape())
+
+    def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
+        """The part of a tensor at `index`."""
+        return self._slices[key][index]
+
+    def tokens(self) -> np.ndarray:
+        """i32[draft_vocab_size]: the model's token of each draft token. ValueError if the tables contradict."""
+        count, vocab = self._config.draft_vocab_size, self._config.layer.vocab_size
+        tokens = np.arange(count, dtype=np.int64)
+        if _TO_MODEL in self._slices:
+            tokens = tokens + self._slices[_TO_MODEL][...].astype(np.int64)
+        if tokens.min() < 0 or tokens.max() >= vocab or len(np.unique(tokens)) != count:
+            raise ValueError(
+                f"{self._folder}: d2t does not give each of {count} drafts a token of its own below {vocab}"
+            )
+        if _TO_DRAFT in self._slices:
+            can_draft = self._slices[_TO_DRAFT][...] != 0
+            if can_draft.sum() != count or not can_draft[tokens].all():
+                raise ValueError(f"{self._folder}: t2d and d2t name different tokens")
+        return tokens.astype(np.int32)
+
+    def shares_embedding(self, model: Tensors, key: str) -> bool:
+        """Whether the embedding is a copy of the model's, the tensor `key`, up to the rounding of 16-bit types."""
+        if self.shape(EMBEDDING) != model.shape(key):
+            return False
+        for start in range(0, self.shape(EMBEDDING)[0], _ROWS_COMPARED):
+            rows = (slice(start, min(start + _ROWS_COMPARED, self.shape(EMBEDDING)[0])),)
+            own, other = self.read(EMBEDDING, rows).astype(np.float32), model.read(key, rows).astype(np.float32)
+            if not np.allclose(own, other, rtol=2**-7, atol=1e-6):
+                return False
+        return True
+
+    def _stored(self) -> list[tuple[str, Any]]:
+        has_safetensors = any((self._folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
+        if not has_safetensors and (self._folder / TORCH_FILE).is_file():
+            return list(read_torch_file(self._folder / TORCH_FILE).items())
+        found = []
+        for name in files_in(self._folder):
+            path = self._folder / name
+            file = self._stack.enter_context(opened(path))
+            found += [(key, slice_of(file, path, key)) for key in file.keys()]  # noqa: SIM118, not a mapping
+        return found
+
+    def _add(self, stored: str, value: Any) -> list[str]:
+        match = _PREFIXES.match(stored)
+        assert match is not None, "the pattern matches every text"
+        name = ("layer." if match[2] else "") + stored[match.end() :]
+        if _IGNORED.fullmatch(name):
+            return []
+        repeated = [f"{self._names[name]} and {stored} are the same tensor"] if name in self._names else []
+        self._names[name], self._slices[name] = stored, value
+        return repeated
+
+    def _check(self, problems: list[str]) -> None:
+        expected = expected_shapes(self._config)
+        optional = {EMBEDDING, _TO_DRAFT}
+        if self._config.draft_vocab_size == self._config.layer.vocab_size:
+            optional.add(_TO_MODEL)
+        missing = sorted(expected.keys() - optional - self._slices.keys())
+        extra = sorted(self._names[name] for name in self._slices.keys() - expected.keys())
+        problems += [f"missing: {', '.join(missing)}"] if missing else []
+        problems += [f"unexpected: {', '.join(map(shown, extra))}"] if extra else []
+        for name in sorted(expected.keys() & self._slices.keys()):
+            types = ("I64", "I32", "BOOL", "U8") if name in (_TO_MODEL, _TO_DRAFT) else tuple(DTYPES)
+            if self.shape(name) != expected[name]:
+                problems.append(f"{self._names[name]} has shape {self.shape(name)}, not {expected[name]}")
+            if self._slices[name].get_dtype() not in types:
+                has = self._slices[name].get_dtype()
+                problems.append(f"{self._names[name]} has type {has}, not one of {', '.join(types)}")
+        if problems:
+            raise ValueError(f"{self._folder} does not hold this {self._config.form} head: " + "; ".join(problems))
+
+
+def expected_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors that the files of a head may hold; all but the embedding and the tables must be there."""
+    layer, is_third = config.layer, config.form is EagleForm.EAGLE3
+    embed, mlp, vocab = layer.hidden_size, layer.intermediate_size, layer.vocab_size
+    queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    inputs = (1 + is_third) * embed
+    shapes: dict[str, tuple[int, ...]] = {
+        EMBEDDING: (vocab, embed),
+        "fc.weight": (embed, NUM_TAPS * config.model_width if is_third else 2 * embed),
+        "layer.self_attn.q_proj.weight": (queries, inputs),
+        "layer.self_attn.k_proj.weight": (keys, inputs),
+        "layer.self_attn.v_proj.weight": (keys, inputs),
+        "layer.self_attn.o_proj.weight": (embed, queries),
+        "layer.post_attention_layernorm.weight": (embed,),
+        "layer.mlp.gate_proj.weight": (mlp, embed),
+        "layer.mlp.up_proj.weight": (mlp, embed),
+        "layer.mlp.down_proj.weight": (embed, mlp),
+    }
+    if is_third:
+        norms = ("layer.input_layernorm.weight", "layer.hidden_norm.weight", "norm.weight")
+        shapes |= dict.fromkeys(norms, (embed,))
+        shapes |= {"lm_head.weight": (config.draft_vocab_size, embed)}
+        shapes |= {_TO_MODEL: (config.draft_vocab_size,), _TO_DRAFT: (vocab,)}
+    return shapes
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredHead:
+    """A head on disk that is checked against its configuration but not loaded yet."""
+
+    folder: Path
+    config: EagleConfig
+    dtypes: tuple[str, ...]
+    has_embedding: bool  # one of its own is loaded
+
+    def load(self, *, dtype: Any, mesh: Mesh | None = None, for_cpu: bool = False) -> EagleHead:
+        """The head on `mesh`, cast to `dtype`. Raises ValueError if the files are damaged."""
+        head = abstract_head(self.config, dtype=dtype, mesh=mesh, for_cpu=for_cpu, has_embedding=self.has_embedding)
+        with HeadFiles(self.folder, self.config) as files:
+            tables = _tables(files.tokens(), self.config)
+
+            def make(path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
+                if path in tables:
+                    return jax.device_put(tables[path], like.sharding)
+                parts, num_shards = _SOURCES[path], num_shards_of(mesh)
+                read = partial(read_source, files, config=self.config.layer, num_shards=num_shards)
+                raw = [read(part, sharding=like.sharding) for part in parts]
+                groups = num_shards if len(parts) > 1 else 1
+                return jax.block_until_ready(join(raw, groups=groups, dtype=like.dtype, sharding=like.sharding))
+
+            return fill_each(head, make)
+
+
+def random_head(
+    config: EagleConfig, *, dtype: Any, mesh: Mesh | None = None, for_cpu: bool = False, seed: int
+) -> EagleHead:
+    """A head of random weights, made on the chips. It drafts the first tokens of the vocabulary."""
+    head = abstract_head(config, dtype=dtype, mesh=mesh, for_cpu=for_cpu)
+    tables = _tables(np.arange(config.draft_vocab_size, dtype=np.int32), config)
+    seeds = np.random.default_rng(seed).integers(1 << 32, size=len(jax.tree.leaves(nnx.state(head))))
+    remaining = iter(seeds.astype(np.uint32))
+
+    def make(path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
+        if path in tables:
+            return jax.device_put(tables[path], like.sharding)
+        return random_values(next(remaining), likes=(like,))[0]
+
+    return fill_each(head, make, threads=1)
+
+
+def _tables(tokens: np.ndarray, config: EagleConfig) -> dict[str, np.ndarray]:
+    """The parameters of `EagleHead.vocabulary`, by path."""
+    to_draft = np.full(config.layer.vocab_size, -1, np.int32)
+    to_draft[tokens] = np.arange(len(tokens), dtype=np.int32)
+    return {"to_model": tokens, "to_draft": to_draft}

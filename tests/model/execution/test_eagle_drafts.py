@@ -1,0 +1,174 @@
+"""Drafts of EAGLE heads: the tokens are those without them, and each draft is that of a head that has read the whole
+text with the model's hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from batcher.slots import SlotLayout
+from batcher.step import PackedLayout, StepHandle, StepInput, Variant
+from model.eagle_config import EagleConfig, EagleForm
+from model.execution.memory_plan import RunnerConfig, memory_needs
+from model.execution.runner import ModelRunner
+from model.loading.eagle_head import random_head
+from model.loading.weights import random_weights
+from model.network.eagle import EagleHead
+from model.network.llama import Llama
+from model.network.sharding import make_mesh
+from tests.model.dense_attention import causal_attention
+from tests.model.driver import TINY, paged_attention, tiny_model
+from tests.model.execution.test_draft_model import LIMITS
+from tests.model.execution.test_speculative_step import DRAFTS, FEW, KINDS, PLAIN, requests, scores_of, tokens_of
+from tests.model.execution.test_speculative_step import serve as serve_with_cost
+
+serve = partial(serve_with_cost, draft_cost=1e-6)  # drafts are taken even if few of them are right
+TWO = FEW[:2]
+FORMS = {
+    "eagle": EagleConfig(
+        form=EagleForm.EAGLE, layer=replace(TINY, num_layers=1), model_width=32, draft_vocab_size=199, taps=()
+    ),
+    "eagle3": EagleConfig(
+        form=EagleForm.EAGLE3, layer=replace(TINY, num_layers=1), model_width=32, draft_vocab_size=90, taps=(0, 1, 2)
+    ),
+}
+
+
+def head(form: str, *, seed: int = 5, mesh=None, config: EagleConfig | None = None) -> EagleHead:
+    """Random weights. That of EAGLE-3 drafts the first 90 of the model's tokens, which are all of FEW but the last."""
+    head = random_head(config or FORMS[form], dtype=jnp.float32, seed=seed, mesh=mesh)
+    nnx.update(head, jax.tree.map(lambda x: x * 10 if x.ndim == 2 else x, nnx.state(head)))
+    return head
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def runner(request) -> ModelRunner:
+    config = RunnerConfig(**LIMITS, draft_pass_tokens=16)
+    runner = ModelRunner(tiny_model(), paged_attention(), config, draft=(head(request.param), paged_attention()))
+    runner.warm_up([b for b in DRAFTS.buckets() if not b.variant.scores], lambda line: None)
+    runner.form = request.param
+    return runner
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_are_those_without_drafts(runner, kind) -> None:
+    asked = requests(KINDS[kind])
+    expected, _ = serve(runner, PLAIN, asked)
+    found, drafted = serve(runner, DRAFTS, asked)
+    for name, outputs in expected.items():
+        assert tokens_of(found[name]) == tokens_of(outputs)
+        assert found[name][-1].finish_reason == outputs[-1].finish_reason
+        np.testing.assert_allclose(scores_of(found[name]), scores_of(outputs), atol=2e-4)
+    assert drafted.speculation.num_draft_tokens > 0
+
+
+def test_preempted_requests_and_shared_prefixes_leave_the_outputs_as_they_are(runner) -> None:
+    asked = requests([{"temperature": 1.0, "allowed_token_ids": FEW}] * 6, prompt_len=30, max_tokens=60)
+    asked.append(replace(asked[0], request_id="the same prompt"))
+    expected, _ = serve(runner, PLAIN, asked)
+    found, stats = serve(runner, DRAFTS, asked, preempts_every=7)
+    assert stats.num_preemptions > 3
+    assert stats.prefix_cache_hits > 0
+    assert stats.speculation.num_accepted_tokens > 0
+    for name, outputs in expected.items():
+        assert tokens_of(found[name]) == tokens_of(outputs)
+
+
+class Reader:
+    """A head that reads a whole text at once, with the hidden states of one pass of the model."""
+
+    def __init__(self, model: Llama, head: EagleHead, text: list[int]) -> None:
+        self.head, self.model, self.text = head, model, jnp.array(text)
+        positions = jnp.arange(len(text))
+        nothing = [None] * model.config.num_layers
+        hidden, _, tapped = model.run(self.text, positions, nothing, causal_attention(), head.eagle.taps)
+        self.features = head.features(hidden, tapped)
+        self.run = nnx.jit(lambda head, model, *inputs: head(model, *inputs, None, causal_attention())[0])
+
+    def drafts(self, past: int, count: int) -> list[int]:
+        """Those after the token at `past`, each the likelier of TWO."""
+        size = len(self.text) + count  # one shape for all steps
+        read = jnp.zeros(size, jnp.int32).at[:past].set(self.text[1 : past + 1])
+        features = jnp.zeros((size, self.features.shape[1])).at[:past].set(self.features[:past])
+        drafts: list[int] = []
+        for i in range(count):
+            out = self.run(self.head, self.model, read, jnp.arange(size), features)[past - 1 + i]
+            logits = self.head.logits(self.model, out[None])
+            if self.head.vocabulary is not None:
+                logits = self.head.vocabulary.spread(logits)
+            drafts.append(max(TWO, key=lambda token: float(logits[0, token])))
+            read = read.at[past + i].set(drafts[-1])
+            features = features.at[past + i].set(out)
+        return drafts
+
+
+@pytest.mark.parametrize("preempts_every", [None, 5])
+def test_each_draft_is_that_of_a_head_that_has_read_the_whole_text(runner, preempts_every, monkeypatch) -> None:
+    """A prompt in two chunks, rows over many pages, and requests computed again from a cached prefix. The drafts are in
+    the pages' text, right or wrong."""
+    execute, page_size, steps = runner.execute, 8, []
+
+    def spy(step: StepInput) -> StepHandle:
+        if not step.bucket.num_drafts:
+            return execute(step)
+        slot = step.packed[PackedLayout(step.bucket).sections()["slots"]][0]
+        past = int(np.asarray(runner._state.slots)[slot, SlotLayout.KV_LEN])
+        handle = execute(step)
+        output, text = handle.result(), np.asarray(runner._state.text)
+        pages = np.asarray(runner._state.slots)[slot, SlotLayout.PAGE_TABLE :]
+        places = past + 1 + np.arange(output.num_drafts[0])
+        drafts = text[pages[places // page_size], places % page_size]
+        steps.append((past, drafts.tolist(), int(output.num_accepted[0])))
+        return handle
+
+    asked = requests([{"allowed_token_ids": TWO}], prompt_len=30, max_tokens=60)
+    monkeypatch.setattr(runner, "execute", spy)
+    found, stats = serve(runner, DRAFTS, asked, preempts_every=preempts_every)
+    text = [*asked[0].prompt, *tokens_of(found["0"])]
+    reader = Reader(tiny_model(), head(runner.form), text)
+    within = [step for step in steps if step[0] < len(text)]  # not of steps that began behind the end
+    for past, drafts, _ in within:
+        assert drafts == reader.drafts(past, len(drafts))
+    accepted = {num_accepted for *_, num_accepted in within}
+    assert min(accepted) == 0 < max(accepted)
+    assert preempts_every is None or stats.num_preemptions > 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_head_is_split_over_the_chips_as_the_model_is(form) -> None:
+    """Two chips, and one KV head of the head, which each of them has."""
+    mesh, layer = make_mesh(2), replace(TINY, vocab_size=200)
+    model = random_weights(layer, dtype=jnp.float32, mesh=mesh)
+    nnx.update(model, jax.tree.map(lambda x: x * 10 if x.ndim == 2 else x, nnx.state(model)))
+    sizes = {"layer": replace(layer, num_layers=1, num_kv_heads=1)}
+    if form == "eagle":
+        sizes["draft_vocab_size"] = 200
+    split = head(form, mesh=mesh, config=replace(FORMS[form], **sizes))
+    attention, own = paged_attention(layer, mesh=mesh), paged_attention(split.config, mesh=mesh)
+    runner = ModelRunner(model, attention, RunnerConfig(**LIMITS, draft_pass_tokens=16), draft=(split, own))
+    decodes = [bucket for bucket in DRAFTS.buckets() if bucket.variant is Variant.GREEDY]
+    prefill = DRAFTS.choose(24, 4, decode_only=False, variant=Variant.GREEDY)
+    runner.warm_up([*decodes, prefill], lambda line: None)
+    assert runner._state.draft.features.sharding.shard_shape((1, 8, 32)) == (1, 8, 16)
+    asked = requests(KINDS["greedy"])
+    expected, _ = serve(runner, PLAIN, asked)
+    found, stats = serve(runner, DRAFTS, asked)
+    for name, outputs in expected.items():
+        assert tokens_of(found[name]) == tokens_of(outputs)
+    assert stats.speculation.num_draft_tokens > 0
+
+
+def test_the_memory_plan_counts_the_head_its_pages_and_the_features() -> None:
+    model, attention, limits = tiny_model(), paged_attention(), RunnerConfig(**LIMITS)
+    alone = memory_needs(model, attention, limits)
+    both = memory_needs(model, attention, limits, (head("eagle3"), attention))
+    page_size = attention.spec.page_size
+    own = alone.page // TINY.num_layers
+    assert both.page == alone.page + own + 4 * page_size + 4 + 4 * 32 * page_size
+    assert both.weights - alone.weights == sum(x.nbytes for x in jax.tree.leaves(nnx.state(head("eagle3"))))
