@@ -224,10 +224,16 @@ class StoredHead:
 
 
 def random_head(
-    config: EagleConfig, *, dtype: Any, mesh: Mesh | None = None, for_cpu: bool = False, seed: int
+    config: EagleConfig,
+    *,
+    dtype: Any,
+    mesh: Mesh | None = None,
+    for_cpu: bool = False,
+    has_embedding: bool = False,
+    seed: int,
 ) -> EagleHead:
     """A head of random weights, made on the chips. It drafts the first tokens of the vocabulary."""
-    head = abstract_head(config, dtype=dtype, mesh=mesh, for_cpu=for_cpu)
+    head = abstract_head(config, dtype=dtype, mesh=mesh, for_cpu=for_cpu, has_embedding=has_embedding)
     tables = _tables(np.arange(config.draft_vocab_size, dtype=np.int32), config)
     seeds = np.random.default_rng(seed).integers(1 << 32, size=len(jax.tree.leaves(nnx.state(head))))
     remaining = iter(seeds.astype(np.uint32))

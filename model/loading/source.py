@@ -32,6 +32,7 @@ _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 _WEIGHT_FILES = ["*.safetensors"]
 # Some repositories hold the same weights in the trainer's form, too.
 _NEEDLESS_FILES = ["*/*", "consolidated*"]
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class Kind(StrEnum):
@@ -91,6 +92,28 @@ def resolve(name: str, *, revision: str | None = None, weights: bool = True) -> 
     return ModelSource(name=name, kind=kind, config=config, eos_token_ids=_end_ids(folder, config), path=folder)
 
 
+def head_folder(name: str, *, weights: bool = True) -> Path:
+    """The folder of an EAGLE head; one on the hub is downloaded first.
+
+    Args:
+        name: a folder, or a hub name such as "org/head".
+        weights: False downloads the small files only.
+
+    Raises:
+        ValueError: there is no such folder, or the hub cannot be reached.
+    """
+    check_local(name, "head")
+    path = expanded(name, "head")
+    if path.is_dir():
+        return path
+    if not _HUB_NAME.fullmatch(name):
+        raise ValueError(f"no head {name!r}: it can be a folder or a hub name (org/head)")
+    folder = _download(name, None, _SMALL_FILES + (_WEIGHT_FILES if weights else []))
+    if weights and not any(folder.glob("*.safetensors")):
+        folder = _download(name, None, [*_SMALL_FILES, "pytorch_model.bin"])
+    return folder
+
+
 def _kind(name: str) -> Kind:
     if name == DEMO:
         return Kind.DEMO
@@ -105,7 +128,7 @@ def _kind(name: str) -> Kind:
         if not (path / "config.json").exists():
             raise ValueError(f"the folder {name} has no config.json{_instead(path)}")
         return Kind.FOLDER
-    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
+    if _HUB_NAME.fullmatch(name):
         return Kind.HUB
     raise ValueError(
         f"no model {name!r}: it can be {DEMO!r}, a folder, a GGUF file, a hub name (org/model), "

@@ -1,45 +1,58 @@
-"""The draft model of `--speculative-config`: found, and checked against the model that verifies its drafts."""
+"""The draft model or head of `--speculative-config`: found, and checked against the model that verifies its drafts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from model.config import LlamaConfig
+from model.eagle_config import EagleConfig, EagleForm
 from model.loading.source import DEMO_FOLDER, Kind, ModelSource
+from scripts.wiring.head import ChosenHead, choose_head
 from scripts.wiring.limits import LEAST_DRAFT_COST
 from scripts.wiring.settings import EngineSettings
 from scripts.wiring.speculation import FLAG
 from scripts.wiring.weights import ChosenWeights, choose_weights
-
-if TYPE_CHECKING:
-    from model.config import LlamaConfig
 
 DEMO_DRAFT = DEMO_FOLDER / "draft"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenDraft:
-    """A draft model that is found and checked, but not loaded yet."""
+    """A draft model or head that is found and checked, but not loaded yet."""
 
-    weights: ChosenWeights
+    weights: ChosenWeights | ChosenHead
     settings: EngineSettings  # with which it is placed on the chips
+
+    @property
+    def network(self) -> LlamaConfig | EagleConfig:
+        """The sizes of all that it multiplies."""
+        return self.weights.eagle if isinstance(self.weights, ChosenHead) else self.weights.config
 
 
 def choose_draft(
     settings: EngineSettings, model: ChosenWeights, platform: str, max_model_len: int
 ) -> ChosenDraft | None:
-    """The draft model; None if drafts are not a model's. Its weights are kept in the model's type or in 8 bits, as they
-    are stored, and its K/V in the type of the computation.
+    """The draft model or head; None if drafts are looked up. The weights of a draft model are kept in the model's type
+    or in 8 bits, as they are stored, those of a head in the model's type. K/V have the type of the computation.
 
     Args:
         model: the model that verifies the drafts.
 
     Raises:
-        ValueError: none is named, it cannot be used, or has other tokens than the model, or a shorter context.
+        ValueError: none is named, it cannot be used, or has other tokens than the model. A draft model with a shorter
+            context is refused, too; of a head, the report says so.
     """
-    if settings.speculation is None or not settings.speculation.has_draft_model:
+    if settings.speculation is None or settings.speculation.looks_up:
         return None
     name = settings.speculation.model
+    if settings.speculation.has_head:
+        assert name is not None, "the config of a head names it"
+        try:
+            head = choose_head(name, settings.speculation.method, settings, model, max_model_len)
+        except ValueError as error:
+            raise ValueError(f"{FLAG}: {error}") from error
+        own = replace(settings, speculative_config=None, quantization=None, kv_cache_dtype="auto")
+        return ChosenDraft(weights=head, settings=own)
     if name is None and model.source.kind is not Kind.DEMO:
         raise ValueError(f'{FLAG}: add a "model", the draft model: only the demo has one of its own')
     own = replace(
@@ -67,16 +80,22 @@ def choose_draft(
     return ChosenDraft(weights=draft, settings=own)
 
 
-def draft_cost(draft: LlamaConfig, model: LlamaConfig, platform: str) -> float:
-    """The time of a pass of the draft model, in passes of the model: the share of the weights that are multiplied, or
-    the platform's least."""
+def draft_cost(draft: LlamaConfig | EagleConfig, model: LlamaConfig, platform: str) -> float:
+    """The time of a pass of the draft model or head, in passes of the model: the share of the weights that are
+    multiplied, or the platform's least."""
     return max(_num_multiplied(draft) / _num_multiplied(model), LEAST_DRAFT_COST[platform])
 
 
-def _num_multiplied(config: LlamaConfig) -> int:
-    attention = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
-    of_layer = config.hidden_size * (attention + 3 * config.intermediate_size)
-    return config.num_layers * of_layer + config.vocab_size * config.hidden_size
+def _num_multiplied(network: LlamaConfig | EagleConfig) -> int:
+    config = network if isinstance(network, LlamaConfig) else network.layer
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    of_layer = config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size)
+    if isinstance(network, LlamaConfig):
+        return config.num_layers * of_layer + config.vocab_size * config.hidden_size
+    of_head = network.draft_vocab_size * config.hidden_size
+    if network.form is EagleForm.EAGLE:
+        return of_layer + of_head + 2 * config.hidden_size**2
+    return of_layer + of_head + config.hidden_size * (queries + 2 * keys)  # the inputs of attention are twice as wide
 
 
 def _check_same_tokens(draft: ModelSource, model: ModelSource, vocab_size: int) -> None:

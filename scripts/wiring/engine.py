@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from batcher.buckets import BucketLadder
 from batcher.config import EngineConfig, Scheduling
@@ -22,6 +22,7 @@ from scripts.wiring.changeable import ChangeableEngine
 from scripts.wiring.choices import choose_later_programs, choose_model_len, choose_step_timeout
 from scripts.wiring.device import compile_cache_folder, export_cache_folder, find_device, start_jax
 from scripts.wiring.draft import ChosenDraft, choose_draft, draft_cost
+from scripts.wiring.head import ChosenHead
 from scripts.wiring.limits import WEIGHTS_COST_TOKENS, bucket_config, long_prompts, runner_config
 from scripts.wiring.load import Report, load, phase
 from scripts.wiring.model_on_chips import ModelOnChips
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from model.execution.memory_plan import RunnerConfig
     from model.execution.runner import ModelRunner
+    from model.network.eagle import EagleHead
     from model.network.llama import Llama
     from pallas_kernels.api import PagedAttention
     from server.text.tokenizer import Tokenizer
@@ -53,7 +55,7 @@ class Built:
     settings: EngineSettings
     step_timeout_s: float | None  # None: a step may take any time
     weights_cost_tokens: float  # see `limits`
-    draft_cost: float  # of a pass of the draft model, as a share of the model's; 0: there is none
+    draft_cost: float  # of a pass of the draft model or head, as a share of the model's; 0: there is none
     info: EngineInfo
     weights: ChosenWeights
     platform: str
@@ -207,7 +209,10 @@ def build_runner(
     limits = runner_config(settings, buckets, max_model_len)
 
     def on_chips(number: int) -> ModelOnChips:
-        of_draft = None if draft is None else _on_chips(draft.weights, number, draft.settings, limits, platform)
+        of_draft = None
+        if draft is not None:
+            plan = draft.weights.plan if isinstance(draft.weights, ChosenHead) else None
+            of_draft = _on_chips(draft.weights, number, draft.settings, limits, platform, plan=plan)
         return _on_chips(weights, number, settings, limits, platform, draft=of_draft)
 
     num_chips = choose_num_chips(
@@ -264,7 +269,7 @@ def build_runner(
         settings=settings,
         step_timeout_s=choose_step_timeout(settings.step_timeout, platform),
         weights_cost_tokens=WEIGHTS_COST_TOKENS[platform],
-        draft_cost=0.0 if draft is None else draft_cost(draft.weights.config, weights.config, platform),
+        draft_cost=0.0 if draft is None else draft_cost(draft.network, weights.config, platform),
         info=EngineInfo(
             max_model_len=max_model_len,
             vocab_size=weights.config.vocab_size,
@@ -283,12 +288,13 @@ def build_runner(
 
 
 def _on_chips(
-    weights: ChosenWeights,
+    weights: ChosenWeights | ChosenHead,
     num_chips: int,
     settings: EngineSettings,
     limits: RunnerConfig,
     platform: str,
     draft: ModelOnChips | None = None,
+    plan: Callable[[Mapping[str, Any]], EagleHead] | None = None,
 ) -> ModelOnChips:
     return ModelOnChips(
         weights.config,
@@ -300,14 +306,15 @@ def _on_chips(
         rounding=weights.rounding,
         platform=platform,
         draft=draft,
+        plan=plan,
     )
 
 
 def _planned_draft(
     chips: ModelOnChips, backends: Backends, attention: PagedAttention
-) -> tuple[Llama, PagedAttention] | None:
-    """The draft model without weights, and its attention over the model's backend. Raises ValueError if that backend
-    cannot compute it."""
+) -> tuple[Llama | EagleHead, PagedAttention] | None:
+    """The draft model or head without weights, and its attention over the model's backend. Raises ValueError if that
+    backend cannot compute it."""
     if chips.draft is None:
         return None
     own = chips.draft.attention(backends.make, attention.backend)
@@ -320,7 +327,7 @@ def _make_runner(
     attention: PagedAttention,
     limits: RunnerConfig,
     folders: Folders,
-    draft: tuple[Llama, PagedAttention] | None,
+    draft: tuple[Llama | EagleHead, PagedAttention] | None,
 ) -> ModelRunner:
     """A runner without weights. Raises ValueError if its programs cannot be exported."""
     from model.execution.runner import ModelRunner
@@ -343,7 +350,7 @@ def _facts(
 
     return {
         "the model's config": str(weights.config),
-        "the draft model": str(draft and (draft.weights.config, draft.weights.quantization, draft.weights.rounding)),
+        "the draft model": str(draft and (draft.network, draft.weights.quantization, draft.weights.rounding)),
         "the attention": f"{attention.backend} {attention.spec}",
         "the quantization": str((weights.quantization, weights.rounding)),
         "the shapes of the steps": str(ladder.buckets()),

@@ -48,8 +48,8 @@ _DEFAULTS = {
 # - Chips: bytes of a weight x FLOP/s / (2 x bytes/s). In bfloat16 that is 153 (A100) to 560 (v6e); with weights in 8
 #   bits it is half of that.
 WEIGHTS_COST_TOKENS = {"cpu": 8.0, "gpu": 75.0, "tpu": 75.0}
-# The least time of a pass of a draft model, in passes of the model. On a CPU the demo's draft model, with an eighth of
-# the weights, takes 0.05 of 0.26 ms for one row and 0.13 of 0.36 ms for four: its operations are small.
+# The least time of a pass of a draft model or head, in passes of the model. On a CPU the demo's draft model, with an
+# eighth of the weights, takes 0.05 of 0.26 ms for one row and 0.13 of 0.36 ms for four: its operations are small.
 LEAST_DRAFT_COST = {"cpu": 0.2, "gpu": 0.0, "tpu": 0.0}
 # Rows of the largest program with several steps: with more rows, a step takes longer than the host's work.
 _MULTI_STEP_ROWS = {"cpu": 8, "gpu": 64, "tpu": 64}
@@ -100,7 +100,7 @@ def runner_config(settings: EngineSettings, buckets: BucketConfig, max_model_len
     from model.execution.prompt_lookup import PromptLookup
 
     lookup = None
-    if settings.speculation is not None and not settings.speculation.has_draft_model:
+    if settings.speculation is not None and settings.speculation.looks_up:
         least, most = settings.speculation.lookup
         lookup = PromptLookup(min_tokens=least, max_tokens=most)
     return RunnerConfig(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from batcher.buckets import BucketConfig
 from scripts.wiring.choices import choose_kv_dtype
 from scripts.wiring.draft import ChosenDraft
+from scripts.wiring.head import ChosenHead
 from scripts.wiring.kv_scales import find_kv_scales
 from scripts.wiring.model_on_chips import ModelOnChips
 from scripts.wiring.settings import EngineSettings
@@ -17,6 +18,7 @@ from scripts.wiring.weights import ChosenWeights
 
 if TYPE_CHECKING:
     from model.execution.runner import ModelRunner
+    from model.network.eagle import EagleHead
     from model.network.llama import Llama
     from pallas_kernels.api import PagedAttention
 
@@ -64,7 +66,7 @@ def load(
             say(f"{buckets.num_drafts} drafts a row in steps of up to {buckets.max_draft_rows} rows")
 
 
-def _load_one(weights: ChosenWeights, chips: ModelOnChips, attention: PagedAttention, say: Report) -> Llama:
+def _load_one(weights: ChosenWeights | ChosenHead, chips: ModelOnChips, attention: PagedAttention, say: Report) -> Any:
     model = weights.load(chips.form)
     chips.pack_for(attention.backend, model)
     size, *others = weights.remarks()
@@ -74,7 +76,7 @@ def _load_one(weights: ChosenWeights, chips: ModelOnChips, attention: PagedAtten
     return model
 
 
-def _size_of(model: Llama) -> int:
+def _size_of(model: Llama | EagleHead) -> int:
     import jax
     from flax import nnx
 

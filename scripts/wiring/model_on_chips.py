@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from scripts.wiring.settings import EngineSettings
 if TYPE_CHECKING:
     from model.config import LlamaConfig
     from model.execution.memory_plan import RunnerConfig
+    from model.network.eagle import EagleHead
     from model.network.llama import Llama
     from model.quantization.forms import Rounding, WeightForm
     from pallas_kernels.api import PagedAttention
@@ -26,7 +27,8 @@ class ModelOnChips:
     Args:
         config: the checkpoint's own.
         limits: of the engine.
-        draft: the draft model on the same chips; None: there is none.
+        draft: the draft model or head on the same chips; None: there is none.
+        plan: describes the network in the form of these chips, if it is not a Llama of `config`.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class ModelOnChips:
         rounding: Rounding | None,
         platform: str,
         draft: ModelOnChips | None = None,
+        plan: Callable[[Mapping[str, Any]], EagleHead] | None = None,
     ) -> None:
         from model.network.sharding import abstract_model, make_mesh
 
@@ -53,7 +56,7 @@ class ModelOnChips:
             "dtype": dtype, "mesh": self.mesh, "quantization": quantization, "rounding": rounding,
             "for_cpu": for_cpu,
         }  # fmt: skip
-        self.planned = abstract_model(config, **self.form)
+        self.planned: Any = abstract_model(config, **self.form) if plan is None else plan(self.form)
         self.config = self.planned.config  # with KV heads repeated if there are more chips than heads
         self._settings = settings
         self._limits = limits
@@ -68,7 +71,7 @@ class ModelOnChips:
         config = replace(self.config, num_heads=heads[0], num_kv_heads=heads[1])
         return self._attention(make, backend, config, None)
 
-    def pack_for(self, backend: Backend, model: Llama) -> None:
+    def pack_for(self, backend: Backend, model: Llama | EagleHead) -> None:
         """Packs the model's weights in place if the backend's C code multiplies them."""
         from model.network.packed import pack
 

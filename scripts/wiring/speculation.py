@@ -9,9 +9,9 @@ import msgspec
 
 FLAG = "--speculative-config"
 _NGRAM, _DRAFT_MODEL = "ngram", "draft_model"
+_HEADS = ("eagle", "eagle3")
+_METHODS = (_NGRAM, _DRAFT_MODEL, *_HEADS)
 _NOT_HERE = {
-    "eagle": "EAGLE heads are not read yet",
-    "eagle3": "EAGLE heads are not read yet",
     "medusa": "Medusa heads are not read",
     "mlp_speculator": "MLP speculators are not read",
     "mtp": "Llama 3 has no layers that predict several tokens",
@@ -26,19 +26,24 @@ _LookupLength = Annotated[int, msgspec.Meta(ge=1, le=32)]
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Drafts from the request's own text, or of a second model. Of `prompt_lookup_max` and `prompt_lookup_min`, one
-    alone stands for both."""
+    """Drafts from the request's own text, of a second model, or of a head on the model's hidden states. Of
+    `prompt_lookup_max` and `prompt_lookup_min`, one alone stands for both."""
 
     method: str
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=15)]
-    model: str | None = None  # of the drafts; None: the demo's own
+    model: str | None = None  # of the drafts, or the head; None: the demo's own draft model
     prompt_lookup_max: _LookupLength | None = None
     prompt_lookup_min: _LookupLength | None = None
 
     @property
-    def has_draft_model(self) -> bool:
-        """Whether the drafts are a model's."""
-        return self.method == _DRAFT_MODEL
+    def looks_up(self) -> bool:
+        """Whether the drafts are from the request's own text; otherwise they are a draft model's or a head's."""
+        return self.method == _NGRAM
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the drafts are a head's."""
+        return self.method in _HEADS
 
     @property
     def lookup(self) -> tuple[int, int]:
@@ -59,10 +64,10 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not isinstance(fields, dict):
             raise ValueError(f"{FLAG} is a JSON object {example}, not {value!r}")
         method = fields.get("method")
-        there_are = f'"{_NGRAM}" and "{_DRAFT_MODEL}"'
+        there_are = ", ".join(f'"{known}"' for known in _METHODS)
         if isinstance(method, str) and method in _NOT_HERE:
             raise ValueError(f'{FLAG}: method "{method}" is not supported: {_NOT_HERE[method]}; there are {there_are}')
-        if method not in (_NGRAM, _DRAFT_MODEL):
+        if method not in _METHODS:
             said = "has no method" if method is None else f"has the unknown method {method!r}"
             raise ValueError(f"{FLAG} {said}; there are {there_are}, {example}")
         if unknown := sorted(fields.keys() - set(cls.__struct_fields__)):
@@ -73,12 +78,14 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
             config = msgspec.convert(fields, cls)
         except msgspec.ValidationError as error:
             raise ValueError(f"{FLAG}: {error}") from error
-        if config.has_draft_model and {"prompt_lookup_max", "prompt_lookup_min"} & fields.keys():
+        if not config.looks_up and {"prompt_lookup_max", "prompt_lookup_min"} & fields.keys():
             raise ValueError(
                 f'{FLAG}: prompt_lookup_min and prompt_lookup_max are for "{_NGRAM}": nothing is looked up'
             )
-        if not config.has_draft_model and config.model is not None:
-            raise ValueError(f'{FLAG}: "{_NGRAM}" has no model: "model" is for "{_DRAFT_MODEL}"')
+        if config.looks_up and config.model is not None:
+            raise ValueError(f'{FLAG}: "{_NGRAM}" has no model: "model" is for the other methods')
+        if config.has_head and config.model is None:
+            raise ValueError(f'{FLAG}: add a "model", the folder of the {method} head')
         least, most = config.lookup
         if least > most:
             raise ValueError(f"{FLAG}: prompt_lookup_min {least} is more than prompt_lookup_max {most}")

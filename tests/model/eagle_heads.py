@@ -13,6 +13,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from model.config import LlamaConfig
+from model.eagle_config import EagleConfig, EagleForm
+from model.loading.eagle_head import expected_shapes
 from tests.model import driver
 from tests.model.goldens import make_eagle
 
@@ -43,3 +45,25 @@ def written(folder: Path, variant: str) -> Path:
 
 def model_config(**changes: Any) -> LlamaConfig:
     return replace(MODEL, **changes)
+
+
+def random_for(folder: Path, form: EagleForm, model: Path, **changes: Any) -> Path:
+    """A head of random weights for the model in a folder, with half of its tokens for EAGLE-3."""
+    raw = json.loads((model / "config.json").read_text())
+    raw |= {"num_hidden_layers": 1, "tie_word_embeddings": False}
+    if form is EagleForm.EAGLE3:
+        raw |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": raw["vocab_size"] // 2}
+    raw |= changes
+    config, rng = EagleConfig.from_hf(raw, form, LlamaConfig.from_file(model)), np.random.default_rng(0)
+    tensors: dict[str, np.ndarray] = {}
+    for name, shape in expected_shapes(config).items():
+        if name in ("d2t", "t2d", "embed_tokens.weight"):
+            continue
+        stored = name.replace("layer.", "midlayer." if form is EagleForm.EAGLE3 else "layers.0.", 1)
+        value = np.ones(shape) if len(shape) == 1 else rng.normal(size=shape) * shape[-1] ** -0.5
+        tensors[stored if name.startswith("layer.") else name] = value.astype(np.float16)
+    if form is EagleForm.EAGLE3:
+        drafted = np.sort(rng.permutation(raw["vocab_size"])[: config.draft_vocab_size])
+        tensors["d2t"] = (drafted - np.arange(len(drafted))).astype(np.int64)
+        tensors["t2d"] = np.isin(np.arange(raw["vocab_size"]), drafted)
+    return write(folder, raw, tensors)

@@ -38,10 +38,11 @@ def test_the_json_is_vllms(fields, lookup):
         ({"model": "[ngram]", "num_speculative_tokens": 3}, "has no method"),
         ({"method": "magic"}, "unknown method 'magic'"),
         ({"method": ["ngram"]}, "unknown method"),
-        ({"method": "eagle3", "model": "a/b", "num_speculative_tokens": 3}, "EAGLE heads are not read yet"),
+        ({"method": "eagle3", "num_speculative_tokens": 3}, 'add a "model", the folder of the eagle3 head'),
+        ({"method": "eagle", "model": "a/b", "prompt_lookup_min": 2, "num_speculative_tokens": 3}, "prompt_lookup"),
         ({"method": "medusa"}, "Medusa"),
         ({"method": "draft_model"}, "num_speculative_tokens"),
-        (NGRAM | {"model": "a/b"}, '"model" is for "draft_model"'),
+        (NGRAM | {"model": "a/b"}, '"model" is for the other methods'),
         (NGRAM | {"method": "draft_model", "prompt_lookup_max": 3}, "prompt_lookup"),
         ({"method": "ngram"}, "num_speculative_tokens"),
         (NGRAM | {"draft_tensor_parallel_size": 2}, "unknown fields draft_tensor_parallel_size"),
@@ -89,6 +90,8 @@ def test_the_memory_plan_counts_the_text_and_the_logits_of_the_drafts():
     limits = runner_config(settings, bucket_config(settings, "cpu"), 64)
     assert (limits.lookup.min_tokens, limits.lookup.max_tokens, limits.max_drawn) == (2, 4, 8)
     assert limits.draft_pass_tokens == 16  # those of a step, where a CPU has 64 and a chip 256
+    head = EngineSettings(speculative_config=NGRAM | {"method": "eagle3", "model": "a/b"})
+    assert runner_config(head, bucket_config(head, "cpu"), 64).lookup is None
     plain = EngineSettings(max_num_seqs=2)
     assert runner_config(plain, bucket_config(plain, "cpu"), 64).lookup is None
     assert SpeculativeConfig.parse(NGRAM) == settings.speculation
