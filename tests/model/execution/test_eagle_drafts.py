@@ -141,7 +141,7 @@ def test_each_draft_is_that_of_a_head_that_has_read_the_whole_text(runner, among
         accepted = {num_accepted for *_, num_accepted in within}
         assert min(accepted) == 0 < max(accepted)
     else:
-        assert len({token for _, drafts, _ in within for token in drafts}) > 10
+        assert len({token for _, drafts, _ in within for token in drafts}) > 4
     assert preempts_every is None or stats.num_preemptions > 2
 
 
