@@ -24,14 +24,13 @@ from model.execution.step import (
     DeviceState,
     KvScales,
     OutputLayout,
-    all_finite,
     apply_patches,
     draw,
     forward,
     named,
 )
 from model.network.llama import Llama
-from model.sampling import sampling
+from model.sampling.greedy import all_finite, greedy_and_finite
 from model.sampling.vocab_split import VocabSplit
 from pallas_kernels.api import PagedAttention
 
@@ -64,14 +63,15 @@ def make_multi_step(
             logits = model.logits(hidden)  # f32[S, V]
             history, found = state.history, {}
             if bucket.variant is Variant.GREEDY:
-                drawn = sampling.greedy(logits)
+                drawn, is_finite = greedy_and_finite(logits)
             else:
+                is_finite = all_finite(logits)
                 drawn, logprobs, history = draw(vocabulary, logits, history, state.masks, rows)
                 found = named("", logprobs)
             slots = advance(state.slots, rows, drawn, rows.kv_lens)
             written = {
                 name: lax.dynamic_update_index_in_dim(outputs[name], x, number, axis=1)
-                for name, x in ({"tokens": drawn, "finite": all_finite(logits).astype(jnp.int32)} | found).items()
+                for name, x in ({"tokens": drawn, "finite": is_finite.astype(jnp.int32)} | found).items()
             }
             return replace(state, slots=slots, history=history, kv=kv), written
 

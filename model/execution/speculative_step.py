@@ -27,10 +27,11 @@ from model.execution.draft_pages import DraftPages
 from model.execution.drafter import NO_TOKEN, Drafter, Draw
 from model.execution.prompt_lookup import PromptLookup, propose
 from model.execution.rows import StepRows, advance, ragged_batch, step_rows
-from model.execution.step import DeviceState, KvScales, OutputLayout, all_finite, apply_patches, named, run_model
+from model.execution.step import DeviceState, KvScales, OutputLayout, apply_patches, named, run_model
 from model.network.eagle import DraftVocabulary
 from model.network.llama import Llama
 from model.sampling import sampling
+from model.sampling.greedy import all_finite, greedy, greedy_and_finite
 from model.sampling.logprobs import Logprobs, logprobs
 from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabShard, VocabSplit
 from pallas_kernels.api import PagedAttention
@@ -67,8 +68,9 @@ def make_speculative_step(
         history = state.history
         outputs: dict[str, jax.Array] = {}
         if bucket.variant is Variant.GREEDY:
-            drawn = sampling.greedy(logits).reshape(-1, 1 + bucket.num_drafts)
+            drawn, is_finite = (x.reshape(-1, 1 + bucket.num_drafts) for x in greedy_and_finite(logits))
         else:
+            is_finite = all_finite(logits).reshape(-1, 1 + bucket.num_drafts)
             drawn, found, history = vocabulary.run(
                 draw_after_drafts,
                 logits,
@@ -82,7 +84,6 @@ def make_speculative_step(
             outputs = named("", found)
         num_accepted = _num_accepted(drawn, drafts)
         is_kept = jnp.arange(drawn.shape[1]) <= num_accepted[:, None]
-        is_finite = all_finite(logits).reshape(drawn.shape)
         outputs |= {
             "tokens": drawn,
             "finite": (is_finite | ~is_kept).all(axis=1).astype(jnp.int32),
@@ -134,7 +135,7 @@ def _draw_draft(
     """`Draw`. The token is drawn with the row's parameters, seed and position, as the model's own token is: so the two
     are equal more often than two independent draws."""
     if bucket.variant is Variant.GREEDY:
-        drawn = sampling.greedy(logits)
+        drawn = greedy(logits)
         return drawn if of is None else of.to_model[drawn]
     logits = logits if of is None else of.spread(logits)
     return vocabulary.run(

@@ -33,6 +33,7 @@ from model.execution.rows import StepRows, advance, ragged_batch, step_rows
 from model.network.layers import Attend, AttendProjected
 from model.network.llama import Llama
 from model.sampling import sampling
+from model.sampling.greedy import all_finite, greedy_and_finite
 from model.sampling.logprobs import Logprobs, find_ranked, if_asked, logprobs, merge_ranked
 from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabShard, VocabSplit
 from pallas_kernels.api import PagedAttention
@@ -133,12 +134,6 @@ def _logprob_shapes(prefix: str, of: tuple[int, ...]) -> dict[str, tuple[tuple[i
     }
 
 
-def all_finite(logits: jax.Array) -> jax.Array:
-    """bool[S], of f32[S, V]. The product that makes the logits also computes a maximum; a test of each logit would read
-    them again."""
-    return jnp.max(jnp.abs(logits), axis=-1) < jnp.inf  # a maximum with a NaN is NaN
-
-
 def make_step(
     bucket: Bucket,
     rebuild: Callable[[Any], Llama],
@@ -175,14 +170,16 @@ def make_step(
 
         last = hidden if bucket.decode_only else hidden[jnp.maximum(rows.starts[1:] - 1, 0)]
         logits = model.logits(last)  # f32[S, V]
-        outputs = {"finite": all_finite(logits).astype(jnp.int32)}
         history = state.history
         vocabulary = VocabSplit(history.shape[1], attention.mesh)
+        outputs: dict[str, jax.Array] = {}
         if bucket.variant is Variant.GREEDY:
-            drawn = sampling.greedy(logits)
+            drawn, is_finite = greedy_and_finite(logits)
         else:
+            is_finite = all_finite(logits)
             drawn, found, history = draw(vocabulary, logits, history, state.masks, rows)
-            outputs |= named("", found)
+            outputs = named("", found)
+        outputs["finite"] = is_finite.astype(jnp.int32)
         if bucket.variant.scores:
             found, outputs["target_ranks"] = _score(model, vocabulary, hidden, sent["targets"])
             outputs |= named("target_", found)

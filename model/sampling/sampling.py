@@ -69,11 +69,6 @@ def _read(state: jax.Array, column: Column) -> jax.Array:
     return bits != 0 if column.dtype == "bool" else lax.bitcast_convert_type(bits, column.dtype)
 
 
-def greedy(logits: jax.Array) -> jax.Array:  # f32[S, V] -> i32[S]
-    """The most likely token of the whole vocabulary."""
-    return first_of_greatest(logits, jnp.arange(logits.shape[-1], dtype=jnp.int32))
-
-
 def sample(
     shard: VocabShard,
     logits: jax.Array,  # f32[S, V]

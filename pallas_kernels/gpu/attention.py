@@ -1,7 +1,7 @@
 """The GPU backend of the operation in `api.py`: append the step's K/V to their pages, then attend over the pages.
 
 Decode rows go through `decode`, chunks of prompts through `prefill_hopper` or `prefill_mma`, and where rows may be cut
-into parts, `combine` comes after each. They read the lists of `work_list` and `tile_list`. Page ids are NOT checked:
+into parts, `combine` comes after both. They read the lists of `work_list` and `tile_list`. Page ids are NOT checked:
 neither the chip nor the interpreter detects a wrong one. `validate.page_table` checks them on the host; only tests call
 it.
 """
@@ -9,6 +9,7 @@ it.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -186,24 +187,38 @@ def attend(
         padded_tokens = _padded_tokens(num_tokens, tuning.prefill_tile_tokens(gpu, spec))
     queries = jnp.pad(queries, ((0, padded_tokens - num_tokens), (0, 0), (0, 0)))
     options = {"spec": spec, "gpu": gpu, "interpret": interpret}
-    output = None
+    output_ref, cut = None, []
     if metadata.decode is not None:
-        output = _decode(queries, kv_pages, metadata, first_page, **options)
+        output, *partial_results = _decode(queries, kv_pages, metadata, first_page, **options)
+        output_ref = jax.new_ref(output.reshape(padded_tokens, -1))
+        place = combine.place_of_decode(
+            decode.GroupRows(padded_tokens * num_heads, num_heads, num_heads // spec.num_kv_heads)
+        )
+        cut += _to_merge(partial_results, metadata.decode, place, metadata.decode_parts)
     if metadata.prefill is not None:
-        output = _prefill(output, queries, kv_pages, metadata, first_page, **options)
-    assert output is not None
-    return output.reshape(queries.shape)[:num_tokens]
+        output_ref, partial_results = _prefill(output_ref, queries, kv_pages, metadata, first_page, **options)
+        place = combine.place_of_prefill(TileShape(num_heads // spec.num_kv_heads))
+        cut += _to_merge(partial_results, metadata.prefill, place, metadata.prefill_parts)
+    if cut:
+        combine.combine(
+            output_ref, cut, group=num_heads // spec.num_kv_heads, head_dim=spec.head_dim,
+            num_ctas=tuning.merging_ctas(gpu), interpret=interpret,
+        )  # fmt: skip
+    assert output_ref is not None
+    return jax.freeze(output_ref).reshape(queries.shape)[:num_tokens]
 
 
-def _decode(queries, kv_pages, metadata: AttentionMetadata, first_page, *, spec, gpu, interpret) -> jax.Array:
-    """[T, N * H]; only the decode rows are written."""
-    num_tokens, num_heads, head_dim = queries.shape
+def _decode(
+    queries, kv_pages, metadata: AttentionMetadata, first_page, *, spec, gpu, interpret
+) -> tuple[jax.Array, ...]:
+    """[T * N, H], of which only the decode rows are written, and the partial results, if rows may be cut."""
+    _, num_heads, head_dim = queries.shape
     work = metadata.decode
     assert work is not None
     operands = decode.Operands(
         queries.reshape(-1, head_dim), kv_pages, metadata.page_table, first_page, work.items, work.num_items
     )
-    output, *partial_results = decode.decode(
+    return decode.decode(
         operands,
         num_query_heads=num_heads,
         scale=spec.scale,
@@ -212,24 +227,21 @@ def _decode(queries, kv_pages, metadata: AttentionMetadata, first_page, *, spec,
         parts=metadata.decode_parts,
         interpret=interpret,
     )
-    output_ref = jax.new_ref(output.reshape(num_tokens, -1))
-    group = spec.num_query_heads // spec.num_kv_heads
-    place = combine.place_of_decode(decode.GroupRows(num_tokens * num_heads, num_heads, group))
-    _combine(output_ref, partial_results, work, place, metadata.decode_parts, spec=spec, gpu=gpu, interpret=interpret)
-    return jax.freeze(output_ref)
 
 
-def _prefill(output, queries, kv_pages, metadata: AttentionMetadata, first_page, *, spec, gpu, interpret) -> jax.Array:
-    """[T, N * H]: the chunks' rows, and zeros after the last token; the decodes' rows are those of `output`, if any."""
+def _prefill(
+    output_ref, queries, kv_pages, metadata: AttentionMetadata, first_page, *, spec, gpu, interpret
+) -> tuple[Any, list[jax.Array]]:
+    """The Ref [T, N * H], with the chunks' rows, and zeros after the last token: that of the decodes, whose rows stay,
+    or a new one. And the partial results, if rows may be cut."""
     num_tokens, work = queries.shape[0], metadata.prefill
     assert work is not None
-    output_ref = None if output is None else jax.new_ref(output)
     operands = PrefillOperands(
         queries.reshape(num_tokens, -1), kv_pages, metadata.page_table, first_page, work.tiles, work.num_tiles
     )
-    parts = metadata.prefill_parts
     options: dict[str, Any] = {
-        "scale": spec.scale, "num_ctas": tuning.prefill_ctas(gpu, spec), "parts": parts, "interpret": interpret,
+        "scale": spec.scale, "num_ctas": tuning.prefill_ctas(gpu, spec), "parts": metadata.prefill_parts,
+        "interpret": interpret,
     }  # fmt: skip
     if gpu.has_wgmma:
         results = list(prefill_hopper.prefill(output_ref, operands, sizes=tuning.hopper_prefill_tiles(spec), **options))
@@ -238,19 +250,19 @@ def _prefill(output, queries, kv_pages, metadata: AttentionMetadata, first_page,
         results = list(prefill_mma.prefill(output_ref, operands, sizes=sizes, **options))
     if output_ref is None:
         output_ref = jax.new_ref(results.pop(0))
-    place = combine.place_of_prefill(TileShape(spec.num_query_heads // spec.num_kv_heads))
-    _combine(output_ref, results, work, place, parts, spec=spec, gpu=gpu, interpret=interpret)
-    return jax.freeze(output_ref)
+    return output_ref, results
 
 
-def _combine(output_ref, partial_results, work: ItemList | TileList, place, parts: Parts, *, spec, gpu, interpret):
-    """Merges the partial results of the rows that are cut, if the program cuts any."""
+def _to_merge(
+    partial_results: Sequence[jax.Array], work: ItemList | TileList, place: combine.Place, parts: Parts
+) -> list[combine.PartialResults]:
+    """What `combine` has to merge of one kernel; nothing, if the program cuts none of its rows."""
     if not parts.num_slots:
-        return
+        return []
     assert work.merges is not None and work.num_merges is not None
     results, sums = partial_results
-    combine.combine(
-        output_ref, results, sums, work.merges, work.num_merges, place=place,
-        group=spec.num_query_heads // spec.num_kv_heads, head_dim=spec.head_dim, parts=parts,
-        num_ctas=tuning.merging_ctas(gpu), interpret=interpret,
-    )  # fmt: skip
+    return [
+        combine.PartialResults(
+            results=results, sums=sums, merges=work.merges, num_merges=work.num_merges, place=place, parts=parts
+        )
+    ]

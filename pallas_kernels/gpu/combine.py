@@ -1,10 +1,11 @@
 """Combine: merges the partial results of rows that were cut into parts, and writes them to the output in place.
 
-This is a launch of its own. The last CTA of a row could merge instead, if it knew that it is the last. That takes an
-atomic counter in global memory that returns its old value. Pallas has none: its `atomic_store` returns nothing. A CTA
-could wait for the counter instead, but then all CTAs must run at once: on a chip that holds fewer than the compiler's
-report says, the step would hang. Inline code could read the counter, but the interpreter runs no inline code and
-allocates no semaphores in global memory, so no test without a chip would cover it.
+This is one launch for the decodes and the chunks of a step together, after both kernels. The last CTA of a row could
+merge instead, if it knew that it is the last. That takes an atomic counter in global memory that returns its old value.
+Pallas has none: its `atomic_store` returns nothing. A CTA could wait for the counter instead, but then all CTAs must
+run at once: on a chip that holds fewer than the compiler's report says, the step would hang. Inline code could read the
+counter, but the interpreter runs no inline code and allocates no semaphores in global memory, so no test without a chip
+would cover it.
 
 Interpret mode does not check vector layouts. It finds no races between CTAs, because it runs them one after another,
 after all of the kernel before. It does find a lost part, and reads of memory that was never written.
@@ -12,7 +13,8 @@ after all of the kernel before. It does find a lost part, and reads of memory th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu import vector
+from pallas_kernels.gpu import persistent, vector
 from pallas_kernels.gpu.decode import GroupRows
 from pallas_kernels.gpu.parts import (
     MERGE_FIRST_PART,
@@ -35,21 +37,26 @@ from pallas_kernels.gpu.parts import (
 from pallas_kernels.gpu.prefill_tile import TILE_M, TileShape
 
 IN_FLIGHT = 64  # registers of partial results that are loaded together
-MAX_TRIPS = 4  # to memory, one after the other, for the most parts that a row may have, if few heads are enough for it
+MAX_TRIPS = 4  # to memory, one after the other, for the most parts that a row may have, if each CTA has few heads
 
 # Of a token, its place in its tile, and a query head: where `sums` has the sums of its parts.
 Place = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def fewest_heads(group: int, head_dim: int, max_parts: int) -> int:
-    """Query heads of a KV head that a CTA merges at once, if there are enough CTAs. Many parts leave room for few."""
+    """Query heads of a KV head that a CTA merges at once, if that takes fewer trips. Many parts leave room for few."""
     most = MAX_TRIPS * IN_FLIGHT // (max_parts * vector.registers(head_dim))
     return max(heads for heads in range(1, group + 1) if group % heads == 0 and heads <= max(most, 1))
 
 
-def in_one_round(num_merges: Any, num_heads: int, heads: int, num_ctas: int) -> Any:
-    """Whether no CTA has to merge twice, if each merges so many heads at once. If not, each merges a whole group."""
-    return num_merges * (num_heads // heads) <= num_ctas
+def trips(
+    num_merges: jax.Array, most_parts: jax.Array, num_heads: int, heads: int, head_dim: int, num_ctas: int
+) -> jax.Array:
+    """Trips to memory, one after the other, of a CTA that merges so many heads at once: one for the sums of a token,
+    and then those for its parts."""
+    rounds = persistent.rounds(num_merges * (num_heads // heads), num_ctas)
+    at_once = parts_at_once(heads, head_dim)
+    return rounds * (1 + lax.div(most_parts + (at_once - 1), jnp.int32(at_once)))
 
 
 def parts_at_once(heads: int, head_dim: int) -> int:
@@ -81,39 +88,62 @@ def place_of_prefill(shape: TileShape) -> Place:
     return place
 
 
+@dataclass(frozen=True, kw_only=True)
+class PartialResults:
+    """What one kernel has left to be merged."""
+
+    results: jax.Array  # [slots, N * H]
+    sums: jax.Array  # f32[tiles, rows, slots + `parts.vector`]: the log2 of the parts' divisors
+    merges: jax.Array  # i32[rows or tokens, MERGE_FIELDS]
+    num_merges: jax.Array  # i32[2], see parts.merge_counts
+    place: Place
+    parts: Parts
+
+
 def combine(
     output: Any,  # Ref [T, N * H], written in place
-    partial: jax.Array,  # [slots, N * H]
-    sums: jax.Array,  # f32[tiles, rows, parts + `parts.vector`]: the log2 of the parts' divisors
-    merges: jax.Array,  # i32[rows or tokens, MERGE_FIELDS]
-    num_merges: jax.Array,  # i32[1]
+    kinds: Sequence[PartialResults],  # one or more; no token is in two of them
     *,
-    place: Place,
     group: int,  # query heads per KV head
     head_dim: int,
-    parts: Parts,
     num_ctas: int,
     interpret: Any = None,
 ) -> None:
     """Writes the tokens of every row that was cut. All other rows stay unchanged."""
     num_heads, dtype = output.shape[1] // head_dim, output.dtype
-    fewest = fewest_heads(group, head_dim, parts.max_parts)
 
-    def body(partial_ref, sums_ref, merges_ref, num_merges_ref, out_ref, weight_smem):
-        refs = (partial_ref, sums_ref, merges_ref, num_merges_ref, out_ref, weight_smem)
-        is_spread = in_one_round(num_merges_ref[0], num_heads, fewest, num_ctas)
+    def body(*refs):
+        cta = lax.axis_index("cta")
+        arrays, out_ref, weights = refs[: 4 * len(kinds)], refs[4 * len(kinds)], refs[4 * len(kinds) + 1 :]
+        for i, kind in enumerate(kinds):
+            cta = merge_kind(kind.parts, kind.place, cta, *arrays[4 * i : 4 * i + 4], out_ref, weights[i])
+
+    def merge_kind(parts, place, cta, *refs):
+        """Returns the CTA's place in the order of those that merge the next kind: first those with nothing to do."""
+        num_merges, most_parts = refs[3][0], refs[3][1]
+        fewest = fewest_heads(group, head_dim, parts.max_parts)
+        heads = jnp.int32(group)
         if fewest < group:
-            pl.when(is_spread)(lambda: merge(fewest, *refs))
-            pl.when(jnp.logical_not(is_spread))(lambda: merge(group, *refs))
+            spread, together = (
+                trips(num_merges, most_parts, num_heads, n, head_dim, num_ctas) for n in (fewest, group)
+            )
+            is_spread = spread < together
+            pl.when(is_spread)(lambda: merge(fewest, parts, place, cta, *refs))
+            pl.when(jnp.logical_not(is_spread))(lambda: merge(group, parts, place, cta, *refs))
+            heads = jnp.where(is_spread, fewest, group)
         else:
-            merge(group, *refs)
+            merge(group, parts, place, cta, *refs)
+        return lax.rem(cta + num_ctas - lax.rem(units_of(num_merges, heads), jnp.int32(num_ctas)), jnp.int32(num_ctas))
 
-    def merge(heads, partial_ref, sums_ref, merges_ref, num_merges_ref, out_ref, weight_smem):
+    def units_of(num_merges, heads):
+        return num_merges * lax.div(jnp.int32(num_heads), heads)
+
+    def merge(heads, parts, place, cta, partial_ref, sums_ref, merges_ref, num_merges_ref, out_ref, weight_smem):
         """Merges `heads` at once. The results' bits do not depend on how many these are."""
         per_token = jnp.int32(num_heads // heads)
-        units = num_merges_ref[0] * per_token
+        units = units_of(num_merges_ref[0], jnp.int32(heads))
 
-        @pl.loop(lax.axis_index("cta"), units, step=num_ctas)
+        @pl.loop(cta, units, step=num_ctas)
         def _(unit):
             index, first_head = lax.div(unit, per_token), lax.rem(unit, per_token) * heads
             fields = (MERGE_TOKEN, MERGE_FIRST_SLOT, MERGE_SLOT_STRIDE, MERGE_FIRST_PART, MERGE_PARTS, MERGE_OFFSET)
@@ -134,13 +164,13 @@ def combine(
     plgpu.kernel(
         body,
         out_type=(),
-        scratch_types=[plgpu.SMEM((group, parts.vector), jnp.float32)],
+        scratch_types=[plgpu.SMEM((group, kind.parts.vector), jnp.float32) for kind in kinds],
         grid=(num_ctas,),
         grid_names=("cta",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="paged_combine",
-    )(partial, sums, merges, num_merges, output)
+    )(*(array for kind in kinds for array in (kind.results, kind.sums, kind.merges, kind.num_merges)), output)
 
 
 def _merged(

@@ -29,6 +29,8 @@ class Parts:
     max_parts: int  # of one unit: those of all KV heads fill the chip
     min_keys: int  # of one part: partial results are a small share of the keys and values that it reads
     max_slots: int  # tokens in the memory of the partial results
+    long_row: int = 1 << 30  # keys from which on a row may have smaller parts: it often has the chip for itself
+    min_keys_of_long: int = 1 << 30  # of a part of such a row
 
     @property
     def num_slots(self) -> int:
@@ -44,12 +46,18 @@ class Parts:
 NO_PARTS = Parts(max_parts=1, min_keys=1, max_slots=0)
 
 
+def merge_counts(is_cut: jax.Array, counts: jax.Array) -> jax.Array:
+    """i32[2]: how many tokens' partial results are merged, and how many parts the token with the most has."""
+    return jnp.stack([is_cut.sum(), jnp.max(jnp.where(is_cut, counts, 0))]).astype(jnp.int32)
+
+
 def cut(lens: jax.Array, units: Any, block_kv: int, parts: Parts) -> tuple[jax.Array, jax.Array]:
     """The parts of rows of `lens` keys that are `units` units each if they are not cut, and the blocks of a part. All
     parts but the last are equal, and none is empty."""
     blocks = cdiv(lens, block_kv)
     most = jnp.where(units > 0, parts.max_parts // jnp.maximum(units, 1), 1)
-    wanted = jnp.minimum(most, lens // parts.min_keys).clip(1)
+    min_keys = jnp.where(lens < parts.long_row, parts.min_keys, min(parts.min_keys, parts.min_keys_of_long))
+    wanted = jnp.minimum(most, lens // min_keys).clip(1)
     length = cdiv(blocks, wanted)
     return cdiv(blocks, jnp.maximum(length, 1)).clip(1), length
 

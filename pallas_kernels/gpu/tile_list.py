@@ -12,7 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gpu.parts import NO_PARTS, Parts, cdiv, cut
+from pallas_kernels.gpu.parts import NO_PARTS, Parts, cdiv, cut, merge_counts
 
 TOKEN_ALIGNMENT = 8  # rows of a swizzled tile: the copy engine can start at its multiples only
 
@@ -43,7 +43,7 @@ class TileList:
     tiles: jax.Array  # i32[NT, TILE_FIELDS], those with the most keys first
     num_tiles: jax.Array  # i32[1]
     merges: jax.Array | None  # i32[T, MERGE_FIELDS]; None: no row of the program is cut
-    num_merges: jax.Array | None  # i32[1]
+    num_merges: jax.Array | None  # i32[2], see parts.merge_counts
 
 
 def num_prefill_tiles(num_rows: int, num_tokens: int, tile_tokens: int) -> int:
@@ -151,7 +151,7 @@ def _cuts(
 def _merges(
     starts: jax.Array, ends: jax.Array, aligned: jax.Array, cuts: _Cuts, num_tokens: int, tile_tokens: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The tokens of all rows that are cut: i32[T, MERGE_FIELDS], and their number, i32[1]."""
+    """The tokens of all rows that are cut: i32[T, MERGE_FIELDS], and `parts.merge_counts` of them."""
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     row = jnp.minimum(jnp.searchsorted(ends, token, side="right", method="compare_all"), ends.shape[0] - 1)
     is_cut = (cuts.parts[row] > 1) & (token >= starts[row])
@@ -160,4 +160,4 @@ def _merges(
     offset = token - jnp.minimum(aligned[row] + tile * tile_tokens, num_tokens - tile_tokens)
     fields = (token, cuts.first_slot[row] + inside, cuts.span[row], cuts.first_part[row] + tile * parts, parts, offset)
     merges = jnp.stack([field.astype(jnp.int32) for field in fields], axis=1)
-    return merges[jnp.argsort(~is_cut)], is_cut.sum(keepdims=True).astype(jnp.int32)
+    return merges[jnp.argsort(~is_cut)], merge_counts(is_cut, parts)

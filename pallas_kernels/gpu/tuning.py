@@ -18,7 +18,7 @@ from pallas_kernels.gpu.prefill_tile import TILE_M, TileShape
 from pallas_kernels.gpu.tile_list import TOKEN_ALIGNMENT
 from pallas_kernels.spec import AttentionSpec
 
-PARTIAL_RESULTS_BYTES = 64 * MIB  # of one layer at a time: of prefill, 8,192 tokens of Llama 3 8B's heads
+PARTIAL_RESULTS_BYTES = 64 * MIB  # of one kernel and layer: of prefill, 8,192 tokens of Llama 3 8B's heads
 
 
 def decode_tiles(gpu: Gpu, spec: AttentionSpec) -> RingTiles:
@@ -38,17 +38,22 @@ def decode_ctas(gpu: Gpu, spec: AttentionSpec) -> int:
 
 
 MIN_DECODE_KEYS = 384  # of a part: by the model of scripts/benchmarks/accounts/gpu_prediction.py, for the shapes there
-MAX_DECODE_PARTS = 256  # of a row: merging more takes longer than it gains, by the same model
+LONG_DECODE_KEYS, MIN_LONG_DECODE_KEYS = 16384, 256  # of a long row, and of its parts
+MAX_DECODE_PARTS = 192  # of a row: merging more takes longer than it gains, by the same model
 
 
 def decode_parts(gpu: Gpu, spec: AttentionSpec, *, num_rows: int, max_keys: int) -> Parts:
     """How decodes are cut, in a program of so many rows. `max_keys`: of a row."""
     of_a_chip = min(decode_ctas(gpu, spec) // spec.num_kv_heads, MAX_DECODE_PARTS)
-    max_parts = min(of_a_chip, max_keys // MIN_DECODE_KEYS)
+    of_a_row = max_keys // (MIN_DECODE_KEYS if max_keys < LONG_DECODE_KEYS else MIN_LONG_DECODE_KEYS)
+    max_parts = min(of_a_chip, of_a_row)
     if max_parts < 2:
         return NO_PARTS
     slots = min(num_rows * max_parts, PARTIAL_RESULTS_BYTES // (4 * spec.num_query_heads * spec.head_dim))
-    return Parts(max_parts=max_parts, min_keys=MIN_DECODE_KEYS, max_slots=slots)
+    return Parts(
+        max_parts=max_parts, min_keys=MIN_DECODE_KEYS, max_slots=slots, long_row=LONG_DECODE_KEYS,
+        min_keys_of_long=MIN_LONG_DECODE_KEYS,
+    )  # fmt: skip
 
 
 def _kv_bytes(tiles: RingTiles, spec: AttentionSpec) -> int:
@@ -87,19 +92,27 @@ def prefill_ctas(gpu: Gpu, spec: AttentionSpec) -> int:
     return gpu.num_multiprocessors * min(2, by_shared_memory)  # two by registers: up to 255 per thread
 
 
+LONG_PREFILL_KEYS = 4096  # of a row whose parts may have half as many keys, by the same model
+
+
 def prefill_parts(gpu: Gpu, spec: AttentionSpec, *, num_rows: int, num_tokens: int, max_keys: int) -> Parts:
     """How rows with few queries are cut, in a program of so many rows and tokens. `max_keys`: of a row."""
     shape = TileShape(spec.num_query_heads // spec.num_kv_heads)
-    # A partial result is written and read once, 16 bits each. This is at most an eighth of the part's keys and values.
+    # A partial result is written and read once, 16 bits each. This is at most an eighth of the part's keys and values,
+    # and a quarter in long rows.
     tile_rows = TILE_M * (COMPUTE_WARPGROUPS if gpu.has_wgmma else 1)
     min_keys = tile_rows * 16 // jnp.dtype(spec.kv_dtype).itemsize
     units = spec.num_kv_heads * shape.tiles_per_group
-    max_parts = min(prefill_ctas(gpu, spec) // units, max_keys // min_keys)
+    of_a_row = max_keys // (min_keys if max_keys < LONG_PREFILL_KEYS else min_keys // 2)
+    max_parts = min(prefill_ctas(gpu, spec) // units, of_a_row)
     if max_parts < 2:
         return NO_PARTS
     needed = max_parts * (num_tokens + 2 * TOKEN_ALIGNMENT * min(num_rows, num_tokens))
     slots = min(needed, PARTIAL_RESULTS_BYTES // (2 * spec.num_query_heads * spec.head_dim))
-    return Parts(max_parts=max_parts, min_keys=min_keys, max_slots=slots // TOKEN_ALIGNMENT * TOKEN_ALIGNMENT)
+    return Parts(
+        max_parts=max_parts, min_keys=min_keys, max_slots=slots // TOKEN_ALIGNMENT * TOKEN_ALIGNMENT,
+        long_row=LONG_PREFILL_KEYS, min_keys_of_long=min_keys // 2,
+    )  # fmt: skip
 
 
 def prefill_block_kv(gpu: Gpu, spec: AttentionSpec) -> int:

@@ -12,7 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gpu.parts import Parts, cdiv, cut
+from pallas_kernels.gpu.parts import Parts, cdiv, cut, merge_counts
 
 # Fields of an item: the sequence's row, its blocks of keys, its length, and the number of the partial result (-1: the
 # item has all of its row's keys and writes the output).
@@ -28,7 +28,7 @@ class ItemList:
     items: jax.Array  # i32[W, ITEM_FIELDS], those of the row with the longest items first
     num_items: jax.Array  # i32[1]
     merges: jax.Array | None  # i32[S, parts.MERGE_FIELDS]; None: no row of the program is cut
-    num_merges: jax.Array | None  # i32[1]
+    num_merges: jax.Array | None  # i32[2], see parts.merge_counts
 
 
 def decode_items(
@@ -62,7 +62,7 @@ def decode_items(
         token = jnp.arange(num_rows, dtype=jnp.int32)
         one, zero = jnp.ones_like(token), jnp.zeros_like(token)
         merges = _stacked(token, first_part, one, first_part, counts, zero)[jnp.argsort(~is_cut)]
-        num_merges = is_cut.sum(keepdims=True).astype(jnp.int32)
+        num_merges = merge_counts(is_cut, counts)
     return ItemList(
         items=jnp.where((item < ends[-1])[:, None], _stacked(*fields), 0), num_items=ends[-1:].astype(jnp.int32),
         merges=merges, num_merges=num_merges,

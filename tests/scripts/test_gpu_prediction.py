@@ -51,7 +51,7 @@ H200_70B_ON_8 = Machine(chip=GPUS["h200"], spec=make_spec((8, 1, 128)), decode_c
         (H200_8B, "1 x 128k", 0.82),
         (H200_8B, "1 x 64k + 63 x 512", 0.78),
         (H200_8B, "1 x 32k", 0.67),  # 41 us, of which 28 are the floor, and 6 starts of kernels and CTAs
-        (H200_70B_ON_8, "1 x 128k", 0.5),
+        (H200_70B_ON_8, "1 x 128k", 0.53),
         (H200_70B_ON_8, "256 x 512", 0.64),
     ],
 )
@@ -62,6 +62,29 @@ def test_decodes_on_an_h200_are_predicted_to_use_most_of_the_bandwidth(machine, 
 @pytest.mark.parametrize("shape", ["32 on 100k", "4 queries, 64 x 2k", "4 queries, 1 x 32k"])
 def test_short_chunks_on_an_h200_take_half_as_long_again_as_their_bytes_at_most(shape):
     assert predict(H200_8B, SHAPES[shape]).share > 1 / 1.5
+
+
+@pytest.mark.parametrize(
+    ("shape", "times"),
+    [
+        ("32 on 100k", 1.25),
+        ("4 queries, 64 x 2k", 1.2),
+        ("4 queries, 1 x 32k", 1.45),  # 13 us, of which 9 are bytes, two launches and the first copy
+        ("1 x 32k", 1.5),
+        ("1 x 128k", 1.3),
+    ],
+)
+def test_one_kv_head_on_an_h200_is_near_the_limit_of_its_launches(shape, times):
+    found = predict(H200_70B_ON_8, SHAPES[shape])
+    assert found.seconds < times * found.limit_s
+
+
+def test_the_limit_by_hand():
+    """One KV head with 256 rows: products of 13.2 us take longer than bytes, and three launches 6 us."""
+    products = 4 * 256 * 100_000 * 128 / GPUS["h200"].bf16_flops_per_s
+    found = predict(H200_70B_ON_8, SHAPES["32 on 100k"])
+    assert found.launches == 3
+    assert found.limit_s == pytest.approx(products + 3 * 2e-6 + 1.5e-6)
 
 
 def test_a_short_chunk_that_is_not_cut_leaves_most_of_the_chip_idle():

@@ -7,7 +7,7 @@ bytes, partial results and launches. Its constants are estimates until a chip ha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -49,6 +49,7 @@ class Prediction:
     units: int  # of the kernel that attends
     longest: int  # blocks of a unit
     launches: int
+    limit_s: float  # of any kernels with so many launches: the bytes or the products, launches, and the first bytes
 
     @property
     def share(self) -> float:
@@ -89,25 +90,34 @@ def predict(machine: Machine, rows: Rows, *, cut: bool = True) -> Prediction:
     """The attention of one layer over `rows`, without the append. `cut`: whether short chunks may be cut into parts."""
     bandwidth = machine.chip.memory_bytes_per_s
     singles = [kv_len for query_len, kv_len in rows if query_len == 1]
-    if len(singles) == len(rows):
-        launches, longest = _decode(machine, singles, len(rows))
-        attend = launches[0]
-    else:
-        launches, longest = _prefill(machine, rows, cut=cut)
-        attend = launches[0]
-        if max(query_len for query_len, _ in rows) > FEW_QUERIES:
-            launches = [*_decode(machine, singles, len(rows))[0], *launches]
+    launches, merging = [], []
+    if len(singles) == len(rows) or max(query_len for query_len, _ in rows) > FEW_QUERIES:
+        attend, to_merge, longest = _decode(machine, singles, len(rows))
+        launches.append(attend)
+        merging += to_merge
+    if len(singles) < len(rows):
+        attend, to_merge, longest = _prefill(machine, rows, cut=cut)
+        launches.append(attend)
+        merging += to_merge
+    if merging:
+        launches.append(_merging(machine, merging))
+    spec, chip = machine.spec, machine.chip
+    kv_bytes = sum(machine.kv_bytes(kv_len) for _, kv_len in rows) * spec.num_kv_heads
+    # A tile of tensor cores has at least 16 rows of a KV head.
+    products = sum(max(query_len * spec.num_query_heads, 16 * spec.num_kv_heads) * kv_len for query_len, kv_len in rows)
+    work_s = max(kv_bytes / (COPY_SHARE * bandwidth), 4 * products * spec.head_dim / chip.bf16_flops_per_s)
     return Prediction(
-        floor_s=sum(machine.kv_bytes(kv_len) for _, kv_len in rows) * machine.spec.num_kv_heads / bandwidth,
+        floor_s=kv_bytes / bandwidth,
         seconds=sum(LAUNCH_S + seconds(launch, COPY_SHARE * bandwidth) for launch in launches),
         units=sum(unit.alone_s > 0 for unit in attend.units),
         longest=longest,
         launches=len(launches),
+        limit_s=work_s + len(launches) * LAUNCH_S + CTA_START_S + LATENCY_S,
     )
 
 
-def _decode(machine: Machine, kv_lens: list[int], num_rows: int) -> tuple[list[Launch], int]:
-    """The launches of the decode kernel and, if rows may be cut, of its combine; the blocks of the longest item."""
+def _decode(machine: Machine, kv_lens: list[int], num_rows: int) -> tuple[Launch, list[list[Unit]], int]:
+    """The launch of the decode kernel, what is merged of it, and the blocks of the longest item."""
     gpu, spec = machine.gpu, machine.spec
     lens = jnp.asarray(kv_lens + [0] * (num_rows - len(kv_lens)), jnp.int32)
     block_kv, slots = tuning.decode_tiles(gpu, spec).block_kv, tuning.decode_ctas(gpu, spec)
@@ -119,11 +129,11 @@ def _decode(machine: Machine, kv_lens: list[int], num_rows: int) -> tuple[list[L
         units=[_unit(machine, n, block_kv, block_s) for n in blocks for _ in range(spec.num_kv_heads)],
         slots=slots, start_s=CTA_START_S + LATENCY_S, between_s=BETWEEN_S, persistent=True,
     )  # fmt: skip
-    return [attend, *_combine(machine, work.merges, work.num_merges, parts)], max(blocks, default=0)
+    return attend, _to_merge(machine, work.merges, work.num_merges, parts), max(blocks, default=0)
 
 
-def _prefill(machine: Machine, rows: Rows, *, cut: bool) -> tuple[list[Launch], int]:
-    """The launches of the prefill kernel and, if rows may be cut, of its combine; the blocks of the longest unit."""
+def _prefill(machine: Machine, rows: Rows, *, cut: bool) -> tuple[Launch, list[list[Unit]], int]:
+    """The launch of the prefill kernel, what is merged of it, and the blocks of the longest unit."""
     gpu, spec = machine.gpu, machine.spec
     starts = np.cumsum([0, *(query_len for query_len, _ in rows)])
     tile_tokens, block_kv = tuning.prefill_tile_tokens(gpu, spec), tuning.prefill_block_kv(gpu, spec)
@@ -150,18 +160,28 @@ def _prefill(machine: Machine, rows: Rows, *, cut: bool) -> tuple[list[Launch], 
             keys = (int(tile[tile_list.TILE_ROW]), heads // shape.tiles_per_group, first)
             is_cached = len(units) - last_read.get(keys, -slots) < slots
             last_read[keys] = len(units)
-            units.append(_unit(machine, end - first, block_kv, block_s, from_memory=not is_cached))
+            unit = _unit(machine, end - first, block_kv, block_s, from_memory=not is_cached)
+            units.append(replace(unit, bytes=unit.bytes + _part_bytes(tile, shape, spec)))
     attend = Launch(units=units, slots=slots, start_s=CTA_START_S + LATENCY_S, between_s=BETWEEN_S, persistent=True)
     longest = int((tiles[:, tile_list.TILE_END_BLOCK] - tiles[:, tile_list.TILE_FIRST_BLOCK]).max())
-    return [attend, *_combine(machine, work.merges, work.num_merges, parts)], longest
+    return attend, _to_merge(machine, work.merges, work.num_merges, parts), longest
+
+
+def _part_bytes(tile: np.ndarray, shape: prefill_tile.TileShape, spec: AttentionSpec) -> int:
+    """What a tile that is a part writes: whole runs of eight tokens."""
+    if tile[tile_list.TILE_PART] < 0:
+        return 0
+    first, end = int(tile[tile_list.TILE_BEGIN]), int(tile[tile_list.TILE_END])
+    runs = -(-end // tile_list.TOKEN_ALIGNMENT) - first // tile_list.TOKEN_ALIGNMENT
+    return runs * tile_list.TOKEN_ALIGNMENT * shape.heads * spec.head_dim * 2
 
 
 def _unit(machine: Machine, blocks: int, block_kv: int, block_s: float, *, from_memory: bool = True) -> Unit:
     return Unit(bytes=machine.kv_bytes(blocks * block_kv) if from_memory else 0.0, alone_s=blocks * block_s)
 
 
-def _combine(machine: Machine, merges: Any, num_merges: Any, parts: Parts) -> list[Launch]:
-    """The launch that merges the partial results, which are in the L2 cache; none if the program cuts no row."""
+def _to_merge(machine: Machine, merges: Any, num_merges: Any, parts: Parts) -> list[list[Unit]]:
+    """The units of one kernel's partial results, which are in the L2 cache; none if the program cuts no row."""
     if not parts.num_slots:
         return []
     spec = machine.spec
@@ -169,32 +189,43 @@ def _combine(machine: Machine, merges: Any, num_merges: Any, parts: Parts) -> li
     slots = tuning.merging_ctas(machine.gpu)
     group = spec.num_query_heads // spec.num_kv_heads
     heads = combine.fewest_heads(group, spec.head_dim, parts.max_parts)
-    if not combine.in_one_round(len(counts), spec.num_query_heads, heads, slots):
+    of_all = num_merges[0], num_merges[1], spec.num_query_heads
+    spread, together = (int(combine.trips(*of_all, n, spec.head_dim, slots)) for n in (heads, group))
+    if spread >= together:
         heads = group
     at_once = combine.parts_at_once(heads, spec.head_dim)
     # One trip to the memory for the sums, and then those for the results.
-    units = [
-        Unit(bytes=0.0, alone_s=(1 - (-n // at_once)) * LATENCY_S)
-        for n in counts
-        for _ in range(spec.num_query_heads // heads)
+    return [
+        [
+            Unit(bytes=0.0, alone_s=(1 - (-n // at_once)) * LATENCY_S)
+            for n in counts
+            for _ in range(spec.num_query_heads // heads)
+        ]
     ]
-    return [Launch(units=units, slots=slots, start_s=CTA_START_S, between_s=0.0, persistent=True)]
+
+
+def _merging(machine: Machine, kinds: list[list[Unit]]) -> Launch:
+    """The one launch that merges the partial results of all kernels."""
+    units = [unit for kind in kinds for unit in kind]
+    slots = tuning.merging_ctas(machine.gpu)
+    return Launch(units=units, slots=slots, start_s=CTA_START_S, between_s=0.0, persistent=True)
 
 
 def table(machine: Machine) -> tuple[dict[str, Any], list[str]]:
     """The figures of all shapes, and their lines in Markdown."""
     lines = [
-        "| predicted by a model, one layer | memory floor us | us | of the bandwidth | units | longest, blocks "
-        "| launches | short chunks not cut, us |",
-        "|---|---|---|---|---|---|---|---|",
+        "| predicted by a model, one layer | memory floor us | limit us | us | of the bandwidth | units "
+        "| longest, blocks | launches | short chunks not cut, us |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     figures = {}
     for name, rows in SHAPES.items():
         found = predict(machine, rows)
         whole = predict(machine, rows, cut=False) if any(query_len > 1 for query_len, _ in rows) else None
         figures[name] = vars(found) | {"share": found.share, "whole_s": whole.seconds if whole else None}
+        times = [found.floor_s, found.limit_s, found.seconds]
         lines.append(
-            f"| {name} | {found.floor_s * 1e6:.1f} | {found.seconds * 1e6:.1f} | {found.share:.0%} | {found.units} "
+            f"| {name} | {' | '.join(f'{x * 1e6:.1f}' for x in times)} | {found.share:.0%} | {found.units} "
             f"| {found.longest} | {found.launches} | {f'{whole.seconds * 1e6:.1f}' if whole else '-'} |"
         )
     return figures, lines

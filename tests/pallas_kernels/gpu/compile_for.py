@@ -87,7 +87,7 @@ def main(target_name: str) -> None:
                 "case": case,
                 "decodes": not shape.few_queries,
                 "prefills": not shape.decode_only,
-                "cuts": cuts(gpu, spec, shape),
+                "merges": merges(gpu, spec, shape),
                 "kv_dtype": str(jnp.dtype(kv_dtype)),
                 "kv_bytes": kv.size * kv.dtype.itemsize,
                 "alias_bytes": memory.alias_size_in_bytes,
@@ -106,13 +106,13 @@ def main(target_name: str) -> None:
             print(json.dumps(result), flush=True)
 
 
-def cuts(gpu: Gpu, spec: AttentionSpec, shape: StepShape) -> int:
-    """How many of the kernels may cut rows into parts, which are merged by a kernel of their own."""
+def merges(gpu: Gpu, spec: AttentionSpec, shape: StepShape) -> bool:
+    """Whether a kernel may cut rows into parts, which one more kernel merges."""
     sizes = {"num_rows": shape.num_rows, "max_keys": shape.pages_per_seq * spec.page_size}
     found = [] if shape.few_queries else [tuning.decode_parts(gpu, spec, **sizes)]
     if not shape.decode_only:
         found.append(tuning.prefill_parts(gpu, spec, num_tokens=shape.num_tokens, **sizes))
-    return sum(parts.num_slots > 0 for parts in found)
+    return any(parts.num_slots > 0 for parts in found)
 
 
 def fences(path: Path) -> dict[str, Any]:

@@ -53,6 +53,7 @@ DECODE = [Row(query_len=1, kv_len=500), Row(query_len=1, kv_len=70)]
 # Four items of three blocks for three CTAs.
 MANY_ITEMS = [Row(query_len=1, kv_len=190), Row(query_len=1, kv_len=150)]
 PREFILL = [Row(query_len=24, kv_len=600)]
+BOTH = [Row(query_len=1, kv_len=500), Row(query_len=7, kv_len=600)]
 IN_PARTS = Parts(max_parts=4, min_keys=128, max_slots=128)
 # Two tiles for the only CTA of the warp-specialised kernel, four for two CTAs of the mma kernel.
 TWO_TILES_EACH = [Row(query_len=128, kv_len=128)]
@@ -127,8 +128,18 @@ def parts_of_the_next_block(self, block):
     yield from parts(self, block + 1)
 
 
-def without_the_last_part(output, partial, sums, merges, num_merges, **options):
-    whole_combine(output, partial, sums, merges.at[:, MERGE_PARTS].add(-1), num_merges, **options)
+def without_the_last_part(output, kinds, **options):
+    short = [replace(kind, merges=kind.merges.at[:, MERGE_PARTS].add(-1)) for kind in kinds]
+    whole_combine(output, short, **options)
+
+
+def of_one_kernel_only(output, kinds, **options):
+    whole_combine(output, kinds[:1], **options)
+
+
+def with_sums_of_the_other_kernel(output, kinds, **options):
+    decodes, chunks = kinds
+    whole_combine(output, [replace(decodes, merges=chunks.merges), replace(chunks, merges=decodes.merges)], **options)
 
 
 def one_place_for_all_parts(*args, **options):
@@ -221,6 +232,7 @@ NO_FAULT = {
     "none, prefill by mma": Fault(PREFILL, {}, BLACKWELL),
     "none, 8 bits": Fault(PREFILL, {}, spec=EIGHT_BIT),
     "none, in parts": Fault(PREFILL, {}, parts=IN_PARTS),
+    "none, decode and prefill in parts": Fault(BOTH, {}, parts=IN_PARTS),
 }
 FAULTS = {
     "no wait": Fault(DECODE, {(ring.Ring, "advance"): advance_without_waiting}),
@@ -230,6 +242,10 @@ FAULTS = {
     ),
     "part lost": Fault(DECODE, {(combine, "combine"): without_the_last_part}),
     "part of prefill lost": Fault(PREFILL, {(combine, "combine"): without_the_last_part}, BLACKWELL, parts=IN_PARTS),
+    "parts of prefill not merged": Fault(BOTH, {(combine, "combine"): of_one_kernel_only}, parts=IN_PARTS),
+    "parts of decode and prefill confused": Fault(
+        BOTH, {(combine, "combine"): with_sums_of_the_other_kernel}, parts=IN_PARTS
+    ),
     "parts at one place": Fault(
         PREFILL, {(attention, "prefill_tiles"): one_place_for_all_parts}, BLACKWELL, parts=IN_PARTS
     ),

@@ -50,13 +50,13 @@ def test_compiles_without_spills_in_place_and_within_the_chip(target: str) -> No
     assert [result["case"] for result in results] == list(cases(target))
     for result in results:
         assert result["alias_bytes"] >= result["kv_bytes"], result
-        # Temporaries are the step's own tensors and partial results, never a copy of the pages.
-        assert result["temp_bytes"] < min(tuning.PARTIAL_RESULTS_BYTES + (32 << 20), result["kv_bytes"]), result
+        # Temporaries are the step's own tensors and both kernels' partial results, never a copy of the pages.
+        assert result["temp_bytes"] < min(2 * tuning.PARTIAL_RESULTS_BYTES + (32 << 20), result["kv_bytes"]), result
         is_8_bit = result["kv_dtype"] in ("int8", "float8_e4m3fn")
         fences = PROXY_FENCES_8_BIT if is_8_bit else PROXY_FENCES
         names = [kernel["name"] for kernel in result["kernels"]]
         attending = ["paged_decode"] * result["decodes"] + ["paged_prefill"] * result["prefills"]
-        assert sorted(name.removesuffix("_mma") for name in names) == ["paged_combine"] * result["cuts"] + attending
+        assert sorted(name.removesuffix("_mma") for name in names) == ["paged_combine"] * result["merges"] + attending
         for kernel in result["kernels"]:
             assert kernel["spill_bytes"] == 0, kernel
             assert kernel["registers"] <= MAX_REGISTERS[kernel["name"]], kernel

@@ -216,7 +216,7 @@ def test_a_row_that_is_cut_has_the_same_bits_in_any_company(mine):
 def test_one_head_at_a_time_is_merged_to_the_same_bits(monkeypatch):
     """As where a row has many parts: a CTA each for the heads of one row, and whole groups of several rows."""
     cases = [
-        make_case(spec((4, 1)), decodes(500, *others), num_tokens=4, num_rows=4, pages_per_seq=8)
+        make_case(spec((4, 1)), decodes(620, *others), num_tokens=4, num_rows=4, pages_per_seq=10)
         for others in ([], [300, 200, 400])
     ]
     together = [outputs(case, HOPPER, decode_only=True)[0] for case in cases]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from pallas_kernels.gpu.device import Gpu
 from pallas_kernels.gpu.parts import NO_PARTS, Parts
 from scripts.benchmarks.accounts.compile_gpu_layer import make_spec
 
-PARTS = Parts(max_parts=6, min_keys=128, max_slots=1024)
+PARTS = Parts(max_parts=6, min_keys=256, max_slots=1024, long_row=480, min_keys_of_long=128)
 ROWS = 11  # in every list: one program for all of a test's examples
 prefill_tiles = jax.jit(
     tile_list.prefill_tiles,
@@ -143,7 +145,7 @@ def test_how_a_row_is_cut_does_not_depend_on_the_step():
         cuts = []
         for before in (0, num_singles, 10):
             mine = [*query_lens[:before], query_len], [*kv_lens[:before], query_len + past]
-            parts = Parts(max_parts=6, min_keys=128, max_slots=1 << 14)
+            parts = replace(PARTS, max_slots=1 << 14)
             tiles, _ = make_list(*mine, min(before, num_singles), 512, 32, parts)
             row = [tile for tile in tiles if tile[0] == before]
             cuts.append({(tile[6], tile[7]) for tile in row if tile[3] == max(tile[3] for tile in row)})
@@ -157,7 +159,9 @@ def test_how_a_row_is_cut_does_not_depend_on_the_step():
     [
         ("32 on 100k", [(32, 100_000)], 16, 8),  # 128 CTAs for 132 multiprocessors
         ("4 on 32k", [(4, 32_768)], 16, 8),
-        ("70B on 8 chips, 32 on 100k", [(32, 100_000)], 61, 1),
+        ("70B on 8 chips, 32 on 100k", [(32, 100_000)], 66, 1),  # two tiles each: 132 CTAs
+        ("70B on 8 chips, 4 on 32k", [(4, 32_768)], 64, 1),  # of 512 keys
+        ("70B on 8 chips, 4 on 3k", [(4, 3072)], 3, 1),  # of 1,024
         ("4 on 2k", [(4, 2048)], 2, 8),
         ("a prompt", [(2048, 2048)], 1, 8),
     ],

@@ -96,7 +96,7 @@ def test_how_a_row_is_cut_does_not_depend_on_the_step(others, mine):
 
 def test_parts_of_an_h200():
     """396 CTAs: those of 8 KV heads have 49 places for a long row, that of 70B on 8 chips has as many as are merged."""
-    by_model = {"8b": ((32, 8, 128), 49, 42), "70b/8": ((8, 1, 128), 256, 8)}
+    by_model = {"8b": ((32, 8, 128), 49, 42), "70b/8": ((8, 1, 128), 192, 11)}
     for heads, max_parts, longest in by_model.values():
         parts = tuning.decode_parts(H200, make_spec(heads), num_rows=64, max_keys=1 << 17)
         assert parts.max_parts == max_parts
