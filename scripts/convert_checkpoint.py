@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from model.config import read_object
-from model.inputs.paths import local_path
+from model.inputs.fetched import SMALL_FILES
+from model.inputs.paths import Place, place_argument, write_whole
 from model.loading.source import Kind, ModelSource, resolve
 from scripts.wiring.errors import add_debug_flag, failed
 from scripts.wiring.settings import QUANTIZATIONS
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from model.loading.stored_weights import StoredWeights
 
 DTYPES = ("bfloat16", "float32")
-_COPIED = ("*.json", "*.jinja", "tokenizer.model")
 # The index names files that are not copied; the configuration is written again.
 _NOT_COPIED = ("model.safetensors.index.json", "config.json")
 
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a folder, a GGUF file or a hub name")
-    parser.add_argument("folder", type=local_path, help="where to write; new or empty")
+    parser.add_argument("folder", type=place_argument, help="where to write, also gs://bucket/folder; new or empty")
     parser.add_argument("--revision", help="of a hub model")
     parser.add_argument("--dtype", choices=DTYPES, help="what to store (default: what keeps every value exactly)")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="8 or 4 bits a weight, for projections and head")
@@ -48,10 +48,10 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         source = resolve(args.model, revision=args.revision)
-        if source.path is None:
+        if source.weights is None:
             raise ValueError(f"{args.model} has no weights to convert")
         form = {"dtype": args.dtype, "quantization": args.quantization, "num_shards": args.tensor_parallel_size}
-        convert(source, source.path, args.folder, **form)
+        convert(source, source.weights, args.folder, **form)
     except (Exception, KeyboardInterrupt) as error:
         return failed("convert_checkpoint", error, debug=args.debug)
     return 0
@@ -59,14 +59,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 def convert(
     source: ModelSource,
-    origin: Path,
-    folder: Path,
+    origin: Place,
+    folder: Place,
     *,
     dtype: str | None,
     num_shards: int,
     quantization: str | None = None,
 ) -> None:
-    """Converts `source` into `folder`. `origin` is the path of `source`, with its weights."""
+    """Converts `source` into `folder`. `origin` is the place of its weights."""
+    assert source.path is not None, "a preset has no weights"
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not an empty folder")
     import jax
@@ -97,13 +98,12 @@ def convert(
     if source.kind is Kind.GGUF:
         from scripts.wiring.gguf_files import write_small_files
 
-        raw = write_small_files(origin, folder)
+        with TemporaryDirectory(prefix="pallas-serve-") as made:
+            raw = write_small_files(source.path, Path(made))
+            _copy(Path(made), folder)
     else:
-        raw = read_object(origin / "config.json")
-        for pattern in _COPIED:
-            for path in sorted(origin.glob(pattern)):
-                if path.name not in _NOT_COPIED:
-                    shutil.copyfile(path, folder / path.name)
+        raw = read_object(source.path / "config.json")
+        _copy(source.path, folder)
     write_config(raw, folder, stored.config, kept)
     written = time.perf_counter()
     print(f"{folder}: read in {loaded - started:.1f} s, written in {written - loaded:.1f} s as {kept} ({reason})")
@@ -128,11 +128,18 @@ def choose_dtype(asked: str | None, stored: StoredWeights) -> tuple[str, str]:
     return "float32", f"which holds {held} exactly, as bfloat16 does not; --dtype bfloat16 rounds and takes half"
 
 
-def write_config(raw: dict[str, Any], folder: Path, config: LlamaConfig, dtype: str) -> None:
+def _copy(small_files: Path, folder: Place) -> None:
+    for pattern in SMALL_FILES:
+        for path in sorted(small_files.glob(pattern)):
+            if path.name not in _NOT_COPIED:
+                write_whole(folder / path.name, path.read_bytes())
+
+
+def write_config(raw: dict[str, Any], folder: Place, config: LlamaConfig, dtype: str) -> None:
     """Writes the checkpoint's `config.json` with the dtype that was stored, and whether the head is tied."""
     raw = {key: value for key, value in raw.items() if key not in ("dtype", "torch_dtype", "quantization_config")}
     raw |= {"torch_dtype": dtype, "tie_word_embeddings": config.tie_word_embeddings}
-    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    write_whole(folder / "config.json", (json.dumps(raw, indent=2) + "\n").encode())
 
 
 if __name__ == "__main__":

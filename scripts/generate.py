@@ -4,14 +4,13 @@
 
 Lines are OpenAI batch requests or plain prompts (`offline/batch_file.py`). The output has one record per line, in the
 order of the input. Until the output is complete, OUTPUT.partial holds the finished records; the same command continues
-from there. An existing output is replaced only when the new one is complete.
+from there. An existing output is replaced only when the new one is complete. Input and output may be in a bucket.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,11 +19,14 @@ from typing import Any
 from tqdm import tqdm
 
 from batcher.errors import EngineDeadError
-from model.inputs.paths import local_path
+from model.inputs.paths import place_argument
+from model.inputs.remote import RemotePath
 from scripts.llm import LLM
 from scripts.offline.batch_file import Line, answer_record, digest, parse_line, problem_record
 from scripts.offline.batch_input import BatchInput
-from scripts.offline.journal import Journal, Key, ordered_path, partial_path
+from scripts.offline.journal import Journal, Key
+from scripts.offline.output import Output
+from scripts.wiring.device import users_cache_folder
 from scripts.wiring.errors import add_debug_flag, failed
 from scripts.wiring.settings import EngineSettings, add_engine_flags
 
@@ -34,14 +36,14 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m scripts.generate", description=__doc__.splitlines()[0], allow_abbrev=False
     )
-    p.add_argument("--input", type=local_path, required=True, metavar="FILE", help="JSON lines; - is standard input")
-    p.add_argument("--output", type=local_path, required=True, metavar="FILE")
+    p.add_argument("--input", type=place_argument, required=True, metavar="FILE", help="JSON lines; -: standard input")
+    p.add_argument("--output", type=place_argument, required=True, metavar="FILE")
     p.add_argument("--overwrite", action="store_true", help="redo an output that is there, and forget a partial one")
     p.add_argument(
         "--params", type=json.loads, default={}, metavar="JSON",
         help='fields for lines that generate and do not set them, such as \'{"max_tokens": 128, "temperature": 0}\'',
     )  # fmt: skip
-    p.add_argument("--tokenizer", type=local_path, metavar="DIR", help="default: the model's own")
+    p.add_argument("--tokenizer", type=place_argument, metavar="DIR", help="default: the model's own")
     p.add_argument("--served-model-name", metavar="NAME", help="what the lines call the model (default: --model)")
     add_engine_flags(p)
     add_debug_flag(p)
@@ -51,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
 def generate(
     batch: BatchInput,
     keys: Sequence[Key],
-    output: Path,
+    output: Output,
     journal: Journal,
     params: dict[str, Any],
     salt: str,
@@ -102,19 +104,21 @@ def generate(
         if any(key not in journal for key in keys):
             with load() as llm:
                 llm.post_all(requests(), on_answer)
-    return journal.write_ordered(iter(keys), output)
+    return journal.write_ordered(iter(keys), output.place, output.ordered)
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     args = parser().parse_args(argv)
-    output = Path(os.path.realpath(args.output))  # the target of a link is written
-    partial = partial_path(output)
+    partial: Path | None = None
     try:
         settings = EngineSettings.from_namespace(args)
         if not isinstance(args.params, dict):
             raise ValueError(f"--params must be a JSON object, not {args.params!r}")
-        check_output(output)
+        if isinstance(args.input, RemotePath) and args.output == args.input:
+            raise ValueError(f"--input {args.input} is the file that this run would write: name another")
+        output = Output(args.output, users_cache_folder() / "batches")
+        partial = output.partial
 
         def load() -> LLM:
             keywords = {name: getattr(settings, name) for name in EngineSettings.field_names()}
@@ -123,17 +127,19 @@ def main(argv: list[str] | None = None) -> int:
         pooling = [] if settings.pooling is None else [settings.pooling.value]
         salt = json.dumps([settings.model, args.params, *pooling], sort_keys=True)
         with BatchInput(args.input) as batch:
-            batch.check_is_none_of((output, partial, ordered_path(output)))
+            batch.check_is_none_of(output.local_files())
             keys = [(number, digest(text, salt)) for number, text in batch.numbered_lines()]
             if not keys:
                 raise ValueError(f"--input {args.input} has no lines")
+            output.fetch_journal()
             with Journal(partial) as journal:
                 if output.exists() and journal.is_empty and not args.overwrite:
-                    print(f"{output} is there already: nothing to do (--overwrite does it again)", file=sys.stderr)
+                    print(f"{args.output} is there already: nothing to do (--overwrite does it again)", file=sys.stderr)
                     return 0
                 if args.overwrite:
                     journal.forget()
-                num_errors = generate(batch, keys, output, journal, args.params, salt, load)
+                with output.kept(journal):
+                    num_errors = generate(batch, keys, output, journal, args.params, salt, load)
     except BlockingIOError:
         print(f"generate: another run is writing {partial}", file=sys.stderr)
         return 2
@@ -142,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         command = "the same command without --overwrite" if args.overwrite else "the same command"
-        kept = f"; {command} goes on from {partial}" if partial.exists() else ""
+        kept = f"; {command} goes on from {partial}" if partial is not None and partial.exists() else ""
         print(f"generate: interrupted{kept}", file=sys.stderr)
         return 130
     except Exception as error:
@@ -150,16 +156,6 @@ def main(argv: list[str] | None = None) -> int:
     if num_errors:
         print(f"{num_errors} of the records are errors", file=sys.stderr)
     return 0
-
-
-def check_output(output: Path) -> None:
-    """Raises ValueError if no file can be written at `output`."""
-    if output.is_dir():
-        raise ValueError(f"--output {output} is a folder: name a file in it")
-    if output.exists() and not output.is_file():
-        raise ValueError(f"--output {output} is a device or a pipe: the records need a file")
-    if not output.parent.is_dir():
-        raise ValueError(f"--output {output}: there is no folder {output.parent}")
 
 
 def _say(line: str) -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from model.inputs.json_file import read_text
 from model.inputs.limits import MAX_TEMPLATE_BYTES
-from model.inputs.paths import check_local, local_path
-from model.loading.source import DEMO, Kind, ModelSource, resolve
+from model.inputs.paths import local_path, place, place_argument
+from model.loading.source import DEMO, Kind, ModelSource, local_folder, resolve
 from scripts.wiring.cluster import add_cluster_flags, cluster_of
 from scripts.wiring.compatibility import add_compatibility_flags, log_warnings
 from scripts.wiring.completion import PrintCompletion
@@ -80,9 +80,9 @@ def parser() -> argparse.ArgumentParser:
     file_help = f"one key a line, not shown by `ps`; nor is ${KEY_VARIABLE}"
     server.add_argument("--api-key-file", type=local_path, metavar="FILE", help=file_help)
     server.add_argument("--served-model-name", nargs="+", metavar="NAME", help="default: --model")
-    server.add_argument("--tokenizer", type=local_path, metavar="DIR", help="default: the model's own")
+    server.add_argument("--tokenizer", type=place_argument, metavar="DIR", help="default: the model's own")
     server.add_argument(
-        "--chat-template", type=local_path, metavar="FILE", help="a Jinja file in place of the model's own"
+        "--chat-template", type=place_argument, metavar="FILE", help="a Jinja file in place of the model's own"
     )
     server.add_argument("--trust-request-chat-template", action="store_true", help="run templates of requests")
     generation_help = "vllm: not the model's; or a folder with one"
@@ -126,7 +126,7 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         tokenizer_folder=tokenizer,
         vocab_size=source.config.vocab_size,
         model_names=tuple(names),
-        model_root=str(source.path or source.name),
+        model_root=str(source.weights or source.name),
         host=args.host,
         port=args.port,
         uds=args.uds,
@@ -164,10 +164,10 @@ def _generation_defaults(args: argparse.Namespace, source: ModelSource) -> Gener
         case "auto":
             defaults = defaults if source.path is None else GenerationDefaults.from_folder(source.path)
         case folder:
-            check_local(folder, "--generation-config")
-            if not (Path(folder) / "generation_config.json").is_file():
+            where = place(folder, "--generation-config")
+            if not (where / "generation_config.json").is_file():
                 raise ValueError(f"--generation-config {folder}: there is no generation_config.json in this folder")
-            defaults = GenerationDefaults.from_folder(Path(folder))
+            defaults = GenerationDefaults.from_folder(local_folder(where))
     changes = args.override_generation_config
     return defaults if changes is None else defaults.overridden(changes, where="--override-generation-config")
 

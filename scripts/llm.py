@@ -26,6 +26,7 @@ from typing import Any, Self
 
 from batcher.errors import EngineDeadError
 from batcher.stats import EngineStats
+from model.inputs.paths import place
 from model.loading.source import resolve
 from scripts.offline.in_process import InProcessEngineClient, LoopThread, post
 from scripts.wiring.engine import build
@@ -93,7 +94,7 @@ class LLM:
 
     Args:
         model: as `--model` of the server.
-        tokenizer: a folder with a tokenizer that replaces the model's own.
+        tokenizer: a folder, here or in a bucket, with a tokenizer that replaces the model's own.
         served_model_name: the model's name in request bodies; by default `model`.
         report: is called with the lines of the start-up report.
         settings: the other engine flags by name, such as `max_num_seqs=16` (`scripts.wiring.settings.EngineSettings`).
@@ -113,9 +114,10 @@ class LLM:
     ) -> None:
         # The queue has no limit: the engine refuses no request for a full queue.
         self.settings = EngineSettings.from_keywords(model=model, **settings | {"max_queue": NO_LIMIT})
+        asked = None if tokenizer is None else place(tokenizer, "tokenizer")
         source = resolve(model, weights=self.settings.load_format != "dummy")
         with ScratchFolder() as spare:
-            folder = tokenizer_folder(None if tokenizer is None else Path(tokenizer), source, spare.path)
+            folder = tokenizer_folder(asked, source, spare.path)
             tokens = ByteLevelTokenizer.from_folder(folder, vocab_size=source.config.vocab_size)
         self.engine, info = build(self.settings, report, lambda _vocab_size: tokens)
         self.model_name = served_model_name or model

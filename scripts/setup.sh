@@ -29,6 +29,16 @@ find_device() {
     fi
 }
 
+# extras_for DEVICE FLAGS...: the extras that serving needs, a line. Of gs:// there is one on TPUs, whose weights and
+# programs are kept in buckets, and where a flag names one.
+extras_for() {
+    local device=$1 extras=""
+    shift
+    [ "$device" = cpu ] || extras=$device
+    case "$device $*" in tpu\ * | *gs://*) extras="$extras gcs" ;; esac
+    echo $extras
+}
+
 usable_python() {
     "$1" -c 'import sys, sysconfig, venv, ensurepip
 sys.exit(sys.version_info[:2] < (3, 12) or bool(sysconfig.get_config_var("Py_GIL_DISABLED")))' >/dev/null 2>&1

@@ -1,4 +1,4 @@
 """XLA's options, programs compiled in threads while weights are loaded, and the cache on disk.
 
-It imports jax only and knows nothing of the model.
+It imports jax and `model.inputs` only and knows nothing of the model.
 """

@@ -6,21 +6,36 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
+
+from model.inputs.paths import Place
+from model.inputs.remote import RemotePath
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # also recorded if the executable came from the disk
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 
-def keep_compilations(folder: Path | str) -> None:
+BUCKETS = ("gs", "s3")  # schemes of the object stores that JAX reaches
+
+
+def keep_compilations(folder: Place) -> None:
     """Stores every program that this process compiles from now on in `folder`, and looks programs up there.
 
     By default JAX keeps only programs that took a second or more. A start compiles many shorter ones.
+
+    Raises:
+        ValueError: JAX does not reach the object store, there is no such bucket, or access is denied.
+        OSError: the folder cannot be made.
     """
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    if isinstance(folder, RemotePath):
+        if folder.scheme not in BUCKETS:
+            kinds = " and ".join(f"{scheme}://" for scheme in BUCKETS)
+            raise ValueError(f"{folder}: JAX keeps programs in a folder or on {kinds} only")
+        folder.check_bucket()
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

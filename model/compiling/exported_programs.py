@@ -50,7 +50,7 @@ class ExportedPrograms[K: Hashable]:
         folder.mkdir(parents=True, exist_ok=True, mode=_PRIVATE)
         check_private(folder)
         self._files = ProgramFiles(folder, fingerprint, kind="exported program", suffix=".exe", mode=_PRIVATE)
-        check_private(self._files.folder)
+        check_private(folder / fingerprint)
 
     def load(self, key: K) -> jax.stages.Compiled | None:
         """The executable; None if it is not there or cannot be used."""
@@ -89,7 +89,9 @@ class ExportedPrograms[K: Hashable]:
         self.found.clear()
 
     def _path(self, key: K) -> Path:
-        return self._files.path(self._names[key], *self._programs[key].shapes)
+        path = self._files.path(self._names[key], *self._programs[key].shapes)
+        assert isinstance(path, Path)
+        return path
 
 
 def check_private(path: Path) -> None:

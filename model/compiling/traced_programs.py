@@ -21,6 +21,7 @@ import jaxlib
 from jax import export
 
 from model.compiling.program_files import ProgramFiles
+from model.inputs.paths import Place
 
 logger = logging.getLogger(__name__)
 
@@ -105,17 +106,17 @@ class TracedPrograms:
         folder, fingerprint: as for `ProgramFiles`; a program's name and the shapes of its arguments identify it.
     """
 
-    def __init__(self, folder: Path, fingerprint: str) -> None:
+    def __init__(self, folder: Place, fingerprint: str) -> None:
         self.num_found = 0
         self._files: ProgramFiles | None = None
         try:
             self._files = ProgramFiles(folder, fingerprint, kind="traced program", suffix=".stablehlo")
-        except OSError as error:
+        except (OSError, ValueError) as error:
             logger.warning("traced programs cannot be kept: %s", error)
 
     def has(self, name: str, program: Program) -> bool:
         """Whether the program is on the disk."""
-        return self._files is not None and self._files.path(name, *program.shapes).is_file()
+        return self._files is not None and self._files.has(self._files.path(name, *program.shapes))
 
     def lower(self, name: str, program: Program) -> jax.stages.Lowered:
         """The program, lowered from the disk if it is there, otherwise traced and stored."""

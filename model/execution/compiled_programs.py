@@ -19,6 +19,7 @@ from model.compiling.traced_programs import Program, TracedPrograms, fingerprint
 from model.execution import memory_plan, wide_copies
 from model.execution.device_memory import device_memory
 from model.execution.step_programs import BRING_MASKS, PATCH, RESET_HISTORY, StepPrograms
+from model.inputs.paths import Place
 
 _PACKAGES = [Path(__file__).parents[2] / name for name in ("batcher", "model", "pallas_kernels")]  # the programs' code
 
@@ -31,7 +32,7 @@ class CompiledPrograms:
         traced_folder, export_folder: as for `ModelRunner`.
     """
 
-    def __init__(self, described: StepPrograms, *, traced_folder: Path | None, export_folder: Path | None) -> None:
+    def __init__(self, described: StepPrograms, *, traced_folder: Place | None, export_folder: Path | None) -> None:
         self.steps: dict[Bucket, Any] = {}
         self.patch: Any
         self.bring_masks: Any

@@ -21,6 +21,7 @@ from model.execution.device_memory import device_memory
 from model.execution.memory_plan import RunnerConfig
 from model.execution.step import DeviceState, KvScales, OutputLayout, history_blocks
 from model.execution.step_programs import StepPrograms, device_of
+from model.inputs.paths import Place
 from model.inputs.words import one_line
 from model.network.eagle import EagleHead
 from model.network.llama import Llama
@@ -69,7 +70,7 @@ class ModelRunner:
         config: RunnerConfig,
         kv_scales: np.ndarray | None = None,
         *,
-        traced_folder: Path | None = None,
+        traced_folder: Place | None = None,
         export_folder: Path | None = None,
         draft: tuple[Llama | EagleHead, PagedAttention] | None = None,
     ) -> None:

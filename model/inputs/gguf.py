@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from model.inputs.limits import MAX_TOKENIZER_BYTES, MAX_VOCAB_SIZE
+from model.inputs.paths import Place
 from model.inputs.words import shown
 
 SUFFIX = ".gguf"
@@ -80,7 +81,7 @@ class GgufFile:
             return struct.unpack(f"<{tensor.shape[0]}f", file.read(num_bytes))
 
 
-def is_gguf(path: Path) -> bool:
+def is_gguf(path: Place) -> bool:
     """Whether the path names a GGUF file."""
     return path.suffix.lower() == SUFFIX and not path.is_dir()
 

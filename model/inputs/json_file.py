@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from model.inputs.limits import MAX_JSON_BYTES
+from model.inputs.paths import Place
 from model.inputs.schema import decode
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Place) -> dict[str, Any]:
     """A file's JSON object. As in `transformers`, NaN and Infinity are numbers, and the last of equal keys is used.
 
     Raises:
@@ -33,7 +33,7 @@ def read_object(path: Path) -> dict[str, Any]:
     return raw
 
 
-def read_fields[S: msgspec.Struct](path: Path, schema: type[S]) -> S:
+def read_fields[S: msgspec.Struct](path: Place, schema: type[S]) -> S:
     """The fields of `schema` in a file's JSON object. A ValueError names the file and every wrong field."""
     raw = read_object(path)
     try:
@@ -42,7 +42,7 @@ def read_fields[S: msgspec.Struct](path: Path, schema: type[S]) -> S:
         raise ValueError(f"{path}: {error}") from error
 
 
-def read_text(path: Path, max_bytes: int) -> str:
+def read_text(path: Place, max_bytes: int) -> str:
     """A file's text. Raises ValueError if the file is longer than `max_bytes` or not UTF-8."""
     check_size(path, max_bytes)
     try:
@@ -51,7 +51,7 @@ def read_text(path: Path, max_bytes: int) -> str:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
-def check_size(path: Path, max_bytes: int) -> None:
+def check_size(path: Place, max_bytes: int) -> None:
     """Raises ValueError if `path` is not a regular file of at most `max_bytes`, OSError if it does not exist."""
     size = path.stat().st_size
     if not path.is_file():

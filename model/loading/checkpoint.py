@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Protocol, Self
 
 import numpy as np
 
 from model.config import LlamaConfig
 from model.inputs.gguf import is_gguf
-from model.loading.tensor_files import TensorFiles
+from model.inputs.paths import Place
+from model.inputs.remote import RemotePath
+from model.loading.tensor_files import Reader, TensorFiles
 from model.quantization.forms import Activations, EightBit, FourBit
 
 
@@ -19,8 +20,8 @@ class Tensors(Protocol):
     def shape(self, key: str) -> tuple[int, ...]:
         """The shape of a tensor."""
 
-    def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
-        """The part of a tensor at `index`."""
+    def reader(self, key: str, rows: slice) -> Reader:
+        """Reads the parts of a tensor at the indices that it is called with. They are within `rows`."""
 
 
 class Checkpoint(Tensors, Protocol):
@@ -61,8 +62,11 @@ class Checkpoint(Tensors, Protocol):
     def with_own_head(self) -> LlamaConfig:
         """The config, but untied if the head differs from the embedding."""
 
-    def read_four_bit(self, name: str, key: str, index: tuple[slice, ...]) -> np.ndarray:
-        """As `PackedKernel.part`, in the form `four_bit`."""
+    def check_unchanged(self) -> None:
+        """Raises ValueError if another checkpoint has taken this one's place since it was opened."""
+
+    def four_bit_reader(self, name: str, key: str) -> Reader:
+        """Reads as `PackedKernel.part`, in the form `four_bit`."""
 
     def has_scale(self, key: str) -> bool:
         """Whether the tensor is an 8-bit kernel with scales of its own."""
@@ -74,9 +78,9 @@ class Checkpoint(Tensors, Protocol):
         """The stored scale of the inputs of the kernel at `key`."""
 
 
-def open_checkpoint(path: Path, config: LlamaConfig) -> Checkpoint:
+def open_checkpoint(path: Place, config: LlamaConfig) -> Checkpoint:
     """The weights at `path`. ValueError, on entering, if they are not those of `config`."""
-    if not is_gguf(path):
+    if isinstance(path, RemotePath) or not is_gguf(path):
         return TensorFiles(path, config)
     from model.loading.gguf_tensors import GgufTensors
 

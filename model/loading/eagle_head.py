@@ -23,7 +23,7 @@ from model.eagle_config import NUM_TAPS, EagleConfig, EagleForm
 from model.inputs.words import shown
 from model.loading.checkpoint import Tensors
 from model.loading.hf_format import INDEX_FILE, SINGLE_FILE, Source
-from model.loading.tensor_files import DTYPES, files_in, opened, slice_of
+from model.loading.tensor_files import DTYPES, Reader, files_in, opened, slice_of
 from model.loading.torch_file import read_torch_file
 from model.loading.weights import fill_each, join, random_values, read_source
 from model.network.eagle import EagleHead
@@ -98,9 +98,10 @@ class HeadFiles:
         """The shape of a tensor."""
         return tuple(self._slices[key].get_shape())
 
-    def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
-        """The part of a tensor at `index`."""
-        return self._slices[key][index]
+    def reader(self, key: str, rows: slice) -> Reader:
+        """Reads parts of a tensor."""
+        reader: Reader = self._slices[key].__getitem__
+        return reader
 
     def tokens(self) -> np.ndarray:
         """i32[draft_vocab_size]: the model's token of each draft token. ValueError if the tables contradict."""
@@ -124,7 +125,8 @@ class HeadFiles:
             return False
         for start in range(0, self.shape(EMBEDDING)[0], _ROWS_COMPARED):
             rows = (slice(start, min(start + _ROWS_COMPARED, self.shape(EMBEDDING)[0])),)
-            own, other = self.read(EMBEDDING, rows).astype(np.float32), model.read(key, rows).astype(np.float32)
+            read = (files.reader(name, rows[0]) for files, name in ((self, EMBEDDING), (model, key)))
+            own, other = (reader(rows).astype(np.float32) for reader in read)
             if not np.allclose(own, other, rtol=2**-7, atol=1e-6):
                 return False
         return True

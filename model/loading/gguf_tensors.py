@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -21,6 +22,7 @@ from model.inputs.gguf import GgufFile, GgufTensor
 from model.loading import gguf_config
 from model.loading.gguf_four_bit import FOUR_BIT, four_bit_part
 from model.loading.hf_format import EMBEDDING, HEAD, expected_kernels, expected_shapes
+from model.loading.tensor_files import Reader
 from model.quantization.forms import Activations, EightBit, FourBit, largest_group
 
 Type = GGMLQuantizationType
@@ -138,7 +140,14 @@ class GgufTensors:
         """Raises ValueError: activations are not rounded."""
         raise ValueError(f"{key} of {self._path} has no scale of its inputs")
 
-    def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
+    def reader(self, key: str, rows: slice) -> Reader:
+        """Reads parts of a tensor."""
+        return partial(self._read, key)
+
+    def check_unchanged(self) -> None:
+        """The file stays mapped as it was."""
+
+    def _read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
         """The part of a tensor at `index`. Quantised blocks are dequantised to float32."""
         tensor = self._tensor(key)
         *rows, columns = (np.arange(size)[part] for part, size in zip(index, tensor.shape, strict=True))
@@ -146,8 +155,11 @@ class GgufTensors:
         values = _values(self._bytes, tensor, chosen, int(columns[0]), int(columns[-1]) + 1)
         return values if rows else values[0]
 
-    def read_four_bit(self, name: str, key: str, index: tuple[slice, ...]) -> np.ndarray:
-        """As `PackedKernel.part`."""
+    def four_bit_reader(self, name: str, key: str) -> Reader:
+        """Reads as `PackedKernel.part`."""
+        return partial(self._read_four_bit, name, key)
+
+    def _read_four_bit(self, name: str, key: str, index: tuple[slice, ...]) -> np.ndarray:
         tensor = self._tensor(key)
         num_out, num_in = tensor.shape
         group = FOUR_BIT[Type(tensor.type)].group

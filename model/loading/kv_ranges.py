@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import io
 import zlib
-from pathlib import Path
 
 import numpy as np
 
 from model.config import LlamaConfig
+from model.inputs.paths import Place
 from model.loading.tensor_files import TensorFiles
 
 FILE = "kv_ranges.npy"  # in the folder of a converted checkpoint
@@ -56,7 +56,7 @@ def _read(files: TensorFiles, layer: int, names: tuple[str, ...], config: LlamaC
     return np.broadcast_to(values, config.num_kv_heads)
 
 
-def save_kv_ranges(folder: Path, ranges: np.ndarray) -> int:
+def save_kv_ranges(folder: Place, ranges: np.ndarray) -> int:
     """Writes the ranges to the folder of a converted checkpoint. Returns the checksum for `load_kv_ranges`."""
     file = io.BytesIO()
     np.save(file, ranges, allow_pickle=False)
@@ -64,7 +64,7 @@ def save_kv_ranges(folder: Path, ranges: np.ndarray) -> int:
     return zlib.crc32(file.getvalue())
 
 
-def load_kv_ranges(folder: Path, checksum: int) -> np.ndarray:
+def load_kv_ranges(folder: Place, checksum: int) -> np.ndarray:
     """The ranges that `save_kv_ranges` wrote. Raises ValueError if the file is missing or damaged."""
     try:
         content = (folder / FILE).read_bytes()

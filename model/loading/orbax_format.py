@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 import jax
@@ -23,6 +22,8 @@ from flax import nnx
 from jax.sharding import Mesh, Sharding
 
 from model.config import LlamaConfig, read_object
+from model.inputs.paths import Place, place, write_whole
+from model.inputs.remote import GCS, RemotePath
 from model.loading.kv_ranges import save_kv_ranges
 from model.loading.weights import fill_each
 from model.network.llama import Llama
@@ -33,6 +34,7 @@ FORMAT = 6
 DTYPES = ("bfloat16", "float32")
 DESCRIPTION_FILE = "stored.json"
 _ARRAYS = "arrays"
+_DRIVERS = {GCS: "gcs", "s3": "s3"}  # of TensorStore, by the schemes of URLs
 _INDEX_CACHE_BYTES = 100 << 20  # of TensorStore, for the tables that locate arrays in its files
 
 Index = tuple[slice, ...]
@@ -51,7 +53,7 @@ class Description:
     kv_ranges: int | None  # CRC-32 of the file with the ranges of keys and values; None if there is none
 
     @classmethod
-    def read(cls, folder: Path) -> Self:
+    def read(cls, folder: Place) -> Self:
         """Raises ValueError if the conversion is unfinished, of another format, or damaged."""
         path = folder / DESCRIPTION_FILE
         if not path.exists():
@@ -80,14 +82,11 @@ class Description:
                 return cls(**{name: raw[name] for name in cls.__dataclass_fields__})
         raise ValueError(f"{path} is damaged: convert again")
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Place) -> None:
         """Writes the file whole or not at all."""
-        path = folder / DESCRIPTION_FILE
-        temporary = path.with_name(path.name + ".writing")
-        temporary.write_text(json.dumps({"format": FORMAT} | vars(self), indent=2) + "\n")
-        temporary.replace(path)
+        write_whole(folder / DESCRIPTION_FILE, (json.dumps({"format": FORMAT} | vars(self), indent=2) + "\n").encode())
 
-    def check(self, folder: Path, config: LlamaConfig, num_shards: int) -> None:
+    def check(self, folder: Place, config: LlamaConfig, num_shards: int) -> None:
         """Raises ValueError if `folder` holds another model, or was converted for another number of chips."""
         if self.num_shards != num_shards:
             raise ValueError(
@@ -102,7 +101,7 @@ class Description:
 
 def save_orbax(
     model: Llama,
-    folder: Path | str,
+    folder: Place | str,
     config: LlamaConfig,
     kv_ranges: np.ndarray | None = None,
     activations: Activations | None = None,
@@ -114,14 +113,15 @@ def save_orbax(
         kv_ranges: see `kv_ranges.read_kv_ranges`.
         activations: of a checkpoint that was quantised. If they are static, the model has the scales.
     """
-    folder = Path(folder).absolute()
+    folder = _absolute(folder)
+    _store(folder)
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty")
     folder.mkdir(parents=True, exist_ok=True)
     arrays = {".".join(map(str, path)): variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(model))}
     # Weights do not compress; trying costs most of the time of a restore.
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False, use_ocdbt=True)) as checkpointer:
-        checkpointer.save(folder / _ARRAYS, arrays)
+        checkpointer.save(str(folder / _ARRAYS), arrays)
     description = Description(
         num_shards=model.num_shards,
         dtype=model.dtype.name,
@@ -136,7 +136,7 @@ def save_orbax(
 
 
 def load_orbax(
-    folder: Path | str,
+    folder: Place | str,
     config: LlamaConfig,
     *,
     dtype: Any,
@@ -152,7 +152,7 @@ def load_orbax(
         ValueError: the folder is unfinished or damaged, or holds another model, another format, or the form for
             another number of chips. The message names the damaged array, and the shard if there are several.
     """
-    folder = Path(folder).absolute()
+    folder = _absolute(folder)
     description = Description.read(folder)
     description.check(folder, config, num_shards_of(mesh))
     form = form_named(description.quantization, config.projection_inputs) if description.quantization else None
@@ -170,7 +170,7 @@ def _restore(
     name: str,
     like: jax.ShapeDtypeStruct,
     *,
-    folder: Path,
+    folder: Place,
     description: Description,
     dtypes: Mapping[str, Any],
     context: ts.Context,
@@ -192,7 +192,7 @@ def _restore(
         try:
             shard = stored[index].read().result()
         except Exception as error:  # TensorStore raises different Python types for its status codes
-            raise ValueError(f"{folder}: {what} cannot be read: convert again ({_first_line(error)})") from error
+            raise ValueError(f"{folder}: {what} cannot be read: {_remedy(error)}") from error
         if _crc32(shard) != expected[number]:
             raise ValueError(f"{folder}: {what} is damaged, its checksum is not the one stored: convert again")
         return shard
@@ -204,13 +204,35 @@ def _restore(
     return jax.block_until_ready(array)
 
 
-def _open(folder: Path, name: str, context: ts.Context) -> ts.TensorStore:
-    base = {"driver": "file", "path": f"{folder / _ARRAYS}/"}
+def _absolute(folder: Place | str) -> Place:
+    where = place(folder, "the folder")
+    return where if isinstance(where, RemotePath) else where.absolute()
+
+
+def _store(folder: Place) -> dict[str, str]:
+    """What TensorStore calls the folder. ValueError if it has no driver for it."""
+    if not isinstance(folder, RemotePath):
+        return {"driver": "file", "path": f"{folder}/"}
+    if folder.scheme not in _DRIVERS:
+        kinds = " and ".join(f"{scheme}://" for scheme in _DRIVERS)
+        raise ValueError(f"{folder}: converted weights are on a disk or on {kinds}, which TensorStore reads")
+    bucket, _, path = folder.path.partition("/")
+    return {"driver": _DRIVERS[folder.scheme], "bucket": bucket, "path": f"{path}/"}
+
+
+def _remedy(error: Exception) -> str:
+    """What to do about an error of TensorStore, and the error."""
+    is_denied = any(code in str(error) for code in ("PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE"))
+    return f"{'allow this machine to read it' if is_denied else 'convert again'} ({_first_line(error)})"
+
+
+def _open(folder: Place, name: str, context: ts.Context) -> ts.TensorStore:
+    base = _store(folder / _ARRAYS)
     spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
     try:
         return ts.open(spec, context=context, read=True, open=True).result()
     except Exception as error:  # as in `_restore`
-        raise ValueError(f"{folder}: {name} cannot be opened: convert again ({_first_line(error)})") from error
+        raise ValueError(f"{folder}: {name} cannot be opened: {_remedy(error)}") from error
 
 
 @partial(jax.jit, static_argnames="dtype")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,11 @@ class PackedKernel:
         self._form = form
         self._parts = parts
         self._shape = shape
+
+    def read_once(self) -> PackedKernel:
+        """The same kernel. Each of its tensors is read whole when it is first needed, and kept with the kernel."""
+        parts = {name: _ReadOnce(part) for name, part in self._parts.items()}
+        return PackedKernel(self._name, self._form, parts, self._shape)
 
     def get_shape(self) -> list[int]:
         return list(self._shape)
@@ -116,3 +122,17 @@ class PackedKernel:
         if groups.min() < 0 or groups.max() >= form.num_groups(columns):
             raise ValueError(f"{self._name}.{stored} names groups outside of 0 to {form.num_groups(columns) - 1}")
         return groups
+
+
+class _ReadOnce:
+    """A tensor that is read whole when it is first needed."""
+
+    def __init__(self, part: Any):
+        self._part = part
+
+    @cached_property
+    def _values(self) -> np.ndarray:
+        return self._part[...]
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return self._values[index]

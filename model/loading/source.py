@@ -1,14 +1,15 @@
-"""Where a model comes from: a local folder, a GGUF file, a name on the Hugging Face hub, a preset, or the embedded
-demo."""
+"""Where a model comes from: a folder or a GGUF file, here or in a bucket, a name on the Hugging Face hub, a preset, or
+the embedded demo."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -20,16 +21,19 @@ from huggingface_hub.errors import (
 
 from model import presets
 from model.config import GenerationFile, LlamaConfig, end_id_problems, end_ids
+from model.inputs.fetched import SMALL_FILES, fetched_file, fetched_folder
 from model.inputs.gguf import GgufFile, is_gguf
 from model.inputs.json_file import read_fields
-from model.inputs.paths import check_local, expanded
+from model.inputs.paths import Place, is_url, place
+from model.inputs.remote import RemotePath
 from model.loading.gguf_config import gguf_model_config
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
+COPIES = Path(constants.HF_HOME) / "pallas-serve"  # of files in buckets, next to what comes from the hub
 
-_SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 _WEIGHT_FILES = ["*.safetensors"]
+_TORCH_FILE = "pytorch_model.bin"
 # Some repositories hold the same weights in the trainer's form, too.
 _NEEDLESS_FILES = ["*/*", "consolidated*"]
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -53,73 +57,90 @@ class ModelSource:
     kind: Kind
     config: LlamaConfig
     eos_token_ids: tuple[int, ...]  # every id that ends a turn, not only the tokenizer's one
-    path: Path | None  # the folder or GGUF file of config, tokenizer and weights; None for a preset, which has none
+    path: Path | None  # the folder or GGUF file of config and tokenizer; None for a preset, which has none
+    weights: Place | None  # where the weights are: `path`, or the folder in a bucket that `path` is a copy from
 
 
 def resolve(name: str, *, revision: str | None = None, weights: bool = True) -> ModelSource:
     """Finds the model and reads its configuration; a hub model is downloaded first.
 
     Args:
-        name: "demo", "preset:NAME", a folder with a config.json, a GGUF file, or a hub name such as "org/model".
+        name: "demo", "preset:NAME", a folder with a config.json, a GGUF file, the URL of one of these, or a hub name
+            such as "org/model".
         revision: branch, tag or commit of a hub model.
         weights: False downloads the small files only (for dummy weights).
 
     Raises:
         ValueError: no model has that name, the model is not supported, or the hub cannot be reached.
     """
-    check_local(name, "model")
-    kind = _kind(name)
+    where = place(name, "model")
+    kind = _kind(name, where)
     if revision is not None and kind is not Kind.HUB:
         raise ValueError(f"a revision is for hub models only: {revision=} {name=}")
     match kind:
         case Kind.PRESET:
             config = presets.preset(name.removeprefix(presets.PREFIX))
-            return ModelSource(name=name, kind=kind, config=config, eos_token_ids=config.eos_token_ids, path=None)
+            ends = config.eos_token_ids
+            return ModelSource(name=name, kind=kind, config=config, eos_token_ids=ends, path=None, weights=None)
         case Kind.GGUF:
-            path = expanded(name, "model")
+            path = local_file(where)
             config = gguf_model_config(GgufFile.read(path))
-            return ModelSource(name=name, kind=kind, config=config, eos_token_ids=config.eos_token_ids, path=path)
+            ends = config.eos_token_ids
+            return ModelSource(name=name, kind=kind, config=config, eos_token_ids=ends, path=path, weights=path)
         case Kind.DEMO:
-            folder = DEMO_FOLDER
+            where = folder = DEMO_FOLDER
         case Kind.FOLDER:
-            folder = expanded(name, "model")
+            folder = local_folder(where)
         case Kind.HUB:
-            folder = _download(name, revision, _SMALL_FILES)
+            folder = _download(name, revision, SMALL_FILES)
             LlamaConfig.from_file(folder)  # refuses an unsupported model before its weights are downloaded
             if weights:
-                folder = _download(name, revision, _SMALL_FILES + _WEIGHT_FILES)
+                folder = _download(name, revision, [*SMALL_FILES, *_WEIGHT_FILES])
+            where = folder
     config = LlamaConfig.from_file(folder)
-    return ModelSource(name=name, kind=kind, config=config, eos_token_ids=_end_ids(folder, config), path=folder)
+    ends = _end_ids(folder, config)
+    return ModelSource(name=name, kind=kind, config=config, eos_token_ids=ends, path=folder, weights=where)
+
+
+def local_folder(folder: Place) -> Path:
+    """A folder of this machine with the small files of `folder`: of the model's config, tokenizer and template."""
+    return fetched_folder(folder, COPIES) if isinstance(folder, RemotePath) else folder
+
+
+def local_file(file: Place, max_bytes: int | None = None) -> Path:
+    """A file of this machine with the content of `file`. ValueError if it is in a bucket and larger than asked for."""
+    return fetched_file(file, COPIES, max_bytes) if isinstance(file, RemotePath) else file
 
 
 def head_folder(name: str, *, weights: bool = True) -> Path:
-    """The folder of an EAGLE head; one on the hub is downloaded first.
+    """The folder of an EAGLE head; one on the hub or in a bucket is downloaded first.
 
     Args:
-        name: a folder, or a hub name such as "org/head".
+        name: a folder, also of a bucket, or a hub name such as "org/head".
         weights: False downloads the small files only.
 
     Raises:
-        ValueError: there is no such folder, or the hub cannot be reached.
+        ValueError: there is no such folder, or the hub or the bucket cannot be reached.
     """
-    check_local(name, "head")
-    path = expanded(name, "head")
-    if path.is_dir():
-        return path
-    if not _HUB_NAME.fullmatch(name):
+    where = place(name, "head")
+    if where.is_dir():
+        if not isinstance(where, RemotePath):
+            return where
+        patterns = [*SMALL_FILES, *((*_WEIGHT_FILES, _TORCH_FILE) if weights else ())]
+        return fetched_folder(where, COPIES, patterns, max_bytes=None)
+    if is_url(name) or not _HUB_NAME.fullmatch(name):
         raise ValueError(f"no head {name!r}: it can be a folder or a hub name (org/head)")
-    folder = _download(name, None, _SMALL_FILES + (_WEIGHT_FILES if weights else []))
+    folder = _download(name, None, [*SMALL_FILES, *(_WEIGHT_FILES if weights else ())])
     if weights and not any(folder.glob("*.safetensors")):
-        folder = _download(name, None, [*_SMALL_FILES, "pytorch_model.bin"])
+        folder = _download(name, None, [*SMALL_FILES, _TORCH_FILE])
     return folder
 
 
-def _kind(name: str) -> Kind:
+def _kind(name: str, path: Place) -> Kind:
     if name == DEMO:
         return Kind.DEMO
     if name.startswith(presets.PREFIX):
         return Kind.PRESET
-    path = expanded(name, "model")
     if is_gguf(path):
         if not path.is_file():
             raise ValueError(f"there is no file {name}")
@@ -128,6 +149,8 @@ def _kind(name: str) -> Kind:
         if not (path / "config.json").exists():
             raise ValueError(f"the folder {name} has no config.json{_instead(path)}")
         return Kind.FOLDER
+    if is_url(name):
+        raise ValueError(f"there is no folder and no GGUF file {name}")
     if _HUB_NAME.fullmatch(name):
         return Kind.HUB
     raise ValueError(
@@ -136,15 +159,16 @@ def _kind(name: str) -> Kind:
     )
 
 
-def _instead(folder: Path) -> str:
+def _instead(folder: Place) -> str:
     found = sorted(path.name for path in folder.iterdir() if is_gguf(path))
     return f"; name a GGUF file in it, such as {found[0]}" if found else ""
 
 
-def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
+def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
     asked = name if revision is None else f"{name} at revision {revision}"
     try:
-        folder = snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=_NEEDLESS_FILES)
+        options = {"allow_patterns": list(patterns), "ignore_patterns": _NEEDLESS_FILES}
+        folder = snapshot_download(name, revision=revision, **options)
     except GatedRepoError as error:
         raise ValueError(
             f"{asked} is gated: accept its licence on its hub page, then log in with `hf auth login`"

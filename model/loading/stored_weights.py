@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ from jax.sharding import Mesh
 
 from model.config import LlamaConfig
 from model.inputs.gguf import is_gguf
+from model.inputs.paths import Place
 from model.loading.checkpoint import open_checkpoint
 from model.loading.hf_format import HEAD
 from model.loading.kv_ranges import load_kv_ranges, read_kv_ranges
@@ -24,9 +24,9 @@ CONVERTED = "orbax"  # the subfolder that scripts/convert_checkpoint.py writes
 
 @dataclass(frozen=True, kw_only=True)
 class StoredWeights:
-    """Weights on disk that are checked against the model's configuration but not loaded yet."""
+    """Weights on a disk or in a bucket that are checked against the model's configuration but not loaded yet."""
 
-    path: Path  # of a folder, or of a GGUF file
+    path: Place  # of a folder, or of a GGUF file
     is_converted: bool  # in the form of `model.loading.orbax_format`; otherwise safetensors or GGUF
     config: LlamaConfig  # matches the weights: not tied if they have a head of their own
     dtypes: tuple[str, ...]  # the stored types, each once
@@ -87,12 +87,12 @@ class StoredWeights:
             )
 
 
-def has_weights(path: Path) -> bool:
+def has_weights(path: Place) -> bool:
     """Whether there are weights of any form at `path`, or only the files that describe a model."""
     return is_gguf(path) or (path / CONVERTED).is_dir() or any(path.glob("*.safetensors"))
 
 
-def find_weights(path: Path, config: LlamaConfig, load_format: str = "auto") -> StoredWeights:
+def find_weights(path: Place, config: LlamaConfig, load_format: str = "auto") -> StoredWeights:
     """The weights of the checkpoint at `path`, a folder or a GGUF file.
 
     Args:
@@ -130,7 +130,7 @@ def find_weights(path: Path, config: LlamaConfig, load_format: str = "auto") -> 
     )
 
 
-def _converted(folder: Path, config: LlamaConfig) -> StoredWeights:
+def _converted(folder: Place, config: LlamaConfig) -> StoredWeights:
     from model.loading.orbax_format import Description
 
     description = Description.read(folder)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path, PurePath
@@ -14,6 +15,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from model.config import LlamaConfig, read_object
+from model.inputs.paths import Place
+from model.inputs.remote import RemotePath
 from model.loading.float8_slice import FLOAT8, Float8Slice
 from model.loading.hf_format import (
     EMBEDDING,
@@ -28,6 +31,7 @@ from model.loading.hf_format import (
     scale_key,
 )
 from model.loading.packed_kernel import PackedKernel
+from model.loading.remote_tensors import RemoteSlice, RemoteTensors
 from model.loading.safetensors_fault import fault_in
 from model.quantization.checkpoint_form import CheckpointForm
 from model.quantization.forms import Activations, EightBit, FourBit
@@ -35,10 +39,13 @@ from model.quantization.packed_form import NAMES, PackedForm, Part
 
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # those that can be read
 _ROWS_COMPARED = 4096  # of the head and the embedding at once; bounds the host's memory
+_FILES_AT_ONCE = 16  # of a bucket, whose heads are read
+
+Reader = Callable[[tuple[slice, ...]], np.ndarray]
 
 
 class TensorFiles:
-    """The tensors of a folder by name. Slices are read from disk when asked for.
+    """The tensors of a folder by name. Slices are read from the disk or the bucket when asked for.
 
     As in the reference implementation, a `model.safetensors` is the whole checkpoint, even with an index next to it.
     Otherwise the index lists the files; without an index, all `*.safetensors` are read.
@@ -48,8 +55,9 @@ class TensorFiles:
         those of `config`: each one that is missing, repeated, unexpected, mis-shaped or of an unreadable type is named.
     """
 
-    def __init__(self, folder: Path, config: LlamaConfig):
+    def __init__(self, folder: Place, config: LlamaConfig):
         self._folder = folder
+        self._remote: list[RemoteTensors] = []
         self._config = config
         form = config.quantized
         self._form = form if isinstance(form, CheckpointForm) else None
@@ -62,8 +70,12 @@ class TensorFiles:
 
     def __enter__(self) -> Self:
         try:
-            for name, keys in files_in(self._folder).items():
-                self._open(name, keys)
+            files = files_in(self._folder)
+            if isinstance(self._folder, RemotePath):
+                self._open_remote(self._folder, files)
+            else:
+                for name, keys in files.items():
+                    self._open(self._folder / name, keys)
             self._check()
         except BaseException:
             self._stack.close()
@@ -76,14 +88,27 @@ class TensorFiles:
         self._kernels.clear()
         self._stack.close()
 
-    def _open(self, name: str, promised: list[str] | None) -> None:
-        path = self._folder / name
+    def check_unchanged(self) -> None:
+        """Raises ValueError if a file in a bucket is another one than when it was opened. Files of this machine stay
+        mapped as they were."""
+        for file in self._remote:
+            file.check_unchanged()
+
+    def _open(self, path: Path, promised: list[str] | None) -> None:
         file = self._stack.enter_context(opened(path))
-        keys = set(file.keys())
-        if absent := set(promised or ()) - keys:
+        self._add(path.name, {key: slice_of(file, path, key) for key in file.keys()}, promised)  # noqa: SIM118
+
+    def _open_remote(self, folder: RemotePath, files: Mapping[str, list[str] | None]) -> None:
+        with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+            self._remote = list(pool.map(RemoteTensors, (folder / name for name in files)))
+        for (name, promised), file in zip(files.items(), self._remote, strict=True):
+            self._add(name, file.slices(), promised)
+
+    def _add(self, name: str, slices: Mapping[str, Any], promised: list[str] | None) -> None:
+        if absent := set(promised or ()) - slices.keys():
             self._lacking[name] = absent
-        self._repeated |= self._slices.keys() & keys
-        self._slices |= {key: slice_of(file, path, key) for key in keys}
+        self._repeated |= self._slices.keys() & slices.keys()
+        self._slices |= slices
 
     @property
     def form(self) -> EightBit | None:
@@ -128,15 +153,23 @@ class TensorFiles:
         """The shape of a tensor, without its values."""
         return tuple(self._slice(key).get_shape())
 
-    def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
-        """The part of a tensor at `index`. A packed kernel is unpacked to float32."""
-        return self._slice(key)[index]
+    def reader(self, key: str, rows: slice) -> Reader:
+        """Reads parts of these rows; a packed kernel is unpacked to float32. What is in a bucket is read here, once for
+        all parts."""
+        stored = self._slice(key)
+        if isinstance(stored, PackedKernel) and self._remote:
+            return stored.read_once().__getitem__
+        if isinstance(stored, RemoteSlice):
+            start, stop, _ = rows.indices(self.shape(key)[0])
+            return stored.rows(start, stop).__getitem__
+        return stored.__getitem__
 
-    def read_four_bit(self, name: str, key: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A part of a packed kernel, see `PackedKernel.part`."""
+    def four_bit_reader(self, name: str, key: str) -> Reader:
+        """Reads parts of a packed kernel, see `PackedKernel.part`."""
         form = self.four_bit
         assert form is not None
-        return self._kernels[key].part(name, index, form.group)
+        kernel = self._kernels[key].read_once() if self._remote else self._kernels[key]
+        return lambda index: kernel.part(name, index, form.group)
 
     def _slice(self, key: str) -> Any:
         """The stored tensor. If the head is tied to the embedding, either may be stored alone: see `_expected`."""
@@ -283,7 +316,7 @@ class TensorFiles:
         num_rows = self.shape(first)[0]
         for start in range(0, num_rows, _ROWS_COMPARED):
             rows = (slice(start, min(start + _ROWS_COMPARED, num_rows)),)
-            one, other = (self.read(key, rows) for key in (first, second))
+            one, other = (self._slice(key)[rows] for key in (first, second))
             if not np.array_equal(one.astype(np.float32), other.astype(np.float32)):
                 return False
         return True
@@ -303,7 +336,7 @@ def slice_of(file: Any, path: Path, key: str) -> Any:
     return Float8Slice(path, key) if found.get_dtype() in FLOAT8 else found
 
 
-def files_in(folder: Path) -> dict[str, list[str] | None]:
+def files_in(folder: Place) -> dict[str, list[str] | None]:
     """File name -> the keys that the index lists in it. None: no index is used, and all keys are read."""
     index = folder / INDEX_FILE
     if (folder / SINGLE_FILE).is_file():
@@ -316,7 +349,7 @@ def files_in(folder: Path) -> dict[str, list[str] | None]:
     return dict.fromkeys(names)
 
 
-def _promises(index: Path) -> dict[str, list[str]]:
+def _promises(index: Place) -> dict[str, list[str]]:
     """File name -> keys, from the index. Raises ValueError if it names a file that is not next to it."""
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

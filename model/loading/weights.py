@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,8 +18,10 @@ from flax import nnx
 from jax.sharding import Mesh, Sharding
 
 from model.config import LlamaConfig
+from model.inputs.paths import Place, place
 from model.loading.checkpoint import Checkpoint, Tensors, open_checkpoint
 from model.loading.hf_format import Source, sources
+from model.loading.tensor_files import Reader
 from model.network.linear import INIT_STDDEV
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, num_shards_of
@@ -32,7 +33,7 @@ MAX_PARAMETERS_IN_FLIGHT = 4  # read ahead while earlier ones are joined; bounds
 
 
 def load_hf(
-    path: Path | str,
+    path: Place | str,
     config: LlamaConfig,
     *,
     dtype: Any,
@@ -51,12 +52,14 @@ def load_hf(
         ValueError: a file is incomplete, or tensors are missing, unexpected, mis-shaped or of a type that cannot be
             cast. One message lists all such tensors.
     """
-    with open_checkpoint(Path(path), config) as files:
+    with open_checkpoint(place(path, "model"), config) as files:
         config = files.with_own_head()
         form = {"dtype": dtype, "mesh": mesh, "quantization": quantization, "rounding": rounding, "for_cpu": for_cpu}
         model = abstract_model(config, **form)
         is_kept = isinstance(quantization, FourBit) and quantization == files.four_bit
-        return fill(model, partial(_read_module, files=files, config=config, mesh=mesh, is_kept=is_kept))
+        filled = fill(model, partial(_read_module, files=files, config=config, mesh=mesh, is_kept=is_kept))
+        files.check_unchanged()
+        return filled
 
 
 def random_weights(
@@ -167,7 +170,7 @@ def _read_module(
 
 def read_source(files: Tensors, source: Source, config: LlamaConfig, num_shards: int, sharding: Sharding) -> jax.Array:
     """The tensor in the file's dtype. Each chip's part is read separately. KV heads repeat if there are more chips."""
-    return _read_rows(partial(files.read, source.key), files.shape(source.key), source, config, num_shards, sharding)
+    return _read_rows(partial(files.reader, source.key), files.shape(source.key), source, config, num_shards, sharding)
 
 
 def _read_four_bit(
@@ -180,33 +183,53 @@ def _read_four_bit(
 ) -> list[jax.Array]:
     """The kernels, scales or zeros of all `parts`, as `read_source` reads weights."""
     num_shards = num_shards_of(mesh)
-    read = {part: partial(files.read_four_bit, name, part.key) for part in parts}
-    shapes = {part: (files.shape(part.key)[0], like.shape[1]) for part in parts}
-    return [_read_rows(read[part], shapes[part], part, config, num_shards, like.sharding) for part in parts]
+
+    def one(part: Source) -> jax.Array:
+        shape = (files.shape(part.key)[0], like.shape[1])
+        reader = files.four_bit_reader(name, part.key)
+        return _read_rows(lambda rows: reader, shape, part, config, num_shards, like.sharding)
+
+    return [one(part) for part in parts]
 
 
 def _read_rows(
-    read_part: Callable[[tuple[slice, ...]], np.ndarray],
+    reader: Callable[[slice], Reader],
     shape: tuple[int, ...],
     source: Source,
     config: LlamaConfig,
     num_shards: int,
     sharding: Sharding,
 ) -> jax.Array:
+    """`reader` is asked once, for the stored rows that the chips of this host hold."""
     rows, *rest = shape
     copies = max(1, num_shards // config.num_kv_heads) if source.is_kv else 1
+    shape = (rows * copies, *rest)
 
-    def read(index: tuple[slice, ...]) -> np.ndarray:
-        if copies == 1:
-            return read_part(index)
+    def heads_of(index: tuple[slice, ...]) -> np.ndarray:
+        """The stored head of each of the rows' heads."""
         start, stop, _ = index[0].indices(rows * copies)
-        heads = np.arange(start, stop, config.head_dim) // (config.head_dim * copies)
-        first, last = int(heads[0]), int(heads[-1])
-        window = slice(first * config.head_dim, (last + 1) * config.head_dim)
-        part = read_part((window, *index[1:]))
-        return part.reshape(last - first + 1, config.head_dim, -1)[heads - first].reshape(stop - start, -1)
+        return np.arange(start, stop, config.head_dim) // (config.head_dim * copies)
 
-    return jax.make_array_from_callback((rows * copies, *rest), sharding, read)  # type: ignore[arg-type]  # jax never passes None
+    def window_of(index: tuple[slice, ...]) -> slice:
+        """The stored rows."""
+        if copies == 1:
+            start, stop, _ = index[0].indices(rows)
+            return slice(start, stop)
+        heads = heads_of(index)
+        return slice(int(heads[0]) * config.head_dim, (int(heads[-1]) + 1) * config.head_dim)
+
+    def part_of(index: tuple[slice, ...]) -> np.ndarray:
+        window = window_of(index)
+        part = stored((window, *index[1:]))
+        if copies == 1:
+            return part
+        heads = heads_of(index)
+        return part.reshape(-1, config.head_dim, part.shape[1])[heads - heads[0]].reshape(-1, part.shape[1])
+
+    windows = [window_of(index) for index in sharding.addressable_devices_indices_map(shape).values() if index]
+    here = slice(min(window.start for window in windows), max(window.stop for window in windows))
+    stored = reader(here)
+    return jax.make_array_from_callback(shape, sharding, part_of)  # type: ignore[arg-type]  # jax never passes None
 
 
 def _read_scales(files: Checkpoint, source: Source, config: LlamaConfig, num_shards: int) -> np.ndarray:

@@ -10,6 +10,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Self
 
+from model.inputs.paths import Place
+from model.inputs.remote import RemotePath
+
 STDIN = Path("-")
 
 
@@ -19,18 +22,22 @@ class BatchInput:
     The content of a pipe is copied to a temporary file. Opening such an input waits until the pipe's writer ends.
 
     Args:
-        path: "-" is the standard input.
+        path: "-" is the standard input. A file in a bucket is copied to a temporary file.
 
     Raises:
         ValueError: `path` is a folder.
         OSError: the file cannot be read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
+        self._path = path
+        if isinstance(path, RemotePath):
+            self._file: BinaryIO = _downloaded(path)
+            self._status, self._start = os.fstat(self._file.fileno()), 0
+            return
         if path != STDIN and path.is_dir():
             raise ValueError(f"--input {path} is a folder: name a file of JSON lines")
-        self._path = path
-        self._file: BinaryIO = open(0, "rb", closefd=False) if path == STDIN else path.open("rb")  # noqa: SIM115
+        self._file = open(0, "rb", closefd=False) if path == STDIN else path.open("rb")  # noqa: SIM115
         status = os.fstat(self._file.fileno())
         self._status = status
         if not stat.S_ISREG(status.st_mode):
@@ -61,6 +68,15 @@ class BatchInput:
 
     def __exit__(self, *exc: object) -> None:
         self._file.close()
+
+
+def _downloaded(file: RemotePath) -> BinaryIO:
+    if file.is_dir():
+        raise ValueError(f"--input {file} is a folder: name a file of JSON lines")
+    with tempfile.TemporaryDirectory(prefix="pallas-serve-") as folder:
+        copy = Path(folder) / "input"
+        file.copy_to(copy)
+        return copy.open("rb")  # readable to its end without a name
 
 
 def _copied(pipe: BinaryIO) -> BinaryIO:

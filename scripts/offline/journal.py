@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+from model.inputs.paths import Place
+from model.inputs.remote import RemotePath
+
 Key = tuple[int, str]  # a line's number and its digest
 
 
@@ -28,6 +31,7 @@ class Journal:
         self._file = _open_locked(path)
         self._places: dict[Key, tuple[int, int]] = {}  # -> offset, size
         self._end = 0
+        self._is_finished = False
         self._is_forgotten = False  # the file still has records of an earlier run, which do not count
         try:
             self._read_back()
@@ -38,6 +42,11 @@ class Journal:
     @property
     def is_empty(self) -> bool:
         return not self._places
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the output has been written."""
+        return self._is_finished
 
     def __contains__(self, key: Key) -> bool:
         return key in self._places
@@ -58,11 +67,14 @@ class Journal:
         self._places[number, line_digest] = (self._end, len(raw))
         self._end += len(raw)
 
-    def write_ordered(self, keys: Iterator[Key], output: Path) -> int:
-        """Writes the records of `keys`, in that order, to `output` atomically, and removes the journal. Returns the
-        number of error records."""
+    def write_ordered(self, keys: Iterator[Key], output: Place, temporary: Path) -> int:
+        """Writes the records of `keys`, in that order, to `output` whole or not at all, and then removes the journal.
+        Returns the number of error records.
+
+        Args:
+            temporary: where the ordered records are collected: a file next to `output`, or any if that is in a bucket.
+        """
         num_errors = 0
-        temporary = ordered_path(output)
         with temporary.open("wb") as file:
             for key in keys:
                 offset, size = self._places[key]
@@ -70,7 +82,12 @@ class Journal:
                 response = record["response"]
                 num_errors += response is None or response["status_code"] != 200
                 file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-        temporary.replace(output)
+        if isinstance(output, RemotePath):
+            output.copy_from(temporary)
+            temporary.unlink()
+        else:
+            temporary.replace(output)
+        self._is_finished = True
         self._close(remove=True)
         return num_errors
 

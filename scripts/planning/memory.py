@@ -133,8 +133,8 @@ def size_up(settings: EngineSettings, target: Target, chips: int, device_gib: fl
     platform, chip = target.platform, target.chip
     source = resolve(settings.model, weights=False)
     config, stored = source.config, None
-    if settings.load_format != "dummy" and source.path is not None and has_weights(source.path):
-        stored = find_weights(source.path, config, settings.load_format)
+    if settings.load_format != "dummy" and source.weights is not None and has_weights(source.weights):
+        stored = find_weights(source.weights, config, settings.load_format)
         config = stored.config
     quantization, _ = choose_quantization(
         settings.quantization,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batcher.change import Change
 from batcher.engine import Engine
+from model.inputs.paths import is_url, place
 from scripts.wiring.settings import EngineSettings
 from scripts.wiring.weights import ChosenWeights, choose_weights
 from server.engine.wire import ChangeWeights, WeightsChange
@@ -79,8 +79,9 @@ class ChangeableEngine:
         settings = self._settings
         if model is not None:
             settings = dataclasses.replace(settings, model=model)
-            if not Path(model).exists():
-                raise ValueError(f"model {model!r}: there is no such folder or file on this machine")
+            if not place(model, "model").exists():
+                where = "in the bucket" if is_url(model) else "on this machine"
+                raise ValueError(f"model {model!r}: there is no such folder or file {where}")
         weights = choose_weights(settings, self._platform)
         for name in ("config", "dtype", "quantization"):
             if getattr(weights, name) != getattr(self._weights, name):

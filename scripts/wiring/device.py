@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from model.inputs.paths import check_local, expanded
+from model.inputs.paths import Place, check_local, expanded, place
 from scripts.wiring.settings import EngineSettings
 
 PLATFORMS = ("cpu", "gpu", "tpu")
@@ -61,15 +61,26 @@ def runs_on_tpu(settings: EngineSettings) -> bool:
     return settings.device == "tpu" or (settings.device == "auto" and find_device() == "tpu")
 
 
-def compile_cache_folder(asked: str | None) -> Path | None:
+def compile_cache_folder(asked: str | None) -> Place | None:
     """The folder of compiled programs; None: they are not kept."""
     if asked == "none":
         return None
-    if asked is not None:
-        return expanded(asked, "--compile-cache")
+    return users_cache_folder() / "compiled" if asked is None else place(asked, "--compile-cache")
+
+
+def native_folder(asked: str | None) -> Path | None:
+    """The folder of compiled C code, which is loaded from this machine only; None: it is not kept."""
+    folder = compile_cache_folder(asked)
+    if folder is None:
+        return None
+    return (folder if isinstance(folder, Path) else users_cache_folder() / "compiled") / "native"
+
+
+def users_cache_folder() -> Path:
+    """This program's folder in the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     check_local(base, "XDG_CACHE_HOME")
-    return Path(base) / "pallas-serve" / "compiled"
+    return Path(base) / "pallas-serve"
 
 
 def export_cache_folder(asked: str | None) -> Path | None:

@@ -20,7 +20,7 @@ from scripts.wiring.attention import choose_attention
 from scripts.wiring.backends import Backends, own_backends
 from scripts.wiring.changeable import ChangeableEngine
 from scripts.wiring.choices import choose_later_programs, choose_model_len, choose_step_timeout
-from scripts.wiring.device import compile_cache_folder, export_cache_folder, find_device, start_jax
+from scripts.wiring.device import compile_cache_folder, export_cache_folder, find_device, native_folder, start_jax
 from scripts.wiring.draft import ChosenDraft, choose_draft, draft_cost
 from scripts.wiring.head import ChosenHead
 from scripts.wiring.limits import WEIGHTS_COST_TOKENS, bucket_config, long_prompts, runner_config
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from model.execution.memory_plan import RunnerConfig
     from model.execution.runner import ModelRunner
+    from model.inputs.paths import Place
     from model.network.eagle import EagleHead
     from model.network.llama import Llama
     from pallas_kernels.api import PagedAttention
@@ -93,7 +94,7 @@ class Built:
 class Folders:
     """Where programs are kept between starts; None: nowhere."""
 
-    compiled: Path | None
+    compiled: Place | None
     exported: Path | None
 
 
@@ -233,7 +234,7 @@ def build_runner(
             buckets,
             platform=platform,
             max_model_len=max_model_len,
-            native_folder=folders.compiled and folders.compiled / "native",
+            native_folder=native_folder(settings.compile_cache),
             # A host cannot read the results of the other hosts' chips.
             make_tested=None if others is None else partial(chips.share_of_a_chip, backends.make),
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from batcher.request import Pooling
-from model.inputs.paths import check_local
+from model.inputs.paths import is_url, place
 from model.loading.source import DEMO
 from model.quantization.forms import FORM_NAMES
 from scripts.wiring.speculation import SpeculativeConfig
@@ -75,8 +75,13 @@ class EngineSettings:
                 raise ValueError(
                     f"{flag(name)} {getattr(self, name)!r}: it can be one of {', '.join(filter(None, allowed))}"
                 )
-        for name in ("model", "compile_cache", "export_cache"):
-            check_local(getattr(self, name) or "", flag(name))
+        for name in ("model", "compile_cache"):
+            place(getattr(self, name) or "", flag(name))
+        if is_url(self.export_cache or ""):
+            raise ValueError(
+                f"--export-cache {self.export_cache!r}: executables run as this user's code, so they are kept in a "
+                "folder of this machine that nobody else can write to; --compile-cache may be in a bucket"
+            )
         counts = (
             "num_scheduler_steps",
             "max_num_seqs",

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from model.inputs.paths import check_local
-from model.loading.source import ModelSource
+from model.inputs.paths import Place
+from model.loading.source import ModelSource, local_folder
 from server.text.tiktoken_model import special_tokens
 
 # Llama 3's format of turns.
@@ -23,11 +23,10 @@ CHAT_TEMPLATE = (
 )
 
 
-def tokenizer_folder(asked: Path | None, source: ModelSource, spare: Path) -> Path:
+def tokenizer_folder(asked: Place | None, source: ModelSource, spare: Path) -> Path:
     """The folder of the tokenizer: `asked`, the model's own, or, for a preset, a stand-in in the folder `spare`."""
     if asked is not None:
-        check_local(asked, "--tokenizer")
-        return asked
+        return local_folder(asked)
     if source.path is not None:
         return source.path
     write_stand_in_tokenizer(spare, source.config.vocab_size)

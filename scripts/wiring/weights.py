@@ -48,7 +48,7 @@ class ChosenWeights:
 
     def remarks(self) -> Iterator[str]:
         """For the report of the start."""
-        origin = "nowhere (random)" if self.stored is None else self.source.path
+        origin = "nowhere (random)" if self.stored is None else self.source.weights
         yield f"of weights from {origin}, as {self.dtype} ({self.dtype_reason})"
         yield from filter(None, (self.quantization_remark, self.rounding_remark, self.stored and self.stored.remark))
 
@@ -83,8 +83,8 @@ def _find(settings: EngineSettings, source: ModelSource) -> StoredWeights | None
     """The weights on disk; None for random ones."""
     if settings.load_format == "dummy":
         return None
-    if source.path is None:
+    if source.weights is None:
         raise ValueError(f"--model {settings.model} has no weights: add --load-format dummy for random ones")
     from model.loading.stored_weights import find_weights
 
-    return find_weights(source.path, source.config, settings.load_format)
+    return find_weights(source.weights, source.config, settings.load_format)

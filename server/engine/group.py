@@ -9,6 +9,7 @@ from batcher.request import FinishReason
 from batcher.stats import EngineStats, total_of
 from server.engine import wire
 from server.engine.client import EngineFailedError, ProcessEngineClient
+from server.engine.group_weights import GroupWeights
 from server.engine.routing import Router
 from server.engine.sinks import Sink
 
@@ -31,6 +32,8 @@ class EngineGroup:
             for number, args in enumerate(engine_args)
         ]
         self._router = Router()
+        self._weights = GroupWeights(self.engines, self._on_split)
+        self._split: str | None = None  # why the engines must not go on, although they live
         self._watchers: list[asyncio.Task[None]] = []
 
     async def start(self) -> wire.EngineInfo:
@@ -60,6 +63,7 @@ class EngineGroup:
     @property
     def death(self) -> str | None:
         deaths = [f"engine {i}: {engine.death}" for i, engine in enumerate(self.engines) if engine.death is not None]
+        deaths += [] if self._split is None else [self._split]
         return "; ".join(deaths) or None
 
     @property
@@ -81,6 +85,15 @@ class EngineGroup:
         for engine in self.engines:
             engine.reset_prefix_cache()
 
+    @property
+    def is_sleeping(self) -> bool:
+        return self._weights.are_sleeping
+
+    async def change_weights(self, change: wire.WeightsChange, model: str | None = None) -> None:
+        """Changes the weights of all engines or of none, see `GroupWeights`."""
+        await self._weights.change(change, model)
+        self._router.forget()  # a change empties the prefix caches
+
     def abort_all(self) -> None:
         """Ends every open request with ABORT. Its sink gets that output."""
         for engine in self.engines:
@@ -91,6 +104,10 @@ class EngineGroup:
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*(engine.stop(timeout_s) for engine in self.engines))
+
+    def _on_split(self, reason: str) -> None:
+        self._split = reason
+        self.died.set()
 
     async def _watch(self, engine: ProcessEngineClient) -> None:
         await engine.died.wait()

@@ -80,7 +80,7 @@ def test_other_weights_are_loaded_and_a_broken_folder_changes_nothing(http, tmp_
         (tmp_path / "none", "no such folder"),
         (deeper, "not a model of the same shapes: config rope_theta is 7.0"),
         (cut, "model.safetensors"),
-        ("gs://bucket/folder", "is a URL"),
+        ("nope://bucket/folder", "no package of fsspec is for nope://"),
     ]:
         refused = http.post("/admin/reload", json={"model": str(folder)})
         assert refused.status_code == 400

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from batcher.errors import EngineDeadError
+from model.compiling.compile_cache import keep_compilations
 from model.inputs.words import MAX_LINE_CHARS
 from model.loading.source import DEMO_FOLDER
 from scripts import bench_offline, bench_serving, convert_checkpoint, generate, launch, plan
@@ -116,11 +117,8 @@ URL = "gs://bucket/folder"
 @pytest.mark.parametrize(
     ("command", "flag"),
     [
-        (launch, "--tokenizer"),
-        (launch, "--chat-template"),
-        (generate, "--input"),
-        (generate, "--output"),
-        (generate, "--tokenizer"),
+        (launch, "--ssl-keyfile"),
+        (launch, "--api-key-file"),
         (bench_serving, "--dataset-path"),
         (bench_offline, "--output-json"),
     ],
@@ -133,27 +131,73 @@ def test_a_url_is_no_path(url, command, flag, capsys):
     assert f"argument {flag}: {url!r} is a URL" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        (launch, "--tokenizer"),
+        (launch, "--chat-template"),
+        (generate, "--input"),
+        (generate, "--output"),
+        (generate, "--tokenizer"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("nope://b/f", "no package of fsspec is for nope://"),
+        ("s3://b/f", "s3:// needs a package that is not installed"),
+        ("http://h/f", "folders cannot be listed over HTTP"),
+        ("file:///f", "a file of this machine is named by its path alone"),
+    ],
+)
+def test_a_url_that_cannot_be_reached_is_no_place(url, words, command, flag, capsys):
+    with pytest.raises(SystemExit) as caught:
+        command.main([flag, url])
+    assert caught.value.code == 2
+    assert f"argument {flag}: {url!r}: {words}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flag", ["--model", "--compile-cache"])
 @pytest.mark.parametrize("command", [launch, plan])
-def test_a_url_is_no_model_and_no_cache(command, flag, capsys):
-    assert command.main([flag, URL]) == 2
-    assert f"{flag} {URL!r} is a URL" in capsys.readouterr().err
+def test_such_a_url_is_no_model_and_no_cache(command, flag, capsys):
+    assert command.main([flag, "nope://bucket/folder"]) == 2
+    assert f"{flag} 'nope://bucket/folder': no package of fsspec is for nope://" in capsys.readouterr().err
 
 
-def test_a_url_is_nothing_to_convert_and_no_place_to_write_to(tmp_path, capsys):
-    assert convert_checkpoint.main([URL, str(tmp_path / "out")]) == 2
-    assert f"model {URL!r} is a URL" in capsys.readouterr().err
+def test_executables_are_not_kept_in_a_bucket(capsys):
+    assert launch.main(["--export-cache", URL]) == 2
+    said = capsys.readouterr().err
+    assert f"--export-cache {URL!r}: executables run as this user's code" in said and "--compile-cache may be" in said
+
+
+def test_programs_are_kept_only_where_jax_reaches(capsys):
+    assert plan.main(["--model", "memory://bucket/none"]) == 2
+    assert "there is no bucket bucket" in capsys.readouterr().err
+    with pytest.raises(
+        ValueError, match="memory://bucket/f: JAX keeps programs in a folder or on gs:// and s3:// only"
+    ):
+        keep_compilations(compile_cache_folder("memory://bucket/f"))
+
+
+def test_such_a_url_is_nothing_to_convert_and_no_place_to_write_to(tmp_path, capsys):
+    assert convert_checkpoint.main(["nope://b/f", str(tmp_path / "out")]) == 2
+    assert "model 'nope://b/f': no package of fsspec is for nope://" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        convert_checkpoint.main(["demo", URL])
-    assert f"argument folder: {URL!r} is a URL" in capsys.readouterr().err
+        convert_checkpoint.main(["demo", "nope://b/f"])
+    assert "argument folder: 'nope://b/f': no package" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "keywords", [{"model": URL}, {"compile_cache": URL}, {"tokenizer": URL}, {"tokenizer": Path(URL)}]
+    "keywords", [{"model": "nope://b/f"}, {"compile_cache": "nope://b/f"}, {"tokenizer": "nope://b/f"}]
 )
-def test_a_url_is_refused_in_python_too(keywords):
-    with pytest.raises(ValueError, match=r"'gs://?bucket/folder' is a URL"):
+def test_such_a_url_is_refused_in_python_too(keywords):
+    with pytest.raises(ValueError, match="'nope://b/f': no package of fsspec is for nope://"):
         LLM(**keywords)
+
+
+def test_a_url_that_was_made_a_path_is_refused():
+    with pytest.raises(ValueError, match=r"tokenizer 'gs:/bucket/folder': a URL is written as gs://bucket/folder"):
+        LLM(tokenizer=Path(URL))
 
 
 def test_the_users_cache_folder_is_a_local_one(monkeypatch):

@@ -306,7 +306,10 @@ def test_defaults_of_generation_come_from_the_model_or_elsewhere(model_folder, t
     assert temperature("--generation-config", str(tmp_path)) == 0.125
     assert temperature("--generation-config", "auto") == temperature()
     assert temperature("--generation-config", "vllm") == GenerationDefaults().temperature
-    for folder, words in ((str(tmp_path / "none"), "no generation_config.json"), ("gs://a/b", "is a URL")):
+    for folder, words in (
+        (str(tmp_path / "none"), "no generation_config.json"),
+        ("nope://a/b", "no package of fsspec"),
+    ):
         with pytest.raises(ValueError, match=words):
             temperature("--generation-config", folder)
 

@@ -79,6 +79,21 @@ def test_the_device_can_be_said_and_must_exist(machine):
     assert "it can be cpu, tpu or cuda" in wrong.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "extras"),
+    [
+        ("cpu", ""),
+        ("cpu --model demo", ""),
+        ("cuda --model org/name", "cuda"),
+        ("tpu --model org/name", "tpu gcs"),
+        ("cpu --model gs://bucket/model", "gcs"),
+        ("cuda --compile-cache=gs://bucket/programs", "cuda gcs"),
+    ],
+)
+def test_the_package_for_buckets_comes_where_it_is_needed(machine, arguments, extras):
+    assert shell(machine, f"extras_for {arguments}").stdout.strip() == extras
+
+
 def test_the_newest_usable_python_is_taken_wherever_it_is(machine):
     fake_command(machine / "bin/python3.12", "exit 0")
     assert shell(machine, "find_python").stdout == f"{machine}/bin/python3.12\n"

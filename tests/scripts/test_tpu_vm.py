@@ -235,7 +235,7 @@ esac""",
     result = shell(host, "scripts/deploy/host/setup.sh tpu")
     assert result.returncode == 0, result.stderr
     assert "no Python 3.12 to 3.14 here (Python 3.10.12): installing uv" in result.stderr
-    assert installed(host) == [".[tpu]"]
+    assert installed(host) == [".[tpu,gcs]"]
 
 
 def test_a_host_with_python_3_12_needs_no_other(host):
@@ -247,7 +247,7 @@ def test_a_host_with_python_3_12_needs_no_other(host):
     result = shell(host, "scripts/deploy/host/setup.sh tpu")
     assert result.returncode == 0, result.stderr
     assert "uv" not in result.stderr
-    assert installed(host) == [".[tpu]"]
+    assert installed(host) == [".[tpu,gcs]"]
 
 
 def test_serving_writes_the_unit_and_its_flags(host):

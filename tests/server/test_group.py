@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -110,6 +112,52 @@ def test_an_engine_that_dies_is_named_and_ends_its_own_streams_first(pair):
         assert "error" in parse_events(text)[-1]
     assert len(parse_events(kept)) > len(parse_events(lost))
     assert pair.process.wait(30) == 1
+
+
+ADMIN = {"Authorization": "Bearer boss"}
+CHANGING = EchoConfig(weights=True)
+
+
+def told(http: httpx.Client) -> set[str]:
+    """What the engines say to chats that are spread over them."""
+    bodies = [HELLO | prompt(number) | {"max_tokens": 8} for number in range(6)]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        answers = list(pool.map(lambda body: http.post(CHAT, json=body).json(), bodies))
+    return {answer["choices"][0]["message"]["content"] for answer in answers}
+
+
+def test_all_engines_change_their_weights_or_none(tmp_path):
+    second = replace(CHANGING, refused=("bad",))
+    with (
+        running_server(tmp_path, ECHO, CHANGING, more_engines=(second,), admin_api_keys=("boss",)) as server,
+        server.http(headers=ADMIN) as http,
+    ):
+        assert http.post("/admin/reload", json={"model": "one"}).status_code == 200
+        assert told(http) == {"one"}
+        refused = http.post("/admin/reload", json={"model": "bad"})
+        assert refused.status_code == 400
+        assert "The weights were not changed: engine 1: no model bad" in refused.json()["error"]["message"]
+        assert told(http) == {"one"}, "engine 0 has gone back"
+        for path, sleeps in (("/sleep", True), ("/sleep", True), ("/wake_up", False)):
+            assert http.post(path).status_code == 200
+            assert http.get("/is_sleeping").json() == {"is_sleeping": sleeps}
+        assert http.post("/sleep").status_code == 200
+        asleep = http.post("/admin/reload", json={"model": "two"})
+        assert asleep.status_code == 400 and "engine 0: the engine sleeps" in asleep.json()["error"]["message"]
+        assert http.post("/wake_up").status_code == 200 and told(http) == {"one"}
+
+
+def test_engines_that_are_left_with_different_weights_end_the_server(tmp_path):
+    first, second = replace(CHANGING, refused=(None,)), replace(CHANGING, refused=("bad",))
+    with (
+        running_server(tmp_path, ECHO, first, more_engines=(second,), admin_api_keys=("boss",)) as server,
+        server.http(headers=ADMIN) as http,
+    ):
+        assert http.post("/admin/reload", json={"model": "bad"}).status_code == 400
+        health = http.get("/health")
+        assert health.status_code == 503
+        assert "the engines have different weights: engine 0: no model None" in health.json()["error"]["message"]
+        assert server.process.wait(30) == 1
 
 
 def test_one_engine_that_cannot_start_is_named(tmp_path):

@@ -10,4 +10,4 @@ if ! find_python >/dev/null && ! command -v uv >/dev/null; then
     say "no Python 3.12 to 3.14 here ($(python3 --version 2>&1)): installing uv"
     python3 -m pip install --user --quiet uv || curl --fail --silent --show-error --location https://astral.sh/uv/install.sh | sh
 fi
-setup "$device"
+setup "$device" gcs

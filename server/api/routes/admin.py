@@ -15,6 +15,7 @@ from server.api.request.fields import FieldTable
 from server.api.route import Access, ApiRoute
 from server.api.state import ServerState
 from server.engine.client import ProcessEngineClient, WeightsError
+from server.engine.group import EngineGroup
 from server.engine.wire import WeightsChange
 from server.http.errors import RequestError, invalid, unavailable, unsupported
 
@@ -149,11 +150,10 @@ class Admin:
         logger.info("weights: %s%s", change.value, "" if model is None else f" from {model}")
         return json_response({"status": "ok"})
 
-    def _engine(self) -> ProcessEngineClient:
+    def _engine(self) -> ProcessEngineClient | EngineGroup:
         client = self._state.client
-        if not isinstance(client, ProcessEngineClient):
-            several = "The weights of several engines (--data-parallel-size) cannot be changed while they serve."
-            raise RequestError(501, several)
+        if not isinstance(client, ProcessEngineClient | EngineGroup):
+            raise RequestError(501, "The weights of an engine in this process cannot be changed while it serves.")
         return client
 
     async def log_level(self, request: Request) -> Response:

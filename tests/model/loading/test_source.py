@@ -85,8 +85,8 @@ def test_a_generation_config_that_cannot_be_read_is_named(text, complaint, tmp_p
         ("no such thing", "no model 'no such thing': it can be 'demo', a folder"),
         ("/no/such/folder", "no model '/no/such/folder'"),
         ("~nobody_of_this_name/model", "model '~nobody_of_this_name/model': Could not determine home directory"),
-        ("gs://bucket/model", "model 'gs://bucket/model' is a URL"),
-        ("https://huggingface.co/org/model", "is a URL"),
+        ("gs:/bucket/model", "model 'gs:/bucket/model': a URL is written as gs://bucket/folder"),
+        ("https://huggingface.co/org/model", "a model of the Hugging Face hub is named org/model"),
     ],
 )
 def test_what_is_nothing_is_refused_with_what_it_could_be(name, complaint):

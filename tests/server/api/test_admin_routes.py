@@ -54,6 +54,16 @@ def test_any_key_opens_the_other_routes_and_all_of_them_ask(guarded):
                 assert http.get(path, headers={"Authorization": f"Bearer {key}"}).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/admin/reload", "/sleep"])
+def test_an_engine_that_cannot_change_its_weights_says_so(guarded, path):
+    """The echo engine is like one of several hosts, which broadcasts its steps."""
+    with guarded.http(headers=ADMIN) as http:
+        refused = http.post(path, json={})
+    assert refused.status_code == 400
+    words = "The weights were not changed: the weights of an engine on several hosts cannot be changed"
+    assert words in refused.json()["error"]["message"]
+
+
 def stream(server: RunningServer, done: list[str]) -> threading.Thread:
     """A streamed request that is being read; its text is in `done` when it has ended."""
     begun = threading.Event()

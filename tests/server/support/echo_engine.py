@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from batcher.errors import InvalidRequestError, QueueFullError
 from batcher.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from batcher.stats import EngineStats
 from batcher.step_log import StepRecord
-from server.engine.wire import EngineInfo
+from server.engine.wire import ChangeWeights, EngineInfo, WeightsChange
 from tests.server.support.tokenizers import EOT, VOCAB_SIZE
 
 
@@ -33,6 +33,8 @@ class EchoConfig:
     start_s: float = 0.0
     fail_at_start: str | None = None
     die_after_tokens: int | None = None
+    weights: bool = False  # it can change them: its reply is then the name of the model
+    refused: tuple[str | None, ...] = ()  # models that cannot be loaded; None: that of the start
 
 
 class _Running:
@@ -180,6 +182,17 @@ class EchoEngine:
         running.on_output(output)
 
 
+class ChangingEchoEngine(EchoEngine):
+    def change_weights(self, command: ChangeWeights, on_done: Callable[[Exception | None], None]) -> None:
+        if command.change is WeightsChange.RELOAD:
+            if command.model in self._config.refused:
+                on_done(ValueError(f"no model {command.model}"))
+                return
+            reply = None if command.model is None else tuple(command.model.encode())
+            self._config = replace(self._config, reply=reply)
+        on_done(None)
+
+
 def _scores(token_id: int, num_top: int) -> TokenLogprobs:
     """The token itself first, with -0.5, then its neighbours; the last of twenty is impossible."""
     ids = [(token_id + i) % VOCAB_SIZE for i in range(num_top)]
@@ -193,4 +206,4 @@ def build(config: EchoConfig, report: Callable[[str], None]) -> tuple[EchoEngine
     if config.fail_at_start:
         raise ValueError(config.fail_at_start)
     info = EngineInfo(max_model_len=config.max_model_len, vocab_size=VOCAB_SIZE, cache_config={"page_size": "16"})
-    return EchoEngine(config), info
+    return (ChangingEchoEngine if config.weights else EchoEngine)(config), info

@@ -1,0 +1,87 @@
+"""Copies of files that libraries can read from this machine only: tokenizers, templates, GGUF files.
+
+A copy has its own folder for each URL and each version of the files, so it never changes. Several processes may ask for
+the same one at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from model.inputs.limits import MAX_TOKENIZER_BYTES
+from model.inputs.remote import RemotePath
+
+SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model")
+_IN_USE_S = 3600.0  # a copy that was used so recently stays: another start may be reading it
+_FILES_AT_ONCE = 8
+
+
+def fetched_folder(
+    folder: RemotePath,
+    copies: Path,
+    patterns: Sequence[str] = SMALL_FILES,
+    max_bytes: int | None = MAX_TOKENIZER_BYTES,
+) -> Path:
+    """The folder with copies of those files in `folder` whose names match.
+
+    Args:
+        copies: where all copies are kept.
+
+    Raises:
+        FileNotFoundError, ValueError: as `RemotePath`; also if a file is longer than `max_bytes`.
+    """
+    entries = [entry for entry in folder.iterdir() if any(Path(entry.name).match(pattern) for pattern in patterns)]
+    with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+        files = [
+            entry for entry, is_file in zip(entries, pool.map(RemotePath.is_file, entries), strict=True) if is_file
+        ]
+    return _copied(folder, files, copies, max_bytes=max_bytes)
+
+
+def fetched_file(file: RemotePath, copies: Path, max_bytes: int | None = None) -> Path:
+    """The copy of one file. Otherwise as `fetched_folder`."""
+    return _copied(file, [file], copies, max_bytes=max_bytes) / file.name
+
+
+def _copied(url: RemotePath, files: Sequence[RemotePath], copies: Path, max_bytes: int | None) -> Path:
+    with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+        versions = list(pool.map(RemotePath.version, files))
+        sizes = list(pool.map(lambda file: file.stat().st_size, files))
+        for file, size in zip(files, sizes, strict=True):
+            if max_bytes is not None and size > max_bytes:
+                raise ValueError(f"{file} has {size} bytes; at most {max_bytes} are read")
+        of_url = copies / _digest(str(url))
+        found = of_url / _digest(*(f"{file.name} {version}" for file, version in zip(files, versions, strict=True)))
+        if found.is_dir():
+            os.utime(found)
+            return found
+        of_url.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix="part-", dir=of_url))
+        try:
+            list(pool.map(lambda file: file.copy_to(part / file.name), files))
+            try:
+                part.rename(found)
+            except OSError:
+                if not found.is_dir():  # another process has been quicker
+                    raise
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    _delete_older(of_url, found)
+    return found
+
+
+def _delete_older(of_url: Path, newest: Path) -> None:
+    for other in of_url.iterdir():
+        if other != newest and other.stat().st_mtime < time.time() - _IN_USE_S:
+            shutil.rmtree(other, ignore_errors=True)  # another start may be deleting it, too
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:32]

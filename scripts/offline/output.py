@@ -1,0 +1,123 @@
+"""The output of a batch run: a file, or an object in a bucket, which is worked at on this machine.
+
+An object cannot grow. So the journal of a run that writes to a bucket is a file of this machine, and from time to time
+a copy of it goes to OUTPUT.partial in the bucket: another machine can continue from there when this one is taken away.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from model.inputs.paths import Place
+from model.inputs.remote import RemotePath
+from scripts.offline.journal import Journal, ordered_path, partial_path
+
+SECONDS_BETWEEN_COPIES = 60.0  # at least
+_SHARE_OF_COPYING = 0.05  # at most, of the time
+
+
+class Output:
+    """Where the records of a run go.
+
+    Args:
+        place: as it was asked for.
+        work: a folder of this machine, for the journals of runs that write to buckets.
+
+    Raises:
+        ValueError: no file can be written there.
+    """
+
+    def __init__(self, place: Place, work: Path) -> None:
+        self.place: Place = place if isinstance(place, RemotePath) else Path(os.path.realpath(place))
+        if isinstance(self.place, RemotePath):
+            _check_remote(self.place)
+            folder = work / hashlib.sha256(str(self.place).encode()).hexdigest()[:32]
+            folder.mkdir(parents=True, exist_ok=True)
+            local = folder / self.place.name
+        else:
+            _check_local(self.place)  # the target of a link is written
+            local = self.place
+        self.partial = partial_path(local)
+        self.ordered = ordered_path(local)
+
+    def exists(self) -> bool:
+        """Whether an earlier run has finished."""
+        return self.place.exists()
+
+    def local_files(self) -> tuple[Path, ...]:
+        """The files of this machine that a run writes."""
+        own = (self.partial, self.ordered)
+        return own if isinstance(self.place, RemotePath) else (self.place, *own)
+
+    def fetch_journal(self) -> None:
+        """Takes the journal from the bucket, if another machine has left one there and this one has none."""
+        copy = self._copy()
+        if copy is not None and not self.partial.exists() and copy.exists():
+            copy.copy_to(self.partial)
+
+    @contextmanager
+    def kept(self, journal: Journal) -> Iterator[None]:
+        """Until its end copies of the journal go to the bucket. A run that ends early leaves the last one there."""
+        copy = self._copy()
+        if copy is None:
+            yield
+            return
+        ended = threading.Event()
+        thread = threading.Thread(target=self._keep_copying, args=(copy, ended), name="journal", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            if journal.is_finished:
+                copy.unlink(missing_ok=True)
+            elif not journal.is_empty:
+                self._upload(copy)
+
+    def _copy(self) -> RemotePath | None:
+        place = self.place
+        return place.with_name(f"{place.name}.partial") if isinstance(place, RemotePath) else None
+
+    def _keep_copying(self, copy: RemotePath, ended: threading.Event) -> None:
+        wait_s, num_bytes = SECONDS_BETWEEN_COPIES, 0
+        while not ended.wait(wait_s):
+            if self.partial.exists() and self.partial.stat().st_size != num_bytes:
+                num_bytes, started = self.partial.stat().st_size, time.monotonic()
+                self._upload(copy)
+                wait_s = max(SECONDS_BETWEEN_COPIES, (time.monotonic() - started) / _SHARE_OF_COPYING)
+
+    def _upload(self, copy: RemotePath) -> None:
+        """A failure is a line on stderr: the journal itself is on this machine."""
+        still = self.partial.with_name(f"{self.partial.name}.copy")
+        try:
+            shutil.copyfile(self.partial, still)  # the journal grows meanwhile
+            copy.copy_from(still)
+        except (OSError, ValueError) as error:
+            print(f"the finished records are on this machine only: {error}", file=sys.stderr)
+        finally:
+            still.unlink(missing_ok=True)
+
+
+def _check_remote(output: RemotePath) -> None:
+    if output.is_dir():
+        raise ValueError(f"--output {output} is a folder: name a file in it")
+    output.check_bucket()
+
+
+def _check_local(output: Path) -> None:
+    """Raises ValueError if no file can be written at `output`."""
+    if output.is_dir():
+        raise ValueError(f"--output {output} is a folder: name a file in it")
+    if output.exists() and not output.is_file():
+        raise ValueError(f"--output {output} is a device or a pipe: the records need a file")
+    if not output.parent.is_dir():
+        raise ValueError(f"--output {output}: there is no folder {output.parent}")
