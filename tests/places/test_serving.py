@@ -34,7 +34,7 @@ def test_all_that_is_named_may_be_in_a_bucket(store, told, tmp_path):
     url = store.upload(DEMO_FOLDER, "models", "demo")
     store.put("work", "in.jsonl", (json.dumps(PROMPT) + "\n").encode())
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
-    flags += ["--model", url, "--compile-cache", "gs://work/programs"]
+    flags += ["--model", url, "--compile-cache", "gs://work/programs", "--compile-all-first"]
     homes = {"HF_HOME": str(tmp_path / "hf"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     environment = os.environ | store.environment() | QUICKLY_COMPILED | homes
 
