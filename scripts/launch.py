@@ -243,7 +243,7 @@ def main(argv: list[str] | None = None) -> int:
             def on_following(url: str) -> None:
                 say(f"following after {time.perf_counter() - started:.1f} s: {url}/health")
 
-            first, *others = replicas_of(served, args.data_parallel_size)
+            first, *others = replicas_of(served, args.data_parallel_size, spare.path)
             if cluster is None:
                 return run(settings, ENGINE, first, more_engines=others, report=say, on_ready=on_ready)
             if cluster.is_leader:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from scripts.wiring.attention import choose_attention
 from scripts.wiring.backends import Backends, own_backends
 from scripts.wiring.changeable import ChangeableEngine
 from scripts.wiring.choices import choose_later_programs, choose_model_len, choose_step_timeout
+from scripts.wiring.compile_turn import CompileTurn
 from scripts.wiring.device import compile_cache_folder, export_cache_folder, find_device, native_folder, start_jax
 from scripts.wiring.draft import ChosenDraft, choose_draft, draft_cost
 from scripts.wiring.head import ChosenHead
@@ -114,8 +116,14 @@ def build_served(served: ServedSettings, report: Report) -> tuple[ChangeableEngi
     settings = served.engine
     if served.num_replicas > 1:
         settings = claim_chips(served, find_device() if settings.device == "auto" else settings.device)
-    built = build_runner(settings, report, compile_meanwhile=True)
-    engine = warm_engine(built, report, served_tokenizer(served), read_tokens=True)
+    turn = None if served.compile_turn is None else CompileTurn(served.compile_turn, is_first=served.replica == 0)
+    with turn.compiling() if turn is not None and turn.is_first else nullcontext():
+        built = build_runner(settings, report, compile_meanwhile=turn is None or turn.is_first)
+        if turn is not None and not turn.is_first:
+            with phase("wait", report) as say:
+                turn.wait()
+                say("for the programs of engine 0")
+        engine = warm_engine(built, report, served_tokenizer(served), read_tokens=True)
     changeable = ChangeableEngine(engine, built.runner, built.reload, settings, built.weights, built.platform)
     return changeable, built.info
 

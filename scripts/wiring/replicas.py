@@ -23,13 +23,22 @@ def add_replica_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def replicas_of(served: ServedSettings, number: int) -> list[ServedSettings]:
-    """The settings of each of `number` engines. Raises ValueError if there cannot be so many."""
+def replicas_of(served: ServedSettings, number: int, shared: Path | None = None) -> list[ServedSettings]:
+    """The settings of each of `number` engines.
+
+    Args:
+        shared: a folder of this start; None: each engine compiles its own programs.
+
+    Raises:
+        ValueError: there cannot be so many.
+    """
     if number < 1:
         raise ValueError(f"--data-parallel-size must be at least 1, not {number}")
     if number > 1 and served.cluster is not None:
         raise ValueError("--data-parallel-size is for one host: several hosts share one model")
-    return [replace(served, replica=replica, num_replicas=number) for replica in range(number)]
+    keeps_programs = number > 1 and shared is not None and served.engine.compile_cache != "none"
+    turn = shared / "compiled-by-the-first" if keeps_programs and shared is not None else None
+    return [replace(served, replica=own, num_replicas=number, compile_turn=turn) for own in range(number)]
 
 
 def claim_chips(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+
 import pytest
 
+from tests.conftest import QUICKLY_COMPILED
 from tests.e2e.conftest import PREFIX, serve
 
 pytestmark = [pytest.mark.e2e, pytest.mark.hosts, pytest.mark.slow]
@@ -29,3 +33,15 @@ def test_two_engines_answer_as_one_does(server, engine_flags):
             text = http.get("/metrics").text
         assert all(f'{PREFIX}engine_alive{{engine="{number}",model_name="demo"}} 1.0' in text for number in (0, 1))
     assert pair.process.returncode == 0
+
+
+def test_the_first_engine_compiles_and_the_other_reads(tmp_path):
+    small = ("--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "64", "--num-pages", "32")
+    flags = (*small, "--compile-all-first", "--compile-cache", str(tmp_path / "programs"))
+    with serve(*flags, "--data-parallel-size", "2", env=os.environ | QUICKLY_COMPILED) as pair:
+        said = r"engine (\d): compiled (\d+) programs.*\((\d+) came from the disk"
+        found = [match for line in pair.lines if (match := re.search(said, line))]
+    counts = {match[1]: (int(match[2]), int(match[3])) for match in found}
+    (number, from_disk), (other_number, other_from_disk) = counts["0"], counts["1"]
+    assert number == other_number > 0
+    assert (from_disk, other_from_disk) == (0, number)

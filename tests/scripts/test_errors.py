@@ -171,8 +171,8 @@ def test_executables_are_not_kept_in_a_bucket(capsys):
 
 
 def test_programs_are_kept_only_where_jax_reaches(capsys):
-    assert plan.main(["--model", "memory://bucket/none"]) == 2
-    assert "there is no bucket bucket" in capsys.readouterr().err
+    assert plan.main(["--model", "memory://unmade/none"]) == 2
+    assert "memory://unmade/none: there is no bucket unmade" in capsys.readouterr().err
     with pytest.raises(
         ValueError, match="memory://bucket/f: JAX keeps programs in a folder or on gs:// and s3:// only"
     ):

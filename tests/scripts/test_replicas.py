@@ -71,3 +71,10 @@ def test_several_hosts_have_one_engine():
     over_hosts = ServedSettings(engine=EngineSettings(), tokenizer=Path("model"), cluster=cluster)
     with pytest.raises(ValueError, match="--data-parallel-size is for one host"):
         replicas_of(over_hosts, 2)
+
+
+def test_the_first_engine_compiles_for_all_where_programs_are_kept(tmp_path):
+    file = tmp_path / "compiled-by-the-first"
+    assert [one.compile_turn for one in replicas_of(served(), 2, tmp_path)] == [file, file]
+    assert [one.compile_turn for one in replicas_of(served(), 1, tmp_path)] == [None]
+    assert [one.compile_turn for one in replicas_of(served(compile_cache="none"), 2, tmp_path)] == [None, None]

@@ -15,9 +15,10 @@ from model.compiling.compile_cache import COMPILED, CompileCounter
 
 PROGRAM = """
 import sys
+from pathlib import Path
 import jax, numpy as np
 from model.compiling.compile_cache import CompileCounter, keep_compilations
-keep_compilations(sys.argv[1])
+keep_compilations(Path(sys.argv[1]))
 counter = CompileCounter()
 for n in (3, 5):
     jax.jit(lambda x: x * 2 + 1)(np.ones(n, np.float32))
