@@ -84,7 +84,7 @@ def test_a_shorter_context_is_said_at_start(tmp_path) -> None:
     [
         ("nowhere", "no head 'nowhere': it can be a folder or a hub name"),
         (str(DEMO_FOLDER), "num_hidden_layers=4 is not supported"),
-        ("gs://bucket/head", "URL"),
+        ("gs:/bucket/head", "a URL is written as gs://bucket/folder"),
     ],
 )
 def test_what_is_no_head_is_refused_with_the_flag(model, words) -> None:
