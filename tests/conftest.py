@@ -47,6 +47,13 @@ os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(COMPILED), "JAX_PERSISTENT_CACHE
 KERNELS = Path(__file__).parent / "pallas_kernels"
 COMPILING_FOR_CHIPS = ("test_compile.py", "test_compile_gpu_step.py")
 INTERPRETED = "test_interpreted.py"
+E2E = Path(__file__).parent / "e2e"
+# Whole files of one mark. Where the mark is left out they are not imported: other people's clients take seconds to
+# import, in every process.
+OF_ONE_MARK = {
+    "kernels": [KERNELS],
+    "clients": [E2E / f"test_{name}.py" for name in ("langchain", "litellm", "page", "pydantic_ai")],
+}
 MAX_PROCESSES = 4  # each imports JAX and holds programs: up to two gigabytes
 
 
@@ -54,6 +61,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     is_first = not hasattr(session.config, "workerinput")
     if is_first and sum(path.stat().st_size for path in COMPILED.rglob("*")) > MAX_COMPILED_BYTES:
         shutil.rmtree(COMPILED)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return (
+        any(collection_path in paths and f"not {mark}" in config.option.markexpr for mark, paths in OF_ONE_MARK.items())
+        or None
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

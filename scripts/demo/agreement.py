@@ -27,11 +27,11 @@ class Agreement:
     same_top_token: float  # share of positions where both models have the same most likely next token
 
 
-def agreement(exact: Llama, changed: Llama, encoder: SampleEncoder) -> Agreement:
+def agreement(exact: Llama, changed: Llama, encoder: SampleEncoder, num_stories: int = NUM_STORIES) -> Agreement:
     """Both models read the same stories."""
     rng = random.Random(SEED)
-    rows = [encoder.text(story(rng).text)[:WIDTH] for _ in range(NUM_STORIES)]
-    tokens = np.zeros((NUM_STORIES, WIDTH), np.int32)
+    rows = [encoder.text(story(rng).text)[:WIDTH] for _ in range(num_stories)]
+    tokens = np.zeros((num_stories, WIDTH), np.int32)
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = ids
     counted = np.arange(WIDTH) < np.array([len(ids) for ids in rows])[:, None]

@@ -108,8 +108,8 @@ def test_held_out_sums_and_comparisons_are_answered(model: Llama, encoder: Sampl
 
 @pytest.mark.parametrize("suite", ["json_held_out_sums", "tool_calls", "tool_answers", "no_call_needed"])
 def test_tools_and_json(model: Llama, encoder: SampleEncoder, suite: str) -> None:
-    right = evaluate.exact(model, encoder, random.Random(2).sample(evaluate.suites()[suite], 12))
-    assert sum(right) >= 11
+    cases = random.Random(2).sample(evaluate.suites()[suite], evaluate.FEW_ROWS)  # more rows are padded to 50
+    assert sum(evaluate.exact(model, encoder, cases)) >= len(cases) - 1
 
 
 def test_a_first_chat(model: Llama, encoder: SampleEncoder) -> None:

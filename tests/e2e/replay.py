@@ -45,7 +45,7 @@ def synthetic_lengths(count: int, max_total: int) -> tuple[np.ndarray, np.ndarra
     return inputs, outputs
 
 
-NUM_REQUESTS = {"trace": 96, "synthetic": 64}
+NUM_REQUESTS = {"trace": 72, "synthetic": 64}
 
 
 def requests_of(kind: str, max_model_len: int, vocab_size: int) -> list[Request]:

@@ -58,14 +58,14 @@ def test_embeddings_of_the_demo(embedder, pooling):
             return answer.choices[0].message.content
 
         chats = [pool.submit(ask, i) for i in range(8)]
-        answers = [pool.submit(client.embeddings.create, model="demo", input=TEXTS * 5) for _ in range(4)]
+        answers = [pool.submit(client.embeddings.create, model="demo", input=TEXTS * 2) for _ in range(4)]
         with embedder.http() as http:
             prompts = [http.post("/tokenize", json={"prompt": text}).json()["tokens"] for text in TEXTS]
-        expected = np.tile(dense_vectors(prompts, pooling), (5, 1))
+        expected = np.tile(dense_vectors(prompts, pooling), (2, 1))
         for answer in answers:
             found = np.array([entry.embedding for entry in answer.result().data])
             np.testing.assert_allclose(found, expected, atol=2e-5)
-            assert answer.result().usage.prompt_tokens == 5 * sum(map(len, prompts))
+            assert answer.result().usage.prompt_tokens == 2 * sum(map(len, prompts))
         assert all("82" in chat.result() for chat in chats)
         metrics = embedder.wait_for_metrics(lambda m: m["num_requests_running"] == 0 and m["prompt_tokens_total"] > 0)
         assert metrics["num_compiles_after_warm_up_total"] == 0

@@ -14,6 +14,7 @@ from batcher.config import Scheduling
 from model.presets import preset
 from scripts import launch, plan
 from scripts.benchmarks.simulation.machine import Machine, Result, SimulatedRequest, simulate
+from scripts.planning import sweep
 from scripts.planning.cost import HOURS_PER_MONTH, cost
 from scripts.planning.planner import limits_to_try
 from scripts.planning.roofline import FLOPS_EFFICIENCY, MEMORY_EFFICIENCY, Roofline, roofline
@@ -189,6 +190,14 @@ SEARCH = (
 )  # fmt: skip
 
 
+@pytest.fixture
+def short_simulations(monkeypatch):
+    """Of a quarter of the requests: for what is not about the figures' steadiness."""
+    monkeypatch.setattr(sweep, "MIN_REQUESTS", 75)
+    monkeypatch.setattr(sweep, "TURNOVERS", 1)
+
+
+@pytest.mark.usefixtures("short_simulations")
 def test_a_plan_is_a_report_with_a_mark_on_every_line(capsys):
     assert plan.main(list(SEARCH)) == 0
     out = capsys.readouterr().out
@@ -201,6 +210,7 @@ def test_a_plan_is_a_report_with_a_mark_on_every_line(capsys):
         assert words in out
 
 
+@pytest.mark.usefixtures("short_simulations")
 def test_a_plan_as_json_and_twice_the_same(capsys):
     plans = []
     for _ in range(2):
@@ -223,6 +233,7 @@ def test_a_plan_as_json_and_twice_the_same(capsys):
     assert plans[0]["memory"]["mark"] == "counted"
 
 
+@pytest.mark.usefixtures("short_simulations")
 def test_objectives_that_nothing_meets_are_an_error(capsys):
     flags = ["--model", "8b", "--target", "l4", "--workload", "200/20", "--slo", "tpot_ms=1"]
     assert plan.main([*flags, "--max-num-seqs", "16", "--max-num-batched-tokens", "512"]) == 1
@@ -256,6 +267,7 @@ def test_any_limit_has_another_that_goes_with_it(rows, tokens):
         assert any(budget > row for row in seqs for budget in budgets)
 
 
+@pytest.mark.usefixtures("short_simulations")
 def test_a_trace_is_replayed(tmp_path, capsys):
     trace = tmp_path / "trace.csv"
     rows = [f"2023-11-16 18:15:{i:02}.0000000,{200 + i},{5 + i}" for i in range(20)]
@@ -270,6 +282,7 @@ def test_without_a_workload_a_model_is_planned_on_the_fewest_chips_that_hold_it(
     assert "on 4 x h100" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("short_simulations")
 def test_a_picture_is_drawn(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="pip install 'matplotlib>=3.10' (the extra `plot`)")
     file = tmp_path / "plan.png"

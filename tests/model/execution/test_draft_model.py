@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 from flax import nnx
 
 from batcher.slots import SlotLayout
+from batcher.stats import EngineStats
 from batcher.step import Variant
 from model.execution import draft_pages
 from model.execution.memory_plan import RunnerConfig, memory_needs
@@ -21,22 +23,15 @@ from model.loading.weights import random_weights
 from model.network.llama import Llama
 from model.network.sharding import make_mesh
 from tests.model.driver import TINY, paged_attention, tiny_model
-from tests.model.execution.test_speculative_step import (
-    DRAFTS,
-    FEW,
-    KINDS,
-    PLAIN,
-    requests,
-    scores_of,
-    tokens_of,
-)
-from tests.model.execution.test_speculative_step import serve as serve_with_cost
+from tests.model.execution.drafting import DRAFTS, FEW, KINDS, PLAIN, assert_same_outputs, requests
+from tests.model.execution.drafting import serve as serve_with_cost
 
 ONE_LAYER = replace(TINY, num_layers=1)
 serve = partial(serve_with_cost, draft_cost=0.01)  # of a pass of the draft model
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 96, "num_pages": 64}
 
 
+@cache
 def near(share: float) -> Llama:
     """The model with other weights added: it agrees with the model at times."""
     model, other = tiny_model(config=ONE_LAYER), tiny_model(seed=1, config=ONE_LAYER)
@@ -53,22 +48,24 @@ def runner() -> ModelRunner:
     return runner
 
 
+@pytest.fixture(scope="module")
+def plain(runner) -> Callable[[str], tuple[dict, EngineStats]]:
+    """What `serve` says of a kind of requests without drafts, whatever the draft model."""
+    return cache(lambda kind: serve(runner, PLAIN, requests(KINDS[kind])))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
-def test_outputs_are_those_without_drafts(runner, kind, share) -> None:
+def test_drafts_of_any_model_change_no_output(runner, plain, kind, share) -> None:
     runner.place(near(0.0), draft=near(share))
-    asked = requests(KINDS[kind])
-    expected, plain = serve(runner, PLAIN, asked)
-    found, drafted = serve(runner, DRAFTS, asked)
-    for name, outputs in expected.items():
-        assert tokens_of(found[name]) == tokens_of(outputs)
-        assert found[name][-1].finish_reason == outputs[-1].finish_reason
-        np.testing.assert_allclose(scores_of(found[name]), scores_of(outputs), atol=2e-4)
+    expected, alone = plain(kind)
+    found, drafted = serve(runner, DRAFTS, requests(KINDS[kind]))
+    assert_same_outputs(found, expected)
     counts = drafted.speculation
     assert counts.num_draft_tokens > 0
     if share == 0.0:
         assert counts.num_accepted_tokens == counts.num_draft_tokens
-        assert drafted.num_steps < 0.5 * plain.num_steps
+        assert drafted.num_steps < 0.5 * alone.num_steps
 
 
 def test_a_draft_of_the_model_itself_has_read_every_token(runner) -> None:
@@ -83,8 +80,7 @@ def test_a_draft_of_the_model_itself_has_read_every_token(runner) -> None:
     assert stats.prefix_cache_hits > 0
     counts = stats.speculation
     assert counts.num_accepted_tokens == counts.num_draft_tokens > 100
-    for name, outputs in expected.items():
-        assert tokens_of(found[name]) == tokens_of(outputs)
+    assert_same_outputs(found, expected)
 
 
 def test_a_draft_model_is_split_over_the_chips_as_the_model_is() -> None:
@@ -101,8 +97,7 @@ def test_a_draft_model_is_split_over_the_chips_as_the_model_is() -> None:
     asked = requests(KINDS["greedy"])
     expected, _ = serve(runner, PLAIN, asked)
     found, stats = serve(runner, DRAFTS, asked)
-    for name, outputs in expected.items():
-        assert tokens_of(found[name]) == tokens_of(outputs)
+    assert_same_outputs(found, expected)
     assert stats.speculation.num_accepted_tokens == stats.speculation.num_draft_tokens > 50
 
 

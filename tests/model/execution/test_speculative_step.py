@@ -10,12 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from batcher.buckets import BucketConfig, BucketLadder
-from batcher.config import EngineConfig
-from batcher.engine import Engine
-from batcher.request import Request, RequestOutput, SamplingParams
+from batcher.request import Request, SamplingParams
 from batcher.slots import SlotLayout
-from batcher.stats import EngineStats
 from batcher.step import StepHandle, StepInput
 from model.execution.memory_plan import RunnerConfig
 from model.execution.prompt_lookup import PromptLookup, propose
@@ -26,12 +22,9 @@ from model.network.sharding import make_mesh
 from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabSplit
 from pallas_kernels.spec import RaggedBatch
 from tests.model.driver import dense_logits, paged_attention, tiny_model
+from tests.model.execution.drafting import DRAFTS, FEW, KINDS, PLAIN, assert_same_outputs, requests, serve, tokens_of
 
 LOOKUP = PromptLookup(min_tokens=1, max_tokens=3)
-LIMITS = {"max_num_batched_tokens": 24, "max_num_seqs": 4, "min_decode_rows": 4, "min_mixed_tokens": 24}
-PLAIN = BucketLadder(BucketConfig(**LIMITS))
-DRAFTS = BucketLadder(BucketConfig(**LIMITS, num_drafts=3, max_draft_rows=4))
-FEW = (3, 17, 44, 90)  # allowed tokens: a text of four different ones repeats itself
 
 
 @pytest.fixture(scope="module")
@@ -42,84 +35,12 @@ def runner() -> ModelRunner:
     return runner
 
 
-def serve(
-    runner: ModelRunner,
-    ladder: BucketLadder,
-    requests: list[Request],
-    *,
-    preempts_every: int | None = None,
-    weights_cost_tokens: float = 1000.0,
-    draft_cost: float = 0.0,
-) -> tuple[dict, EngineStats]:
-    """(request id -> its outputs joined, the statistics)."""
-    runner.recover()  # each run begins with an empty device
-    costs = {"weights_cost_tokens": weights_cost_tokens, "draft_cost": draft_cost}
-    config = EngineConfig(eos_token_ids=(1,), seed=0, **costs)
-    engine = Engine(runner, config, ladder)
-    outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
-    compiles = runner.num_compiles
-    for request in requests:
-        engine.add_request(request, lambda output: outputs[output.request_id].append(output))
-    scheduler, num_rounds = engine._core.scheduler, 0
-    while engine.step() or engine._core.in_flight:
-        num_rounds += 1
-        if preempts_every and num_rounds % preempts_every == 0 and scheduler.running:
-            scheduler.preempt(scheduler.running[-1])
-    engine._core.check_integrity()
-    assert engine.stats().integrity_failures == 0
-    assert runner.num_compiles == compiles
-    return outputs, engine.stats()
-
-
-def tokens_of(outputs: list[RequestOutput]) -> list[int]:
-    assert outputs[-1].error is None
-    return [token for output in outputs for token in output.token_ids]
-
-
-def scores_of(outputs: list[RequestOutput]) -> list[float]:
-    return [x for output in outputs for entry in output.logprobs for x in (entry.logprob, *entry.top_logprobs)]
-
-
-def requests(sampling: list[dict], *, prompt_len: int = 20, max_tokens: int = 40) -> list[Request]:
-    rng = np.random.default_rng(7)
-    made = []
-    for i, options in enumerate(sampling):
-        pattern = rng.choice(FEW, 5)
-        prompt = np.tile(pattern, prompt_len)[:prompt_len]
-        options = {"max_tokens": max_tokens, "temperature": 0.0, "seed": i, "ignore_eos": True} | options
-        made.append(Request(request_id=str(i), prompt=tuple(prompt.tolist()), sampling=SamplingParams(**options)))
-    return made
-
-
-KINDS = {
-    "greedy": [{}] * 4,
-    "sampled": [{"temperature": 1.0, "allowed_token_ids": FEW[: 2 + i]} for i in range(3)],
-    "top-p and min-p": [
-        {"temperature": 3.0, "allowed_token_ids": FEW} | cut for cut in ({"top_p": 0.7}, {"min_p": 0.1, "top_k": 3})
-    ],
-    "penalties": [
-        {"temperature": t, "allowed_token_ids": FEW, "presence_penalty": 0.5, "frequency_penalty": f, "logprobs": 2}
-        for t in (0.0, 1.0)
-        for f in (-0.5, 0.3)
-    ],
-    "repetition": [{"repetition_penalty": r, "allowed_token_ids": FEW} for r in (0.5, 1.3)],
-    "bias": [{"logit_bias": ((3, 30.0), (17, 29.0)), "temperature": 1.0}] * 2,
-    "minimum": [
-        {"allowed_token_ids": FEW, "stop_token_ids": (3, 17), "min_tokens": n, "temperature": 1.0} for n in (0, 9, 25)
-    ],
-    "logprobs": [{"logprobs": 3, "allowed_token_ids": FEW}, {"temperature": 1.0, "allowed_token_ids": FEW}],
-}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_are_those_without_drafts(runner, kind) -> None:
     asked = requests(KINDS[kind])
     expected, plain = serve(runner, PLAIN, asked)
     found, drafted = serve(runner, DRAFTS, asked)
-    for name, outputs in expected.items():
-        assert tokens_of(found[name]) == tokens_of(outputs)
-        assert found[name][-1].finish_reason == outputs[-1].finish_reason
-        np.testing.assert_allclose(scores_of(found[name]), scores_of(outputs), atol=2e-4)
+    assert_same_outputs(found, expected)
     assert plain.speculation.num_drafts == 0
     assert drafted.speculation.num_accepted_tokens > 0
     assert drafted.num_steps < plain.num_steps
@@ -150,8 +71,7 @@ def test_preempted_requests_and_those_with_a_cached_prefix_find_their_text_again
     assert stats.num_preemptions > 3
     assert stats.prefix_cache_hits > 0
     assert stats.speculation.num_accepted_tokens > 0
-    for name, outputs in expected.items():
-        assert tokens_of(found[name]) == tokens_of(outputs)
+    assert_same_outputs(found, expected)
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])
@@ -199,11 +119,11 @@ def test_accepted_and_rejected_drafts_leave_the_distribution_of_the_model(runner
                 max_tokens=3, temperature=30.0, seed=seed, allowed_token_ids=allowed, ignore_eos=True
             ),
         )
-        for seed in range(900)
+        for seed in range(700)
     ]
     outputs, stats = serve(runner, DRAFTS, asked)
     counts = stats.speculation
-    assert 100 < counts.num_accepted_tokens < counts.num_draft_tokens - 100
+    assert 80 < counts.num_accepted_tokens < counts.num_draft_tokens - 80
     model = tiny_model()
     seen: dict[tuple[int, ...], list[int]] = {}
     for output in outputs.values():

@@ -213,6 +213,6 @@ def test_a_row_scale_in_place_of_group_scales_changes_the_demo_very_little(tmp_p
     exact, requantised = (
         load_hf(tmp_path / "demo", config, dtype="float32", quantization=form) for form in (None, EightBit.INT8)
     )
-    near = agreement(exact, requantised, encoder)
+    near = agreement(exact, requantised, encoder, num_stories=12)
     assert near.divergence < 1e-4
     assert near.same_top_token > 0.99

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import httpx
@@ -54,14 +54,29 @@ def state_of(client: StubClient, template: str | None = LLAMA3_TEMPLATE, **setti
     return create_state(Settings(tokenizer_folder=Path(), model_names=("m",), **settings), client, tokenizer)
 
 
-async def request(state: ServerState, method: str, path: str, **options) -> httpx.Response:
+def client_of(state: ServerState) -> httpx.AsyncClient:
+    """Of an application of its own."""
     transport = httpx.ASGITransport(create_app(state), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+    return httpx.AsyncClient(transport=transport, base_url="http://test")
+
+
+async def request(state: ServerState, method: str, path: str, **options) -> httpx.Response:
+    async with client_of(state) as http:
         return await http.request(method, path, **options)
 
 
 def call(state: ServerState, method: str, path: str, **options) -> httpx.Response:
     return asyncio.run(request(state, method, path, **options))
+
+
+def post_all(state: ServerState, path: str, bodies: Iterable[dict]) -> list[httpx.Response]:
+    """One after the other to one application."""
+
+    async def post() -> list[httpx.Response]:
+        async with client_of(state) as http:
+            return [await http.post(path, json=body) for body in bodies]
+
+    return asyncio.run(post())
 
 
 DONE = wire.Output("", [ord("a")], "length")

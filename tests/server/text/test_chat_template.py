@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
+from functools import lru_cache
 
 import pytest
 from hypothesis import given, settings
@@ -79,13 +80,16 @@ def conversation(*texts: str, system: str | None = None) -> list[dict[str, str]]
     return [*head, *turns]
 
 
-def transformers_ids(backend, source, messages, **options) -> list[int]:
+@lru_cache(maxsize=1)  # Llama 3's takes most of a second
+def transformers_tokenizer(backend):
     from transformers import PreTrainedTokenizerFast
 
-    reference = PreTrainedTokenizerFast(
-        tokenizer_object=backend, chat_template=source, bos_token="<|begin_of_text|>", eos_token="<|eot_id|>"
-    )
-    return reference.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<|begin_of_text|>", eos_token="<|eot_id|>")
+
+
+def transformers_ids(backend, source, messages, **options) -> list[int]:
+    reference = transformers_tokenizer(backend)
+    return reference.apply_chat_template(messages, chat_template=source, tokenize=True, return_dict=False, **options)
 
 
 def specials(parts: list[Part]) -> list[str]:
