@@ -11,9 +11,10 @@ from batcher.request import Request, RequestOutput, SamplingParams
 from batcher.stats import EngineStats
 from model.execution.runner import ModelRunner
 
-LIMITS = {"max_num_batched_tokens": 24, "max_num_seqs": 4, "min_decode_rows": 4, "min_mixed_tokens": 24}
-PLAIN = BucketLadder(BucketConfig(**LIMITS))
-DRAFTS = BucketLadder(BucketConfig(**LIMITS, num_drafts=3, max_draft_rows=4))
+LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 96, "num_pages": 64}  # of a runner
+_BUCKETS = {"max_num_batched_tokens": 24, "max_num_seqs": 4, "min_decode_rows": 4, "min_mixed_tokens": 24}
+PLAIN = BucketLadder(BucketConfig(**_BUCKETS))
+DRAFTS = BucketLadder(BucketConfig(**_BUCKETS, num_drafts=3, max_draft_rows=4))
 FEW = (3, 17, 44, 90)  # allowed tokens: a text of four different ones repeats itself
 
 

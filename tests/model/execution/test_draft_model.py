@@ -23,12 +23,11 @@ from model.loading.weights import random_weights
 from model.network.llama import Llama
 from model.network.sharding import make_mesh
 from tests.model.driver import TINY, paged_attention, tiny_model
-from tests.model.execution.drafting import DRAFTS, FEW, KINDS, PLAIN, assert_same_outputs, requests
+from tests.model.execution.drafting import DRAFTS, FEW, KINDS, LIMITS, PLAIN, assert_same_outputs, requests
 from tests.model.execution.drafting import serve as serve_with_cost
 
 ONE_LAYER = replace(TINY, num_layers=1)
 serve = partial(serve_with_cost, draft_cost=0.01)  # of a pass of the draft model
-LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 96, "num_pages": 64}
 
 
 @cache

@@ -25,9 +25,8 @@ from model.network.llama import Llama
 from model.network.sharding import make_mesh
 from tests.model.dense_attention import causal_attention
 from tests.model.driver import TINY, paged_attention, tiny_model
-from tests.model.execution.test_draft_model import LIMITS
-from tests.model.execution.test_speculative_step import DRAFTS, FEW, KINDS, PLAIN, requests, scores_of, tokens_of
-from tests.model.execution.test_speculative_step import serve as serve_with_cost
+from tests.model.execution.drafting import DRAFTS, FEW, KINDS, LIMITS, PLAIN, assert_same_outputs, requests, tokens_of
+from tests.model.execution.drafting import serve as serve_with_cost
 
 serve = partial(serve_with_cost, draft_cost=1e-6)  # drafts are taken even if few of them are right
 TWO = FEW[:2]
@@ -58,14 +57,11 @@ def runner(request) -> ModelRunner:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_outputs_are_those_without_drafts(runner, kind) -> None:
+def test_drafts_of_a_head_change_no_output(runner, kind) -> None:
     asked = requests(KINDS[kind])
     expected, _ = serve(runner, PLAIN, asked)
     found, drafted = serve(runner, DRAFTS, asked)
-    for name, outputs in expected.items():
-        assert tokens_of(found[name]) == tokens_of(outputs)
-        assert found[name][-1].finish_reason == outputs[-1].finish_reason
-        np.testing.assert_allclose(scores_of(found[name]), scores_of(outputs), atol=2e-4)
+    assert_same_outputs(found, expected)
     assert drafted.speculation.num_draft_tokens > 0
 
 
@@ -77,8 +73,7 @@ def test_preempted_requests_and_shared_prefixes_leave_the_outputs_as_they_are(ru
     assert stats.num_preemptions > 3
     assert stats.prefix_cache_hits > 0
     assert stats.speculation.num_accepted_tokens > 0
-    for name, outputs in expected.items():
-        assert tokens_of(found[name]) == tokens_of(outputs)
+    assert_same_outputs(found, expected)
 
 
 class Reader:
@@ -164,8 +159,7 @@ def test_a_head_is_split_over_the_chips_as_the_model_is(form) -> None:
     asked = requests(KINDS["greedy"])
     expected, _ = serve(runner, PLAIN, asked)
     found, stats = serve(runner, DRAFTS, asked)
-    for name, outputs in expected.items():
-        assert tokens_of(found[name]) == tokens_of(outputs)
+    assert_same_outputs(found, expected)
     assert stats.speculation.num_draft_tokens > 0
 
 

@@ -22,15 +22,24 @@ from model.network.sharding import make_mesh
 from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabSplit
 from pallas_kernels.spec import RaggedBatch
 from tests.model.driver import dense_logits, paged_attention, tiny_model
-from tests.model.execution.drafting import DRAFTS, FEW, KINDS, PLAIN, assert_same_outputs, requests, serve, tokens_of
+from tests.model.execution.drafting import (
+    DRAFTS,
+    FEW,
+    KINDS,
+    LIMITS,
+    PLAIN,
+    assert_same_outputs,
+    requests,
+    serve,
+    tokens_of,
+)
 
 LOOKUP = PromptLookup(min_tokens=1, max_tokens=3)
 
 
 @pytest.fixture(scope="module")
 def runner() -> ModelRunner:
-    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 96, "num_pages": 64}
-    runner = ModelRunner(tiny_model(), paged_attention(), RunnerConfig(**limits, lookup=LOOKUP, max_draft_rows=4))
+    runner = ModelRunner(tiny_model(), paged_attention(), RunnerConfig(**LIMITS, lookup=LOOKUP, max_draft_rows=4))
     runner.warm_up([b for b in DRAFTS.buckets() if not b.variant.scores], lambda line: None)
     return runner
 
