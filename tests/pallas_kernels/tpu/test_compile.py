@@ -93,7 +93,7 @@ def test_steps_with_a_head_that_drafts_update_all_pages_in_place() -> None:
     """Those of the model, of the head, and what the head reads of the model. Counted: for each token gained at an
     acceptance of 0.7, three drafts read less than 0.55 of the weights of a plain step of all 32 layers."""
     plain, drafts = compile_in_a_process_of_its_own(
-        "scripts.benchmarks.accounts.compile_drafts_step", "--target", "v6e:1x1", "--layers", "2", "--drafts", "eagle3"
+        "scripts.benchmarks.accounts.compile_drafts_step", "--target", "v6e:1x1", "--layers", "4", "--drafts", "eagle3"
     )
     for result in (plain, drafts):
         assert result["alias_bytes"] >= result["state_bytes"], result
