@@ -30,6 +30,7 @@ from scripts.wiring.stand_in_tokenizer import tokenizer_folder
 from scripts.wiring.tls import add_tls_flags, tls_files
 from server.engine.scratch_folder import ScratchFolder
 from server.follower import run_follower
+from server.logs import FORMAT as LOG_FORMAT
 from server.main import run
 from server.settings import DEFAULT_MAX_REQUEST_LOGPROBS, DEFAULT_METRICS_PREFIX, GenerationDefaults, Settings
 from server.text.tool_calls.formats import FORMATS
@@ -64,6 +65,8 @@ def parser() -> argparse.ArgumentParser:
     server = p.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1")
     server.add_argument("--port", type=int, default=8000, help="0: any free one")
+    count_help = "HTTP processes in front of the engines, for traffic that one cannot tokenize and stream (default: 1)"
+    server.add_argument("--api-server-count", type=int, default=1, metavar="N", help=count_help)
     server.add_argument("--uds", type=local_path, metavar="PATH", help="a Unix socket in place of host and port")
     add_tls_flags(server)
     server.add_argument("--root-path", default="", metavar="PATH", help="where a proxy serves this, for /openapi.json")
@@ -130,6 +133,7 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         host=args.host,
         port=args.port,
         uds=args.uds,
+        api_server_count=args.api_server_count,
         tls=tls_files(args),
         root_path=args.root_path,
         api_keys=api_keys(args),
@@ -221,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
         args = parse(sys.argv[1:] if argv is None else argv)
     except (ValueError, OSError) as error:
         return failed("scripts/serve", error, debug=False)
-    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=args.log_level.upper(), format=LOG_FORMAT)
     log_warnings(args.compatibility_warnings)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:

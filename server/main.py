@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import uvloop
 
-from server.api.state import ServerState
 from server.api.tracing import Tracer, make_tracer
-from server.app import create_app, create_state
-from server.engine.client import EngineFailedError, ProcessEngineClient
-from server.engine.group import EngineGroup
+from server.app import create_app
+from server.engine.group import started
+from server.engine.link import EngineFailedError
+from server.fleet.parent import run_fleet
 from server.http.address import BACKLOG, address_in_error, bind, removed, url_of
 from server.http.descriptors import raise_limit
-from server.http.server import FLUSH_S, HttpServer, connection_limits
+from server.http.server import HttpServer, connection_limits
 from server.http.signals import Signals, first_of
 from server.http.tls.refresh import TlsContexts
+from server.serving import EXIT_OK, load_state, serve
 from server.settings import Settings
-from server.text.tokenizer import ByteLevelTokenizer
-
-logger = logging.getLogger("pallas_serve")
-
-Engines = ProcessEngineClient | EngineGroup
-EXIT_OK = 0
-EXIT_ENGINE_FAILED = 1
-TICK_S = 0.02
 
 
 def run(
@@ -59,6 +50,8 @@ def run(
     Raises EngineFailedError if the engine cannot start.
     """
     raise_limit()
+    if settings.api_server_count > 1:
+        return run_fleet(settings, engine_target, [engine_args, *more_engines], report=report, on_ready=on_ready)
     tls = None if settings.tls is None else TlsContexts(settings.tls)
     tracer = make_tracer(settings)
     try:
@@ -81,17 +74,13 @@ async def _run(
     on_ready: Callable[[str], None] | None,
 ) -> int:
     signalled = Signals()
-    client: Engines
-    if len(engines) == 1:
-        client = ProcessEngineClient(engine_target, engines[0], report=report, debug=settings.debug)
-    else:
-        client = EngineGroup(engine_target, engines, report=report, debug=settings.debug)
+    client = started(engine_target, engines, report=report, debug=settings.debug)
     try:
         limits = connection_limits(settings)
         starting = asyncio.create_task(client.start())
         starting.add_done_callback(_see)  # if the tokenizer fails too, only its error is raised
         # This runs while the engine loads and compiles, so its errors are raised now and not after minutes.
-        state = await asyncio.to_thread(_load_state, settings, client)
+        state = await asyncio.to_thread(load_state, settings, client)
         await first_of(asyncio.wait([starting]), signalled.stop.wait())
         if not starting.done():
             starting.cancel()  # a signal came before the engine was ready
@@ -100,7 +89,14 @@ async def _run(
         state.tracer = tracer
         server = HttpServer(create_app(state), limits, tls)
         async with contextlib.nullcontext() if tls is None else tls.refreshed():
-            return await _serve(state, client, server, signalled, listener, on_ready)
+            with address_in_error(settings):
+                listener.listen(BACKLOG)  # not before the engine is ready; if uvloop did it, a failure would be hidden
+
+            def on_started() -> None:
+                if on_ready is not None:
+                    on_ready(url_of(listener, settings))
+
+            return await serve(state, client, server, signalled, listener, on_started)
     except EngineFailedError as error:
         raise EngineFailedError(f"The engine could not start: {error}") from error
     finally:
@@ -111,60 +107,3 @@ def _see(task: asyncio.Task[Any]) -> None:
     """Marks a task's error as seen: asyncio logs unseen errors with a traceback."""
     if not task.cancelled():
         task.exception()
-
-
-def _load_state(settings: Settings, client: Engines) -> ServerState:
-    tokenizer = ByteLevelTokenizer.from_folder(settings.tokenizer_folder, vocab_size=settings.vocab_size)
-    return create_state(settings, client, tokenizer)
-
-
-async def _serve(
-    state: ServerState,
-    client: Engines,
-    server: HttpServer,
-    signalled: Signals,
-    listener: socket.socket,
-    on_ready: Callable[[str], None] | None,
-) -> int:
-    with address_in_error(state.settings):
-        listener.listen(BACKLOG)  # not before the engine is ready; if uvloop did it, a failure would be hidden
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    while not server.started and not serving.done():
-        await asyncio.sleep(TICK_S)
-    if on_ready is not None and not serving.done():
-        on_ready(url_of(listener, state.settings))
-    await first_of(signalled.stop.wait(), client.died.wait(), asyncio.wait([serving]))
-    if serving.done():
-        await serving
-        raise RuntimeError("the HTTP server has ended by itself")
-    died = client.died.is_set()
-    if died:
-        # The engine's streams have ended with an error. For `death_linger_s`, /health shows load balancers the reason.
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(signalled.stop.wait(), state.settings.death_linger_s)
-        await _abort_the_rest(state, client)
-    else:
-        await _drain(state, client, signalled, server)
-    server.should_exit = True
-    await serving
-    return EXIT_ENGINE_FAILED if died else EXIT_OK
-
-
-async def _drain(state: ServerState, client: Engines, signalled: Signals, server: HttpServer) -> None:
-    """Refuses new and incomplete requests and waits for the running ones. Aborts these after the grace period or at a
-    second signal."""
-    state.draining = True
-    server.drain()
-    logger.info("shutting down: %d requests in flight", state.num_in_flight)
-    deadline = time.monotonic() + state.settings.grace_period_s
-    while state.num_in_flight and time.monotonic() < deadline and not signalled.hurry.is_set() and client.death is None:
-        await asyncio.sleep(TICK_S)
-    await _abort_the_rest(state, client)
-
-
-async def _abort_the_rest(state: ServerState, client: Engines) -> None:
-    if state.num_in_flight:
-        client.abort_all()
-        deadline = time.monotonic() + FLUSH_S
-        while state.num_in_flight and time.monotonic() < deadline:
-            await asyncio.sleep(TICK_S)

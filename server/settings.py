@@ -17,6 +17,7 @@ from model.inputs.schema import TRUTH, integer, number, number_above
 DEFAULT_METRICS_PREFIX = "pallas_serve:"
 DEFAULT_MAX_REQUEST_LOGPROBS = 4 * 2**20
 MOST_SECONDS = 10**6
+MOST_API_SERVERS = 64
 TOP_K_OFF = -1  # in requests and files; for the engine 0 is off
 
 
@@ -109,6 +110,7 @@ class Settings:
     model_root: str = ""  # the source of the weights, for /v1/models
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one
+    api_server_count: int = 1  # HTTP processes that share the address and the engines
     uds: Path | None = None  # a Unix socket in place of the host and the port
     tls: TlsFiles | None = None  # None: plain HTTP
     root_path: str = ""  # the path prefix at which a proxy serves this server
@@ -149,6 +151,9 @@ class Settings:
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
             raise ValueError(f"the served model needs a name: {self.model_names=}")
+        if not 1 <= self.api_server_count <= MOST_API_SERVERS:
+            message = f"--api-server-count is 1 to {MOST_API_SERVERS}, not {self.api_server_count}"
+            raise ValueError(f"{message}: the HTTP processes that share the address")
         if not 0 <= self.port < 65536:
             raise ValueError(f"no such port: {self.port=}")
         keys = (*self.api_keys, *self.admin_api_keys)

@@ -70,7 +70,7 @@ class Gate:
         trace = RequestTrace() if tracer is not None and counted else None
         current_trace.set(trace)
         try:
-            self._state.num_in_flight += counted
+            self._state.count_in_flight(counted)
             app = self._refusals.response(scope, refusal) if refusal else self._app
             await app(scope, receive, send_with_id)
         except Exception as error:
@@ -80,9 +80,9 @@ class Gate:
             answer = self._refusals.response(scope, internal("The server has failed on this request."))
             await answer(scope, receive, send_with_id)
         finally:
-            self._state.num_in_flight -= counted
+            self._state.count_in_flight(-counted)
             if share is not None:
-                self._in_flight[share] -= 1
+                self._change_share(share, -1)
             status = scope.get(REFUSED, status)
             if tracer is not None and trace is not None:
                 tracer.end(trace, scope["headers"], status)
@@ -108,10 +108,17 @@ class Gate:
             return None
         number = self._keys.number(scope["headers"])
         assert number is not None, "the settings want keys where requests are counted by key"
-        if self._in_flight[number] >= self._most_per_key:
+        if self._change_share(number, 1) > self._most_per_key:
+            self._change_share(number, -1)
             return FULL
-        self._in_flight[number] += 1
         return number
+
+    def _change_share(self, number: int, change: int) -> int:
+        """Returns the requests of a key after the change, those of other processes included."""
+        if self._state.peers is not None:
+            return self._state.peers.row.change_key(number, change)
+        self._in_flight[number] += change
+        return self._in_flight[number]
 
     def _over_share(self) -> RequestError:
         self._state.metrics.observe_limit("key_share")

@@ -1,27 +1,25 @@
 """/metrics: the engine's statistics and the server's own counts, with the names that vLLM's dashboards use.
 
 The engine counts in its own process. This module exports its last statistics, which are at most a second old. It does
-not use prometheus-client's global registry, and it counts nothing per token.
+not use prometheus-client's global registry, and it counts nothing per token. With several HTTP processes, the counts of
+the others are added to this one's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from batcher.stats import LATENCY_BOUNDS, TOKEN_BOUNDS, EngineStats, Histogram
+from batcher.stats import EngineStats, Histogram
+from server.api.http_counts import HTTP_BOUNDS, HttpCounts
 from server.engine.wire import EngineInfo
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
-COUNT_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
-HTTP_BOUNDS = (0.01, 0.05, 0.1, *LATENCY_BOUNDS)
-
-# the deadline passed in the queue, or during the output; the key already had its share of requests
-LIMITS = ("deadline_waiting", "deadline_running", "key_share")
+NOT_SUMMED = ("process_start_time_seconds", "process_max_fds")  # the process's own, also if there are others
 
 # vLLM's labels of cache_config_info -> ours with the same meaning
 CACHE_ALIASES = {"block_size": "page_size", "num_gpu_blocks": "num_pages"}
@@ -93,37 +91,44 @@ class ServerMetrics:
         self._prefix = prefix
         self._model_name = model_name
         self._labels = self._labels_of(0)
-        self._max_generation_tokens = Histogram(TOKEN_BOUNDS)
-        self._params_n = Histogram(COUNT_BOUNDS)
-        self._params_max_tokens = Histogram(TOKEN_BOUNDS)
-        self._limited: dict[str, int] = dict.fromkeys(LIMITS, 0)
-        self._responses: dict[tuple[str, str, str], int] = {}
-        self._durations: dict[tuple[str, str], Histogram] = {}
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Collector(self))
-        prometheus_client.ProcessCollector(registry=self._registry)  # process_*: memory, CPU time, open files
+        self._counts = HttpCounts()
+        self._process = prometheus_client.ProcessCollector(registry=None)  # process_*: memory, CPU time, open files
 
     def observe_request(self, *, n: int, max_tokens: int) -> None:
-        self._params_n.observe(n)
-        self._params_max_tokens.observe(max_tokens)
+        self._counts.params_n.observe(n)
+        self._counts.params_max_tokens.observe(max_tokens)
 
     def observe_end(self, num_tokens: int) -> None:
         """Call it when all choices of a request have ended. `num_tokens` is the length of the longest."""
-        self._max_generation_tokens.observe(num_tokens)
+        self._counts.max_generation_tokens.observe(num_tokens)
 
     def observe_limit(self, limit: str) -> None:
         """Counts a request that was ended or refused because of one of LIMITS."""
-        self._limited[limit] += 1
+        self._counts.limited[limit] += 1
 
     def observe_response(self, *, handler: str, method: str, status: int, seconds: float) -> None:
         key = (handler, method, str(status))
-        self._responses[key] = self._responses.get(key, 0) + 1
-        self._durations.setdefault((handler, method), Histogram(HTTP_BOUNDS)).observe(seconds)
+        self._counts.responses[key] = self._counts.responses.get(key, 0) + 1
+        self._counts.durations.setdefault((handler, method), Histogram(HTTP_BOUNDS)).observe(seconds)
 
-    def render(self) -> bytes:
-        return prometheus_client.generate_latest(self._registry)
+    def counts(self) -> HttpCounts:
+        """This process's own counts."""
+        figures = {family.name: family.samples[0].value for family in self._process.collect()}
+        self._counts.process = {name: value for name, value in figures.items() if name not in NOT_SUMMED}
+        return self._counts
 
-    def collect(self) -> Iterator[Metric]:
+    def render(self, others: HttpCounts | None = None) -> bytes:
+        """The text of all metrics. `others` are the counts of the other HTTP processes."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Collector(lambda: self._collect(others)))
+        return prometheus_client.generate_latest(registry)
+
+    def _collect(self, others: HttpCounts | None) -> Iterator[Metric]:
+        counts = self._counts
+        if others is not None:
+            counts = HttpCounts()
+            counts.add(self._counts)
+            counts.add(others)
         for name, doc in GAUGES.items():
             yield self._gauge(name, doc, _figure(name))
         for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):  # the second is the older name
@@ -148,15 +153,23 @@ class ServerMetrics:
             for labels, source in self._engines():
                 histograms.add_metric(labels, *_cumulated(getattr(source.stats, field)))
             yield histograms
-        max_tokens = self._max_generation_tokens
+        max_tokens = counts.max_generation_tokens
         yield self._histogram("request_max_num_generation_tokens", "Of a request's longest choice.", max_tokens)
-        yield self._histogram("request_params_n", "Choices asked for.", self._params_n)
-        yield self._histogram("request_params_max_tokens", "Output limits of requests.", self._params_max_tokens)
+        yield self._histogram("request_params_n", "Choices asked for.", counts.params_n)
+        yield self._histogram("request_params_max_tokens", "Output limits of requests.", counts.params_max_tokens)
         limited = self._family(CounterMetricFamily, "requests_limited", "Requests cut short or refused.", ["limit"])
-        for limit, count in self._limited.items():
+        for limit, count in counts.limited.items():
             limited.add_metric([*self._labels.values(), limit], count)
         yield limited
-        yield from self._http()
+        yield from _http(counts)
+        yield from self._of_processes({} if others is None else others.process)
+
+    def _of_processes(self, others: Mapping[str, float]) -> Iterator[Metric]:
+        """Figures of this process; with others, their sums."""
+        for family in self._process.collect():
+            first = family.samples[0]
+            family.samples[0] = first._replace(value=first.value + others.get(family.name, 0.0))
+            yield family
 
     def _engines(self) -> Iterator[tuple[list[str], StatsSource]]:
         """The values of each engine's labels, and the engine."""
@@ -210,18 +223,6 @@ class ServerMetrics:
                 family.add_metric([*labels, reason], count)
         return family
 
-    def _http(self) -> Iterator[Metric]:
-        requests = CounterMetricFamily("http_requests", "Responses.", labels=["handler", "method", "status"])
-        for key, count in sorted(self._responses.items()):
-            requests.add_metric(list(key), count)
-        yield requests
-        durations = HistogramMetricFamily(
-            "http_request_duration_seconds", "Until the last byte of the response.", labels=["handler", "method"]
-        )
-        for labels, histogram in sorted(self._durations.items(), key=lambda item: item[0]):
-            durations.add_metric(list(labels), *_cumulated(histogram))
-        yield durations
-
     def _family[F: (GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily)](
         self, kind: type[F], name: str, doc: str, more: list[str] | None = None
     ) -> F:
@@ -240,11 +241,24 @@ class ServerMetrics:
 
 
 class _Collector(Collector):
-    def __init__(self, metrics: ServerMetrics) -> None:
-        self._metrics = metrics
+    def __init__(self, source: Callable[[], Iterator[Metric]]) -> None:
+        self._source = source
 
     def collect(self) -> Iterator[Metric]:
-        return self._metrics.collect()
+        return self._source()
+
+
+def _http(counts: HttpCounts) -> Iterator[Metric]:
+    requests = CounterMetricFamily("http_requests", "Responses.", labels=["handler", "method", "status"])
+    for key, count in sorted(counts.responses.items()):
+        requests.add_metric(list(key), count)
+    yield requests
+    durations = HistogramMetricFamily(
+        "http_request_duration_seconds", "Until the last byte of the response.", labels=["handler", "method"]
+    )
+    for labels, histogram in sorted(counts.durations.items(), key=lambda item: item[0]):
+        durations.add_metric(list(labels), *_cumulated(histogram))
+    yield durations
 
 
 def _cumulated(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 from server.api.aside import Aside
 from server.api.metrics import ServerMetrics
+from server.api.peers import Peers
 from server.api.tracing import Tracer
 from server.engine.client import EngineClient
 from server.engine.embedding import Embeddings
 from server.engine.generation import Generation
 from server.grammar.checker import GrammarChecker
 from server.http.body import BodyLimits
-from server.http.errors import model_not_found
+from server.http.errors import RequestError, model_not_found
 from server.http.turns import Turns
 from server.settings import Settings
 from server.text.chat_template import ChatTemplate
@@ -40,7 +41,10 @@ class ServerState:
     turns: Turns = field(default_factory=Turns)
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # shutting down: new requests are refused
-    num_in_flight: int = 0  # requests on the counted routes
+    num_in_flight: int = 0  # requests on the counted routes, of this process
+    num_forwarded: int = 0  # requests that this process answers for another one
+    peers: Peers | None = None  # None: there is one HTTP process
+    keeps_response: Callable[[str], bool] = lambda id: False  # whether this process keeps the response with the id
     # by the ids of their answers; the response keeps its generation alive
     generations: WeakValueDictionary[str, Generation | Embeddings] = field(default_factory=WeakValueDictionary)
 
@@ -49,6 +53,32 @@ class ServerState:
         """The limits of a body. A prompt that fits the context has fewer marks: a token rarely has more than one."""
         max_marks = max(MIN_MARKS, 2 * self.client.info.max_model_len)
         return BodyLimits(max_bytes=self.settings.max_body_bytes, max_marks=max_marks)
+
+    @property
+    def num_busy(self) -> int:
+        """Requests for which this process must not end yet."""
+        return self.num_in_flight + self.num_forwarded
+
+    def count_in_flight(self, change: int) -> None:
+        self.num_in_flight += change
+        if self.peers is not None:
+            self.peers.row.set_in_flight(self.num_in_flight)
+
+    @property
+    def load(self) -> int:
+        """Requests on the counted routes, of all processes."""
+        return self.num_in_flight if self.peers is None else self.peers.row.in_flight
+
+    def abort(self, ids: Sequence[str] | None, error: RequestError) -> list[str]:
+        """Ends requests of this process with the error: those with these ids of answers, or all. Returns the ids of
+        those that ran."""
+        ended = []
+        for id in list(self.generations) if ids is None else ids:
+            generation = self.generations.get(id)
+            if generation is not None and not generation.finished:
+                generation.fail(error)
+                ended.append(id)
+        return ended
 
     def check_model(self, name: str | None) -> str:
         """The model's name in answers; without `name`, the server's first name. Raises RequestError 404."""

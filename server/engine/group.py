@@ -1,4 +1,4 @@
-"""Several engines behind one HTTP process: each has its own process, its own chips and its own pages."""
+"""Several engines behind one server: each has its own process, its own chips and its own pages."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from collections.abc import Callable, Sequence
 from batcher.request import FinishReason
 from batcher.stats import EngineStats, total_of
 from server.engine import wire
-from server.engine.client import EngineFailedError, ProcessEngineClient
+from server.engine.client import ProcessEngineClient
+from server.engine.door import DoorClient
 from server.engine.group_weights import GroupWeights
+from server.engine.link import EngineFailedError
 from server.engine.routing import Router
 from server.engine.sinks import Sink
 
 
-class EngineGroup:
-    """`EngineClient` over engines that all serve the same model. The arguments are as of `ProcessEngineClient`, with
-    `engine_args` for each engine.
+class EngineGroup[E: (ProcessEngineClient, DoorClient)]:
+    """`EngineClient` over engines that all serve the same model.
 
     All requests of one HTTP request go to the same engine, so its choices share their prompt. When an engine dies, only
     its own requests end with an error. The group is dead then: it has lost a part of its capacity, and takes no more.
+
+    Args:
+        loads: the open requests of each engine; None: those of this group are all.
     """
 
     def __init__(
-        self, target: str, engine_args: Sequence[object], *, report: Callable[[str], None], debug: bool = False
+        self, engines: Sequence[E], router: Router | None = None, loads: Callable[[], Sequence[int]] | None = None
     ) -> None:
         self.info = wire.EngineInfo(max_model_len=0, vocab_size=0)
         self.died = asyncio.Event()
-        self.engines = [
-            ProcessEngineClient(target, args, report=_named(number, report), debug=debug)
-            for number, args in enumerate(engine_args)
-        ]
-        self._router = Router()
-        self._weights = GroupWeights(self.engines, self._on_split)
-        self._split: str | None = None  # why the engines must not go on, although they live
+        self.engines: Sequence[E] = engines
+        self._router = router or Router()
+        self._loads = loads or self._own_loads
         self._watchers: list[asyncio.Task[None]] = []
 
     async def start(self) -> wire.EngineInfo:
@@ -63,18 +63,20 @@ class EngineGroup:
     @property
     def death(self) -> str | None:
         deaths = [f"engine {i}: {engine.death}" for i, engine in enumerate(self.engines) if engine.death is not None]
-        deaths += [] if self._split is None else [self._split]
         return "; ".join(deaths) or None
 
     @property
     def last_heartbeat(self) -> float:
         """Of the engine that has been silent for longest."""
-        return min(engine.last_heartbeat for engine in self.engines)
+        return min([engine.last_heartbeat for engine in self.engines])
 
     def submit(self, requests: Sequence[tuple[wire.WireRequest, Sink]]) -> None:
         first, _ = requests[0]
-        loads = [engine.num_open for engine in self.engines]
-        self.engines[self._router.choose(wire.unpacked(first.prompt), first.cache_salt, loads)].submit(requests)
+        prompt = wire.unpacked(first.prompt)
+        self.engines[self._router.choose(prompt, first.cache_salt, self._loads())].submit(requests)
+
+    def _own_loads(self) -> list[int]:
+        return [engine.num_open for engine in self.engines]
 
     def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
         for engine in self.engines:  # each ignores the ids of the others
@@ -84,15 +86,6 @@ class EngineGroup:
         self._router.forget()
         for engine in self.engines:
             engine.reset_prefix_cache()
-
-    @property
-    def is_sleeping(self) -> bool:
-        return self._weights.are_sleeping
-
-    async def change_weights(self, change: wire.WeightsChange, model: str | None = None) -> None:
-        """Changes the weights of all engines or of none, see `GroupWeights`."""
-        await self._weights.change(change, model)
-        self._router.forget()  # a change empties the prefix caches
 
     def abort_all(self) -> None:
         """Ends every open request with ABORT. Its sink gets that output."""
@@ -105,13 +98,58 @@ class EngineGroup:
             watcher.cancel()
         await asyncio.gather(*(engine.stop(timeout_s) for engine in self.engines))
 
-    def _on_split(self, reason: str) -> None:
-        self._split = reason
-        self.died.set()
-
-    async def _watch(self, engine: ProcessEngineClient) -> None:
+    async def _watch(self, engine: E) -> None:
         await engine.died.wait()
         self.died.set()
+
+
+class OwnEngines(EngineGroup[ProcessEngineClient]):
+    """The engines that this process has started. Their weights can be changed."""
+
+    def __init__(self, engines: Sequence[ProcessEngineClient], router: Router | None = None) -> None:
+        super().__init__(engines, router)
+        self.split: str | None = None  # why the engines must not go on, although they live
+        self._weights = GroupWeights(engines, self._on_split)
+
+    @property
+    def death(self) -> str | None:
+        return "; ".join(filter(None, (super().death, self.split))) or None
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self._weights.are_sleeping
+
+    async def change_weights(self, change: wire.WeightsChange, model: str | None = None) -> None:
+        """Changes the weights of all engines or of none, see `GroupWeights`."""
+        await self._weights.change(change, model)
+        self._router.forget()  # a change empties the prefix caches
+
+    def _on_split(self, reason: str) -> None:
+        self.split = reason
+        self.died.set()
+
+
+Engines = ProcessEngineClient | OwnEngines
+
+
+def started(
+    target: str,
+    engine_args: Sequence[object],
+    *,
+    report: Callable[[str], None],
+    debug: bool = False,
+    several: bool = False,
+    router: Router | None = None,
+) -> Engines:
+    """The client of a new engine, or the group of several. The arguments are as of `ProcessEngineClient`, with
+    `engine_args` for each engine, and of `EngineGroup`."""
+    if len(engine_args) == 1:
+        return ProcessEngineClient(target, engine_args[0], report=report, debug=debug, several=several)
+    engines = [
+        ProcessEngineClient(target, args, report=_named(number, report), debug=debug, several=several)
+        for number, args in enumerate(engine_args)
+    ]
+    return OwnEngines(engines, router)
 
 
 def _named(number: int, report: Callable[[str], None]) -> Callable[[str], None]:

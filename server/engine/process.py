@@ -1,8 +1,10 @@
 """The engine process: builds the engine, passes requests to it and sends its outputs, one message per step.
 
 It has three threads besides the engine's own. The main thread reads commands. The sender thread owns the outgoing
-socket and sends all outputs since its last message together, so the outputs of a step share a message. The watcher
+sockets and sends all outputs since its last message together, so the outputs of a step share a message. The watcher
 thread ends this process when the parent process has ended for any reason: the engine never outlives its server.
+
+There is one outgoing socket, or with several HTTP processes one for each of their doors (`doors.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing import connection, parent_process
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol, runtime_checkable
 
@@ -28,10 +30,11 @@ from batcher.request import FinishReason, Request, RequestOutput
 from batcher.stats import EngineStats
 from model.inputs.words import described
 from server.engine import outbox, wire
+from server.engine.doors import FIRST, Item, Sorter, Visitor
+from server.engine.orphans import end_with_parent
 
 STATS_INTERVAL_S = 1.0
 EXIT_FAILED = 1
-EXIT_ORPHANED = 2
 
 
 class ServedEngine(Protocol):
@@ -101,15 +104,24 @@ def load_factory(target: str) -> EngineFactory:
     return factory
 
 
-def main(addresses: tuple[str, str], target: str, engine_args: object, debug: bool) -> None:
-    """The entry point of the spawned process. `addresses` are those of the commands and of the events.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Addresses:
+    """The sockets between the engine's process and the server."""
+
+    commands: str  # bound by the process that starts the engine
+    events: str  # bound by it, too
+    doors: str | None = None  # bound by the engine, for the commands of further processes; None: there are none
+
+
+def main(addresses: Addresses, target: str, engine_args: object, debug: bool) -> None:
+    """The entry point of the spawned process.
 
     An error at the start is sent to the server as one line. With `debug` its traceback is also printed here.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when this process ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, name="parent-watch", daemon=True).start()
-    sender = _Sender(addresses[1])
+    end_with_parent()
+    sender = _Sender(addresses.events, several=addresses.doors is not None)
     try:
         engine, info = load_factory(target)(engine_args, Reporter(sender))
         engine.listen(sender.put)
@@ -123,7 +135,7 @@ def main(addresses: tuple[str, str], target: str, engine_args: object, debug: bo
     sender.put(wire.Ready(info))
     context = zmq.Context()
     try:
-        _serve(context, addresses[0], engine, sender)
+        _serve(context, addresses, info, engine, sender)
         engine.shutdown()
     finally:
         if engine.death is not None:
@@ -140,12 +152,17 @@ def _exit_now(code: int) -> None:
     os._exit(code)
 
 
-def _serve(context: ZmqContext, address: str, engine: ServedEngine, sender: _Sender) -> None:
+def _serve(
+    context: ZmqContext, addresses: Addresses, info: wire.EngineInfo, engine: ServedEngine, sender: _Sender
+) -> None:
     """Handles commands until Stop or the engine's death, and sends the statistics at their interval."""
     socket = context.socket(zmq.PULL)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.connect(address)
+    socket.connect(addresses.commands)
+    if addresses.doors is not None:
+        socket.bind(addresses.doors)
+    visitors: dict[int, Visitor | None] = {}  # by door; None: it is closed
     decode = msgspec.msgpack.Decoder(wire.Command).decode
     next_stats = time.monotonic()
     try:
@@ -156,8 +173,14 @@ def _serve(context: ZmqContext, address: str, engine: ServedEngine, sender: _Sen
             if not socket.poll(int(max(0, next_stats - time.monotonic()) * 1000)):
                 continue
             match decode(socket.recv()):
-                case wire.Submit(requests=requests):
-                    _submit(engine, wire.requests_from_wire(requests), sender)
+                case wire.Submit(requests=requests, door=0):
+                    _submit(engine, wire.requests_from_wire(requests), sender.put)
+                case wire.Submit(requests=requests, door=door):
+                    if (visitor := visitors.get(door)) is not None:  # else it has ended since
+                        ids = [request.request_id for request in requests]
+                        visitor.open.update(ids)
+                        if not _submit(engine, wire.requests_from_wire(requests), visitor.put):
+                            visitor.open.difference_update(ids)
                 case wire.Abort(request_ids=request_ids, reason=reason):
                     for request_id in request_ids:
                         engine.abort(request_id, reason)
@@ -165,26 +188,39 @@ def _serve(context: ZmqContext, address: str, engine: ServedEngine, sender: _Sen
                     engine.reset_prefix_cache()
                 case wire.ChangeWeights() as command:
                     _change_weights(engine, command, sender)
+                case wire.OpenDoor(door=door) as opening:
+                    if door not in visitors:  # else it was closed before this has come
+                        visitor = visitors[door] = Visitor(door, sender.put)
+                        sender.put(opening)
+                        visitor.put(wire.Ready(info))
+                case wire.CloseDoor(door=door) as closing:
+                    visitor, visitors[door] = visitors.get(door), None
+                    for request_id in () if visitor is None else list(visitor.open):
+                        engine.abort(request_id)
+                    sender.put(closing)
                 case wire.Stop():
                     return
     finally:
         socket.close()
 
 
-def _submit(engine: ServedEngine, requests: Sequence[Request], sender: _Sender) -> None:
-    """Adds the requests of one HTTP request. The first refusal is the answer to all of them."""
+def _submit(
+    engine: ServedEngine, requests: Sequence[Request], put: Callable[[RequestOutput | wire.Output], None]
+) -> bool:
+    """Adds the requests of one HTTP request, all or none. The first refusal is the answer to all of them."""
     for i, request in enumerate(requests):
         try:
-            engine.add_request(request, sender.put)
+            engine.add_request(request, put)
         except Exception as error:
             status, param = _status_of(error)
             if status == 500:
                 traceback.print_exc()
             refusal = wire.failure(request.request_id, str(error), status=status, param=param)
-            sender.put(refusal)  # before the outputs of the aborts
+            put(refusal)  # before the outputs of the aborts
             for added in requests[:i]:
                 engine.abort(added.request_id)
-            return
+            return False
+    return True
 
 
 def _change_weights(engine: ServedEngine, command: wire.ChangeWeights, sender: _Sender) -> None:
@@ -213,13 +249,18 @@ def _status_of(error: Exception) -> tuple[int, str | None]:
 
 
 class _Sender:
-    """The outgoing socket and the thread that owns it. `put` may be called from any thread and never blocks. `None`
-    ends the thread."""
+    """The outgoing sockets and the thread that owns them. `put` may be called from any thread and never blocks. `None`
+    ends the thread.
 
-    def __init__(self, address: str) -> None:
-        self._queue: SimpleQueue[outbox.Item | None] = SimpleQueue()
+    Args:
+        several: there are several HTTP processes, each with a door.
+    """
+
+    def __init__(self, address: str, *, several: bool) -> None:
+        self._queue: SimpleQueue[Item | None] = SimpleQueue()
         self.put = self._queue.put
-        self._thread = threading.Thread(target=self._run, args=(address,), name="sender", daemon=True)
+        run = self._run_several if several else self._run
+        self._thread = threading.Thread(target=run, args=(address,), name="sender", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -229,22 +270,48 @@ class _Sender:
 
     def _run(self, address: str) -> None:
         context: ZmqContext = zmq.Context()  # its own, which can be closed while other threads use theirs
-        socket = context.socket(zmq.PUSH)
-        socket.setsockopt(zmq.SNDHWM, 0)  # unlimited: nothing is dropped or blocks; the server reads at once
-        socket.setsockopt(zmq.LINGER, 1000)
-        socket.connect(address)
+        socket = _connected(context, address)
         encode = msgspec.msgpack.Encoder().encode
         open_ = True
         while open_:
             items, open_ = self._gather()
-            for message in outbox.messages(items):
+            for message in outbox.messages(items):  # type: ignore[arg-type]  # nobody has a door
                 socket.send(encode(message))
         socket.close()
         context.term()
 
-    def _gather(self) -> tuple[list[outbox.Item], bool]:
+    def _run_several(self, address: str) -> None:
+        context: ZmqContext = zmq.Context()
+        sockets = {FIRST: _connected(context, address)}  # by door
+        sorter = Sorter()
+        encode = msgspec.msgpack.Encoder().encode
+
+        def send(items: list[Item]) -> None:
+            for door, own in sorter.sort(items).items():
+                for message in outbox.messages(own):
+                    sockets[door].send(encode(message))
+
+        open_ = True
+        while open_:
+            items, open_ = self._gather()
+            start = 0
+            for i, item in enumerate(items):
+                if isinstance(item, wire.OpenDoor | wire.CloseDoor):
+                    send(items[start:i])
+                    start = i + 1
+                    if isinstance(item, wire.OpenDoor):
+                        sockets[item.door] = _connected(context, item.address)
+                    elif item.door in sockets:
+                        sockets.pop(item.door).close(linger=0)
+                    sorter.doors = set(sockets)
+            send(items[start:])
+        for socket in sockets.values():
+            socket.close()
+        context.term()
+
+    def _gather(self) -> tuple[list[Item], bool]:
         """The queued items, at least one of them, and whether more may follow."""
-        items: list[outbox.Item] = []
+        items: list[Item] = []
         item = self._queue.get()
         try:
             while item is not None:
@@ -255,8 +322,9 @@ class _Sender:
         return items, False
 
 
-def _exit_with_parent() -> None:
-    parent = parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os._exit(EXIT_ORPHANED)
+def _connected(context: ZmqContext, address: str) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.PUSH)
+    socket.setsockopt(zmq.SNDHWM, 0)  # unlimited: nothing is dropped or blocks; the server reads at once
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.connect(address)
+    return socket

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Protocol
 
 BLOCK_TOKENS = 64
 MOST_BLOCKS = 32  # of one prompt: the work for a long one is bounded
@@ -12,12 +13,44 @@ MOST_REMEMBERED = 1 << 16  # blocks of all prompts
 MOST_AHEAD, TIMES_AHEAD = 8, 1.5
 
 
-class Router:
-    """Remembers which engine has last computed which beginning of a prompt. The engines forget theirs by themselves, so
-    this is a guess."""
+class Prefixes(Protocol):
+    """Which engine has last computed which beginning of a prompt, by the beginning's digest."""
+
+    def get(self, digest: int) -> int | None: ...
+
+    def put(self, digest: int, engine: int) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+class OwnPrefixes:
+    """`Prefixes` of one process. It forgets those that were not asked for longest."""
 
     def __init__(self) -> None:
-        self._engine_of: OrderedDict[int, int] = OrderedDict()  # digest of a beginning -> engine, least recent first
+        self._engine_of: OrderedDict[int, int] = OrderedDict()  # least recent first
+        self.get = self._engine_of.get
+        self.clear = self._engine_of.clear
+
+    def __len__(self) -> int:
+        return len(self._engine_of)
+
+    def put(self, digest: int, engine: int) -> None:
+        self._engine_of[digest] = engine
+        self._engine_of.move_to_end(digest)
+        if len(self._engine_of) > MOST_REMEMBERED:
+            self._engine_of.popitem(last=False)
+
+
+class Router:
+    """Remembers which engine has last computed which beginning of a prompt. The engines forget theirs by themselves, so
+    this is a guess.
+
+    Args:
+        prefixes: its memory; several processes may share one.
+    """
+
+    def __init__(self, prefixes: Prefixes | None = None) -> None:
+        self._prefixes = OwnPrefixes() if prefixes is None else prefixes
 
     def choose(self, prompt: Sequence[int], salt: int, loads: Sequence[int]) -> int:
         """The number of an engine.
@@ -28,19 +61,17 @@ class Router:
         """
         digests = _digests(prompt, salt)
         least = min(range(len(loads)), key=lambda number: loads[number])
-        known = next((self._engine_of[digest] for digest in reversed(digests) if digest in self._engine_of), least)
+        found = map(self._prefixes.get, reversed(digests))
+        known = next((engine for engine in found if engine is not None), least)
         limit = max(loads[least] + MOST_AHEAD, TIMES_AHEAD * loads[least])
         chosen = known if loads[known] <= limit else least
         for digest in digests:
-            self._engine_of[digest] = chosen
-            self._engine_of.move_to_end(digest)
-        while len(self._engine_of) > MOST_REMEMBERED:
-            self._engine_of.popitem(last=False)
+            self._prefixes.put(digest, chosen)
         return chosen
 
     def forget(self) -> None:
         """The engines' prefix caches are empty."""
-        self._engine_of.clear()
+        self._prefixes.clear()
 
 
 def _digests(prompt: Sequence[int], salt: int) -> list[int]:

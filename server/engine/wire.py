@@ -3,6 +3,10 @@
 To the engine: Submit, Abort, ResetPrefixCache, ChangeWeights, Stop. From the engine: Report, Ready or Failed while it
 starts, then Outputs (one per step, for all requests in it), Changed, and Stats at intervals, which are also the
 heartbeat.
+
+With several HTTP processes, each of them has a *door*: a number that no other process ever has, and a socket for the
+outputs of its own requests. It opens the door by OpenDoor, which Ready answers through the door. The process that
+started the engine has door 0. Request ids are unique over all processes, since each has a random part.
 """
 
 from __future__ import annotations
@@ -38,11 +42,12 @@ class WireRequest(msgspec.Struct, array_like=True, frozen=True):
 SAME_GRAMMAR = ""
 
 
-class Submit(msgspec.Struct, tag=True):
+class Submit(msgspec.Struct, tag=True, omit_defaults=True):
     """All requests of one HTTP request, in order. An empty prompt stands for the previous request's prompt, and
     SAME_GRAMMAR for the previous request's grammar. So choices of one prompt send both only once."""
 
     requests: list[WireRequest]
+    door: int = 0
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -69,6 +74,19 @@ class ChangeWeights(msgspec.Struct, tag=True):
 
     change: WeightsChange
     model: str | None = None  # the folder or file to load; None: the one of the start
+
+
+class OpenDoor(msgspec.Struct, tag=True):
+    """The outputs of the requests that come by this door go to this address."""
+
+    door: int
+    address: str
+
+
+class CloseDoor(msgspec.Struct, tag=True):
+    """The door's process has ended: its requests are aborted. The door is never opened again."""
+
+    door: int
 
 
 class Stop(msgspec.Struct, tag=True):
@@ -194,7 +212,7 @@ class Stats(msgspec.Struct, tag=True):
     stats: EngineStats
 
 
-Command = Submit | Abort | ResetPrefixCache | ChangeWeights | Stop
+Command = Submit | Abort | ResetPrefixCache | ChangeWeights | OpenDoor | CloseDoor | Stop
 Event = Report | Ready | Failed | Ended | Outputs | Changed | Stats
 
 

@@ -26,6 +26,21 @@ class ConnectionLimits:
     send_timeout_s: float
 
 
+class Neighbours(Protocol):
+    """The other processes that accept connections from the same socket."""
+
+    def set_connections(self, number: int) -> None:
+        """This process serves so many."""
+
+    @property
+    def connections(self) -> int:
+        """Those of all processes."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no other process has fewer."""
+
+
 class Connection(Protocol):
     """The interface of a connection for `Connections`."""
 
@@ -39,9 +54,20 @@ class Connections:
     Up to `max_connections` are served. For one more, the connection that has waited longest for its next request is
     closed. If none has waited for LEAST_WAIT_S, the new connection is turned away. Up to `num_refusals` connections
     beyond the limit may be open while they are turned away. Then the listener accepts none until one has closed.
+
+    With `neighbours`, the limit holds for all processes together if `is_total`, and else for each.
     """
 
-    def __init__(self, limits: ConnectionLimits, num_refusals: int) -> None:
+    def __init__(
+        self,
+        limits: ConnectionLimits,
+        num_refusals: int,
+        neighbours: Neighbours | None = None,
+        *,
+        is_total: bool = False,
+    ) -> None:
+        self.neighbours = neighbours
+        self._is_total = is_total and neighbours is not None
         self.limits = limits
         self.draining = False
         self.log = ThrottledLog(logger)
@@ -69,7 +95,7 @@ class Connections:
 
     def admit(self, connection: Connection) -> bool:
         """Serves the connection if there is room, and returns True. Otherwise the caller must turn it away."""
-        if len(self._served) >= self.limits.max_connections:
+        if self._num_served >= self.limits.max_connections:
             longest, since = next(iter(self._waiting.items()), (None, 0.0))
             if longest is None or time.monotonic() < since + LEAST_WAIT_S:
                 message = "all %d connections are in use: a new one is answered 503 (--max-connections)"
@@ -77,12 +103,22 @@ class Connections:
                 return False
             longest.close_waiting()
         self._served.add(connection)
+        self._tell()
         return True
+
+    @property
+    def _num_served(self) -> int:
+        return self.neighbours.connections if self._is_total and self.neighbours is not None else len(self._served)
+
+    def _tell(self) -> None:
+        if self.neighbours is not None:
+            self.neighbours.set_connections(len(self._served))
 
     def dismiss(self, connection: Connection) -> None:
         """The connection is no longer served. Nothing happens if it never was."""
         self._served.discard(connection)
         self._waiting.pop(connection, None)
+        self._tell()
 
     def begin_wait(self, connection: Connection) -> None:
         self._waiting[connection] = time.monotonic()

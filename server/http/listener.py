@@ -1,4 +1,8 @@
-"""Accepts connections while there is room. Further ones wait in the system's backlog and are not reset."""
+"""Accepts connections while there is room. Further ones wait in the system's backlog and are not reset.
+
+Several processes may accept from one socket. Then a process takes one connection at a time, and lets those with fewer
+connections go first, so that they share the load; one that is too busy to accept delays a connection by TURN_S.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from collections.abc import Callable
 from server.http.connections import Connections
 
 MOST_AT_ONCE = 64  # connections accepted in one turn of the event loop
+TURN_S = 0.005  # for a process with fewer connections to accept one, before this process does
 RETRY_S = 0.5  # after the system had no descriptor or memory for a connection
 GONE = (errno.ECONNABORTED, errno.EPROTO, errno.EPERM)  # one client's errors; the next connection may be accepted
 
@@ -43,7 +48,22 @@ class Listener:
             self._loop.add_reader(self._socket, self._accept)
 
     def _accept(self) -> None:
-        for _ in range(MOST_AT_ONCE):
+        neighbours = self._connections.neighbours
+        if neighbours is None:
+            self._take(MOST_AT_ONCE)
+        elif neighbours.is_first:
+            self._take(1)
+        else:
+            self._loop.remove_reader(self._socket)
+            self._loop.call_later(TURN_S, self._accept_late)
+
+    def _accept_late(self) -> None:
+        if not self._is_closed:
+            self._resume()
+            self._take(1)
+
+    def _take(self, most: int) -> None:
+        for _ in range(most):
             if not self._connections.has_room:
                 self._loop.remove_reader(self._socket)  # `on_room` resumes
                 return

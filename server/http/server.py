@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
-from server.http.connections import ConnectionLimits, Connections
+from server.http.connections import ConnectionLimits, Connections, Neighbours
 from server.http.descriptors import connection_limit
 from server.http.listener import Listener
 from server.http.protocol import HttpProtocol
@@ -39,7 +39,15 @@ def connection_limits(settings: Settings) -> ConnectionLimits:
 class HttpServer(uvicorn.Server):
     """Serves the sockets given to `serve` until `should_exit`. It installs no signal handlers."""
 
-    def __init__(self, app: ASGIApp, limits: ConnectionLimits, tls: TlsContexts | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: ConnectionLimits,
+        tls: TlsContexts | None = None,
+        neighbours: Neighbours | None = None,
+        *,
+        limits_are_total: bool = False,
+    ) -> None:
         config = uvicorn.Config(
             app,
             http=HttpProtocol,
@@ -52,7 +60,7 @@ class HttpServer(uvicorn.Server):
             timeout_graceful_shutdown=int(FLUSH_S),
         )
         super().__init__(config)
-        self._connections = Connections(limits, NUM_REFUSALS)
+        self._connections = Connections(limits, NUM_REFUSALS, neighbours, is_total=limits_are_total)
         self._tls = tls
 
     @contextlib.contextmanager

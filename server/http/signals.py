@@ -1,4 +1,4 @@
-"""The signals that end a server."""
+"""What ends a server: signals, or another process that has had them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,26 @@ from collections.abc import Coroutine
 from typing import Any
 
 
-class Signals:
-    """SIGTERM and SIGINT: the first sets `stop`, the second `hurry`."""
+class Ending:
+    """What ends a server: the first request to end sets `stop`, the second `hurry`."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
         self.hurry = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
 
-    def _on_signal(self) -> None:
+    def ask(self) -> None:
         if self.stop.is_set():
             self.hurry.set()
         self.stop.set()
+
+
+class Signals(Ending):
+    """SIGTERM and SIGINT ask for the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self.ask)
 
 
 async def first_of(*awaited: Coroutine[Any, Any, Any]) -> None:

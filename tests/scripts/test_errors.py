@@ -18,7 +18,7 @@ from scripts.llm import LLM
 from scripts.wiring.device import compile_cache_folder
 from scripts.wiring.errors import failed
 from scripts.wiring.settings import EngineSettings
-from server.engine.client import EngineFailedError
+from server.engine.link import EngineFailedError
 
 ROOT = Path(__file__).parents[2]
 

@@ -40,12 +40,16 @@ class BodyReader[T: msgspec.Struct]:
 
     async def read(self, request: Request, limits: BodyLimits, aside: Aside) -> T:
         """Raises RequestError for an unreadable body, a refused field, or a value of a wrong type."""
+        return (await self.read_with_bytes(request, limits, aside))[0]
+
+    async def read_with_bytes(self, request: Request, limits: BodyLimits, aside: Aside) -> tuple[T, bytes]:
+        """As `read`, and the body as it came."""
         body = await read_body(request, limits)
         try:
-            return decode_body(self._decoder, body)
+            return decode_body(self._decoder, body), body
         except UnknownFieldError:
             known = await aside.run(len(body), self._declared, body, self._table, "")
-        return decode_body(self._decoder, known)
+        return decode_body(self._decoder, known), body
 
     def _declared(self, value: bytes, table: FieldTable, path: str) -> bytes:
         """The JSON of an object, or of a list of objects, without the fields that their type does not declare."""

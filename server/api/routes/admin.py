@@ -10,12 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.answers.answer import json_response
+from server.api.peers import Peers
 from server.api.request.body_reader import BodyReader
 from server.api.request.fields import FieldTable
 from server.api.route import Access, ApiRoute
 from server.api.state import ServerState
 from server.engine.client import ProcessEngineClient, WeightsError
-from server.engine.group import EngineGroup
+from server.engine.group import OwnEngines
 from server.engine.wire import WeightsChange
 from server.http.errors import RequestError, invalid, unavailable, unsupported
 
@@ -96,6 +97,11 @@ def admin_routes(state: ServerState) -> list[ApiRoute]:
     ]
 
 
+def aborted_by_administrator() -> RequestError:
+    """The error of a request that `/abort_requests` has ended."""
+    return unavailable("The request was aborted by the server's administrator.")
+
+
 class Admin:
     """Answers the admin routes."""
 
@@ -114,10 +120,9 @@ class Admin:
     async def abort_requests(self, request: Request) -> Response:
         state = self._state
         body = await self._abort.read(request, state.body_limits, state.aside)
-        ids = list(state.generations) if body.request_ids is None else body.request_ids
-        ended = [id for id in ids if (generation := state.generations.get(id)) is not None and not generation.finished]
-        for id in ended:
-            state.generations[id].fail(unavailable("The request was aborted by the server's administrator."))
+        ended = state.abort(body.request_ids, aborted_by_administrator())
+        if state.peers is not None:
+            ended += await state.peers.abort(body.request_ids)
         logger.info("%d requests were aborted by the administrator", len(ended))
         return json_response({"aborted": ended})
 
@@ -140,19 +145,24 @@ class Admin:
         return await self._change(WeightsChange.WAKE_UP)
 
     async def is_sleeping(self, request: Request) -> Response:
-        return json_response({"is_sleeping": self._engine().is_sleeping})
+        weights = self._weights()
+        is_sleeping = await weights.is_sleeping() if isinstance(weights, Peers) else weights.is_sleeping
+        return json_response({"is_sleeping": is_sleeping})
 
     async def _change(self, change: WeightsChange, model: str | None = None) -> Response:
         try:
-            await self._engine().change_weights(change, model)
+            await self._weights().change_weights(change, model)
         except WeightsError as error:
             raise RequestError(400, f"The weights were not changed: {error}") from error
         logger.info("weights: %s%s", change.value, "" if model is None else f" from {model}")
         return json_response({"status": "ok"})
 
-    def _engine(self) -> ProcessEngineClient | EngineGroup:
-        client = self._state.client
-        if not isinstance(client, ProcessEngineClient | EngineGroup):
+    def _weights(self) -> ProcessEngineClient | OwnEngines | Peers:
+        """Who can change the weights: this process's engines, or with several HTTP processes the parent's."""
+        client, peers = self._state.client, self._state.peers
+        if peers is not None:
+            return peers
+        if not isinstance(client, ProcessEngineClient | OwnEngines):
             raise RequestError(501, "The weights of an engine in this process cannot be changed while it serves.")
         return client
 
@@ -163,6 +173,8 @@ class Admin:
         state = self._state
         body = await self._level.read(request, state.body_limits, state.aside)
         logger.setLevel(body.level.upper())
+        if state.peers is not None:
+            await state.peers.set_log_level(body.level.upper())
         return self._current_level()
 
     def _current_level(self) -> Response:

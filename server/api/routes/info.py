@@ -112,10 +112,12 @@ class Info:
         return json_response({"version": self._state.settings.version})
 
     async def load(self, request: Request) -> Response:
-        return json_response({"server_load": self._state.num_in_flight})
+        return json_response({"server_load": self._state.load})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._state.metrics.render(), headers={"content-type": CONTENT_TYPE})
+        metrics, peers = self._state.metrics, self._state.peers
+        others = None if peers is None else await peers.counts_of_others(metrics.counts())
+        return Response(metrics.render(others), headers={"content-type": CONTENT_TYPE})
 
     async def models(self, request: Request) -> Response:
         return json_response(

@@ -1,8 +1,13 @@
-"""/v1/responses: create, retrieve, delete, cancel."""
+"""/v1/responses: create, retrieve, delete, cancel.
+
+With several HTTP processes, each keeps the responses that it has made. A request about a response, or for the next one
+of a conversation, goes on to the process that keeps it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from sys import getsizeof
 from typing import Any
 
@@ -12,6 +17,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.api.answers.answer import GenerationAnswer, LongJson, json_response
+from server.api.answers.forwarded import ForwardedAnswer
+from server.api.peers import FORWARDED
 from server.api.request.body_reader import BodyReader
 from server.api.request.prompt import encode_chat
 from server.api.request.schemas import ChatRequest, Message
@@ -84,10 +91,13 @@ class Responses:
         self._reader = BodyReader(ResponsesRequest, RESPONSES_FIELDS, strict=state.settings.strict_fields)
         self._store = ResponseStore()
         self._running: dict[str, Generation] = {}  # of responses that are stored
+        state.keeps_response = lambda id: self._store.get(id) is not None
 
     async def create(self, request: Request) -> Response:
         state = self._state
-        body = await self._reader.read(request, state.body_limits, state.aside)
+        body, raw = await self._reader.read_with_bytes(request, state.body_limits, state.aside)
+        if (keeper := await self._keeper(request, body.previous_response_id)) is not None:
+            return ForwardedAnswer(request, keeper, raw)
         _check_metadata(body.metadata)
         earlier = self._earlier(body.previous_response_id)
         tools, messages, num_bytes = await self._conversation(body, earlier)
@@ -119,7 +129,9 @@ class Responses:
     async def input_tokens(self, request: Request) -> Response:
         """Counts the tokens of the prompt that the same body would give `create`."""
         state = self._state
-        body = await self._reader.read(request, state.body_limits, state.aside)
+        body, raw = await self._reader.read_with_bytes(request, state.body_limits, state.aside)
+        if (keeper := await self._keeper(request, body.previous_response_id)) is not None:
+            return ForwardedAnswer(request, keeper, raw)
         state.check_model(body.model)
         tools, messages, _ = await self._conversation(body, self._earlier(body.previous_response_id))
         chat = chat_request(body, tools, messages)
@@ -128,16 +140,29 @@ class Responses:
             ids = await encode_chat(state, chat, template, await usable_tools(state, chat, template))
         return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
+    async def _keeper(self, request: Request, id: str | None) -> Path | None:
+        """The other process that keeps the response. None: this one does, or none."""
+        peers = self._state.peers
+        if id is None or peers is None or FORWARDED in request.scope or self._store.get(id) is not None:
+            return None
+        return await peers.keeper_of(id)
+
     async def retrieve(self, request: Request) -> Response:
         check_retrieval(request.query_params)
+        if (keeper := await self._keeper(request, request.path_params["id"])) is not None:
+            return ForwardedAnswer(request, keeper)
         return self._shown(self._find(request))
 
     async def input_items(self, request: Request) -> Response:
+        if (keeper := await self._keeper(request, request.path_params["id"])) is not None:
+            return ForwardedAnswer(request, keeper)
         record = self._find(request)
         page = items_page(record.id, record.input_messages, request.query_params)
         return LongJson(self._state.turns, json_pieces(page))
 
     async def delete(self, request: Request) -> Response:
+        if (keeper := await self._keeper(request, request.path_params["id"])) is not None:
+            return ForwardedAnswer(request, keeper)
         record = self._find(request)
         self._store.remove(record.id)
         answer = {"id": record.id, "object": "response", "deleted": True}
@@ -145,6 +170,8 @@ class Responses:
 
     async def cancel(self, request: Request) -> Response:
         """Ends a response that is being generated. The connection of the response gets an error."""
+        if (keeper := await self._keeper(request, request.path_params["id"])) is not None:
+            return ForwardedAnswer(request, keeper)
         record = self._find(request)
         if record.is_over and record.status != CANCELLED:
             raise RequestError(400, f"The response is over: {record.status}.", code="response_not_cancellable")

@@ -1,0 +1,127 @@
+"""The other HTTP processes of a server (`--api-server-count`), as the routes of one of them see them.
+
+What concerns all goes to the parent's process, which asks the others. The messages are msgpack over private HTTP.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from server.api.http_counts import HttpCounts
+from server.board import Row
+from server.engine.client import WeightsError
+from server.engine.wire import WeightsChange
+from server.http.errors import unavailable
+from server.http.private import PrivateCallError, call
+
+PARENT = "parent"  # the name of its socket
+TIMEOUT_S = 5.0
+FORWARDED = "pallas_serve.forwarded"  # in a scope: another process of this server has sent the request
+
+
+class Started(msgspec.Struct):
+    """An HTTP process is ready to accept connections. The answer comes when it may."""
+
+    door: int
+
+
+class NotStarted(msgspec.Struct):
+    """An HTTP process cannot start. It ends."""
+
+    door: int
+    error: str
+    is_worded: bool  # it is a setting's fault, not the program's
+
+
+class Counted(msgspec.Struct):
+    """What a process has counted. If `asks`, the answer has the counts of all others."""
+
+    door: int
+    counts: HttpCounts
+    asks: bool
+
+
+class Aborting(msgspec.Struct):
+    """The requests to abort; None: all. The answer has the ids of those that were."""
+
+    door: int
+    request_ids: list[str] | None
+
+
+class Keeping(msgspec.Struct):
+    """Which process keeps this response? The answer has the name of its socket, or None."""
+
+    door: int
+    response_id: str
+
+
+class Level(msgspec.Struct):
+    """The level of the log of all processes."""
+
+    level: str
+
+
+class Changing(msgspec.Struct):
+    """A change of the engine's weights; None: none, only the answer is wanted."""
+
+    change: WeightsChange | None = None
+    model: str | None = None
+
+
+class ChangeAnswer(msgspec.Struct):
+    """`error` says why the weights have not changed."""
+
+    is_sleeping: bool
+    error: str | None = None
+
+
+class EngineDied(msgspec.Struct):
+    """The engine of this number has died."""
+
+    engine: int
+    reason: str
+
+
+class Peers:
+    """Asks the parent's process. Raises RequestError 503 if an answer is missing."""
+
+    def __init__(self, folder: Path, door: int, row: Row) -> None:
+        self.row = row
+        self._folder = folder
+        self._door = door
+
+    async def counts_of_others(self, own: HttpCounts) -> HttpCounts:
+        """The sums over the other processes, those that have ended included. They are at most a second old."""
+        answer = await self._ask("/counts", Counted(self._door, own, asks=True))
+        return msgspec.msgpack.decode(answer, type=HttpCounts)
+
+    async def abort(self, request_ids: list[str] | None) -> list[str]:
+        """Aborts requests of the other processes. Returns the ids of those that ran."""
+        return msgspec.msgpack.decode(await self._ask("/abort", Aborting(self._door, request_ids)), type=list[str])
+
+    async def set_log_level(self, level: str) -> None:
+        """Of all processes, this one included."""
+        await self._ask("/log_level", Level(level))
+
+    async def keeper_of(self, response_id: str) -> Path | None:
+        """The socket of the process that keeps a response."""
+        answer = await self._ask("/keeper", Keeping(self._door, response_id))
+        name: str | None = msgspec.msgpack.decode(answer, type=str | None)
+        return None if name is None else self._folder / name
+
+    async def change_weights(self, change: WeightsChange, model: str | None = None) -> None:
+        """As of `ProcessEngineClient`. Raises WeightsError."""
+        answer = msgspec.msgpack.decode(await self._ask("/weights", Changing(change, model), None), type=ChangeAnswer)
+        if answer.error is not None:
+            raise WeightsError(answer.error)
+
+    async def is_sleeping(self) -> bool:
+        return msgspec.msgpack.decode(await self._ask("/weights", Changing()), type=ChangeAnswer).is_sleeping
+
+    async def _ask(self, target: str, message: object, timeout_s: float | None = TIMEOUT_S) -> bytes:
+        try:
+            return await call(self._folder / PARENT, target, msgspec.msgpack.encode(message), timeout_s=timeout_s)
+        except PrivateCallError as error:
+            raise unavailable(f"The processes of this server have not all answered: {error}") from error

@@ -1,0 +1,189 @@
+"""One end of an engine: sends requests and aborts, receives outputs, and ends its requests when the engine dies.
+
+All of it runs on the event loop's thread. The socket's readable callback passes each output to its request's sink by a
+plain call (`sinks.py`). Nothing awaits, so a client that reads slowly delays neither the engine nor other clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from batcher.request import FinishReason
+from batcher.stats import EngineStats
+from server.engine import wire
+from server.engine.scratch_folder import NAME_LENGTH, ScratchFolder
+from server.engine.sinks import Sink, Sinks
+
+logger = logging.getLogger("pallas_serve")
+
+READ_S = 0.005  # longest reading at a time: an engine that is faster than this process must not block the event loop
+LONGEST_NAME = 9  # characters of a socket's name in its folder
+SHORT_FOLDERS = ("/tmp", "/var/tmp")  # if the system's temporary folder has too long a path for a socket
+
+
+class EngineFailedError(RuntimeError):
+    """The engine could not start, or has died."""
+
+
+class EngineLink:
+    """Exchanges messages with an engine's process over two sockets, of which it binds the one for the events.
+
+    Args:
+        bind_commands: whether this end binds the socket for the commands, too.
+        door: of this process at the engine.
+    """
+
+    def __init__(self, commands: str, events: str, *, bind_commands: bool, door: int = 0) -> None:
+        self.info = wire.EngineInfo(max_model_len=0, vocab_size=0)
+        self.stats = EngineStats()
+        self.death: str | None = None
+        self.died = asyncio.Event()  # also if it has ended as it should, without `death`
+        self.last_heartbeat = time.monotonic()
+        self._door = door
+        self._sinks = Sinks()
+        self._ready: asyncio.Future[wire.EngineInfo] | None = None
+        self._is_ready = False
+        self._read_on: asyncio.Handle | None = None  # the rest of a reading that was cut short
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(wire.Event).decode
+        self._context = zmq.Context()
+        self._commands = self._socket(zmq.PUSH, zmq.SNDHWM)
+        (self._commands.bind if bind_commands else self._commands.connect)(commands)
+        self._events = self._socket(zmq.PULL, zmq.RCVHWM)
+        self._events.bind(events)
+
+    def _socket(self, kind: int, high_water_mark: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(high_water_mark, 0)  # unlimited: nothing is dropped, nothing blocks
+        socket.setsockopt(zmq.LINGER, 0)
+        return socket
+
+    def _begin(self) -> asyncio.Future[wire.EngineInfo]:
+        """Reads events from now on. The result is set when the engine is ready."""
+        loop = asyncio.get_running_loop()
+        self._ready = loop.create_future()
+        loop.add_reader(int(self._events.getsockopt(zmq.FD)), self._on_readable)
+        return self._ready
+
+    def _close(self) -> None:
+        asyncio.get_running_loop().remove_reader(int(self._events.getsockopt(zmq.FD)))
+        if self._read_on is not None:
+            self._read_on.cancel()
+        self._commands.close()
+        self._events.close()
+        self._context.term()
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not had their last output."""
+        return len(self._sinks)
+
+    def submit(self, requests: Sequence[tuple[wire.WireRequest, Sink]]) -> None:
+        for request, sink in requests:
+            self._sinks.add(request.request_id, sink)
+        self._send(wire.Submit([request for request, _ in requests], self._door))
+
+    def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
+        known = [request_id for request_id in request_ids if self._sinks.remove(request_id)]
+        if known and self.death is None:
+            self._send(wire.Abort(known, reason))
+
+    def reset_prefix_cache(self) -> None:
+        if self.death is None:
+            self._send(wire.ResetPrefixCache())
+
+    def abort_all(self) -> None:
+        """Ends every open request with ABORT. Its sink gets that output."""
+        if self.death is None:
+            self._send(wire.Abort(self._sinks.request_ids))
+
+    def _send(self, command: wire.Command) -> None:
+        try:
+            self._commands.send(self._encode(command), zmq.NOBLOCK)
+        except zmq.Again:  # no process is connected; if the engine has died, this will be reported
+            logger.warning("the engine process did not take a command: %s", type(command).__name__)
+
+    def _on_readable(self) -> None:
+        if self._read_on is None:
+            self._read_for_a_while()
+
+    def _read_for_a_while(self) -> None:
+        """Reads for at most READ_S. The descriptor signals changes only, so the loop's next turn reads the rest."""
+        done = self._read(time.monotonic() + READ_S)
+        self._read_on = None if done else asyncio.get_running_loop().call_soon(self._read_for_a_while)
+
+    def _read(self, deadline: float = math.inf) -> bool:
+        """Reads messages until `deadline`. Returns whether all that have arrived were read."""
+        while int(self._events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._on_event(self._decode(self._events.recv()))
+            if time.monotonic() >= deadline:
+                return False
+        return True
+
+    def _on_event(self, event: wire.Event) -> None:
+        match event:
+            case wire.Outputs():
+                self._sinks.take(event)
+            case wire.Stats(stats=stats):
+                self.stats = stats
+                self.last_heartbeat = time.monotonic()
+            case wire.Ready(info=info):
+                self._is_ready = True
+                if self._ready is not None and not self._ready.done():
+                    self._ready.set_result(info)
+            case wire.Failed(message=message):
+                self.die(message)
+            case wire.Ended():
+                self.died.set()
+
+    def die(self, reason: str) -> None:
+        """Ends every open request with an error, and sets `died`. Only the first call counts."""
+        if self.death is not None:
+            return
+        self.death = reason
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(EngineFailedError(reason))  # `start` raises it
+        else:
+            logger.error("engine failure: %s", reason)
+        self._sinks.fail_all(f"The engine has failed: {reason}")
+        self.died.set()
+
+
+def folder_for_sockets() -> ScratchFolder:
+    """A folder in the system's temporary one, or in a shorter one if a socket's path would be too long for the system.
+
+    Raises OSError if there is none.
+    """
+    return ScratchFolder(_root_for_sockets())
+
+
+def _root_for_sockets() -> Path:
+    preferred = Path(tempfile.gettempdir())
+    if _fits(preferred):
+        return preferred
+    for root in map(Path, SHORT_FOLDERS):
+        if os.access(root, os.W_OK | os.X_OK):
+            logger.warning("TMPDIR is too long for the path of a socket: the engine's sockets are in %s", root)
+            return root
+    raise OSError(
+        f"TMPDIR is too long for the engine's sockets, whose paths have at most {zmq.IPC_PATH_MAX_LEN} bytes, and "
+        f"neither of {', '.join(SHORT_FOLDERS)} can be written to: set TMPDIR to a shorter folder"
+    )
+
+
+def _fits(root: Path) -> bool:
+    try:
+        length = len(str(root).encode())
+    except UnicodeEncodeError:  # zmq's addresses are text
+        return False
+    return length + 1 + NAME_LENGTH + 1 + LONGEST_NAME <= zmq.IPC_PATH_MAX_LEN
