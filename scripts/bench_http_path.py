@@ -1,10 +1,10 @@
 """What the HTTP process costs per streamed token: the real server over an engine that draws its tokens in no time.
 
-    python -m scripts.bench_http_path [--streams 64 256] [--tokens 400] [--tokens-per-s 20000]
+    python -m scripts.bench_http_path [--streams 64 256] [--tokens 400] [--tokens-per-s 20000] [--api-server-count 2]
 
 The engine's steps come at the pace that gives `--tokens-per-s` over all streams. If the HTTP process keeps up, a stream
 gets every token in an event of its own, soon after its step; if it does not, events hold several tokens. Prints the
-tokens/s that arrived, events per token, CPU time per token of the HTTP process and of the engine's process, and the
+tokens/s that arrived, events per token, CPU time per token of the HTTP processes and of the engine's process, and the
 time from a request to its first event: of the streams, which all begin at once, and of further requests of one token
 that arrive while they run. The engine answers a request's first token at once. The client is this process: raw sockets
 in one epoll loop, which counts events in the bytes and parses nothing. Its CPU time is printed, too.
@@ -50,7 +50,8 @@ class Figures:
     streams: int
     tokens_per_s: float
     events_per_token: float
-    http_us: float  # CPU time per token
+    http_us: float  # CPU time per token, of all HTTP processes and of their parent
+    http_shares: list[float]  # each HTTP process's part of it
     engine_us: float
     client_us: float
     first_ms: float  # median, from a request to its first event
@@ -58,11 +59,11 @@ class Figures:
 
 
 @contextmanager
-def serving(config: InstantConfig) -> Iterator[tuple[str, int, int]]:
-    """Runs the server in processes of its own. Gives its host, its port and the HTTP process's id."""
+def serving(config: InstantConfig, api_servers: int) -> Iterator[tuple[str, int, int]]:
+    """Runs the server in processes of its own. Gives its host, its port and the id of its first process."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, config))
+    process = context.Process(target=_serve, args=(theirs, config, api_servers))
     process.start()
     try:
         if not ours.poll(TIMEOUT_S):
@@ -75,38 +76,47 @@ def serving(config: InstantConfig) -> Iterator[tuple[str, int, int]]:
         process.join(TIMEOUT_S)
 
 
-def _serve(ready: Connection, config: InstantConfig) -> None:
-    settings = Settings(tokenizer_folder=TOKENIZER, model_names=("instant",), port=0, grace_period_s=1.0)
+def _serve(ready: Connection, config: InstantConfig, api_servers: int) -> None:
+    settings = Settings(
+        tokenizer_folder=TOKENIZER,
+        model_names=("instant",),
+        port=0,
+        grace_period_s=1.0,
+        api_server_count=api_servers,
+    )
     sys.exit(run(settings, ENGINE, config, report=lambda line: None, on_ready=ready.send))
 
 
-def measure(streams: int, tokens: int, tokens_per_s: float) -> Figures:
-    """Streams `tokens` tokens to each of so many clients at once."""
+def measure(streams: int, tokens: int, tokens_per_s: float, api_servers: int = 1) -> Figures:
+    """Streams `tokens` tokens to each of so many clients at once, through so many HTTP processes."""
     tokenizer = ByteLevelTokenizer.from_folder(TOKENIZER)
     text = tuple(tokenizer.encode_plain([TEXT])[0])
     config = InstantConfig(
         text=text, steps_per_s=tokens_per_s / streams, max_model_len=tokens + 100, vocab_size=len(tokenizer.token_bytes)
     )
-    with serving(config) as (host, port, pid):
+    with serving(config, api_servers) as (host, port, pid):
         request = _request(tokens)
-        http = psutil.Process(pid)
-        (engine,) = [child for child in http.children() if "spawn_main" in " ".join(child.cmdline())]
+        first = psutil.Process(pid)
+        spawned = [child for child in first.children() if "spawn_main" in " ".join(child.cmdline())]
+        engine, *others = sorted(spawned, key=lambda child: (child.create_time(), child.pid))
+        https = [first, *others]  # with several HTTP processes the first is their parent
         clients = [_Client(host, port) for _ in range(streams)]
         _run([clients[0]], request, [])  # warm
         probes: list[_Client] = []
         clients[0] = _Client(host, port)
-        before = [_cpu_s(http), _cpu_s(engine), time.process_time()]
+        before = [_cpu_s(engine), time.process_time(), *map(_cpu_s, https)]
         started = time.perf_counter()
         _run(clients, request, probes)
         seconds = time.perf_counter() - started
-        after = [_cpu_s(http), _cpu_s(engine), time.process_time()]
+        after = [_cpu_s(engine), time.process_time(), *map(_cpu_s, https)]
     count = streams * tokens
-    http_us, engine_us, client_us = ((b - a) / count * 1e6 for a, b in zip(before, after, strict=True))
+    engine_us, client_us, *https_us = ((b - a) / count * 1e6 for a, b in zip(before, after, strict=True))
     return Figures(
         streams=streams,
         tokens_per_s=count / seconds,
         events_per_token=sum(client.num_events for client in clients) / count,
-        http_us=http_us,
+        http_us=sum(https_us),
+        http_shares=https_us,
         engine_us=engine_us,
         client_us=client_us,
         first_ms=_first_ms(clients),
@@ -192,13 +202,16 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--streams", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--tokens", type=int, default=400, help="of each stream")
+    parser.add_argument("--api-server-count", type=int, default=1, help="HTTP processes")
     parser.add_argument("--tokens-per-s", type=float, default=20000, help="that the engine draws for all streams")
     args = parser.parse_args(argv)
     for streams in args.streams:
-        f = measure(streams, args.tokens, args.tokens_per_s)
+        f = measure(streams, args.tokens, args.tokens_per_s, args.api_server_count)
+        shares = " + ".join(f"{share:.1f}" for share in f.http_shares)
+        http = f"{f.http_us:.1f}" if args.api_server_count == 1 else f"{f.http_us:.1f} (parent and each: {shares})"
         print(
             f"{f.streams} streams: {f.tokens_per_s:.0f} tokens/s, {f.events_per_token:.2f} events per token; "
-            f"CPU us per token: HTTP {f.http_us:.1f}, engine {f.engine_us:.1f}, client {f.client_us:.1f}; "
+            f"CPU us per token: HTTP {http}, engine {f.engine_us:.1f}, client {f.client_us:.1f}; "
             f"first event after {f.first_ms:.1f} ms (all at once), {f.first_meanwhile_ms:.1f} ms (one meanwhile)",
             flush=True,
         )

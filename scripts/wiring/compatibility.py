@@ -25,9 +25,9 @@ WITHOUT_EFFECT = {
     "--enable-prompt-tokens-details": "usage always says how many tokens of a prompt were cached",
     "--async-scheduling": "the next step is always scheduled while the device runs: --pipeline-depth",
     "--enable-log-requests": "requests are not logged",
+    "--enable-sleep-mode": "administrators can always use /sleep and /wake_up: --admin-api-key",
     "--enable-request-id-headers": "answers always have the header X-Request-Id",
     "--enable-server-load-tracking": "/load always counts the running requests",
-    "--api-server-count": "one process serves HTTP",
     "--compilation-config": "every step is a program that was compiled before the first request",
     "--distributed-executor-backend": "one process drives the chips of an engine on each host",
     "--guided-decoding-backend": "grammars are compiled by llguidance",
@@ -41,7 +41,6 @@ REFUSED = {
     "--lora-modules": "LoRA is not supported yet",
     "--cpu-offload-gb": "weights are on the chips only: --tensor-parallel-size, --quantization",
     "--enable-expert-parallel": "the model has no experts",
-    "--enable-sleep-mode": "weights stay on the chips as long as the server runs",
     "--hf-overrides": "the checkpoint's config is served as it is",
     "--kv-transfer-config": "moving K/V between servers is not supported yet",
     "--limit-mm-per-prompt": "input other than text is not supported yet",
@@ -58,7 +57,7 @@ EMBEDDING_FLAGS = {
     "--convert": {"auto": False, "none": False, "embed": True},
 }
 WITH_VALUE = frozenset(
-    "--api-server-count --compilation-config --cpu-offload-gb --distributed-executor-backend --guided-decoding-backend "
+    "--compilation-config --cpu-offload-gb --distributed-executor-backend --guided-decoding-backend "
     "--hf-overrides --kv-transfer-config --limit-mm-per-prompt --lora-modules --max-seq-len-to-capture "
     "--pipeline-parallel-size --reasoning-parser --revision --rope-scaling --swap-space --tool-parser-plugin".split()
 )

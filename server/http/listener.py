@@ -1,7 +1,7 @@
 """Accepts connections while there is room. Further ones wait in the system's backlog and are not reset.
 
 Several processes may accept from one socket. Then a process takes one connection at a time, and lets those with fewer
-connections go first, so that they share the load; one that is too busy to accept delays a connection by TURN_S.
+connections go first for TURN_S, so that they share the load.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from server.http.connections import Connections
 
 MOST_AT_ONCE = 64  # connections accepted in one turn of the event loop
+MOST_LATE = 4  # that a process accepts after it has waited in vain for one with fewer connections
 TURN_S = 0.005  # for a process with fewer connections to accept one, before this process does
 RETRY_S = 0.5  # after the system had no descriptor or memory for a connection
 GONE = (errno.ECONNABORTED, errno.EPROTO, errno.EPERM)  # one client's errors; the next connection may be accepted
@@ -60,7 +61,7 @@ class Listener:
     def _accept_late(self) -> None:
         if not self._is_closed:
             self._resume()
-            self._take(1)
+            self._take(MOST_LATE)
 
     def _take(self, most: int) -> None:
         for _ in range(most):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from server.board import Board, SharedPrefixes
 from server.engine.routing import BLOCK_TOKENS, MOST_AHEAD, MOST_BLOCKS, MOST_REMEMBERED, Router
 
 SYSTEM = list(range(3 * BLOCK_TOKENS))
@@ -50,6 +51,16 @@ def test_long_prompts_cost_no_more_than_their_beginning():
 
     Router().choose(Counted(range(10**6)), 0, [0, 0])
     assert Counted.most == MOST_BLOCKS * BLOCK_TOKENS
+
+
+def test_processes_that_share_their_memory_choose_as_one():
+    board = Board.made(2, 2, 0)
+    first, second = Router(SharedPrefixes(board)), Router(SharedPrefixes(board))
+    assert first.choose(SYSTEM + [1] * 70, 0, [1, 0]) == 1
+    assert second.choose(SYSTEM + [1] * 70, 0, [0, 1]) == 1
+    assert second.choose(SYSTEM + [1] * 70, 7, [0, 1]) == 0  # another salt
+    second.forget()
+    assert first.choose(SYSTEM + [1] * 70, 0, [0, 1]) == 0
 
 
 def test_old_prompts_are_forgotten():

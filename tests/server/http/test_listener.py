@@ -1,0 +1,68 @@
+"""Several processes that accept from one socket: here several listeners, whose counts are on one board."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+
+from server.board import Board, Row
+from server.http.connections import ConnectionLimits, Connections
+from server.http.listener import Listener
+
+LIMITS = ConnectionLimits(
+    max_connections=100, head_timeout_s=30, body_timeout_s=30, idle_timeout_s=30, send_timeout_s=30
+)
+
+
+class Guest(asyncio.Protocol):
+    """Enters `connections` when it is made, as the server's protocol does."""
+
+    def __init__(self, connections: Connections, made: list[Guest]) -> None:
+        self._connections = connections
+        self._made = made
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+        self._connections.admit(self)
+        self._made.append(self)
+
+    def close_waiting(self) -> None:
+        raise AssertionError("there is room")
+
+
+async def accepted(num_clients: int, busy: frozenset[int] = frozenset()) -> list[int]:
+    """How many connections each of three listeners accepts; the busy ones never do."""
+    board = Board.made(3, 1, 0)
+    made: list[list[Guest]] = [[], [], []]
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=128))
+        for number in range(3):
+            row = Row(board, number)
+            row.set_connections(0)
+            if number not in busy:
+                connections = Connections(LIMITS, 8, row)
+                own = stack.enter_context(server.dup())
+                listener = Listener(own, connections, lambda c=connections, m=made[number]: Guest(c, m))
+                stack.callback(listener.close)
+        writers = [(await asyncio.open_connection(*server.getsockname()))[1] for _ in range(num_clients)]
+        while sum(map(len, made)) < num_clients:
+            await asyncio.sleep(0)
+        for writer in writers:
+            writer.close()
+            await writer.wait_closed()
+        for guest in [guest for guests in made for guest in guests]:
+            guest.transport.close()
+        await asyncio.sleep(0)
+    return [len(guests) for guests in made]
+
+
+def test_the_processes_have_as_many_connections_each():
+    shares = asyncio.run(asyncio.wait_for(accepted(60), 30))
+    assert max(shares) - min(shares) <= 2
+
+
+def test_a_process_that_accepts_none_is_not_waited_for_without_end():
+    shares = asyncio.run(asyncio.wait_for(accepted(20, frozenset({1})), 30))
+    assert shares[1] == 0
+    assert min(shares[0], shares[2]) >= 4
