@@ -2,6 +2,7 @@
 
 python -m scripts.bench_step --model FOLDER --load-format dummy --dtype float32 --rows 1,4,16,64 --context 256
 python -m scripts.bench_step --model preset:llama-3.2-1b --load-format dummy --prefill 128,512 --variant sample
+python -m scripts.bench_step --rows 1,4,16 --in-engine      # decodes alone, and the same in an engine with its threads
 python -m scripts.bench_step --dispatch llama-3.1-8b,llama-3.1-70b   # what a call with so many arguments costs the host
 """
 
@@ -11,12 +12,17 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from batcher.step import Bucket, Variant
 from model.inputs.paths import local_path
-from scripts.benchmarks.step_timing import time_bucket
+from scripts.benchmarks.step_timing import Timing, time_bucket
 from scripts.wiring.errors import add_debug_flag, run_command
 from scripts.wiring.settings import EngineSettings, add_engine_flags
+
+if TYPE_CHECKING:
+    from model.execution.runner import ModelRunner
+    from scripts.benchmarks.in_engine import InEngine
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     step.add_argument("--top-p", type=float, default=1.0, help="with --variant sample")
     step.add_argument("--top-k", type=int, default=0, help="with --variant sample")
     step.add_argument("--steps", type=int, default=20)
+    step.add_argument("--in-engine", action="store_true", help="print decode steps as the engine sees them, too")
     step.add_argument("--dispatch", type=_names, help="time only calls with the arguments of these presets' steps")
     step.add_argument("--json", type=local_path, help="write the figures here, too")
     add_debug_flag(p)
@@ -42,16 +49,19 @@ def bench(args: argparse.Namespace, argv: list[str]) -> int:
     """Times each step and its matrix products alone, prints them, and returns the exit code."""
     if args.dispatch:
         return bench_dispatch(args.dispatch)
+    from scripts.benchmarks.in_engine import num_drawn
     from scripts.wiring.engine import build_runner
 
-    needed = args.context + max([*args.prefill, args.steps + 8])
+    budget = max([*args.prefill, max(args.rows) + 1])
+    drawn = num_drawn(max(args.rows), args.context, args.steps, budget) if args.in_engine else args.steps + 8
+    needed = args.context + max([*args.prefill, drawn])
     settings = EngineSettings.from_namespace(args)
     settings = EngineSettings.from_keywords(
         **asdict(settings)
         | {
             "max_model_len": settings.max_model_len or needed,
             "max_num_seqs": max(args.rows),
-            "max_num_batched_tokens": max([*args.prefill, max(args.rows) + 1]),
+            "max_num_batched_tokens": budget,
         }
     )
     built = build_runner(settings, print)
@@ -71,10 +81,47 @@ def bench(args: argparse.Namespace, argv: list[str]) -> int:
             f"{timing.dispatch_ms:13.3f}{timing.products_ms:13.2f}{timing.ratio:7.2f}",
             flush=True,
         )
+    inside = in_engine(args, runner, timings) if args.in_engine else []
     if args.json:
-        figures = [asdict(t) | {"tokens_per_s": t.tokens_per_s, "ratio": t.ratio} for t in timings]
-        args.json.write_text(json.dumps({"command": argv, "steps": figures}, indent=1))
+        figures: list[dict[str, Any]] = [
+            asdict(t) | {"tokens_per_s": t.tokens_per_s, "ratio": t.ratio} for t in timings
+        ]
+        told = {"command": argv, "steps": figures, "in_engine": [asdict(figures) for figures in inside]}
+        args.json.write_text(json.dumps(told, indent=1))
     return 0
+
+
+def in_engine(args: argparse.Namespace, runner: ModelRunner, alone: list[Timing]) -> list[InEngine]:
+    """Times the decode steps again, in an engine, and prints them next to those of the runner alone."""
+    from scripts.benchmarks.in_engine import time_in_engine
+
+    temperature = args.temperature if args.variant is Variant.SAMPLE else 0.0
+    sampling = {"temperature": temperature, "top_p": args.top_p, "top_k": args.top_k}
+    print("\nin the engine, ms from result to result and their parts (delivery and next are beside the device's work):")
+    print(
+        f"{'':18}{'alone':>9}{'step':>9}{'ratio':>7}{'dispatch':>10}{'device':>9}{'idle':>9}{'delivery':>10}{'next':>8}"
+    )
+    found = []
+    for timing in alone:
+        if timing.num_tokens != timing.num_rows:
+            continue
+        inside = time_in_engine(
+            runner,
+            timing.num_rows,
+            context=args.context,
+            steps=args.steps,
+            sampling=sampling,
+            pipeline_depth=args.pipeline_depth,
+        )
+        found.append(inside)
+        ratio = inside.step_ms / timing.step_ms
+        print(
+            f"decode {inside.num_rows:<11}{timing.step_ms:9.2f}{inside.step_ms:9.2f}{ratio:7.2f}"
+            f"{inside.dispatch_ms:10.3f}{inside.device_ms:9.2f}{inside.idle_ms:9.3f}{inside.delivery_ms:10.3f}"
+            f"{inside.next_ms:8.3f}",
+            flush=True,
+        )
+    return found
 
 
 def bench_dispatch(presets: list[str]) -> int:
