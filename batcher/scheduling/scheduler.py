@@ -37,7 +37,9 @@ from batcher.scheduling.residency import Residency
 from batcher.scheduling.sequence import Sequence, State
 from batcher.step import Bucket, Capacity, Variant
 
-_MAX_PASSED = 8  # waiting requests that others may pass in one step; it bounds the search of a long queue
+# Waiting requests that are looked at in one step and passed by others; it bounds the work for a long queue. Long
+# prompts that are known to wait for their turn are passed without a look.
+_MAX_PASSED = 8
 _MAX_STALLS = 16  # steps in a row; shorter than most recomputations, and a short delay for the client
 
 
@@ -126,14 +128,22 @@ class Scheduler(Residency):
         started = [seq for seq in self.running if not seq.decoding and not seq.is_blocked]
         in_this_step: set[bytes] = set()  # digests of the pages that this step's chunks fill
         num_long = sum(self.long_prompts.is_long(len(seq.to_compute) - seq.num_computed) for seq in started)
-        position, open_ = 0, bool(self.waiting)
+        position = num_passed = 0
+        is_full = False
         while budget > 0:
             seq = started[0] if started else None
+            may_be_long = self.long_prompts.may_begin(num_long)
+            if not may_be_long:
+                position = self._next_in_turn(position)
+            open_ = not is_full and num_passed < _MAX_PASSED and position < len(self.waiting)
             if open_ and (seq is None or self.waiting[position].key < seq.key):
                 seq = self.waiting[position]
-                verdict = self._admit(seq, in_this_step, may_be_long=self.long_prompts.may_begin(num_long))
-                position += verdict in (Verdict.NEXT_STEP, Verdict.NO_MASK, Verdict.NO_TURN)
-                open_ = verdict is not Verdict.NO_ROOM and position < min(len(self.waiting), _MAX_PASSED)
+                verdict = self._admit(seq, in_this_step, may_be_long=may_be_long)
+                seq.waits_its_turn = verdict is Verdict.NO_TURN
+                is_full = verdict is Verdict.NO_ROOM
+                if verdict in (Verdict.NEXT_STEP, Verdict.NO_MASK, Verdict.NO_TURN):
+                    position += 1
+                    num_passed += 1
                 if verdict is not Verdict.ADMITTED:
                     continue
                 admitted.append(seq)
@@ -151,6 +161,12 @@ class Scheduler(Residency):
         if chunks:
             self._trim(chunks, num_rows)
         return chunks, admitted
+
+    def _next_in_turn(self, position: int) -> int:
+        """The next place in the queue, from `position` on, whose request does not wait for another long prompt."""
+        while position < len(self.waiting) and self.waiting[position].waits_its_turn:
+            position += 1
+        return position
 
     def _admit(self, seq: Sequence, in_this_step: set[bytes], *, may_be_long: bool = True) -> Verdict:
         """Admits a waiting request if there is room for it. A long prompt may have to wait for another."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,6 +55,51 @@ def test_a_prompt_that_is_mostly_in_the_cache_is_not_long() -> None:
     drive.add(make_request("unknown", [71, *prompt], max_tokens=1))
     drive.step()
     assert [seq.request_id for seq in drive.scheduler.running] == ["long", "known"]
+    drive.finish()
+    drive.check_outputs()
+
+
+def steps_until(drive: Drive, is_done: Callable[[], bool]) -> int:
+    """Steps until it is, with the last one."""
+    for number in range(1, 1000):
+        drive.step()
+        if is_done():
+            return number
+    raise AssertionError("it never was")
+
+
+@pytest.mark.parametrize("num_long", [3, 30, 100])
+def test_a_short_prompt_waits_for_no_long_one_however_many_wait(num_long: int) -> None:
+    drive = Drive(CAPACITY, long_prompts=LongPrompts(threshold=4, most=1), prefix_caching=False)
+    for number in range(num_long):
+        drive.add(make_request(f"long {number}", [3 + number % 50] * 200, max_tokens=1))
+    drive.add(make_request("short", [60] * 3, max_tokens=1))
+    num_looked_at = 8  # in each step
+    most = -(-num_long // num_looked_at) + 1  # and the step in flight
+    assert steps_until(drive, lambda: drive.heard["short"].finish_reason is not None) <= most
+    drive.finish()
+    drive.check_outputs()
+
+
+def test_long_prompts_take_turns_in_the_order_of_the_queue_while_short_ones_keep_coming() -> None:
+    """The bound: each long prompt takes its tokens divided by the threshold, whatever short ones arrive."""
+    drive = Drive(CAPACITY, long_prompts=LongPrompts(threshold=4, most=1), prefix_caching=False)
+    lengths = [40, 80, 60, 20]
+    for number, length in enumerate(lengths):
+        drive.add(make_request(f"long {number}", [3 + number] * length, max_tokens=1))
+    ended: dict[str, int] = {}
+    for step in range(1, sum(lengths)):
+        drive.add(make_request(f"short {step}", [60] * 3, max_tokens=2))
+        drive.step()
+        for number in range(len(lengths)):
+            name = f"long {number}"
+            if drive.heard[name].finish_reason is not None:
+                ended.setdefault(name, step)
+    assert list(ended) == [f"long {number}" for number in range(len(lengths))]
+    due = 0
+    for number, length in enumerate(lengths):
+        due += -(-length // 4) + 1  # and the step in flight
+        assert ended[f"long {number}"] <= due + 1
     drive.finish()
     drive.check_outputs()
 
