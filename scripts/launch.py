@@ -65,8 +65,7 @@ def parser() -> argparse.ArgumentParser:
     server = p.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1")
     server.add_argument("--port", type=int, default=8000, help="0: any free one")
-    count_help = "HTTP processes in front of the engines, for traffic that one cannot tokenize and stream (default: 1)"
-    server.add_argument("--api-server-count", type=int, default=1, metavar="N", help=count_help)
+    server.add_argument("--api-server-count", type=int, default=1, metavar="N", help="HTTP processes (default: 1)")
     server.add_argument("--uds", type=local_path, metavar="PATH", help="a Unix socket in place of host and port")
     add_tls_flags(server)
     server.add_argument("--root-path", default="", metavar="PATH", help="where a proxy serves this, for /openapi.json")

@@ -90,7 +90,7 @@ class _Member:
             state.tracer = tracer
             app = create_app(state)
             public_limits, private_limits = _limits(settings)
-            inside = HttpServer(member_app(state, app, engines, self._ending), private_limits)
+            inside = HttpServer(member_app(state, app, engines, self._ending), private_limits, is_private=True)
             serving_inside = asyncio.create_task(inside.serve(sockets=[private]))
             if not await self._engine_is_ready(client):
                 return EXIT_OK

@@ -75,7 +75,7 @@ async def _run(
     signals = Signals()
     client = started(target, engine_args, report=report, debug=settings.debug, several=True)
     members = _Members(settings, listener, folder, client)
-    inside = HttpServer(parent_app(members, client), _private_limits(settings))
+    inside = HttpServer(parent_app(members, client), _private_limits(settings), is_private=True)
     serving = asyncio.create_task(inside.serve(sockets=[private_listener(folder / PARENT)]))
     watching: list[asyncio.Task[None]] = []
     try:

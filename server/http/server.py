@@ -47,6 +47,7 @@ class HttpServer(uvicorn.Server):
         neighbours: Neighbours | None = None,
         *,
         limits_are_total: bool = False,
+        is_private: bool = False,
     ) -> None:
         config = uvicorn.Config(
             app,
@@ -62,6 +63,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self._connections = Connections(limits, NUM_REFUSALS, neighbours, is_total=limits_are_total)
         self._tls = tls
+        self._is_private = is_private  # for this server's own processes
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -71,7 +73,8 @@ class HttpServer(uvicorn.Server):
         listeners = [Listener(listener, self._connections, self._connection) for listener in sockets or ()]
         self.servers = listeners  # type: ignore[assignment]  # uvicorn only closes them and waits
         self.started = True
-        logger.info("at most %d connections", self._connections.limits.max_connections)
+        if not self._is_private:
+            logger.info("at most %d connections", self._connections.limits.max_connections)
 
     def drain(self) -> None:
         """Refuses requests that are not read completely. Answers go on. A new request is its connection's last one."""
