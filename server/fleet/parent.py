@@ -17,10 +17,11 @@ import uvloop
 
 from server.api.http_counts import HttpCounts
 from server.api.peers import PARENT, TIMEOUT_S, EngineDied, NotStarted
-from server.board import Board
+from server.board import Board, SharedPrefixes
 from server.engine.client import ProcessEngineClient, start_without_main
-from server.engine.group import Engines, started
+from server.engine.group import Engines, OwnEngines, started
 from server.engine.link import EngineFailedError, folder_for_sockets
+from server.engine.routing import Router
 from server.fleet import member
 from server.fleet.membership import Membership, socket_name
 from server.fleet.parent_app import parent_app
@@ -73,8 +74,11 @@ async def _run(
     on_ready: Callable[[str], None] | None,
 ) -> int:
     signals = Signals()
-    client = started(target, engine_args, report=report, debug=settings.debug, several=True)
-    members = _Members(settings, listener, folder, client)
+    num_keys = len(settings.api_keys) + len(settings.admin_api_keys)
+    board = Board.made(settings.api_server_count, len(engine_args), num_keys)
+    router = Router(SharedPrefixes(board))
+    client = started(target, engine_args, report=report, debug=settings.debug, several=True, router=router)
+    members = _Members(settings, listener, folder, board, client)
     inside = HttpServer(parent_app(members, client), _private_limits(settings), is_private=True)
     serving = asyncio.create_task(inside.serve(sockets=[private_listener(folder / PARENT)]))
     watching: list[asyncio.Task[None]] = []
@@ -83,6 +87,7 @@ async def _run(
         if not await _before(stopped, members.failed, asyncio.gather(client.start(), members.start())):
             return EXIT_OK  # a signal came before the engine and the HTTP processes were ready
         watching = [asyncio.create_task(members.watch(number)) for number in range(len(members.engines))]
+        watching.append(asyncio.create_task(members.watch_all(client)))
         with address_in_error(settings):
             listener.listen(BACKLOG)
         members.let_accept()
@@ -92,7 +97,7 @@ async def _run(
         try:
             await _before(stopped, members.failed, died)
         finally:
-            await members.end(signals)
+            await members.end(signals, is_dead=client.died.is_set())
         return EXIT_ENGINE_FAILED if client.died.is_set() else EXIT_OK
     except ApiServerFailedError:
         raise
@@ -144,15 +149,16 @@ class _Member:
 class _Members:
     """The HTTP processes. Those that die are started again."""
 
-    def __init__(self, settings: Settings, listener: socket.socket, folder: Path, client: Engines) -> None:
+    def __init__(
+        self, settings: Settings, listener: socket.socket, folder: Path, board: Board, client: Engines
+    ) -> None:
         self.folder = folder
         self.engines = [client] if isinstance(client, ProcessEngineClient) else list(client.engines)
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())  # seen
         self._settings = settings
         self._listener = listener
-        num_keys = len(settings.api_keys) + len(settings.admin_api_keys)
-        self._board = Board.made(settings.api_server_count, len(self.engines), num_keys)
+        self._board = board
         self._living: dict[int, _Member] = {}  # by door
         self._next_door = 1
         self._changed = asyncio.Event()  # one has started or ended
@@ -226,15 +232,22 @@ class _Members:
         if engine.death is not None:
             await self._tell("/engine_died", EngineDied(number, engine.death))
 
-    async def end(self, signals: Signals) -> None:
-        """Ends all: running requests may finish, as in a server of one process. A second signal ends the wait."""
+    async def watch_all(self, client: Engines) -> None:
+        """Tells all when the engines must not go on, although they live."""
+        await client.died.wait()
+        if isinstance(client, OwnEngines) and client.split is not None:
+            for number in range(len(self.engines)):
+                await self._tell("/engine_died", EngineDied(number, client.split))
+
+    async def end(self, signals: Signals, *, is_dead: bool) -> None:
+        """Ends all: running requests may finish, as in a server of one process. A second signal ends the wait. If an
+        engine is dead, the processes end by themselves."""
         self._is_ending = True
         for starting in [living for living in self._living.values() if not living.has_started]:
             starting.process.kill()
         settings = self._settings
         deadline = time.monotonic() + settings.grace_period_s + settings.death_linger_s + FLUSH_S + MARGIN_S
         num_asked = 0
-        is_dead = any(engine.died.is_set() for engine in self.engines)  # then they end by themselves
         while self._living and time.monotonic() < deadline:
             is_asked = signals.stop.is_set() or self.failed.done() or not is_dead
             if num_asked < is_asked + signals.hurry.is_set():

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from server.api.http_counts import HttpCounts
 from server.api.peers import Aborting, ChangeAnswer, Changing, Counted, Keeping, Level, NotStarted, Started
-from server.engine.client import ProcessEngineClient, WeightsError
+from server.engine.client import WeightsError
 from server.engine.group import Engines
 from server.fleet.membership import socket_name
 from server.fleet.messages import packed, unpacked
@@ -96,7 +96,6 @@ class _Parent:
     async def weights(self, request: Request) -> Response:
         message = await unpacked(request, Changing)
         client, error = self._client, None
-        assert isinstance(client, ProcessEngineClient), "the routes refuse changes of several engines"
         if message.change is not None:
             try:
                 await client.change_weights(message.change, message.model)
