@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import threading
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -17,7 +18,7 @@ from tests.server.support.requests import CHAT, HELLO, LONG, SLOW, wait_until
 from tests.server.support.running import ECHO, RunningServer, running_server, spawn
 from tests.server.support.sse_events import parse_events
 from tests.server.support.tokenizers import write_folder
-from tests.server.test_group import by_engine, prompt
+from tests.server.test_group import ADMIN, CHANGING, by_engine, prompt
 from tests.server.test_lifecycle import alive, descendants
 
 pytestmark = pytest.mark.hosts
@@ -125,6 +126,20 @@ def test_both_processes_choose_among_the_engines_by_what_both_have_sent(tmp_path
         assert all("error" in end for end in ends)
         assert "engine 1" in clients[0].get("/health").json()["error"]["message"]
         assert server.process.wait(20) == 1
+
+
+def test_engines_that_are_left_with_different_weights_end_all(tmp_path):
+    first, second = replace(CHANGING, refused=(None,)), replace(CHANGING, refused=("bad",))
+    options = {"more_engines": (second,), "admin_api_keys": ("boss",), "api_server_count": 2}
+    with (
+        running_server(tmp_path, ECHO, first, **options) as server,
+        through_each(server, 2, headers=ADMIN) as clients,
+    ):
+        assert clients[1].post("/admin/reload", json={"model": "bad"}).status_code == 400
+        for client in clients:
+            wait_until(lambda client=client: client.get("/health").status_code == 503)
+            assert "different weights: engine 0: no model None" in client.get("/health").text
+        assert server.process.wait(30) == 1
 
 
 def failure(settings: Settings, config: EchoConfig, expected: int = 1) -> str:
