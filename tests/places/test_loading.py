@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,12 +18,13 @@ from model.inputs.paths import place
 from model.inputs.remote import RemotePath
 from model.loading import source as sources
 from model.loading.orbax_format import load_orbax
-from model.loading.remote_tensors import RemoteTensors
+from model.loading.remote_tensors import RemoteSlice, RemoteTensors
 from model.loading.source import DEMO_FOLDER, Kind, resolve
 from model.loading.stored_weights import find_weights
 from model.loading.weights import load_hf
 from model.network.llama import Llama
 from model.network.sharding import make_mesh
+from scripts import plan
 from scripts.convert_checkpoint import convert
 from tests.model import checkpoints
 from tests.model.loading.test_convert import convert as convert_in_a_process
@@ -94,6 +96,32 @@ def test_packed_kernels_are_unpacked_from_a_store(tmp_path, format):
         find_weights(url, config).load(**options, quantization=form),
         find_weights(folder, config).load(**options, quantization=form),
     )
+
+
+def test_four_bit_kernels_are_kept_from_a_store_and_each_tensor_is_read_once(tmp_path, monkeypatch):
+    folder = tmp_path / "hf"
+    write_packed(folder, FORMATS["awq"])
+    url = put(folder, "memory://bucket/m")
+    config = LlamaConfig.from_file(folder)
+    options = {"dtype": "float32"}
+    local, remote = find_weights(folder, config), find_weights(url, config)
+    assert local.four_bit is not None and remote.four_bit == local.four_bit
+    read: list[tuple[int, int]] = []
+    whole = RemotePath.read_range
+    monkeypatch.setattr(RemotePath, "read_range", lambda self, a, b: (read.append((a, b)), whole(self, a, b))[1])
+    same(remote.load(**options, quantization=remote.four_bit), local.load(**options, quantization=local.four_bit))
+    of_tensors = [place for place in read if place[0] > 0]
+    assert len(of_tensors) == len(set(of_tensors))
+
+
+def test_a_plan_reads_the_heads_of_files_only(tmp_path, monkeypatch, capsys):
+    shutil.copytree(DEMO_FOLDER, tmp_path / "demo", ignore=shutil.ignore_patterns("draft"))
+    url = put(tmp_path / "demo", "memory://bucket/m")
+    read: list[int] = []
+    whole = RemoteSlice._rows
+    monkeypatch.setattr(RemoteSlice, "_rows", lambda self, a, b: (read.append(b - a), whole(self, a, b))[1])
+    assert plan.main(["--model", str(url), "--target", "v6e:1x1"]) == 0
+    assert "weights" in capsys.readouterr().out and not read
 
 
 def test_a_chips_rows_are_all_that_is_read_of_a_tensor(tmp_path, monkeypatch):
