@@ -100,10 +100,10 @@ def test_packed_kernels_are_unpacked_from_a_store(tmp_path, format):
 
 def test_four_bit_kernels_are_kept_from_a_store_and_each_tensor_is_read_once(tmp_path, monkeypatch):
     folder = tmp_path / "hf"
-    write_packed(folder, FORMATS["awq"])
+    write_packed(folder, FORMATS["awq"], group=16)
     url = put(folder, "memory://bucket/m")
     config = LlamaConfig.from_file(folder)
-    options = {"dtype": "float32"}
+    options = {"dtype": "float32", "mesh": make_mesh(2)}
     local, remote = find_weights(folder, config), find_weights(url, config)
     assert local.four_bit is not None and remote.four_bit == local.four_bit
     read: list[tuple[int, int]] = []
