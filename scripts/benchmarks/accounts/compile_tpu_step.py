@@ -6,6 +6,7 @@
 It prints a JSON object for each `--tokens`: 64 (the rows) is the decode step, others are mixed steps of as many rows.
 `alias_bytes` are updated in place, `temp_bytes` are what the program writes besides its results. `weights_read` and
 `kv_read` are counted, not compiled: the bytes that a chip must read in a decode step of 64 rows of `--context` tokens.
+`stores_logits` and `narrows_maxima` are about the pass that finds the greedy token (`model.sampling.greedy`).
 `product_cycles` and `glue_cycles` are those of one layer, see `glue`; null if one layer only is compiled.
 """
 
@@ -122,9 +123,20 @@ def compile_step(model: Llama, attention: PagedAttention, mesh: Mesh, num_tokens
         "temp_bytes": memory.temp_size_in_bytes,
         "product_cycles": layer and round(layer.products),
         "glue_cycles": layer and round(layer.glue),
+        **read_logits(text, config.vocab_size),
         "wide_copies": find(text, narrow_kernels(model, "tpu", mesh)),
         "argument_bytes": memory.argument_size_in_bytes,
         "code_bytes": memory.generated_code_size_in_bytes,
+    }
+
+
+def read_logits(text: str, vocab_size: int) -> dict[str, bool]:
+    """Whether the program stores the rows' logits, and whether it stores their maxima in bfloat16."""
+    program = text[text.index("\nENTRY ") :]
+    results = [line.partition(" = ")[2].partition(" fusion(")[0] for line in program.splitlines() if " fusion(" in line]
+    return {
+        "stores_logits": any(f"f32[{NUM_ROWS},{vocab_size}]" in result for result in results),
+        "narrows_maxima": any(f"bf16[{NUM_ROWS}]" in result for result in results),
     }
 
 

@@ -79,6 +79,9 @@ def test_steps_copy_neither_activations_nor_weights_nor_pages() -> None:
     for results in (wide, narrow):
         for result, most in zip(results, MOST_GLUE_CYCLES, strict=True):
             assert result["glue_cycles"] <= most, result
+    for result in (*wide, *narrow):
+        assert not result["stores_logits"], result
+        assert not result["narrows_maxima"], result
     for exact, result in zip(wide, narrow, strict=True):
         assert result["kv_bytes"] == exact["kv_bytes"] // 2
         assert result["alias_bytes"] >= result["kv_bytes"], result
