@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from model.inputs import fetched, remote
+from model.inputs import remote
 from model.inputs.fetched import fetched_file, fetched_folder
 from model.inputs.paths import place, write_whole
 from model.inputs.remote import RemotePath, filesystem
@@ -201,11 +201,10 @@ def test_copies_are_made_once_for_each_version(kind, request, tmp_path):
     assert fetched_file(remote_folder / "sub" / "other.json", tmp_path).read_bytes() == b"sub/other.json"
 
 
-def test_a_file_that_is_too_long_is_not_fetched(memory, tmp_path, monkeypatch):
-    monkeypatch.setattr(fetched, "MAX_TOKENIZER_BYTES", 3)
+def test_a_file_that_is_too_long_is_not_fetched(memory, tmp_path):
     (memory / "config.json").write_bytes(b"1234")
     with pytest.raises(ValueError, match=r"config\.json has 4 bytes; at most 3 are read"):
-        fetched_folder(memory, tmp_path)
+        fetched_folder(memory, tmp_path, max_bytes=3)
 
 
 @pytest.mark.parametrize(
