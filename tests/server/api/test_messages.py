@@ -8,6 +8,7 @@ import pytest
 
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.running import ECHO, running_server
+from tests.server.support.sse_events import parse_named_events
 from tests.server.support.tool_template import TOOL_TEMPLATE
 
 PATH = "/v1/messages"
@@ -49,14 +50,7 @@ def created(server, script: str = "plain", **fields):
 def events(server, script: str = "plain", **fields):
     response = post(server, script, stream=True, **fields)
     assert response.status_code == 200, response.text
-    *frames, last = response.text.split("\n\n")
-    assert last == ""
-    found = []
-    for frame in frames:
-        kind, data = frame.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert kind == f"event: {found[-1]['type']}"
-    return found
+    return parse_named_events(response.text)
 
 
 def blocks_of(content):

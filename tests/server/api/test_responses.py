@@ -19,6 +19,7 @@ from server.text.tool_calls.pieces import Content
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.requests import wait_until
 from tests.server.support.running import ECHO, running_server
+from tests.server.support.sse_events import parse_named_events
 from tests.server.support.tokenizers import byte_tokenizer
 from tests.server.support.tool_template import TOOL_TEMPLATE
 
@@ -69,15 +70,10 @@ def events(server, script: str = "plain", **fields):
     """The events of a stream, checked for their form and numbers."""
     response = post(server, script, stream=True, **fields)
     assert response.status_code == 200, response.text
-    *frames, last = response.text.split("\n\n")
-    assert last == ""
-    found = []
-    for number, frame in enumerate(frames):
-        kind, data = frame.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert kind == f"event: {found[-1]['type']}"
-        assert found[-1]["sequence_number"] == number
-        EVENT.validate_python(found[-1])
+    found = parse_named_events(response.text)
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    for event in found:
+        EVENT.validate_python(event)
     return found
 
 

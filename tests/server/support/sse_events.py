@@ -16,6 +16,18 @@ def stream_events(http: httpx.Client, path: str, body: dict[str, Any]) -> list[d
     return parse_events(response.text)
 
 
+def parse_named_events(text: str) -> list[dict[str, Any]]:
+    """Of a stream that names each event by its type and ends without [DONE]."""
+    *frames, last = text.split("\n\n")
+    assert last == ""
+    events = []
+    for frame in frames:
+        name, data = frame.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
 def parse_events(text: str) -> list[dict[str, Any]]:
     *frames, last = text.split("\n\n")
     assert last == ""
