@@ -12,11 +12,11 @@ class LongPrompts:
     A step computes at most `threshold` tokens of each prompt, so the rest of its budget is left to others. At most
     `most` long prompts are computed at the same time; the others wait, and short ones may pass them.
 
-    Nobody starves. Long prompts begin in the order of the queue. One that has begun gets its tokens of every step
+    No request starves. Long prompts begin in the order of the queue. One that has begun gets its tokens of every step
     before all prompts after it in the queue. So a long prompt waits, besides for a slot and pages, for the steps that
     those before it take: at most their tokens divided by `threshold`, where decodes leave a budget of so many tokens.
-    A request that waits for a slot or pages is passed by nobody. A short prompt waits for no long one, however many
-    wait: in each step the scheduler looks at a few that it has not seen before.
+    No request passes one that waits for a slot or pages. Short prompts do not wait for long ones, however many there
+    are: in each step the scheduler looks at a few requests that it has not seen before.
     """
 
     threshold: int = 0  # tokens; 0: no prompt is long, and one prompt may take a step's whole budget

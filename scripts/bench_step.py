@@ -97,7 +97,7 @@ def in_engine(args: argparse.Namespace, runner: ModelRunner, alone: list[Timing]
 
     temperature = args.temperature if args.variant is Variant.SAMPLE else 0.0
     sampling = {"temperature": temperature, "top_p": args.top_p, "top_k": args.top_k}
-    print("\nin the engine, ms from result to result and their parts (delivery and next are beside the device's work):")
+    print("\nin the engine, ms from result to result and their parts (delivery and next overlap with the device):")
     print(
         f"{'':18}{'alone':>9}{'step':>9}{'ratio':>7}{'dispatch':>10}{'device':>9}{'idle':>9}{'delivery':>10}{'next':>8}"
     )

@@ -1,7 +1,7 @@
 """Several engines of one host have the same programs: the first compiles them, and the others read them.
 
 The first engine's process holds a lock on a file while it compiles. The kernel releases the lock when the process ends
-for any reason, so nobody waits for a process that is gone.
+for any reason, so no process waits for one that is gone.
 """
 
 from __future__ import annotations

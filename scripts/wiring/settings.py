@@ -80,7 +80,7 @@ class EngineSettings:
         if is_url(self.export_cache or ""):
             raise ValueError(
                 f"--export-cache {self.export_cache!r}: executables run as this user's code, so they are kept in a "
-                "folder of this machine that nobody else can write to; --compile-cache may be in a bucket"
+                "folder of this machine that only this user can write to; --compile-cache may be in a bucket"
             )
         counts = (
             "num_scheduler_steps",

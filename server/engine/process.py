@@ -275,7 +275,7 @@ class _Sender:
         open_ = True
         while open_:
             items, open_ = self._gather()
-            for message in outbox.messages(items):  # type: ignore[arg-type]  # nobody has a door
+            for message in outbox.messages(items):  # type: ignore[arg-type]  # without doors
                 socket.send(encode(message))
         socket.close()
         context.term()

@@ -74,7 +74,7 @@ async def exchange(
     path: Path, method: str, target: str, *, headers: Headers = (), body: bytes = b""
 ) -> AsyncIterator[PrivateAnswer]:
     """Sends a request to the process that listens at `path`. The connection closes with the context, and by that the
-    other process learns that nobody reads on. Raises PrivateCallError."""
+    other process learns that the answer is not read on. Raises PrivateCallError."""
     try:
         reader, writer = await asyncio.open_unix_connection(str(path), limit=READ_BYTES)
     except OSError as error:
