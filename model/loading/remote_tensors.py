@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -77,14 +78,13 @@ class RemoteTensors:
             raise ValueError(f"{self._file} changed while it was read: start again")
 
 
-class RemoteSlice:
-    """One tensor, with those methods of safetensors' slices that are used here."""
+class _Slice(ABC):
+    """One tensor, with those methods of safetensors' slices that are used here. Whole rows are read: a part of a row is
+    too short for a request of its own."""
 
-    def __init__(self, file: RemotePath, dtype: str, shape: tuple[int, ...], start: int):
-        self._file = file
+    def __init__(self, dtype: str, shape: tuple[int, ...]):
         self._name = dtype
         self._shape = shape
-        self._start = start  # in bytes, in the file
 
     def get_shape(self) -> list[int]:
         return list(self._shape)
@@ -93,16 +93,33 @@ class RemoteSlice:
         return self._name
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """Reads whole rows: those of a part of the columns are too short for a request each."""
         if index is Ellipsis or not self._shape:
-            return self._rows(0, self._shape[0] if self._shape else 1)
+            return self._all()
         rows, *others = index if isinstance(index, tuple) else (index,)
         start, stop, _ = rows.indices(self._shape[0])
         return self._rows(start, stop)[(slice(None), *others)]
 
+    @abstractmethod
+    def _all(self) -> np.ndarray: ...
+
+    @abstractmethod
+    def _rows(self, start: int, stop: int) -> np.ndarray: ...
+
+
+class RemoteSlice(_Slice):
+    """A tensor whose values are in the file."""
+
+    def __init__(self, file: RemotePath, dtype: str, shape: tuple[int, ...], start: int):
+        super().__init__(dtype, shape)
+        self._file = file
+        self._start = start  # in bytes, in the file
+
     def rows(self, start: int, stop: int) -> RowsInMemory:
         """These rows, read now."""
         return RowsInMemory(self._rows(start, stop), start, self._name, self._shape)
+
+    def _all(self) -> np.ndarray:
+        return self._rows(0, self._shape[0] if self._shape else 1)
 
     def _rows(self, start: int, stop: int) -> np.ndarray:
         dtype = np.dtype(_DTYPES[self._name])
@@ -113,27 +130,19 @@ class RemoteSlice:
         return np.frombuffer(content, dtype).reshape(shape)
 
 
-class RowsInMemory:
+class RowsInMemory(_Slice):
     """Rows of a tensor that are in memory, at their places in the whole tensor."""
 
     def __init__(self, values: np.ndarray, first: int, dtype: str, shape: tuple[int, ...]):
+        super().__init__(dtype, shape)
         self._values = values
         self._first = first
-        self._name = dtype
-        self._shape = shape
 
-    def get_shape(self) -> list[int]:
-        return list(self._shape)
+    def _all(self) -> np.ndarray:
+        return self._values
 
-    def get_dtype(self) -> str:
-        return self._name
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        if index is Ellipsis or not self._shape:
-            return self._values
-        rows, *others = index if isinstance(index, tuple) else (index,)
-        start, stop, _ = rows.indices(self._shape[0])
-        return self._values[(slice(start - self._first, stop - self._first), *others)]
+    def _rows(self, start: int, stop: int) -> np.ndarray:
+        return self._values[start - self._first : stop - self._first]
 
 
 def _checked(header: Any, data_bytes: int) -> dict[str, dict[str, Any]]:

@@ -11,14 +11,15 @@ from batcher.engine import Engine
 from model.inputs.paths import is_url, place
 from scripts.wiring.settings import EngineSettings
 from scripts.wiring.weights import ChosenWeights, choose_weights
+from server.engine.around import EngineAround
 from server.engine.wire import ChangeWeights, WeightsChange
 
 if TYPE_CHECKING:
     from model.execution.runner import ModelRunner
 
 
-class ChangeableEngine:
-    """`ServedEngine` and `server.engine.process.ChangeableEngine`.
+class ChangeableEngine(EngineAround):
+    """`server.engine.process.ChangeableEngine`.
 
     Args:
         load: loads weights into the runner in place of its own, see `wiring.load`.
@@ -34,24 +35,13 @@ class ChangeableEngine:
         weights: ChosenWeights,
         platform: str,
     ) -> None:
+        super().__init__(engine)
         self._engine = engine
         self._runner = runner
         self._load = load
         self._settings = settings
         self._weights = weights
         self._platform = platform
-        self.start = engine.start
-        self.listen = engine.listen
-        self.add_request = engine.add_request
-        self.abort = engine.abort
-        self.reset_prefix_cache = engine.reset_prefix_cache
-        self.stats = engine.stats
-        self.shutdown = engine.shutdown
-
-    @property
-    def death(self) -> BaseException | None:
-        """As of the engine."""
-        return self._engine.death
 
     def change_weights(self, command: ChangeWeights, on_done: Callable[[Exception | None], None]) -> None:
         """Changes the weights between two steps. Running requests are recomputed, and the prefix cache is emptied."""

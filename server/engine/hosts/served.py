@@ -13,6 +13,7 @@ from batcher.request import FinishReason, Request, RequestOutput
 from batcher.stats import EngineStats
 from batcher.step import StepHandle
 from model.inputs.words import described
+from server.engine.around import EngineAround
 from server.engine.hosts import messages
 from server.engine.hosts.broadcast import HostRunner
 from server.engine.hosts.cluster import HostsError
@@ -24,26 +25,16 @@ LOSS_S = 2.0  # a step that a lost host has failed may fail before the loss is n
 RECOVERY_S = 10.0  # within which the leader notices a step that has failed on all hosts
 
 
-class LeadingEngine:
-    """`ServedEngine` that ends the followers when it ends. `leave` leaves `jax.distributed`, on all hosts at once."""
+class LeadingEngine(EngineAround):
+    """The leader's: it ends the followers when it ends. `leave` leaves `jax.distributed`, on all hosts at once."""
 
     def __init__(self, engine: ServedEngine, leader: Leader, leave: Callable[[], None]) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._leader = leader
         self._leave = leave
-        self.start = engine.start
-        self.listen = engine.listen
-        self.add_request = engine.add_request
-        self.abort = engine.abort
-        self.reset_prefix_cache = engine.reset_prefix_cache
-        self.stats = engine.stats
-
-    @property
-    def death(self) -> BaseException | None:
-        return self._engine.death
 
     def shutdown(self) -> None:
-        self._engine.shutdown()
+        super().shutdown()
         if self.death is None:
             self._leader.stop()
             self._leave()
