@@ -221,6 +221,11 @@ def packed(token_ids: Sequence[int]) -> bytes:
     return array("i", token_ids).tobytes()
 
 
+def packed_prompts(prompts: Sequence[Sequence[int]]) -> list[bytes]:
+    """Each prompt as `packed`. The work grows with the tokens: many are packed in a thread."""
+    return list(map(packed, prompts))
+
+
 def unpacked(token_ids: bytes) -> array[int]:
     """The token ids of `packed`."""
     return array("i", token_ids)

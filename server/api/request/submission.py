@@ -126,9 +126,10 @@ async def start_generation(
     bad_words = await bad_word_ids(state, body.bad_words)
     texts = stop_strings(body)
     stops = await state.aside.run(sum(map(len, texts)), StopStrings, texts) if texts else None
+    packed = await state.aside.run(sum(map(len, prompts)), wire.packed_prompts, prompts)
     left_s = None if head.deadline is None else max(LEAST_LEFT_S, head.deadline - time.monotonic())
     requests: list[wire.WireRequest] = []
-    for prompt, max_tokens in zip(prompts, limits, strict=True):
+    for prompt, packed_prompt, max_tokens in zip(prompts, packed, limits, strict=True):
         for choice in range(head.n):
             stream = TextStream(
                 state.tokenizer,
@@ -156,7 +157,7 @@ async def start_generation(
             requests.append(
                 wire.WireRequest(
                     generation.choices[-1].request_id,
-                    wire.packed(prompt) if choice == 0 else b"",  # empty: the same prompt as the request before
+                    packed_prompt if choice == 0 else b"",  # empty: the same prompt as the request before
                     sampling,
                     body.priority or 0,
                     cache_salt_of(body.cache_salt),

@@ -71,12 +71,13 @@ class EmbeddingRoute:
         deadline = deadline_of(body.timeout_s, request.headers.get(TIMEOUT_HEADER))
         _check(body, size)
         prompts = await self._prompts(body)
+        num_tokens = sum(map(len, prompts))
+        packed = await state.aside.run(num_tokens, wire.packed_prompts, prompts)
         left_s = None if deadline is None else max(LEAST_LEFT_S, deadline - time.monotonic())
         embeddings = Embeddings(state.client, on_limit=state.metrics.observe_limit)
         id = f"embd-{uuid.uuid4().hex}"
-        embeddings.submit(self._requests(id, body, prompts, left_s), timeout_s=left_s)
+        embeddings.submit(self._requests(id, body, packed, left_s), timeout_s=left_s)
         state.generations[id] = embeddings
-        num_tokens = sum(map(len, prompts))
         return EmbeddingsAnswer(
             state, embeddings, model=model, num_tokens=num_tokens, as_base64=body.encoding_format == "base64"
         )
@@ -119,15 +120,13 @@ class EmbeddingRoute:
         return prompts
 
     def _requests(
-        self, id: str, body: EmbeddingRequest, prompts: Sequence[list[int]], left_s: float | None
+        self, id: str, body: EmbeddingRequest, packed: Sequence[bytes], left_s: float | None
     ) -> list[wire.WireRequest]:
         salt = cache_salt_of(body.cache_salt)
         waits_s = min((s for s in (left_s, self._state.settings.queue_timeout_s) if s is not None), default=None)
         return [
-            wire.WireRequest(
-                f"{id}-{number}", wire.packed(prompt), _NOTHING_DRAWN, body.priority or 0, salt, waits_s, embeds=True
-            )
-            for number, prompt in enumerate(prompts)
+            wire.WireRequest(f"{id}-{number}", prompt, _NOTHING_DRAWN, body.priority or 0, salt, waits_s, embeds=True)
+            for number, prompt in enumerate(packed)
         ]
 
 
