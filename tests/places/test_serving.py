@@ -30,11 +30,11 @@ def told() -> str:
 
 
 def test_all_that_is_named_may_be_in_a_bucket(store, told, tmp_path):
-    store.reset("models", "work")
+    store.reset("models", "results")
     url = store.upload(DEMO_FOLDER, "models", "demo")
-    store.put("work", "in.jsonl", (json.dumps(PROMPT) + "\n").encode())
+    store.put("results", "in.jsonl", (json.dumps(PROMPT) + "\n").encode())
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
-    flags += ["--model", url, "--compile-cache", "gs://work/programs", "--compile-all-first"]
+    flags += ["--model", url, "--compile-cache", "gs://results/programs", "--compile-all-first"]
     homes = {"HF_HOME": str(tmp_path / "hf"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     environment = os.environ | store.environment() | QUICKLY_COMPILED | homes
 
@@ -55,25 +55,25 @@ def test_all_that_is_named_may_be_in_a_bucket(store, told, tmp_path):
             reloaded = http.post("/admin/reload", json={"model": model})
             assert reloaded.status_code == code and words in reloaded.text
         assert http.post("/v1/completions", json={"model": url, **PROMPT}).json()["choices"] == answer["choices"]
-    kept = store.names("work", "programs/")
+    kept = store.names("results", "programs/")
     assert any(name.endswith("-cache") for name in kept) and any(name.endswith(".stablehlo") for name in kept)
 
     store.requests.clear()
     store.bytes_read.clear()
     command = [sys.executable, "-m", "scripts.generate", "--device", "cpu", *flags]
-    batch = [*command, "--input", "gs://work/in.jsonl", "--output", "gs://work/out.jsonl"]
+    batch = [*command, "--input", "gs://results/in.jsonl", "--output", "gs://results/out.jsonl"]
     done = subprocess.run(batch, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    (record,) = map(json.loads, store.buckets["work"]["out.jsonl"].content.splitlines())
+    (record,) = map(json.loads, store.buckets["results"]["out.jsonl"].content.splitlines())
     assert record["response"]["body"]["choices"][0]["text"] == told
-    assert "out.jsonl.partial" not in store.names("work")
+    assert "out.jsonl.partial" not in store.names("results")
     assert sum(number for name, number in store.bytes_read.items() if name.startswith("work/programs/")) > 0
-    assert store.names("work", "programs/") == kept, "the second start has compiled nothing new"
+    assert store.names("results", "programs/") == kept, "the second start has compiled nothing new"
     assert not [path for method, path in store.requests if method == "POST" and "programs" in path]
 
     asked = len(store.requests)
     again = subprocess.run(batch, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert "gs://work/out.jsonl is there already: nothing to do" in again.stderr and len(store.requests) > asked
+    assert "gs://results/out.jsonl is there already: nothing to do" in again.stderr and len(store.requests) > asked
     assert Path(tmp_path / "hf" / "pallas-serve").is_dir()
 
 
