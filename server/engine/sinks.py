@@ -18,7 +18,7 @@ class Sink(Protocol):
 
 
 class Sinks:
-    """The sinks of open requests. A request that was removed gets nothing more, whatever the engine still says."""
+    """The sinks of open requests. Outputs of a request that was removed are dropped."""
 
     def __init__(self) -> None:
         self._sinks: dict[str, Sink] = {}  # by request id

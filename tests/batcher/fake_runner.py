@@ -337,7 +337,7 @@ class FakeRunner:
                 prefix = self._verify(out, row, slot, prefix[: kv_len + 1], drafts)
             elif emits[row]:
                 self._emit(out, row, slot, prefix)
-            is_told = bool(looks_up or bucket.num_drafts)  # otherwise nobody may believe it
+            is_told = bool(looks_up or bucket.num_drafts)  # otherwise the value means nothing
             out.foretold[row] = first[:1] == [int(out.tokens[row, 0])] or not is_told
             self.state[slot, SlotLayout.KV_LEN] = len(prefix)
             if self._nan_token is not None and self._nan_token in prefix:

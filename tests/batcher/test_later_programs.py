@@ -1,4 +1,4 @@
-"""Programs that are compiled while the engine serves: every text is its own, whatever stands in for them."""
+"""Programs that are compiled while the engine serves: the larger ones that stand in for them change no output."""
 
 from __future__ import annotations
 

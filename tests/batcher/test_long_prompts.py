@@ -82,7 +82,7 @@ def test_a_short_prompt_waits_for_no_long_one_however_many_wait(num_long: int) -
 
 
 def test_long_prompts_take_turns_in_the_order_of_the_queue_while_short_ones_keep_coming() -> None:
-    """The bound: each long prompt takes its tokens divided by the threshold, whatever short ones arrive."""
+    """The bound: a long prompt takes as many steps as its tokens divided by the threshold. Short ones add none."""
     drive = Drive(CAPACITY, long_prompts=LongPrompts(threshold=4, most=1), prefix_caching=False)
     lengths = [40, 80, 60, 20]
     for number, length in enumerate(lengths):

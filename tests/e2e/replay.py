@@ -96,7 +96,7 @@ def drive(engine: Engine, requests: Sequence[Request], *, together: bool) -> dic
 
 
 def replayed(built: Built, kind: str) -> dict[str, Any]:
-    """What each request gets when nobody else is there: no neighbour, no cached prefix. And what all get together."""
+    """The outputs of each request alone, without cached prefixes, and those of all requests together."""
     requests = requests_of(kind, built.info.max_model_len, built.info.vocab_size)
     alone, engine = drive(built.engine(), requests, together=False), built.engine()
     return {"alone": alone, "together": drive(engine, requests, together=True), "stats": asdict(engine.stats())}

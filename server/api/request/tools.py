@@ -137,7 +137,7 @@ def check_template(template: ChatTemplate) -> None:
 
 
 def _read_specs(raw: RawField) -> list[FunctionSpec] | None:
-    """None: not given. A list without tools is allowed, whatever `tool_choice` is: nothing can be called."""
+    """None if `tools` is not given. An empty list is valid with every `tool_choice`, since there is nothing to call."""
     tools = read_raw("tools", raw, _decoder, max_bytes=MAX_TOOLS_BYTES)
     if tools is None:
         return None
