@@ -67,7 +67,7 @@ def test_all_that_is_named_may_be_in_a_bucket(store, told, tmp_path):
     (record,) = map(json.loads, store.buckets["results"]["out.jsonl"].content.splitlines())
     assert record["response"]["body"]["choices"][0]["text"] == told
     assert "out.jsonl.partial" not in store.names("results")
-    assert sum(number for name, number in store.bytes_read.items() if name.startswith("work/programs/")) > 0
+    assert sum(number for name, number in store.bytes_read.items() if name.startswith("results/programs/")) > 0
     assert store.names("results", "programs/") == kept, "the second start has compiled nothing new"
     assert not [path for method, path in store.requests if method == "POST" and "programs" in path]
 
