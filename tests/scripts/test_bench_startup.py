@@ -1,0 +1,46 @@
+"""bench_startup with real starts of the demo."""
+
+import json
+
+import pytest
+
+from scripts import bench_startup
+from tests.conftest import QUICKLY_COMPILED
+
+
+def test_phases_memory_and_cpu_time_of_a_start(tmp_path, monkeypatch, capfd):
+    for name, value in QUICKLY_COMPILED.items():
+        monkeypatch.setenv(name, value)
+    few = ["--max-num-seqs", "1", "--max-num-batched-tokens", "16", "--max-model-len", "32"]
+    out = tmp_path / "out.json"
+    arguments = ["--kinds", "cold", "--starts", "1", "--output-json", str(out), "--", "--device", "cpu", *few]
+    assert bench_startup.main(arguments) == 0
+    [result] = json.loads(out.read_text())["cold"]
+    assert {"start", "load", "allocate", "compiled", "ran"} <= result["phases"].keys()
+    assert max(result["phases"].values()) <= result["ready"]
+    assert result["cpu"] > 0
+    assert result["engine_mib"] > result["http_mib"] > 10
+    printed, errors = capfd.readouterr()
+    head, row = printed.splitlines()[-2:]
+    assert head.split()[:2] == ["median", "start"]
+    assert row.split()[0] == "cold"
+    assert "Broken pipe" not in errors
+
+
+def test_a_server_that_refuses_its_flags_is_said(capfd):
+    assert bench_startup.main(["--kinds", "warm", "--", "--no-such-flag"]) == 1
+    assert "bench_startup: the server ended with code 2 before it was ready" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "phase"),
+    [
+        ("  self-test   1.3 s  attention backend cpu agrees\n", ("self-test", 1.3)),
+        ("  chips             1 of 1 chip\n", None),
+        ("  compiled 7 programs in 6.9 s, 3.8 s of them after loading (7 came from the disk)\n", ("compiled", 6.9)),
+        ("  ran 4 of 4 programs once in 0.3 s\n", ("ran", 0.3)),
+        ("ready after 16.0 s: http://127.0.0.1:40097/v1\n", None),
+    ],
+)
+def test_phases_of_the_lines(line, phase):
+    assert bench_startup.phase_of(line) == phase
