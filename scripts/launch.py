@@ -203,7 +203,8 @@ def curl_line(url: str, settings: Settings) -> str:
     body = {"model": settings.model_names[0], "messages": [{"role": "user", "content": question}]}
     key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if settings.api_keys else ""
     if settings.uds is not None:
-        url = f"--unix-socket {shlex.quote(str(settings.uds))} http://localhost"
+        scheme = "http" if settings.tls is None else "https"
+        url = f"--unix-socket {shlex.quote(str(settings.uds))} {scheme}://localhost"
     return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
 
 

@@ -91,6 +91,7 @@ class TlsFiles:
     keyfile_password: str | None = None
     ca_certs: Path | None = None  # the authorities of the clients' certificates
     cert_reqs: int = 0  # a client's certificate is not asked for (0), checked if it has one (1), or required (2)
+    ciphers: str | None = None  # of TLS 1.2, in OpenSSL's notation; None: Python's choice
     refresh: bool = False  # changed files are loaded while the server runs
 
     def __post_init__(self) -> None:

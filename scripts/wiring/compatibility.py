@@ -10,6 +10,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from batcher.request import MAX_LOGPROBS
+
 logger = logging.getLogger("pallas_serve")
 
 # flags -> the behaviour without them
@@ -33,10 +35,38 @@ WITHOUT_EFFECT = {
     "--guided-decoding-backend": "grammars are compiled by llguidance",
     "--max-seq-len-to-capture": "every step is a program that was compiled before the first request",
     "--swap-space": "a request that gives up its pages is computed again",
+    "--allow-credentials": "clients show their keys in headers, not in cookies",
+    "--disable-cascade-attn": "there is no such attention",
+    "--disable-custom-all-reduce": "sums between chips are those of the compiler",
+    "--disable-hybrid-kv-cache-manager": "all layers have pages of one form",
+    "--disable-sliding-window": "the model has none",
+    "--enable-log-outputs": "requests are not logged",
+    "--enable-offline-docs": "/docs names no other host",
+    "--exclude-tools-when-tool-choice-none": "tools are never shown where none may be called",
+    "--fingerprint-mode": "answers have no fingerprint",
+    "--h11-max-header-count": "the head of a request has limits of its own",
+    "--h11-max-incomplete-event-size": "the head of a request has limits of its own",
+    "--language-model-only": "only the language model is ever loaded",
+    "--max-cudagraph-capture-size": "every step is a program that was compiled before the first request",
+    "--max-log-len": "requests are not logged",
+    "--model-impl": "there is one implementation of the model",
+    "--no-async-scheduling": "--pipeline-depth 1 schedules a step after the one before it",
+    "--no-disable-log-stats": "statistics are on /metrics and not logged",
+    "--no-use-tqdm-on-load": "a start prints a line for each of its phases",
+    "--optimization-level": "every step is a program that was compiled before the first request",
+    "-O": "every step is a program that was compiled before the first request",
+    "--performance-mode": "the shapes of steps follow --max-num-seqs and --max-num-batched-tokens",
+    "--prefix-caching-hash-algo": "prefixes are found by their tokens",
+    "--scheduling-policy": "requests go by their priority, and those of one priority in the order of arrival",
+    "--show-hidden-metrics-for-version": "metrics have their old names next to the new ones",
+    "--structured-outputs-config": "grammars are compiled by llguidance",
+    "--use-tqdm-on-load": "a start prints a line for each of its phases",
+    "--uvicorn-log-level": "--log-level is for all of the server",
 }
 REFUSED = {
     "--trust-remote-code": "no code of a checkpoint is ever run: only Llama 3's architecture is known",
     "--pipeline-parallel-size": "a model is shared by heads only: --tensor-parallel-size",
+    "-pp": "a model is shared by heads only: --tensor-parallel-size",
     "--enable-lora": "LoRA is not supported yet",
     "--lora-modules": "LoRA is not supported yet",
     "--cpu-offload-gb": "weights are on the chips only: --tensor-parallel-size, --quantization",
@@ -49,6 +79,36 @@ REFUSED = {
     "--revision": "only the newest revision is downloaded; --model takes a folder with another one",
     "--rope-scaling": "the checkpoint's config is served as it is",
     "--tool-parser-plugin": "no code of a plug-in is ever run: --tool-call-parser",
+    "--allowed-headers": "all headers are allowed",
+    "--allowed-methods": "all methods are allowed",
+    "--chat-template-content-format": "templates get the content of a message as one text",
+    "--code-revision": "no code of a checkpoint is ever run",
+    "--data-parallel-backend": "the engines of a host are processes of this server",
+    "--default-chat-template-kwargs": "requests have their own: the field `chat_template_kwargs`",
+    "--disable-fastapi-docs": "/docs and /openapi.json show the types of requests only, and are always there",
+    "--download-dir": "HF_HOME says where downloads are kept",
+    "--enable-dbo": "the model has no experts",
+    "--enable-eplb": "the model has no experts",
+    "--headless": "several hosts are served with --coordinator, --num-hosts and --host-id",
+    "--hf-config-path": "the checkpoint's config is served as it is",
+    "--hf-token": "everybody on the machine could read it: HF_TOKEN holds it",
+    "--kv-cache-memory-bytes": "--memory-utilization says how much memory the pages get",
+    "--kv-events-config": "events of the prefix cache are not supported yet",
+    "--log-config-file": "the log goes to stderr: --log-level",
+    "--logits-processors": "no code of a plug-in is ever run",
+    "--master-addr": "several hosts are served with --coordinator, --num-hosts and --host-id",
+    "--max-logprobs": f"a token has at most {MAX_LOGPROBS}; --max-request-logprobs is for all of a request",
+    "--max-long-partial-prefills": "long prompts have --max-num-partial-prefills and --long-prefill-token-threshold",
+    "--middleware": "no code of a plug-in is ever run",
+    "--mm-processor-kwargs": "input other than text is not supported yet",
+    "--nnodes": "several hosts are served with --coordinator, --num-hosts and --host-id",
+    "--node-rank": "several hosts are served with --coordinator, --num-hosts and --host-id",
+    "--response-role": "answers are the assistant's",
+    "--rope-theta": "the checkpoint's config is served as it is",
+    "--skip-tokenizer-init": "texts need a tokenizer: --tokenizer",
+    "--stream-interval": "every step's tokens are sent at once",
+    "--tokenizer-mode": "the tokenizer is read from tokenizer.json, tokenizer.model or a GGUF file",
+    "--tokenizer-revision": "only the newest revision is downloaded; --tokenizer takes a folder with another one",
 }
 # values, and whether they mean --enable-embeddings; text is generated with all of them
 EMBEDDING_FLAGS = {
@@ -59,9 +119,33 @@ EMBEDDING_FLAGS = {
 WITH_VALUE = frozenset(
     "--compilation-config --cpu-offload-gb --distributed-executor-backend --guided-decoding-backend "
     "--hf-overrides --kv-transfer-config --limit-mm-per-prompt --lora-modules --max-seq-len-to-capture "
-    "--pipeline-parallel-size --reasoning-parser --revision --rope-scaling --swap-space --tool-parser-plugin".split()
+    "--pipeline-parallel-size --reasoning-parser --revision --rope-scaling --swap-space --tool-parser-plugin "
+    "--allowed-headers --allowed-methods --chat-template-content-format --code-revision --data-parallel-backend "
+    "--default-chat-template-kwargs --download-dir --fingerprint-mode --h11-max-header-count "
+    "--h11-max-incomplete-event-size --hf-config-path --hf-token --kv-cache-memory-bytes --kv-events-config "
+    "--log-config-file --logits-processors --master-addr --max-cudagraph-capture-size --max-log-len --max-logprobs "
+    "--max-long-partial-prefills --middleware --mm-processor-kwargs --model-impl --nnodes --node-rank -O "
+    "--optimization-level -pp --performance-mode --prefix-caching-hash-algo --response-role --rope-theta "
+    "--scheduling-policy --show-hidden-metrics-for-version --stream-interval --structured-outputs-config "
+    "--tokenizer-mode --tokenizer-revision --uvicorn-log-level".split()
 )
-HARMLESS = {"--pipeline-parallel-size": "1", "--cpu-offload-gb": "0"}
+# values of refused flags with which they change nothing
+HARMLESS = {
+    "--allowed-headers": ("*", '["*"]'),
+    "--allowed-methods": ("*", '["*"]'),
+    "--chat-template-content-format": ("auto", "string"),
+    "--cpu-offload-gb": ("0",),
+    "--data-parallel-backend": ("mp",),
+    "--default-chat-template-kwargs": ("{}",),
+    "--max-logprobs": (str(MAX_LOGPROBS),),
+    "--nnodes": ("1",),
+    "--node-rank": ("0",),
+    "--pipeline-parallel-size": ("1",),
+    "-pp": ("1",),
+    "--response-role": ("assistant",),
+    "--stream-interval": ("1",),
+    "--tokenizer-mode": ("auto", "hf", "slow"),
+}
 
 
 class _Warn(argparse.Action):
@@ -71,7 +155,7 @@ class _Warn(argparse.Action):
 
 class _Refuse(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None):
-        if flag in HARMLESS and values == HARMLESS[flag]:
+        if values in HARMLESS.get(flag, ()):
             return
         parser.error(f"{flag}: {REFUSED[flag]}")
 

@@ -177,9 +177,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--load-format", default="auto", choices=LOAD_FORMATS, help="dummy: random weights")
     model.add_argument("--dtype", default="auto", choices=DTYPES, help="auto: the checkpoint's; float32 on a CPU")
-    model.add_argument(
-        "--quantization", choices=QUANTIZATIONS, help="8 or 4 bits a weight, made at load (default: as stored)"
-    )
+    model.add_argument("--quantization", "-q", choices=QUANTIZATIONS, help="8 or 4 bits a weight (default: as stored)")
     model.add_argument(
         "--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES,
         help="fp8, int8: twice the tokens (auto: as computed)",

@@ -16,6 +16,7 @@ def add_tls_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--ssl-ca-certs", type=local_path, metavar="FILE", help="authorities of clients' certificates")
     reqs_help = "of clients: 0 not asked for, 1 checked, 2 required"
     group.add_argument("--ssl-cert-reqs", type=int, default=0, choices=(0, 1, 2), metavar="N", help=reqs_help)
+    group.add_argument("--ssl-ciphers", metavar="NAMES", help="of TLS 1.2, in OpenSSL's notation")
     group.add_argument("--enable-ssl-refresh", action="store_true", help="load these files again when they change")
 
 
@@ -28,9 +29,18 @@ def tls_files(args: argparse.Namespace) -> TlsFiles | None:
             keyfile_password=args.ssl_keyfile_password,
             ca_certs=args.ssl_ca_certs,
             cert_reqs=args.ssl_cert_reqs,
+            ciphers=args.ssl_ciphers,
             refresh=args.enable_ssl_refresh,
         )
-    for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs", "ssl_cert_reqs", "enable_ssl_refresh"):
+    others = (
+        "ssl_keyfile",
+        "ssl_keyfile_password",
+        "ssl_ca_certs",
+        "ssl_cert_reqs",
+        "ssl_ciphers",
+        "enable_ssl_refresh",
+    )
+    for name in others:
         if getattr(args, name):
             raise ValueError(f"--{name.replace('_', '-')} has no effect without --ssl-certfile")
     return None

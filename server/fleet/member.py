@@ -35,7 +35,7 @@ from server.http.signals import Ending, first_of
 from server.http.tls.refresh import TlsContexts
 from server.logs import FORMAT_OF_SEVERAL
 from server.serving import EXIT_OK, load_state, serve
-from server.settings import Settings
+from server.settings import Settings, TlsFiles
 
 logger = logging.getLogger("pallas_serve")
 
@@ -79,7 +79,7 @@ class _Member:
         given = self._membership
         settings = given.settings
         raise_limit()
-        tls = None if settings.tls is None else TlsContexts(settings.tls)
+        tls = None if settings.tls is None else await self._contexts(settings.tls)
         tracer = make_tracer(settings)
         engines = [self._engine(number) for number in range(len(given.engines))]
         client = engines[0] if len(engines) == 1 else self._group(engines)
@@ -109,6 +109,11 @@ class _Member:
             await client.stop()
             if tracer is not None:
                 tracer.close()
+
+    async def _contexts(self, files: TlsFiles) -> TlsContexts:
+        """Raises ValueError for files that cannot be used. While other processes serve, this one waits for such that
+        can."""
+        return await TlsContexts.when_usable(files) if self._membership.replaces else TlsContexts(files)
 
     async def _engine_is_ready(self, client: DoorClient | EngineGroup[DoorClient]) -> bool:
         """Waits until it is, and returns False if this process is to end before."""

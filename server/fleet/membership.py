@@ -19,6 +19,7 @@ class Membership:
     listener: socket.socket
     number: int  # its row of the board
     door: int  # no other process has had this number
+    replaces: bool  # whether it takes the place of a process that has ended
     engines: Sequence[str]  # the addresses at which they take commands
     folder: Path  # of the private sockets
     board: Board

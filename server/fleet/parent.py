@@ -169,18 +169,19 @@ class _Members:
     async def start(self) -> None:
         """Starts all, and waits until they are ready."""
         for number in range(self._settings.api_server_count):
-            self._start(number)
+            self._start(number, replaces=False)
         while not all(member.has_started for member in self._living.values()):
             self._changed.clear()
             await self._changed.wait()
 
-    def _start(self, number: int) -> None:
+    def _start(self, number: int, *, replaces: bool) -> None:
         door, self._next_door = self._next_door, self._next_door + 1
         membership = Membership(
             settings=self._settings,
             listener=self._listener,
             number=number,
             door=door,
+            replaces=replaces,
             engines=[engine.doors for engine in self.engines if engine.doors is not None],
             folder=self.folder,
             board=self._board,
@@ -213,7 +214,7 @@ class _Members:
         what = f"HTTP process {ended.number} has ended (exit code {ended.process.exitcode})"
         if ended.has_started:
             logger.error("%s: its requests are aborted, and it is started again", what)
-            self._start(ended.number)
+            self._start(ended.number, replaces=True)
         else:
             self._fail(ApiServerFailedError(f"{what} before it was ready"))
 

@@ -12,7 +12,7 @@ import pytest
 from batcher.long_prompts import ANY_LENGTH, LongPrompts
 from model.loading.source import resolve
 from scripts import launch
-from scripts.wiring.compatibility import REFUSED, WITH_VALUE, WITHOUT_EFFECT, log_warnings
+from scripts.wiring.compatibility import HARMLESS, REFUSED, WITH_VALUE, WITHOUT_EFFECT, log_warnings
 from scripts.wiring.limits import long_prompts
 from scripts.wiring.settings import EngineSettings, add_engine_flags
 from scripts.wiring.tls import tls_files
@@ -147,6 +147,16 @@ def test_the_curl_line_is_a_request(model_folder, tmp_path):
     assert json.loads(words[-1])["messages"][0]["role"] == "user"
 
 
+@pytest.mark.parametrize(
+    ("flags", "address"), [((), "http://localhost"), (("--ssl-certfile", "c"), "https://localhost")]
+)
+def test_the_curl_line_of_a_unix_socket_has_its_scheme(model_folder, flags, address):
+    args = parse("--uds", "/run/a b", *flags, "--model", str(model_folder))
+    settings = launch.server_settings(args, resolve(args.model), model_folder)
+    words = shlex.split(launch.curl_line("unix:/run/a b", settings))
+    assert words[:4] == ["curl", "--unix-socket", "/run/a b", f"{address}/v1/chat/completions"]
+
+
 def test_keys_come_from_flags_a_file_and_the_environment(monkeypatch, tmp_path):
     file = tmp_path / "keys"
     file.write_text("# whose they are\nsk-2\n\n  sk-3  \n")
@@ -169,8 +179,9 @@ def test_connection_flags_are_settings(model_folder):
 
 def test_flags_of_tls_are_vllms():
     files = ["--ssl-certfile", "/c", "--ssl-keyfile", "/k", "--ssl-ca-certs", "/a", "--ssl-cert-reqs", "2"]
-    assert tls_files(parse(*files, "--enable-ssl-refresh")) == TlsFiles(
-        certfile=Path("/c"), keyfile=Path("/k"), ca_certs=Path("/a"), cert_reqs=2, refresh=True
+    ciphers = ("--ssl-ciphers", "ECDHE+AESGCM")
+    assert tls_files(parse(*files, *ciphers, "--enable-ssl-refresh")) == TlsFiles(
+        certfile=Path("/c"), keyfile=Path("/k"), ca_certs=Path("/a"), cert_reqs=2, ciphers=ciphers[1], refresh=True
     )
     assert tls_files(parse()) is None
     with pytest.raises(ValueError, match="--enable-ssl-refresh has no effect without --ssl-certfile"):
@@ -234,12 +245,15 @@ def test_every_flag_without_a_meaning_is_taken_with_a_warning(flag):
 
 
 def test_values_that_change_nothing_are_taken():
-    assert launch.parse(["--pipeline-parallel-size", "1", "--cpu-offload-gb", "0"]).compatibility_warnings == []
+    flags = [word for flag, values in HARMLESS.items() for value in values for word in (flag, value)]
+    assert launch.parse(flags).compatibility_warnings == []
+    assert HARMLESS.keys() <= REFUSED.keys()
+    assert REFUSED.keys() | WITHOUT_EFFECT.keys() >= WITH_VALUE
 
 
 def test_short_names_of_vllm():
-    args = parse("-tp", "2", "-dp", "3")
-    assert (args.tensor_parallel_size, args.data_parallel_size) == (2, 3)
+    args = parse("-tp", "2", "-dp", "3", "-q", "int8", "-O3")
+    assert (args.tensor_parallel_size, args.data_parallel_size, args.quantization) == (2, 3, "int8")
 
 
 @pytest.mark.parametrize("flag", REFUSED)

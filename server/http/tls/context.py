@@ -20,6 +20,8 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
     if files.ca_certs is not None:
         _check_certificates("--ssl-ca-certs", files.ca_certs)
         context.load_verify_locations(files.ca_certs)
+    if files.ciphers is not None:
+        _choose_ciphers(context, files.ciphers)
     context.verify_mode = VERIFY_MODES[files.cert_reqs]
     return context
 
@@ -31,6 +33,14 @@ def _check_certificates(flag: str, path: Path) -> None:
         raise ValueError(f"{flag} {path}: there is no certificate in PEM form in it") from error
     except OSError as error:
         raise ValueError(f"{flag} {path}: {error.strerror}") from error
+
+
+def _choose_ciphers(context: ssl.SSLContext, ciphers: str) -> None:
+    """Those of TLS 1.3 stay as they are."""
+    try:
+        context.set_ciphers(ciphers)
+    except ssl.SSLError as error:
+        raise ValueError(f"--ssl-ciphers {ciphers!r}: OpenSSL knows no cipher of this name") from error
 
 
 def _load_key(context: ssl.SSLContext, files: TlsFiles) -> None:

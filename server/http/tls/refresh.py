@@ -7,6 +7,7 @@ import contextlib
 import logging
 import ssl
 from collections.abc import AsyncIterator
+from typing import Self
 
 from server.http.tls.context import server_context
 from server.settings import TlsFiles
@@ -26,6 +27,19 @@ class TlsContexts:
         self._files = files
         self._stamps = _stamps(files)
         self.current: ssl.SSLContext = server_context(files)
+
+    @classmethod
+    async def when_usable(cls, files: TlsFiles) -> Self:
+        """Waits until the files can be used: they may be in the middle of a change."""
+        said = ""
+        while True:
+            try:
+                return await asyncio.to_thread(cls, files)
+            except (ValueError, OSError) as error:
+                if str(error) != said:
+                    said = str(error)
+                    logger.warning("this process waits for TLS files that can be used: %s", said)
+            await asyncio.sleep(CHECK_S)
 
     @contextlib.asynccontextmanager
     async def refreshed(self) -> AsyncIterator[None]:

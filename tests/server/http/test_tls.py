@@ -9,17 +9,16 @@ import signal
 import socket
 import ssl
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import openai
 import pytest
-import trustme
 
 from server.http.tls.context import server_context
 from server.http.tls.refresh import TlsContexts
 from server.settings import TlsFiles
 from tests.server.http.test_connection_limits import LONG_TIMES, connect_all, is_closed
+from tests.server.support.authority import Authority
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.raw_http import TIMEOUT_S, Answer, answers, connect, only_answer, post, read_all
 from tests.server.support.requests import BULKY, CHAT, HELLO, LONG, SLOW, wait_until
@@ -28,32 +27,6 @@ from tests.server.support.running import ECHO, RunningServer, running_server
 VERSION = b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n"
 CLIENT_HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"  # and 501 bytes that do not come
 PASSWORD = "open sesame"
-
-
-class Authority:
-    """A certificate authority, and files that it has made."""
-
-    def __init__(self, folder: Path) -> None:
-        self._ca = trustme.CA()
-        self._folder = folder
-        folder.mkdir()
-        self.file = folder / "ca.pem"
-        self._ca.cert_pem.write_to_path(self.file)
-
-    def files(self, name: str, **options: object) -> TlsFiles:
-        """A certificate for 127.0.0.1 and its key."""
-        certificate = self._ca.issue_cert("127.0.0.1", common_name=name)
-        certfile, keyfile = self._folder / f"{name}.pem", self._folder / f"{name}-key.pem"
-        certfile.write_bytes(b"".join(blob.bytes() for blob in certificate.cert_chain_pems))
-        certificate.private_key_pem.write_to_path(keyfile)
-        return TlsFiles(certfile=certfile, keyfile=keyfile, **options)
-
-    def context(self, own: TlsFiles | None = None) -> ssl.SSLContext:
-        """A client's context: it trusts this authority, and shows its `own` certificate."""
-        context = ssl.create_default_context(cafile=self.file)
-        if own is not None:
-            context.load_cert_chain(own.certfile, own.keyfile)
-        return context
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +99,18 @@ def test_a_connection_serves_many_requests_and_ends_with_a_mark(secure, authorit
         connection.sendall(VERSION.replace(b"Host", b"Connection: close\r\nHost"))
         answer = answer_to_the_mark(connection)
     assert (answer.status, answer.headers["connection"]) == (200, "close")
+
+
+def test_the_ciphers_of_tls_1_2_can_be_chosen(tmp_path, authority):
+    only = "ECDHE-RSA-AES256-GCM-SHA384:ECDHE-ECDSA-AES256-GCM-SHA384"
+    context, other = authority.context(), authority.context()
+    context.maximum_version = other.maximum_version = ssl.TLSVersion.TLSv1_2
+    other.set_ciphers("ECDHE+CHACHA20")
+    with running_server(tmp_path, ECHO, EchoConfig(), tls=authority.files("picky", ciphers=only)) as server:
+        with shake_hands(server, context) as connection:
+            assert connection.cipher()[0] in only.split(":")
+        with pytest.raises(ssl.SSLError):
+            shake_hands(server, other)
 
 
 def test_large_bodies_and_large_answers(secure, authority):
@@ -324,6 +309,7 @@ def test_files_that_cannot_be_used_are_named_with_their_flag(tmp_path, authority
             "--ssl-keyfile-password does not open",
         ),
         ({"certfile": good.certfile, "keyfile": good.keyfile, "ca_certs": garbage}, "--ssl-ca-certs .*garbage"),
+        ({"certfile": good.certfile, "keyfile": good.keyfile, "ciphers": "ROT13"}, "--ssl-ciphers 'ROT13'"),
     ):
         with pytest.raises(ValueError, match=words):
             server_context(TlsFiles(**options))
