@@ -1,0 +1,105 @@
+"""Checkpoints of kernels that public libraries have packed, against the weights that those libraries read from them."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from model.config import LlamaConfig, projections
+from model.loading.stored_weights import find_weights
+from model.loading.weights import load_hf
+from model.quantization.eight_bit import dequantize, quantize
+from model.quantization.forms import FourBit
+from model.quantization.four_bit import dequantize_groups
+from tests.model import checkpoints
+from tests.model.goldens import make as make_goldens
+from tests.model.loading.test_weights import flat
+
+PACKED = ("ct int4", "ct int4 zeros", "ct int4 actorder", "ct int4 rows", "ct int8 packed", "awq", "gptq int4",
+          "gptq int8", "gptq zeros", "gptq_v2 zeros")  # fmt: skip
+KEPT = ("ct int4", "ct int4 zeros", "ct int4 rows", "awq", "gptq int4", "gptq zeros", "gptq_v2 zeros")
+IN_BYTES = ("ct int8", "ct fp8", "ct fp8 tensor", "ct fp8 blocks")
+WIDTH = 32  # of every projection's inputs and outputs
+
+
+@cache
+def goldens() -> dict[str, np.ndarray]:
+    with np.load(make_goldens.FOLDER / "packed.npz") as file:
+        return dict(file)
+
+
+def test_all_goldens_are_read():
+    assert {key.split("/")[0] for key in goldens()} == {*PACKED, *IN_BYTES}
+
+
+def write(folder, name):
+    """A checkpoint of one layer with the golden kernel as each of its projections."""
+    sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_attention_heads": 2, "num_key_value_heads": 2}
+    checkpoints.write(folder, "gqa2")
+    raw = json.loads((folder / "config.json").read_text()) | sizes | {"head_dim": WIDTH // 2, "num_hidden_layers": 1}
+    raw["quantization_config"] = json.loads(str(goldens()[f"{name}/config"]))
+    (folder / "config.json").write_text(json.dumps(raw))
+    rng = np.random.default_rng(0)
+    given = {key: value for key, value in goldens().items() if key.startswith(f"{name}/")}
+    of_kernel = {key.split("/")[1]: value for key, value in given.items()}
+    weights = of_kernel.pop("weights")
+    of_kernel.pop("config")
+    if "fp8" in name:
+        of_kernel["weight"] = of_kernel["weight"].view(ml_dtypes.float8_e4m3fn)
+    vocab = raw["vocab_size"]
+    tensors = {key: rng.standard_normal((vocab, WIDTH)).astype(np.float32) for key in EMBEDDINGS}
+    tensors |= {key: np.ones(WIDTH, np.float32) for key in NORMS}
+    for module in projections(1):
+        tensors |= {f"{module}.{key}": np.ascontiguousarray(value) for key, value in of_kernel.items()}
+    checkpoints.write_tensors(folder, tensors)
+    return weights
+
+
+EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
+NORMS = ("model.norm.weight", "model.layers.0.input_layernorm.weight", "model.layers.0.post_attention_layernorm.weight")
+NUM_FUSED = {"attention.qkv": 3, "attention.out": 1, "mlp.gate_up": 2, "mlp.down": 1}
+
+
+def load(folder, form):
+    return flat(load_hf(folder, LlamaConfig.from_file(folder), dtype=jnp.float32, quantization=form))
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_kernels_are_the_weights_of_the_library(tmp_path, name):
+    weights = write(tmp_path, name)
+    found = load(tmp_path, None)
+    for module, copies in NUM_FUSED.items():
+        np.testing.assert_array_equal(found[f"layers.0.{module}.kernel"], np.tile(weights, (copies, 1)))
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_4_bits_are_kept(tmp_path, name):
+    """Scales are float32 in these files, and are rounded to bfloat16."""
+    weights = write(tmp_path, name)
+    form = find_weights(tmp_path, LlamaConfig.from_file(tmp_path)).four_bit
+    assert isinstance(form, FourBit)
+    found = load(tmp_path, form)
+    parts = [found.get(f"layers.0.mlp.down.{part}") for part in ("kernel", "scale", "zero")]
+    assert parts[0].dtype == jnp.int4
+    np.testing.assert_allclose(dequantize_groups(*parts), weights, rtol=2.0**-8)
+
+
+@pytest.mark.parametrize("name", IN_BYTES)
+def test_kernels_in_bytes_are_the_weights_of_the_library(tmp_path, name):
+    """With scales of blocks they are rounded once more, with one scale per row."""
+    weights = write(tmp_path, name)
+    form = find_weights(tmp_path, LlamaConfig.from_file(tmp_path)).quantization
+    found = load(tmp_path, form)
+    kernel, scale = found["layers.0.mlp.down.kernel"], found["layers.0.mlp.down.scale"]
+    assert kernel.dtype == form.dtype
+    if name == "ct fp8 blocks":
+        wanted = jax.jit(quantize, static_argnums=1)(weights, form)
+        np.testing.assert_array_equal(dequantize(kernel, scale), dequantize(*wanted))
+    else:
+        np.testing.assert_array_equal(dequantize(kernel, scale), weights)
