@@ -43,7 +43,7 @@ def bench(forms: list[str], *, kv: bool) -> None:
     encoder = SampleEncoder(Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json")), prompt_weight=0.0)
     exact = load_hf(DEMO_FOLDER, config, dtype="float32")
     suites = evaluate.suites()
-    scores = f"{'KL, nats a token':>18}{'same top token':>16}{'sums':>10}{'comparisons':>13}"
+    scores = f"{'KL, nats a token':>18}{'+-':>11}{'same top token':>16}{'sums':>10}{'comparisons':>13}"
     print(f"{'weights':10}{'inputs':10}{'K/V':10}" + scores)
     weights: list[tuple[WeightForm | None, Rounding | None]] = [(None, None)]
     for named in (form_named(name, config.projection_inputs) for name in forms):
@@ -59,7 +59,8 @@ def bench(forms: list[str], *, kv: bool) -> None:
         ]
         inputs = form if rounding else "float32"
         stored = f"{form or 'float32'!s:10}{inputs:10}{'int8' if is_narrow else 'float32':10}"
-        scores = f"{near.divergence:18.6f}{near.same_top_token:16.4f}{right[0]:>10}{right[1]:>13}"
+        scores = f"{near.divergence:18.6f}{near.divergence_error:11.6f}{near.same_top_token:16.4f}"
+        scores += f"{right[0]:>10}{right[1]:>13}"
         print(stored + scores, flush=True)
 
 

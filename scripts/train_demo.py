@@ -211,7 +211,7 @@ def scores(trainer: Trainer, encoder: SampleEncoder) -> dict[str, float]:
     of a new story's tokens that it predicts as its teacher does."""
     model = trainer.model(export.rounded(trainer.params))
     if trainer.teacher is not None:
-        return {"same_token_in_stories": agreement(trainer.teacher, model, encoder).same_top_token}
+        return {"same_token_in_stories": agreement(trainer.teacher, model, encoder, num_stories=50).same_top_token}
     results = {name: evaluate.exact(model, encoder, cases) for name, cases in evaluate.suites().items()}
     return {name: sum(right) / len(right) for name, right in results.items()}
 
