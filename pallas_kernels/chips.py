@@ -33,7 +33,8 @@ class TpuChip:
     # True if weights in fp8 are widened inside a product at the memory's speed. Other chips convert fp8 slowly and int8
     # quickly: the compilers' accounts are in scripts/benchmarks/results/decisions.md.
     reads_fp8: bool = False
-    # True if products with int4 kernels, whose groups of inputs have scales of their own, are faster than with int8.
+    # True if `tpu.int4_product` takes little longer than its weights are read at 16 rows, and no longer than a product
+    # with int8 at 512, by the compiler's account: scripts/benchmarks/results/2026-11-23-int4.md.
     reads_int4: bool = False
     # "int8" or "fp8" -> the rows of a step from which its products with inputs rounded to that type, and the rounding,
     # take less time than its products with inputs in bfloat16: scripts/benchmarks/results/2026-11-22-rounded-inputs.md.
@@ -51,7 +52,7 @@ TPUS = {
         #       name     GiB bytes/s clock  FLOP/cycle  VMEM     page
         TpuChip("v5e",   16,  819e9, 1.50e9, 131072, 128 * MIB,  64, rounded_rows={"int8": 1}),
         TpuChip("v5p",   95, 2765e9, 1.75e9, 262144,  64 * MIB, 256, rounded_rows={"int8": 1}),
-        TpuChip("v6e",   32, 1638e9, 1.75e9, 524288, 128 * MIB, 128, rounded_rows={"int8": 512}),
+        TpuChip("v6e",   32, 1638e9, 1.75e9, 524288, 128 * MIB, 128, reads_int4=True, rounded_rows={"int8": 512}),
         TpuChip("tpu7x", 96, 3690e9, 2.20e9, 524288,  64 * MIB, 256, reads_fp8=True, rounded_rows={"fp8": 512}),
     )
 }  # fmt: skip

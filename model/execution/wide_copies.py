@@ -62,9 +62,10 @@ def narrow_kernels(model: Llama, platform: str, mesh: Mesh | None) -> dict[Shape
             continue
         shape, name = value.sharding.shard_shape(value.shape), ".".join(map(str, path))
         if value.dtype == jnp.int4 and platform != "cpu":
-            _, groups = values[(*path[:-1], "scale")].shape
-            group = value.shape[1] // groups
-            for cut in (shape, (shape[0], shape[1] // group, group)):
+            scales = values[(*path[:-1], "scale")].shape
+            inputs = next(axis for axis in (0, 1) if scales[axis] != value.shape[axis])  # a TPU's kernel is [in, out]
+            group = value.shape[inputs] // scales[inputs]
+            for cut in (shape, (shape[1 - inputs], shape[inputs] // group, group)):
                 kernels.setdefault(_normal(cut), Narrow(name, 4))
         elif value.dtype != jnp.int4 and math.prod(shape) > min_weights:
             kernels.setdefault(_normal(shape), Narrow(name))

@@ -5,7 +5,7 @@ Within the network, only this file knows how weights are stored, split over chip
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,9 @@ from model.quantization.eight_bit import quantize
 from model.quantization.forms import FourBit, Rounding, WeightForm
 from model.quantization.four_bit import quantize_groups
 from pallas_kernels.cpu import products
+
+if TYPE_CHECKING:
+    from model.network.tpu_groups import TpuGroups
 
 INIT_STDDEV = 0.02
 
@@ -38,6 +41,9 @@ class Linear(nnx.Module):
             or in 4 bits, with scales bf16[out, in / group] and perhaps zeros, which are split as the kernel is.
         rounding: of the inputs of an 8-bit kernel; None: they keep their type.
         for_cpu: uses the forms of `cpu_products` where they are faster, unless the kernel is packed (`packed`).
+
+    Attributes:
+        on_tpu: if it is set (`packed.pack_for_tpu`), a 4-bit kernel and its scales and zeros are stored as [in, ..].
     """
 
     def __init__(
@@ -53,6 +59,7 @@ class Linear(nnx.Module):
     ):
         self.for_cpu = for_cpu
         self.rounding = rounding
+        self.on_tpu: TpuGroups | None = None
         is_static = quantization is not None and rounding is not None and rounding.is_static
         self.input_scale = nnx.Param(jnp.ones((), jnp.float32), axes=()) if is_static else None
         kernel = normal_param(rngs, shape, dtype, axes)
@@ -73,6 +80,8 @@ class Linear(nnx.Module):
             return multiply(inputs, kernel, for_cpu=self.for_cpu, out_dtype=out_dtype)
         if kernel.dtype == jnp.int4:
             zero = None if self.zero is None else self.zero[...]
+            if self.on_tpu is not None:
+                return self.on_tpu.multiply(inputs, kernel, self.scale[...], zero, out_dtype)
             return multiply_groups(inputs, kernel, self.scale[...], zero).astype(out_dtype)
         if kernel.ndim == 3:
             product = products.multiply(inputs, kernel)

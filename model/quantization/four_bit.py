@@ -17,12 +17,13 @@ def quantize_groups(weights: jax.Array, group: int) -> tuple[jax.Array, jax.Arra
     """weights [out, in] of any float type -> kernel int4[out, in], scale bf16[out, in / group]. Each weight is rounded
     to the nearest multiple of its scale.
 
-    The weight of the largest magnitude in a group becomes -8, so a scale may be negative. The other sign has one step
-    less, and its weights beyond that are clipped to 7. A group with a non-finite weight gets a non-finite scale.
+    The weight of the largest magnitude in a group becomes -8 (of two, the positive one), so a scale may be negative.
+    The other sign has one step less, and its weights beyond that are clipped to 7. A group with a non-finite weight
+    gets a non-finite scale.
     """
     grouped = weights.astype(jnp.float32).reshape(weights.shape[0], -1, group)
-    place = jnp.argmax(jnp.abs(grouped), axis=2, keepdims=True)
-    scale = (jnp.take_along_axis(grouped, place, axis=2) * (1 / LEAST)).astype(jnp.bfloat16)
+    high, low = (extreme(grouped, axis=2, keepdims=True) for extreme in (jnp.max, jnp.min))
+    scale = (jnp.where(high >= -low, high, low) * (1 / LEAST)).astype(jnp.bfloat16)
     divisor = jnp.where(scale == 0, 1.0, scale.astype(jnp.float32))  # a group of zeros
     steps = jnp.clip(jnp.round(grouped / divisor), LEAST, -LEAST - 1)
     return steps.astype(jnp.int4).reshape(weights.shape), scale[:, :, 0]

@@ -48,6 +48,7 @@ class ModelOnChips:
         from model.network.sharding import abstract_model, make_mesh
 
         self.num_chips = num_chips
+        self._platform = platform
         self.draft = draft
         self.mesh = make_mesh(num_chips) if num_chips > 1 else None
         # The CPU forms split a kernel's rows in another way than a mesh does.
@@ -72,11 +73,13 @@ class ModelOnChips:
         return self._attention(make, backend, config, None)
 
     def pack_for(self, backend: Backend, model: Llama | EagleHead) -> None:
-        """Packs the model's weights in place if the backend's C code multiplies them."""
-        from model.network.packed import pack
+        """Packs the model's weights in place, if the backend's C code or a TPU's own product multiplies them."""
+        from model.network.packed import pack, pack_for_tpu
 
         if self.form["for_cpu"] and backend == "cpu":
             pack(model)
+        elif self._platform == "tpu":
+            pack_for_tpu(model, self.mesh)
 
     def check_fits(self, make: MakeAttention, candidates: Sequence[Backend]) -> None:
         """Raises ValueError if a chip of this process has too little memory. The backend is the first of the candidates

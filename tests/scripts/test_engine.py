@@ -144,6 +144,7 @@ def test_four_bits_are_kept_or_made_where_the_chip_reads_them():
         choose("int8", True, **converted)
     assert choose_rounding(zeros, None, reads_fp8=True, rounded_rows={"int8": 1}) == (None, None)
     assert all(chip.reads_int4 for chip in GPUS.values())
+    assert [chip.name for chip in TPUS.values() if chip.reads_int4] == ["v6e"]
 
 
 def test_inputs_are_rounded_as_the_checkpoint_says_or_where_the_chip_gains():

@@ -31,6 +31,7 @@ from model.compiling.traced_programs import Program
 from model.execution.step import DeviceState, make_step
 from model.execution.wide_copies import find, narrow_kernels
 from model.network.llama import Llama
+from model.network.packed import pack_for_tpu
 from model.network.sharding import TENSOR_AXIS, abstract_model, make_mesh, sharding_of
 from model.presets import preset
 from model.quantization.forms import Rounding, form_named
@@ -66,7 +67,9 @@ def main() -> None:
     if args.rounded_rows is not None:
         rounding = Rounding(min_rows=args.rounded_rows, with_head=args.rounded_head)
     form = form_named(args.quantization, config.projection_inputs) if args.quantization else None
-    model = abstract_model(config, dtype=jnp.bfloat16, mesh=mesh, quantization=form, rounding=rounding)
+    model = pack_for_tpu(
+        abstract_model(config, dtype=jnp.bfloat16, mesh=mesh, quantization=form, rounding=rounding), mesh
+    )
     spec = AttentionSpec(
         num_query_heads=model.config.num_heads,
         num_kv_heads=model.config.num_kv_heads,

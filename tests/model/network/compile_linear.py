@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from model.compiling.compiler_options import compiler_options
 from model.network.linear import Linear
+from model.network.packed import pack_for_tpu
 from model.quantization.forms import EightBit, FourBit, Rounding, WeightForm
 from pallas_kernels.chips import GPUS, GpuChip, TpuChip
 from scripts.benchmarks.accounts.targets import gpu_target, tpu_target
@@ -44,6 +45,8 @@ def main(name: str) -> None:
     for form, rounding in forms(target.chip):
         make = partial(Linear, SHAPE, ("mlp", "embed"), dtype=jnp.bfloat16, quantization=form, rounding=rounding)
         like = nnx.eval_shape(lambda make=make: make(rngs=nnx.Rngs(0)))
+        if not is_gpu:
+            pack_for_tpu(like, mesh)
         structure, state = nnx.split(like)
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), state)
         for rows in ROWS:

@@ -10,18 +10,19 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from model.execution.wide_copies import narrow_kernels
 from model.loading.weights import random_weights
-from model.network.packed import pack
-from model.network.sharding import abstract_model
-from model.quantization.forms import EightBit
+from model.network.packed import pack, pack_for_tpu
+from model.network.sharding import abstract_model, make_mesh
+from model.quantization.forms import EightBit, FourBit
 from pallas_kernels.cpu import library
 from tests.c_compiler import compiler
 from tests.model.dense_attention import dense_logits
 from tests.model.driver import TINY
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _native(tmp_path_factory):
+@pytest.fixture(scope="module")
+def native(tmp_path_factory):
     compiler()
     library.load(tmp_path_factory.mktemp("native"))
 
@@ -41,7 +42,7 @@ def logits(model) -> np.ndarray:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("quantization", [None, EightBit.INT8])
-def test_packed_weights_give_the_same_logits(tied, quantization):
+def test_packed_weights_give_the_same_logits(native, tied, quantization):
     config = replace(TINY, hidden_size=64, intermediate_size=96, vocab_size=320, tie_word_embeddings=tied)
     options = {"dtype": jnp.float32, "quantization": quantization, "for_cpu": True}
     expected = logits(random_weights(config, **options))
@@ -53,10 +54,47 @@ def test_packed_weights_give_the_same_logits(tied, quantization):
     np.testing.assert_allclose(logits(packed), expected, atol=1e-5 * np.abs(expected).max())
 
 
-def test_what_has_no_packed_form_stays():
+def test_what_has_no_packed_form_stays(native):
     """Kernels in bfloat16, and those whose outputs are not whole panels."""
     config = replace(TINY, hidden_size=64, intermediate_size=96, vocab_size=100)
     assert {value.ndim for value in flat(pack(random_weights(config, dtype=jnp.bfloat16))).values()} <= {1, 2}
     whole = flat(pack(random_weights(config, dtype=jnp.float32)))
     assert whole["head.kernel"].ndim == 2
     assert whole["layers.0.mlp.down.kernel"].ndim == 3
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_a_tpus_form_of_4_bits_gives_the_same_logits(has_zeros, num_shards):
+    """Outputs are split over the chips in one half of a layer's products, inputs in the other."""
+    config = replace(TINY, hidden_size=64, intermediate_size=128, vocab_size=320)
+    mesh = make_mesh(2) if num_shards > 1 else None
+    options = {"dtype": jnp.float32, "quantization": FourBit(group=32), "mesh": mesh}
+    model = random_weights(config, **options)
+    if has_zeros:
+        add_zeros(model)
+    expected = logits(model)
+    packed = pack_for_tpu(model, mesh, interpret=True)
+    kernel, scale = packed.layers[0].mlp.down.kernel, packed.layers[0].mlp.down.scale
+    assert (kernel.shape, kernel.dtype, scale.shape) == ((128, 64), jnp.int4, (4, 64))
+    assert packed.head.on_tpu is None
+    np.testing.assert_allclose(logits(packed), expected, atol=1e-5 * np.abs(expected).max())
+    if not has_zeros:
+        planned = pack_for_tpu(abstract_model(config, **options), mesh, interpret=True)
+        assert shapes(planned) == shapes(packed)
+        plans, values = (jax.tree.leaves(nnx.state(model)) for model in (planned, packed))
+        assert all(like.sharding.is_equivalent_to(x.sharding, x.ndim) for like, x in zip(plans, values, strict=True))
+        assert repr(nnx.split(planned)[0]) == repr(nnx.split(packed)[0])
+    of_chip = (4 // num_shards, 32, 64)  # of `down`, with its groups apart
+    assert tuple(sorted(of_chip)) in narrow_kernels(packed, "tpu", mesh)
+    assert pack_for_tpu(packed, mesh) is packed and packed.layers[0].mlp.down.on_tpu.interpret
+
+
+def add_zeros(model) -> None:
+    """To kernels that have none."""
+    rng = np.random.default_rng(0)
+    for layer in model.layers:
+        for linear in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down):
+            scale = linear.scale.get_value()
+            zero = jax.device_put(jnp.asarray(rng.uniform(-4, 4, scale.shape), jnp.bfloat16), scale.sharding)
+            linear.zero = nnx.data(nnx.Param(zero, axes=linear.scale.get_metadata("axes")))

@@ -16,6 +16,7 @@ from tests.pallas_kernels.tpu.compile_for import shapes
 
 TARGETS = ("v5e:1x1", "v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1")
 KERNELS, STEPS = "tests.pallas_kernels.tpu.compile_for", "scripts.benchmarks.accounts.compile_tpu_step"
+PRODUCTS = "scripts.benchmarks.accounts.compile_tpu_product"
 MODELS = [("v6e:1x1", "llama-3.1-8b"), ("v6e:2x4", "llama-3.1-8b"), ("v6e:2x4", "llama-3.1-70b")]
 MOST_GLUE_CYCLES = (8_000, 60_000)  # of a layer, by XLA's estimate: in a decode step of 64 rows, in 2,048 tokens
 # So that several may run on one machine, and none asks for a metadata server or a chip.
@@ -58,6 +59,35 @@ def test_kernels_fit_and_update_pages_in_place(target: str, tmp_path: Path) -> N
             # Room for what XLA itself keeps in VMEM, and registers that spill stay few.
             assert kernel["used"] <= kernel["capacity"] * 3 // 4, result
             assert kernel["spilled"] <= 1 << 20, result
+
+
+def test_products_with_4_bit_weights_take_as_long_as_their_weights_are_read(tmp_path: Path) -> None:
+    """On a v6e up to 64 rows, and little longer than the matrix units with 512: why it reads int4 in `chips`."""
+    flags = dump_flags(str(tmp_path))
+    results = compile_in_a_process_of_its_own(PRODUCTS, "v6e:1x1", str(tmp_path), flags=flags)
+    assert len(results) == 13
+    for result in results:
+        assert result["temp_bytes"] == 0, result
+        assert result["vmem_used"] <= result["vmem_capacity"] // 2, result
+        if result["rows"] <= 64 and result["group"] == 128:
+            assert result["bundles"] <= 1.15 * result["memory_cycles"], result
+        if result["rows"] <= 64:
+            assert result["bundles"] <= 0.8 * result["int8_memory_cycles"], result
+        if result["rows"] == 512:
+            assert result["bundles"] <= 1.12 * result["matrix_cycles"], result
+
+
+def test_whole_steps_in_4_bits_write_no_wide_weight() -> None:
+    """On one chip and over eight, whose products are split by outputs and by inputs."""
+    for target in ("v6e:1x1", "v6e:2x4"):
+        flags = ("--target", target, "--layers", "2", "--tokens", "64", "--tokens", "512")
+        wide = compile_in_a_process_of_its_own(STEPS, *flags, "--quantization", "int8")
+        narrow = compile_in_a_process_of_its_own(STEPS, *flags, "--quantization", "int4")
+        for exact, result in zip(wide, narrow, strict=True):
+            assert result["wide_copies"] == {}, result
+            assert result["temp_bytes"] <= exact["temp_bytes"] + (8 << 20), (exact, result)
+            assert result["weights_read"] < exact["weights_read"]
+            assert result["argument_bytes"] < exact["argument_bytes"]
 
 
 @pytest.mark.parametrize(("target", "preset"), MODELS)
