@@ -95,9 +95,11 @@ class Mlp(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         tokens = x.shape[0]
         groups = self.gate_up(x).reshape(tokens, self.num_shards, -1)
+        if self.gate_up.for_cpu:  # in bfloat16 a CPU rounds after every operation, which takes most of its time
+            groups = groups.astype(jnp.float32)
         gate, up = jnp.split(groups, 2, axis=-1)
         gated = (jax.nn.silu(gate) * up).reshape(tokens, -1)
-        return self.down(gated)
+        return self.down(gated.astype(x.dtype))
 
 
 class DecoderLayer(nnx.Module):

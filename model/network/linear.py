@@ -100,7 +100,7 @@ def multiply(inputs: jax.Array, kernel: jax.Array, *, for_cpu: bool, out_dtype: 
     precision on every chip, instead of a chip's fast mode."""
     out_dtype = out_dtype or inputs.dtype
     if kernel.ndim == 3:
-        return products.multiply(inputs, kernel).astype(out_dtype)
+        return products.multiply(inputs, kernel, out_dtype)
     if for_cpu and (product := multiply_few(inputs, kernel, out_dtype)) is not None:
         return product
     return jax.lax.dot_general(

@@ -5,7 +5,6 @@
 // row, with all their query heads. It goes over the row's K/V in blocks of 64 tokens with an online softmax. What a
 // query adds up, and in which order, depends on its own row only, not on the tile or on other rows.
 #include "ffi.h"
-#include "vectors.h"
 
 enum {
   PIECE = 16,
@@ -30,7 +29,7 @@ typedef struct {
   char* pages;                    // [2, P, K, page, H]
   const int32_t* table;           // [S, pages_per_row]
   const int32_t *lens, *starts;   // [S], [S + 1]
-  float* out;                     // [T, N, H]
+  void* out;                      // [T, N, H], of the queries' kind
   const int32_t* tile_ends;       // [num_rows], tiles of the rows up to and including this one
   enum Kind of_queries, of_pages;
   int64_t num_tokens, num_heads, num_kv_heads, head_dim, page_size, num_pages, pages_per_row, num_rows, first_page;
@@ -197,8 +196,9 @@ INLINE void attend_tile(const Attention* a, int64_t row, int64_t first, int64_t 
   }
 
   for (int64_t r = 0; r < rows; r++) {
-    float* out = a->out + ((first + r / group) * a->num_heads + head * group + r % group) * dim;
-    for (int64_t d = 0; d < dim; d += LANES) *(floats*)(out + d) = *(floats*)(sums + r * dim + d) / totals[r];
+    int64_t at = ((first + r / group) * a->num_heads + head * group + r % group) * dim;
+    for (int64_t d = 0; d < dim; d += LANES)
+      store(a->out, at + d, *(floats*)(sums + r * dim + d) / totals[r], a->of_queries);
   }
 }
 
@@ -233,12 +233,9 @@ static const char* fault_of(const Attention* a, int64_t num_slots) {
   return NULL;
 }
 
-static enum Kind kind_of(const XLA_FFI_Buffer* buffer) {
-  return buffer->dtype == XLA_FFI_DataType_F32 ? FLOAT32 : buffer->dtype == XLA_FFI_DataType_BF16 ? BFLOAT16 : INT8;
-}
-
 // (queries [T, N, H], keys, values [T, K, H], pages [2, P, K, page, H], table i32[S, n], lens i32[S], starts i32[S + 1],
-// num_rows i32[], first_page i32[]) -> (out f32[T, N, H], pages), which is the argument. Attribute: scale f32.
+// num_rows i32[], first_page i32[]) -> (out [T, N, H] in the queries' type, pages), which is the argument. Attribute: scale
+// f32.
 XLA_FFI_Error* pallas_serve_attend(XLA_FFI_CallFrame* frame) {
   if (answers_metadata(frame)) return NULL;
   XLA_FFI_Buffer *queries = argument(frame, 0), *pages = result(frame, 1), *table = argument(frame, 4);
@@ -278,8 +275,8 @@ XLA_FFI_Error* pallas_serve_attend(XLA_FFI_CallFrame* frame) {
     tile_ends[row] = (int32_t)num_tiles;
   }
   a.tile_ends = tile_ends;
-  int64_t real = a.num_rows ? a.starts[a.num_rows] : 0, size = a.num_heads * a.head_dim;
-  memset(a.out + real * size, 0, (a.num_tokens - real) * size * sizeof *a.out);
+  int64_t real = a.num_rows ? a.starts[a.num_rows] : 0, size = a.num_heads * a.head_dim * size_of(a.of_queries);
+  memset((char*)a.out + real * size, 0, (a.num_tokens - real) * size);
   in_parallel(frame, a.num_kv_heads, append_head, &a);
   in_parallel(frame, num_tiles * a.num_kv_heads, attend_part, &a);
   free(tile_ends);

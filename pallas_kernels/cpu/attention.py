@@ -47,10 +47,7 @@ def append_and_attend(
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.api.PagedAttention.__call__`."""
     library.load(None)  # an engine has loaded it already, from its folder
-    results = (
-        jax.ShapeDtypeStruct(queries.shape, jnp.float32),
-        jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
-    )
+    results = tuple(jax.ShapeDtypeStruct(like.shape, like.dtype) for like in (queries, kv_pages))
     call = jax.ffi.ffi_call(ATTEND, results, input_output_aliases={3: 1})
     out, kv_pages = call(
         queries,
@@ -64,4 +61,4 @@ def append_and_attend(
         jnp.int32(first_page),
         scale=np.float32(spec.scale),
     )
-    return out.astype(queries.dtype), kv_pages
+    return out, kv_pages

@@ -7,11 +7,16 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "vectors.h"
 #include "xla/ffi/api/c_api.h"
 
 static inline XLA_FFI_Buffer* argument(XLA_FFI_CallFrame* frame, int i) { return frame->args.args[i]; }
 static inline XLA_FFI_Buffer* result(XLA_FFI_CallFrame* frame, int i) { return frame->rets.rets[i]; }
 static inline int64_t number(XLA_FFI_CallFrame* frame, int i) { return *(const int32_t*)argument(frame, i)->data; }
+
+static inline enum Kind kind_of(const XLA_FFI_Buffer* buffer) {
+  return buffer->dtype == XLA_FFI_DataType_F32 ? FLOAT32 : buffer->dtype == XLA_FFI_DataType_BF16 ? BFLOAT16 : INT8;
+}
 
 // XLA asks a handler once for the version of the interface that it was compiled for.
 static inline int answers_metadata(XLA_FFI_CallFrame* frame) {

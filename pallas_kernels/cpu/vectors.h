@@ -45,6 +45,13 @@ INLINE words widened_halves(const uint16_t* from) {
   return __builtin_convertvector(*(const halves*)from, words);
 #endif
 }
+INLINE halves narrowed(words from) {
+#if defined(__AVX512F__)
+  return (halves)_mm512_cvtepi32_epi16((__m512i)from);
+#else
+  return __builtin_convertvector(from, halves);
+#endif
+}
 INLINE ints widened_bytes(const int8_t* from) {
 #if defined(__AVX512F__)
   return (ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i_u*)from));
@@ -61,6 +68,33 @@ INLINE floats load(const void* from, int64_t index, const enum Kind kind) {
   if (kind == BFLOAT16) return (floats)(widened_halves((const uint16_t*)from + index) << 16);
   return __builtin_convertvector(widened_bytes((const int8_t*)from + index), floats);
 }
+
+// Stores LANES floats from the index on, as bfloat16 rounded to nearest, ties to even; a NaN stays one.
+INLINE void store(void* to, int64_t index, floats x, const enum Kind kind) {
+  if (kind == FLOAT32) {
+    *(floats*)((float*)to + index) = x;
+    return;
+  }
+  words bits = (words)x, rounded = bits + 0x7fff + (bits >> 16 & 1), is_nan = (words)(x != x);
+  *(halves*)((uint16_t*)to + index) = narrowed(((is_nan & (bits | 0x400000)) | (~is_nan & rounded)) >> 16);
+}
+
+// Words hold two neighbouring bfloat16s. A term of a pair is what one multiplication takes of it: the pair itself if the
+// CPU adds products of pairs, else one of its numbers as a float.
+#if defined(__AVX512BF16__)
+#define TERMS_OF_PAIR 1
+INLINE floats term_of(words pairs, int term) { return (void)term, (floats)pairs; }
+INLINE floats add_terms(floats sums, floats a, floats b) {
+  return (floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
+}
+#else
+#define TERMS_OF_PAIR 2
+INLINE floats term_of(words pairs, int term) {
+  if (term == 0) return (floats)(pairs << 16);
+  return (floats)(pairs & 0xffff0000u);
+}
+INLINE floats add_terms(floats sums, floats a, floats b) { return sums + a * b; }
+#endif
 
 INLINE floats all(float x) { return x - (floats){0}; }
 

@@ -104,7 +104,7 @@ def self_test_programs(buckets: BucketConfig) -> list[Program]:
 def _tested(attention: PagedAttention, buckets: BucketConfig, platform: str, max_model_len: int) -> tuple[str, str]:
     """The result in a word, and a remark. Raises SelfTestError."""
     from model.compiling.compiler_options import compiler_options
-    from pallas_kernels.self_test import LONGEST, LONGEST_ON_GPUS, SelfTest
+    from pallas_kernels.self_test import LONGEST, LONGEST_ON_GPUS, SelfTest, SelfTestError
     from pallas_kernels.spec import Backend
 
     if attention.backend is Backend.REFERENCE and platform == "cpu":
@@ -115,6 +115,11 @@ def _tested(attention: PagedAttention, buckets: BucketConfig, platform: str, max
     test = SelfTest(
         attention, pages_per_seq=pages_per_seq, longest=longest, compiler_options=compiler_options(platform)
     )
+    if attention.backend is Backend.CPU:
+        from pallas_kernels.cpu import products
+
+        if fault := products.fault():
+            raise SelfTestError(fault)
     with _warning_after(LONG_S, f"the self-test of the attention backend {attention.backend} takes long: {HANGS}"):
         passed = test.run(self_test_programs(buckets))
     seconds = time.perf_counter() - started

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax.numpy as jnp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from batcher.buckets import BucketConfig
-from pallas_kernels.cpu import library
+from pallas_kernels.cpu import library, products
 from pallas_kernels.self_test import Program
 from scripts.wiring.attention import NOT_TESTED, self_test_programs
 from scripts.wiring.engine import build_runner
 from scripts.wiring.limits import bucket_config
 from scripts.wiring.settings import EngineSettings
 from server.settings import Settings
+from tests.c_compiler import compiler
 from tests.model import checkpoints
 from tests.server.support.running import running_server, spawn
 from tests.server.support.tokenizers import write_folder
@@ -64,6 +66,15 @@ def test_a_machine_without_a_c_compiler_serves_with_the_reference(settings, monk
     assert f"WARNING: serving with the attention backend reference. Not used: cpu: {reason}" in line
     with pytest.raises(ValueError, match=f"--attention-backend cpu cannot be used here: cpu: {reason}"):
         build_runner(replace(settings, attention_backend="cpu"), said.append)
+
+
+def test_wrong_products_serve_no_token(settings, monkeypatch):
+    compiler()
+    multiply = products.multiply
+    monkeypatch.setattr(products, "multiply", lambda *of: multiply(*of) * (of[1].dtype != jnp.int8))
+    info = build_runner(settings, lambda line: None).info.attention
+    fault = "failed its self-test: the product of 1 rows with a kernel 32 x 34 of int8 is wrong"
+    assert (info.backend, info.failures) == ("reference", {"cpu": fault})
 
 
 def test_a_server_falls_back_and_says_so_everywhere(settings, tmp_path):

@@ -41,23 +41,25 @@ def logits(model) -> np.ndarray:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("quantization", [None, EightBit.INT8])
-def test_packed_weights_give_the_same_logits(native, tied, quantization):
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "tolerance"),
+    [(jnp.float32, None, 1e-5), (jnp.float32, EightBit.INT8, 1e-5), (jnp.bfloat16, None, 2e-2)],
+)
+def test_packed_weights_give_the_same_logits(native, tied, dtype, quantization, tolerance):
     config = replace(TINY, hidden_size=64, intermediate_size=96, vocab_size=320, tie_word_embeddings=tied)
-    options = {"dtype": jnp.float32, "quantization": quantization, "for_cpu": True}
+    options = {"dtype": dtype, "quantization": quantization, "for_cpu": True}
     expected = logits(random_weights(config, **options))
     planned, packed = pack(abstract_model(config, **options)), pack(random_weights(config, **options))
     assert shapes(planned) == shapes(packed)
     kernels = {value.ndim for path, value in flat(packed).items() if path.endswith("kernel")}
     assert kernels == {3}
     assert flat(packed)["embedding"].ndim == (3 if tied and quantization is None else 2)
-    np.testing.assert_allclose(logits(packed), expected, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(logits(packed), expected, atol=tolerance * np.abs(expected).max())
 
 
 def test_what_has_no_packed_form_stays(native):
-    """Kernels in bfloat16, and those whose outputs are not whole panels."""
+    """Kernels whose outputs are not whole panels."""
     config = replace(TINY, hidden_size=64, intermediate_size=96, vocab_size=100)
-    assert {value.ndim for value in flat(pack(random_weights(config, dtype=jnp.bfloat16))).values()} <= {1, 2}
     whole = flat(pack(random_weights(config, dtype=jnp.float32)))
     assert whole["head.kernel"].ndim == 2
     assert whole["layers.0.mlp.down.kernel"].ndim == 3

@@ -1,7 +1,7 @@
 """Runs the C code with the compiler's sanitizers: `python sanitized.py LIBRARY`, with their libraries preloaded.
 
-It prints every kind of pages that has passed. Then it runs a library whose check of page ids is gone, over a page that
-does not exist, in a process of its own: the sanitizer must end it, or this test sees nothing.
+It prints every kind of pages that has passed, and the products. Then it runs a library whose check of page ids is gone,
+over a page that does not exist, in a process of its own: the sanitizer must end it, or this test sees nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.api import PagedAttention
-from pallas_kernels.cpu import library
+from pallas_kernels.cpu import library, products
 from pallas_kernels.self_test import Program, SelfTest
 from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
 
@@ -35,8 +35,8 @@ def attention(kind: str) -> PagedAttention:
 
 def register(path: Path) -> None:
     library._loaded = ctypes.CDLL(str(path))
-    function = library._loaded[library.ATTEND]
-    jax.ffi.register_ffi_target(library.ATTEND, jax.ffi.pycapsule(function), platform="cpu")
+    for name in (library.ATTEND, library.MULTIPLY):
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library._loaded[name]), platform="cpu")
 
 
 def overrun(path: Path) -> None:
@@ -75,6 +75,8 @@ if __name__ == "__main__":
     for kind in KINDS:
         SelfTest(attention(kind), pages_per_seq=44).run(PROGRAMS)
         print(kind, flush=True)
+    # one pass, several, and more than one block of rows and of inputs
+    print(products.fault([(1, 2, 32), (5, 34, 96), (110, 1026, 64)]) or "products", flush=True)
     code = os.spawnv(
         os.P_WAIT, sys.executable, [sys.executable, __file__, str(path.with_name("overrun.so")), "overrun"]
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,37 +16,66 @@ from pallas_kernels.cpu.products import PANEL
 
 pytestmark = pytest.mark.usefixtures("target")
 
-KINDS = ("float32", "int8")
+KINDS = {kind: jnp.dtype(kind) for kind in ("float32", "bfloat16", "int8")}
+UNIT = 2.0**-24  # of rounding in float32
 
 
 def random_kernel(shape: tuple[int, int], kind: str, seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
     if kind == "int8":
         return rng.integers(-127, 128, shape).astype(np.int8)
-    return rng.standard_normal(shape).astype(np.float32)
+    return rng.standard_normal(shape).astype(KINDS[kind])
 
 
-def product(inputs: np.ndarray, kernel: np.ndarray) -> np.ndarray:
+def random_inputs(shape: tuple[int, int], kind: str, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(jnp.bfloat16 if kind == "bfloat16" else np.float32)
+
+
+def product(inputs: np.ndarray, kernel: np.ndarray, out_dtype: Any = jnp.float32) -> np.ndarray:
     # Traced anew: under another target the custom call has another name.
-    return np.asarray(jax.jit(lambda *x: products.multiply(*x))(inputs, products.pack(jnp.asarray(kernel))))
+    multiply = jax.jit(lambda *x: products.multiply(*x, out_dtype))
+    return np.asarray(multiply(inputs, products.pack(jnp.asarray(kernel))))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None, max_examples=15)
-@given(rows=st.integers(1, 300), depth=st.integers(1, 700), panels=st.integers(1, 9), seed=st.integers(0, 99))
-def test_it_is_the_product(kind, rows, depth, panels, seed):
+@given(rows=st.integers(1, 300), pairs=st.integers(1, 700), panels=st.integers(1, 9), seed=st.integers(0, 99))
+def test_it_is_the_product(kind, rows, pairs, panels, seed):
+    depth = pairs * 2 if kind == "bfloat16" else pairs
     kernel = random_kernel((panels * PANEL, depth), kind, seed)
-    inputs = np.random.default_rng(seed).standard_normal((rows, depth)).astype(np.float32)
+    inputs = random_inputs((rows, depth), kind, seed)
     expected = inputs.astype(np.float64) @ kernel.T.astype(np.float64)
-    largest = np.abs(inputs).astype(np.float64) @ np.abs(kernel).T.astype(np.float64)
+    largest = np.abs(inputs.astype(np.float64)) @ np.abs(kernel.T.astype(np.float64))
     # the bound of a sum of `depth` products in float32
-    assert (np.abs(product(inputs, kernel) - expected) <= depth * 2.0**-24 * largest).all()
+    assert (np.abs(product(inputs, kernel) - expected) <= depth * UNIT * largest).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 30])
+def test_an_output_in_bfloat16_is_that_in_float32_rounded(kind, rows):
+    inputs, kernel = random_inputs((rows, 66), kind), random_kernel((5 * PANEL, 66), kind)
+    wide = product(inputs, kernel)
+    np.testing.assert_array_equal(product(inputs, kernel, jnp.bfloat16), wide.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_at_the_edges_of_a_float(kind):
+    """Sums halfway between two bfloat16s, infinite ones, and not a number."""
+    ones = np.ones((PANEL, 2)).astype(KINDS[kind])
+    sums = np.array(
+        [1, 1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 0, np.inf, -np.inf, np.nan, 2.0**127, -(2.0**127)], np.float32
+    )
+    high = sums.astype(jnp.bfloat16).astype(np.float32)
+    low = np.where(np.isfinite(sums), sums, 0) - np.where(np.isfinite(sums), high, 0)
+    inputs = np.stack([high, low], axis=1).astype(jnp.bfloat16 if kind == "bfloat16" else np.float32)
+    np.testing.assert_array_equal(product(inputs, ones), np.repeat(sums[:, None], PANEL, 1))
+    rounded = np.repeat(high[:, None], PANEL, 1)
+    np.testing.assert_array_equal(product(inputs, ones, jnp.bfloat16).astype(np.float32), rounded)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bits_of_a_row_do_not_depend_on_the_others(kind):
-    kernel = random_kernel((70 * PANEL, 600), kind)
-    inputs = np.random.default_rng(1).standard_normal((300, 600)).astype(np.float32)
+    kernel, inputs = random_kernel((70 * PANEL, 1200), kind), random_inputs((300, 1200), kind)
     whole = product(inputs, kernel)
     for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 24, 25, 96, 97, 193):
         np.testing.assert_array_equal(product(inputs[-rows:], kernel), whole[-rows:])
@@ -62,6 +93,8 @@ def test_what_has_a_packed_form():
     like = jax.ShapeDtypeStruct
     assert products.can_pack(like((64, 5), jnp.float32))
     assert products.can_pack(like((64, 5), jnp.int8))
+    assert products.can_pack(like((64, 6), jnp.bfloat16))
     assert not products.can_pack(like((65, 5), jnp.float32))
     assert not products.can_pack(like((64, 5), jnp.bfloat16))
+    assert not products.can_pack(like((64, 5), jnp.int4))
     assert not products.can_pack(like((64,), jnp.float32))
