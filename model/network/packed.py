@@ -24,8 +24,8 @@ from pallas_kernels.cpu import products
 
 def pack[M: Llama | EagleHead](model: M) -> M:
     """Packs the kernels of the projections and of the head for C, in place and one by one; of an abstract model, their
-    shapes. Kernels that have no packed form, such as those in bfloat16, stay as they are, and XLA multiplies them.
-    Returns the model. An embedding that is also the head is packed, too."""
+    shapes. Kernels that have no packed form, such as those whose outputs are not whole panels, stay as they are, and
+    XLA multiplies them. Returns the model. An embedding that is also the head is packed, too."""
     kernels = [module.kernel for _, module in nnx.iter_graph(model) if isinstance(module, Linear)]
     if isinstance(model, Llama) and model.head is None:
         kernels.append(model.embedding)
