@@ -18,13 +18,16 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m scripts.bench_quality", description=__doc__.splitlines()[0])
     p.add_argument("--quantization", nargs="*", default=list(QUANTIZATIONS), choices=QUANTIZATIONS)
     p.add_argument("--no-kv", dest="kv", action="store_false", help="leave out K/V in int8, alone and with each")
+    p.add_argument("--num-stories", type=int, help="of new text, for the divergence (default: 500)")
     add_debug_flag(p)
     return p
 
 
-def bench(forms: list[str], *, kv: bool) -> None:
+def bench(forms: list[str], *, kv: bool, num_stories: int | None = None) -> None:
     """Prints one line for each form of the weights, with the inputs of projections as they are and, for 8 bits, rounded
-    to the same form; and with `kv` another one for K/V in int8."""
+    to the same form; and with `kv` another one for K/V in int8. Raises ValueError if there is no story."""
+    if num_stories is not None and num_stories < 1:
+        raise ValueError(f"--num-stories {num_stories} is not 1 or more")
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -35,7 +38,7 @@ def bench(forms: list[str], *, kv: bool) -> None:
     from model.loading.weights import load_hf
     from model.quantization.forms import EightBit, Rounding, WeightForm, form_named
     from scripts.demo import evaluate
-    from scripts.demo.agreement import agreement
+    from scripts.demo.agreement import NUM_STORIES, agreement
     from scripts.demo.narrow_kv import with_narrow_kv
     from scripts.demo.tokenizer import SampleEncoder
 
@@ -52,7 +55,7 @@ def bench(forms: list[str], *, kv: bool) -> None:
         model = load_hf(DEMO_FOLDER, config, dtype="float32", quantization=form, rounding=rounding)
         if is_narrow:
             model = with_narrow_kv(model)
-        near = agreement(exact, model, encoder)
+        near = agreement(exact, model, encoder, num_stories or NUM_STORIES)
         right = [
             f"{sum(evaluate.exact(model, encoder, suites[name]))}/{len(suites[name])}"
             for name in ("held_out_sums", "held_out_comparisons")
@@ -68,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     args = parser().parse_args(argv)
     try:
-        bench(args.quantization, kv=args.kv)
+        bench(args.quantization, kv=args.kv, num_stories=args.num_stories)
     except (Exception, KeyboardInterrupt) as error:
         return failed("bench_quality", error, debug=args.debug)
     return 0
