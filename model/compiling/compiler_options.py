@@ -1,7 +1,8 @@
 """XLA's options for the compiled step.
 
-On GPUs the step is captured in CUDA graphs, except for its collectives, and XLA's autotuner chooses between Triton and
-cuBLASLt for each product. An option of its own lets a product dequantise a 4-bit kernel with the scales of its groups;
+On GPUs the step is captured in CUDA graphs with its loops and branches, except for its collectives. A loop outside of a
+graph would make the host wait for its condition in each pass. XLA's autotuner chooses between Triton and cuBLASLt for
+each product. An option of its own lets a product dequantise a 4-bit kernel with the scales of its groups;
 without it, the kernel is written out. On CPUs XLA may change the order of additions, so that it can vectorise loops.
 The order is the same in every run. The other liberties of "fast math" are switched off: NaN and infinity are kept.
 
@@ -17,7 +18,9 @@ _CPU_OPTIONS: dict[str, str | bool] = {
     "xla_cpu_fast_math_honor_division": True,
     "xla_cpu_fast_math_honor_functions": True,
 }
-_GRAPH_COMMANDS = ("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION")
+_GRAPH_COMMANDS = (
+    "FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "WHILE", "CONDITIONAL"
+)  # fmt: skip
 
 
 def compiler_options(platform: str) -> dict[str, str | bool]:

@@ -11,7 +11,7 @@ from scripts.wiring.head import ChosenHead, choose_head
 from scripts.wiring.limits import LEAST_DRAFT_COST
 from scripts.wiring.settings import EngineSettings
 from scripts.wiring.speculation import FLAG
-from scripts.wiring.weights import ChosenWeights, choose_weights
+from scripts.wiring.weights import ChosenWeights, bits_of_a_weight, choose_weights
 
 DEMO_DRAFT = DEMO_FOLDER / "draft"
 
@@ -28,12 +28,19 @@ class ChosenDraft:
         """The sizes of all that it multiplies."""
         return self.weights.eagle if isinstance(self.weights, ChosenHead) else self.weights.config
 
+    def cost(self, model: ChosenWeights, platform: str) -> float:
+        """`draft_cost` with the weights of both in their stored forms."""
+        bits = bits_of_a_weight(self.weights.quantization, self.weights.dtype)
+        of_model = bits_of_a_weight(model.quantization, model.dtype)
+        return draft_cost(self.network, model.config, platform, bits=(bits, of_model))
+
 
 def choose_draft(
     settings: EngineSettings, model: ChosenWeights, platform: str, max_model_len: int
 ) -> ChosenDraft | None:
-    """The draft model or head; None if drafts are looked up. The weights of a draft model are kept in the model's type
-    or in 8 bits, as they are stored, those of a head in the model's type. K/V have the type of the computation.
+    """The draft model or head; None if drafts are looked up. The weights of a draft model have the form that the config
+    asks for, or else the one in which they are stored; those of a head have the model's type. K/V have the type of the
+    computation.
 
     Args:
         model: the model that verifies the drafts.
@@ -61,7 +68,7 @@ def choose_draft(
         speculative_config=None,
         dtype=model.dtype,
         load_format="dummy" if settings.load_format == "dummy" else "auto",
-        quantization=None,
+        quantization=settings.speculation.quantization,
         kv_cache_dtype="auto",
     )
     try:
@@ -80,10 +87,17 @@ def choose_draft(
     return ChosenDraft(weights=draft, settings=own)
 
 
-def draft_cost(draft: LlamaConfig | EagleConfig, model: LlamaConfig, platform: str) -> float:
-    """The time of a pass of the draft model or head, in passes of the model: the share of the weights that are
-    multiplied, or the platform's least."""
-    return max(_num_multiplied(draft) / _num_multiplied(model), LEAST_DRAFT_COST[platform])
+def draft_cost(
+    draft: LlamaConfig | EagleConfig, model: LlamaConfig, platform: str, *, bits: tuple[int, int] = (16, 16)
+) -> float:
+    """The time of a pass of the draft model or head, in passes of the model: the share of the bytes of the weights that
+    are multiplied, or the platform's least.
+
+    Args:
+        bits: of a weight of the draft model or head, and of one of the model.
+    """
+    of_draft, of_model = _num_multiplied(draft) * bits[0], _num_multiplied(model) * bits[1]
+    return max(of_draft / of_model, LEAST_DRAFT_COST[platform])
 
 
 def _num_multiplied(network: LlamaConfig | EagleConfig) -> int:

@@ -23,7 +23,7 @@ from scripts.wiring.changeable import ChangeableEngine
 from scripts.wiring.choices import choose_later_programs, choose_model_len, choose_step_timeout
 from scripts.wiring.compile_turn import CompileTurn
 from scripts.wiring.device import compile_cache_folder, export_cache_folder, find_device, native_folder, start_jax
-from scripts.wiring.draft import ChosenDraft, choose_draft, draft_cost
+from scripts.wiring.draft import ChosenDraft, choose_draft
 from scripts.wiring.head import ChosenHead
 from scripts.wiring.limits import WEIGHTS_COST_TOKENS, bucket_config, long_prompts, runner_config
 from scripts.wiring.load import Report, load, phase
@@ -278,7 +278,7 @@ def build_runner(
         settings=settings,
         step_timeout_s=choose_step_timeout(settings.step_timeout, platform),
         weights_cost_tokens=WEIGHTS_COST_TOKENS[platform],
-        draft_cost=0.0 if draft is None else draft_cost(draft.network, weights.config, platform),
+        draft_cost=0.0 if draft is None else draft.cost(weights, platform),
         info=EngineInfo(
             max_model_len=max_model_len,
             vocab_size=weights.config.vocab_size,

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from model.quantization.forms import FORM_NAMES
+
 FLAG = "--speculative-config"
 _NGRAM, _DRAFT_MODEL = "ngram", "draft_model"
 _HEADS = ("eagle", "eagle3")
@@ -32,6 +34,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     method: str
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=15)]
     model: str | None = None  # of the drafts, or the head; None: the demo's own draft model
+    quantization: str | None = None  # of the draft model's weights, as `--quantization`; None: as they are stored
     prompt_lookup_max: _LookupLength | None = None
     prompt_lookup_min: _LookupLength | None = None
 
@@ -84,6 +87,16 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if config.looks_up and config.model is not None:
             raise ValueError(f'{FLAG}: "{_NGRAM}" has no model: "model" is for the other methods')
+        if config.quantization is not None and config.method != _DRAFT_MODEL:
+            raise ValueError(
+                f'{FLAG}: "quantization" is for "{_DRAFT_MODEL}": '
+                + ("a head's weights are not quantised" if config.has_head else f'"{_NGRAM}" has no weights')
+            )
+        if config.quantization not in (None, *FORM_NAMES):
+            raise ValueError(
+                f"{FLAG}: unknown quantization {config.quantization!r}; there are {', '.join(FORM_NAMES)}, and without "
+                "it the weights stay as they are stored"
+            )
         if config.has_head and config.model is None:
             raise ValueError(f'{FLAG}: add a "model", the folder of the {method} head')
         least, most = config.lookup

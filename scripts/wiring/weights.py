@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from model.loading.source import ModelSource, resolve
+from model.quantization.forms import FourBit
 from scripts.wiring.choices import (
     choose_dtype,
     choose_quantization,
@@ -77,6 +78,13 @@ def choose_weights(settings: EngineSettings, platform: str) -> ChosenWeights:
         rounding_remark=rounding_remark,
         seed=settings.seed or 0,
     )
+
+
+def bits_of_a_weight(form: WeightForm | None, dtype: str) -> int:
+    """Of the projections in `form`; None: in `dtype`, that of the computation."""
+    if form is None:
+        return 32 if dtype == "float32" else 16
+    return 4 if isinstance(form, FourBit) else 8
 
 
 def _find(settings: EngineSettings, source: ModelSource) -> StoredWeights | None:

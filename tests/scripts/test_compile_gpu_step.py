@@ -27,10 +27,10 @@ LAUNCHES_PER_LAYER = 13
 LAUNCHES_AROUND = 24
 
 
-def compiled(*flags: str) -> dict[str, Any]:
+def compiled(*flags: str, account: str = "compile_gpu_step") -> dict[str, Any]:
     """In a process of its own: the PTX version is fixed by the first target that a process compiles for."""
     process = subprocess.run(
-        [sys.executable, "-m", "scripts.benchmarks.accounts.compile_gpu_step", *flags],
+        [sys.executable, "-m", f"scripts.benchmarks.accounts.{account}", *flags],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
@@ -38,6 +38,25 @@ def compiled(*flags: str) -> dict[str, Any]:
     )
     assert process.returncode == 0, process.stderr[-4000:]
     return json.loads(process.stdout.splitlines()[-1])
+
+
+@needs_plugin
+@pytest.mark.targets
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("account", "flags"),
+    [
+        ("compile_gpu_step", ["--variant", "sample", "--rows", "8"]),
+        ("compile_drafts_step", ["--drafts", "eagle"]),
+    ],
+    ids=["sampled", "drafts"],
+)
+def test_loops_and_branches_are_in_the_graph(account, flags):
+    """Outside of it, the host would wait for the device in each of their passes."""
+    result = compiled("--target", "h200", "--layers", "1", *flags, account=account)
+    assert (result["command_buffers"], result["outside"]) == (1, {}), result
+    assert result["inside"]["kWhile"] >= 2
+    assert result.get("spill_bytes", 0) == 0
 
 
 @needs_plugin

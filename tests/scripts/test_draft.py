@@ -6,19 +6,29 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
-from model.config import LlamaConfig
+from model.config import LlamaConfig, projections
 from model.loading.source import DEMO, DEMO_FOLDER
 from scripts.wiring.draft import DEMO_DRAFT, choose_draft, draft_cost
 from scripts.wiring.settings import EngineSettings
 from scripts.wiring.weights import ChosenWeights, choose_weights
+from tests.model.checkpoints import write_tensors
+from tests.model.quantization.test_checkpoint_form import compressed
 
 
 def chosen(
-    *, max_model_len: int = 512, model: str | None = None, target: str = DEMO, **settings: object
+    *,
+    max_model_len: int = 512,
+    model: str | None = None,
+    form: str | None = None,
+    target: str = DEMO,
+    **settings: object,
 ) -> ChosenWeights | None:
-    config = {"method": "draft_model", "num_speculative_tokens": 3} | ({} if model is None else {"model": model})
+    given = {name: value for name, value in {"model": model, "quantization": form}.items() if value is not None}
+    config = {"method": "draft_model", "num_speculative_tokens": 3} | given
     asked = EngineSettings(model=target, speculative_config=config, **settings)
     draft = choose_draft(asked, choose_weights(asked, "cpu"), "cpu", max_model_len)
     return None if draft is None else draft.weights
@@ -31,6 +41,37 @@ def test_the_demo_has_a_draft_model_of_its_own() -> None:
     assert (found.config.num_layers, found.dtype, found.quantization) == (1, "float32", None)
     assert sum(path.stat().st_size for path in DEMO_DRAFT.iterdir()) < 1_000_000
     assert (DEMO_DRAFT / "tokenizer.json").read_bytes() == (DEMO_FOLDER / "tokenizer.json").read_bytes()
+
+
+def write_int8(source: Path, folder: Path) -> None:
+    """The checkpoint with its projections in int8, each row with a scale, as compressed-tensors writes them."""
+    shutil.copytree(source, folder)
+    raw = json.loads((folder / "config.json").read_text())
+    tensors = load_file(source / "model.safetensors")
+    for module in projections(raw["num_hidden_layers"]):
+        wide = tensors[f"{module}.weight"].astype(np.float32)
+        scale = np.abs(wide).max(axis=1, keepdims=True) / 127
+        tensors |= {f"{module}.weight": np.rint(wide / scale).astype(np.int8), f"{module}.weight_scale": scale}
+    write_tensors(folder, tensors)
+    form = compressed("int-quantized", strategy="channel", type="int")
+    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": form}))
+
+
+@pytest.mark.parametrize(("asked", "kept"), [("int8", "int8"), ("fp8", "int8"), ("int4", "int8")])
+def test_a_draft_model_is_quantised_as_its_config_says(asked: str, kept: str) -> None:
+    """A CPU reads int8 only, of a draft model as of a model."""
+    found = chosen(form=asked)
+    assert found is not None
+    assert found.quantization == kept
+    assert any(kept in line for line in found.remarks())
+
+
+def test_a_quantised_draft_model_is_read_as_it_is(tmp_path: Path) -> None:
+    """One of compressed-tensors; the model's weights are not quantised."""
+    write_int8(DEMO_DRAFT, tmp_path / "narrow")
+    found = chosen(model=str(tmp_path / "narrow"))
+    assert found is not None
+    assert found.quantization == "int8"
 
 
 def test_without_drafts_of_a_model_there_is_none() -> None:
@@ -78,3 +119,16 @@ def test_the_time_of_a_pass_is_the_share_of_the_weights() -> None:
     assert draft_cost(draft, model, "tpu") == pytest.approx((393_600 - 3 * 128) / (3_148_032 - 9 * 256))
     assert draft_cost(model, model, "gpu") == 1
     assert draft_cost(draft, model, "cpu") == 0.2
+
+
+@pytest.mark.parametrize(
+    ("form", "of_model", "share"), [(None, None, 1), ("int8", None, 1 / 4), (None, "int8", 4), ("int8", "int8", 1)]
+)
+def test_the_time_of_a_pass_is_counted_in_bytes(form: str | None, of_model: str | None, share: float) -> None:
+    config = {"method": "draft_model", "num_speculative_tokens": 3} | ({} if form is None else {"quantization": form})
+    asked = EngineSettings(model=DEMO, speculative_config=config, quantization=of_model)
+    model = choose_weights(asked, "cpu")
+    draft = choose_draft(asked, model, "cpu", 512)
+    assert draft is not None
+    alone = draft_cost(draft.network, model.config, "gpu")
+    assert draft.cost(model, "gpu") == pytest.approx(share * alone)

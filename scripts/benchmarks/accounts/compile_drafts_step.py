@@ -4,10 +4,11 @@
         --target v6e:1x1 --preset llama-3.1-8b --drafts eagle3 --drafts llama-3.2-1b
 
 It prints a JSON object for the plain decode step, and one for each `--drafts`: an EAGLE or EAGLE-3 head with the sizes
-of the model's layers, or a preset. `weights_read` are counted, not compiled: the bytes of weights in the products of a
-step, in all its passes (`num_drafts` of the network that drafts). `of_plain` is that for each token that a row gains at
-`--acceptance`, next to the plain step. `alias_bytes` are updated in place, of `state_bytes`; the rest is as
-in `compile_tpu_step` and `compile_gpu_step`.
+of the model's layers, or a preset, with `:int8` and the like for weights in that form. `weights_read` are counted, not
+compiled: the bytes of weights in the products of a step, in all its passes (`num_drafts` of the network that drafts).
+`of_plain` is that for each token that a row gains at `--acceptance`, next to the plain step. `alias_bytes` are updated
+in place, of `state_bytes`. `kernels` are Mosaic's in a GPU's program, which spill `spill_bytes`. The rest is as in
+`compile_tpu_step` and `compile_gpu_step`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import tempfile
 import time
 from dataclasses import replace
@@ -47,12 +49,15 @@ from model.network.eagle import EagleHead
 from model.network.llama import Llama
 from model.network.sharding import abstract_head, abstract_model, make_mesh, sharding_of
 from model.presets import preset
+from model.quantization.forms import form_named
 from pallas_kernels.api import PagedAttention
-from pallas_kernels.chips import TPUS
+from pallas_kernels.chips import TPUS, GpuChip, TpuChip
 from pallas_kernels.spec import AttentionSpec, Backend
+from scripts.benchmarks.accounts import gpu_report
 from scripts.benchmarks.accounts.compile_gpu_step import read_thunks
 from scripts.benchmarks.accounts.step_bytes import step_bytes
 from scripts.benchmarks.accounts.targets import gpu_target, tpu_target
+from scripts.wiring.choices import choose_rounding
 
 NUM_PAGES, PAGES_PER_SEQ, PASS_TOKENS, NUM_SLOTS = 512, 64, 256, 256
 EAGLE3_VOCAB = 32_000  # of the public heads
@@ -63,7 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
     parser.add_argument("--preset", default="llama-3.1-8b")
-    parser.add_argument("--drafts", action="append", default=[], help="eagle, eagle3 or a preset; may be given again")
+    parser.add_argument("--drafts", action="append", default=[], help="eagle, eagle3, PRESET, PRESET:int8")
     parser.add_argument("--num-drafts", type=int, default=3)
     parser.add_argument("--acceptance", type=float, default=0.7, help="of each draft after right ones")
     parser.add_argument("--rows", type=int, default=8)
@@ -88,7 +93,9 @@ def compile_step(args: argparse.Namespace, drafts: str | None) -> dict[str, Any]
         config = replace(config, num_layers=args.layers)
     model = abstract_model(config, dtype=jnp.bfloat16, mesh=mesh)
     attention = _attention(model.config, mesh, is_tpu=is_tpu)
-    network = None if drafts is None else _network(drafts, config, mesh)
+    chip = tpu.chip if tpu else gpu.chip if gpu else None
+    assert chip is not None
+    network = None if drafts is None else _network(drafts, config, mesh, chip)
     networks = [model] if network is None else [model, network]
     structures, weights = zip(*map(nnx.split, networks), strict=True)
     leaves, tree = jax.tree.flatten(weights)
@@ -119,6 +126,7 @@ def compile_step(args: argparse.Namespace, drafts: str | None) -> dict[str, Any]
     arguments = (leaves, [None] * config.num_layers, state, packed)
     program = Program(step, arguments, donated=2, out_shardings=(kept, everywhere))
     with gpu.compiling(mesh) if gpu else contextlib.nullcontext(), tempfile.TemporaryDirectory() as folder:
+        os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         begin = time.perf_counter()
         lowered = program.as_read().lower()
         dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True, "xla_dump_hlo_pass_re": ""}
@@ -128,6 +136,8 @@ def compile_step(args: argparse.Namespace, drafts: str | None) -> dict[str, Any]
         if gpu:
             (file,) = Path(folder).glob("*jit_step.*thunk_sequence_after_thunk_passes.txt")
             thunks = read_thunks(file.read_text())
+            found = gpu_report.kernels(Path(folder))
+            thunks |= {"kernels": len(found), "spill_bytes": sum(kernel.spill_bytes for kernel in found)}
     memory = compiled.memory_analysis()
     assert memory is not None
     read = step_bytes(model, attention, num_rows=rows, context=2048)["weights_read"]
@@ -140,9 +150,14 @@ def compile_step(args: argparse.Namespace, drafts: str | None) -> dict[str, Any]
     }  # fmt: skip
 
 
-def _network(name: str, config: LlamaConfig, mesh: Mesh) -> Llama | EagleHead:
+def _network(name: str, config: LlamaConfig, mesh: Mesh, chip: TpuChip | GpuChip) -> Llama | EagleHead:
+    """Raises ValueError if there is no such form of weights or preset."""
     if name not in set(EagleForm):
-        return abstract_model(preset(name), dtype=jnp.bfloat16, mesh=mesh)
+        name, _, asked = name.partition(":")
+        own = preset(name)
+        form = form_named(asked, own.projection_inputs) if asked else None
+        rounding, _ = choose_rounding(form, None, reads_fp8=chip.reads_fp8, rounded_rows=chip.rounded_rows)
+        return abstract_model(own, dtype=jnp.bfloat16, mesh=mesh, quantization=form, rounding=rounding)
     raw = config.to_hf() | {"num_hidden_layers": 1, "tie_word_embeddings": False}
     if name == EagleForm.EAGLE3:
         raw["draft_vocab_size"] = EAGLE3_VOCAB
