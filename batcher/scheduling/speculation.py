@@ -102,7 +102,7 @@ class SpeculativeScheduler(SeveralTokensScheduler):
             return super()._plan(decodes, chunks, admitted, grown)
         variant = Variant.SAMPLE if any(seq.needs_sampling for seq in decodes) else Variant.GREEDY
         bucket = self.ladder.choose_speculative(len(decodes), variant)
-        if bucket is None:
+        if bucket is None or not any(map(may_have_drafts, decodes)):
             return super()._plan(decodes, chunks, admitted, grown)
         step = self.last_step + 1
         wanted = self._wanted(decodes, bucket)

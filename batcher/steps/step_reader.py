@@ -56,7 +56,8 @@ class StepReader:
         if plan.looks_up and output.foretold is not None:  # a program that stands in for the step's own may not look up
             assert isinstance(self._scheduler, SpeculativeScheduler)
             for seq, hit in zip(plan.rows, output.foretold.tolist(), strict=False):
-                self._scheduler.learn(seq, int(hit), 1)
+                if may_have_drafts(seq):
+                    self._scheduler.learn(seq, int(hit), 1)
         for row in self._read_columns(plan, num_decodes, reading):
             self._look_at(plan.rows[row], (int(output.tokens[row, 0]),), row, reading)
         for row in range(num_decodes, len(plan.rows)):
@@ -105,7 +106,7 @@ class StepReader:
             drawn = drawn[: seq.num_to_end(drawn)]
             if seq.state is not State.FINISHED:
                 self._scheduler.take_back(seq, q_len - len(drawn))
-                if proposed[row] or self._scheduler.foretells:
+                if proposed[row] or (self._scheduler.foretells and may_have_drafts(seq)):
                     self._scheduler.learn(seq, max(accepted[row], int(foretold[row])), max(q_len - 1, 1))
                 self._counts.speculation.observe(proposed[row], accepted[row])
                 seq.num_accepted += min(accepted[row], len(drawn))

@@ -186,6 +186,37 @@ def test_a_row_under_a_grammar_goes_on_without_drafts_next_to_others() -> None:
     assert {len(output.token_ids) for output in drive.heard["bound"].outputs} <= {0, 1}
 
 
+@pytest.mark.parametrize("draft_cost", [0.0, 0.2])
+def test_rows_under_grammars_alone_run_plain_steps(draft_cost: float) -> None:
+    """Without a lookup, and what they write changes no estimate for other requests."""
+    drive = speculative(perfect, weights_cost_tokens=1000.0, draft_cost=draft_cost)
+    before = drive.scheduler._usual_rate
+    for i in range(3):
+        drive.add(make_request(str(i), [5, 6, i], max_tokens=40, grammar="4 50 50"))
+    drive.finish()
+    drive.check_outputs()
+    assert drive.runner.num_lookups == num_speculative(drive) == 0
+    assert drive.scheduler._usual_rate == before
+
+
+def test_what_a_grammar_forces_teaches_nothing_about_other_rows() -> None:
+    """The drafts of the free row are wrong, and the tokens of the bound one would all have been foretold."""
+
+    def propose(known: np.ndarray, coming: list[int]) -> list[int]:
+        return coming if known[2] == 8 else always_wrong(known, coming)
+
+    rates = []
+    for with_bound in (False, True):
+        drive = speculative(propose, weights_cost_tokens=1000.0, capacity={"max_model_len": 300, "num_pages": 300})
+        drive.add(make_request("free", [5, 6, 7], max_tokens=60, ignore_eos=True))
+        if with_bound:
+            drive.add(make_request("bound", [5, 6, 8], max_tokens=60, grammar="4 50 50"))
+        drive.finish()
+        drive.check_outputs()
+        rates.append(drive.scheduler._usual_rate)
+    assert rates[1] == rates[0]
+
+
 def test_drafts_that_keep_failing_are_given_up() -> None:
     drive = speculative(always_wrong, capacity={"max_model_len": 2000, "num_pages": 500}, weights_cost_tokens=4.0)
     drive.add(make_request("a", [5, 6, 7], max_tokens=1000, ignore_eos=True))
