@@ -25,7 +25,10 @@ from batcher.step import Bucket, Capacity, Variant
 _LEAST_GAIN = 0.1  # accepted drafts per step; a row that expects fewer has none
 _FIRST_RATE = 0.5  # probability of a right draft before anything is known, if it is looked up
 _FIRST_RATE_OF_A_MODEL = 0.8
-_ROW_WEIGHT = 0.25  # of the last draft in a row's estimate
+# Of the last draft in a row's estimate. A lookup is right in bursts, where a text repeats itself. A model is right at a
+# rate that changes slowly: with a larger weight, chance alone would often end drafts that pay.
+_ROW_WEIGHT = 0.25
+_ROW_WEIGHT_OF_A_MODEL = 0.08
 _USUAL_WEIGHT = 0.05  # of the last draft in the estimate for new requests
 _RETRIES = (1, 16)  # steps to the first retry of a look-up, and at most
 _RETRIES_OF_A_MODEL = (16, 256)
@@ -73,6 +76,7 @@ class SpeculativeScheduler(SeveralTokensScheduler):
         self.num_drafts = ladder.config.num_drafts
         # Of requests without a draft of their own.
         self._usual_rate = _FIRST_RATE if self.foretells else _FIRST_RATE_OF_A_MODEL
+        self._row_weight = _ROW_WEIGHT if self.foretells else _ROW_WEIGHT_OF_A_MODEL
         self._retries = Retries(*(_RETRIES if self.foretells else _RETRIES_OF_A_MODEL))
         self._num_retries = 0
 
@@ -85,7 +89,7 @@ class SpeculativeScheduler(SeveralTokensScheduler):
         """Of a row's `num_drafts`, the first `num_right` were right."""
         rate = self._rate(seq)
         for is_right in [1] * num_right + [0] * (num_right < num_drafts):
-            rate += _ROW_WEIGHT * (is_right - rate)
+            rate += self._row_weight * (is_right - rate)
             self._usual_rate += _USUAL_WEIGHT * (is_right - self._usual_rate)
         seq.draft_rate = rate
         if num_right:

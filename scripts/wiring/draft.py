@@ -8,7 +8,7 @@ from model.config import LlamaConfig
 from model.eagle_config import EagleConfig, EagleForm
 from model.loading.source import DEMO_FOLDER, Kind, ModelSource
 from scripts.wiring.head import ChosenHead, choose_head
-from scripts.wiring.limits import LEAST_DRAFT_COST
+from scripts.wiring.limits import LEAST_DRAFT_WEIGHTS
 from scripts.wiring.settings import EngineSettings
 from scripts.wiring.speculation import FLAG
 from scripts.wiring.weights import ChosenWeights, bits_of_a_weight, choose_weights
@@ -96,8 +96,8 @@ def draft_cost(
     Args:
         bits: of a weight of the draft model or head, and of one of the model.
     """
-    of_draft, of_model = _num_multiplied(draft) * bits[0], _num_multiplied(model) * bits[1]
-    return max(of_draft / of_model, LEAST_DRAFT_COST[platform])
+    weights = _num_multiplied(draft) * bits[0] / bits[1]  # as many of the model's take as long to read
+    return max(weights, LEAST_DRAFT_WEIGHTS[platform]) / _num_multiplied(model)
 
 
 def _num_multiplied(network: LlamaConfig | EagleConfig) -> int:

@@ -118,7 +118,8 @@ def test_the_time_of_a_pass_is_the_share_of_the_weights() -> None:
     # All parameters but the norms' scales are multiplied: the embedding is the head, too.
     assert draft_cost(draft, model, "tpu") == pytest.approx((393_600 - 3 * 128) / (3_148_032 - 9 * 256))
     assert draft_cost(model, model, "gpu") == 1
-    assert draft_cost(draft, model, "cpu") == 0.2
+    assert draft_cost(draft, model, "cpu") == pytest.approx(0.2, rel=0.01)
+    assert draft_cost(model, model, "cpu") == 1
 
 
 @pytest.mark.parametrize(

@@ -297,7 +297,7 @@ def test_a_row_without_drafts_next_to_rows_with_drafts_tries_again() -> None:
     drive.check_outputs()
     accepted, rejected = second.last.drafts
     assert accepted > 200
-    assert rejected < 40
+    assert rejected < 60
 
 
 def test_a_draft_model_runs_as_often_as_its_drafts_are_likely_to_be_right() -> None:
