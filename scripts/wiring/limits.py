@@ -48,9 +48,9 @@ _DEFAULTS = {
 # - Chips: bytes of a weight x FLOP/s / (2 x bytes/s). In bfloat16 that is 153 (A100) to 560 (v6e); with weights in 8
 #   bits it is half of that.
 WEIGHTS_COST_TOKENS = {"cpu": 8.0, "gpu": 75.0, "tpu": 75.0}
-# The least time of a pass of a draft model or head, as the number of the model's weights that take as long. On a CPU the
-# demo's draft model takes 0.05 ms for one row and 0.13 ms for four, 0.2 of the demo's 3.1 million or more: its operations
-# are small.
+# The least time of a pass of a draft model or head, as the number of the model's weights that take as long. On a CPU
+# its operations are small: the demo's draft model takes 0.05 ms for one row and 0.13 ms for four, a fifth to a third of
+# the demo with its 3.1 million weights.
 LEAST_DRAFT_WEIGHTS = {"cpu": 630_000, "gpu": 0, "tpu": 0}
 # Rows of the largest program with several steps: with more rows, a step takes longer than the host's work.
 _MULTI_STEP_ROWS = {"cpu": 8, "gpu": 64, "tpu": 64}
