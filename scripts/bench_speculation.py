@@ -72,9 +72,14 @@ def parser() -> argparse.ArgumentParser:
     work.add_argument("--repeats", type=int, default=3, help="of each; the best counts")
     work.add_argument("--output-json", type=local_path)
     add_engine_flags(p)
-    p.set_defaults(speculative_config=NGRAM)
     add_debug_flag(p)
     return p
+
+
+def settings_with_drafts(args: argparse.Namespace) -> EngineSettings:
+    """Of the runner that drafts: drafts are looked up unless the flags say otherwise."""
+    settings = EngineSettings.from_namespace(args)
+    return settings if settings.speculation is not None else replace(settings, speculative_config=NGRAM)
 
 
 def prompts(settings: EngineSettings, vocab_size: int, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
@@ -143,7 +148,7 @@ def run(built: Built, name: str, prompt: tuple[int, ...], streams: int, output_l
 
 def bench(args: argparse.Namespace) -> int:
     """Runs all texts at all numbers of streams, prints a table, and returns the exit code."""
-    settings = EngineSettings.from_namespace(args)
+    settings = settings_with_drafts(args)
     if args.agreement is None:
         return compare(args, settings, None)
     with ScratchFolder() as scratch:

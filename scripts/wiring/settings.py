@@ -13,7 +13,7 @@ from batcher.request import Pooling
 from model.inputs.paths import is_url, place
 from model.loading.source import DEMO
 from model.quantization.forms import FORM_NAMES
-from scripts.wiring.speculation import SpeculativeConfig
+from scripts.wiring.speculation import SpeculativeConfig, merged
 from server.engine.hosts.cluster import Cluster
 
 DEVICES = ("auto", "cpu", "tpu", "cuda")
@@ -134,7 +134,9 @@ class EngineSettings:
     @classmethod
     def from_namespace(cls, args: argparse.Namespace) -> EngineSettings:
         """The settings from parsed flags. Raises ValueError if a value is out of range."""
-        return cls(**{name: getattr(args, name) for name in cls.field_names()})
+        asked = {name: getattr(args, name) for name in cls.field_names()}
+        plain = {name: getattr(args, f"spec_{name}", None) for name in ("method", "model", "tokens")}
+        return cls(**asked | {"speculative_config": merged(asked["speculative_config"], **plain)})
 
     @classmethod
     def from_keywords(cls, **keywords: Any) -> EngineSettings:
@@ -200,6 +202,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--speculative-config", metavar="JSON",
         help="""'{"method": "ngram", "num_speculative_tokens": 3}'""",
     )  # fmt: skip
+    engine.add_argument("--spec-method", metavar="METHOD", help="in place of that: ngram, draft_model, eagle, eagle3")
+    engine.add_argument("--spec-model", metavar="MODEL", help="the draft model or head")
+    engine.add_argument("--spec-tokens", type=int, metavar="N", help="drafts of a row")
     engine.add_argument(
         "--num-scheduler-steps", type=int, default=1, metavar="N", help="most decode steps of one program (default: 1)"
     )

@@ -103,3 +103,17 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
         if least > most:
             raise ValueError(f"{FLAG}: prompt_lookup_min {least} is more than prompt_lookup_max {most}")
         return config
+
+
+def merged(
+    config: str | Mapping[str, Any] | None, *, method: str | None, model: str | None, tokens: int | None
+) -> str | Mapping[str, Any] | None:
+    """The config, or that of the plain flags `--spec-method`, `--spec-model` and `--spec-tokens`. Raises ValueError if
+    both are given."""
+    plain = {"method": method, "model": model, "num_speculative_tokens": tokens}
+    plain = {name: value for name, value in plain.items() if value is not None}
+    if plain and config is not None:
+        raise ValueError(
+            f"{FLAG} is given, and so are --spec-method, --spec-model or --spec-tokens: give one form only"
+        )
+    return plain or config

@@ -20,7 +20,7 @@ def test_every_stream_is_counted_to_its_end():
 def test_its_texts_and_flags():
     args = bench_speculation.parser().parse_args(["--streams", "1,4"])
     assert args.streams == [1, 4]
-    assert bench_speculation.EngineSettings.from_namespace(args).speculation.num_speculative_tokens == 3
+    assert bench_speculation.settings_with_drafts(args).speculation.num_speculative_tokens == 3
 
 
 def test_offline_outputs_of_several_tokens_are_taken_in_one_by_one():

@@ -82,6 +82,34 @@ def test_flags_of_vllm_mean_the_same_here():
 
 
 @pytest.mark.parametrize(
+    ("flags", "config"),
+    [
+        ([], None),
+        (["--spec-method", "ngram", "--spec-tokens", "3"], {"method": "ngram", "num_speculative_tokens": 3}),
+        (
+            ["--spec-method=eagle3", "--spec-model=a/b", "--spec-tokens=5"],
+            {"method": "eagle3", "model": "a/b", "num_speculative_tokens": 5},
+        ),
+    ],
+)
+def test_drafts_have_plain_flags_too(flags, config):
+    assert EngineSettings.from_namespace(parse(*flags)).speculative_config == config
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--spec-tokens", "3"], "--speculative-config has no method"),
+        (["--spec-method", "ngram"], "num_speculative_tokens"),
+        (["--spec-method", "ngram", "--speculative-config", "{}"], "give one form only"),
+    ],
+)
+def test_plain_flags_of_drafts_that_do_not_suffice_are_refused(flags, words):
+    with pytest.raises(ValueError, match=words):
+        EngineSettings.from_namespace(parse(*flags))
+
+
+@pytest.mark.parametrize(
     ("flags", "pooling"),
     [
         ([], None),
