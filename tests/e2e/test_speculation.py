@@ -26,8 +26,10 @@ BODIES = [
 @pytest.mark.e2e
 @pytest.mark.parametrize("method", METHODS)
 def test_texts_are_those_of_a_server_without_drafts(server, method, tmp_path):
-    """One row, so that there are few programs to compile. The draft model is the demo's own."""
+    """One row, so that there are few programs to compile. The draft model is the demo's own, in int8."""
     config = {"method": method, "num_speculative_tokens": 3}
+    if method == "draft_model":
+        config["quantization"] = "int8"
     if method in set(EagleForm):
         config["model"] = str(random_for(tmp_path, EagleForm(method), DEMO_FOLDER))
     flags = ["--max-num-seqs=1", "--max-num-batched-tokens=16", "--max-model-len=512"]
