@@ -200,11 +200,10 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--scheduling", default="continuous", choices=SCHEDULING)
     engine.add_argument(
         "--speculative-config", metavar="JSON",
-        help="""'{"method": "ngram", "num_speculative_tokens": 3}'""",
+        help="drafts; or --spec-method, --spec-model, --spec-tokens",
     )  # fmt: skip
-    engine.add_argument("--spec-method", metavar="METHOD", help="in place of that: ngram, draft_model, eagle, eagle3")
-    engine.add_argument("--spec-model", metavar="MODEL", help="the draft model or head")
-    engine.add_argument("--spec-tokens", type=int, metavar="N", help="drafts of a row")
+    for name, kind in (("method", str), ("model", str), ("tokens", int)):
+        engine.add_argument(f"--spec-{name}", type=kind, help=argparse.SUPPRESS)
     engine.add_argument(
         "--num-scheduler-steps", type=int, default=1, metavar="N", help="most decode steps of one program (default: 1)"
     )
