@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from batcher.buckets import BucketConfig, BucketLadder
@@ -12,8 +10,6 @@ from batcher.engine import Engine
 from batcher.request import Request, RequestOutput, SamplingParams
 from batcher.stats import EngineStats
 from model.execution.runner import ModelRunner
-from model.network.llama import Llama
-from tests.model.driver import dense_logits
 
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 96, "num_pages": 64}  # of a runner
 _BUCKETS = {"max_num_batched_tokens": 24, "max_num_seqs": 4, "min_decode_rows": 4, "min_mixed_tokens": 24}
@@ -98,33 +94,3 @@ def assert_same_outputs(found: dict[str, list[RequestOutput]], expected: dict[st
         assert tokens_of(found[name]) == tokens_of(outputs)
         assert found[name][-1].finish_reason == outputs[-1].finish_reason
         np.testing.assert_allclose(scores_of(found[name]), scores_of(outputs), atol=2e-4)
-
-
-def assert_distribution_of(model: Llama, serve: Callable[..., tuple[dict, EngineStats]]) -> None:
-    """Chi-square of the third token after a fixed prompt, over many seeds: the second and third are drawn against
-    drafts, of which some are right and some wrong.
-
-    Args:
-        serve: with the runner, the drafts and their cost.
-    """
-    from scipy import stats as statistics  # takes a second, which every process would spend that collects tests
-
-    prompt, allowed = (3, 17, 3, 17, 3), (3, 17, 44)
-    options = {"max_tokens": 3, "temperature": 30.0, "allowed_token_ids": allowed, "ignore_eos": True}
-    asked = [
-        Request(request_id=str(seed), prompt=prompt, sampling=SamplingParams(seed=seed, **options))
-        for seed in range(700)
-    ]
-    outputs, stats = serve(DRAFTS, asked)
-    counts = stats.speculation
-    assert 80 < counts.num_accepted_tokens < counts.num_draft_tokens - 80, counts
-    seen: dict[tuple[int, ...], list[int]] = {}
-    for output in outputs.values():
-        *before, last = tokens_of(output)
-        seen.setdefault(tuple(before), []).append(last)
-    for before, drawn in seen.items():
-        logits = dense_logits(model, [*prompt, *before])[-1, list(allowed)].astype(np.float64) / 30
-        weights = np.exp(logits - logits.max())
-        expected = len(drawn) * weights / weights.sum()
-        observed = [drawn.count(token) for token in allowed]
-        assert statistics.chisquare(observed, expected).pvalue > 1e-4, (before, observed, expected)

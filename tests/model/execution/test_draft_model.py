@@ -23,16 +23,7 @@ from model.loading.weights import random_weights
 from model.network.llama import Llama
 from model.network.sharding import make_mesh
 from tests.model.driver import TINY, paged_attention, tiny_model
-from tests.model.execution.drafting import (
-    DRAFTS,
-    FEW,
-    KINDS,
-    LIMITS,
-    PLAIN,
-    assert_distribution_of,
-    assert_same_outputs,
-    requests,
-)
+from tests.model.execution.drafting import DRAFTS, FEW, KINDS, LIMITS, PLAIN, assert_same_outputs, requests
 from tests.model.execution.drafting import serve as serve_with_cost
 
 ONE_LAYER = replace(TINY, num_layers=1)
@@ -74,11 +65,6 @@ def test_drafts_of_any_model_change_no_output(runner, plain, kind, share) -> Non
     if share == 0.0:
         assert counts.num_accepted_tokens == counts.num_draft_tokens
         assert drafted.num_steps < 0.5 * alone.num_steps
-
-
-def test_accepted_and_rejected_drafts_leave_the_distribution_of_the_model(runner) -> None:
-    runner.place(near(0.0), draft=near(0.5))
-    assert_distribution_of(near(0.0), partial(serve, runner))
 
 
 def test_a_draft_of_the_model_itself_has_read_every_token(runner) -> None:
