@@ -20,7 +20,7 @@ MAX_NAME_CHARS = 80
 MAX_HARMLESS_BYTES = 64  # a longer value is never a harmless one
 
 _decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_decode_list = msgspec.json.Decoder(list[msgspec.Raw])
+_decode_list = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _decode_value = msgspec.json.Decoder(Any)
 
 
@@ -28,6 +28,7 @@ class BodyReader[T: msgspec.Struct]:
     """Reads bodies of the struct `kind`, which must be that of the table.
 
     A body with only declared fields is decoded once. Any other body is decoded again without its undeclared fields.
+    Fields that are kept as they came (`msgspec.Raw`) are looked through if the table has their types.
     """
 
     def __init__(self, kind: type[T], table: FieldTable, *, strict: bool) -> None:
@@ -46,22 +47,38 @@ class BodyReader[T: msgspec.Struct]:
         """As `read`, and the body as it came."""
         body = await read_body(request, limits)
         try:
-            return decode_body(self._decoder, body), body
+            read = decode_body(self._decoder, body)
         except UnknownFieldError:
             known = await aside.run(len(body), self._declared, body, self._table, "")
-        return decode_body(self._decoder, known), body
+            return decode_body(self._decoder, known), body
+        for name, table in self._table.inner.items():
+            raw = getattr(read, name)
+            if isinstance(raw, msgspec.Raw):
+                setattr(
+                    read, name, msgspec.Raw(await aside.run(len(raw), self._declared, bytes(raw), table, f"{name}."))
+                )
+        return read, body
 
     def _declared(self, value: bytes, table: FieldTable, path: str) -> bytes:
-        """The JSON of an object, or of a list of objects, without the fields that their type does not declare."""
+        """The JSON of an object, or of a list of objects, without the fields that their type does not declare.
+
+        Anything else comes back as it is: what reads it reports the wrong type.
+        """
         value = value.lstrip()
-        if value.startswith(b"["):
-            items = decode_body(_decode_list, value)
-            return _list(self._declared(bytes(item), table, f"{path}{i}.") for i, item in enumerate(items))
-        if not value.startswith(b"{"):
-            return value  # if it must be an object, the struct's decoder reports the wrong type
+        try:
+            if value.startswith(b"["):
+                items = _decode_list.decode(value)
+                return _list(self._kept(item, table, f"{path}{i}.") for i, item in enumerate(items))
+            if value.startswith(b"{"):
+                return self._kept(_decode_object.decode(value), table, path)
+        except msgspec.DecodeError:
+            return value
+        return value
+
+    def _kept(self, fields: dict[str, msgspec.Raw], table: FieldTable, path: str) -> bytes:
         names = table.kind.__struct_fields__
         kept: dict[str, msgspec.Raw] = {}
-        for name, raw in decode_body(_decode_object, value).items():
+        for name, raw in fields.items():
             if name not in names:
                 self._judge(name, raw, table, path)
             elif name in table.inner:
@@ -78,7 +95,7 @@ class BodyReader[T: msgspec.Struct]:
         if refused is None:
             self._unknown(param, name)
             return
-        value = _decode_value.decode(raw) if len(raw) <= MAX_HARMLESS_BYTES else raw
+        value = decode_body(_decode_value, bytes(raw)) if len(raw) <= MAX_HARMLESS_BYTES else raw
         if refused.concerns(value):
             raise RequestError(400, f"{param}: {refused.why}.", param=param, code="unsupported_parameter")
 

@@ -7,7 +7,7 @@ with a warning in the log the first time, or refused (`--strict-fields`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +20,14 @@ from server.api.request.schemas import (
     DetokenizeRequest,
     EmbeddingRequest,
     FunctionCall,
+    FunctionSpec,
+    JsonSchemaFormat,
     Message,
+    ResponseFormat,
     StreamOptions,
     TokenizeRequest,
     ToolCall,
+    ToolSpec,
 )
 
 
@@ -53,6 +57,8 @@ NO_OTHER_INPUT = Refused("input other than text is not supported yet", ({},))
 NO_WATERMARKS = Refused("watermarks are not supported yet")
 NO_TRANSFER = Refused("moving K/V between servers is not supported yet", ({},))
 NO_PLUG_INS = Refused("arguments of vLLM's plug-ins are not supported yet", ({},))
+NO_EMBEDDED_CHATS = Refused("embeddings of conversations are not supported yet: there is `input`")
+NO_PROMPTS_OF_INPUTS = Refused("a prompt for each kind of input is not supported yet: put it into the input")
 _NO_EFFORT: tuple[dict[str, str | None], ...] = (
     {},
     {"effort": None},
@@ -124,6 +130,49 @@ _COMPLETION = {
     "suffix": Refused("inserting text before a suffix is not supported yet"),
 }
 
+# Values of other routes' fields that change nothing here, besides those of `Refused`.
+_HARMLESS_ELSEWHERE: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "n": (1,),
+    "parallel_tool_calls": (True,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "tool_choice": ("none", "auto"),
+    "truncation_side": ("left", "right"),
+}
+# Fields of some routes, and what others have in their place.
+_COUNTERPARTS = {
+    "input": ("messages", "prompt"),
+    "instructions": ("messages", "prompt"),
+    "max_completion_tokens": ("max_completion_tokens", "max_tokens", "max_output_tokens"),
+    "max_output_tokens": ("max_completion_tokens", "max_tokens"),
+    "max_tokens": ("max_output_tokens",),
+    "messages": ("messages", "input", "prompt"),
+    "prompt": ("messages", "input"),
+    "previous_response_id": ("messages", "prompt"),
+    "response_format": ("text", "output_config"),
+    "stop": ("stop_sequences",),
+    "stop_sequences": ("stop",),
+    "system": ("messages", "instructions", "prompt"),
+}
+
+
+def of_other_routes(kind: type[msgspec.Struct], *, but: Collection[str] = ()) -> dict[str, Refused]:
+    """The fields that chats or completions serve or refuse and `kind` does not declare, except `but`. The answer
+    without them would be another than was asked for."""
+    declared = kind.__struct_fields__
+    others = [*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__, *_COUNTERPARTS]
+    refused = {name: _of_another_route(name, declared) for name in others} | _GENERATION | _CHAT | _COMPLETION
+    return {name: why for name, why in refused.items() if name not in declared and name not in but}
+
+
+def _of_another_route(name: str, declared: Collection[str]) -> Refused:
+    own = next((own for own in _COUNTERPARTS.get(name, ()) if own in declared), None)
+    why = "this field of other routes is not supported yet here" if own is None else f"this route has `{own}` for it"
+    return Refused(why, _HARMLESS_ELSEWHERE.get(name, ()))
+
+
 _WITHOUT_EFFECT = frozenset(
     {
         *("metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
@@ -152,34 +201,68 @@ _MESSAGE = FieldTable(
     inner={"content": _CONTENT_PART, "function_call": _FUNCTION_CALL, "tool_calls": _TOOL_CALL},
 )
 
+_JSON_SCHEMA = FieldTable(kind=JsonSchemaFormat)
+_RESPONSE_FORMAT = FieldTable(
+    kind=ResponseFormat,
+    refused={"format": Refused("this newer form of a structural tag is not supported yet: there are `structures`")},
+    inner={"json_schema": _JSON_SCHEMA},
+)
+TOOL_WITHOUT_EFFECT = frozenset({"cache_control"})
+_TOOL = FieldTable(
+    kind=ToolSpec,
+    without_effect=TOOL_WITHOUT_EFFECT,
+    inner={"function": FieldTable(kind=FunctionSpec, without_effect=TOOL_WITHOUT_EFFECT)},
+)
+
 CHAT_FIELDS = FieldTable(
     kind=ChatRequest,
-    refused=_GENERATION | _CHAT,
+    refused=of_other_routes(ChatRequest, but=_WITHOUT_EFFECT),
     without_effect=_WITHOUT_EFFECT,
-    inner={"messages": _MESSAGE, "stream_options": _STREAM_OPTIONS},
+    inner={
+        "messages": _MESSAGE,
+        "response_format": _RESPONSE_FORMAT,
+        "stream_options": _STREAM_OPTIONS,
+        "tools": _TOOL,
+    },
 )
 COMPLETION_FIELDS = FieldTable(
     kind=CompletionRequest,
-    refused=_GENERATION | _COMPLETION,
+    refused=of_other_routes(CompletionRequest, but=_WITHOUT_EFFECT),
     without_effect=_WITHOUT_EFFECT,
-    inner={"stream_options": _STREAM_OPTIONS},
+    inner={"response_format": _RESPONSE_FORMAT, "stream_options": _STREAM_OPTIONS},
 )
 EMBEDDING_FIELDS = FieldTable(
     kind=EmbeddingRequest,
     refused={
-        "chat_template": Refused("embeddings of conversations are not supported yet: there is `input`"),
+        "chat_template": NO_EMBEDDED_CHATS,
         "embed_dtype": Refused("numbers of another type are not supported yet", ("float32",)),
         "endianness": Refused("another order of bytes is not supported yet", ("little", "native")),
-        "messages": Refused("embeddings of conversations are not supported yet: there is `input`"),
+        "input_type": NO_PROMPTS_OF_INPUTS,
+        "instruction": NO_PROMPTS_OF_INPUTS,
+        "messages": NO_EMBEDDED_CHATS,
         "mm_processor_kwargs": NO_OTHER_INPUT,
         "padding": Refused("padding of inputs is not supported yet", ("do_not_pad",)),
         "pooling_type": Refused("the pooling is chosen at the server's start: --pooling-type"),
+        "prompt": Refused("this route has `input` for it"),
+        "prompt_name": NO_PROMPTS_OF_INPUTS,
+        "task": NO_PROMPTS_OF_INPUTS,
     },
     without_effect=frozenset({"user", "request_id"}),
 )
 TOKENIZE_FIELDS = FieldTable(
     kind=TokenizeRequest,
-    refused={"media_io_kwargs": NO_OTHER_INPUT, "mm_processor_kwargs": NO_OTHER_INPUT},
-    inner={"messages": _MESSAGE},
+    refused={
+        "content": Refused("this route has `prompt` for it"),
+        "media_io_kwargs": NO_OTHER_INPUT,
+        "mm_processor_kwargs": NO_OTHER_INPUT,
+        "tool_choice": Refused(
+            "a choice among the tools is not supported yet here: leave out what is not to count", ("auto",)
+        ),
+        "truncate_prompt_tokens": Refused("cutting the prompt is not supported yet here"),
+    },
+    inner={"messages": _MESSAGE, "tools": _TOOL},
 )
-DETOKENIZE_FIELDS = FieldTable(kind=DetokenizeRequest)
+DETOKENIZE_FIELDS = FieldTable(
+    kind=DetokenizeRequest,
+    refused={"skip_special_tokens": Refused("special tokens are always shown here")},
+)

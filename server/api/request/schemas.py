@@ -21,6 +21,41 @@ class StreamOptions(Declared):
     continuous_usage_stats: bool | None = None
 
 
+class FunctionSpec(Declared):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolSpec(Declared):
+    """A tool of a body's `tools`."""
+
+    type: str
+    function: FunctionSpec | None = None
+
+
+class JsonSchemaFormat(Declared):
+    """The schema of an answer, as `response_format` has it."""
+
+    schema: Any = None
+    name: Any = None
+    description: Any = None
+    strict: Any = None
+
+
+class ResponseFormat(Declared):
+    """The fields of `response_format`, of all its types. `server.api.request.structured` reads them."""
+
+    type: Any = None
+    json_schema: Any = None
+    schema: Any = None
+    structures: Any = None
+    triggers: Any = None
+
+
 class SamplingFields(Declared, kw_only=True):
     """What chat and completions share. None: not given."""
 

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from server.api.request.tools import FunctionSpec, ToolChoice, Tools, call_format
+from server.api.request.schemas import FunctionSpec
+from server.api.request.tools import ToolChoice, Tools, call_format
 from server.api.state import ServerState
 from server.grammar.forms import JSON_OPTIONS, lark_grammar
 from server.grammar.python_literals import SHARED_RULES, PythonArguments

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from server.api.request.raw_json import RawField, is_deeper_than, read_raw
-from server.api.request.schemas import ChatRequest
+from server.api.request.schemas import ChatRequest, FunctionSpec, ToolSpec
 from server.api.state import ServerState
 from server.http.errors import RequestError, invalid, unsupported
 from server.text.chat_template import ChatTemplate
@@ -24,22 +24,6 @@ MAX_TOOLS = 128  # as in OpenAI's API
 MAX_TOOLS_BYTES = 256 * 1024  # the template reads every string of them, several times
 MAX_DEPTH = 32  # of a tool's JSON schema, and of the arguments of a call: templates indent what they print
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}", re.ASCII)
-
-
-class FunctionSpec(msgspec.Struct):
-    """A function that the model may call."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ToolSpec(msgspec.Struct):
-    """A tool of a body's `tools`."""
-
-    type: str
-    function: FunctionSpec | None = None
 
 
 class ToolChoice(enum.Enum):

@@ -136,7 +136,8 @@ class Info:
         state.check_model(body.model)
         if body.messages is not None and body.prompt is None:
             template = await template_of(state, body)
-            tools = read_tools(body.tools, None, parallel=None)
+            size = 0 if body.tools is msgspec.UNSET else len(body.tools)
+            tools = await state.aside.run(size, read_tools, body.tools, None, parallel=None)
             if tools is not None:
                 check_template(template)
             ids = await encode_chat(state, body, template, tools)

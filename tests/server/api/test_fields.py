@@ -24,6 +24,7 @@ from tests.server.support.stub_app import DONE, StubClient, call, post_all, stat
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TEXT_PART = {"type": "text", "text": "a"}
 HELLO = [{"role": "user", "content": "hello"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
 BASE = {
     CHAT: {"messages": HELLO, "max_tokens": 1},
     COMPLETIONS: {"prompt": "hello", "max_tokens": 1},
@@ -40,7 +41,24 @@ TABLES = {
     "/v1/messages": MESSAGES_FIELDS,
     "/tokenize": TOKENIZE_FIELDS,
 }
-REFUSED = [(path, name) for path, table in TABLES.items() for name in table.refused]
+NOT_HARMLESS = {"a": "value that is none of the harmless ones"}
+
+
+GENERATING = [path for path in TABLES if path != "/tokenize"]
+# Their names say what only their routes do, and no client sends them elsewhere.
+OF_ONE_ROUTE = {
+    *(
+        "background",
+        "context_management",
+        "conversation",
+        "enable_response_messages",
+        "include",
+        "metadata",
+        "moderation",
+    ),
+    *("output_config", "previous_input_messages", "store", "text", "truncation"),
+    *("container", "mcp_servers", "output_format"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -54,22 +72,36 @@ def post(server, path=CHAT, **fields):
         return http.post(path, json=BASE[path] | fields)
 
 
-@pytest.mark.parametrize(("path", "name"), REFUSED)
-def test_a_field_that_would_change_the_answer_is_refused_by_name(path, name):
-    state = state_of(StubClient(DONE))
-    response = call(state, "POST", path, json=BASE[path] | {name: {"a": "value that is none of the harmless ones"}})
-    assert response.status_code == 400
-    error = response.json()["error"]
-    if path != "/v1/messages":  # Anthropic's errors do not have them
-        assert (error["param"], error["code"]) == (name, "unsupported_parameter")
-    assert error["message"].startswith(f"{name}: ")
+@pytest.mark.parametrize("path", TABLES)
+def test_a_field_that_would_change_the_answer_is_refused_by_name(path):
+    names = list(TABLES[path].refused)
+    responses = post_all(state_of(StubClient(DONE)), path, [BASE[path] | {name: NOT_HARMLESS} for name in names])
+    for name, response in zip(names, responses, strict=True):
+        assert response.status_code == 400
+        error = response.json()["error"]
+        if path != "/v1/messages":  # Anthropic's errors do not have them
+            assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+        assert error["message"].startswith(f"{name}: ")
 
 
-@pytest.mark.parametrize(("path", "name"), REFUSED)
-def test_it_is_accepted_with_a_value_that_changes_nothing(path, name):
-    values = (None, False, *TABLES[path].refused[name].harmless)
-    responses = post_all(state_of(StubClient(DONE)), path, [BASE[path] | {name: value} for value in values])
-    assert [response.status_code for response in responses] == [200] * len(values)
+@pytest.mark.parametrize("path", TABLES)
+def test_it_is_accepted_with_a_value_that_changes_nothing(path):
+    refused = TABLES[path].refused
+    fields = [{name: value} for name in refused for value in (None, False, *refused[name].harmless)]
+    responses = post_all(state_of(StubClient(DONE)), path, [BASE[path] | field for field in fields])
+    assert [field for field, answer in zip(fields, responses, strict=True) if answer.status_code != 200] == []
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses", "/v1/messages"])
+def test_what_one_route_serves_another_does_not_ignore(path):
+    """Each field of a route that generates is served by the others, or refused, or has no effect anywhere."""
+    fields = {
+        name for other in GENERATING for name in TABLES[other].kind.__struct_fields__ + tuple(TABLES[other].refused)
+    }
+    table = TABLES[path]
+    known = {*table.kind.__struct_fields__, *table.refused, *table.without_effect, *OF_ONE_ROUTE}
+    assert len(fields) > 100
+    assert fields - known == set()
 
 
 @pytest.mark.parametrize("table", ALL_TABLES, ids=lambda table: table.kind.__name__)
@@ -119,6 +151,13 @@ def test_an_unknown_field_is_ignored_and_warned_of_once(tmp_path):
             "messages.0.content.0.x",
         ),
         ({"stream": True, "stream_options": {"include": True}}, "stream_options.include"),
+        ({"tools": [TOOL, TOOL | {"mood": 1}], "tool_choice": "none"}, "tools.1.mood"),
+        ({"tools": [{**TOOL, "function": {"name": "g", "mood": 1}}]}, "tools.0.function.mood"),
+        ({"response_format": {"type": "json_object", "mood": 1}}, "response_format.mood"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "mood": 1}}},
+            "response_format.json_schema.mood",
+        ),
     ],
     ids=str,
 )
@@ -127,6 +166,66 @@ def test_strict_fields_refuse_what_is_unknown(strict, fields, param):
     assert response.status_code == 400
     assert (response.json()["error"]["param"], response.json()["error"]["code"]) == (param, "unknown_parameter")
     assert post(strict, user="me", store=True, tools=None).status_code == 200
+
+
+def test_strict_fields_hold_for_the_parts_of_other_routes(strict):
+    format_with_more = {"type": "json_schema", "name": "a", "schema": {}, "mood": 1}
+    refused = post(strict, "/v1/responses", text={"format": format_with_more})
+    assert refused.json()["error"]["param"] == "text.format.mood"
+    refused = post(strict, "/v1/responses", tools=[{"type": "function", "name": "f", "mood": 1}])
+    assert refused.json()["error"]["param"] == "tools.0.mood"
+    refused = post(strict, "/v1/messages", tools=[{"name": "f", "mood": 1}])
+    assert refused.json()["error"]["message"].startswith("tools.0.mood: ")
+    format_with_more = {"type": "json_schema", "schema": {}, "mood": 1}
+    refused = post(strict, "/v1/messages", output_config={"format": format_with_more})
+    assert refused.json()["error"]["message"].startswith("output_config.format.mood: ")
+
+
+def test_a_tool_may_say_how_it_is_cached():
+    state = state_of(StubClient(DONE), strict_fields=True)
+    mark = {"cache_control": {"type": "ephemeral"}}
+    for path, tool, none in (
+        (CHAT, {"type": "function", "function": TOOL["function"] | mark}, "none"),
+        ("/v1/responses", {"type": "function", "name": "f"}, "none"),
+        ("/v1/messages", {"name": "f"}, {"type": "none"}),
+    ):
+        answer = call(state, "POST", path, json=BASE[path] | {"tools": [tool | mark], "tool_choice": none})
+        assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("name", ["best_of", "messages"])
+def test_a_refused_field_that_is_no_text_is_the_clients_fault(name):
+    body = b'{"prompt": "a", "%s": "\xff"}' % name.encode()
+    headers = {"content-type": "application/json"}
+    assert call(state_of(StubClient(DONE)), "POST", COMPLETIONS, content=body, headers=headers).status_code == 400
+
+
+@pytest.mark.parametrize("tools", [5, "f", [5], [[5]], [TOOL, 5], {"type": "function"}, [None]], ids=str)
+def test_tools_of_another_form_are_named(tools):
+    response = call(state_of(StubClient(DONE)), "POST", CHAT, json=BASE[CHAT] | {"tools": tools})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+
+
+def test_fields_of_the_chat_reach_the_engine_from_other_routes():
+    client = StubClient(DONE)
+    state = state_of(client)
+    common = {"priority": 3, "timeout_s": 60}
+    more = {"min_tokens": 1, "allowed_token_ids": [97, 98], "bad_words": ["c"], "truncate_prompt_tokens": 5}
+    answers = [
+        call(state, "POST", path, json=BASE[path] | fields)
+        for path, fields in (("/v1/responses", common | more), ("/v1/messages", common))
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    of_response, of_message = client.submitted
+    for submitted in client.submitted:
+        assert submitted.priority == 3
+        assert 50 < submitted.deadline_s <= 60
+    sampling = of_response.sampling
+    assert (sampling.min_tokens, sampling.allowed_token_ids, sampling.bad_words) == (1, (97, 98), ((99,),))
+    assert len(of_response.prompt) < len(of_message.prompt)
+    limited = BASE["/v1/responses"] | {"structured_outputs": {"choice": ["a"]}}
+    assert call(state, "POST", "/v1/responses", json=limited).status_code == 200
+    assert client.submitted[-1].sampling.grammar is not None
 
 
 def test_strict_fields_hold_for_tokenize(strict):

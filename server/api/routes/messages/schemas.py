@@ -6,7 +6,16 @@ from typing import Any
 
 import msgspec
 
-from server.api.request.fields import NO_OTHER_INPUT, NO_PLUG_INS, NO_TRANSFER, NO_WATERMARKS, FieldTable, Refused
+from server.api.request.fields import (
+    NO_OTHER_INPUT,
+    NO_PLUG_INS,
+    NO_TRANSFER,
+    NO_WATERMARKS,
+    TOOL_WITHOUT_EFFECT,
+    FieldTable,
+    Refused,
+    of_other_routes,
+)
 from server.api.request.schemas import Declared
 
 
@@ -48,10 +57,17 @@ class MessageToolChoice(Declared):
     disable_parallel_tool_use: bool | None = None
 
 
+class OutputFormat(Declared):
+    """The form of the output's text."""
+
+    type: str
+    schema: dict[str, Any] | None = None
+
+
 class OutputConfig(Declared):
     """What is asked of the output's text."""
 
-    format: dict[str, Any] | None = None  # {"type": "json_schema", "schema": ...}
+    format: OutputFormat | None = None
 
 
 class CountRequest(Declared, kw_only=True):
@@ -63,6 +79,7 @@ class CountRequest(Declared, kw_only=True):
     tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     tool_choice: MessageToolChoice | None = None
     output_config: OutputConfig | None = None
+    chat_template_kwargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET  # beyond Anthropic's
 
 
 class MessagesRequest(CountRequest, kw_only=True):
@@ -78,6 +95,8 @@ class MessagesRequest(CountRequest, kw_only=True):
     seed: int | None = None
     cache_salt: str | None = None
     ignore_eos: bool | None = None
+    priority: int | None = None
+    timeout_s: float | None = None
 
 
 _CONTENT = {"cache_control", "citations", "caller"}
@@ -87,11 +106,13 @@ _INNER = {
     "system": _BLOCK,
     "tool_choice": FieldTable(kind=MessageToolChoice),
     "output_config": FieldTable(
-        kind=OutputConfig, refused={"effort": Refused("a level of effort is not supported yet", ("high",))}
+        kind=OutputConfig,
+        refused={"effort": Refused("a level of effort is not supported yet", ("high",))},
+        inner={"format": FieldTable(kind=OutputFormat)},
     ),
+    "tools": FieldTable(kind=MessageTool, without_effect=TOOL_WITHOUT_EFFECT),
 }
 _REFUSED = {
-    "chat_template_kwargs": Refused("variables of the template are not supported yet here"),
     "container": Refused("running code is not supported yet"),
     "context_management": Refused("making a conversation shorter is not supported yet"),
     "ec_transfer_params": NO_TRANSFER,
@@ -106,6 +127,9 @@ _REFUSED = {
 _WITHOUT_EFFECT = frozenset({"metadata", "service_tier", "cache_control", "betas", "inference_geo"})
 
 MESSAGES_FIELDS = FieldTable(
-    kind=MessagesRequest, refused=_REFUSED, without_effect=_WITHOUT_EFFECT, inner=_INNER
+    kind=MessagesRequest,
+    refused=of_other_routes(MessagesRequest) | _REFUSED,
+    without_effect=_WITHOUT_EFFECT,
+    inner=_INNER,
 )  # fmt: skip
 COUNT_FIELDS = FieldTable(kind=CountRequest, refused=_REFUSED, without_effect=_WITHOUT_EFFECT, inner=_INNER)

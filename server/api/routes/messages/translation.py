@@ -36,10 +36,21 @@ def chat_request(body: CountRequest) -> ChatRequest:
         tool_choice=_chat_tool_choice(body.tool_choice),
         parallel_tool_calls=parallel,
         response_format=_response_format(body),
+        chat_template_kwargs=body.chat_template_kwargs,
     )
     if isinstance(body, MessagesRequest):
         chat.max_tokens = body.max_tokens
-        for name in ("stream", "temperature", "top_p", "top_k", "seed", "ignore_eos", "cache_salt"):
+        for name in (
+            "stream",
+            "temperature",
+            "top_p",
+            "top_k",
+            "seed",
+            "ignore_eos",
+            "cache_salt",
+            "priority",
+            "timeout_s",
+        ):
             setattr(chat, name, getattr(body, name))
         chat.stop = body.stop_sequences
     return chat
@@ -47,12 +58,12 @@ def chat_request(body: CountRequest) -> ChatRequest:
 
 def _response_format(body: CountRequest) -> msgspec.Raw | msgspec.UnsetType:
     text_format = None if body.output_config is None else body.output_config.format
-    match text_format:
-        case None:
-            return msgspec.UNSET
-        case {"type": "json_schema", "schema": schema}:
-            return msgspec.Raw(msgspec.json.encode({"type": "json_schema", "json_schema": {"schema": schema}}))
-    raise invalid("output_config.format", 'must be {"type": "json_schema", "schema": ...}')
+    if text_format is None:
+        return msgspec.UNSET
+    if text_format.type != "json_schema" or text_format.schema is None:
+        raise invalid("output_config.format", 'must be {"type": "json_schema", "schema": ...}')
+    schema = {"type": "json_schema", "json_schema": {"schema": text_format.schema}}
+    return msgspec.Raw(msgspec.json.encode(schema))
 
 
 def _messages(where: str, turn: InputMessage) -> Iterable[Message]:

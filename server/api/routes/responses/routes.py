@@ -29,13 +29,13 @@ from server.api.route import EVENTS, JSON, ApiRoute
 from server.api.routes.chat import start_chat
 from server.api.routes.responses.input_items import items_page
 from server.api.routes.responses.record import CANCELLED, ResponseRecord
-from server.api.routes.responses.schemas import RESPONSES_FIELDS, ResponsesRequest
+from server.api.routes.responses.schemas import RESPONSES_FIELDS, FunctionTool, ResponsesRequest
 from server.api.routes.responses.scores import ScoreWriter
 from server.api.routes.responses.store import ResponseStore
 from server.api.routes.responses.translation import (
-    FunctionTool,
     chat_request,
     check_retrieval,
+    format_fields,
     input_messages,
     own_names,
     read_function_tools,
@@ -265,6 +265,7 @@ def _check_metadata(metadata: dict[str, str] | None) -> None:
 def _repeated(body: ResponsesRequest, tools: list[FunctionTool], model: str, state: ServerState) -> dict[str, Any]:
     """The fields of the response that repeat the request, with defaults filled in."""
     defaults = state.settings.generation_defaults
+    text_format = body.text.format if body.text else None
     return {
         "model": model,
         "instructions": body.instructions,
@@ -275,7 +276,7 @@ def _repeated(body: ResponsesRequest, tools: list[FunctionTool], model: str, sta
         "tools": tools,
         "tool_choice": body.tool_choice or "auto",
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
+        "text": {"format": {"type": "text"} if text_format is None else format_fields(text_format)},
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": None, "summary": None},
         "store": body.store is not False,

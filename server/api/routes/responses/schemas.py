@@ -12,8 +12,10 @@ from server.api.request.fields import (
     NO_REASONING,
     NO_TRANSFER,
     NO_WATERMARKS,
+    TOOL_WITHOUT_EFFECT,
     FieldTable,
     Refused,
+    of_other_routes,
 )
 from server.api.request.schemas import Declared
 
@@ -38,10 +40,30 @@ class InputItem(Declared):
     output: str | list[InputPart] | None = None
 
 
+class TextFormat(Declared):
+    """The form of the text: free, JSON, or JSON by a schema."""
+
+    type: str
+    schema: dict[str, Any] | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
 class TextOptions(Declared):
     """What the text of the answer is to be."""
 
-    format: dict[str, Any] | None = None
+    format: TextFormat | None = None
+
+
+class FunctionTool(Declared):
+    """A tool of a body's `tools`."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class ResponsesRequest(Declared, kw_only=True):
@@ -76,18 +98,31 @@ class ResponsesRequest(Declared, kw_only=True):
     skip_special_tokens: bool | None = None
     logit_bias: dict[str, float] | None = None
     ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     priority: int | None = None
+    timeout_s: float | None = None
     cache_salt: str | None = None
     chat_template_kwargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    documents: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    structured_outputs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 _PART = FieldTable(kind=InputPart, without_effect=frozenset({"annotations", "logprobs"}))
 _ITEM = FieldTable(
     kind=InputItem, without_effect=frozenset({"id", "status", "phase"}), inner={"content": _PART, "output": _PART}
 )
+_WITHOUT_EFFECT = frozenset(
+    "max_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier service_tier "
+    "session_id spaces_between_special_tokens stream_options user".split()
+)
 RESPONSES_FIELDS = FieldTable(
     kind=ResponsesRequest,
-    refused={
+    refused=of_other_routes(ResponsesRequest, but=_WITHOUT_EFFECT)
+    | {
         "background": Refused("answering after the connection has closed is not supported yet"),
         "context_management": Refused("making a conversation shorter is not supported yet"),
         "ec_transfer_params": NO_TRANSFER,
@@ -105,15 +140,11 @@ RESPONSES_FIELDS = FieldTable(
         "reasoning": NO_REASONING,
         "request_id": Refused("ids of responses are made by the server: they must be unique"),
         "return_mm_kwargs": NO_OTHER_INPUT,
-        "structured_outputs": Refused("this way to ask for structured output is not supported yet: there is `text`"),
         "truncation": Refused("cutting prompts is not supported yet", ("disabled",)),
         "vllm_xargs": NO_PLUG_INS,
         "watermarking": NO_WATERMARKS,
     },
-    without_effect=frozenset(
-        "max_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier service_tier "
-        "session_id spaces_between_special_tokens stream_options user".split()
-    ),
+    without_effect=_WITHOUT_EFFECT,
     inner={
         "input": _ITEM,
         "text": FieldTable(
@@ -121,6 +152,8 @@ RESPONSES_FIELDS = FieldTable(
             refused={
                 "verbosity": Refused("a level of verbosity is not supported yet: say it in a message", ("medium",))
             },
+            inner={"format": FieldTable(kind=TextFormat)},
         ),
+        "tools": FieldTable(kind=FunctionTool, without_effect=TOOL_WITHOUT_EFFECT),
     },
 )

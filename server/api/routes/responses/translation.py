@@ -13,7 +13,7 @@ from server.api.request.raw_json import read_raw
 from server.api.request.schemas import ChatRequest, ContentPart, FunctionCall, Message, ToolCall
 from server.api.request.template_input import check_role
 from server.api.request.tools import MAX_TOOLS_BYTES
-from server.api.routes.responses.schemas import InputItem, InputPart, ResponsesRequest
+from server.api.routes.responses.schemas import FunctionTool, InputItem, InputPart, ResponsesRequest, TextFormat
 from server.http.errors import RequestError, invalid, unsupported
 
 # chat's names -> the names of this route
@@ -35,21 +35,19 @@ _SAME = (
         "stop_token_ids",
         "ignore_eos",
         "priority",
+        "min_tokens",
+        "allowed_token_ids",
+        "bad_words",
+        "truncate_prompt_tokens",
+        "truncation_side",
+        "timeout_s",
         "cache_salt",
         "chat_template_kwargs",
+        "documents",
+        "structured_outputs",
     ),
     *("parallel_tool_calls", "include_stop_str_in_output", "skip_special_tokens", "logit_bias"),
 )
-
-
-class FunctionTool(msgspec.Struct):
-    """A tool in the form of the Responses API."""
-
-    type: str
-    name: str | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 _tools = msgspec.json.Decoder(list[FunctionTool] | None)
@@ -124,14 +122,19 @@ def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
     return {"type": fields.pop("type"), "function": fields}
 
 
-def _response_format(text_format: dict[str, Any] | None) -> msgspec.Raw | msgspec.UnsetType:
+def _response_format(text_format: TextFormat | None) -> msgspec.Raw | msgspec.UnsetType:
     """The format in chat's form, where the schema is one level deeper."""
     if text_format is None:
         return msgspec.UNSET
-    if text_format.get("type") == "json_schema":
-        schema = {name: value for name, value in text_format.items() if name != "type"}
-        text_format = {"type": "json_schema", "json_schema": schema}
-    return msgspec.Raw(msgspec.json.encode(text_format))
+    fields = format_fields(text_format)
+    kind = fields.pop("type")
+    schema = {"json_schema": fields} if kind == "json_schema" else fields
+    return msgspec.Raw(msgspec.json.encode({"type": kind, **schema}))
+
+
+def format_fields(text_format: TextFormat) -> dict[str, Any]:
+    """The fields that were given."""
+    return {name: value for name, value in msgspec.structs.asdict(text_format).items() if value is not None}
 
 
 def _tool_choice(choice: str | Mapping[str, Any] | None) -> str | dict[str, Any] | None:
