@@ -2,11 +2,11 @@
 
     python -m scripts.soak [--seconds 600] [-- FLAGS OF scripts/serve]
 
-Starts a server on this machine. Ordinary clients send greedy requests whose answers are known: chats, structured
-output and tool calls, streamed and whole, and embeddings. Attackers run `benchmarks/load/attacks.py`. At the end no
-request may run, no page may be used, no program may have been compiled, and the memory of both processes must not
-have grown. The log must have only the warnings that the attacks provoke. If one of these conditions fails, the exit
-code is 1.
+Starts a server on this machine, and waits until it has compiled all of its programs. Ordinary clients send greedy
+requests whose answers are known: chats, structured output and tool calls, streamed and whole, and embeddings.
+Attackers run `benchmarks/load/attacks.py`. At the end no request may run, no page may be used, no program may have
+been compiled, and the memory of both processes must not have grown. The log must have only the warnings that the
+attacks provoke. If one of these conditions fails, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -121,6 +121,15 @@ async def metrics(session: aiohttp.ClientSession) -> dict[str, float]:
     }
 
 
+async def compiled_all(session: aiohttp.ClientSession) -> None:
+    """Waits until no program is to come: compiling one takes memory. Raises RuntimeError after START_S."""
+    deadline = time.monotonic() + START_S
+    while left := (await metrics(session))["num_programs_to_come"]:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{left:.0f} programs are not compiled after {START_S:.0f} s")
+        await asyncio.sleep(SAMPLE_S)
+
+
 async def settle(session: aiohttp.ClientSession, account: Account) -> None:
     """Waits until the engine is idle, and notes what it has not let go of."""
     deadline = time.monotonic() + IDLE_S
@@ -144,6 +153,7 @@ async def soak(url: str, server: psutil.Process, model: str, args: argparse.Name
     account = Account()
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, connector=connector) as session:
+        await compiled_all(session)
         questions = [*TEXTS, *CONSTRAINED, *(TEXTS_TO_EMBED if args.embeddings else [])]
         expected = [(question, await ask(session, question, model, stream=False)) for question in questions]
         until = time.monotonic() + args.seconds
