@@ -18,6 +18,7 @@ from model.inputs.gguf import is_gguf
 from model.inputs.json_file import check_size
 from model.inputs.limits import MAX_TOKENIZER_BYTES, MAX_VOCAB_SIZE
 from model.inputs.words import shown
+from server.text.byte_level_bpe import byte_letters
 from server.text.gguf_tokenizer import read_gguf_tokenizer
 from server.text.tiktoken_model import tokenizer_from_tiktoken
 from server.text.tokenizer_files import chat_template, special_tokens
@@ -175,9 +176,7 @@ def _in_words(what: str) -> Iterator[None]:
 def _token_bytes(vocab: Mapping[str, int], added: set[str], vocab_size: int) -> list[bytes]:
     """The bytes of each id. A token with letters outside the byte alphabet stands for itself, as in the library's
     decoder."""
-    from server.text.transformers_parts import bytes_to_unicode
-
-    to_byte = {ord(letter): byte for byte, letter in bytes_to_unicode().items()}
+    to_byte = {ord(letter): byte for byte, letter in enumerate(byte_letters())}
     alphabet = frozenset(map(chr, to_byte))
     known = {token: id for token, id in vocab.items() if id < vocab_size}
     table = [b""] * (max(known.values(), default=-1) + 1)

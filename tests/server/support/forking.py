@@ -58,9 +58,7 @@ def watched(message: int, stdout: int, stderr: int, status: int) -> bytes:
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests' process decides when this one ends
-    # What a server imports, at once or once its port is bound.
-    import server.main
-    import server.text.transformers_parts  # noqa: F401
+    import server.main  # noqa: F401 - with all that a server imports
 
     with socket.socket(fileno=int(sys.argv[1])) as control:
         asked = next_server(control)
