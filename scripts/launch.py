@@ -29,7 +29,6 @@ from scripts.wiring.settings import EngineSettings, ServedSettings, add_engine_f
 from scripts.wiring.stand_in_tokenizer import tokenizer_folder
 from scripts.wiring.tls import add_tls_flags, tls_files
 from server.engine.scratch_folder import ScratchFolder
-from server.follower import run_follower
 from server.logs import FORMAT as LOG_FORMAT
 from server.main import run
 from server.settings import DEFAULT_MAX_REQUEST_LOGPROBS, DEFAULT_METRICS_PREFIX, GenerationDefaults, Settings
@@ -252,6 +251,8 @@ def main(argv: list[str] | None = None) -> int:
                 return run(settings, ENGINE, first, more_engines=others, report=say, on_ready=on_ready)
             if cluster.is_leader:
                 return run(settings, LEADER, served, report=say, on_ready=on_ready)
+            from server.follower import run_follower
+
             return run_follower(settings, FOLLOWER, served, report=say, on_ready=on_following)
     except (Exception, KeyboardInterrupt) as error:
         return failed("scripts/serve", error, debug=args.debug)

@@ -1,4 +1,7 @@
-"""Starts and ends the engine's process and the HTTP server. `run` is the entry point for `scripts`."""
+"""Starts and ends the engine's process and the HTTP server. `run` is the entry point for `scripts`.
+
+What an engine does not need is imported after its process has been started: it takes a third of a second.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,20 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from server.api.tracing import Tracer, make_tracer
-from server.app import create_app
 from server.engine.group import started
 from server.engine.link import EngineFailedError
-from server.fleet.parent import run_fleet
 from server.http.address import BACKLOG, address_in_error, bind, removed, url_of
 from server.http.descriptors import raise_limit
-from server.http.server import HttpServer, connection_limits
 from server.http.signals import Signals, first_of
-from server.http.tls.refresh import TlsContexts
-from server.serving import EXIT_OK, load_state, serve
 from server.settings import Settings
+
+if TYPE_CHECKING:
+    from server.api.tracing import Tracer
+    from server.http.tls.refresh import TlsContexts
 
 
 def run(
@@ -51,9 +52,10 @@ def run(
     """
     raise_limit()
     if settings.api_server_count > 1:
+        from server.fleet.parent import run_fleet
+
         return run_fleet(settings, engine_target, [engine_args, *more_engines], report=report, on_ready=on_ready)
-    tls = None if settings.tls is None else TlsContexts(settings.tls)
-    tracer = make_tracer(settings)
+    tls, tracer = _tls(settings), _tracer(settings)
     try:
         with bind(settings) as listener, removed(settings.uds):
             engines = [engine_args, *more_engines]
@@ -76,6 +78,10 @@ async def _run(
     signalled = Signals()
     client = started(engine_target, engines, report=report, debug=settings.debug)
     try:
+        from server.app import create_app
+        from server.http.server import HttpServer, connection_limits
+        from server.serving import EXIT_OK, load_state, serve
+
         limits = connection_limits(settings)
         starting = asyncio.create_task(client.start())
         starting.add_done_callback(_see)  # if the tokenizer fails too, only its error is raised
@@ -101,6 +107,22 @@ async def _run(
         raise EngineFailedError(f"The engine could not start: {error}") from error
     finally:
         await client.stop()
+
+
+def _tls(settings: Settings) -> TlsContexts | None:
+    if settings.tls is None:
+        return None
+    from server.http.tls.refresh import TlsContexts
+
+    return TlsContexts(settings.tls)
+
+
+def _tracer(settings: Settings) -> Tracer | None:
+    if settings.otlp_traces_endpoint is None:
+        return None
+    from server.api.tracing import make_tracer
+
+    return make_tracer(settings)
 
 
 def _see(task: asyncio.Task[Any]) -> None:

@@ -9,15 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import constants
 
 from model import presets
 from model.config import GenerationFile, LlamaConfig, end_id_problems, end_ids
@@ -34,8 +26,6 @@ COPIES = Path(constants.HF_HOME) / "pallas-serve"  # of files in buckets, next t
 
 _WEIGHT_FILES = ["*.safetensors"]
 _TORCH_FILE = "pytorch_model.bin"
-# Some repositories hold the same weights in the trainer's form, too.
-_NEEDLESS_FILES = ["*/*", "consolidated*"]
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -92,10 +82,10 @@ def resolve(name: str, *, revision: str | None = None, weights: bool = True) -> 
         case Kind.FOLDER:
             folder = local_folder(where)
         case Kind.HUB:
-            folder = _download(name, revision, SMALL_FILES)
+            folder = _from_hub(name, revision, SMALL_FILES)
             LlamaConfig.from_file(folder)  # refuses an unsupported model before its weights are downloaded
             if weights:
-                folder = _download(name, revision, [*SMALL_FILES, *_WEIGHT_FILES])
+                folder = _from_hub(name, revision, [*SMALL_FILES, *_WEIGHT_FILES])
             where = folder
     config = LlamaConfig.from_file(folder)
     ends = _end_ids(folder, config)
@@ -130,9 +120,9 @@ def head_folder(name: str, *, weights: bool = True) -> Path:
         return fetched_folder(where, COPIES, patterns, max_bytes=None)
     if is_url(name) or not _HUB_NAME.fullmatch(name):
         raise ValueError(f"no head {name!r}: it can be a folder or a hub name (org/head)")
-    folder = _download(name, None, [*SMALL_FILES, *(_WEIGHT_FILES if weights else ())])
+    folder = _from_hub(name, None, [*SMALL_FILES, *(_WEIGHT_FILES if weights else ())])
     if weights and not any(folder.glob("*.safetensors")):
-        folder = _download(name, None, [*SMALL_FILES, _TORCH_FILE])
+        folder = _from_hub(name, None, [*SMALL_FILES, _TORCH_FILE])
     return folder
 
 
@@ -164,29 +154,10 @@ def _instead(folder: Place) -> str:
     return f"; name a GGUF file in it, such as {found[0]}" if found else ""
 
 
-def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    asked = name if revision is None else f"{name} at revision {revision}"
-    try:
-        options = {"allow_patterns": list(patterns), "ignore_patterns": _NEEDLESS_FILES}
-        folder = snapshot_download(name, revision=revision, **options)
-    except GatedRepoError as error:
-        raise ValueError(
-            f"{asked} is gated: accept its licence on its hub page, then log in with `hf auth login`"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise ValueError(f"the hub has {name}, but no such revision: {revision=}") from error
-    except RepositoryNotFoundError as error:
-        raise ValueError(
-            f"there is no folder {name}, and the hub knows no {asked} (a private one needs `hf auth login`)"
-        ) from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        raise ValueError(
-            f"{asked} is neither a folder nor in the local hub cache, and the hub cannot be reached; "
-            f"offline, give a folder with config.json and safetensors files"
-        ) from error
-    except HfHubHTTPError as error:
-        raise ValueError(f"the hub refused {asked}: {error}") from error
-    return Path(folder)
+def _from_hub(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    from model.loading.hub import download  # the hub's client takes 0.1 s of a start, and most starts need none
+
+    return download(name, revision, patterns)
 
 
 def _end_ids(folder: Path, config: LlamaConfig) -> tuple[int, ...]:

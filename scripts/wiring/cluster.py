@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,6 +164,9 @@ def _tpu_vm(environment: Mapping[str, str]) -> Place | None:
 
 def _metadata(environment: Mapping[str, str], name: str) -> str | None:
     """Raises ValueError if the server does not answer: whether there are other hosts is then unknown."""
+    import urllib.error
+    import urllib.request
+
     host = environment.get("GCE_METADATA_IP", "metadata.google.internal")
     url = f"http://{host}/computeMetadata/v1/instance/attributes/{name}"
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})

@@ -11,7 +11,7 @@ from flax import nnx
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from model.config import LlamaConfig
-from model.loading import source
+from model.loading import hub as hub_client
 from model.loading.source import Kind, resolve
 from model.network.sharding import abstract_model
 from model.presets import PRESETS
@@ -112,7 +112,7 @@ def hub(monkeypatch, answer):
         calls.append((name, revision, allow_patterns))
         return answer(allow_patterns)
 
-    monkeypatch.setattr(source, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(hub_client, "snapshot_download", snapshot_download)
     return calls
 
 

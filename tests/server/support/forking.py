@@ -58,7 +58,10 @@ def watched(message: int, stdout: int, stderr: int, status: int) -> bytes:
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests' process decides when this one ends
-    import server.main  # noqa: F401 - with all that a server imports
+    # What a server imports, at once or once the engine's process has been started.
+    import server.app
+    import server.main
+    import server.serving  # noqa: F401
 
     with socket.socket(fileno=int(sys.argv[1])) as control:
         asked = next_server(control)
