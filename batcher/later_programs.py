@@ -69,4 +69,4 @@ def compile_while_serving(
             inbox.failed(error)
             return
         later.arrived(bucket)
-    report(f"compiled {num_left} more programs in {clock() - started_s:.1f} s while serving")
+    report(f"{num_left} more programs came in {clock() - started_s:.1f} s while serving")

@@ -104,7 +104,7 @@ def generate(
         if any(key not in journal for key in keys):
             with load() as llm:
                 llm.post_all(requests(), on_answer)
-    return journal.write_ordered(iter(keys), output.place, output.ordered)
+    return journal.write_ordered(iter(keys), output.ordered, output.publish)
 
 
 def main(argv: list[str] | None = None) -> int:

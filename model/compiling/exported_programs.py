@@ -82,11 +82,11 @@ class ExportedPrograms[K: Hashable]:
         serialized, _, _ = serialize_executable.serialize(executable)
         self._files.write(self._path(key), serialized)
 
-    def discard(self) -> None:
-        """Deletes the executables that were loaded."""
-        for key in self.found:
+    def discard(self, keys: Iterable[K]) -> None:
+        """Deletes executables, which are not found any more."""
+        for key in keys:
             self._path(key).unlink(missing_ok=True)
-        self.found.clear()
+            self.found.discard(key)
 
     def _path(self, key: K) -> Path:
         path = self._files.path(self._names[key], *self._programs[key].shapes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Container, Iterable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import jax
 
 from batcher.step import Bucket
 from model.compiling.compilation import Compilation
-from model.compiling.compile_cache import CompileCounter
+from model.compiling.compile_cache import CompileCounter, compiling_anew
 from model.compiling.compiler_options import compiler_options
 from model.compiling.exported_programs import ExportedPrograms, executable_fingerprint
 from model.compiling.traced_programs import Program, TracedPrograms, fingerprint
@@ -38,6 +39,7 @@ class CompiledPrograms:
         self.bring_masks: Any
         self.reset_history: Any
         self.left: list[Bucket] = []  # for `compile_later`
+        self.untried: set[Bucket] = set()  # exported by an earlier start, loaded while serving, and not run yet
         self._described = described
         self._counter = CompileCounter()
         self._traced_folder = traced_folder
@@ -63,14 +65,16 @@ class CompiledPrograms:
             made_from = fingerprint(_PACKAGES, described.made_from, described.device)
             self._traced = TracedPrograms(self._traced_folder, made_from)
         programs: dict[Bucket | str, Program] = {bucket: described.step(bucket) for bucket in buckets}
-        self.left = [bucket for bucket in may_wait if not self._is_on_disk(bucket, programs[bucket])]
-        for bucket in self.left:
-            del programs[bucket]
+        self.left = list(may_wait)
+        if self._export_folder is None:
+            self.left = [bucket for bucket in may_wait if not self._is_on_disk(bucket, programs[bucket])]
         programs.update(described.updates())
         if self._export_folder is not None:
             names = {key: described.name(key) for key in programs}
             made_from = executable_fingerprint(_PACKAGES, described.made_from, described.device, self._options)
             self._exported = ExportedPrograms(self._export_folder, made_from, programs, names)
+        for bucket in self.left:
+            del programs[bucket]
         lower = {key: partial(self._lower, key, program) for key, program in programs.items()}
         self._compilation = Compilation(lower, self._options, self._counter, self._exported)
 
@@ -100,17 +104,33 @@ class CompiledPrograms:
 
     def compile_later(self, bucket: Bucket, report: Callable[[str], None]) -> None:
         """See `ModelRunner.compile_later`."""
-        with self._counter.expecting():
-            lowered = self._lower(bucket, self._described.step(bucket))
-            program = lowered.compile(compiler_options=self._options)
+        program = None if self._exported is None else self._exported.load(bucket)
+        if program is None:
+            program = self._compiled_now(bucket)
+        else:
+            self.untried.add(bucket)
         self._check_wide_copies({bucket: program}, report)
         self.steps[bucket] = program
 
     def compile_anew(self, report: Callable[[str], None]) -> None:
         """Compiles all programs in place of the exported ones, whose files are deleted."""
         assert self._exported is not None
-        self._exported.discard()
-        self.compile(self.steps, report)
+        self._exported.discard(list(self._exported.found))
+        self.compile([*self.steps, *self.left], report, self.left)
+
+    def compile_in_place(self, bucket: Bucket) -> None:
+        """Compiles one program in place of the exported one, whose file is deleted."""
+        assert self._exported is not None
+        self._exported.discard([bucket])
+        self.steps[bucket] = self._compiled_now(bucket)
+
+    def _compiled_now(self, bucket: Bucket) -> jax.stages.Compiled:
+        """Compiles a program that is not counted, and exports it."""
+        with self._counter.expecting(), nullcontext() if self._exported is None else compiling_anew():
+            program = self._lower(bucket, self._described.step(bucket)).compile(compiler_options=self._options)
+        if self._exported is not None:
+            self._exported.store(bucket, program)
+        return program
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -152,7 +172,7 @@ class CompiledPrograms:
         if self._exported is not None and self._exported.found:
             before += f", {len(self._exported.found)} more were exported before"
             num_compiled -= len(self._exported.found)
-        later = f"; {len(self.left)} more are compiled while serving" if self.left else ""
+        later = f"; {len(self.left)} more come while serving" if self.left else ""
         return (
             f"compiled {num_compiled} programs in {now - compilation.started_s:.1f} s{early} "
             f"({compilation.num_from_disk} came from the disk; tracing took {compilation.tracing_s:.1f} s{before})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Collection, Container, Iterable
@@ -26,6 +27,8 @@ from model.inputs.words import one_line
 from model.network.eagle import EagleHead
 from model.network.llama import Llama
 from pallas_kernels.api import PagedAttention
+
+logger = logging.getLogger(__name__)
 
 CPU_FIRST_RUNS_S = 2.0
 
@@ -85,6 +88,7 @@ class ModelRunner:
             )
         self._described = StepPrograms(model, attention, config, self._num_pages, draft)
         self._programs = CompiledPrograms(self._described, traced_folder=traced_folder, export_folder=export_folder)
+        self._make_state = _maker_of(self._described.state_like)
         self._on_host: list[np.ndarray] | None = None  # the weights, while they are not on the device
         if _is_in_place(model):
             self.place(model, kv_scales, draft=None if draft is None else draft[0])
@@ -107,7 +111,7 @@ class ModelRunner:
                 jax.device_put(scales, like.sharding)
                 for scales, like in zip(kv_scales, self._described.kv_scales_like, strict=True)
             ]
-        self._state = self._allocate()
+        self._state = self._make_state()
         self._on_host = None
 
     def release(self) -> None:
@@ -126,7 +130,7 @@ class ModelRunner:
         likes = zip(self._on_host, self._described.weights_like, strict=True)
         self._weights = [jax.device_put(array, like.sharding) for array, like in likes]
         self._on_host = None
-        self._state = self._allocate()
+        self._state = self._make_state()
 
     def capacity(self) -> Capacity:
         """The limits of the scheduler."""
@@ -182,8 +186,9 @@ class ModelRunner:
         self._programs.compile(buckets, report, may_wait)
 
     def compile_later(self, bucket: Bucket, report: Callable[[str], None]) -> None:
-        """Compiles the program of a bucket that `warm_up` has left, while other threads execute steps. Its memory is
-        not checked: the largest programs are compiled before.
+        """Compiles the program of a bucket that `warm_up` has left, or loads it if it was exported, while other threads
+        execute steps. Its memory is not checked: the largest programs are compiled before. An exported program runs
+        on padding before its first step.
 
         Raises:
             ValueError: as `wide_copies.check`.
@@ -227,6 +232,8 @@ class ModelRunner:
         described, programs = self._described, self._programs
         if step.bucket not in programs.steps:
             raise KeyError(f"{step.bucket} has no program: warm_up was not given it")
+        if step.bucket in programs.untried:
+            self._try(step.bucket)
         state = self._state
         slots, history, masks = state.slots, state.history, state.masks
         for patches in step.patches:
@@ -245,6 +252,19 @@ class ModelRunner:
         )
         return StepResult(output, layout)
 
+    def _try(self, bucket: Bucket) -> None:
+        """Runs an exported program on padding before its first step, and waits for it. If it fails, it is compiled,
+        while all requests wait. Raises JAX's error if the failure has cost the state; the step then fails, too."""
+        self._programs.untried.discard(bucket)
+        padding = replace(self._described.padding(bucket), patches=(), penalty_resets=(), masks=())
+        try:
+            self.execute(padding).result()
+        except jax.errors.JaxRuntimeError as error:
+            logger.warning("an exported program fails, and is compiled: %s: %s", bucket, one_line(str(error)))
+            self._programs.compile_in_place(bucket)
+            if any(array.is_deleted() for array in jax.tree.leaves(self._state)):
+                raise
+
     def products_only(self, bucket: Bucket) -> Callable[[], jax.Array]:
         """Compiles a program of the bucket's matrix products and norms only, as a baseline for step times."""
         described = self._described
@@ -261,12 +281,9 @@ class ModelRunner:
         smallest = min(tuple(self._programs.steps))  # another thread may be adding one
         self.execute(self._described.padding(smallest)).result()
 
-    def _allocate(self) -> DeviceState:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), self._described.state_like)
-
     def _reallocate(self) -> None:
         self._free_state()
-        self._state = self._allocate()
+        self._state = self._make_state()
 
     def _free_state(self) -> None:
         for array in jax.tree.leaves(self._state):
@@ -279,6 +296,12 @@ class ModelRunner:
         if not _is_in_place(model):
             memory = replace(memory, free=memory.free - needs.weights)
         return memory_plan.plan_pages(memory, needs, self._config, page_size=self._attention.spec.page_size)
+
+
+def _maker_of(like: DeviceState) -> Callable[[], DeviceState]:
+    """Makes an empty state by one program: one for each array would be traced and compiled each."""
+    shardings = jax.tree.map(lambda x: x.sharding, like)
+    return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like), out_shardings=shardings)
 
 
 def _is_in_place(model: Llama) -> bool:

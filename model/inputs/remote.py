@@ -158,10 +158,14 @@ class RemotePath:
     def write_text(self, text: str, encoding: str = "utf-8") -> None:
         self.write_bytes(text.encode(encoding))
 
-    def copy_from(self, local: Path) -> None:
-        """As `write_bytes`, with the content of a file of this machine."""
+    def copy_from(self, local: Path, *, is_new: bool = False) -> None:
+        """As `write_bytes`, with the content of a file of this machine.
+
+        Args:
+            is_new: raises FileExistsError if the file is there, also if another machine has written it in this moment.
+        """
         with self._writing():
-            self._files().put_file(str(local), self.path)
+            self._files().put_file(str(local), self.path, mode="create" if is_new else "overwrite")
         self._check_written(local.stat().st_size)
 
     def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
@@ -256,11 +260,13 @@ def filesystem(scheme: str) -> Any:
 
 @contextmanager
 def _in_words(place: RemotePath) -> Iterator[None]:
-    """Raises ValueError in place of the clients' many error types, and FileNotFoundError as it is."""
+    """Raises ValueError in place of the clients' many error types; FileNotFoundError and FileExistsError stay."""
     try:
         yield
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, "there is no such file in the bucket", str(place)) from error
+    except FileExistsError as error:
+        raise FileExistsError(errno.EEXIST, "the file is there already", str(place)) from error
     except ValueError as error:
         message = str(error)
         raise ValueError(message if message.startswith(str(place)) else f"{place}: {message}") from error

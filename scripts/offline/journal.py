@@ -5,12 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Self
-
-from model.inputs.paths import Place
-from model.inputs.remote import RemotePath
 
 Key = tuple[int, str]  # a line's number and its digest
 
@@ -32,6 +29,7 @@ class Journal:
         self._places: dict[Key, tuple[int, int]] = {}  # -> offset, size
         self._end = 0
         self._is_finished = False
+        self._objection: str | None = None  # why this run must not go on
         self._is_forgotten = False  # the file still has records of an earlier run, which do not count
         try:
             self._read_back()
@@ -56,8 +54,14 @@ class Journal:
         self._places.clear()
         self._is_forgotten = True
 
+    def object(self, reason: str) -> None:
+        """Ends the run: the next `add` raises ValueError with the reason. May be called from any thread."""
+        self._objection = reason
+
     def add(self, number: int, line_digest: str, record: dict[str, Any]) -> None:
         """Adds the record of a line. After the return, the record survives a kill of this process."""
+        if self._objection is not None:
+            raise ValueError(self._objection)
         if self._is_forgotten:
             self._file.truncate(0)
             self._end, self._is_forgotten = 0, False
@@ -67,12 +71,13 @@ class Journal:
         self._places[number, line_digest] = (self._end, len(raw))
         self._end += len(raw)
 
-    def write_ordered(self, keys: Iterator[Key], output: Place, temporary: Path) -> int:
-        """Writes the records of `keys`, in that order, to `output` whole or not at all, and then removes the journal.
-        Returns the number of error records.
+    def write_ordered(self, keys: Iterator[Key], temporary: Path, publish: Callable[[], None]) -> int:
+        """Writes the records of `keys`, in that order, to the output, and then removes the journal. Returns the number
+        of error records.
 
         Args:
-            temporary: where the ordered records are collected: a file next to `output`, or any if that is in a bucket.
+            temporary: where the ordered records are collected.
+            publish: makes the output of this file, whole or not at all, and removes the file.
         """
         num_errors = 0
         with temporary.open("wb") as file:
@@ -82,11 +87,7 @@ class Journal:
                 response = record["response"]
                 num_errors += response is None or response["status_code"] != 200
                 file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-        if isinstance(output, RemotePath):
-            output.copy_from(temporary)
-            temporary.unlink()
-        else:
-            temporary.replace(output)
+        publish()
         self._is_finished = True
         self._close(remove=True)
         return num_errors

@@ -2,6 +2,10 @@
 
 An object cannot grow. So the journal of a run that writes to a bucket is a file of this machine, and from time to time
 a copy of it goes to OUTPUT.partial in the bucket: another machine can continue from there when this one is taken away.
+
+Two machines may be told to write the same output. The one that began last goes on: the other ends when it finds that a
+copy or the output is not the one that it knows. It looks before each write. Only the creation of an object is one
+operation for the bucket, so two machines that replace one within milliseconds may both believe that they were first.
 """
 
 from __future__ import annotations
@@ -36,9 +40,12 @@ class Output:
     """
 
     def __init__(self, place: Place, work: Path) -> None:
+        self._copy_version: str | None = None  # of the copy that this run has read or written; None: there was none
+        self._is_copy_known = True  # not after a write that has failed, and perhaps not
         self.place: Place = place if isinstance(place, RemotePath) else Path(os.path.realpath(place))
         if isinstance(self.place, RemotePath):
             _check_remote(self.place)
+            self._old_version = _version(self.place)
             folder = work / hashlib.sha256(str(self.place).encode()).hexdigest()[:32]
             folder.mkdir(parents=True, exist_ok=True)
             local = folder / self.place.name
@@ -60,7 +67,10 @@ class Output:
     def fetch_journal(self) -> None:
         """Takes the journal from the bucket, if another machine has left one there and this one has none."""
         copy = self._copy()
-        if copy is not None and not self.partial.exists() and copy.exists():
+        if copy is None:
+            return
+        self._copy_version = _version(copy)
+        if self._copy_version is not None and not self.partial.exists():
             copy.copy_to(self.partial)
 
     @contextmanager
@@ -71,7 +81,7 @@ class Output:
             yield
             return
         ended = threading.Event()
-        thread = threading.Thread(target=self._keep_copying, args=(copy, ended), name="journal", daemon=True)
+        thread = threading.Thread(target=self._keep_copying, args=(copy, journal, ended), name="journal", daemon=True)
         thread.start()
         try:
             yield
@@ -81,30 +91,68 @@ class Output:
             if journal.is_finished:
                 copy.unlink(missing_ok=True)
             elif not journal.is_empty:
-                self._upload(copy)
+                self._upload(copy, journal)
+
+    def publish(self) -> None:
+        """Makes the output of the file `ordered`, and removes the file. Raises ValueError if another run has written
+        the output, or works at it."""
+        place, copy = self.place, self._copy()
+        if not isinstance(place, RemotePath) or copy is None:
+            self.ordered.replace(self.place)
+            return
+        try:
+            if self._is_taken(copy) or _version(place) != self._old_version:
+                raise FileExistsError
+            place.copy_from(self.ordered, is_new=self._old_version is None)
+        except FileExistsError as error:
+            raise ValueError(self._objection()) from error
+        self.ordered.unlink()
+
+    def _is_taken(self, copy: RemotePath) -> bool:
+        """Whether another run has written the copy of the journal since this one has."""
+        return self._is_copy_known and _version(copy) != self._copy_version
+
+    def _objection(self) -> str:
+        return (
+            f"another run writes {self.place}, or has written it since this one began. This run ends; its records are "
+            f"in {self.partial}, and the same command goes on from there and replaces what the other one writes"
+        )
 
     def _copy(self) -> RemotePath | None:
         place = self.place
         return place.with_name(f"{place.name}.partial") if isinstance(place, RemotePath) else None
 
-    def _keep_copying(self, copy: RemotePath, ended: threading.Event) -> None:
+    def _keep_copying(self, copy: RemotePath, journal: Journal, ended: threading.Event) -> None:
         wait_s, num_bytes = SECONDS_BETWEEN_COPIES, 0
         while not ended.wait(wait_s):
             if self.partial.exists() and self.partial.stat().st_size != num_bytes:
                 num_bytes, started = self.partial.stat().st_size, time.monotonic()
-                self._upload(copy)
+                self._upload(copy, journal)
                 wait_s = max(SECONDS_BETWEEN_COPIES, (time.monotonic() - started) / _SHARE_OF_COPYING)
 
-    def _upload(self, copy: RemotePath) -> None:
+    def _upload(self, copy: RemotePath, journal: Journal) -> None:
         """A failure is a line on stderr: the journal itself is on this machine."""
         still = self.partial.with_name(f"{self.partial.name}.copy")
         try:
+            if self._is_taken(copy):
+                raise FileExistsError
             shutil.copyfile(self.partial, still)  # the journal grows meanwhile
-            copy.copy_from(still)
+            is_new, self._is_copy_known = self._is_copy_known and self._copy_version is None, False
+            copy.copy_from(still, is_new=is_new)
+            self._copy_version, self._is_copy_known = _version(copy), True
+        except FileExistsError:
+            journal.object(self._objection())
         except (OSError, ValueError) as error:
             print(f"the finished records are on this machine only: {error}", file=sys.stderr)
         finally:
             still.unlink(missing_ok=True)
+
+
+def _version(place: RemotePath) -> str | None:
+    try:
+        return place.version()
+    except FileNotFoundError:
+        return None
 
 
 def _check_remote(output: RemotePath) -> None:

@@ -250,8 +250,7 @@ def build_runner(
     attention = chosen.attention
     chips.pack_for(attention.backend, chips.planned)
     ladder = BucketLadder(buckets)
-    all_first = settings.compile_all_first or settings.export_cache is not None  # all are exported at once
-    later = choose_later_programs(ladder, platform, all_first=all_first, num_hosts=num_hosts)
+    later = choose_later_programs(ladder, platform, all_first=settings.compile_all_first, num_hosts=num_hosts)
     of_draft = _planned_draft(chips, backends, attention)
     runner = _make_runner(chips.planned, attention, limits, folders, of_draft)
     if others is not None:

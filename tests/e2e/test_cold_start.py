@@ -13,7 +13,7 @@ from tests.e2e.conftest import DemoServer, serve
 pytestmark = pytest.mark.e2e
 
 LIMITS = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "128", "--num-pages", "16"]
-LEFT = re.compile(r"compiled 7 programs in .*; 2 more are compiled while serving")
+LEFT = re.compile(r"compiled 7 programs in .*; 2 more come while serving")
 
 
 def answers(server: DemoServer) -> list[str]:

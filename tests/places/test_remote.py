@@ -77,6 +77,19 @@ def test_content_goes_there_and_back_in_pieces(kind, request, tmp_path, monkeypa
     assert file.read_bytes() == b"new"
 
 
+@both
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # of aiohttp, at gcsfs
+@pytest.mark.parametrize("size", [10, 6 << 20], ids=["at once", "in parts"])
+def test_a_new_file_replaces_none(kind, size, request, tmp_path):
+    file = request.getfixturevalue(kind) / "file"
+    (tmp_path / "own").write_bytes(os.urandom(size))
+    file.copy_from(tmp_path / "own", is_new=True)
+    before = file.version()
+    with pytest.raises(FileExistsError, match="there already"):
+        file.copy_from(tmp_path / "own", is_new=True)
+    assert file.version() == before
+
+
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     content=st.binary(max_size=300),

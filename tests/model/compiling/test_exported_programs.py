@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -123,17 +123,19 @@ def test_the_fingerprint_is_of_code_facts_options_and_devices(tmp_path):
     assert len(seen | {now()}) == 4
 
 
-def start(folder: Path | None) -> tuple[list[list[int]], str]:
-    """The tokens of a few steps, and what the start has said."""
+def start(folder: Path | None, may_wait: Sequence[Bucket] = ()) -> tuple[list[list[int]], str]:
+    """The tokens of a few steps, and what the start has said. Programs that may wait come before the decodes."""
     lines: list[str] = []
     runner = ModelRunner(tiny_model(), paged_attention(), LIMITS, export_folder=folder)
     before = runner.num_compiles
-    runner.warm_up(BUCKETS, lines.append)
-    num_compiled = runner.num_compiles - before
+    left = runner.warm_up(BUCKETS, lines.append, may_wait)
     rows = [Row(slot, [slot + 1] * (slot + 2), [2 * slot + 1]) for slot in range(3)]
     run(runner, BUCKETS[1], [(row, len(row.prompt)) for row in rows], admit=rows)
-    run(runner, BUCKETS[0], [(row, 1) for row in rows])
-    return [row.output for row in rows], f"{num_compiled} compiled; {'; '.join(lines)}"
+    for bucket in left:
+        runner.compile_later(bucket, lines.append)
+    for _ in range(2):
+        run(runner, BUCKETS[0], [(row, 1) for row in rows])
+    return [row.output for row in rows], f"{runner.num_compiles - before} compiled; {'; '.join(lines)}"
 
 
 def test_steps_from_the_disk_are_the_steps_as_compiled(tmp_path):
@@ -143,17 +145,41 @@ def test_steps_from_the_disk_are_the_steps_as_compiled(tmp_path):
     assert re.match("0 compiled; compiled 0 programs .* 5 more were exported before.*; ran 2 of 2", said[2]), said[2]
 
 
-def test_a_program_that_fails_at_its_first_run_is_compiled(tmp_path):
+def test_programs_that_may_wait_are_exported_and_loaded_while_serving(tmp_path):
+    """They run on padding before their first step: it must not touch what the running requests have."""
+    tokens, said = zip(*(start(folder, BUCKETS[:1]) for folder in (None, tmp_path, tmp_path)), strict=True)
+    assert tokens[0] == tokens[1] == tokens[2] == start(tmp_path)[0]
+    assert "4 compiled; compiled 4 programs" in said[1] and "1 more come while serving" in said[1]
+    assert re.match("0 compiled; compiled 0 programs .* 4 more were exported before.*; ran 1 of 1", said[2]), said[2]
+    assert "5 more were exported before" in start(tmp_path)[1]
+
+
+def break_program(folder: Path) -> None:
     """On a CPU, an executable that came from JAX's cache is exported without a part of its code, and loads."""
-    _, said = start(tmp_path)
     program = ModelRunner(tiny_model(), paged_attention(), LIMITS)._described.step(BUCKETS[0])
-    exported = ExportedPrograms(tmp_path, next(tmp_path.iterdir()).name, {"k": program}, {"k": str(BUCKETS[0])})
+    exported = ExportedPrograms(folder, next(folder.iterdir()).name, {"k": program}, {"k": str(BUCKETS[0])})
     assert exported._path("k").exists()
     options, counter = compiler_options("cpu"), CompileCounter()
     while not counter.from_cache_in_this_thread:
         executable = program.lower().compile(compiler_options=options)
     exported.store("k", executable)
+
+
+def test_a_program_that_fails_at_its_first_run_is_compiled(tmp_path):
+    start(tmp_path)
+    break_program(tmp_path)
     tokens, said = start(tmp_path)
     assert "an exported program fails, and all are compiled" in said
     assert tokens == start(None)[0]
     assert "compiled 0 programs" in start(tmp_path)[1]
+
+
+def test_a_program_that_fails_while_serving_is_compiled_and_costs_no_request(tmp_path, caplog):
+    start(tmp_path)
+    break_program(tmp_path)
+    tokens, _ = start(tmp_path, BUCKETS[:1])
+    assert f"an exported program fails, and is compiled: {BUCKETS[0]}" in caplog.text
+    assert tokens == start(None)[0]
+    caplog.clear()
+    assert start(tmp_path, BUCKETS[:1])[0] == tokens
+    assert not caplog.text

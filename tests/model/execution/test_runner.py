@@ -323,7 +323,7 @@ def test_programs_that_were_left_come_later_and_once(tmp_path):
 
     runner, left, line = start()
     assert left == BUCKETS[:2]
-    assert re.match(r"compiled 4 programs in .*; 2 more are compiled while serving", line)
+    assert re.match(r"compiled 4 programs in .*; 2 more come while serving", line)
     with pytest.raises(KeyError, match="has no program"):
         runner.execute(runner._described.padding(left[0]))
     before = runner.num_compiles
