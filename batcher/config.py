@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -23,6 +24,7 @@ class EngineConfig:
     scheduling: Scheduling = Scheduling.CONTINUOUS
     prefix_caching: bool = True
     long_prompts: LongPrompts = ANY_LENGTH
+    even_context: float = math.inf  # tokens of context, see `StepBudget`; inf: a step's budget counts tokens
     max_waiting: int = 1024  # requests that may wait beyond the ones that the slots can hold
     pipeline_depth: int = 2  # steps in flight; 2: step N+1 is dispatched before step N is read. 1: no overlap
     step_cost_tokens: int = 16  # tokens whose computation takes as long as one more step; steers chunk trimming
@@ -36,6 +38,8 @@ class EngineConfig:
             raise ValueError(f"at least one step is in flight: {self.pipeline_depth=}")
         if self.long_prompts.threshold < 0 or not self.long_prompts.may_begin(0):
             raise ValueError(f"a long prompt has some tokens, and one is computed at a time: {self.long_prompts=}")
+        if not self.even_context > 0:
+            raise ValueError(f"attention costs some time: {self.even_context=}")
         if self.max_waiting < 0:
             raise ValueError(f"the queue limit is not negative: {self.max_waiting=}")
         if self.step_timeout_s is not None and self.step_timeout_s <= 0:

@@ -1,6 +1,6 @@
 """Compares admission policies in simulated time: the real scheduler over a device that only costs time.
 
-    python -m scripts.simulate --long-prompts 512 2048 [--trace FILE]
+    python -m scripts.simulate --long-prompts 512 2048 [--trace FILE] [--even-context 26600]
     python -m scripts.simulate [--trace FILE] [--num-requests 600] [--pools 16384 65536] [--contexts 8192 131072]
 
 All requests of a workload arrive at once. A step takes 8 ms, and 0.02 ms more per padded token. Three policies are
@@ -8,14 +8,18 @@ compared: the scheduler's own forecast; admission as soon as the pages of the kn
 as soon as a page is missing; and a clairvoyant policy that knows every output's length and never runs out of pages.
 
 With --long-prompts, values of --long-prefill-token-threshold are compared on prompts of 100,000 tokens among short
-ones: latencies of the short ones, and the time to the first token of the long ones.
+ones: latencies of the short ones, and the time to the first token of the long ones. With --even-context a step also
+takes the time of its chunks' attention, and each threshold is shown with both kinds of --step-budget.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +28,7 @@ from batcher.long_prompts import LongPrompts
 from scripts.benchmarks.load.arrivals import arrival_times
 from scripts.benchmarks.load.lengths import Trace
 from scripts.benchmarks.load.presets import TRAFFIC
-from scripts.benchmarks.simulation.machine import Machine, Result, SimulatedRequest, simulate
+from scripts.benchmarks.simulation.machine import Machine, Result, SimulatedRequest, WithAttention, simulate
 from scripts.benchmarks.simulation.policies import AdmitIfFree, Clairvoyant
 
 PAGE_SIZE = 64  # tokens
@@ -136,24 +140,40 @@ def chats_among_long_prompts(count: int, trace: Path | None) -> list[SimulatedRe
     return sorted(requests + long, key=lambda request: request.arrival_s)
 
 
-def long_prompt_rows(thresholds: Iterable[int], num_requests: int, trace: Path | None) -> Iterator[str]:
-    """Lines of Markdown: latencies in seconds with each threshold, and with none."""
+def long_prompt_rows(
+    thresholds: Iterable[int], num_requests: int, trace: Path | None, even_context: float | None
+) -> Iterator[str]:
+    """Lines of Markdown: latencies in seconds with each threshold, and with none.
+
+    Args:
+        even_context: of the machine, see `WithAttention`; None: attention takes no time.
+    """
     machine = Machine(max_model_len=131072, num_pages=1048576 // PAGE_SIZE, page_size=PAGE_SIZE)
+    budgets = {"tokens": math.inf}
+    if even_context is not None:
+        machine = replace(machine, cost=WithAttention(0.008, 0.00002, even_context))
+        budgets["time"] = even_context
     workloads = {
         "50 prompts of 200 behind one of 100,000": burst_behind_a_long_prompt(),
         "chats among prompts of 100,000": chats_among_long_prompts(num_requests, trace),
     }
-    yield "| workload | threshold | steps | TTFT p50 / p99 | ITL p50 / p99 | TTFT of long prompts p50 / p99 |"
-    yield "|---|---|---|---|---|---|"
+    if even_context is not None:
+        among = workloads["chats among prompts of 100,000"]
+        workloads["chats alone"] = [request for request in among if request.num_prompt < LONG]
+    yield "| workload | threshold | budget | steps | TTFT p50 / p99 | ITL p50 / p99 | TTFT of long prompts p50 / p99 |"
+    yield "|---|---|---|---|---|---|---|"
     for name, requests in workloads.items():
-        for threshold in (0, *thresholds):
-            result = simulate(requests, machine, long_prompts=LongPrompts(threshold=threshold))
+        for threshold, budget in product((0, *thresholds), budgets):
+            limits = LongPrompts(threshold=threshold)
+            result = simulate(requests, machine, long_prompts=limits, even_context=budgets[budget])
             short = [served.ttft for served in result.served if served.num_prompt < LONG]
             long = [served.ttft for served in result.served if served.num_prompt == LONG]
-            figures = [
-                f"{p50:.3f} / {p99:.3f}" for p50, p99 in (np.percentile(x, [50, 99]) for x in (short, result.itl, long))
-            ]
-            yield f"| {' | '.join([name, str(threshold or 'none'), f'{result.num_steps:,}', *figures])} |"
+            figures = [_percentiles(times) for times in (short, result.itl, long)]
+            yield f"| {' | '.join([name, str(threshold or 'none'), budget, f'{result.num_steps:,}', *figures])} |"
+
+
+def _percentiles(seconds: list[float]) -> str:
+    return " / ".join(f"{seconds:.3f}" for seconds in np.percentile(seconds, [50, 99])) if seconds else "-"
 
 
 def table_row(name: str, row: Row) -> str:
@@ -172,10 +192,13 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--pools", type=int, nargs="+", default=[16384, 65536, 131072, 524288], metavar="TOKENS")
     p.add_argument("--limits", nargs="+", choices=LIMITS, default=LIMITS)
     p.add_argument("--long-prompts", type=int, nargs="+", metavar="TOKENS", help="compare these thresholds instead")
+    p.add_argument(
+        "--even-context", type=float, metavar="TOKENS", help="of context, with attention as dear as products"
+    )
     args = p.parse_args(argv)
     try:
         if args.long_prompts:
-            for line in long_prompt_rows(args.long_prompts, args.num_requests, args.trace):
+            for line in long_prompt_rows(args.long_prompts, args.num_requests, args.trace, args.even_context):
                 print(line, flush=True)
             return 0
         print(

@@ -18,7 +18,8 @@ Requests are served in the order of their key (priority, arrival rank), lowest f
    most once per page.
 5. A request with a grammar is skipped until the mask of its next token is computed. It keeps its place.
 6. A step computes a part of a long prompt only, and leaves the rest of the budget to others. A request with a long
-   prompt is skipped while as many long prompts run as may (`long_prompts.py`). It keeps its place.
+   prompt is skipped while as many long prompts run as may (`long_prompts.py`). It keeps its place. The budget may be of
+   estimated time, in which a token costs the more the longer its context is (`step_budget.py`).
 7. The last chunk is shortened to the next smaller bucket when this saves more padding than its rest costs later.
 """
 
@@ -36,6 +37,7 @@ from batcher.scheduling.plan import Chunk, StepPlan
 from batcher.scheduling.residency import Residency
 from batcher.scheduling.sequence import Sequence, State
 from batcher.step import Bucket, Capacity, Variant
+from batcher.step_budget import StepBudget
 
 # Waiting requests that are looked at in one step and passed by others; it bounds the work for a long queue. Long
 # prompts that are known to wait for their turn are passed without a look.
@@ -63,6 +65,8 @@ class Scheduler(Residency):
         self.step_cost_tokens = config.step_cost_tokens
         self.long_prompts = config.long_prompts
         self.token_budget = ladder.config.max_num_batched_tokens
+        self.step_budget = StepBudget(tokens=self.token_budget, even_context=config.even_context)
+        self._time_of_a_chunk = self.step_budget.cost(0, self.long_prompts.threshold or self.token_budget)
         self.max_stalls = _MAX_STALLS
 
     def schedule(self) -> StepPlan | None:
@@ -130,6 +134,7 @@ class Scheduler(Residency):
         num_long = sum(self.long_prompts.is_long(len(seq.to_compute) - seq.num_computed) for seq in started)
         position = num_passed = 0
         is_full = False
+        time_left = self.step_budget.time - (self.token_budget - budget)
         while budget > 0:
             seq = started[0] if started else None
             may_be_long = self.long_prompts.may_begin(num_long)
@@ -152,8 +157,14 @@ class Scheduler(Residency):
                 break
             else:
                 started.pop(0)
-            count = min(self.long_prompts.chunk(len(seq.to_compute) - seq.num_computed), budget)
+            most = min(self.long_prompts.chunk(len(seq.to_compute) - seq.num_computed), budget)
+            count = self.step_budget.fitting(seq.num_computed, most, min(time_left, self._time_of_a_chunk))
+            if count == 0:
+                if chunks:
+                    break
+                count = 1
             budget -= count
+            time_left -= self.step_budget.cost(seq.num_computed, count)
             chunks.append((seq, count))
             if self.prefix_caching:
                 first, last = seq.num_computed // self.page_size, (seq.num_computed + count) // self.page_size

@@ -54,7 +54,7 @@ class Journal:
         self._places.clear()
         self._is_forgotten = True
 
-    def object(self, reason: str) -> None:
+    def stop(self, reason: str) -> None:
         """Ends the run: the next `add` raises ValueError with the reason. May be called from any thread."""
         self._objection = reason
 

@@ -97,9 +97,10 @@ class Output:
         """Makes the output of the file `ordered`, and removes the file. Raises ValueError if another run has written
         the output, or works at it."""
         place, copy = self.place, self._copy()
-        if not isinstance(place, RemotePath) or copy is None:
-            self.ordered.replace(self.place)
+        if not isinstance(place, RemotePath):
+            self.ordered.replace(place)
             return
+        assert copy is not None
         try:
             if self._is_taken(copy) or _version(place) != self._old_version:
                 raise FileExistsError
@@ -141,7 +142,7 @@ class Output:
             copy.copy_from(still, is_new=is_new)
             self._copy_version, self._is_copy_known = _version(copy), True
         except FileExistsError:
-            journal.object(self._objection())
+            journal.stop(self._objection())
         except (OSError, ValueError) as error:
             print(f"the finished records are on this machine only: {error}", file=sys.stderr)
         finally:

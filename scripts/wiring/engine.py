@@ -5,6 +5,7 @@ The engine's process calls `build_served`. Offline generation calls `build` in i
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -25,7 +26,7 @@ from scripts.wiring.compile_turn import CompileTurn
 from scripts.wiring.device import compile_cache_folder, export_cache_folder, find_device, native_folder, start_jax
 from scripts.wiring.draft import ChosenDraft, choose_draft
 from scripts.wiring.head import ChosenHead
-from scripts.wiring.limits import WEIGHTS_COST_TOKENS, bucket_config, long_prompts, runner_config
+from scripts.wiring.limits import WEIGHTS_COST_TOKENS, bucket_config, even_context, long_prompts, runner_config
 from scripts.wiring.load import Report, load, phase
 from scripts.wiring.model_on_chips import ModelOnChips
 from scripts.wiring.parallel import choose_num_chips, describe_idle
@@ -82,6 +83,7 @@ class Built:
             scheduling=Scheduling(scheduling or settings.scheduling),
             prefix_caching=settings.enable_prefix_caching,
             long_prompts=long_prompts(settings, self.info.max_model_len),
+            even_context=even_context(self.weights.config) if settings.step_budget == "time" else math.inf,
             max_waiting=settings.max_queue,
             pipeline_depth=settings.pipeline_depth,
             weights_cost_tokens=self.weights_cost_tokens,

@@ -10,6 +10,7 @@ from batcher.long_prompts import LongPrompts
 from scripts.wiring.settings import EngineSettings
 
 if TYPE_CHECKING:
+    from model.config import LlamaConfig
     from model.execution.memory_plan import RunnerConfig
 
 # Per platform: the default limits, and the shapes that are worth a program.
@@ -93,6 +94,14 @@ def long_prompts(settings: EngineSettings, max_model_len: int) -> LongPrompts:
     if most is not None and most > 1 and not threshold:
         threshold = max(1, max_model_len // 25)
     return LongPrompts(threshold=threshold, most=most)
+
+
+def even_context(config: LlamaConfig) -> float:
+    """Tokens of context whose attention takes a token of a prompt as long as its products: 27,000 for Llama 3.1 8B and
+    51,000 for 70B. By operations: both are taken to run at the same speed."""
+    attention = config.hidden_size * (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    return (attention + mlp) / (2 * config.num_heads * config.head_dim)
 
 
 def runner_config(settings: EngineSettings, buckets: BucketConfig, max_model_len: int) -> RunnerConfig:

@@ -21,6 +21,7 @@ DTYPES = ("auto", "bfloat16", "float32")
 QUANTIZATIONS = FORM_NAMES
 KV_CACHE_DTYPES = ("auto", "int8", "fp8", "fp8_e4m3")
 LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
+STEP_BUDGETS = ("tokens", "time")
 SCHEDULING = ("continuous", "static")
 POOLING_TYPES = tuple(Pooling)
 
@@ -41,6 +42,7 @@ class EngineSettings:
     max_num_batched_tokens: int | None = None
     long_prefill_token_threshold: int = 0  # 0: a prompt may take a whole step
     max_num_partial_prefills: int | None = None  # None: any number
+    step_budget: str = "tokens"  # one of STEP_BUDGETS
     memory_utilization: float = 0.9
     page_size: int | None = None
     num_pages: int | None = None
@@ -106,6 +108,10 @@ class EngineSettings:
             )
         if self.max_num_partial_prefills is not None and self.max_num_partial_prefills < 1:
             raise ValueError(f"--max-num-partial-prefills must be at least 1, not {self.max_num_partial_prefills}")
+        if self.step_budget not in STEP_BUDGETS:
+            raise ValueError(f"--step-budget is one of {', '.join(STEP_BUDGETS)}, not {self.step_budget!r}")
+        if self.scheduling == "static" and self.step_budget != "tokens":
+            raise ValueError("--step-budget time needs --scheduling continuous: static batches compute whole prompts")
         if self.scheduling == "static" and (self.long_prefill_token_threshold or self.max_num_partial_prefills):
             raise ValueError(
                 "--long-prefill-token-threshold and --max-num-partial-prefills need --scheduling continuous: static "
@@ -195,6 +201,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--long-prefill-token-threshold", type=int, default=0, metavar="N", help="tokens of one prompt in one step"
     )  # fmt: skip
     engine.add_argument("--max-num-partial-prefills", type=int, metavar="N", help="longer prompts computed at once")
+    engine.add_argument(
+        "--step-budget", default="tokens", choices=STEP_BUDGETS, help="time: a prompt's tokens cost the more, the later"
+    )  # fmt: skip
     engine.add_argument("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")
     engine.add_argument("--enable-prefix-caching", action="store_true", default=True, help=argparse.SUPPRESS)
     engine.add_argument("--scheduling", default="continuous", choices=SCHEDULING)

@@ -64,5 +64,18 @@ def test_thresholds_of_long_prompts_are_compared_with_none(capsys: pytest.Captur
     _, _, *lines = capsys.readouterr().out.splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert [row[1] for row in rows] == ["none", "1024"] * 2
-    ttft = [float(row[3].split("/")[1]) for row in rows]
+    ttft = [float(row[4].split("/")[1]) for row in rows]
     assert ttft[1] < ttft[0] / 2  # of short prompts behind a long one
+
+
+def test_a_budget_of_time_bounds_steps_behind_long_contexts(capsys: pytest.CaptureFixture[str]) -> None:
+    """And changes nothing where no context is long."""
+    assert simulate.main(["--long-prompts", "1024", "--num-requests", "60", "--even-context", "26600"]) == 0
+    _, _, *lines = capsys.readouterr().out.splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [row[2] for row in rows] == ["tokens", "time"] * 6
+    itl = {tuple(row[:3]): float(row[5].split("/")[1]) for row in rows}
+    among = "chats among prompts of 100,000"
+    for threshold in ("none", "1024"):
+        assert itl[among, threshold, "time"] < itl[among, threshold, "tokens"] / 2
+        assert itl["chats alone", threshold, "time"] <= itl["chats alone", threshold, "tokens"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
@@ -47,6 +48,20 @@ class PerToken:
 
     def __call__(self, plan: StepPlan) -> float:
         return self.step_s + self.token_s * plan.bucket.num_tokens
+
+
+@dataclass(frozen=True)
+class WithAttention:
+    """A step whose chunks of prompts also take the time of their attention: at a context of `even_context` tokens as
+    long as their products."""
+
+    step_s: float
+    token_s: float
+    even_context: float
+
+    def __call__(self, plan: StepPlan) -> float:
+        pairs = sum((chunk.start + chunk.count / 2) * chunk.count for chunk in plan.chunks)
+        return self.step_s + self.token_s * (plan.bucket.num_tokens + pairs / self.even_context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +161,7 @@ def simulate(
     prefix_caching: bool = True,
     scheduling: Scheduling = Scheduling.CONTINUOUS,
     long_prompts: LongPrompts = ANY_LENGTH,
+    even_context: float = math.inf,
     max_concurrency: int | None = None,
     max_steps: int = 1_000_000,
 ) -> Result:
@@ -155,6 +171,7 @@ def simulate(
         requests: in the order of their arrival.
         max_concurrency: requests in the server at once. The next one is sent when another has ended, and counts as
             arrived then. None: there is no limit.
+        even_context: of the scheduler's budget, see `StepBudget`.
         forecast: used by admission; None: the scheduler's own.
         max_stalls: steps that a decode may wait for a page before another request is preempted; None: the scheduler's.
 
@@ -176,8 +193,9 @@ def simulate(
     now = 0.0
     device = _Device(capacity)
     config = EngineConfig(
-        eos_token_ids=(EOS,), prefix_caching=prefix_caching, scheduling=scheduling, long_prompts=long_prompts, seed=0
-    )
+        eos_token_ids=(EOS,), prefix_caching=prefix_caching, scheduling=scheduling, long_prompts=long_prompts,
+        even_context=even_context, seed=0,
+    )  # fmt: skip
     core = EngineCore(device, config, BucketLadder(limits), lambda: now)
     if forecast is not None:
         core.scheduler.forecast = forecast
