@@ -98,7 +98,7 @@ def long_prompts(settings: EngineSettings, max_model_len: int) -> LongPrompts:
 
 def even_context(config: LlamaConfig) -> float:
     """Tokens of context whose attention takes a token of a prompt as long as its products: 27,000 for Llama 3.1 8B and
-    51,000 for 70B. By operations: both are taken to run at the same speed."""
+    52,000 for 70B. By operations: both are taken to run at the same speed."""
     attention = config.hidden_size * (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     mlp = 3 * config.hidden_size * config.intermediate_size
     return (attention + mlp) / (2 * config.num_heads * config.head_dim)
