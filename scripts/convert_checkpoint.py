@@ -43,7 +43,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--revision", help="of a hub model")
     parser.add_argument("--dtype", choices=DTYPES, help="what to store (default: what keeps every value exactly)")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="8 or 4 bits a weight, for projections and head")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="chips that will serve it")
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="chips that will serve it, or a number that divides N",
+    )
     add_debug_flag(parser)
     args = parser.parse_args(arguments)
     try:

@@ -1,8 +1,10 @@
 """The stored form of a model, in Orbax files: its parameters are already fused, cast and cut for a number of chips.
 
-A load skips joining and, for the stored dtype, casting; every chip reads its own part. Orbax writes the arrays.
-TensorStore, the library under Orbax, reads them shard by shard. The host compares each shard's checksum before the
-shard goes to its chip: neither library would notice a changed byte.
+A load skips joining and, for the stored dtype, casting; every chip reads its own part. A number of chips that divides
+the stored one may load it, too: each chip then takes the parts of several (`model.loading.regroup`).
+
+Orbax writes the arrays. TensorStore, the library under Orbax, reads them shard by shard. The host compares each shard's
+checksum before the shard goes to its chip: neither library would notice a changed byte.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from model.config import LlamaConfig, read_object
 from model.inputs.paths import Place, place, write_whole
 from model.inputs.remote import GCS, RemotePath
 from model.loading.kv_ranges import save_kv_ranges
+from model.loading.regroup import Pieces
 from model.loading.weights import fill_each
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, num_shards_of
@@ -87,11 +90,12 @@ class Description:
         write_whole(folder / DESCRIPTION_FILE, (json.dumps({"format": FORMAT} | vars(self), indent=2) + "\n").encode())
 
     def check(self, folder: Place, config: LlamaConfig, num_shards: int) -> None:
-        """Raises ValueError if `folder` holds another model, or was converted for another number of chips."""
-        if self.num_shards != num_shards:
+        """Raises ValueError if `folder` holds another model, or was converted for a number of chips that so many
+        cannot share."""
+        if self.num_shards % num_shards:
             raise ValueError(
-                f"{folder} was converted for {self.num_shards} chip(s), and {num_shards} are asked for: "
-                f"convert again, or load the safetensors"
+                f"{folder} was converted for {self.num_shards} chip(s), and {num_shards} are asked for: it can be "
+                f"loaded on numbers that divide {self.num_shards}; convert again, or load the safetensors"
             )
         expected = _identity(config)
         differing = [key for key, value in self.config.items() if expected.get(key) != value]
@@ -150,7 +154,8 @@ def load_orbax(
 
     Raises:
         ValueError: the folder is unfinished or damaged, or holds another model, another format, or the form for
-            another number of chips. The message names the damaged array, and the shard if there are several.
+            a number of chips that so many cannot share. The message names the damaged array, and the shard if there
+            are several.
     """
     folder = _absolute(folder)
     description = Description.read(folder)
@@ -160,10 +165,15 @@ def load_orbax(
     as_stored = abstract_model(config, dtype=description.dtype, **kept)
     stored_dtypes = [variable.get_value().dtype for _, variable in nnx.to_flat_state(nnx.state(as_stored))]
     model = abstract_model(config, dtype=dtype, for_cpu=for_cpu, **kept)
-    names = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))]
+    parameters = {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(nnx.state(model))}
+    pieces = {
+        name: Pieces.of(name, variable.get_metadata("axes"), config, description.num_shards, num_shards_of(mesh))
+        for name, variable in parameters.items()
+    }
     context = ts.Context({"cache_pool": {"total_bytes_limit": _INDEX_CACHE_BYTES}})
-    dtypes = dict(zip(names, stored_dtypes, strict=True))
-    return fill_each(model, partial(_restore, folder=folder, description=description, dtypes=dtypes, context=context))
+    dtypes = dict(zip(parameters, stored_dtypes, strict=True))
+    restore = partial(_restore, folder=folder, description=description, dtypes=dtypes, pieces=pieces, context=context)
+    return fill_each(model, restore)
 
 
 def _restore(
@@ -173,22 +183,27 @@ def _restore(
     folder: Place,
     description: Description,
     dtypes: Mapping[str, Any],
+    pieces: Mapping[str, Pieces],
     context: ts.Context,
 ) -> jax.Array:
-    expected = description.checksums.get(name)
-    shards = _shards(like.shape, like.sharding)
-    if expected is None or len(expected) != len(shards):
+    expected, cut = description.checksums.get(name), pieces[name]
+    if expected is None or len(expected) != cut.stored:
         raise ValueError(f"{folder / DESCRIPTION_FILE} lacks checksums of {name}: convert again")
     stored = _open(folder, name, context)
-    if (stored.shape, stored.dtype.name) != (like.shape, dtypes[name].name):
+    shape = cut.stored_shape(like.shape)
+    if (stored.shape, stored.dtype.name) != (shape, dtypes[name].name):
         raise ValueError(
             f"{folder}: {name} is {stored.dtype.name}{list(stored.shape)} and should be "
-            f"{dtypes[name].name}{list(like.shape)}: convert again"
+            f"{dtypes[name].name}{list(shape)}: convert again"
         )
 
     def read(index: Index) -> np.ndarray:
-        number = shards.index(_bounds(index, like.shape))
-        what = name if len(shards) == 1 else f"shard {number + 1} of {len(shards)} of {name}"
+        """The part of a chip."""
+        return cut.joined([verified(number) for number in cut.numbers(index, like.shape)])
+
+    def verified(number: int) -> np.ndarray:
+        index = cut.index(number, shape)
+        what = name if cut.stored == 1 else f"shard {number + 1} of {cut.stored} of {name}"
         try:
             shard = stored[index].read().result()
         except Exception as error:  # TensorStore raises different Python types for its status codes

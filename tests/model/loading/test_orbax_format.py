@@ -13,6 +13,7 @@ from model.config import LlamaConfig
 from model.loading.orbax_format import load_orbax, save_orbax
 from model.loading.weights import load_hf
 from model.network.sharding import make_mesh
+from model.quantization.forms import EightBit, FourBit
 from tests.model import checkpoints
 from tests.model.loading.test_weights import flat
 
@@ -141,10 +142,28 @@ def test_a_description_that_makes_no_sense_is_refused(change, tmp_path):
         load_orbax(tmp_path / "orbax", config, dtype=jnp.float32)
 
 
-def test_the_form_of_another_number_of_chips_is_refused(tmp_path):
+FORMS = [None, EightBit.INT8, FourBit(group=8)]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize(("stored", "chips"), [(4, 1), (4, 2), (2, 1)])
+@pytest.mark.parametrize("variant", ["gqa2", "tied"])
+def test_fewer_chips_load_what_was_stored_for_more(variant, stored, chips, form, tmp_path):
+    """Heads of keys and values that were repeated for more chips than there are heads are there once again."""
+    config, model = load(tmp_path, variant, dtype=jnp.float32, mesh=make_mesh(stored), quantization=form)
+    save_orbax(model, tmp_path / "orbax", config)
+    mesh = None if chips == 1 else make_mesh(chips)
+    expected = load_hf(tmp_path / "hf", config, dtype=jnp.float32, mesh=mesh, quantization=form)
+    restored = load_orbax(tmp_path / "orbax", config, dtype=jnp.float32, mesh=mesh)
+    same(restored, expected)
+    kernel, like = (each.layers[0].mlp.down.kernel[...] for each in (restored, expected))
+    assert kernel.sharding == like.sharding
+
+
+def test_the_form_of_fewer_chips_is_refused(tmp_path):
     config, model = load(tmp_path, "gqa2", dtype=jnp.float32, mesh=make_mesh(2))
     save_orbax(model, tmp_path / "orbax", config)
-    with pytest.raises(ValueError, match=r"converted for 2 chip\(s\), and 4 are asked for"):
+    with pytest.raises(ValueError, match=r"converted for 2 chip\(s\), and 4 are asked for: .* that divide 2"):
         load_orbax(tmp_path / "orbax", config, dtype=jnp.float32, mesh=make_mesh(4))
 
 
