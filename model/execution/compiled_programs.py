@@ -72,7 +72,7 @@ class CompiledPrograms:
         if self._export_folder is not None:
             names = {key: described.name(key) for key in programs}
             made_from = executable_fingerprint(_PACKAGES, described.made_from, described.device, self._options)
-            self._exported = ExportedPrograms(self._export_folder, made_from, programs, names)
+            self._exported = ExportedPrograms(self._export_folder, made_from, dict(programs), names)
         for bucket in self.left:
             del programs[bucket]
         lower = {key: partial(self._lower, key, program) for key, program in programs.items()}

@@ -253,8 +253,8 @@ class ModelRunner:
         return StepResult(output, layout)
 
     def _try(self, bucket: Bucket) -> None:
-        """Runs an exported program on padding before its first step, and waits for it. If it fails, it is compiled,
-        while all requests wait. Raises JAX's error if the failure has cost the state; the step then fails, too."""
+        """Runs an exported program on padding before its first step, and waits for it. If it fails, it is compiled
+        while all requests wait, and JAX's error is raised: the failure has cost the state, so the step fails, too."""
         self._programs.untried.discard(bucket)
         padding = replace(self._described.padding(bucket), patches=(), penalty_resets=(), masks=())
         try:
@@ -262,8 +262,7 @@ class ModelRunner:
         except jax.errors.JaxRuntimeError as error:
             logger.warning("an exported program fails, and is compiled: %s: %s", bucket, one_line(str(error)))
             self._programs.compile_in_place(bucket)
-            if any(array.is_deleted() for array in jax.tree.leaves(self._state)):
-                raise
+            raise
 
     def products_only(self, bucket: Bucket) -> Callable[[], jax.Array]:
         """Compiles a program of the bucket's matrix products and norms only, as a baseline for step times."""

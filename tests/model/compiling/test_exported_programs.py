@@ -124,18 +124,24 @@ def test_the_fingerprint_is_of_code_facts_options_and_devices(tmp_path):
 
 
 def start(folder: Path | None, may_wait: Sequence[Bucket] = ()) -> tuple[list[list[int]], str]:
-    """The tokens of a few steps, and what the start has said. Programs that may wait come before the decodes."""
+    """The tokens of a few steps, and what the start has said."""
     lines: list[str] = []
     runner = ModelRunner(tiny_model(), paged_attention(), LIMITS, export_folder=folder)
     before = runner.num_compiles
     left = runner.warm_up(BUCKETS, lines.append, may_wait)
+    tokens = generate(runner, left)
+    return tokens, f"{runner.num_compiles - before} compiled; {'; '.join(lines)}"
+
+
+def generate(runner: ModelRunner, left: Sequence[Bucket] = ()) -> list[list[int]]:
+    """The tokens of a few steps. Programs that are `left` come before the decodes."""
     rows = [Row(slot, [slot + 1] * (slot + 2), [2 * slot + 1]) for slot in range(3)]
     run(runner, BUCKETS[1], [(row, len(row.prompt)) for row in rows], admit=rows)
     for bucket in left:
-        runner.compile_later(bucket, lines.append)
+        runner.compile_later(bucket, print)
     for _ in range(2):
         run(runner, BUCKETS[0], [(row, 1) for row in rows])
-    return [row.output for row in rows], f"{runner.num_compiles - before} compiled; {'; '.join(lines)}"
+    return [row.output for row in rows]
 
 
 def test_steps_from_the_disk_are_the_steps_as_compiled(tmp_path):
@@ -174,12 +180,17 @@ def test_a_program_that_fails_at_its_first_run_is_compiled(tmp_path):
     assert "compiled 0 programs" in start(tmp_path)[1]
 
 
-def test_a_program_that_fails_while_serving_is_compiled_and_costs_no_request(tmp_path, caplog):
-    start(tmp_path)
+def test_a_program_that_fails_while_serving_fails_one_step_and_is_compiled(tmp_path, caplog):
+    tokens, _ = start(tmp_path)
     break_program(tmp_path)
-    tokens, _ = start(tmp_path, BUCKETS[:1])
-    assert f"an exported program fails, and is compiled: {BUCKETS[0]}" in caplog.text
-    assert tokens == start(None)[0]
+    runner = ModelRunner(tiny_model(), paged_attention(), LIMITS, export_folder=tmp_path)
+    (left,) = runner.warm_up(BUCKETS, print, BUCKETS[:1])
+    runner.compile_later(left, print)
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        runner.execute(runner._described.padding(left))
+    assert f"an exported program fails, and is compiled: {left}" in caplog.text
+    runner.recover()
+    assert generate(runner) == tokens
     caplog.clear()
     assert start(tmp_path, BUCKETS[:1])[0] == tokens
     assert not caplog.text
