@@ -201,9 +201,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--long-prefill-token-threshold", type=int, default=0, metavar="N", help="tokens of one prompt in one step"
     )  # fmt: skip
     engine.add_argument("--max-num-partial-prefills", type=int, metavar="N", help="longer prompts computed at once")
-    engine.add_argument(
-        "--step-budget", default="tokens", choices=STEP_BUDGETS, help="time: a prompt's tokens cost the more, the later"
-    )  # fmt: skip
+    engine.add_argument("--step-budget", default="tokens", metavar="KIND", help="tokens (the default) or time")
     engine.add_argument("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")
     engine.add_argument("--enable-prefix-caching", action="store_true", default=True, help=argparse.SUPPRESS)
     engine.add_argument("--scheduling", default="continuous", choices=SCHEDULING)
