@@ -29,7 +29,7 @@ from pallas_kernels.tpu import lanes, paging
 from pallas_kernels.tpu.entries import QueryBlock, query_block_at
 from pallas_kernels.tpu.layout import LANES, Geometry
 from pallas_kernels.tpu.mixed_memory import Refs
-from pallas_kernels.tpu.tiles import MixedBlocks
+from pallas_kernels.tpu.tiles import FewBlocks, MixedBlocks
 
 
 def page_base(row: Any, query_start: Any, page_size: int) -> Any:
@@ -83,7 +83,7 @@ class Appender:
 
     refs: Refs
     g: Geometry
-    blocks: MixedBlocks
+    blocks: MixedBlocks | FewBlocks
     end_row: Any
     pages: paging.Pages
 

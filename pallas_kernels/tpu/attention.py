@@ -149,12 +149,12 @@ class _Kernels:
         """The output [T, query_columns] and the pages."""
         g, interpret = self.g, pltpu.InterpretParams() if self.interpret is True else self.interpret
         chip = None if interpret else blocks.this_chip()
-        max_singles = metadata.decode_pages.shape[0]
+        max_singles, num_tokens = metadata.decode_pages.shape[0], queries.shape[0]
+        each = -(-num_tokens // metadata.kv_lens.shape[0])  # tokens of a row, if all have as many
         sizes = self.block_sizes or blocks.choose(
-            g, metadata.pages_per_seq, chip, max_decodes=max_singles, few_queries=metadata.few_queries
+            g, metadata.pages_per_seq, chip, max_decodes=max_singles, few_queries=each if metadata.few_queries else 0
         )
         sizes.validate(g)
-        num_tokens = queries.shape[0]
         # The kernels copy whole tiles of tokens.
         queries, new_kv = (_padded(x, g.token_tile) for x in (queries, new_kv))
         rotation = None if rotation is None else _padded(rotation, g.token_tile)

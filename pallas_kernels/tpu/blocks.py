@@ -10,10 +10,12 @@ from pallas_kernels import chips, tuning
 from pallas_kernels.tpu import decode_memory, mixed_memory, paging
 from pallas_kernels.tpu.decode_memory import DecodeBlocks
 from pallas_kernels.tpu.layout import LANES, Geometry
-from pallas_kernels.tpu.tiles import MixedBlocks
+from pallas_kernels.tpu.tiles import FewBlocks, MixedBlocks
 
 DECODE_TURN_BYTES = 8 << 20  # K/V of one turn: enough to hide a copy's latency
 UNKNOWN_PAGE_SIZE = 128  # tokens, on a generation that is not in the table: the table's middle value
+FEW_TILE_TOKENS = 1024  # KV tokens that are computed on at a time, where every row has few queries
+SLOTS = (4, 8, 16)  # queries of a row that are computed at a time, where every row has few
 LONGEST = 1 << 20  # tokens: no block is shortened for a sequence of this length
 SMALLEST_VMEM = min(chip.vmem_bytes for chip in chips.TPUS.values())
 
@@ -23,19 +25,23 @@ class BlockSizes:
     """The block sizes of both kernels."""
 
     decode: DecodeBlocks
-    mixed: MixedBlocks
+    mixed: MixedBlocks | FewBlocks
 
     def validate(self, g: Geometry) -> None:
         """Raises ValueError if the sizes do not fit each other or the heads."""
-        mixed, queries = self.mixed, self.mixed.tile_queries(g)
+        mixed = self.mixed
+        queries = mixed.slots if isinstance(mixed, FewBlocks) else mixed.tile_queries(g)
         if mixed.q_block < queries or mixed.q_block % queries:
             raise ValueError(f"a block of queries is a multiple of a tile's: {mixed.q_block=} {queries=}")
+        if isinstance(mixed, FewBlocks):
+            if mixed.slots not in SLOTS:
+                raise ValueError(f"a chunk has {SLOTS} slots: {mixed.slots=}")
+        elif mixed.units_per_turn < 2 or mixed.units_per_turn % 2:
+            raise ValueError(f"a turn takes an even number of units: {mixed.units_per_turn=}")
         if mixed.q_block % g.token_tile:
             raise ValueError(f"a block of queries is a multiple of a tile of tokens: {mixed.q_block=} {g.token_tile=}")
         if mixed.kv_block < mixed.tile_tokens or mixed.kv_block % mixed.tile_tokens:
             raise ValueError(f"a KV block is a multiple of a tile: {mixed.kv_block=} {mixed.tile_tokens=}")
-        if mixed.units_per_turn < 2 or mixed.units_per_turn % 2:
-            raise ValueError(f"a turn takes an even number of units: {mixed.units_per_turn=}")
         if self.decode.items_per_turn < 1:
             raise ValueError(f"a turn takes at least one item: {self.decode.items_per_turn=}")
         for kv_block in (mixed.kv_block, self.decode.kv_block):
@@ -62,11 +68,12 @@ def default_page_size(chip: str | None) -> int:
 
 
 def choose(
-    g: Geometry, pages_per_seq: int, chip: str | None = None, *, max_decodes: int = 1, few_queries: bool = False
+    g: Geometry, pages_per_seq: int, chip: str | None = None, *, max_decodes: int = 1, few_queries: int = 0
 ) -> BlockSizes:
     """The tuned sizes of `chip` (a name in `chips`) if there are any, otherwise sizes by rule.
 
-    `few_queries`: every row has a few tokens, so the mixed kernel takes its smallest tiles of queries.
+    `few_queries`: tokens of a row, if every row has a few; the mixed kernel then computes so many at a time. 0: rows
+    have any number.
 
     Raises:
         ValueError: the chip's VMEM does not hold such blocks, or the rows of `max_decodes` decodes. A chip that is not
@@ -74,12 +81,10 @@ def choose(
     """
     tuned = {} if chip is None else tuning.lookup(chip, key(g)) or {}
     vmem = chips.TPUS[chip].vmem_bytes if chip in chips.TPUS else SMALLEST_VMEM
-    decode, mixed = _decode(g, pages_per_seq), _mixed(g, pages_per_seq, vmem)
+    decode, mixed = _decode(g, pages_per_seq), _mixed(g, pages_per_seq, vmem, few_queries)
     if "decode" in tuned:
         decode = _shorten(DecodeBlocks(**tuned["decode"]), g, pages_per_seq)
-    if few_queries:
-        mixed = _of_few_queries(g, pages_per_seq, vmem)
-    elif "mixed" in tuned:
+    if "mixed" in tuned and not few_queries:
         mixed = _shorten(MixedBlocks(**tuned["mixed"]), g, pages_per_seq)
     needed = decode_memory.vmem_bytes(g, decode, decode_memory.max_rows(g, max_decodes))
     if needed > vmem:
@@ -118,8 +123,10 @@ def _decode(g: Geometry, pages_per_seq: int) -> DecodeBlocks:
     return DecodeBlocks(kv_block=kv_block, items_per_turn=max(1, min(8, items)))
 
 
-def _mixed(g: Geometry, pages_per_seq: int, vmem: int) -> MixedBlocks:
+def _mixed(g: Geometry, pages_per_seq: int, vmem: int, few_queries: int) -> MixedBlocks | FewBlocks:
     """The largest blocks of the rule with which the mixed kernel takes at most `vmem` bytes."""
+    if few_queries:
+        return _of_few_queries(g, pages_per_seq, vmem, few_queries)
     # Powers of two of tokens, so whole tiles fill a block of queries. Two tiles if one is little work.
     tile_queries, tiles = 128, 2 if g.num_k_planes <= 4 else 1
     while tile_queries < 512 and 2 * tile_queries * g.queries_per_plane <= 1024:
@@ -134,20 +141,29 @@ def _mixed(g: Geometry, pages_per_seq: int, vmem: int) -> MixedBlocks:
     return _fitting(sizes, g, pages_per_seq, vmem)
 
 
-def _of_few_queries(g: Geometry, pages_per_seq: int, vmem: int) -> MixedBlocks:
-    """One tile, which holds a row of up to `token_tile` tokens wherever it begins in a tile of tokens. Many tokens make
-    up for the few rows: the matrix unit takes as long to load 16 rows as 128."""
-    tile_queries = 2 * g.token_tile
-    while tile_queries * g.queries_per_plane % LANES:
-        tile_queries *= 2
-    sizes = MixedBlocks(
-        q_block=tile_queries,
-        kv_block=2048,
-        tile_rows=tile_queries * g.queries_per_plane,
-        tile_tokens=512,
-        units_per_turn=8,
+def _of_few_queries(g: Geometry, pages_per_seq: int, vmem: int, queries: int) -> FewBlocks:
+    """Blocks of queries that hold a row of up to `token_tile` tokens wherever it begins in a tile of tokens."""
+    kv_block = _kv_block(2048, g, pages_per_seq)
+    sizes = FewBlocks(
+        q_block=2 * g.token_tile,
+        kv_block=kv_block,
+        tile_tokens=min(FEW_TILE_TOKENS, kv_block),
+        slots=next((slots for slots in SLOTS if slots >= queries), SLOTS[-1]),
     )
-    return _fitting(sizes, g, pages_per_seq, vmem)
+    while (needed := mixed_memory.vmem_bytes(g, sizes)) > vmem and sizes.kv_block > LANES:
+        kv_block = sizes.kv_block // 2
+        sizes = replace(sizes, kv_block=kv_block, tile_tokens=min(sizes.tile_tokens, kv_block))
+    if needed > vmem:
+        raise _too_large(needed, g, vmem)
+    return sizes
+
+
+def _too_large(needed: int, g: Geometry, vmem: int) -> ValueError:
+    return ValueError(
+        f"the TPU kernel's smallest blocks take {needed >> 20} MiB of VMEM for {g.queries_per_plane} query "
+        f"rows in each of {g.num_k_planes} planes of 128 lanes, and the chip has {vmem >> 20} MiB: split the "
+        f"heads over more chips"
+    )
 
 
 def _fitting(sizes: MixedBlocks, g: Geometry, pages_per_seq: int, vmem: int) -> MixedBlocks:
@@ -155,11 +171,7 @@ def _fitting(sizes: MixedBlocks, g: Geometry, pages_per_seq: int, vmem: int) -> 
     while (needed := mixed_memory.vmem_bytes(g, sizes)) > vmem:
         smaller = _smaller(sizes, g)
         if smaller == sizes:
-            raise ValueError(
-                f"the TPU kernel's smallest blocks take {needed >> 20} MiB of VMEM for {g.queries_per_plane} query "
-                f"rows in each of {g.num_k_planes} planes of 128 lanes, and the chip has {vmem >> 20} MiB: split the "
-                f"heads over more chips"
-            )
+            raise _too_large(needed, g, vmem)
         sizes = smaller
     return _shorten(sizes, g, pages_per_seq)
 

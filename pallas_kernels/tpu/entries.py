@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.tpu import paging
 from pallas_kernels.tpu.layout import Geometry
-from pallas_kernels.tpu.tiles import MixedBlocks, Tiles
+from pallas_kernels.tpu.tiles import FewBlocks, MixedBlocks
 
 type Cursor = tuple[Any, Any, Any]  # row, query block of the row, KV block of the row
 
@@ -50,7 +50,7 @@ def query_block_at(
     kv_lens: Any,  # i32[S] in SMEM
     query_starts: Any,  # i32[S + 1] in SMEM
     g: Geometry,
-    blocks: MixedBlocks,
+    blocks: MixedBlocks | FewBlocks,
 ) -> QueryBlock:
     """Query block `index` of a row."""
     begin, end = query_starts[row], query_starts[row + 1]
@@ -78,7 +78,7 @@ class Entry:
     kv_index: Any
     first_kv_page: Any  # the first page, of the sequence's, that holds the KV block
     kv_words: tuple[Any, Any]  # the range of the KV block's live words in the sequence
-    tiles: Tiles
+    position: Any  # of the query block's first query, counted from the KV block's first token; may be negative
     is_last: Any  # the query block's last KV block
     next: Cursor  # the following entry
 
@@ -88,7 +88,7 @@ def entry_at(
     kv_lens: Any,  # i32[S] in SMEM
     query_starts: Any,  # i32[S + 1] in SMEM
     g: Geometry,
-    blocks: MixedBlocks,
+    blocks: MixedBlocks | FewBlocks,
 ) -> Entry:
     """The entry of a cursor, which must be of a row with tokens."""
     row, q_index, kv_index = cursor
@@ -105,7 +105,7 @@ def entry_at(
             first_word,
             jnp.minimum(paging.words_of(num_kv, g.kv_packing), first_word + blocks.kv_block // g.kv_packing),
         ),
-        tiles=Tiles.of(g, blocks, num_q=block.num_q, position=block.position - first_token),
+        position=block.position - first_token,
         is_last=is_last,
         next=(
             jnp.where(is_last, block.next[0], row),

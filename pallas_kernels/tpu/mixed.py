@@ -17,7 +17,8 @@ reads K and V from pages only, so the new K/V of a query block are appended befo
 
 What is done once per query block, with its queries and its outputs, is in `query_blocks`.
 
-A unit is one plane, one tile of query rows and one tile of the block's tokens (see `tiles`). `prepare` runs one unit
+A unit is one plane, one tile of query rows and one tile of the block's tokens (see `tiles`). Where a block has few
+queries, a unit has narrow tiles of several planes: the loop over units is there twice. `prepare` runs one unit
 ahead of `fold`, in the other of two sets of buffers, and both alternate in slices of `slice_rows` query rows. They do
 not depend on each other, so the compiler can fill the matrix unit and the vector units at the same time. Weights go to
 the matrix unit as soon as they are computed, before the registers run out.
@@ -48,6 +49,7 @@ at the beginning and at the end.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -57,13 +59,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu import paging
+from pallas_kernels.tpu import few_queries, paging, query_blocks
 from pallas_kernels.tpu.append import Appender
 from pallas_kernels.tpu.entries import Cursor, Entry, entry_at, query_block_at
 from pallas_kernels.tpu.layout import LANES, Geometry
-from pallas_kernels.tpu.mixed_memory import SUM_ROWS, Operands, Refs, other_scratch, vmem_bytes, vmem_scratch
-from pallas_kernels.tpu.query_blocks import begin_output, begin_queries, end_output, store_outputs
-from pallas_kernels.tpu.tiles import MixedBlocks
+from pallas_kernels.tpu.mixed_memory import SUM_ROWS, Operands, Refs, absent, other_scratch, vmem_bytes, vmem_scratch
+from pallas_kernels.tpu.query_blocks import begin_output, end_output, reset_state, send_outputs, wait_for_outputs
+from pallas_kernels.tpu.tiles import FewBlocks, MixedBlocks, Slice, Tiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,7 @@ class _Body:
 
     refs: Refs
     g: Geometry
-    blocks: MixedBlocks
+    blocks: MixedBlocks | FewBlocks
     begin_row: Any
     end_row: Any
     pages: paging.Pages
@@ -80,7 +82,7 @@ class _Body:
     appender: Appender
 
     @classmethod
-    def of(cls, refs: Refs, g: Geometry, blocks: MixedBlocks) -> _Body:
+    def of(cls, refs: Refs, g: Geometry, blocks: MixedBlocks | FewBlocks) -> _Body:
         begin_row, end_row = refs.scalars[0], refs.scalars[1]
         pages = paging.Pages(hbm=refs.pages, first_page=refs.scalars[2], geometry=g)
         return cls(
@@ -111,12 +113,8 @@ class _Body:
             self.appender.stage(*parts[half])
             self.appender.write(*parts[half], half)
         self.appender.stage(*parts[2])
-        for v_t in (refs.v_t_even, refs.v_t_odd):
-            v_t[LANES:] = jnp.ones((SUM_ROWS, self.blocks.tile_tokens), v_t.dtype)
-        # Without this use outside the loop over units, the compiler would keep the buffer in registers and spill it.
-        refs.scores_odd[:8, :LANES] = jnp.zeros((8, LANES), jnp.float32)
-        refs.masks[0] = jnp.full(refs.masks.shape[1:], -paging.MASKED, jnp.float32)
-        refs.mask_phase[0] = -1
+        if isinstance(self.blocks, MixedBlocks):
+            _begin_tiles(refs, self.blocks)
         self.start_fetching(start, 0, 0)
         lax.while_loop(lambda carry: carry[0] < self.end_row, self.step, (*start, zero, zero))
 
@@ -135,18 +133,31 @@ class _Body:
         def _() -> None:
             for copy in self.query_copies(entry, q_half):
                 copy.wait()
-            begin_queries(refs, entry, q_half, g, blocks)
+            if isinstance(blocks, FewBlocks):
+                few_queries.begin_queries(refs, entry, q_half, g, blocks)
+            else:
+                _for_width(blocks, entry, g, lambda own: query_blocks.begin_queries(refs, entry, q_half, g, own))
             after_next = self.part_after(*self.part_after(row, q_index))
             self.appender.write(*after_next, q_half)
             self.appender.stage(*self.part_after(*after_next))
 
         begin, end = entry.kv_words
-        paging.wait_words(refs.kv_blocks.at[kv_half], end - begin, refs.kv_sems.at[kv_half])
-        _attend(refs, entry, refs.kv_blocks.at[kv_half], end - begin, g, blocks)
+        kv = refs.kv_blocks.at[kv_half]
+        paging.wait_words(kv, end - begin, refs.kv_sems.at[kv_half])
+        _clear_dead_words(kv, end - begin, blocks.tile_tokens // g.kv_packing)
+        if isinstance(blocks, FewBlocks):
+            few_queries.attend(refs, entry, kv, end - begin, g, blocks)
+        else:
+            _for_width(blocks, entry, g, lambda own: _attend(refs, entry, kv, g, own))
 
         @pl.when(entry.is_last)
         def _() -> None:
-            store_outputs(refs, entry, q_half, g, blocks)
+            wait_for_outputs(refs, q_half)
+            if isinstance(blocks, FewBlocks):
+                few_queries.finish_outputs(refs, entry.block, q_half, g, blocks)
+            else:
+                _for_width(blocks, entry, g, lambda own: query_blocks.finish_outputs(refs, entry.block, q_half, g, own))
+            send_outputs(refs, entry.block, q_half, g)
 
         return *entry.next, 1 - kv_half, next_q_half
 
@@ -195,7 +206,7 @@ class _Body:
             self.window(self.entry(entry.next), 1 - kv_half).start()
 
 
-def _kernel(*refs: Any, g: Geometry, blocks: MixedBlocks, kv_column: int, absent: tuple[str, ...]) -> None:
+def _kernel(*refs: Any, g: Geometry, blocks: MixedBlocks | FewBlocks, kv_column: int, absent: tuple[str, ...]) -> None:
     names = [field.name for field in fields(Refs) if field.name not in ("kv_column", *absent)]
     # The aliased inputs come after the others: the kernel uses the outputs.
     num_inputs = names.index("out")
@@ -206,12 +217,32 @@ def _kernel(*refs: Any, g: Geometry, blocks: MixedBlocks, kv_column: int, absent
     end_output(body.refs, body.end_row, g)
 
 
-def _attend(refs: Refs, entry: Entry, kv: Any, live_words: Any, g: Geometry, blocks: MixedBlocks) -> None:
-    """Folds one KV block into the state of one query block."""
-    tiles = entry.tiles
-    _clear_dead_words(kv, live_words, blocks.tile_tokens // g.kv_packing)
-    slice_rows, mask_rows = blocks.slice_rows, blocks.mask_rows(g)
-    slices = [slice(begin, begin + slice_rows) for begin in range(0, blocks.tile_rows, slice_rows)]
+def _for_width(blocks: MixedBlocks, entry: Entry, g: Geometry, body: Callable[[MixedBlocks], None]) -> None:
+    """Calls `body` with the sizes for as many queries as the entry has: the loop over units is there twice."""
+    narrow = blocks.narrow(g)
+    if narrow is None:
+        body(blocks)
+        return
+    is_narrow = entry.block.num_q <= narrow.q_block
+    pl.when(is_narrow)(lambda: body(narrow))
+    pl.when(jnp.logical_not(is_narrow))(lambda: body(blocks))
+
+
+def _begin_tiles(refs: Refs, blocks: MixedBlocks) -> None:
+    """What the loop over units finds in its buffers."""
+    for v_t in (refs.v_t_even, refs.v_t_odd):
+        v_t[:, LANES:] = jnp.ones((v_t.shape[0], SUM_ROWS, blocks.tile_tokens), v_t.dtype)
+    # Without this use outside the loop over units, the compiler would keep the buffer in registers and spill it.
+    refs.scores_odd[:8, :LANES] = jnp.zeros((8, LANES), jnp.float32)
+    refs.masks[0] = jnp.full(refs.masks.shape[1:], -paging.MASKED, jnp.float32)
+    refs.mask_phase[0] = -1
+    reset_state(refs, ())
+
+
+def _attend(refs: Refs, entry: Entry, kv: Any, g: Geometry, blocks: MixedBlocks) -> None:
+    """Folds one KV block, which has zeros behind its live words, into the state of one query block."""
+    tiles = Tiles.of(g, blocks, num_q=entry.block.num_q, position=entry.position)
+    mask_rows, slices, num_planes = blocks.mask_rows(g), blocks.slices(g), blocks.planes_of_unit(g)
     tile_words = blocks.tile_tokens // g.kv_packing
     even = (refs.scores_even, refs.unit_tops_even, refs.v_t_even)
     odd = (refs.scores_odd, refs.unit_tops_odd, refs.v_t_odd)
@@ -219,41 +250,42 @@ def _attend(refs: Refs, entry: Entry, kv: Any, live_words: Any, g: Geometry, blo
     def tile_of(plane: Any, kv_tile: Any) -> jax.Array:
         return paging.unpack_kv(kv[plane, pl.ds(pl.multiple_of(kv_tile * tile_words, tile_words), tile_words)], g)
 
-    def prepare(unit: tuple[Any, Any, Any], buffers: tuple[Any, Any, Any], rows: slice) -> None:
+    def prepare(unit: tuple[Any, Any, Any], buffers: tuple[Any, Any, Any], part: Slice) -> None:
         scores, unit_tops, v_t = buffers
-        plane, q_tile, kv_tile = unit
-        plane = jnp.minimum(plane, g.num_k_planes - 1)
-        first = pl.multiple_of(q_tile * blocks.tile_rows + rows.start, slice_rows)
-        s = paging.product(tile_of(plane, kv_tile), refs.q_scaled[plane, pl.ds(first, slice_rows)], 1, g)
-        in_mask = rows.start % mask_rows
-        s = jnp.minimum(s, refs.masks[tiles.mask(q_tile, kv_tile), :, in_mask : in_mask + slice_rows])
-        scores[:, rows] = s
-        unit_tops[:, rows] = jnp.max(s, axis=0, keepdims=True)
-        if rows.start == 0:
-            v_t[:LANES] = tile_of(g.v_plane(plane), kv_tile).T
+        planes, q_tile, kv_tile = unit
+        plane, begin = jnp.minimum(planes * num_planes + part.plane, g.num_k_planes - 1), part.rows.start
+        first = pl.multiple_of(q_tile * blocks.tile_rows + begin, blocks.slice_rows)
+        s = paging.product(tile_of(plane, kv_tile), refs.q_scaled[plane, pl.ds(first, blocks.slice_rows)], 1, g)
+        in_mask = begin % mask_rows
+        s = jnp.minimum(s, refs.masks[tiles.mask(q_tile, kv_tile), :, in_mask : in_mask + blocks.slice_rows])
+        scores[:, part.columns] = s
+        unit_tops[:, part.columns] = jnp.max(s, axis=0, keepdims=True)
+        if begin == 0:
+            v_t[part.plane, :LANES] = tile_of(g.v_plane(plane), kv_tile).T
 
-    def fold(unit: tuple[Any, Any, Any], buffers: tuple[Any, Any, Any], rows: slice) -> None:
+    def fold(unit: tuple[Any, Any, Any], buffers: tuple[Any, Any, Any], part: Slice) -> None:
         scores, unit_tops, v_t = buffers
-        plane, q_tile, _ = unit
-        plane = jnp.minimum(plane, g.num_k_planes)  # units past the last one: a state that is never read
+        planes, q_tile, _ = unit
+        # Units past the last one: a state that is never read.
+        plane, rows = jnp.minimum(planes * num_planes + part.plane, g.num_k_planes), part.rows
         old_top = refs.tops[plane, q_tile, :, rows]
-        top = jnp.maximum(old_top, unit_tops[:, rows])
-        weights = jnp.exp2(scores[:, rows] - top).astype(g.dtype)
+        top = jnp.maximum(old_top, unit_tops[:, part.columns])
+        weights = jnp.exp2(scores[:, part.columns] - top).astype(g.dtype)
         refs.tops[plane, q_tile, :, rows] = top
         kept = refs.values[plane, q_tile, :, rows] * jnp.exp2(old_top - top)
-        refs.values[plane, q_tile, :, rows] = kept + paging.product(v_t[...], weights, 0, g)
+        refs.values[plane, q_tile, :, rows] = kept + paging.product(v_t[part.plane], weights, 0, g)
 
     def turn(_: Any, unit: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         for j in range(blocks.units_per_turn):
             following = tiles.after(unit)
-            for rows in slices:
-                prepare(following, (odd, even)[j % 2], rows)
-                fold(unit, (even, odd)[j % 2], rows)
+            for part in slices:
+                prepare(following, (odd, even)[j % 2], part)
+                fold(unit, (even, odd)[j % 2], part)
             unit = following
         return unit
 
-    for rows in slices:
-        prepare(tiles.first, even, rows)
+    for part in slices:
+        prepare(tiles.first, even, part)
     lax.fori_loop(0, lax.div(tiles.count + (blocks.units_per_turn - 1), blocks.units_per_turn), turn, tiles.first)
 
 
@@ -274,23 +306,23 @@ def _clear_dead_words(kv: Any, live_words: Any, tile_words: int) -> None:
 # Jitted, so that a model's layers trace and lower it once.
 @functools.partial(jax.jit, static_argnames=("g", "kv_column", "blocks", "interpret"))
 def attend(
-    operands: Operands, *, g: Geometry, kv_column: int, blocks: MixedBlocks, interpret: Any
+    operands: Operands, *, g: Geometry, kv_column: int, blocks: MixedBlocks | FewBlocks, interpret: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs, with those of the single-token rows and zeros for the tokens that pad the step, and the
     pages."""
     o = operands
-    absent = tuple(name for name in ("kv_scales", "rotation") if getattr(o, name) is None)
+    missing = tuple(name for name in ("kv_scales", "rotation") if getattr(o, name) is None)
     scalars = [o.kv_lens, o.query_starts, o.new_pages, o.scalars] + ([] if o.kv_scales is None else [o.kv_scales])
     inputs = [o.page_table, o.queries, o.new_kv] + ([] if o.rotation is None else [o.rotation])
     first_aliased = len(scalars) + len(inputs)
     return pl.pallas_call(
-        functools.partial(_kernel, g=g, blocks=blocks, kv_column=kv_column, absent=absent),
+        functools.partial(_kernel, g=g, blocks=blocks, kv_column=kv_column, absent=(*missing, *absent(blocks))),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(1,),
             in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * (len(inputs) + 2),
             out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
-            scratch_shapes=[*vmem_scratch(g, blocks), *other_scratch()],
+            scratch_shapes=[*vmem_scratch(g, blocks), *other_scratch(blocks)],
         ),
         out_shape=(
             jax.ShapeDtypeStruct(o.out.shape, o.out.dtype),

@@ -11,9 +11,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu import paging, vmem
 from pallas_kernels.tpu.layout import LANES, Geometry
-from pallas_kernels.tpu.tiles import MixedBlocks
+from pallas_kernels.tpu.tiles import FewBlocks, MixedBlocks
 
 SUM_ROWS = 16  # rows of ones below V^T: one bf16 register tile; the first is read
+FIRST_TOKEN_ROW = paging.SUBLANES  # of `token_rows`: rows before it are loaded with those of the first tokens
 
 
 class Operands(NamedTuple):
@@ -55,17 +56,25 @@ class Refs:
     # Scratch, in VMEM up to `edge`
     q_blocks: Any  # [2, q_block, query_columns]
     q_rotations: Any  # f32[2, q_block, 256]
-    q_scaled: Any  # [num_k_planes, q_block * queries_per_plane, 128]: tiles; in each, head after head
     kv_blocks: Any  # uint32[2, planes, block_words, 128]
+    # Of tiles of queries only: see `tiles.MixedBlocks`
+    q_scaled: Any  # [num_k_planes, q_block * queries_per_plane, 128]: tiles; in each, head after head
     scores_even: Any  # f32[tile_tokens, tile_rows]
     scores_odd: Any
     unit_tops_even: Any  # f32[1, tile_rows]: the scores' maximum over tokens
     unit_tops_odd: Any
-    v_t_even: Any  # [128 + SUM_ROWS, tile_tokens]
+    v_t_even: Any  # [planes of a unit, 128 + SUM_ROWS, tile_tokens]
     v_t_odd: Any
     masks: Any  # f32[num_masks, tile_tokens, mask_rows]: MASKED or -MASKED
     tops: Any  # f32[num_k_planes + 1, tiles, 1, tile_rows]: the running maximum
     values: Any  # f32[num_k_planes + 1, tiles, 128 + SUM_ROWS, tile_rows]: the running sums, relative to `tops`
+    # Of rows of few queries only: see `tiles.FewBlocks`
+    token_rows: Any  # f32[query heads, 8 + q_block + slots, 128]: queries, or outputs, of the block's tokens
+    few_queries: Any  # [chunks, groups, group_rows, planes of a group * 128]
+    few_tops: Any  # f32[chunks, groups, group_rows, 128]: the running maximum, sum and weighted values
+    few_sums: Any
+    few_values: Any
+    # Of both
     out_blocks: Any  # [2, q_block, query_columns]
     out_tile: Any  # [token_tile, query_columns]: the tile that is not complete yet
     stage: Any  # [q_block + 2 * pack_tile, kv_columns]: a part's new tokens, after a tile of anything
@@ -74,7 +83,7 @@ class Refs:
     edge: Any  # uint32[planes, 1, 128]
     table_windows: Any  # i32[2, 1, 1, 128] in SMEM
     out_rows: Any  # i32[2] in SMEM: rows that are being copied out of each half of out_blocks
-    mask_phase: Any  # i32[1] in SMEM: the phase that `masks` were made for
+    mask_phase: Any  # i32[1] in SMEM: the phase, and the tile's size, that `masks` were made for
     window_sems: Any
     kv_sems: Any
     q_sems: Any
@@ -85,22 +94,25 @@ class Refs:
     tile_sem: Any
 
 
-def vmem_scratch(g: Geometry, blocks: MixedBlocks) -> list[Any]:
-    """The buffers from `Refs.q_blocks` to `Refs.edge`."""
-    block_words = blocks.kv_block // g.kv_packing
-    tiles = blocks.max_q_tiles(g)
+OF_TILES = (
+    "q_scaled scores_even scores_odd unit_tops_even unit_tops_odd v_t_even v_t_odd masks tops values mask_phase".split()
+)
+OF_FEW_QUERIES = "token_rows few_queries few_tops few_sums few_values".split()
+
+
+def absent(blocks: MixedBlocks | FewBlocks) -> list[str]:
+    """The fields of `Refs` that the kernel of these blocks does not have."""
+    return OF_TILES if isinstance(blocks, FewBlocks) else OF_FEW_QUERIES
+
+
+def vmem_scratch(g: Geometry, blocks: MixedBlocks | FewBlocks) -> list[Any]:
+    """The buffers from `Refs.q_blocks` to `Refs.edge`, without those that are absent."""
     staged = blocks.q_block + 2 * g.pack_tile
     return [
         pltpu.VMEM((2, blocks.q_block, g.query_columns), g.dtype),
         pltpu.VMEM((2, blocks.q_block, 2 * LANES), jnp.float32),
-        pltpu.VMEM((g.num_k_planes, blocks.q_block * g.queries_per_plane, LANES), g.dtype),
-        pltpu.VMEM((2, g.num_planes, block_words, LANES), jnp.uint32),
-        *[pltpu.VMEM((blocks.tile_tokens, blocks.tile_rows), jnp.float32)] * 2,
-        *[pltpu.VMEM((1, blocks.tile_rows), jnp.float32)] * 2,
-        *[pltpu.VMEM((LANES + SUM_ROWS, blocks.tile_tokens), g.dtype)] * 2,
-        pltpu.VMEM((blocks.num_masks(g), blocks.tile_tokens, blocks.mask_rows(g)), jnp.float32),
-        pltpu.VMEM((g.num_k_planes + 1, tiles, 1, blocks.tile_rows), jnp.float32),
-        pltpu.VMEM((g.num_k_planes + 1, tiles, LANES + SUM_ROWS, blocks.tile_rows), jnp.float32),
+        pltpu.VMEM((2, g.num_planes, blocks.kv_block // g.kv_packing, LANES), jnp.uint32),
+        *(_of_few_queries(g, blocks) if isinstance(blocks, FewBlocks) else _of_tiles(g, blocks)),
         pltpu.VMEM((2, blocks.q_block, g.query_columns), g.dtype),
         pltpu.VMEM((g.token_tile, g.query_columns), g.dtype),
         pltpu.VMEM((staged, g.kv_columns), g.dtype),
@@ -110,17 +122,42 @@ def vmem_scratch(g: Geometry, blocks: MixedBlocks) -> list[Any]:
     ]
 
 
-def vmem_bytes(g: Geometry, blocks: MixedBlocks) -> int:
+def _of_tiles(g: Geometry, blocks: MixedBlocks) -> list[Any]:
+    tiles, narrow = blocks.max_q_tiles(g), blocks.narrow(g)
+    planes = 1 if narrow is None else narrow.planes_of_unit(g)
+    return [
+        pltpu.VMEM((g.num_k_planes, blocks.q_block * g.queries_per_plane, LANES), g.dtype),
+        *[pltpu.VMEM((blocks.tile_tokens, blocks.tile_rows), jnp.float32)] * 2,
+        *[pltpu.VMEM((1, blocks.tile_rows), jnp.float32)] * 2,
+        *[pltpu.VMEM((planes, LANES + SUM_ROWS, blocks.tile_tokens), g.dtype)] * 2,
+        pltpu.VMEM((blocks.num_masks(g), blocks.tile_tokens, blocks.mask_rows(g)), jnp.float32),
+        pltpu.VMEM((g.num_k_planes + 1, tiles, 1, blocks.tile_rows), jnp.float32),
+        pltpu.VMEM((g.num_k_planes + 1, tiles, LANES + SUM_ROWS, blocks.tile_rows), jnp.float32),
+    ]
+
+
+def _of_few_queries(g: Geometry, blocks: FewBlocks) -> list[Any]:
+    token_rows = FIRST_TOKEN_ROW + blocks.q_block + max(blocks.slots, paging.SUBLANES)
+    per_group, rows = blocks.planes_per_group(g), blocks.group_rows(g)
+    groups = blocks.max_chunks, g.num_k_planes // per_group
+    return [
+        pltpu.VMEM((g.num_k_planes * g.queries_per_plane, token_rows, LANES), jnp.float32),
+        pltpu.VMEM((*groups, rows, per_group * LANES), g.dtype),
+        *[pltpu.VMEM((*groups, rows, LANES), jnp.float32)] * 3,
+    ]
+
+
+def vmem_bytes(g: Geometry, blocks: MixedBlocks | FewBlocks) -> int:
     """The mixed kernel's limit of VMEM."""
     return vmem.bytes_with(vmem_scratch(g, blocks))
 
 
-def other_scratch() -> list[Any]:
+def other_scratch(blocks: MixedBlocks | FewBlocks) -> list[Any]:
     """The buffers in scalar memory, and the semaphores."""
     return [
         pltpu.SMEM((2, 1, 1, paging.WINDOW), jnp.int32),
         pltpu.SMEM((2,), jnp.int32),
-        pltpu.SMEM((1,), jnp.int32),
+        *([] if isinstance(blocks, FewBlocks) else [pltpu.SMEM((1,), jnp.int32)]),
         *[pltpu.SemaphoreType.DMA((2,))] * 5,
         *[pltpu.SemaphoreType.DMA] * 3,
     ]

@@ -6,6 +6,7 @@ until all are there. The first tile may begin with outputs of the decode kernel;
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -16,17 +17,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu import lanes, paging
-from pallas_kernels.tpu.entries import Entry
+from pallas_kernels.tpu.entries import Entry, QueryBlock
 from pallas_kernels.tpu.layout import LANES, Geometry
 from pallas_kernels.tpu.mixed_memory import Refs
-from pallas_kernels.tpu.tiles import MixedBlocks
+from pallas_kernels.tpu.tiles import MixedBlocks, Tiles
 
 CHUNK_TOKENS = 16  # tokens whose queries are rotated at a time: their rotation stays in registers
 
 
 def begin_queries(refs: Refs, entry: Entry, half: Any, g: Geometry, blocks: MixedBlocks) -> None:
-    """Rotates the queries, scales them once for all KV blocks, so exp2 of a score needs no factor, and resets the
-    state."""
+    """Rotates the queries, and scales them once for all KV blocks, so exp2 of a score needs no factor."""
     tile_queries = blocks.tile_queries(g)
     size = min(CHUNK_TOKENS, tile_queries)
     scale = g.scale * math.log2(math.e)
@@ -48,49 +48,76 @@ def begin_queries(refs: Refs, entry: Entry, half: Any, g: Geometry, blocks: Mixe
                     refs.q_scaled[p, rows] = head.astype(g.dtype)
 
     lax.fori_loop(0, lax.div(entry.block.num_q + (size - 1), size), chunk, None)
-    refs.tops[...] = jnp.full(refs.tops.shape, paging.MASKED, jnp.float32)
-    refs.values[...] = jnp.zeros(refs.values.shape, jnp.float32)
-    tiles = entry.tiles
+    tiles = Tiles.of(g, blocks, num_q=entry.block.num_q, position=entry.position)
 
-    @pl.when(tiles.mask_phase != refs.mask_phase[0])
+    # Tiles of another size have other masks.
+    made_for = tiles.mask_phase + blocks.mask_key(g)
+
+    @pl.when(made_for != refs.mask_phase[0])
     def _() -> None:
-        refs.mask_phase[0] = tiles.mask_phase
+        refs.mask_phase[0] = made_for
+        shape = blocks.tile_tokens, blocks.mask_rows(g)
 
         def make_mask(i: Any, carry: None) -> None:
-            token = lax.broadcasted_iota(jnp.int32, refs.masks.shape[1:], 0)
-            query = lax.rem(lax.broadcasted_iota(jnp.int32, (1, refs.masks.shape[2]), 1), blocks.tile_queries(g))
+            token = lax.broadcasted_iota(jnp.int32, shape, 0)
+            query = lax.rem(lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1), tile_queries)
             visible = token <= query + tiles.distance(i)
-            refs.masks[i] = jnp.where(visible, -paging.MASKED, paging.MASKED)
+            refs.masks[i, :, : shape[1]] = jnp.where(visible, -paging.MASKED, paging.MASKED)
 
-        lax.fori_loop(1, refs.masks.shape[0], make_mask, None)
+        lax.fori_loop(1, blocks.num_masks(g), make_mask, None)
 
 
-def store_outputs(refs: Refs, entry: Entry, half: Any, g: Geometry, blocks: MixedBlocks) -> None:
-    """Divides by the sums, stores the outputs into `out_blocks`, and starts the copy of their whole tiles to HBM."""
-    tile, tile_queries = g.token_tile, blocks.tile_queries(g)
-    block, sem = refs.out_blocks.at[half], refs.out_sems.at[half]
-    paging.wait_rows(block, refs.out_rows[half], sem)
+def reset_state(refs: Refs, at: tuple[Any, ...]) -> None:
+    """The state before a first KV block, of all tiles or of one plane's tile."""
+    refs.tops[at] = jnp.full(refs.tops.shape[len(at) :], paging.MASKED, jnp.float32)
+    refs.values[at] = jnp.zeros(refs.values.shape[len(at) :], jnp.float32)
 
-    skip, num_q = entry.block.skip, entry.block.num_q
-    num_tiles = lax.div(num_q + (tile_queries - 1), tile_queries)
+
+def finish_outputs(refs: Refs, block: QueryBlock, half: Any, g: Geometry, blocks: MixedBlocks) -> None:
+    """Divides by the sums, stores the outputs into `out_blocks`, and resets the state. Outputs of other rows' tokens
+    are undefined."""
+    tile_queries = blocks.tile_queries(g)
+    num_tiles = lax.div(block.num_q + (tile_queries - 1), tile_queries)
     per_block = g.queries_per_plane // g.plane_blocks
 
     def plane_tile(i: Any, carry: None) -> None:
         p, t = lax.div(i, num_tiles), lax.rem(i, num_tiles)
         (kv_scales,) = lanes.scales_of_planes(refs.kv_scales, [g.v_plane(p)], g)
 
+        # Rows of several heads that fill whole lanes are transposed together.
+        size = max(tile_queries, LANES)
+
+        @functools.cache
+        def transposed(part: int) -> jax.Array:
+            values = refs.values[p, t, :, part * size : (part + 1) * size]
+            output = values[:LANES] * (1.0 / values[LANES : LANES + 1])  # [128, size]
+            if kv_scales is None and g.head_dim == LANES:
+                return output.astype(g.dtype).T  # half as many registers to transpose
+            return output.T if kv_scales is None else output.T * kv_scales
+
         def head(j: int) -> jax.Array:
-            values = refs.values[p, t, :, j * tile_queries : (j + 1) * tile_queries]
-            output = (values[:LANES] / values[LANES : LANES + 1]).T  # [tile_queries, 128]
-            return output if kv_scales is None else output * kv_scales
+            part, begin = divmod(j * tile_queries, size)
+            return transposed(part)[begin : begin + tile_queries]
 
         tokens = pl.ds(pl.multiple_of(t * tile_queries, tile_queries), tile_queries)
         for b in range(g.plane_blocks):
             lane = pl.multiple_of((p * g.plane_blocks + b) * LANES, LANES)
             x = lanes.block_of_heads([head(b * per_block + j) for j in range(per_block)], b, g)
-            block[tokens, pl.ds(lane, LANES)] = x.astype(g.dtype)
+            refs.out_blocks[half, tokens, pl.ds(lane, LANES)] = x.astype(g.dtype)
+        reset_state(refs, (p, t))
 
     lax.fori_loop(0, g.num_k_planes * num_tiles, plane_tile, None)
+
+
+def wait_for_outputs(refs: Refs, half: Any) -> None:
+    """Waits until what was stored into this half of `out_blocks` before is in HBM."""
+    paging.wait_rows(refs.out_blocks.at[half], refs.out_rows[half], refs.out_sems.at[half])
+
+
+def send_outputs(refs: Refs, query_block: QueryBlock, half: Any, g: Geometry) -> None:
+    """Starts the copy of the whole tiles of `out_blocks` to HBM, and keeps the rest in `out_tile`."""
+    tile, block, sem = g.token_tile, refs.out_blocks.at[half], refs.out_sems.at[half]
+    skip, num_q = query_block.skip, query_block.num_q
 
     @pl.when(skip > 0)
     def _() -> None:
@@ -107,7 +134,7 @@ def store_outputs(refs: Refs, entry: Entry, half: Any, g: Geometry, blocks: Mixe
 
     @pl.when(num_rows > 0)
     def _() -> None:
-        target = refs.out.at[pl.ds(entry.block.start, num_rows)]
+        target = refs.out.at[pl.ds(query_block.start, num_rows)]
         pltpu.make_async_copy(block.at[pl.ds(0, num_rows)], target, sem).start()
 
 
@@ -131,7 +158,7 @@ def end_output(refs: Refs, end_row: Any, g: Geometry) -> None:
     """Stores the last tile, and zeros for the tokens that pad the step."""
     tile = g.token_tile
     for half in range(2):
-        paging.wait_rows(refs.out_blocks.at[half], refs.out_rows[half], refs.out_sems.at[half])
+        wait_for_outputs(refs, half)
     end = refs.query_starts[end_row]
     live = lax.rem(end, tile)
 

@@ -7,6 +7,9 @@ An example: a prompt's first 512 queries against its first 512 tokens, tiles of 
 three remain: queries 0-255 see tokens 0-255 only (the diagonal, masked), queries 256-511 see all of tokens 0-255, and
 tokens 256-511 masked. Eight planes make 24 units, computed `units_per_turn` at a time.
 
+A block of no more than 64 of those queries takes narrow tiles of 64 instead: a unit then has those of four planes,
+which fill the same buffers, so the compiler finds as much to do at the same time.
+
 A unit's mask depends only on its distance, the positions from its first token to its first query: `position + q_tile *
 queries - kv_tile * tokens`. At `tokens - 1` or more nothing is masked, and at `-queries` everything is. Tiles and
 blocks are powers of two, so all distances of one query block have the same remainder by the smaller tile, its phase (by
@@ -16,7 +19,7 @@ again only if the phase changes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,6 +28,18 @@ from jax import lax
 from pallas_kernels.tpu.layout import LANES, Geometry
 
 SLICE_ROWS = 256  # the columns of the largest matrix unit
+NARROW_UNITS = 4  # in one turn, at most: the loop is there twice
+POWERS_OF_TWO = [1 << n for n in range(8)]
+REGISTER_ROWS = 16  # rows of a register of bf16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """Query rows of a unit that are computed at a time."""
+
+    plane: int  # counted from the unit's first
+    rows: slice  # of the plane's tile of queries
+    columns: slice  # of the buffers that hold one unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +63,40 @@ class MixedBlocks:
         """Tiles of a whole block of queries."""
         return self.q_block // self.tile_queries(g)
 
+    def narrow(self, g: Geometry) -> NarrowBlocks | None:
+        """The sizes for blocks with no more queries than fill one slice, in the buffers of these; None if these are no
+        larger."""
+        queries = next(n for n in POWERS_OF_TWO if n * g.queries_per_plane % LANES == 0)
+        while queries * g.queries_per_plane < SLICE_ROWS:
+            queries *= 2
+        if queries >= self.tile_queries(g) or queries < g.token_tile:
+            return None
+        sizes = NarrowBlocks(
+            q_block=queries,
+            kv_block=self.kv_block,
+            tile_rows=queries * g.queries_per_plane,
+            tile_tokens=self.tile_tokens,
+            units_per_turn=self.units_per_turn,
+            buffer_rows=self.tile_rows,
+        )
+        return replace(sizes, units_per_turn=min(self.units_per_turn, NARROW_UNITS))
+
+    def planes_of_unit(self, g: Geometry) -> int:
+        """Planes that a unit has a tile of queries of."""
+        return 1
+
+    def slices(self, g: Geometry) -> list[Slice]:
+        """The parts of a unit, which are computed one after the other."""
+        return [
+            Slice(
+                plane=plane,
+                rows=slice(begin, begin + self.slice_rows),
+                columns=slice(plane * self.tile_rows + begin, plane * self.tile_rows + begin + self.slice_rows),
+            )
+            for plane in range(self.planes_of_unit(g))
+            for begin in range(0, self.tile_rows, self.slice_rows)
+        ]
+
     @property
     def slice_rows(self) -> int:
         """Query rows computed at a time."""
@@ -62,9 +111,48 @@ class MixedBlocks:
         queries = self.tile_queries(g)
         return self.tile_tokens if self.q_block == queries else min(queries, self.tile_tokens)
 
+    def mask_key(self, g: Geometry) -> int:
+        """Added to a phase, it tells these sizes' masks from those of other tiles."""
+        return self.tile_queries(g) * self.tile_tokens
+
     def num_masks(self, g: Geometry) -> int:
         """The most masks that the units of one query block need; number 0 masks nothing."""
         return 1 + -(-(self.tile_queries(g) + self.tile_tokens - 2) // self.mask_step(g))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NarrowBlocks(MixedBlocks):
+    """The sizes of `MixedBlocks.narrow`: units have the queries of several planes, side by side in the buffers."""
+
+    buffer_rows: int  # query rows that the buffers hold
+
+    def planes_of_unit(self, g: Geometry) -> int:
+        """The most that the buffers hold, and that the number of planes is a multiple of."""
+        return max(n for n in range(1, self.buffer_rows // self.tile_rows + 1) if g.num_k_planes % n == 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FewBlocks:
+    """The sizes for rows of few queries, see `few_queries`. Powers of two, in tokens."""
+
+    q_block: int  # queries of one query block: whole tiles of the step's tokens
+    kv_block: int  # fetched at a time
+    tile_tokens: int  # KV tokens computed on at a time: at most kv_block
+    slots: int  # queries of a row computed at a time: 4, 8 or 16
+
+    @property
+    def max_chunks(self) -> int:
+        """The most chunks of `slots` queries in a block of queries."""
+        return self.q_block // self.slots
+
+    def planes_per_group(self, g: Geometry) -> int:
+        """Planes whose K and V are multiplied together: two fill the largest matrix unit."""
+        return 2 if g.num_k_planes % 2 == 0 else 1
+
+    def group_rows(self, g: Geometry) -> int:
+        """Query rows of a group of planes: for each plane its query heads, for each head its slots; whole registers."""
+        rows = self.planes_per_group(g) * g.queries_per_plane * self.slots
+        return -(-rows // REGISTER_ROWS) * REGISTER_ROWS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +161,7 @@ class Tiles:
 
     queries: int  # of one tile
     tokens: int  # of one tile
-    num_planes: int
+    num_planes: int  # groups of planes, each of which a unit takes together
     max_q_tiles: int
     max_kv_tiles: int
     mask_step: int  # the difference between consecutive distances
@@ -82,11 +170,11 @@ class Tiles:
 
     @staticmethod
     def of(g: Geometry, blocks: MixedBlocks, *, num_q: Any, position: Any) -> Tiles:
-        """The units for these block sizes; see the fields."""
+        """The units for these block sizes; see the fields, and `entries.Entry`."""
         return Tiles(
             queries=blocks.tile_queries(g),
             tokens=blocks.tile_tokens,
-            num_planes=g.num_k_planes,
+            num_planes=g.num_k_planes // blocks.planes_of_unit(g),
             max_q_tiles=blocks.max_q_tiles(g),
             max_kv_tiles=blocks.kv_block // blocks.tile_tokens,
             mask_step=blocks.mask_step(g),

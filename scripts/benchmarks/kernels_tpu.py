@@ -40,6 +40,7 @@ TUNED_FOR = {
     "decode": [Row(1, kv_len) for kv_len in (100, 300, 700, 1500, 2500, 4000, 6000, 8000)] * 8,
     "mixed": [Row(2048, 2048), Row(512, 4096), Row(300, 300)],
 }
+FEW_QUERIES, MOST_FEW_QUERIES = 4, 16  # tokens of a row with drafts: that the kernel is compiled for, and at most
 KV_BYTES = {"bfloat16": 2, "int8": 1}
 CONTEXT = 128 << 10  # tokens: no block is shortened
 
@@ -54,6 +55,7 @@ def main(target: str, static: bool, rest: list[str]) -> None:
     parser.add_argument("--model", choices=MODELS, action="append", help="may be given again (default: all)")
     parser.add_argument("--decode", action="append", help="KV_BLOCK,ITEMS to try (default: the chosen one)")
     parser.add_argument("--mixed", action="append", help="Q_BLOCK,KV_BLOCK,TILE_ROWS,TILE_TOKENS,UNITS to try")
+    parser.add_argument("--few", action="append", help="Q_BLOCK,KV_BLOCK,TILE_TOKENS,SLOTS to try for few queries")
     parser.add_argument("--kv-dtype", choices=KV_BYTES, default="bfloat16", help="of our pages (default: bfloat16)")
     parser.add_argument("--no-shipped", action="store_true", help="leave out the kernel that jax ships")
     parser.add_argument("--sweep", action="store_true", help="try the block sizes of a grid, keep the best in tuned/")
@@ -81,6 +83,7 @@ def main(target: str, static: bool, rest: list[str]) -> None:
             model,
             _tuples(args.decode),
             _tuples(args.mixed),
+            _tuples(args.few),
             shipped=not args.no_shipped,
             kv_dtype=args.kv_dtype,
         ).text()
@@ -142,6 +145,7 @@ class Report:
         model: str,
         decode: list[tuple[int, ...]],
         mixed: list[tuple[int, ...]],
+        few: list[tuple[int, ...]],
         *,
         shipped: bool,
         kv_dtype: str,
@@ -151,12 +155,12 @@ class Report:
 
         self.target, self.model, self.kv_dtype = tpu_target(target), model, kv_dtype
         chosen, of_few_queries = (
-            blocks.choose(geometry(model, kv_dtype), CONTEXT // PAGE, self.target.chip.name, few_queries=few)
-            for few in (False, True)
+            blocks.choose(geometry(model, kv_dtype), CONTEXT // PAGE, self.target.chip.name, few_queries=queries)
+            for queries in (0, FEW_QUERIES)
         )
         jobs = [("decode", sizes) for sizes in decode or [tuple(vars(chosen.decode).values())]]
-        by_choice = [tuple(vars(sizes.mixed).values()) for sizes in (chosen, of_few_queries)]
-        jobs += [("mixed", sizes) for sizes in mixed or by_choice]
+        jobs += [("mixed", sizes) for sizes in mixed or [tuple(vars(chosen.mixed).values())]]
+        jobs += [("few", sizes) for sizes in few or [tuple(vars(of_few_queries.mixed).values())]]
         jobs += [("shipped", sizes) for sizes in SHIPPED_BLOCKS if shipped]
         self.kernels = compiled(target, model, jobs, kv_dtype)
 
@@ -206,9 +210,10 @@ class Report:
         if kernel == "shipped":
             estimates = [k.estimate(rows) for k in self.kernels if k.name == "shipped"]
             return min(estimates, key=lambda estimate: estimate.cycles, default=None)
+        is_few = all(1 < row.query_len <= MOST_FEW_QUERIES for row in rows)
         parts = [
             min((k.estimate(rows) for k in self.kernels if k.name == name), key=lambda estimate: estimate.cycles)
-            for name in ("ours, decode", "ours, mixed")
+            for name in ("ours, decode", "ours, few queries" if is_few else "ours, mixed")
         ]
         return sum(parts, Estimate())
 

@@ -10,7 +10,7 @@ import pytest
 from scripts.benchmarks.accounts.bundles import Loop, Vmem, read_loops, read_vmem
 from scripts.benchmarks.accounts.glue import layer_cycles
 from scripts.benchmarks.accounts.targets import tpu_target
-from scripts.benchmarks.accounts.tpu_static import Compiled, OurDecode, OurMixed, Row, Shipped
+from scripts.benchmarks.accounts.tpu_static import Compiled, OurDecode, OurFew, OurMixed, Row, Shipped
 
 TARGET = tpu_target("v6e:1x1")
 DUMP = """
@@ -31,6 +31,9 @@ def test_loops(tmp_path: Path) -> None:
     outer, inner = read_loops(path)
     assert (outer.depth, outer.begin, outer.bundles, outer.matmuls, outer.copies) == (1, 1, 5, 2, 1)
     assert (inner.depth, inner.begin, inner.bundles, inner.matmuls, inner.spills) == (2, 2, 2, 2, 1)
+    assert (outer.arithmetic, inner.arithmetic) == (3, 2)
+    assert not inner.moves
+    assert Loop(depth=1, begin=0, bundles=33).moves
     assert inner.inside(outer)
     assert not outer.inside(inner)
 
@@ -77,6 +80,8 @@ def test_one_layer_has_no_next_attention() -> None:
 
 
 def compiled(*loops: Loop) -> Compiled:
+    for loop in loops:
+        loop.arithmetic = 1
     return Compiled(loops=list(loops), vmem=Vmem(capacity=1, used=0, spilled=0))
 
 
@@ -91,22 +96,63 @@ def test_a_decode_s_items_fill_turns() -> None:
     assert round(estimate.dma_cycles) == round(400 * 4096 / TARGET.chip.memory_bytes_per_cycle)
 
 
+def mixed_loops(before: list[int], turns: list[int], after: list[int]) -> Compiled:
+    """The loops inside an outermost one of 10,000 bundles: one that starts a page's copy, of 20, and those given."""
+    entry = Loop(depth=1, begin=0, bundles=10_000, matmuls=8)
+    inner = [Loop(depth=2, begin=5, bundles=20, copies=1)]
+    for bundles, matmuls in [(n, 0) for n in before] + [(n, 8) for n in turns] + [(n, 0) for n in after]:
+        inner.append(Loop(depth=2, begin=inner[-1].begin + inner[-1].bundles, bundles=bundles, matmuls=matmuls))
+    return compiled(entry, *inner)
+
+
 def test_units_beyond_the_diagonal_are_not_walked() -> None:
-    loops = compiled(
-        Loop(depth=1, begin=0, bundles=1000, matmuls=8),
-        Loop(depth=2, begin=10, bundles=20, copies=1),
-        Loop(depth=2, begin=40, bundles=30),
-        Loop(depth=2, begin=100, bundles=500, matmuls=8),
-        Loop(depth=2, begin=700, bundles=50),
-    )
+    loops = mixed_loops([30, 9, 5, 2, 7], [500], [50])
+    loops.loops.append(Loop(depth=2, begin=900, bundles=33))  # moves an operand in VMEM, which does not count
     kernel = OurMixed(TARGET, "8b", (256, 512, 1024, 256, 4), loops)
     assert kernel.iteration().queries * 8 == 4 * 256  # four units, each a tile of one of eight planes
     estimate = kernel.estimate([Row(512, 512), Row(1, 900)])
     # The first 256 queries see one tile of tokens, the others two: 3 tiles x 8 planes in turns of four.
     assert estimate.pairs == 3 * 256 * 256
     assert estimate.inner_bundles == 6 * 500
-    entries = 2 * (1000 - 500 - 20 - 30 - 50) + 20 * (2 + 4)
-    assert estimate.bundles == entries + 6 * 500 + 2 * (16 * 30 + 8 * 50)
+    once = 10_000 - 20 - (30 + 9 + 5 + 2 + 7) - 500 - 50 - 33
+    entries = 2 * once + 20 * (2 + 4)
+    assert estimate.bundles == entries + 6 * 500 + 2 * (16 * (30 + 5 + 2) + 2 * 9 + 8 * 50)
+
+
+def test_blocks_of_few_queries_take_narrow_tiles() -> None:
+    """64 queries: one tile. 65 take a wide one. 300 tokens end inside a tile of 256: dead words of 16 planes."""
+    loops = mixed_loops([10, 3, 30, 9, 5, 2, 7], [100, 500], [20, 50])
+    kernel = OurMixed(TARGET, "8b", (256, 512, 1024, 256, 4), loops)
+    once = 10_000 - 20 - sum([10, 3, 30, 9, 5, 2, 7]) - 600 - 70
+    narrow, wide = kernel.estimate([Row(64, 300)]), kernel.estimate([Row(65, 300)])
+    shared = once + 20 * 3 + 16 * 7
+    assert narrow.inner_bundles == 100  # 2 tiles of tokens x 8 planes in one turn of 16
+    assert narrow.bundles == shared + 100 + 4 * (10 + 5 + 2) + 2 * 3 + 8 * 20
+    assert wide.inner_bundles == 4 * 500
+    assert wide.bundles == shared + 4 * 500 + 5 * (30 + 5 + 2) + 2 * 9 + 8 * 50
+
+
+def test_rows_of_few_queries_are_walked_in_chunks() -> None:
+    """9 queries take three chunks of 4 slots, and 1,100 tokens three tiles of 512, of which the last is not full."""
+    loops = compiled(
+        Loop(depth=1, begin=0, bundles=5000, matmuls=8),
+        Loop(depth=2, begin=10, bundles=20, copies=1),
+        Loop(depth=2, begin=40, bundles=30),
+        Loop(depth=2, begin=80, bundles=7),
+        Loop(depth=2, begin=100, bundles=510, matmuls=8),
+        Loop(depth=3, begin=105, bundles=500, matmuls=8),
+        Loop(depth=2, begin=700, bundles=50),
+    )
+    estimate = OurFew(TARGET, "8b", (32, 2048, 512, 4), loops).estimate([Row(9, 1100), Row(1, 50)])
+    assert estimate.inner_bundles == 3 * 3 * 500
+    once = 5000 - 20 - 30 - 7 - 510 - 50
+    assert estimate.bundles == once + 20 * 9 + 3 * 3 * 500 + 3 * (30 + 50) + 3 * 10 + 16 * 7
+    assert estimate.pairs == 3 * 4 * 3 * 512
+
+
+def test_a_kernel_with_other_loops_is_refused() -> None:
+    with pytest.raises(ValueError, match="not the loops of the mixed kernel"):
+        OurMixed(TARGET, "8b", (256, 512, 1024, 256, 4), mixed_loops([30, 9, 5, 2], [500], [50]))
 
 
 def test_the_shipped_kernel_takes_every_block_and_pads_head_dim_64() -> None:

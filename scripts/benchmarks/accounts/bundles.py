@@ -21,6 +21,12 @@ class Loop:
     matmuls: int = 0
     copies: int = 0  # DMAs started
     spills: int = 0
+    arithmetic: int = 0  # vector instructions, without loads and stores
+
+    @property
+    def moves(self) -> bool:
+        """Whether it copies between two places of VMEM: XLA keeps some of the operands there, which is up to it."""
+        return not (self.arithmetic or self.matmuls or self.copies)
 
     def inside(self, other: Loop) -> bool:
         """Whether this loop runs within `other`."""
@@ -90,4 +96,5 @@ def read_loops(path: Path) -> list[Loop]:
             loop.matmuls += len(re.findall(r"vmatmul\.", text))
             loop.copies += len(re.findall(r"= dma\.|\} dma\.|dma\.hbm_to_vmem|dma\.vmem_to_hbm", text))
             loop.spills += text.count("_spill")
+            loop.arithmetic += len(re.findall(r"= v(?!ld|st)[a-z]", text))
     return loops

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.tpu import append, decode, decode_memory, layout, mixed, mixed_memory
 from pallas_kernels.tpu.decode_memory import DecodeBlocks
-from pallas_kernels.tpu.tiles import MixedBlocks
+from pallas_kernels.tpu.tiles import FewBlocks, MixedBlocks
 from scripts.benchmarks.accounts.bundles import bundle_dumps, read_loops, read_vmem
 from scripts.benchmarks.accounts.targets import tpu_target
 
@@ -54,11 +54,8 @@ def _scales(g: layout.Geometry) -> list[Any]:
     return [None] if g.kv_dtype == g.dtype else []
 
 
-def our_mixed(g: layout.Geometry, sizes: list[int]) -> tuple[Callable, list[tuple]]:
+def our_mixed(g: layout.Geometry, blocks: MixedBlocks | FewBlocks) -> tuple[Callable, list[tuple]]:
     """The kernel of mixed steps with these block sizes, and the shapes of its operands."""
-    blocks = MixedBlocks(
-        q_block=sizes[0], kv_block=sizes[1], tile_rows=sizes[2], tile_tokens=sizes[3], units_per_turn=sizes[4]
-    )
 
     def kernel(columns: jax.Array, rotation: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
         given = mixed_memory.Operands(columns, columns, rotation, *_scales(g), *operands)
@@ -113,7 +110,8 @@ def compile_one(target: str, kernel: str, sizes: list[int], heads: list[int], kv
     g = layout.geometry(spec)
     builders = {
         "decode": lambda: our_decode(g, sizes),
-        "mixed": lambda: our_mixed(g, sizes),
+        "mixed": lambda: our_mixed(g, MixedBlocks(**dict(zip(MixedBlocks.__dataclass_fields__, sizes, strict=True)))),
+        "few": lambda: our_mixed(g, FewBlocks(**dict(zip(FewBlocks.__dataclass_fields__, sizes, strict=True)))),
         "shipped": lambda: shipped(spec, sizes),
     }
     call, operands = builders[kernel]()

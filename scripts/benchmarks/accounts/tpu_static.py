@@ -6,7 +6,8 @@ traffic (at the peak bandwidth).
 
 The estimates are for comparisons. They are not times: bundles have no stalls here, DMA has no latency, and nothing was
 checked on a chip. For our kernels all bundles inside the outermost loop count, including branches that are not taken,
-and the rotation and the append of new K/V.
+and the rotation and the append of new K/V. Loops that copy operands which XLA has placed in VMEM do not count: where
+they lie is the whole program's affair.
 For the kernel of jax only the innermost loop counts; its caller must append new K/V, which does not count either.
 """
 
@@ -26,6 +27,8 @@ from scripts.benchmarks.accounts.targets import TpuTarget
 PAGE = 128
 SHORT_BLOCK = 256  # as in `pallas_kernels.tpu.decode_memory`, which imports jax
 TOKEN_TILE, TILE_WORDS = 16, 8  # tokens that are rotated and packed at a time, and their words, in bfloat16
+MASKS = 2  # of a query block, besides the one that masks nothing
+NARROW_UNITS = 4  # as in `pallas_kernels.tpu.tiles`
 MODELS = {  # query heads, KV heads, head dim, as one chip sees them
     "1b": (32, 8, 64),
     "3b": (24, 8, 128),
@@ -48,6 +51,8 @@ BATCHES = {
     "prefill 2k": [Row(2048, 2048)],
     "mixed 63 x 2k + 1k": [Row(1, 2048)] * 63 + [Row(1024, 1024)],
     "drafts 64 x 2k, 4 each": [Row(4, 2048)] * 64,
+    "drafts 1 x 32k, 4": [Row(4, 32768)],
+    "chunk of 64 on 32k": [Row(64, 32768)],
 }
 
 
@@ -215,32 +220,57 @@ class OurDecode(Kernel):
 
 
 class OurMixed(Kernel):
-    """Sizes: query block, KV block, tile's query rows, tile's tokens, units per turn."""
+    """Sizes: query block, KV block, tile's query rows, tile's tokens, units per turn. What depends on the number of a
+    block's queries is there twice, for narrow tiles first, if there are any."""
 
     name = "ours, mixed"
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.turn, entry = self.compiled.busiest(2), self.compiled.busiest(1)
-        inner = [loop for loop in self.compiled.loops if loop.inside(entry)]
+        entry = self.compiled.busiest(1)
+        inner = [loop for loop in self.compiled.loops if loop.inside(entry) and loop.depth == entry.depth + 1]
+        turns = [loop for loop in inner if loop.matmuls]
         self.run = max((loop.bundles for loop in inner if loop.copies), default=0)
-        self.once = entry.bundles - sum(loop.bundles for loop in inner if loop.depth == entry.depth + 1)
-        # Once per query block: loops over its tiles of tokens come before the turn, and one over its tiles of queries
-        # after it. Other loops before it (masks, dead words) take fewer rounds than they are charged.
-        around = [loop for loop in inner if not loop.copies and loop is not self.turn]
-        self.per_tokens = sum(loop.bundles for loop in around if loop.begin < self.turn.begin)
-        self.per_unit = sum(loop.bundles for loop in around if loop.begin > self.turn.begin)
+        self.once = entry.bundles - sum(loop.bundles for loop in inner)
+        # Once per query block: the rotation of its tiles of tokens and the masks, the packing of new K and V, which is
+        # two loops, and, behind the turns, its outputs. Per KV block, if its last tile is not full: its dead words.
+        others = [loop for loop in inner if not (loop.copies or loop.moves)]
+        before = [loop.bundles for loop in others if loop.begin < turns[0].begin]
+        after = [loop.bundles for loop in others if loop.begin > turns[-1].begin]
+        if len(before) != 2 * len(turns) + 3 or len(after) != len(turns):
+            raise ValueError(f"not the loops of the mixed kernel: {[vars(loop) for loop in inner]}")
+        *packing, self.dead_words = before[2 * len(turns) :]
 
-        heads_per_plane = 128 // self.head_dim
-        self.num_planes = self.num_kv_heads // heads_per_plane
         per_plane = self.num_query_heads // self.num_planes
         self.tile_queries = self.sizes[2] // per_plane
+        narrow = narrow_tile(per_plane) if len(turns) > 1 else 0
+        self.widths = [
+            _Width(
+                queries=queries,
+                turn=turn.bundles,
+                units=self._units(queries) if queries == narrow else self.sizes[4],
+                per_tokens=before[2 * i] + sum(packing),
+                masks=before[2 * i + 1],
+                per_unit=after[i],
+            )
+            for i, (queries, turn) in enumerate(zip([narrow, self.tile_queries][-len(turns) :], turns, strict=True))
+        ]
+
+    def _units(self, narrow: int) -> int:
+        """Narrow tiles of a turn, which takes them from several planes together."""
+        wide = self.tile_queries // narrow
+        return NARROW_UNITS * max(n for n in range(1, wide + 1) if self.num_planes % n == 0)
+
+    @property
+    def num_planes(self) -> int:
+        """Planes of 128 lanes of the keys."""
+        return self.num_kv_heads // (128 // self.head_dim)
 
     def iteration(self) -> Iteration:
         q_block, _, _, tile_tokens, units = self.sizes
         queries = units * self.tile_queries / self.num_planes  # of all planes
         num_bytes = tile_tokens * self.token_bytes * queries / q_block
-        return Iteration(bundles=self.turn.bundles, num_bytes=num_bytes, kv_tokens=tile_tokens, queries=queries)
+        return Iteration(bundles=self.widths[-1].turn, num_bytes=num_bytes, kv_tokens=tile_tokens, queries=queries)
 
     def estimate(self, rows: list[Row]) -> Estimate:
         q_block, kv_block = self.sizes[:2]
@@ -248,26 +278,92 @@ class OurMixed(Kernel):
         for row in rows:
             for begin in range(0, row.query_len if row.query_len > 1 else 0, q_block):
                 num_q = min(q_block, row.query_len - begin)
+                width = next(width for width in self.widths if num_q <= width.queries or width is self.widths[-1])
                 first = row.kv_len - row.query_len + begin
                 for at in range(0, first + num_q, kv_block):
-                    estimate = self._entry(estimate, num_q, first - at)
-                units = self.num_planes * -(-num_q // self.tile_queries)
-                bundles = self.per_tokens * -(-num_q // TOKEN_TILE) + self.per_unit * units
+                    estimate = self._entry(estimate, width, num_q, first - at)
+                units = self.num_planes * -(-num_q // width.queries)
+                bundles = width.per_tokens * -(-num_q // TOKEN_TILE) + width.per_unit * units + MASKS * width.masks
                 estimate = estimate.then(bundles, self.dma_cycles(2 * num_q * self.token_bytes))
         return estimate
 
-    def _entry(self, estimate: Estimate, num_q: int, position: int) -> Estimate:
-        _, kv_block, _, tile_tokens, units = self.sizes
+    def _entry(self, estimate: Estimate, width: _Width, num_q: int, position: int) -> Estimate:
+        _, kv_block, _, tile_tokens, _ = self.sizes
         live = min(kv_block, position + num_q)
         seen = [
-            min(kv_block, max(0, position + min(first + self.tile_queries, num_q)))
-            for first in range(0, num_q, self.tile_queries)
+            min(kv_block, max(0, position + min(first + width.queries, num_q)))
+            for first in range(0, num_q, width.queries)
         ]
         tiles = sum(-(-tokens // tile_tokens) for tokens in seen)
-        inner = -(-tiles * self.num_planes // units) * self.turn.bundles
+        inner = -(-tiles * self.num_planes // width.units) * width.turn
         bundles = self.once + self.run * -(-live // PAGE) + inner
-        pairs = tiles * tile_tokens * self.tile_queries
+        bundles += 2 * self.num_planes * self.dead_words * (live % tile_tokens > 0)
+        pairs = tiles * tile_tokens * width.queries
         return estimate.then(bundles, self.dma_cycles(live * self.token_bytes), inner, pairs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Width:
+    """The bundles of one size of tiles."""
+
+    queries: int  # of a tile
+    turn: int
+    units: int  # of a turn
+    per_tokens: int  # for each tile of tokens
+    masks: int  # for each mask
+    per_unit: int  # for each plane's tile of queries
+
+
+def narrow_tile(queries_per_plane: int) -> int:
+    """Queries of a narrow tile: see `pallas_kernels.tpu.tiles.MixedBlocks.narrow`, which imports jax."""
+    queries = 16
+    while queries * queries_per_plane % 128 or queries * queries_per_plane < 256:
+        queries *= 2
+    return queries
+
+
+class OurFew(Kernel):
+    """The mixed kernel for rows of few queries. Sizes: query block, KV block, tokens computed on at a time, slots."""
+
+    name = "ours, few queries"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.tile, chunk, entry = (self.compiled.busiest(depth) for depth in (3, 2, 1))
+        inner = [loop for loop in self.compiled.loops if loop.inside(entry) and loop.depth == entry.depth + 1]
+        self.run = max((loop.bundles for loop in inner if loop.copies), default=0)
+        self.once = entry.bundles - sum(loop.bundles for loop in inner)
+        self.per_chunk = chunk.bundles - self.tile.bundles
+        others = [loop for loop in inner if not (loop.copies or loop.moves) and loop is not chunk]
+        dead_words = max((loop for loop in others if loop.begin < chunk.begin), key=lambda loop: loop.begin)
+        self.dead_words = dead_words.bundles  # of each plane, if the KV block's last tile is not full
+        # Once for each tile of tokens, or for each chunk.
+        self.around = sum(loop.bundles for loop in others if loop is not dead_words)
+
+    def iteration(self) -> Iteration:
+        _, _, tokens, slots = self.sizes
+        num_bytes = tokens * self.token_bytes
+        return Iteration(bundles=self.tile.bundles, num_bytes=num_bytes, kv_tokens=tokens, queries=slots)
+
+    def estimate(self, rows: list[Row]) -> Estimate:
+        _, kv_block, tokens, slots = self.sizes
+        estimate = Estimate()
+        for row in rows:
+            if row.query_len == 1:
+                continue
+            chunks, around = -(-row.query_len // slots), self.around
+            for begin in range(0, row.kv_len, kv_block):
+                live = min(kv_block, row.kv_len - begin)
+                tiles = -(-live // tokens)
+                inner = chunks * tiles * self.tile.bundles
+                around_it = around * max(chunks, -(-row.query_len // TOKEN_TILE)) + chunks * self.per_chunk
+                bundles = self.once + self.run * -(-live // PAGE) + inner + around_it
+                bundles += self.dead_words * 2 * self.num_kv_heads * self.head_dim // 128 * (live % tokens > 0)
+                pairs = chunks * slots * tiles * tokens
+                estimate = estimate.then(bundles, self.dma_cycles(live * self.token_bytes), inner, pairs)
+                around = 0
+            estimate = estimate.then(0.0, self.dma_cycles(2 * row.query_len * self.token_bytes))
+        return estimate
 
 
 class Shipped(Kernel):
@@ -307,4 +403,4 @@ class Shipped(Kernel):
         return estimate
 
 
-KERNELS = {"decode": OurDecode, "mixed": OurMixed, "shipped": Shipped}
+KERNELS = {"decode": OurDecode, "mixed": OurMixed, "few": OurFew, "shipped": Shipped}

@@ -21,8 +21,10 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.layout import default_page_size
 from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
+from pallas_kernels.tpu import blocks, layout
 from scripts.benchmarks.accounts.bundles import bundle_dumps, read_loops, read_vmem
 from scripts.benchmarks.accounts.targets import tpu_target
+from scripts.benchmarks.accounts.tpu_static import BATCHES, KERNELS, Compiled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,7 @@ SHAPES = {
     for model in ("llama-3.2-1b", "llama-3.1-8b")
 }
 DRAFTS = {
-    "llama-3.1-8b, drafts": Shape(heads=MODELS["llama-3.1-8b"], decode_only=False, num_tokens=512, few_queries=True)
+    "llama-3.1-8b, drafts": Shape(heads=MODELS["llama-3.1-8b"], decode_only=False, num_tokens=256, few_queries=True)
 }
 # The largest that is asked of the kernels: the page table alone is 16 MiB with pages of 16. On one target only: these
 # take the longest.
@@ -73,6 +75,11 @@ LARGEST = {
 }
 
 
+# What is accounted for in which shape: the kernel's form, and batches of `tpu_static`.
+ACCOUNTS = {
+    "llama-3.1-8b, mixed": ("mixed", ("prefill 2k", "chunk of 64 on 32k")),
+    "llama-3.1-8b, drafts": ("few", ("drafts 64 x 2k, 4 each",)),
+}
 MIXED_3B = {f"{ODD_GROUP}, mixed": Shape(heads=MODELS[ODD_GROUP], decode_only=False)}
 # A mixed step has the decode kernel in it. The smaller head dim is compiled for one target.
 INT8 = {"llama-3.1-8b, int8": Shape(heads=MODELS["llama-3.1-8b"], decode_only=False, kv_dtype="int8")}
@@ -90,12 +97,34 @@ def main(target: str, folder: Path) -> None:
             old.unlink()
         page_size = shape.page_size or default_page_size(Backend.TPU, shape.max_context, tpu_target(target).chip.name)
         result = compile_one(replace(shape, page_size=page_size), mesh)
-        print(json.dumps({"shape": name, **result, "kernels": kernels(folder)}), flush=True)
+        batches = accounts(target, name, replace(shape, page_size=page_size), folder)
+        print(json.dumps({"shape": name, **result, "kernels": kernels(folder), "batches": batches}), flush=True)
 
 
-def compile_one(shape: Shape, mesh: Mesh) -> dict[str, object]:
+def accounts(target: str, name: str, shape: Shape, folder: Path) -> dict[str, dict[str, float]]:
+    """Of each batch: bundles for each query and 1,024 of its causal tokens, and cycles by the floor, which is reading K
+    and V once."""
+    kind, batches = ACCOUNTS.get(name, ("", ()))
+    if not batches:
+        return {}
+    (dump,) = bundle_dumps(folder, "paged_attention_mixed")
+    vmem = next(vmem for kernel, vmem in read_vmem(folder).items() if kernel.startswith("paged_attention_mixed"))
+    g, each = layout.geometry(spec_of(shape)), shape.num_tokens // shape.num_rows if shape.few_queries else 0
+    chip, pages = tpu_target(target).chip.name, shape.max_context // shape.page_size
+    sizes = tuple(vars(blocks.choose(g, pages, chip, few_queries=each).mixed).values())
+    kernel = KERNELS[kind](tpu_target(target), "8b", sizes, Compiled(loops=read_loops(dump), vmem=vmem))
+    found = {}
+    for batch in batches:
+        rows, estimate = BATCHES[batch], kernel.estimate(BATCHES[batch])
+        causal = sum(row.query_len * (2 * row.kv_len - row.query_len + 1) / 2 for row in rows)
+        floor = kernel.dma_cycles(sum(row.kv_len for row in rows) * kernel.token_bytes)
+        found[batch] = {"per_pair": estimate.bundles * 1024 / causal, "of_the_floor": estimate.cycles / floor}
+    return found
+
+
+def spec_of(shape: Shape) -> AttentionSpec:
     num_query_heads, num_kv_heads, head_dim = shape.heads
-    spec = AttentionSpec(
+    return AttentionSpec(
         num_query_heads=num_query_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -103,6 +132,11 @@ def compile_one(shape: Shape, mesh: Mesh) -> dict[str, object]:
         dtype=jnp.bfloat16,
         kv_dtype=jnp.dtype(shape.kv_dtype),
     )
+
+
+def compile_one(shape: Shape, mesh: Mesh) -> dict[str, object]:
+    num_query_heads, num_kv_heads, head_dim = shape.heads
+    spec = spec_of(shape)
     attention = PagedAttention(spec, Backend.TPU, mesh)
     num_tokens = shape.num_rows if shape.decode_only else shape.num_tokens
 

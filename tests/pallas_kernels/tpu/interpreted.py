@@ -42,10 +42,10 @@ class Findings:
         return self == Findings(False, 0.0, 0, 0, False, "")
 
 
-def small(spec: AttentionSpec) -> BlockSizes:
+def small(spec: AttentionSpec, tile_queries: int | None = None) -> BlockSizes:
     """The smallest blocks, so that few tokens take several."""
     queries = layout.geometry(spec).queries_per_plane
-    tile_queries = 128 // (queries & -queries)  # rows of a tile fill whole lanes
+    tile_queries = tile_queries or 128 // (queries & -queries)  # rows of a tile fill whole lanes
     q_block = max(64, tile_queries)
     return BlockSizes(
         decode=DecodeBlocks(kv_block=128, items_per_turn=2),
@@ -92,6 +92,7 @@ def run(
     decode_only: bool = False,
     first_page: int = 0,
     choose_blocks: bool = False,
+    tile_queries: int | None = None,
     projected: bool = False,
     few_queries: bool = False,
     poison_padding: bool = False,
@@ -99,6 +100,7 @@ def run(
     """Memory that nothing was written to is NaN: pages, blocks and scratch.
 
     Args:
+        tile_queries: queries of the mixed kernel's tiles, in place of the fewest.
         choose_blocks: takes the block sizes that serving would take, instead of `small`.
         few_queries: tells the kernels that every row has few tokens, and lets them choose their blocks.
         projected: gives the kernels the heads as a projection makes them, turned back, and lets them rotate.
@@ -108,7 +110,7 @@ def run(
     if poison_padding:
         case = replace(case, **{name: _poisoned(case, name) for name in ("queries", "keys", "values")})
     pages = filled_pages(case, first_page)
-    sizes = None if choose_blocks or few_queries else small(case.spec)
+    sizes = None if choose_blocks or few_queries else small(case.spec, tile_queries)
     step = compiled_step(case.spec, dma_mode, decode_only, sizes, projected, few_queries)
     pltpu.reset_tpu_interpret_mode_state()
     printed = io.StringIO()

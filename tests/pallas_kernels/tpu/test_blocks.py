@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import tpu as pltpu
@@ -13,7 +15,7 @@ from pallas_kernels.spec import AttentionSpec, Backend
 from pallas_kernels.tpu import blocks, decode_memory, layout, mixed_memory
 from pallas_kernels.tpu.decode_memory import DecodeBlocks
 from pallas_kernels.tpu.entries import entry_at
-from pallas_kernels.tpu.tiles import MixedBlocks, Tiles
+from pallas_kernels.tpu.tiles import FewBlocks, MixedBlocks, Tiles
 
 CHIPS = ("v5e", "v5p", "v6e", "tpu7x")
 LONG = 1024  # pages per sequence: no block is shortened
@@ -92,19 +94,26 @@ def test_sizes_fit_together(chip: str | None) -> None:
             assert max(mixed.kv_block, sizes.decode.kv_block) <= 128 * g.page_size
 
 
-def test_rows_of_few_queries_take_one_small_tile() -> None:
-    """A row of 16 tokens fits its tile wherever it begins; whole lanes are filled."""
+@pytest.mark.parametrize(("queries", "slots"), [(1, 4), (4, 4), (5, 8), (16, 16), (40, 16)])
+def test_rows_of_few_queries_take_slots_for_them(queries: int, slots: int) -> None:
+    """A row of 16 tokens fits its block of queries wherever it begins."""
     for g in GEOMETRIES:
-        if g.dtype == jnp.float32 or g.queries_per_plane > 8:
-            continue  # smaller blocks where these do not fit
         for chip in (None, *CHIPS):
-            sizes = blocks.choose(g, LONG, chip, few_queries=True)
+            sizes = blocks.choose(g, LONG, chip, few_queries=queries)
             sizes.validate(g)
-            assert sizes.mixed.q_block == sizes.mixed.tile_queries(g) >= 2 * g.token_tile
-            assert sizes.mixed.tile_rows % 128 == 0
-            assert sizes.mixed.num_masks(g) <= 3
-    for kv_dtype in (jnp.bfloat16, jnp.int8):
-        assert blocks.choose(geometry(32, 8, 128, kv_dtype=kv_dtype), LONG, few_queries=True).mixed.tile_rows == 128
+            assert isinstance(sizes.mixed, FewBlocks)
+            assert sizes.mixed.slots == slots
+            assert sizes.mixed.q_block >= 2 * g.token_tile
+            assert sizes.mixed.group_rows(g) % 16 == 0
+            capacity = TPUS[chip].vmem_bytes if chip else 64 << 20
+            assert mixed_memory.vmem_bytes(g, sizes.mixed) <= capacity
+
+
+def test_slots_that_no_register_has_are_refused() -> None:
+    g = geometry(32, 8, 128)
+    sizes = blocks.choose(g, LONG, few_queries=4)
+    with pytest.raises(ValueError, match="slots"):
+        replace(sizes, mixed=replace(sizes.mixed, slots=2)).validate(g)
 
 
 @pytest.mark.parametrize("chip", [None, *CHIPS])

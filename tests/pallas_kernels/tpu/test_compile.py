@@ -19,6 +19,12 @@ KERNELS, STEPS = "tests.pallas_kernels.tpu.compile_for", "scripts.benchmarks.acc
 PRODUCTS = "scripts.benchmarks.accounts.compile_tpu_product"
 MODELS = [("v6e:1x1", "llama-3.1-8b"), ("v6e:2x4", "llama-3.1-8b"), ("v6e:2x4", "llama-3.1-70b")]
 MOST_GLUE_CYCLES = (8_000, 60_000)  # of a layer, by XLA's estimate: in a decode step of 64 rows, in 2,048 tokens
+# Cycles by the floor, which is reading K and V once, of the chips of which it is said: results/2026-11-23-kernels.md.
+MOST_OF_THE_FLOOR = {
+    "drafts 64 x 2k, 4 each": {"v6e:1x1": 1.05, "tpu7x:1x1x1": 1.05},
+    "chunk of 64 on 32k": {"v6e:1x1": 1.25, "tpu7x:1x1x1": 2.6},
+}
+MOST_BUNDLES_PER_PAIR = {"v6e:1x1": 95, "tpu7x:1x1x1": 102}  # of a query and 1,024 tokens, everything included
 # So that several may run on one machine, and none asks for a metadata server or a chip.
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
@@ -59,6 +65,11 @@ def test_kernels_fit_and_update_pages_in_place(target: str, tmp_path: Path) -> N
             # Room for what XLA itself keeps in VMEM, and registers that spill stay few.
             assert kernel["used"] <= kernel["capacity"] * 3 // 4, result
             assert kernel["spilled"] <= 1 << 20, result
+        for batch, account in result["batches"].items():
+            most = MOST_OF_THE_FLOOR.get(batch, {}).get(target)
+            assert most is None or account["of_the_floor"] <= most, result
+            if batch == "prefill 2k" and target in MOST_BUNDLES_PER_PAIR:
+                assert account["per_pair"] <= MOST_BUNDLES_PER_PAIR[target], result
 
 
 def test_products_with_4_bit_weights_take_as_long_as_their_weights_are_read(tmp_path: Path) -> None:

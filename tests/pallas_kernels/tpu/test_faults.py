@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.tpu import append, entries, paging, tiles
+from pallas_kernels.tpu import append, entries, few_queries, paging, tiles
 from tests.pallas_kernels.dense import Row, make_case
 from tests.pallas_kernels.tpu.interpreted import DMA_MODES, compiled_step, run
 
@@ -23,6 +23,7 @@ SPEC = AttentionSpec(
 )
 DECODES = [Row(query_len=1, kv_len=300), Row(query_len=1, kv_len=150)]
 CHUNKS = [Row(query_len=70, kv_len=281)]
+DRAFTS = [Row(query_len=3, kv_len=40), Row(query_len=9, kv_len=281)]  # with 8 slots: one chunk, and two
 # Turns of two blocks with 64, 128 and 64 words: two turns that signal each other's semaphore wait for as much as comes.
 EVEN_TURNS = [Row(query_len=1, kv_len=kv_len) for kv_len in (65, 65, 128, 128, 65, 65)]
 
@@ -36,14 +37,16 @@ def forget_compiled() -> None:
     jax.clear_caches()
 
 
-def findings(rows: list[Row], spec: AttentionSpec = SPEC, *, enough: Set[str] = frozenset()) -> set[str]:
+def findings(
+    rows: list[Row], spec: AttentionSpec = SPEC, *, enough: Set[str] = frozenset(), few: bool = False
+) -> set[str]:
     """What the harness sees, in both DMA modes together; in the first one only where that shows one of `enough`."""
     found = set()
     for dma_mode in DMA_MODES:
         forget_compiled()
-        case = make_case(spec, rows, num_tokens=80, num_rows=8, pages_per_seq=20)
+        case = make_case(spec, rows, num_tokens=32 if few else 80, num_rows=4 if few else 8, pages_per_seq=20)
         try:
-            result = run(case, dma_mode)
+            result = run(case, dma_mode, few_queries=few)
         except jax.errors.JaxRuntimeError as error:
             if "Out-of-bounds" not in str(error):  # how the interpreter refuses an address
                 raise
@@ -197,3 +200,39 @@ def test_masks_of_the_row_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of unlike phase: masks made for the first one only."""
     monkeypatch.setattr(tiles.Tiles, "mask_phase", 5)
     assert is_found("error", CHUNKS)
+
+
+WRONG = {"error", "not_finite"}
+
+
+def test_the_queries_of_the_row_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of rows of few queries that begin where the tile of tokens does."""
+    slots_of = few_queries._slots_of
+    monkeypatch.setattr(few_queries, "_slots_of", lambda refs, heads, first, *rest: slots_of(refs, heads, 8, *rest))
+    assert findings(DRAFTS, enough=WRONG, few=True) & WRONG
+
+
+def test_a_row_of_few_queries_without_its_second_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_queries, "_num_chunks", lambda block, blocks: 1)
+    assert findings(DRAFTS, enough=WRONG, few=True) & WRONG
+
+
+def test_the_values_of_another_plane(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_queries, "_own_plane", lambda values, g, blocks: values[:, :128])
+    assert findings(DRAFTS, enough=WRONG, few=True) & WRONG
+
+
+def test_masks_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of few queries behind one of many, whose masks it takes: their phase is the same."""
+    case = make_case(
+        replace(SPEC, num_query_heads=8),
+        [Row(query_len=96, kv_len=96), Row(query_len=32, kv_len=96)],
+        num_tokens=128,
+        num_rows=2,
+        pages_per_seq=6,
+    )
+    monkeypatch.setattr(tiles.MixedBlocks, "mask_key", lambda self, g: 0)
+    forget_compiled()
+    result = run(case, tile_queries=128)
+    forget_compiled()
+    assert result.error or result.not_finite

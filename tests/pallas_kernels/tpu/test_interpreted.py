@@ -76,15 +76,32 @@ def test_decodes_of_short_and_of_long_contexts(longest: int) -> None:
     assert run(case, decode_only=True, choose_blocks=True).clean
 
 
-# rows with drafts: a tile of queries holds tokens of the rows next to it, too
+# rows with drafts: a block of queries holds tokens of the rows next to it, too, and a row takes one chunk or several
 DRAFTS = rows((1, 40), (4, 300), (5, 5), (4, 129), (8, 260), (16, 290), (3, 515), (2, 600))
 
 
 @pytest.mark.parametrize("dma_mode", DMA_MODES)
-@pytest.mark.parametrize("make_spec", [spec, int8])
-def test_rows_of_few_queries(make_spec: Callable[..., AttentionSpec], dma_mode: str) -> None:
-    case = make_case(make_spec(num_query_heads=8), DRAFTS, num_tokens=48, num_rows=8, pages_per_seq=40)
+@pytest.mark.parametrize(("make_spec", "num_rows"), [(spec, 16), (int8, 8)], ids=["4 slots", "8 slots of int8"])
+def test_rows_of_few_queries(make_spec: Callable[..., AttentionSpec], num_rows: int, dma_mode: str) -> None:
+    case = make_case(make_spec(num_query_heads=8), DRAFTS, num_tokens=48, num_rows=num_rows, pages_per_seq=40)
     assert run(case, dma_mode, few_queries=True, poison_padding=True).clean
+
+
+@pytest.mark.parametrize(("num_query_heads", "num_kv_heads", "head_dim"), [(3, 1, 128), (8, 4, 64), (3, 3, 64)])
+def test_rows_of_few_queries_of_a_projection(num_query_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    """16 slots, and 4. Registers that the heads do not fill, two heads in a lane block, K and V in one plane."""
+    heads = spec(num_query_heads=num_query_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    lengths, num_rows = (rows((16, 290), (3, 40)), 2) if num_query_heads == 3 else (DRAFTS[1:4], 12)
+    case = make_case(heads, lengths, num_tokens=32, num_rows=num_rows, pages_per_seq=20)
+    assert run(case, few_queries=True, projected=num_kv_heads != 3).clean
+
+
+@pytest.mark.parametrize(("num_query_heads", "tile_queries", "dma_mode"), [(8, 128, "on_wait"), (6, 256, "eager")])
+def test_short_chunks_next_to_long_ones(num_query_heads: int, tile_queries: int, dma_mode: str) -> None:
+    """Blocks of up to 64 queries of 4 heads take narrow tiles of two planes, 128 of 3 heads; their masks differ."""
+    lengths = rows((1, 40), (70, 290), (7, 150), (140, 150))
+    case = make_case(spec(num_query_heads=num_query_heads), lengths, num_tokens=224, num_rows=4, pages_per_seq=20)
+    assert run(case, dma_mode, tile_queries=tile_queries, poison_padding=True).clean
 
 
 # Of a word's four tokens each is once the last cached one, or the first new one.
