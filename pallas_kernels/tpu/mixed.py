@@ -34,6 +34,8 @@ stationary operand. 128 rows of V^T stream past it, so head_dim 128 fills a 256 
 would leave half of it empty. With rows of ones below V^T, the sum of the weights is one more row of the values, without
 any vector instruction.
 
+If all rows have few queries (`FewBlocks`), `few_queries` computes instead; entries, copies and the append are the same.
+
 `masks` holds the masks of a query block's units; number 0 masks nothing. They are recomputed only if they differ from
 those of the previous query block.
 
