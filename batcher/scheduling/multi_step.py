@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from batcher.buckets import BucketLadder
 from batcher.config import EngineConfig
-from batcher.scheduling.plan import StepPlan
-from batcher.scheduling.sequence import Sequence
+from batcher.scheduling.plan import StepPlan, Work
 from batcher.scheduling.several_tokens import SeveralTokensScheduler
 from batcher.step import Capacity, Variant
 
@@ -37,22 +36,17 @@ class MultiStepScheduler(SeveralTokensScheduler):
         known = self._step_s.get(rows, last)
         self._step_s[rows] = known + _WEIGHT * (last - known)
 
-    def _plan(
-        self,
-        decodes: list[Sequence],
-        chunks: list[tuple[Sequence, int]],
-        admitted: list[Sequence],
-        grown: list[tuple[Sequence, int]],
-    ) -> StepPlan:
-        nobody_waits = not chunks and not self.waiting and len(decodes) == len(self.running)
-        if nobody_waits and all(seq.matcher is None for seq in decodes):
+    def _plan(self, work: Work) -> StepPlan:
+        decodes = work.decodes
+        no_other_work = not work.chunks and not self.waiting and len(decodes) == len(self.running)
+        if no_other_work and all(seq.matcher is None for seq in decodes):
             variant = Variant.SAMPLE if any(seq.needs_sampling for seq in decodes) else Variant.GREEDY
             bucket = self.ladder.choose_multi_step(len(decodes), variant)
             most = 1 if bucket is None else self._most_steps(bucket.num_rows)
             if bucket is not None and most > 1:
-                rows = [(seq, self._fit(seq, min(most, bucket.num_steps), grown)) for seq in decodes]
-                return self._plan_several(rows, bucket, grown)
-        return super()._plan(decodes, chunks, admitted, grown)
+                rows = [(seq, self._fit(seq, min(most, bucket.num_steps), work.grown)) for seq in decodes]
+                return self._plan_several(rows, bucket, work.grown)
+        return super()._plan(work)
 
     def _most_steps(self, num_rows: int) -> int:
         """The steps of one program. It is one until a step's time is known."""

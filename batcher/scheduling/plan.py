@@ -10,6 +10,16 @@ from batcher.scheduling.sequence import Sequence
 from batcher.step import Bucket
 
 
+@dataclass(kw_only=True, slots=True)
+class Work:
+    """The requests of one step, before it has a shape."""
+
+    decodes: list[Sequence]
+    chunks: list[tuple[Sequence, int]]  # prompts and the number of their tokens in this step, at least one
+    admitted: list[Sequence]  # those of `chunks` that waited until now
+    grown: list[tuple[Sequence, int]]  # as in `StepPlan`
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Tokens to compute of one row: `to_compute[start:start + count]`."""

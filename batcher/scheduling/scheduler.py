@@ -33,7 +33,7 @@ from batcher.buckets import BucketLadder
 from batcher.config import EngineConfig
 from batcher.request import Pooling
 from batcher.scheduling.digests import add_digests
-from batcher.scheduling.plan import Chunk, StepPlan
+from batcher.scheduling.plan import Chunk, StepPlan, Work
 from batcher.scheduling.residency import Residency
 from batcher.scheduling.sequence import Sequence, State
 from batcher.step import Bucket, Capacity, Variant
@@ -76,7 +76,7 @@ class Scheduler(Residency):
         chunks, admitted = self._prompts(self.token_budget - len(singles), len(singles))
         if not singles and not chunks:
             return None
-        return self._plan(singles, chunks, admitted, grown)
+        return self._plan(Work(decodes=singles, chunks=chunks, admitted=admitted, grown=grown))
 
     def _decodes(self) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
         """The requests that decode in this step, each with a page to write to, and the new pages (see `StepPlan`)."""
@@ -227,13 +227,8 @@ class Scheduler(Residency):
         if rest < count:
             chunks[-1] = (seq, count - rest)
 
-    def _plan(
-        self,
-        decodes: list[Sequence],
-        chunks: list[tuple[Sequence, int]],
-        admitted: list[Sequence],
-        grown: list[tuple[Sequence, int]],
-    ) -> StepPlan:
+    def _plan(self, work: Work) -> StepPlan:
+        decodes, chunks = work.decodes, work.chunks
         self.last_step += 1
         number = self.last_step
         ones = [seq for seq, count in chunks if count == 1]
@@ -280,9 +275,9 @@ class Scheduler(Residency):
             num_singles=len(decodes) + len(ones),
             num_tokens=num_tokens,
             chunks=listed,
-            admitted=admitted,
+            admitted=work.admitted,
             masks=masks,
-            grown=grown,
+            grown=work.grown,
         )
 
     def _bucket(self, num_tokens: int, num_rows: int, *, decode_only: bool, variant: Variant) -> Bucket:

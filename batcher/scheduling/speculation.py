@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from batcher.buckets import BucketLadder
 from batcher.config import EngineConfig
-from batcher.scheduling.plan import StepPlan
+from batcher.scheduling.plan import StepPlan, Work
 from batcher.scheduling.sequence import Sequence
 from batcher.scheduling.several_tokens import SeveralTokensScheduler
 from batcher.step import Bucket, Capacity, Variant
@@ -95,29 +95,24 @@ class SpeculativeScheduler(SeveralTokensScheduler):
         if num_right:
             self._retries.was_right(self.last_step)
 
-    def _plan(
-        self,
-        decodes: list[Sequence],
-        chunks: list[tuple[Sequence, int]],
-        admitted: list[Sequence],
-        grown: list[tuple[Sequence, int]],
-    ) -> StepPlan:
-        if chunks:
-            return super()._plan(decodes, chunks, admitted, grown)
+    def _plan(self, work: Work) -> StepPlan:
+        if work.chunks:
+            return super()._plan(work)
+        decodes = work.decodes
         variant = Variant.SAMPLE if any(seq.needs_sampling for seq in decodes) else Variant.GREEDY
         bucket = self.ladder.choose_speculative(len(decodes), variant)
         if bucket is None or not any(map(may_have_drafts, decodes)):
-            return super()._plan(decodes, chunks, admitted, grown)
+            return super()._plan(work)
         step = self.last_step + 1
         wanted = self._wanted(decodes, bucket)
         if wanted and (self.foretells or len(wanted) == len(decodes)):
             self._retries.paid(step)
         elif not self.foretells and self._retries.is_due(step):
             wanted |= self._retry([seq for seq in decodes if seq not in wanted], step)
-        q_lens = {seq: self._fit(seq, 1 + num_drafts, grown) for seq, num_drafts in wanted.items()}
+        q_lens = {seq: self._fit(seq, 1 + num_drafts, work.grown) for seq, num_drafts in wanted.items()}
         if any(q_len > 1 for q_len in q_lens.values()):
-            return self._plan_several([(seq, q_lens.get(seq, 1)) for seq in decodes], bucket, grown)
-        plan = super()._plan(decodes, chunks, admitted, grown)
+            return self._plan_several([(seq, q_lens.get(seq, 1)) for seq in decodes], bucket, work.grown)
+        plan = super()._plan(work)
         if self.foretells and self._retries.is_due(step):
             self._retries.tried(step)
             plan.looks_up = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batcher.scheduling.plan import StepPlan
+from batcher.scheduling.plan import StepPlan, Work
 from batcher.scheduling.scheduler import Scheduler, Verdict
 from batcher.scheduling.sequence import Sequence, State
 from batcher.step import Bucket, Variant
@@ -47,7 +47,7 @@ class StaticScheduler(Scheduler):
                 chunks.append((seq, min(len(seq.to_compute) - seq.num_computed, budget)))
                 budget -= chunks[-1][1]
         if chunks:
-            return self._plan([], chunks, admitted, grown=[])
+            return self._plan(Work(decodes=[], chunks=chunks, admitted=admitted, grown=[]))
         longest = max((seq.limit for seq in self.running), default=0)
         decodes = [
             seq
@@ -58,7 +58,7 @@ class StaticScheduler(Scheduler):
         if not num_wanted:
             return None
         grown = [self._grow(seq) for seq in decodes if seq.num_computed == len(seq.pages) * self.page_size]
-        plan = self._plan(decodes, chunks, admitted, grown)
+        plan = self._plan(Work(decodes=decodes, chunks=chunks, admitted=admitted, grown=grown))
         plan.num_ended = len(decodes) - num_wanted
         return plan
 

@@ -35,13 +35,9 @@ class Checkpoint(Tensors, Protocol):
     def form(self) -> EightBit | None:
         """The form in which the projections are kept unless another one is asked for; None: not quantised."""
 
-    @property
-    def four_bit(self) -> FourBit | None:
-        """The 4-bit form that holds the projections without quantising them again."""
-
-    @property
-    def four_bit_fault(self) -> str | None:
-        """Why a quantised checkpoint has no `four_bit`, in words; None: it has one, or is not packed."""
+    def in_four_bits(self) -> tuple[FourBit | None, str | None]:
+        """The 4-bit form that holds the projections without quantising them again, and why packed projections have
+        none, in words. Both are None if the projections are not packed."""
 
     @property
     def activations(self) -> Activations | None:
@@ -66,7 +62,7 @@ class Checkpoint(Tensors, Protocol):
         """Raises ValueError if another checkpoint has taken this one's place since it was opened."""
 
     def four_bit_reader(self, name: str, key: str) -> Reader:
-        """Reads as `PackedKernel.part`, in the form `four_bit`."""
+        """Reads as `PackedKernel.part`, in the form of `in_four_bits`."""
 
     def has_scale(self, key: str) -> bool:
         """Whether the tensor is an 8-bit kernel with scales of its own."""

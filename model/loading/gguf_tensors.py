@@ -85,17 +85,8 @@ class GgufTensors:
         """The form to which the projections are requantised; None if they are of a float type."""
         return EightBit.INT8 if self._block_types() else None
 
-    @property
-    def four_bit(self) -> FourBit | None:
-        """The 4-bit form that holds the projections without quantising them again."""
-        return self._in_four_bits()[0]
-
-    @property
-    def four_bit_fault(self) -> str | None:
-        """Why quantised projections have no such form; None: they have one, or are not quantised."""
-        return self._in_four_bits()[1]
-
-    def _in_four_bits(self) -> tuple[FourBit | None, str | None]:
+    def in_four_bits(self) -> tuple[FourBit | None, str | None]:
+        """As `Checkpoint.in_four_bits`."""
         kernels = expected_kernels(self._config).keys() - {HEAD.key}
         types = {self._type(key) for key in kernels}
         if not types & set(BLOCKS):

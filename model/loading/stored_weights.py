@@ -109,7 +109,7 @@ def find_weights(path: Place, config: LlamaConfig, load_format: str = "auto") ->
         return _converted(path / CONVERTED, config)
     with open_checkpoint(path, config) as files:
         found, dtypes, form, packing = files.with_own_head(), files.dtypes, files.form, files.packing
-        activations, four_bit, fault = files.activations, files.four_bit, files.four_bit_fault
+        activations, (four_bit, fault) = files.activations, files.in_four_bits()
     remark = None
     if found.tie_word_embeddings != config.tie_word_embeddings:
         remark = f"{HEAD.key} differs from the embedding and is used, although config.json ties them"

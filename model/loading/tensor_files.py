@@ -115,17 +115,8 @@ class TensorFiles:
         """The form in which the projections are kept unless another one is asked for; None: not quantised."""
         return None if self._config.quantized is None else self._config.quantized.form
 
-    @property
-    def four_bit(self) -> FourBit | None:
-        """The 4-bit form that holds the projections without quantising them again."""
-        return self._in_four_bits()[0]
-
-    @property
-    def four_bit_fault(self) -> str | None:
-        """Why packed projections have no such form; None: they have one, or are not packed."""
-        return self._in_four_bits()[1]
-
-    def _in_four_bits(self) -> tuple[FourBit | None, str | None]:
+    def in_four_bits(self) -> tuple[FourBit | None, str | None]:
+        """As `Checkpoint.in_four_bits`."""
         form = self._packed_form
         return (None, None) if form is None else form.in_four_bits(self._config.projection_inputs)
 
@@ -154,7 +145,7 @@ class TensorFiles:
         return tuple(self._slice(key).get_shape())
 
     def reader(self, key: str, rows: slice) -> Reader:
-        """Reads parts of these rows; a packed kernel is unpacked to float32. What is in a bucket is read here, once for
+        """Reads parts of these rows; a packed kernel is unpacked to float32. Rows in a bucket are read here, once for
         all parts."""
         stored = self._slice(key)
         if isinstance(stored, PackedKernel) and self._remote:
@@ -166,7 +157,7 @@ class TensorFiles:
 
     def four_bit_reader(self, name: str, key: str) -> Reader:
         """Reads parts of a packed kernel, see `PackedKernel.part`."""
-        form = self.four_bit
+        form = self.in_four_bits()[0]
         assert form is not None
         kernel = self._kernels[key].read_once() if self._remote else self._kernels[key]
         return lambda index: kernel.part(name, index, form.group)

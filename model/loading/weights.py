@@ -56,7 +56,7 @@ def load_hf(
         config = files.with_own_head()
         form = {"dtype": dtype, "mesh": mesh, "quantization": quantization, "rounding": rounding, "for_cpu": for_cpu}
         model = abstract_model(config, **form)
-        is_kept = isinstance(quantization, FourBit) and quantization == files.four_bit
+        is_kept = isinstance(quantization, FourBit) and quantization == files.in_four_bits()[0]
         filled = fill(model, partial(_read_module, files=files, config=config, mesh=mesh, is_kept=is_kept))
         files.check_unchanged()
         return filled

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig
 from batcher.engine import Engine
 from batcher.request import Request, RequestOutput, SamplingParams
-from batcher.stats import EngineStats
+from batcher.stats import EngineStats, SpeculationCounts
+from model.execution.memory_plan import RunnerConfig
 from model.execution.runner import ModelRunner
+from model.network.eagle import EagleHead
+from model.network.llama import Llama
+from pallas_kernels.api import PagedAttention
+from tests.model.driver import paged_attention
 
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 96, "num_pages": 64}  # of a runner
 _BUCKETS = {"max_num_batched_tokens": 24, "max_num_seqs": 4, "min_decode_rows": 4, "min_mixed_tokens": 24}
 PLAIN = BucketLadder(BucketConfig(**_BUCKETS))
 DRAFTS = BucketLadder(BucketConfig(**_BUCKETS, num_drafts=3, max_draft_rows=4))
 FEW = (3, 17, 44, 90)  # allowed tokens: a text of four different ones repeats itself
+
+
+def warm_runner(
+    model: Llama, *, draft: tuple[Llama | EagleHead, PagedAttention] | None = None, **config: Any
+) -> ModelRunner:
+    """A runner of the model within `LIMITS`, for all steps of `PLAIN` and `DRAFTS` that score no prompt."""
+    runner = ModelRunner(model, paged_attention(), RunnerConfig(**LIMITS, **config), draft=draft)
+    runner.warm_up([bucket for bucket in DRAFTS.buckets() if not bucket.variant.scores], lambda line: None)
+    return runner
 
 
 def serve(
@@ -45,6 +63,21 @@ def serve(
     assert engine.stats().integrity_failures == 0
     assert runner.num_compiles == compiles
     return outputs, engine.stats()
+
+
+def outputs_in_trouble(serve: Callable, runner: ModelRunner) -> SpeculationCounts:
+    """AssertionError if drafts change the outputs of requests that are preempted or whose prompt was served before.
+
+    Returns the counts of drafts; `serve` is that of this file, its costs set.
+    """
+    asked = requests([{"temperature": 1.0, "allowed_token_ids": FEW}] * 6, prompt_len=30, max_tokens=60)
+    asked.append(replace(asked[0], request_id="the same prompt"))
+    expected, _ = serve(runner, PLAIN, asked)
+    found, stats = serve(runner, DRAFTS, asked, preempts_every=7)
+    assert stats.num_preemptions > 3
+    assert stats.prefix_cache_hits > 0
+    assert_same_outputs(found, expected)
+    return stats.speculation
 
 
 def tokens_of(outputs: list[RequestOutput]) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -13,7 +12,6 @@ import pytest
 from batcher.request import Request, SamplingParams
 from batcher.slots import SlotLayout
 from batcher.step import StepHandle, StepInput
-from model.execution.memory_plan import RunnerConfig
 from model.execution.prompt_lookup import PromptLookup, propose
 from model.execution.rows import StepRows
 from model.execution.runner import ModelRunner
@@ -26,12 +24,13 @@ from tests.model.execution.drafting import (
     DRAFTS,
     FEW,
     KINDS,
-    LIMITS,
     PLAIN,
     assert_same_outputs,
+    outputs_in_trouble,
     requests,
     serve,
     tokens_of,
+    warm_runner,
 )
 
 LOOKUP = PromptLookup(min_tokens=1, max_tokens=3)
@@ -39,9 +38,7 @@ LOOKUP = PromptLookup(min_tokens=1, max_tokens=3)
 
 @pytest.fixture(scope="module")
 def runner() -> ModelRunner:
-    runner = ModelRunner(tiny_model(), paged_attention(), RunnerConfig(**LIMITS, lookup=LOOKUP, max_draft_rows=4))
-    runner.warm_up([b for b in DRAFTS.buckets() if not b.variant.scores], lambda line: None)
-    return runner
+    return warm_runner(tiny_model(), lookup=LOOKUP, max_draft_rows=4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -73,14 +70,7 @@ def test_steps_without_drafts_look_up_when_they_are_asked_to(runner, monkeypatch
 
 
 def test_preempted_requests_and_those_with_a_cached_prefix_find_their_text_again(runner) -> None:
-    asked = requests([{"allowed_token_ids": FEW, "temperature": 1.0}] * 6, prompt_len=30, max_tokens=60)
-    asked.append(replace(asked[0], request_id="the same prompt"))
-    expected, _ = serve(runner, PLAIN, asked)
-    found, stats = serve(runner, DRAFTS, asked, preempts_every=7)
-    assert stats.num_preemptions > 3
-    assert stats.prefix_cache_hits > 0
-    assert stats.speculation.num_accepted_tokens > 0
-    assert_same_outputs(found, expected)
+    assert outputs_in_trouble(serve, runner).num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])
@@ -128,11 +118,11 @@ def test_accepted_and_rejected_drafts_leave_the_distribution_of_the_model(runner
                 max_tokens=3, temperature=30.0, seed=seed, allowed_token_ids=allowed, ignore_eos=True
             ),
         )
-        for seed in range(700)
+        for seed in range(400)
     ]
     outputs, stats = serve(runner, DRAFTS, asked)
     counts = stats.speculation
-    assert 80 < counts.num_accepted_tokens < counts.num_draft_tokens - 80
+    assert 45 < counts.num_accepted_tokens < counts.num_draft_tokens - 45
     model = tiny_model()
     seen: dict[tuple[int, ...], list[int]] = {}
     for output in outputs.values():

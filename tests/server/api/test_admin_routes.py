@@ -11,13 +11,11 @@ import pytest
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.raw_http import connect, only_answer
 from tests.server.support.real_engine import RealConfig
-from tests.server.support.requests import HELLO, LONG, wait_until
+from tests.server.support.requests import ADMIN_ROUTES, HELLO, LONG, wait_until
 from tests.server.support.running import ECHO, RunningServer, running_server
 
 ADMIN = {"Authorization": "Bearer boss"}
 KEY = {"Authorization": "Bearer key"}
-ROUTES = [("POST", "/reset_prefix_cache"), ("POST", "/abort_requests"), ("GET", "/log_level"), ("POST", "/log_level")]
-ROUTES += [("POST", "/admin/reload"), ("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping")]
 CHAT = "/v1/chat/completions"
 
 
@@ -30,7 +28,7 @@ def guarded(tmp_path_factory) -> Iterator[RunningServer]:
         yield server
 
 
-@pytest.mark.parametrize(("method", "path"), ROUTES)
+@pytest.mark.parametrize(("method", "path"), ADMIN_ROUTES)
 def test_an_administrators_route_needs_an_administrators_key(guarded, method, path):
     with guarded.http() as http:
         for headers in ({}, KEY, {"Authorization": "Bearer bos"}):
@@ -38,7 +36,7 @@ def test_an_administrators_route_needs_an_administrators_key(guarded, method, pa
         assert http.request(method, path, headers=ADMIN, json={"level": "info"}).status_code in (200, 400)
 
 
-@pytest.mark.parametrize(("method", "path"), ROUTES)
+@pytest.mark.parametrize(("method", "path"), ADMIN_ROUTES)
 def test_without_such_a_key_nobody_is_an_administrator(echo, method, path):
     with echo.http() as http:
         response = http.request(method, path, headers=ADMIN)

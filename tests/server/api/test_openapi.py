@@ -6,6 +6,7 @@ import re
 
 import jsonschema
 
+from tests.server.support.requests import ADMIN_ROUTES
 from tests.server.support.stub_app import DONE, StubClient, call, state_of
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -30,10 +31,8 @@ def test_a_key_is_asked_for_where_the_server_has_keys():
         paths = document(**settings)["paths"]
         return {path for path, methods in paths.items() for method in methods.values() if "security" in method}
 
-    weights = {"/admin/reload", "/sleep", "/wake_up", "/is_sleeping"}
-    admin = {"/reset_prefix_cache", "/abort_requests", "/log_level"} | weights
     assert asking() == set()
-    assert asking(admin_api_keys=("a",)) == admin
+    assert asking(admin_api_keys=("a",)) == {path for _, path in ADMIN_ROUTES}
     assert asking(api_keys=("a",)) >= {"/v1/chat/completions", "/v1/models"}
     assert not asking(api_keys=("a",)) & {"/health", "/metrics"}
     assert asking(api_keys=("a",), api_key_all_routes=True) >= {"/health", "/metrics"}

@@ -9,6 +9,10 @@ import time
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.running import RunningServer
 
+ADMIN_ROUTES = [
+    *(("POST", "/reset_prefix_cache"), ("POST", "/abort_requests"), ("GET", "/log_level"), ("POST", "/log_level")),
+    *(("POST", "/admin/reload"), ("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping")),
+]
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 LONG = HELLO | {"stream": True, "ignore_eos": True, "max_tokens": 4000}
