@@ -35,4 +35,5 @@ class SlotLayout:
 
     @staticmethod
     def width(pages_per_seq: int) -> int:
+        """The i32 numbers of one slot's state."""
         return SlotLayout.PAGE_TABLE + pages_per_seq

@@ -32,6 +32,7 @@ class Variant(StrEnum):
 
     @property
     def scores(self) -> bool:
+        """Whether the program gives log-probabilities of every token in the step."""
         return self in (Variant.SCORE, Variant.EMBED)
 
 

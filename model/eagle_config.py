@@ -1,4 +1,4 @@
-"""The constants of an EAGLE head, from the `config.json` of its checkpoint. What is not computed here is refused.
+"""The constants of an EAGLE head, from the `config.json` of its checkpoint. Heads that compute more are refused.
 
 EAGLE (arXiv 2401.15077) and EAGLE-3 (arXiv 2503.01840) are single layers that read the hidden states of a model and
 predict its tokens. Their public checkpoints give the layer's sizes as a Llama's.

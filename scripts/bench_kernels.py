@@ -2,7 +2,7 @@
 
     python -m scripts.bench_kernels --target v6e:1x1 --static      by the compiler's account, without the chip
 
-What a family of chips can measure is in its own module: `benchmarks.kernels_tpu`, `benchmarks.kernels_gpu`.
+The measurements of a family of chips are in its own module: `benchmarks.kernels_tpu`, `benchmarks.kernels_gpu`.
 """
 
 from __future__ import annotations

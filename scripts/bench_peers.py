@@ -84,6 +84,7 @@ class ForeignLoad:
         self._before = self._busy() - self._own()
 
     def cores(self) -> float:
+        """The cores that other processes kept busy, on average."""
         return max(0.0, (self._busy() - self._own() - self._before) / (time.perf_counter() - self._started))
 
     @staticmethod

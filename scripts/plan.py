@@ -58,7 +58,7 @@ def check(args: argparse.Namespace) -> None:
     for name in ("slo", "request_rate", "max_concurrency", "price_per_hour", "plot"):
         if getattr(args, name) is not None and args.workload is None:
             raise ValueError(f"--{name.replace('_', '-')} needs --workload: chat, rag, code, 1800/128 or a trace")
-    # What the simulation does not follow.
+    # Settings that the simulation does not follow.
     followed = {"scheduling": "continuous", "speculative_config": None, "pipeline_depth": 2, "enable_embeddings": False}
     for name, only in followed.items():
         if args.workload is not None and getattr(args, name) != only:

@@ -51,6 +51,7 @@ class Board:
 
     @property
     def width(self) -> int:
+        """The numbers of one process's row."""
         return FIRST_OTHER + self.num_engines + self.num_keys
 
     def clear(self, process: int) -> None:
@@ -74,6 +75,7 @@ class Row:
         self._start = process * board.width
 
     def set_in_flight(self, number: int) -> None:
+        """Writes the number of requests that this process answers."""
         self._cells[self._start + IN_FLIGHT] = number
 
     @property
@@ -82,6 +84,7 @@ class Row:
         return sum(self.board.column(IN_FLIGHT))
 
     def set_load(self, engine: int, number: int) -> None:
+        """Writes this process's load on an engine."""
         self._cells[self._start + FIRST_OTHER + engine] = number
 
     def loads(self) -> list[int]:

@@ -22,7 +22,7 @@ class LiveRequests:
     """The requests that have not ended. Not thread-safe: the thread of the engine's core calls everything here.
 
     Args:
-        counts: what ends is counted here.
+        counts: requests that end are counted here.
     """
 
     def __init__(self, scheduler: Scheduler, counts: EngineStats, clock: Callable[[], float]) -> None:

@@ -37,10 +37,12 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
+        """Pages that hold nothing."""
         return len(self._free)
 
     @property
     def num_reusable(self) -> int:
+        """Pages that no request holds and whose prefix can still be found."""
         return len(self._reusable)
 
     @property
@@ -50,6 +52,7 @@ class PagePool:
 
     @property
     def num_used(self) -> int:
+        """Pages that requests hold."""
         return self.num_pages - self.num_available
 
     def allocate(self, count: int) -> list[int]:

@@ -159,6 +159,7 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
+        """Tokens of steps in flight."""
         return self.num_emitted - len(self.output)
 
     @property

@@ -39,6 +39,7 @@ class Packer:
         self._mirror.fill(_UNKNOWN)
 
     def pack(self, plan: StepPlan) -> StepInput:
+        """The plan as the arrays that the runner takes."""
         size, sections, num_patches = self._layout(plan.bucket)
         packed = np.zeros(size, np.int32)
         num_rows = len(plan.rows)

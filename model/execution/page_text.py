@@ -37,7 +37,7 @@ def write(text: jax.Array, rows: StepRows, tokens: jax.Array, positions: jax.Arr
 
 
 def read(text: jax.Array, rows: StepRows) -> jax.Array:
-    """i32[S, L]: each row's tokens, up to its last one at `rows.past`. What follows is of no meaning."""
+    """i32[S, L]: each row's tokens, up to its last one at `rows.past`. The entries after it have no meaning."""
     pages = rows.state[:, SlotLayout.PAGE_TABLE :]
     known = text.at[pages].get(mode="clip").reshape(pages.shape[0], -1)
     # The last token has no K/V yet.

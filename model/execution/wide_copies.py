@@ -74,7 +74,7 @@ def narrow_kernels(model: Llama, platform: str, mesh: Mesh | None) -> dict[Shape
 
 def find(text: str, kernels: Mapping[Shape, Narrow]) -> dict[str, int]:
     """The arrays in an optimised program that have a kernel's shape and a wide type, as `name: type[shape]`, with their
-    bytes. What stays inside a fusion is not written to memory and does not count."""
+    bytes. Values inside a fusion are not written to memory and do not count."""
     fused = set(_FUSED.findall(text))
     found: dict[str, int] = {}
     computation = ""

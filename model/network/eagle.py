@@ -73,7 +73,7 @@ class EagleLayer(nnx.Module):
 
 
 class EagleHead(nnx.Module):
-    """A head. What it shares with the model is passed to its methods and is no part of it.
+    """A head. Parameters that it shares with the model are passed to its methods.
 
     Args:
         config: with the stored number of KV heads.

@@ -53,6 +53,7 @@ class SamplingRows:
 
     @property
     def has_penalty(self) -> jax.Array:  # bool[S]
+        """Whether a row asks for a penalty that counts tokens."""
         penalties = [(getattr(self, name), entry.off) for name, entry in PARAMETERS.items() if entry.counts_tokens]
         return reduce(jnp.logical_or, (column != off for column, off in penalties))
 

@@ -1,6 +1,6 @@
 """A model and a draft model of made-up weights that agree on a chosen share of the tokens.
 
-What drafts gain depends on how often they are right, and random weights never agree. Here every layer computes as much
+The gain of drafts depends on how many are right, and random weights never agree. Here every layer computes as much
 as any, but the last matrices of its attention and MLP are zero, so a token's final hidden state is its own embedding.
 The head has the same vector in the row of the token's successor. The model thus walks a cycle through its vocabulary.
 The draft model walks the same cycle, except at the tokens where it is to be wrong.

@@ -32,10 +32,12 @@ class Timing:
 
     @property
     def tokens_per_s(self) -> float:
+        """The step's tokens in a second."""
         return self.num_tokens / self.step_ms * 1e3
 
     @property
     def ratio(self) -> float:
+        """The step's time in units of its products'."""
         return self.step_ms / self.products_ms
 
 

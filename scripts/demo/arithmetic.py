@@ -165,12 +165,14 @@ class Arithmetic:
     held_out: frozenset[tuple[int, int]] = field(default_factory=lambda: frozenset(held_out_pairs()))
 
     def pair(self, rng: random.Random) -> tuple[int, int]:
+        """Two numbers whose sum is not held out."""
         while True:
             a, b = rng.randrange(LIMIT), rng.randrange(LIMIT)
             if (min(a, b), max(a, b)) not in self.held_out:
                 return a, b
 
     def sum(self, rng: random.Random) -> Turn:
+        """A sum, sometimes in a story."""
         a, b = self.pair(rng)
         if rng.random() < 0.04:
             things = rng.choice(THINGS)
@@ -179,18 +181,22 @@ class Arithmetic:
         return typed(rng, fill(rng, SUM_QUESTIONS, a=a, b=b)), sum_answer(a, b)
 
     def next_sum(self, rng: random.Random) -> Turn:
+        """A sum that goes on with a conversation."""
         a, b = self.pair(rng)
         return typed(rng, fill(rng, NEXT_SUMS, a=a, b=b)), sum_answer(a, b)
 
     def larger(self, rng: random.Random) -> Turn:
+        """Which of two numbers is larger."""
         a, b = self._pair_to_compare(rng)
         return typed(rng, fill(rng, LARGER_QUESTIONS, a=a, b=b)), larger_answer(a, b)
 
     def next_larger(self, rng: random.Random) -> Turn:
+        """Which of two numbers is larger, going on with a conversation."""
         a, b = self._pair_to_compare(rng)
         return typed(rng, fill(rng, NEXT_LARGER, a=a, b=b)), larger_answer(a, b)
 
     def smaller(self, rng: random.Random) -> Turn:
+        """Which of two numbers is smaller."""
         a, b = self._pair_to_compare(rng)
         return typed(rng, fill(rng, SMALLER_QUESTIONS, a=a, b=b)), smaller_answer(a, b)
 
@@ -216,12 +222,14 @@ class Arithmetic:
         return typed(rng, fill(rng, COUNT_UP, a=first, b=last)), count_answer(first, last)
 
     def neighbour(self, rng: random.Random) -> Turn:
+        """The number after or before another."""
         a = rng.randrange(1, LIMIT)
         if rng.random() < 0.5:
             return typed(rng, fill(rng, AFTER, a=a)), f"After {a} comes {a + 1}."
         return typed(rng, fill(rng, BEFORE, a=a)), f"Before {a} comes {a - 1}."
 
     def parity(self, rng: random.Random) -> Turn:
+        """Whether a number is odd or even."""
         a = rng.randrange(LIMIT)
         return typed(rng, fill(rng, PARITY, a=a)), f"{a} is {'odd' if a % 2 else 'even'}."
 

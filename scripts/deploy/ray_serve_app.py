@@ -72,6 +72,7 @@ class PrefixRouter(RequestRouter):
     """Sends a request to the replica whose prefix cache may have the begin of its prompt."""
 
     def initialize_state(self, slack: int) -> None:
+        """Called by Ray with the router's keyword arguments."""
         self.slack = slack
 
     async def choose_replicas(

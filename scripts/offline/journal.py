@@ -39,6 +39,7 @@ class Journal:
 
     @property
     def is_empty(self) -> bool:
+        """Whether no answer is written yet."""
         return not self._places
 
     @property

@@ -20,7 +20,7 @@ from scripts.wiring.errors import FailedError
 
 @contextmanager
 def serving(name: str, command: str, port: int, *, timeout_s: float) -> Iterator[psutil.Process]:
-    """Runs a shell command that serves on `port`, and waits until it is ready. What it prints is in the system's
+    """Runs a shell command that serves on `port`, and waits until it is ready. Its output is in the system's
     temporary folder. Its process group ends with the context. Raises FailedError if it does not become ready."""
     log = Path(tempfile.gettempdir()) / f"bench-{name}.log"
     with log.open("w") as out:

@@ -95,6 +95,7 @@ class ServerMetrics:
         self._process = prometheus_client.ProcessCollector(registry=None)  # process_*: memory, CPU time, open files
 
     def observe_request(self, *, n: int, max_tokens: int) -> None:
+        """Counts an accepted request: its choices and its limit of tokens."""
         self._counts.params_n.observe(n)
         self._counts.params_max_tokens.observe(max_tokens)
 
@@ -107,6 +108,7 @@ class ServerMetrics:
         self._counts.limited[limit] += 1
 
     def observe_response(self, *, handler: str, method: str, status: int, seconds: float) -> None:
+        """Counts an answer of `handler`, a route's path, and its seconds."""
         key = (handler, method, str(status))
         self._counts.responses[key] = self._counts.responses.get(key, 0) + 1
         self._counts.durations.setdefault((handler, method), Histogram(HTTP_BOUNDS)).observe(seconds)

@@ -118,6 +118,7 @@ class Peers:
             raise WeightsError(answer.error)
 
     async def is_sleeping(self) -> bool:
+        """Asks the parent whether the engines sleep."""
         return msgspec.msgpack.decode(await self._ask("/weights", Changing()), type=ChangeAnswer).is_sleeping
 
     async def _ask(self, target: str, message: object, timeout_s: float | None = TIMEOUT_S) -> bytes:

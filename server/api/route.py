@@ -56,4 +56,5 @@ class ApiRoute:
     summary: str = ""
 
     def starlette_route(self) -> Route:
+        """The route as Starlette takes it."""
         return Route(self.path, self.endpoint, methods=[self.method])

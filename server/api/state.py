@@ -60,6 +60,7 @@ class ServerState:
         return self.num_in_flight + self.num_forwarded
 
     def count_in_flight(self, change: int) -> None:
+        """Adds `change` to the requests that are being answered."""
         self.num_in_flight += change
         if self.peers is not None:
             self.peers.row.set_in_flight(self.num_in_flight)

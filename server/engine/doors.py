@@ -51,7 +51,7 @@ class Sorter:
         self._door_of: dict[int, int] = {}  # number -> door of requests that have their first output and not the last
 
     def sort(self, items: Iterable[Item]) -> dict[int, list[outbox.Item]]:
-        """The items of each open door, in their order. What all processes must know is in the list of each door; other
+        """The items of each open door, in their order. News for all processes is in the list of each door; other
         events without a door go to the first."""
         sorted_: dict[int, list[outbox.Item]] = {door: [] for door in self.doors}
         for item in items:

@@ -51,6 +51,7 @@ class Embeddings:
         return self._vectors
 
     def on_output(self, output: wire.Output) -> None:
+        """Takes in the vector of an input, or its error."""
         if output.error is not None or output.embedding is None:
             if output.expired:
                 self._on_limit("deadline_waiting")

@@ -49,6 +49,7 @@ class Gain:
 
     @property
     def calls(self) -> list[CallDelta]:
+        """The pieces of tool calls."""
         return [piece for piece in self.pieces if isinstance(piece, CallDelta)]
 
 
@@ -132,6 +133,7 @@ class Choice:
         return 0 if self._calls is None else self._calls.num_calls
 
     def on_output(self, output: wire.Output) -> None:
+        """Takes in new tokens, or an error."""
         if output.expired:
             self._generation.on_limit("deadline_waiting")
         if output.error is not None or output.finish_reason == FinishReason.ABORT:
@@ -293,6 +295,7 @@ class Generation:
             choice.pass_deadline()
 
     def on_progress(self, choice: Choice) -> None:
+        """Notes that a choice has gained tokens or ended."""
         if choice.finish_reason is not None:
             self._num_open -= 1
             if not self._num_open:

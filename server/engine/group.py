@@ -117,6 +117,7 @@ class OwnEngines(EngineGroup[ProcessEngineClient]):
 
     @property
     def is_sleeping(self) -> bool:
+        """Whether all engines sleep."""
         return self._weights.are_sleeping
 
     async def change_weights(self, change: wire.WeightsChange, model: str | None = None) -> None:

@@ -29,6 +29,7 @@ class Sinks:
 
     @property
     def request_ids(self) -> list[str]:
+        """The requests that have not ended."""
         return list(self._sinks)
 
     def add(self, request_id: str, sink: Sink) -> None:

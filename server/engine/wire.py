@@ -105,6 +105,7 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
     def packed(
         cls, logprob: float, top_ids: Sequence[int], top_logprobs: Sequence[float], rank: int | None = None
     ) -> Logprobs:
+        """The entry of one token, its columns as bytes."""
         return cls(logprob, array("i", top_ids).tobytes(), array("d", top_logprobs).tobytes(), rank)
 
     def top(self, most: int) -> list[tuple[int, float]]:

@@ -45,6 +45,7 @@ class TokenGrammars:
             return self._vocabulary
 
     def matcher(self, grammar: str) -> TokenMatcher:
+        """A new matcher of the grammar, at its start."""
         return TokenMatcher(self, grammar)
 
     def compiled(self, grammar: str) -> LLMatcher:

@@ -121,7 +121,9 @@ class Connections:
         self._tell()
 
     def begin_wait(self, connection: Connection) -> None:
+        """Notes that a connection waits for a request, from now on."""
         self._waiting[connection] = time.monotonic()
 
     def end_wait(self, connection: Connection) -> None:
+        """Notes that a connection does not wait any more."""
         self._waiting.pop(connection, None)

@@ -43,6 +43,7 @@ class RequestError(Exception):
         return msgspec.json.encode(self.body())
 
     def headers(self) -> dict[str, str]:
+        """The headers of the answer: when to retry, or which key is asked for."""
         headers = {}
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(self.retry_after_s)

@@ -41,6 +41,7 @@ class Listener:
         self._loop.remove_reader(self._socket)
 
     async def wait_closed(self) -> None:
+        """Waits until the last connection has been accepted."""
         if self._tasks:
             await asyncio.wait(self._tasks)
 

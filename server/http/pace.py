@@ -14,6 +14,7 @@ class BodyPace:
         self._num_bytes = 0
 
     def on_bytes(self, num_bytes: int, now: float) -> None:
+        """Counts bytes that came at `now`."""
         self._num_bytes += num_bytes
         self._came = now
 

@@ -46,7 +46,7 @@ class Phase(enum.Enum):
     BODY = "reading its body"
     ANSWER = "the request is complete, its answer is not"
     TURNED_AWAY = "there are too many connections: whatever comes is answered 503"
-    CLOSING = "all is sent; what still comes is dropped until the client closes too"
+    CLOSING = "all is sent; further bytes are dropped until the client closes too"
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -180,6 +180,7 @@ class HttpProtocol(HttpToolsProtocol):
     # called by the exchange and the server
 
     def on_response_complete(self) -> None:
+        """Reads the connection's next request, or closes it."""
         self.server_state.total_requests += 1
         if self._phase is Phase.CLOSING or self.transport.is_closing():
             return

@@ -45,6 +45,7 @@ class Substitution:
         return translated(text, self._table)
 
     def undo(self, text: str) -> str:
+        """The text before it was masked."""
         return translated(text, self._back)
 
 

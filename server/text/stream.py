@@ -59,6 +59,7 @@ class TextStream:
 
     @property
     def matched_stop(self) -> str | None:
+        """The stop string that has ended the text; None: none has."""
         return self._stops.matched if self._stops else None
 
     def push(self, token_id: int) -> str:

@@ -23,6 +23,7 @@ class Activity:
 
     @property
     def busy_share(self) -> float:
+        """The part of the span in which the device was busy."""
         return self.busy_s / self.span_s
 
 

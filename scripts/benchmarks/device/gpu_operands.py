@@ -26,6 +26,7 @@ class Operands:
 
     @property
     def num_tokens(self) -> int:
+        """The tokens of all rows."""
         return sum(query_len for query_len, _ in self.rows)
 
     @property

@@ -52,6 +52,7 @@ class Target:
 
     @property
     def url(self) -> str:
+        """The route that requests go to."""
         return self.base_url.rstrip("/") + ("/v1/chat/completions" if self.chat else "/v1/completions")
 
     def body(self, request: BenchRequest) -> dict[str, Any]:

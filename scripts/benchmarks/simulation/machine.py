@@ -120,6 +120,7 @@ class Result:
 
     @property
     def worst_itl(self) -> float:
+        """Seconds of the longest pause between two tokens."""
         return max(self.itl, default=0.0)
 
 

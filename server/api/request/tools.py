@@ -45,6 +45,7 @@ class Tools:
 
     @property
     def names(self) -> frozenset[str]:
+        """The names of the tools."""
         return frozenset(spec.name for spec in self.specs)
 
     @property

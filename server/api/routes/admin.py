@@ -118,6 +118,7 @@ class Admin:
         return json_response({"status": "ok"})
 
     async def abort_requests(self, request: Request) -> Response:
+        """Ends requests with an error, and answers with their ids."""
         state = self._state
         body = await self._abort.read(request, state.body_limits, state.aside)
         ended = state.abort(body.request_ids, aborted_by_administrator())
@@ -140,11 +141,13 @@ class Admin:
         return await self._change(WeightsChange.SLEEP)
 
     async def wake_up(self, request: Request) -> Response:
+        """Moves the weights back to the device."""
         if "tags" in request.query_params:
             raise unsupported("tags", "waking up in parts is")
         return await self._change(WeightsChange.WAKE_UP)
 
     async def is_sleeping(self, request: Request) -> Response:
+        """Whether the engine sleeps."""
         weights = self._weights()
         is_sleeping = await weights.is_sleeping() if isinstance(weights, Peers) else weights.is_sleeping
         return json_response({"is_sleeping": is_sleeping})
@@ -167,6 +170,7 @@ class Admin:
         return client
 
     async def log_level(self, request: Request) -> Response:
+        """The level of the log."""
         return self._current_level()
 
     async def set_log_level(self, request: Request) -> Response:

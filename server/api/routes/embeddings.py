@@ -1,6 +1,6 @@
 """POST /v1/embeddings: vectors of length 1, pooled from the model's hidden states.
 
-A text is only text: what looks like a special token in it is none. The tokenizer's begin-of-text is put before it,
+A text is only text: the name of a special token in it is no token. The tokenizer's begin-of-text is put before it,
 unless `add_special_tokens` is false. Token ids are taken as they are.
 """
 

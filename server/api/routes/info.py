@@ -115,11 +115,13 @@ class Info:
         return json_response({"server_load": self._state.load})
 
     async def metrics(self, request: Request) -> Response:
+        """The statistics of all HTTP processes and engines, in Prometheus' text format."""
         metrics, peers = self._state.metrics, self._state.peers
         others = None if peers is None else await peers.counts_of_others(metrics.counts())
         return Response(metrics.render(others), headers={"content-type": CONTENT_TYPE})
 
     async def models(self, request: Request) -> Response:
+        """The models that are served."""
         return json_response(
             {"object": "list", "data": [self._model(name) for name in self._state.settings.model_names]}
         )
@@ -131,6 +133,7 @@ class Info:
         return json_response(self._model(name))
 
     async def tokenize(self, request: Request) -> Response:
+        """The token ids of a text or of a conversation."""
         state = self._state
         body = await self._tokenize.read(request, state.body_limits, state.aside)
         state.check_model(body.model)
@@ -161,6 +164,7 @@ class Info:
         return self._state.tokenizer.with_affixes(ids) if affixes else ids
 
     async def tokenizer_info(self, request: Request) -> Response:
+        """The tokenizer's special tokens and chat template."""
         tokenizer, settings = self._state.tokenizer, self._state.settings
         answer = {
             **tokenizer.template_variables,
@@ -173,6 +177,7 @@ class Info:
         return LongJson(self._state.turns, json_pieces(answer))
 
     async def detokenize(self, request: Request) -> Response:
+        """The text of token ids."""
         state = self._state
         body = await self._detokenize.read(request, state.body_limits, state.aside)
         state.check_model(body.model)

@@ -48,6 +48,7 @@ class Cluster:
 
     @property
     def is_leader(self) -> bool:
+        """Whether this host plans the steps."""
         return self.host_id == LEADER
 
     def endpoint(self, offset: int = 0) -> str:

@@ -49,10 +49,12 @@ class JsonScanner:
 
     @property
     def depth(self) -> int:
+        """How many objects and lists are open."""
         return len(self._stack)
 
     @property
     def string(self) -> str:
+        """The raw text of the last string that was read at depth 1."""
         return "".join(self._string)
 
     def read(self, text: str, at: int) -> int:

@@ -57,6 +57,7 @@ class Pieces:
             self._is_placed = True
 
     def begin_call(self, name: str) -> None:
+        """Closes an open call and begins the next one."""
         self._close()
         self._pieces.append(CallDelta(self._num_calls, name, ""))
         self._num_calls += 1

@@ -59,6 +59,7 @@ class Messages:
         self._count_reader = BodyReader(CountRequest, COUNT_FIELDS, strict=strict)
 
     async def create(self, request: Request) -> Response:
+        """Answers a conversation, whole or streamed."""
         state = self._state
         body = await self._reader.read(request, state.body_limits, state.aside)
         chat = await self._translated(body)
@@ -68,6 +69,7 @@ class Messages:
         return GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream))
 
     async def count_tokens(self, request: Request) -> Response:
+        """The number of a prompt's tokens. Nothing is generated."""
         state = self._state
         body = await self._count_reader.read(request, state.body_limits, state.aside)
         state.check_model(body.model)

@@ -62,9 +62,11 @@ class TextItem(_GrowingItem):
         return {"type": "output_text", "text": LongText(self.text), "annotations": [], "logprobs": logprobs}
 
     def logprobs_in_event(self, scored: Sequence[ScoredToken]) -> Any:
+        """The log-probabilities of new tokens, as an event of a stream has them."""
         return self._scores.in_event(scored)
 
     def fields(self, status: str) -> dict[str, Any]:
+        """The item's fields in the API."""
         content = [] if status == IN_PROGRESS else [self.part()]
         return {"type": "message", "id": self.id, "status": status, "role": "assistant", "content": content}
 
@@ -80,6 +82,7 @@ class CallItem(_GrowingItem):
         self.name = name
 
     def fields(self, status: str) -> dict[str, Any]:
+        """The item's fields in the API. Arguments are shown when they are complete."""
         return {
             "type": "function_call",
             "id": self.id,
@@ -130,6 +133,7 @@ class ResponseRecord:
 
     @property
     def is_over(self) -> bool:
+        """Whether the response has ended."""
         return self.status != IN_PROGRESS
 
     @property

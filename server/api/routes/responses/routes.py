@@ -94,6 +94,7 @@ class Responses:
         state.keeps_response = lambda id: self._store.get(id) is not None
 
     async def create(self, request: Request) -> Response:
+        """Answers an input, whole, streamed or in the background."""
         state = self._state
         body, raw = await self._reader.read_with_bytes(request, state.body_limits, state.aside)
         if (keeper := await self._keeper(request, body.previous_response_id)) is not None:
@@ -148,12 +149,14 @@ class Responses:
         return await peers.keeper_of(id)
 
     async def retrieve(self, request: Request) -> Response:
+        """A stored response."""
         check_retrieval(request.query_params)
         if (keeper := await self._keeper(request, request.path_params["id"])) is not None:
             return ForwardedAnswer(request, keeper)
         return self._shown(self._find(request))
 
     async def input_items(self, request: Request) -> Response:
+        """The input of a stored response, in pages."""
         if (keeper := await self._keeper(request, request.path_params["id"])) is not None:
             return ForwardedAnswer(request, keeper)
         record = self._find(request)
@@ -161,6 +164,7 @@ class Responses:
         return LongJson(self._state.turns, json_pieces(page))
 
     async def delete(self, request: Request) -> Response:
+        """Forgets a stored response."""
         if (keeper := await self._keeper(request, request.path_params["id"])) is not None:
             return ForwardedAnswer(request, keeper)
         record = self._find(request)
