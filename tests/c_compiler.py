@@ -6,6 +6,9 @@ import pytest
 
 from pallas_kernels.cpu import library
 from pallas_kernels.spec import UnavailableError
+from tests.conftest import COMPILED
+
+NATIVE = COMPILED / "native"  # where an engine that keeps its programs in COMPILED has its library
 
 
 def compiler() -> str:

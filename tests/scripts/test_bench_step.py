@@ -9,6 +9,7 @@ import pytest
 from batcher.step import Bucket, Capacity, PackedLayout, Variant
 from scripts import bench_step
 from scripts.benchmarks.step_timing import full_step
+from tests.conftest import COMPILED
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -35,7 +36,7 @@ def folder(tmp_path):
 
 def test_every_shape_is_timed(folder, capsys):
     output = folder / "figures.json"
-    flags = ["--model", str(folder), "--load-format", "dummy", "--device", "cpu", "--compile-cache", "none"]
+    flags = ["--model", str(folder), "--load-format", "dummy", "--device", "cpu", "--compile-cache", str(COMPILED)]
     shapes = ["--rows", "1,3", "--prefill", "16", "--context", "20", "--steps", "3", "--num-pages", "40"]
     assert bench_step.main([*flags, *shapes, "--json", str(output)]) == 0
     written = json.loads(output.read_text())

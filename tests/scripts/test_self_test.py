@@ -17,6 +17,7 @@ from scripts.wiring.limits import bucket_config
 from scripts.wiring.settings import EngineSettings
 from server.settings import Settings
 from tests.c_compiler import compiler
+from tests.conftest import COMPILED
 from tests.model import checkpoints
 from tests.server.support.running import running_server, spawn
 from tests.server.support.tokenizers import write_folder
@@ -30,7 +31,7 @@ def settings(tmp_path_factory) -> EngineSettings:
     """Of a model that compiles quickly."""
     folder = checkpoints.write(tmp_path_factory.mktemp("model"), "gqa2")
     limits = {"max_num_seqs": 1, "max_num_batched_tokens": 2, "max_model_len": 32, "num_pages": 8}
-    return EngineSettings(model=str(folder), device="cpu", compile_cache="none", **limits)
+    return EngineSettings(model=str(folder), device="cpu", compile_cache=str(COMPILED), **limits)
 
 
 def test_the_programs_are_the_ladders_own():

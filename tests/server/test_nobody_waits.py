@@ -64,10 +64,10 @@ def test_an_answer_of_many_log_probabilities(echo, stream):
 
 
 def test_prompts_scores_for_many_choices(echo):
-    body = {"prompt": [65] * 2000, "prompt_logprobs": 20, "n": 6, "max_tokens": 1}
+    body = {"prompt": [65] * 2000, "prompt_logprobs": 20, "n": 2, "max_tokens": 1}
     choices = post(echo, COMPLETIONS, body)["choices"]
-    assert [len(choice["prompt_logprobs"]) for choice in choices] == [2000] * 6
-    assert choices[5]["prompt_logprobs"] == choices[0]["prompt_logprobs"]
+    assert [len(choice["prompt_logprobs"]) for choice in choices] == [2000] * 2
+    assert choices[1]["prompt_logprobs"] == choices[0]["prompt_logprobs"]
 
 
 def test_an_echo_with_scores_for_many_choices(echo):

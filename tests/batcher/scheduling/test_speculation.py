@@ -60,7 +60,7 @@ def num_speculative(drive: Drive) -> int:
     return sum(bucket.num_drafts > 0 for bucket in drive.runner.executed)
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios(), st.integers(1, 5), st.integers(1, 4), st.sampled_from(PROPOSALS), st.sampled_from([0.0, 0.2]))
 def test_whatever_is_drafted_everybody_gets_its_own_text(
     scenario: Scenario, num_drafts: int, max_draft_rows: int, propose: Proposal, draft_cost: float

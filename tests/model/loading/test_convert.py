@@ -1,4 +1,4 @@
-"""scripts/convert_checkpoint.py, as its own process: it chooses its devices itself."""
+"""scripts/convert_checkpoint.py. With several chips it is a process of its own: it chooses its devices itself."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from model.loading.orbax_format import load_orbax
 from model.loading.source import resolve
 from model.loading.weights import load_hf
 from model.network.sharding import make_mesh
+from scripts import convert_checkpoint
 from tests.model import checkpoints
 from tests.model.dense_attention import dense_logits
 from tests.model.loading.test_orbax_format import same
@@ -60,15 +61,13 @@ def test_a_converted_folder_is_a_model_with_the_same_weights(tmp_path):
         ("gqa2", np.float16, "float32", "as float32 (which holds float16 exactly, as bfloat16 does not; --dtype"),
     ],
 )
-def test_no_bit_of_a_logit_changes_unless_a_type_is_asked_for(variant, file_dtype, stored, words, tmp_path):
+def test_no_bit_of_a_logit_changes_unless_a_type_is_asked_for(variant, file_dtype, stored, words, tmp_path, capsys):
     folder = checkpoints.write(tmp_path / "hf", variant)
     save_file({key: value.astype(file_dtype) for key, value in checkpoints.tensors(variant).items()},
               folder / "model.safetensors")  # fmt: skip
 
-    result = convert(folder, tmp_path / "out")
-
-    assert result.returncode == 0, result.stderr
-    assert words in result.stdout
+    assert convert_checkpoint.main([str(folder), str(tmp_path / "out")]) == 0
+    assert words in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "orbax" / "stored.json").read_text())["dtype"] == stored
     sequence = checkpoints.golden_sequence(variant)
     ours, original = (
@@ -81,10 +80,10 @@ def test_no_bit_of_a_logit_changes_unless_a_type_is_asked_for(variant, file_dtyp
     np.testing.assert_array_equal(ours.view(np.uint32), original.view(np.uint32))
 
 
-def test_rounding_has_to_be_asked_for_and_is_said(tmp_path):
+def test_rounding_has_to_be_asked_for_and_is_said(tmp_path, capsys):
     folder = checkpoints.write(tmp_path / "hf", "gqa2")
-    result = convert(folder, tmp_path / "out", "--dtype", "bfloat16")
-    assert "as bfloat16 (as asked for; rounded from float32)" in result.stdout
+    assert convert_checkpoint.main([str(folder), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    assert "as bfloat16 (as asked for; rounded from float32)" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
@@ -92,9 +91,9 @@ def test_rounding_has_to_be_asked_for_and_is_said(tmp_path):
     ("model", "complaint"),
     [("preset:llama-3-8b", "has no weights to convert"), ("nothing at all", "no model 'nothing at all'")],
 )
-def test_what_cannot_be_converted_is_refused_in_one_line(model, complaint, tmp_path):
-    result = convert(model, tmp_path / "out")
-    assert result.returncode == 2
-    assert result.stderr.startswith("convert_checkpoint: ")
-    assert complaint in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+def test_what_cannot_be_converted_is_refused_in_one_line(model, complaint, tmp_path, capsys):
+    assert convert_checkpoint.main([model, str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("convert_checkpoint: ")
+    assert complaint in said
+    assert len(said.splitlines()) == 1

@@ -16,15 +16,15 @@ from model.network.packed import pack, pack_for_tpu
 from model.network.sharding import abstract_model, make_mesh
 from model.quantization.forms import EightBit, FourBit
 from pallas_kernels.cpu import library
-from tests.c_compiler import compiler
+from tests.c_compiler import NATIVE, compiler
 from tests.model.dense_attention import dense_logits
 from tests.model.driver import TINY
 
 
 @pytest.fixture(scope="module")
-def native(tmp_path_factory):
+def native():
     compiler()
-    library.load(tmp_path_factory.mktemp("native"))
+    library.load(NATIVE)
 
 
 def shapes(model) -> list:
