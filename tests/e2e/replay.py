@@ -1,6 +1,6 @@
-"""Requests of a trace's lengths on the demo's context, and their tokens from an engine driven without threads.
+"""Requests of real lengths on the demo's context, and their tokens from an engine driven without threads.
 
-`python -m tests.e2e.replay KIND...` drives an engine of the programs that the server of the tests has, and prints what
+`python -m tests.e2e.replay` drives an engine of the programs that the server of the tests has, and prints what
 came of it as JSON: the tests' own process compiles others.
 """
 
@@ -8,32 +8,24 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from batcher.engine import Engine
 from batcher.request import Request, RequestOutput, SamplingParams
-from scripts.benchmarks.load.lengths import Lengths, Trace
+from scripts.benchmarks.load.lengths import Lengths
 from scripts.wiring.engine import Built, build_runner
 from scripts.wiring.settings import EngineSettings
 
 LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 512, "seed": 0}
-TRACE = Path(__file__).parents[3] / "shared/data/traces/azure_llm_2023_conv.csv"
+NUM_REQUESTS = 64
 
 
-def trace_lengths(count: int, max_total: int) -> tuple[np.ndarray, np.ndarray]:
-    """The lengths of consecutive requests of the recorded trace, a tenth of what they were."""
-    trace = Trace.read(TRACE).window(1000, count).scaled(0.1, max_total)
-    return trace.input_lens, trace.output_lens
-
-
-def synthetic_lengths(count: int, max_total: int) -> tuple[np.ndarray, np.ndarray]:
-    """Drawn to the trace's likeness: prompts with a long tail, outputs short and long apart."""
+def drawn_lengths(count: int, max_total: int) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts with a long tail, outputs short and long apart, as in recorded traces of chats."""
     random = np.random.default_rng(7)
     inputs = Lengths.parse(f"lognormal:100:0.9:1:{max_total - 70}").draw(count, random)
     short = random.random(count) < 0.6
@@ -45,21 +37,12 @@ def synthetic_lengths(count: int, max_total: int) -> tuple[np.ndarray, np.ndarra
     return inputs, outputs
 
 
-NUM_REQUESTS = {"trace": 72, "synthetic": 64}
-
-
-def requests_of(kind: str, max_model_len: int, vocab_size: int) -> list[Request]:
-    """Those of a key of `NUM_REQUESTS`."""
-    lengths = {"trace": trace_lengths, "synthetic": synthetic_lengths}[kind]
-    return make_requests(lengths(NUM_REQUESTS[kind], max_model_len), vocab_size)
-
-
-def make_requests(lengths: tuple[np.ndarray, np.ndarray], vocab_size: int) -> list[Request]:
+def make_requests(max_model_len: int, vocab_size: int) -> list[Request]:
     """One in two greedy, one in four drawn, one in four drawn with penalties; some share the head of their prompt."""
     random = np.random.default_rng(11)
     head = random.integers(0, vocab_size * 9 // 10, 48).tolist()
     requests = []
-    for i, (input_len, output_len) in enumerate(zip(*lengths, strict=True)):
+    for i, (input_len, output_len) in enumerate(zip(*drawn_lengths(NUM_REQUESTS, max_model_len), strict=True)):
         own = random.integers(0, vocab_size * 9 // 10, int(input_len)).tolist()
         prompt = (head + own)[: int(input_len)] if i % 3 == 0 else own
         sampling = SamplingParams(
@@ -95,20 +78,21 @@ def drive(engine: Engine, requests: Sequence[Request], *, together: bool) -> dic
     return tokens
 
 
-def replayed(built: Built, kind: str) -> dict[str, Any]:
+def replayed(built: Built) -> dict[str, Any]:
     """The outputs of each request alone, without cached prefixes, and those of all requests together."""
-    requests = requests_of(kind, built.info.max_model_len, built.info.vocab_size)
+    sizes = {"max_model_len": built.info.max_model_len, "vocab_size": built.info.vocab_size}
+    requests = make_requests(**sizes)
     alone, engine = drive(built.engine(), requests, together=False), built.engine()
-    return {"alone": alone, "together": drive(engine, requests, together=True), "stats": asdict(engine.stats())}
+    together = drive(engine, requests, together=True)
+    return {"sizes": sizes, "alone": alone, "together": together, "stats": asdict(engine.stats())}
 
 
-def main(kinds: Sequence[str]) -> None:
+def main() -> None:
     cache = os.environ["JAX_COMPILATION_CACHE_DIR"]
     built = build_runner(EngineSettings(device="cpu", compile_cache=cache, **LIMITS), lambda line: None)
     built.engine().warm_up(lambda line: None)
-    sizes = {"max_model_len": built.info.max_model_len, "vocab_size": built.info.vocab_size}
-    print(json.dumps({"sizes": sizes, **{kind: replayed(built, kind) for kind in kinds}}, default=str))
+    print(json.dumps(replayed(built), default=str))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -21,35 +21,29 @@ pytestmark = pytest.mark.e2e
 TEXTS = ["Once upon a time", "What is 47 + 35?", "Lily and Tom went to the park. " * 12, "7"]
 
 
-def dense_vectors(prompts: list[list[int]], pooling: str) -> np.ndarray:
-    """f32[len(prompts), D], of length 1 each."""
+def dense_vectors(prompts: list[list[int]]) -> np.ndarray:
+    """f32[len(prompts), D]: the means of the tokens' hidden states, of length 1 each."""
     folder = resolve("demo").path
     config = LlamaConfig.from_file(folder)
     model = load_hf(folder, config, dtype=jnp.float32)
     found = []
     for ids in prompts:
         hidden = np.asarray(dense_hidden(model, np.array(ids, np.int32)))
-        pooled = (hidden[-1] if pooling == "last" else hidden.mean(axis=0)).astype(np.float64)
+        pooled = hidden.mean(axis=0).astype(np.float64)
         found.append(pooled / np.linalg.norm(pooled))
     return np.array(found)
 
 
 FEW_SHAPES = ["--max-num-seqs=4", "--max-num-batched-tokens=32"]
-FLAGS = {"last": ["--task=embed"], "mean": ["--enable-embeddings", "--pooling-type=mean"]}
-
-
-@pytest.fixture(scope="module", params=FLAGS)
-def pooling(request) -> str:
-    return request.param
 
 
 @pytest.fixture(scope="module")
-def embedder(engine_flags, pooling) -> Iterator[DemoServer]:
-    with serve_quickly(*engine_flags, *FEW_SHAPES, *FLAGS[pooling]) as server:
+def embedder(engine_flags) -> Iterator[DemoServer]:
+    with serve_quickly(*engine_flags, *FEW_SHAPES, "--task=embed", "--pooling-type=mean") as server:
         yield server
 
 
-def test_embeddings_of_the_demo(embedder, pooling):
+def test_embeddings_of_the_demo(embedder):
     with embedder.client() as client, ThreadPoolExecutor(8) as pool:
 
         def ask(_: int) -> str:
@@ -61,7 +55,7 @@ def test_embeddings_of_the_demo(embedder, pooling):
         answers = [pool.submit(client.embeddings.create, model="demo", input=TEXTS * 2) for _ in range(4)]
         with embedder.http() as http:
             prompts = [http.post("/tokenize", json={"prompt": text}).json()["tokens"] for text in TEXTS]
-        expected = np.tile(dense_vectors(prompts, pooling), (2, 1))
+        expected = np.tile(dense_vectors(prompts), (2, 1))
         for answer in answers:
             found = np.array([entry.embedding for entry in answer.result().data])
             np.testing.assert_allclose(found, expected, atol=2e-5)

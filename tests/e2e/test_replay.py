@@ -16,7 +16,7 @@ from scripts.benchmarks.load.workload import BenchRequest
 from server.text.stream import TextStream
 from server.text.tokenizer import ByteLevelTokenizer
 from tests.e2e.conftest import ROOT
-from tests.e2e.replay import NUM_REQUESTS, TRACE, requests_of
+from tests.e2e.replay import make_requests
 
 CONCURRENCY = 64
 
@@ -25,33 +25,25 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def replays(server):
-    """What `tests.e2e.replay` says of each kind of requests. It finds the server's programs on the disk."""
-    kinds = [kind for kind in NUM_REQUESTS if kind != "trace" or TRACE.is_file()]
-    command = [sys.executable, "-m", "tests.e2e.replay", *kinds]
+def replayed(server):
+    """What `tests.e2e.replay` prints. It finds the server's programs on the disk."""
+    command = [sys.executable, "-m", "tests.e2e.replay"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=600, check=True)
     return json.loads(done.stdout)
 
 
-@pytest.fixture(scope="module", params=list(NUM_REQUESTS))
-def kind(request):
-    if request.param == "trace" and not TRACE.is_file():
-        pytest.skip(f"the recorded trace is not here: {TRACE.name}")
-    return request.param
+@pytest.fixture(scope="module")
+def requests(replayed):
+    return make_requests(**replayed["sizes"])
 
 
 @pytest.fixture(scope="module")
-def requests(replays, kind):
-    return requests_of(kind, **replays["sizes"])
+def alone(replayed):
+    return replayed["alone"]
 
 
-@pytest.fixture(scope="module")
-def alone(replays, kind):
-    return replays[kind]["alone"]
-
-
-def test_every_output_is_the_one_obtained_alone(replays, kind, requests, alone):
-    together, stats = replays[kind]["together"], replays[kind]["stats"]
+def test_every_output_is_the_one_obtained_alone(replayed, requests, alone):
+    together, stats = replayed["together"], replayed["stats"]
     assert together == alone
     assert [len(together[r.request_id]) for r in requests] == [r.sampling.max_tokens for r in requests]
     assert stats["num_compiles_after_warm_up"] == 0
