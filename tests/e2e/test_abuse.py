@@ -1,16 +1,13 @@
-"""What clients may do to the real server, and what the death of its engine looks like from outside."""
+"""What clients may do to the real server. The death of an engine is in tests/server/test_lifecycle.py."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Iterator
 
-import httpx
 import pytest
 
-from tests.e2e.conftest import DemoServer, serve
 from tests.server.support.canary import canary
 
 pytestmark = pytest.mark.e2e
@@ -76,26 +73,3 @@ def test_two_hundred_clients_that_leave_cost_nobody_anything(server):
     drawn = metrics["generation_tokens_total"] - before["generation_tokens_total"]
     assert drawn < NUM_LEAVING * STORY["max_tokens"] / 2  # nobody went on telling stories to the wall
     assert metrics["num_compiles_after_warm_up_total"] == 0
-
-
-def test_a_killed_engine_is_an_error_to_streams_and_503_to_health(engine_flags):
-    with serve(*engine_flags) as server:
-        with server.http() as http, http.stream("POST", "/v1/completions", json=STORY) as stream:
-            lines = stream.iter_lines()
-            assert next(lines).startswith("data: ")
-            server.engine_process().kill()
-            rest = [line for line in lines if line]
-            assert rest[-1] == "data: [DONE]"
-            assert "engine" in json.loads(rest[-2].removeprefix("data: "))["error"]["message"]
-            assert health_after_death(server) == 503
-        assert server.process.wait(30) != 0
-
-
-def health_after_death(server: DemoServer) -> int:
-    """The first answer that is not 200; a server that has gone already would be a ConnectError."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        status = httpx.get(f"{server.url}/health", timeout=5).status_code
-        if status != 200:
-            return status
-    raise TimeoutError("the server still claims health")

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.e2e
 
 
 def test_attacks_among_ordinary_traffic_leave_nothing_behind(built, engine_flags, capsys):
-    code = soak.main(["--seconds", "5", "--clients", "4", "--attackers", "3", "--", *engine_flags])
+    code = soak.main(["--seconds", "3", "--clients", "4", "--attackers", "3", "--", *engine_flags])
     said = capsys.readouterr().out
     assert code == 0, said
     assert "nothing is left behind" in said

@@ -12,8 +12,9 @@ from model.loading.source import DEMO_FOLDER
 from tests.e2e.conftest import serve_quickly
 from tests.model.eagle_heads import random_for
 
-# More drafts than these are right. The draft model has not learned JSON, and the heads' weights are random.
-METHODS = {"ngram": 20, "draft_model": 0, "eagle": None, "eagle3": None}
+# More drafts than these are right. The draft model has not learned JSON, and the head's weights are random.
+# EAGLE's other form has another network only: tests/model/execution/test_eagle_drafts.py.
+METHODS = {"ngram": 20, "draft_model": 0, "eagle3": None}
 COUNT = '{"text": "47 + 35 = 82.", "answer": 82}\n' * 3
 BODIES = [
     {"prompt": COUNT, "max_tokens": 60, "temperature": 0, "ignore_eos": True, "return_draft_counts": True},

@@ -28,6 +28,7 @@ from scripts.wiring.choices import (
 )
 from scripts.wiring.engine import OtherHosts, build_runner
 from scripts.wiring.settings import EngineSettings
+from tests.conftest import COMPILED
 from tests.model import checkpoints
 from tests.model.driver import TINY
 from tests.model.loading.test_quantized_checkpoints import write as write_quantized
@@ -45,7 +46,7 @@ def start(folder: Path, phase: str = "load", **settings: object) -> str:
     """The line of an engine's start that tells of the weights, or of another phase."""
     said: list[str] = []
     limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 32, "num_pages": 8}
-    asked = EngineSettings(model=str(folder), device="cpu", compile_cache="none", **limits, **settings)
+    asked = EngineSettings(model=str(folder), device="cpu", compile_cache=str(COMPILED), **limits, **settings)
     build_runner(asked, said.append)
     (line,) = (line for line in said if line.startswith(f"  {phase}"))
     return line
@@ -199,7 +200,9 @@ def test_the_scales_of_kv_come_from_the_checkpoint_or_are_measured(tmp_path):
     assert start(folder, "scales", kv_cache_dtype="int8", calculate_kv_scales=True).endswith(measured)
     assert re.search(own, start(converted(folder, tmp_path / "out"), "scales", kv_cache_dtype="fp8"))
     limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 32, "num_pages": 8}
-    settings = EngineSettings(model=str(folder), device="cpu", kv_cache_dtype="int8", compile_cache="none", **limits)
+    settings = EngineSettings(
+        model=str(folder), device="cpu", kv_cache_dtype="int8", compile_cache=str(COMPILED), **limits
+    )
     assert build_runner(settings, lambda line: None).info.cache_config["cache_dtype"] == "int8"
 
 
