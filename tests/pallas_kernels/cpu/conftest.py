@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from pallas_kernels.cpu import attention, library, products
-from tests.c_compiler import compiler
+from tests.c_compiler import NATIVE, compiler
 
 # The vectors of other CPUs, on one that has them, too.
 TARGETS = {"native": None, "avx2": "-march=haswell", "sse2": "-march=x86-64"}
@@ -18,7 +18,7 @@ TARGETS = {"native": None, "avx2": "-march=haswell", "sse2": "-march=x86-64"}
 
 @pytest.fixture(scope="package")
 def folder(tmp_path_factory):
-    """Of the libraries."""
+    """Of the libraries for other CPUs."""
     return tmp_path_factory.mktemp("native")
 
 
@@ -27,7 +27,7 @@ def target(request, folder) -> Iterator[str]:
     """The operations run on each kind of vectors."""
     option = TARGETS[request.param]
     compiler()
-    library.load(folder)
+    library.load(NATIVE)
     if option is None:
         yield request.param
         return

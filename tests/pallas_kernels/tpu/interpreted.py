@@ -23,6 +23,7 @@ from pallas_kernels.tpu.tiles import MixedBlocks
 from tests.pallas_kernels.dense import Case
 
 DMA_MODES = ("on_wait", "eager")  # as late as allowed, as early as possible: each hides what the other shows
+SHAPE = 320  # tokens
 TOLERANCE = {jnp.dtype(jnp.bfloat16): 0.03, jnp.dtype(jnp.float32): 2e-5}
 
 
@@ -61,8 +62,10 @@ def bits(x: np.ndarray) -> np.ndarray:
 
 
 def planes(keys: np.ndarray, values: np.ndarray, g: layout.Geometry) -> np.ndarray:
-    columns = np.asarray(layout.kv_to_columns(jnp.asarray(keys), jnp.asarray(values), g))
-    return bits(columns.reshape(-1, g.num_planes, 128))
+    """u32[len(keys), planes, 128]. JAX sees a multiple of SHAPE tokens: each number of tokens would be a program."""
+    padding = ((0, -len(keys) % SHAPE), (0, 0), (0, 0))
+    columns = np.asarray(layout.kv_to_columns(*(jnp.asarray(np.pad(x, padding)) for x in (keys, values)), g))
+    return bits(columns.reshape(-1, g.num_planes, 128))[: len(keys)]
 
 
 def filled_pages(case: Case, first_page: int) -> np.ndarray:
