@@ -80,6 +80,7 @@ ACCOUNTS = {
     "llama-3.1-8b, mixed": ("mixed", ("prefill 2k", "chunk of 64 on 32k")),
     "llama-3.1-8b, drafts": ("few", ("drafts 64 x 2k, 4 each",)),
 }
+ACCOUNTED = ("v6e:1x1", "tpu7x:1x1x1")
 MIXED_3B = {f"{ODD_GROUP}, mixed": Shape(heads=MODELS[ODD_GROUP], decode_only=False)}
 # A mixed step has the decode kernel in it. The smaller head dim is compiled for one target.
 INT8 = {"llama-3.1-8b, int8": Shape(heads=MODELS["llama-3.1-8b"], decode_only=False, kv_dtype="int8")}
@@ -105,7 +106,7 @@ def accounts(target: str, name: str, shape: Shape, folder: Path) -> dict[str, di
     """Of each batch: bundles for each query and 1,024 of its causal tokens, and cycles by the floor, which is reading K
     and V once."""
     kind, batches = ACCOUNTS.get(name, ("", ()))
-    if not batches:
+    if not batches or target not in ACCOUNTED:
         return {}
     (dump,) = bundle_dumps(folder, "paged_attention_mixed")
     vmem = next(vmem for kernel, vmem in read_vmem(folder).items() if kernel.startswith("paged_attention_mixed"))
