@@ -10,15 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from model.inputs.gguf import CONTROL, UNUSED, USER_DEFINED, GgufFile
 from model.inputs.limits import MAX_TEMPLATE_BYTES
 from model.inputs.words import shown
-from server.text.byte_level_bpe import llama3_tokenizer
 
 # Three names of one pre-tokenizer in llama.cpp. A word of the vocabulary is not merged, and BOS begins every text.
 LLAMA_3 = ("llama-bpe", "llama3", "llama-v3")
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
@@ -90,7 +93,14 @@ def _backend(
     missing = {part for merge in merges for part in (*merge, "".join(merge))} - ordinary.keys()
     if missing:
         raise ValueError(f"tokenizer.ggml.merges names tokens that are not there: {shown(sorted(missing))}")
-    backend = llama3_tokenizer(ordinary, merges)
+    backend = Tokenizer(models.BPE(vocab=ordinary, merges=merges, ignore_merges=True))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken(tokens[id], special=types[id] == CONTROL, normalized=False) for id in added])
     if any(backend.token_to_id(tokens[id]) != id for id in added):
         raise ValueError("tokenizer.ggml.token_type has unused tokens between control tokens, which is not supported")

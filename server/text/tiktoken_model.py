@@ -1,19 +1,16 @@
 """Meta's format of the Llama 3 tokenizer: a `tokenizer.model` that has only base64 tokens and their ranks.
 
-This module reads the file, strictly and without the package `tiktoken`, and finds the merges, which the file does not
-have. It also adds the special tokens, which are missing there, too: the 256 of Meta's reference code for Llama 3.1.
-Their names include those of Llama 3.
+`transformers` converts it to a `tokenizers.Tokenizer`. This module reads the file, strictly and without the package
+`tiktoken`. It also adds the special tokens, which the file does not have: the 256 of Meta's reference code for
+Llama 3.1. Their names include those of Llama 3.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, processors
-
-from server.text.byte_level_bpe import byte_letters, llama3_tokenizer
+from tokenizers import Tokenizer, processors
 
 NUM_SPECIAL_TOKENS = 256
 NAMED_SPECIAL_TOKENS = (
@@ -34,15 +31,11 @@ MAX_TOKEN_BYTES = 1024  # Llama 3's longest has 128; the conversion tries every 
 
 def tokenizer_from_tiktoken(path: Path) -> Tokenizer:
     """The tokenizer of Meta's file. Raises ValueError if the file is not a list of base64 tokens and ranks."""
-    ranks = _read_ranks(path)
-    letters = {byte: ord(letter) for byte, letter in enumerate(byte_letters())}
+    from server.text.transformers_parts import TikTokenConverter
 
-    def spelled(token: bytes) -> str:
-        return token.decode("latin-1").translate(letters)
-
-    merges = [(spelled(left), spelled(right)) for left, right in _merges(ranks)]
-    tokenizer = llama3_tokenizer({spelled(token): rank for token, rank in ranks.items()}, merges)
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special_tokens()])
+    converter = TikTokenConverter(vocab_file=path, extra_special_tokens=special_tokens())
+    converter.load_tiktoken_bpe = _read_ranks
+    tokenizer: Tokenizer = converter.converted()
     bos = NAMED_SPECIAL_TOKENS[0]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
@@ -54,17 +47,6 @@ def special_tokens() -> list[str]:
     """The 256 special tokens in the order of their ids, which follow those of the file."""
     reserved = [f"<|reserved_special_token_{i}|>" for i in range(3, NUM_SPECIAL_TOKENS)]
     return [*NAMED_SPECIAL_TOKENS, *reserved][:NUM_SPECIAL_TOKENS]
-
-
-def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """The pairs of tokens that make another one, in the order in which BPE looks for them: by the rank of the result,
-    then by those of the parts."""
-    merges: list[tuple[bytes, bytes]] = []
-    for token in sorted(ranks, key=ranks.__getitem__):
-        splits = ((token[:at], token[at:]) for at in range(1, len(token)))
-        pairs = [(left, right) for left, right in splits if left in ranks and right in ranks]
-        merges += sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-    return merges
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:

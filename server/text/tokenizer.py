@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Protocol
 
 import tokenizers
+from tokenizers.pre_tokenizers import ByteLevel
 
 from model.inputs.gguf import is_gguf
 from model.inputs.json_file import check_size
 from model.inputs.limits import MAX_TOKENIZER_BYTES, MAX_VOCAB_SIZE
 from model.inputs.words import shown
-from server.text.byte_level_bpe import byte_letters
 from server.text.gguf_tokenizer import read_gguf_tokenizer
 from server.text.tiktoken_model import tokenizer_from_tiktoken
 from server.text.tokenizer_files import chat_template, special_tokens
@@ -176,7 +176,7 @@ def _in_words(what: str) -> Iterator[None]:
 def _token_bytes(vocab: Mapping[str, int], added: set[str], vocab_size: int) -> list[bytes]:
     """The bytes of each id. A token with letters outside the byte alphabet stands for itself, as in the library's
     decoder."""
-    to_byte = {ord(letter): byte for byte, letter in enumerate(byte_letters())}
+    to_byte = _byte_alphabet()
     alphabet = frozenset(map(chr, to_byte))
     known = {token: id for token, id in vocab.items() if id < vocab_size}
     table = [b""] * (max(known.values(), default=-1) + 1)
@@ -184,6 +184,15 @@ def _token_bytes(vocab: Mapping[str, int], added: set[str], vocab_size: int) -> 
         is_bytes = token not in added and alphabet.issuperset(token)
         table[id] = token.translate(to_byte).encode("latin-1") if is_bytes else token.encode()
     return table
+
+
+def _byte_alphabet() -> dict[int, int]:
+    """The byte that each letter of a byte-level vocabulary stands for. Letters of Latin-1 stand for their own byte, and
+    the others, in their order, for the bytes that are left."""
+    letters = sorted(map(ord, ByteLevel.alphabet()))
+    own = [letter for letter in letters if letter < 256]
+    left = sorted(set(range(256)).difference(own))
+    return dict(zip(letters, own + left, strict=True))
 
 
 def _affixes(backend: tokenizers.Tokenizer, vocab_size: int) -> tuple[list[int], list[int]]:

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from server.text.byte_level_bpe import byte_letters
-
 SPECIAL_TOKENS = (
     "<|begin_of_text|>",
     "<|end_of_text|>",
@@ -33,7 +31,10 @@ LLAMA3_TEMPLATE = (
 
 def byte_tokenizer(merges: tuple[tuple[str, str], ...] = ()) -> Tokenizer:
     """Ids 0 to 255 are the bytes; one id for each merge follows; then the special tokens."""
-    letters = {letter: byte for byte, letter in enumerate(byte_letters())}
+    # Engines of the tests import this module for its ids only.
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
     merged = {left + right: 256 + i for i, (left, right) in enumerate(merges)}
     tokenizer = Tokenizer(models.BPE(vocab=letters | merged, merges=list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

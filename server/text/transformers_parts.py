@@ -1,0 +1,17 @@
+"""The parts of `transformers` that the server uses.
+
+Import this module inside functions: the import takes most of a second, and the HTTP port is bound first. These parts
+read no model folder and make no requests to the Hugging Face hub.
+"""
+
+from __future__ import annotations
+
+import logging
+
+# On import `transformers` logs advice to install PyTorch. The server does not need it.
+logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
+
+from transformers.convert_slow_tokenizer import TikTokenConverter  # noqa: E402
+from transformers.utils.chat_template_utils import _compile_jinja_template as compile_jinja_template  # noqa: E402
+
+__all__ = ["TikTokenConverter", "compile_jinja_template"]
