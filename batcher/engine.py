@@ -33,6 +33,7 @@ own code fails, or a step does not return in time (`EngineConfig.step_timeout_s`
 
 from __future__ import annotations
 
+import atexit
 import logging
 import secrets
 import threading
@@ -201,9 +202,13 @@ class Engine:
         for thread in self._threads:
             thread.start()
         if self._later_programs:
-            # No thread waits for it: the compiler cannot be interrupted.
             compiling = (self._later_programs, self._runner, self._inbox, self._report, self._clock)
-            threading.Thread(target=compile_while_serving, args=compiling, name="engine-compiler", daemon=True).start()
+            compiler = threading.Thread(
+                target=compile_while_serving, args=compiling, name="engine-compiler", daemon=True
+            )
+            compiler.start()
+            # The compiler cannot be interrupted. `shutdown` does not wait for it, but the end of the interpreter must.
+            atexit.register(_end_compiler, self._inbox, compiler)
 
     def drain(self, timeout_s: float) -> bool:
         """Accepts no more requests and waits until all others have ended. False if some have not after `timeout_s`."""
@@ -432,3 +437,9 @@ def _say_nothing(_line: str) -> None:
 
 def _ignore(_output: RequestOutput) -> None:
     """The listener of a request whose own listener has failed."""
+
+
+def _end_compiler(inbox: Inbox, compiler: threading.Thread) -> None:
+    """Waits for the program that is being compiled: XLA would crash a process whose interpreter has ended."""
+    inbox.stop()
+    compiler.join()

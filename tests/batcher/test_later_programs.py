@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -172,3 +174,27 @@ def test_a_shutdown_does_not_wait_for_the_compiler() -> None:
     ended.set()
     compiler.join(PATIENCE_S)
     assert len(runner.compiled_later) == 1
+
+
+INTERRUPTED = """
+import time
+from tests.batcher.test_later_programs import FakeRunner, CAPACITY, start
+
+def on_compile(bucket):
+    print("begun", flush=True)
+    time.sleep(0.2)
+    print("ended", flush=True)
+
+runner = FakeRunner(CAPACITY, on_compile=on_compile)
+engine = start(runner)
+while not runner.compiled_later:
+    time.sleep(0.001)
+"""
+
+
+def test_the_interpreter_waits_for_the_program_that_is_compiled() -> None:
+    """And for no other one, also if nobody has shut the engine down."""
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert ended.returncode == 0, ended.stderr
+    compiled = [line for line in ended.stdout.splitlines() if line in ("begun", "ended")]
+    assert compiled.count("begun") == compiled.count("ended") < len(LATER)
