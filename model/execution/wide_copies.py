@@ -72,6 +72,12 @@ def narrow_kernels(model: Llama, platform: str, mesh: Mesh | None) -> dict[Shape
     return kernels
 
 
+def told_apart(kernels: Mapping[Shape, Narrow], num_tokens: int, num_rows: int) -> dict[Shape, Narrow]:
+    """Those that no tensor of the step is taken for: a product's output can have the shape of a kernel if its tokens
+    are as many as a kernel's rows or columns."""
+    return {shape: kernel for shape, kernel in kernels.items() if num_tokens not in shape and num_rows not in shape}
+
+
 def find(text: str, kernels: Mapping[Shape, Narrow]) -> dict[str, int]:
     """The arrays in an optimised program that have a kernel's shape and a wide type, as `name: type[shape]`, with their
     bytes. Values inside a fusion are not written to memory and do not count."""
@@ -112,13 +118,7 @@ def check(
         size = program.memory_analysis().temp_size_in_bytes
         if size < smallest:
             continue
-        # A product's output can have the shape of a kernel if its tokens are as many as a kernel's rows or columns.
-        clear = {
-            shape: kernel
-            for shape, kernel in kernels.items()
-            if bucket.num_tokens not in shape and bucket.num_rows not in shape
-        }
-        copies = find(program.as_text(), clear)
+        copies = find(program.as_text(), told_apart(kernels, bucket.num_tokens, bucket.num_rows))
         num_drawn = bucket.num_rows * (1 + bucket.num_drafts)
         bound = step_temporaries(config, attention, num_tokens=bucket.num_tokens, num_rows=num_drawn)
         if copies:

@@ -29,7 +29,7 @@ from batcher.slots import SlotLayout
 from batcher.step import Bucket, PackedLayout, Variant
 from model.compiling.traced_programs import Program
 from model.execution.step import DeviceState, make_step
-from model.execution.wide_copies import find, narrow_kernels
+from model.execution.wide_copies import find, narrow_kernels, told_apart
 from model.network.llama import Llama
 from model.network.packed import pack_for_tpu
 from model.network.sharding import TENSOR_AXIS, abstract_model, make_mesh, sharding_of
@@ -127,7 +127,7 @@ def compile_step(model: Llama, attention: PagedAttention, mesh: Mesh, num_tokens
         "product_cycles": layer and round(layer.products),
         "glue_cycles": layer and round(layer.glue),
         **read_logits(text, config.vocab_size),
-        "wide_copies": find(text, narrow_kernels(model, "tpu", mesh)),
+        "wide_copies": find(text, told_apart(narrow_kernels(model, "tpu", mesh), num_tokens, NUM_ROWS)),
         "argument_bytes": memory.argument_size_in_bytes,
         "code_bytes": memory.generated_code_size_in_bytes,
     }

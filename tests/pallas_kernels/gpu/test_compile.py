@@ -42,7 +42,7 @@ def test_compiles_without_spills_in_place_and_within_the_chip(target: str) -> No
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
         check=False,
     )
     assert process.returncode == 0, process.stderr[-4000:]
