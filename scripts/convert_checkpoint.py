@@ -1,12 +1,12 @@
 """Converts a checkpoint to the form in which it is served, for a quick start:
 
-    python -m scripts.convert_checkpoint MODEL FOLDER --tensor-parallel-size 8
+    python -m scripts.convert_checkpoint MODEL FOLDER
     scripts/serve --model FOLDER --tensor-parallel-size 8
 
-FOLDER becomes a complete model: the config and tokenizer files, and `orbax/` with fused weights cut for that many
-chips. Without `--dtype` and `--quantization` no value changes: float32 stays float32, bfloat16 stays bfloat16, and
-other types become float32, which holds float16 and bfloat16 exactly. The chips are not needed: the conversion runs on
-the CPU.
+FOLDER becomes a complete model: the config and tokenizer files, and `orbax/` with fused weights in parts. It serves
+any number of chips and hosts that the model divides over: each chip reads its own parts. Without `--dtype` and
+`--quantization` no value changes: float32 stays float32, bfloat16 stays bfloat16, and other types become float32, which
+holds float16 and bfloat16 exactly. The chips are not needed: the conversion runs on the CPU.
 """
 
 from __future__ import annotations
@@ -43,21 +43,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--revision", help="of a hub model")
     parser.add_argument("--dtype", choices=DTYPES, help="what to store (default: what keeps every value exactly)")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="8 or 4 bits a weight, for projections and head")
-    parser.add_argument(
-        "--tensor-parallel-size",
-        type=int,
-        default=1,
-        metavar="N",
-        help="chips that will serve it, or a number that divides N",
-    )
     add_debug_flag(parser)
     args = parser.parse_args(arguments)
     try:
         source = resolve(args.model, revision=args.revision)
         if source.weights is None:
             raise ValueError(f"{args.model} has no weights to convert")
-        form = {"dtype": args.dtype, "quantization": args.quantization, "num_shards": args.tensor_parallel_size}
-        convert(source, source.weights, args.folder, **form)
+        convert(source, source.weights, args.folder, dtype=args.dtype, quantization=args.quantization)
     except (Exception, KeyboardInterrupt) as error:
         return failed("convert_checkpoint", error, debug=args.debug)
     return 0
@@ -69,7 +61,6 @@ def convert(
     folder: Place,
     *,
     dtype: str | None,
-    num_shards: int,
     quantization: str | None = None,
 ) -> None:
     """Converts `source` into `folder`. `origin` is the place of its weights."""
@@ -79,17 +70,13 @@ def convert(
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    if num_shards > 1:
-        jax.config.update("jax_num_cpu_devices", num_shards)
     from model.loading.orbax_format import save_orbax
     from model.loading.stored_weights import CONVERTED, find_weights
-    from model.network.sharding import make_mesh
     from model.quantization.forms import INT4, Activations, FourBit, Rounding, form_named
 
     started = time.perf_counter()
     stored = find_weights(origin, source.config, "safetensors")
     kept, reason = choose_dtype(dtype, stored)
-    mesh = make_mesh(num_shards) if num_shards > 1 else None
     form = stored.quantization
     if quantization is not None:
         is_kept = quantization == INT4 and stored.four_bit is not None
@@ -98,7 +85,7 @@ def convert(
     if activations is Activations.STATIC and form != stored.quantization:
         activations = Activations.DYNAMIC  # the stored scales of inputs are for the stored type
     rounding = Rounding(is_static=True) if activations is Activations.STATIC else None
-    model = stored.load(dtype=kept, mesh=mesh, quantization=form, rounding=rounding)
+    model = stored.load(dtype=kept, quantization=form, rounding=rounding)
     loaded = time.perf_counter()
     save_orbax(model, folder / CONVERTED, stored.config, stored.kv_ranges(), activations)
     if source.kind is Kind.GGUF:

@@ -1,10 +1,10 @@
-"""The stored form of a model, in Orbax files: its parameters are already fused, cast and cut for a number of chips.
+"""The stored form of a model, in Orbax files: its parameters are already fused and cast.
 
-A load skips joining and, for the stored dtype, casting; every chip reads its own part. A number of chips that divides
-the stored one may load it, too: each chip then takes the parts of several (`model.loading.regroup`).
+What is stored does not depend on a number of chips: every array is a stack of parts (`model.loading.parts`), and each
+chip reads the parts that it needs. A load skips, for the stored dtype, casting.
 
-Orbax writes the arrays. TensorStore, the library under Orbax, reads them shard by shard. The host compares each shard's
-checksum before the shard goes to its chip: neither library would notice a changed byte.
+Orbax writes the arrays. TensorStore, the library under Orbax, reads ranges of parts. The host compares the checksum of
+each part before the part goes to its chip: neither library would notice a changed byte.
 """
 
 from __future__ import annotations
@@ -21,38 +21,35 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 from flax import nnx
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh
 
 from model.config import LlamaConfig, read_object
 from model.inputs.paths import Place, place, write_whole
 from model.inputs.remote import GCS, RemotePath
 from model.loading.kv_ranges import save_kv_ranges
-from model.loading.regroup import Pieces
+from model.loading.parts import Parts
 from model.loading.weights import fill_each
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, num_shards_of
 from model.quantization.forms import Activations, Rounding, form_named, is_form_name
 
-FORMAT = 6
+FORMAT = 7
 DTYPES = ("bfloat16", "float32")
 DESCRIPTION_FILE = "stored.json"
 _ARRAYS = "arrays"
 _DRIVERS = {GCS: "gcs", "s3": "s3"}  # of TensorStore, by the schemes of URLs
 _INDEX_CACHE_BYTES = 100 << 20  # of TensorStore, for the tables that locate arrays in its files
 
-Index = tuple[slice, ...]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """`stored.json`: the model that was converted, the number of chips, and the checksums of all arrays."""
+    """`stored.json`: the model that was converted, and the checksums of all arrays."""
 
-    num_shards: int
     dtype: str  # of the parameters that are not quantised
     quantization: str | None  # of the projections and the head, as `forms.form_named` reads it
     activations: str | None  # what a quantised checkpoint said of the inputs of its projections
     config: Mapping[str, Any]  # the fields that identify the model, as in `config.json`
-    checksums: Mapping[str, list[int]]  # array -> CRC-32 of each shard, in the order of the chips
+    checksums: Mapping[str, list[int]]  # array -> CRC-32 of each part
     kv_ranges: int | None  # CRC-32 of the file with the ranges of keys and values; None if there is none
 
     @classmethod
@@ -69,7 +66,6 @@ class Description:
             raise ValueError(f"{path} has format {raw.get('format')}, this version reads {FORMAT}: convert again")
         match raw:
             case {
-                "num_shards": int(),
                 "dtype": str(dtype),
                 "quantization": form,
                 "activations": activations,
@@ -89,14 +85,8 @@ class Description:
         """Writes the file whole or not at all."""
         write_whole(folder / DESCRIPTION_FILE, (json.dumps({"format": FORMAT} | vars(self), indent=2) + "\n").encode())
 
-    def check(self, folder: Place, config: LlamaConfig, num_shards: int) -> None:
-        """Raises ValueError if `folder` holds another model, or was converted for a number of chips that so many
-        cannot share."""
-        if self.num_shards % num_shards:
-            raise ValueError(
-                f"{folder} was converted for {self.num_shards} chip(s), and {num_shards} are asked for: it can be "
-                f"loaded on numbers that divide {self.num_shards}; convert again, or load the safetensors"
-            )
+    def check(self, folder: Place, config: LlamaConfig) -> None:
+        """Raises ValueError if `folder` holds another model."""
         expected = _identity(config)
         differing = [key for key, value in self.config.items() if expected.get(key) != value]
         if differing:
@@ -110,30 +100,37 @@ def save_orbax(
     kv_ranges: np.ndarray | None = None,
     activations: Activations | None = None,
 ) -> None:
-    """Writes the stored form to `folder`, which must be new or empty.
+    """Writes the stored form of a model on one chip to `folder`, which must be new or empty. Any number of chips can
+    load it.
 
     Args:
-        config: the checkpoint's own, before KV heads were repeated.
+        config: the checkpoint's own.
         kv_ranges: see `kv_ranges.read_kv_ranges`.
         activations: of a checkpoint that was quantised. If they are static, the model has the scales.
     """
+    if model.num_shards != 1:
+        raise ValueError(f"only a model on one chip can be stored: {model.num_shards=}")
     folder = _absolute(folder)
     _store(folder)
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty")
     folder.mkdir(parents=True, exist_ok=True)
-    arrays = {".".join(map(str, path)): variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(model))}
-    # Weights do not compress; trying costs most of the time of a restore.
+    variables = {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(nnx.state(model))}
+    arrays = {}
+    for name, variable in variables.items():
+        array = np.asarray(variable.get_value())
+        arrays[name] = Parts.of(name, variable.get_metadata("axes"), array.shape, config).stacked(array)
+    # Weights do not compress; trying costs most of the time of a restore. A part is a chunk: it can be read alone.
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False, use_ocdbt=True)) as checkpointer:
-        checkpointer.save(str(folder / _ARRAYS), arrays)
+        options = {name: ocp.SaveArgs(shard_axes=(0,)) for name in arrays}
+        checkpointer.save(str(folder / _ARRAYS), args=ocp.args.PyTreeSave(arrays, save_args=options))
     description = Description(
-        num_shards=model.num_shards,
         dtype=model.dtype.name,
         quantization=None if model.quantization is None else str(model.quantization),
         activations=activations,
         config=_identity(config),
         # Of the arrays in memory: a byte that changes during the write is found, too.
-        checksums={name: _checksums(array) for name, array in arrays.items()},
+        checksums={name: [_crc32(part) for part in stack] for name, stack in arrays.items()},
         kv_ranges=None if kv_ranges is None else save_kv_ranges(folder, kv_ranges),
     )
     description.write(folder)  # last: a folder without it is unfinished
@@ -148,75 +145,96 @@ def load_orbax(
     rounding: Rounding | None = None,
     for_cpu: bool = False,
 ) -> Llama:
-    """The model that `save_orbax` wrote. Each shard is read and verified before it goes to its chip.
+    """The model that `save_orbax` wrote. Each part is verified before it goes to its chip. A host reads only what its
+    chips hold.
 
     Parameters that are not quantised are cast to `dtype`; quantised weights stay as they were stored.
 
     Raises:
-        ValueError: the folder is unfinished or damaged, or holds another model, another format, or the form for
-            a number of chips that so many cannot share. The message names the damaged array, and the shard if there
-            are several.
+        ValueError: the folder is unfinished or damaged, or holds another model or another format; or the model, or
+            its groups of 4-bit weights, do not divide over the chips. The message names the damaged array, and the
+            part if there are several.
     """
     folder = _absolute(folder)
     description = Description.read(folder)
-    description.check(folder, config, num_shards_of(mesh))
+    description.check(folder, config)
     form = form_named(description.quantization, config.projection_inputs) if description.quantization else None
-    kept: dict[str, Any] = {"mesh": mesh, "quantization": form, "rounding": rounding}
-    as_stored = abstract_model(config, dtype=description.dtype, **kept)
-    stored_dtypes = [variable.get_value().dtype for _, variable in nnx.to_flat_state(nnx.state(as_stored))]
-    model = abstract_model(config, dtype=dtype, for_cpu=for_cpu, **kept)
-    parameters = {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(nnx.state(model))}
-    pieces = {
-        name: Pieces.of(name, variable.get_metadata("axes"), config, description.num_shards, num_shards_of(mesh))
-        for name, variable in parameters.items()
-    }
+    kept: dict[str, Any] = {"quantization": form, "rounding": rounding}
+    as_stored = nnx.to_flat_state(nnx.state(abstract_model(config, dtype=description.dtype, **kept)))
+    likes = {".".join(map(str, path)): variable for path, variable in as_stored}
+    model = abstract_model(config, dtype=dtype, mesh=mesh, for_cpu=for_cpu, **kept)
     context = ts.Context({"cache_pool": {"total_bytes_limit": _INDEX_CACHE_BYTES}})
-    dtypes = dict(zip(parameters, stored_dtypes, strict=True))
-    restore = partial(_restore, folder=folder, description=description, dtypes=dtypes, pieces=pieces, context=context)
-    return fill_each(model, restore)
+
+    def restored(name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
+        stored, axes = likes[name].get_value(), likes[name].get_metadata("axes")
+        parts = Parts.of(name, axes, stored.shape, config)
+        checksums = description.checksums.get(name)
+        if checksums is None or len(checksums) != parts.count:
+            raise ValueError(f"{folder / DESCRIPTION_FILE} lacks checksums of {name}: convert again")
+        array = _StoredArray(folder, name, parts, stored.dtype, checksums, context)
+        return array.on_chips(like, num_shards_of(mesh))
+
+    return fill_each(model, restored)
 
 
-def _restore(
-    name: str,
-    like: jax.ShapeDtypeStruct,
-    *,
-    folder: Place,
-    description: Description,
-    dtypes: Mapping[str, Any],
-    pieces: Mapping[str, Pieces],
-    context: ts.Context,
-) -> jax.Array:
-    expected, cut = description.checksums.get(name), pieces[name]
-    if expected is None or len(expected) != cut.stored:
-        raise ValueError(f"{folder / DESCRIPTION_FILE} lacks checksums of {name}: convert again")
-    stored = _open(folder, name, context)
-    shape = cut.stored_shape(like.shape)
-    if (stored.shape, stored.dtype.name) != (shape, dtypes[name].name):
-        raise ValueError(
-            f"{folder}: {name} is {stored.dtype.name}{list(stored.shape)} and should be "
-            f"{dtypes[name].name}{list(shape)}: convert again"
-        )
+class _StoredArray:
+    """One array of a folder.
 
-    def read(index: Index) -> np.ndarray:
-        """The part of a chip."""
-        return cut.joined([verified(number) for number in cut.numbers(index, like.shape)])
+    Args:
+        checksums: of its parts.
 
-    def verified(number: int) -> np.ndarray:
-        index = cut.index(number, shape)
-        what = name if cut.stored == 1 else f"shard {number + 1} of {cut.stored} of {name}"
+    Raises:
+        ValueError: it cannot be opened, or has another shape or type.
+    """
+
+    def __init__(
+        self, folder: Place, name: str, parts: Parts, dtype: Any, checksums: list[int], context: ts.Context
+    ) -> None:
+        self.folder, self.name, self.parts, self.checksums = folder, name, parts, checksums
+        self.stored = _open(folder, name, context)
+        shape = (parts.count, *parts.shape)
+        if (self.stored.shape, self.stored.dtype.name) != (shape, dtype.name):
+            raise ValueError(
+                f"{folder}: {name} is {self.stored.dtype.name}{list(self.stored.shape)} and should be "
+                f"{dtype.name}{list(shape)}: convert again"
+            )
+
+    def on_chips(self, like: jax.ShapeDtypeStruct, chips: int) -> jax.Array:
+        """Reads it onto the chips of this host."""
+
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            chip = 0
+            if (axis := self.parts.axis) is not None:
+                start, stop, _ = index[axis].indices(like.shape[axis])
+                chip = start // (stop - start)
+            return self.parts.joined([self.verified(numbers) for numbers in self.parts.of_chip(chip, chips)])
+
+        array = jax.make_array_from_callback(like.shape, like.sharding, read)  # type: ignore[arg-type]  # jax never passes None
+        if array.dtype != like.dtype:
+            array = _cast(array, dtype=like.dtype)
+        # Waiting here limits the parameters in flight to the few that `fill` works on.
+        return jax.block_until_ready(array)
+
+    def verified(self, numbers: range) -> np.ndarray:
+        """These parts."""
         try:
-            shard = stored[index].read().result()
+            stack = self.stored[numbers.start : numbers.stop].read().result()
         except Exception as error:  # TensorStore raises different Python types for its status codes
-            raise ValueError(f"{folder}: {what} cannot be read: {_remedy(error)}") from error
-        if _crc32(shard) != expected[number]:
-            raise ValueError(f"{folder}: {what} is damaged, its checksum is not the one stored: convert again")
-        return shard
+            raise ValueError(f"{self.folder}: {self.what(numbers)} cannot be read: {_remedy(error)}") from error
+        for number, part in zip(numbers, stack, strict=True):
+            if _crc32(part) != self.checksums[number]:
+                raise ValueError(
+                    f"{self.folder}: {self.what(range(number, number + 1))} is damaged, its checksum is not the one "
+                    "stored: convert again"
+                )
+        return stack
 
-    array = jax.make_array_from_callback(like.shape, like.sharding, read)  # type: ignore[arg-type]  # jax never passes None
-    if array.dtype != like.dtype:
-        array = _cast(array, dtype=like.dtype)
-    # Waiting here limits the parameters in flight to the few that `fill` works on.
-    return jax.block_until_ready(array)
+    def what(self, numbers: range) -> str:
+        """Parts, for messages."""
+        if self.parts.count == 1:
+            return self.name
+        last = f" to {numbers.stop}" if len(numbers) > 1 else ""
+        return f"part {numbers.start + 1}{last} of {self.parts.count} of {self.name}"
 
 
 def _absolute(folder: Place | str) -> Place:
@@ -255,24 +273,8 @@ def _cast(array: jax.Array, *, dtype: Any) -> jax.Array:
     return array.astype(dtype)
 
 
-def _checksums(array: jax.Array) -> list[int]:
-    """The checksum of each shard, in the order of the chips. A shard on several chips appears once."""
-    held = {_bounds(shard.index, array.shape): shard.data for shard in array.addressable_shards}
-    return [_crc32(np.asarray(held[bounds])) for bounds in _shards(array.shape, array.sharding)]
-
-
-def _shards(shape: tuple[int, ...], sharding: Sharding) -> list[tuple[tuple[int, int], ...]]:
-    """Which rows and columns each chip holds, in the order of the chips, without repetitions."""
-    indices = sharding.devices_indices_map(shape).values()
-    return list(dict.fromkeys(_bounds(index, shape) for index in indices))
-
-
-def _bounds(index: Index, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-
-
-def _crc32(shard: np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(shard).view(np.uint8))
+def _crc32(part: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
 
 
 def _first_line(error: Exception) -> str:

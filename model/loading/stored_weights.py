@@ -36,7 +36,6 @@ class StoredWeights:
     packing: str | None = None  # the stored form, such as "GPTQ int4", if loading requantises it to `quantization`
     four_bit: FourBit | None = None  # the form that holds packed projections without quantising them again
     four_bit_fault: str | None = None  # why packed projections have no such form
-    num_shards: int | None = None  # chips that it was converted for; None: it can be loaded on any number
 
     @property
     def exact_dtype(self) -> str:
@@ -143,5 +142,4 @@ def _converted(folder: Place, config: LlamaConfig) -> StoredWeights:
         remark=None,
         quantization=form_named(form, config.projection_inputs) if form else None,
         activations=Activations(description.activations) if description.activations else None,
-        num_shards=description.num_shards,
     )

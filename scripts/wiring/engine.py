@@ -230,7 +230,6 @@ def build_runner(
         settings.tensor_parallel_size,
         num_devices,
         lambda number: on_chips(number).check_fits(backends.make, candidates),
-        converted_for=None if weights.stored is None else weights.stored.num_shards,
         num_hosts=num_hosts,
     )
     report(f"  chips             {describe_idle(num_chips, num_devices)}")

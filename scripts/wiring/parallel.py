@@ -10,7 +10,6 @@ def choose_num_chips(
     num_devices: int,
     check: Callable[[int], None],
     *,
-    converted_for: int | None = None,
     num_hosts: int = 1,
 ) -> int:
     """The chips that share the model: as asked for, or one if it fits there, otherwise the least power of two on which
@@ -19,7 +18,6 @@ def choose_num_chips(
     Args:
         num_devices: there are so many chips, on all hosts together.
         check: raises ValueError if the model does not fit on so many chips, or cannot be divided over them.
-        converted_for: the chips that the checkpoint was converted for; None: it can be loaded on any number.
 
     Raises:
         ValueError: the model fits on no number of chips (the error is that of the largest number), or several hosts
@@ -33,8 +31,6 @@ def choose_num_chips(
         return num_devices
     if asked is not None:
         return asked
-    if converted_for is not None and converted_for <= num_devices:
-        return converted_for
     if num_devices == 1:
         return 1  # the runner says whether the model fits
     refusal = ValueError("there is no chip")

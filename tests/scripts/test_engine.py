@@ -38,7 +38,7 @@ INT8, FP8 = EightBit.INT8, EightBit.FP8
 
 
 def converted(source: Path, folder: Path, dtype: str | None = None) -> Path:
-    convert(resolve(str(source)), source, folder, dtype=dtype, num_shards=1)
+    convert(resolve(str(source)), source, folder, dtype=dtype)
     return folder
 
 
@@ -209,7 +209,7 @@ def test_the_scales_of_kv_come_from_the_checkpoint_or_are_measured(tmp_path):
 def test_a_quantised_checkpoint_starts_and_is_converted_as_it_would_start(tmp_path):
     write_quantized(tmp_path / "fp8", "channel", FP8.dtype)
     assert "projections and head in int8, not fp8" in start(tmp_path / "fp8")
-    convert(resolve(str(tmp_path / "fp8")), tmp_path / "fp8", tmp_path / "out", dtype=None, num_shards=1,
+    convert(resolve(str(tmp_path / "fp8")), tmp_path / "fp8", tmp_path / "out", dtype=None,
             quantization="int8")  # fmt: skip
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     assert "projections and head are int8, as converted" in start(tmp_path / "out")

@@ -41,11 +41,6 @@ def test_what_is_asked_for_is_taken():
     assert choose_num_chips(2, 8, fits_on(4)) == 2
 
 
-def test_a_converted_checkpoint_says_its_own_number():
-    assert choose_num_chips(None, 8, fits_on(1), converted_for=4) == 4
-    assert choose_num_chips(None, 2, fits_on(1), converted_for=4) == 1  # it can be loaded on fewer
-
-
 def test_several_hosts_share_a_model_over_all_their_chips():
     assert choose_num_chips(None, 8, fits_on(1), num_hosts=2) == 8
     assert choose_num_chips(8, 8, fits_on(1), num_hosts=2) == 8

@@ -1,4 +1,4 @@
-"""scripts/convert_checkpoint.py. With several chips it is a process of its own: it chooses its devices itself."""
+"""scripts/convert_checkpoint.py. As a process of its own it chooses its devices itself."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_converted_folder_is_a_model_with_the_same_weights(tmp_path):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
     (folder / "tokenizer.json").write_text("{}")
 
-    result = convert(folder, tmp_path / "out", "--tensor-parallel-size", 4, "--dtype", "float32")
+    result = convert(folder, tmp_path / "out", "--dtype", "float32")
 
     assert result.returncode == 0, result.stderr
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [

@@ -218,7 +218,7 @@ def test_a_conversion_holds_what_loading_makes(tmp_path, capsys, packed, said):
         write(folder, FORMATS["awq"])
     else:
         checkpoints.write(folder, "gqa2")
-    convert(resolve(str(folder)), folder, out, dtype="float32", num_shards=1, quantization="int4")
+    convert(resolve(str(folder)), folder, out, dtype="float32", quantization="int4")
     assert said in capsys.readouterr().out
     form = FourBit(group=32, has_zeros=packed)
     stored = find_weights(out, LlamaConfig.from_file(out))

@@ -170,7 +170,7 @@ def test_a_conversion_is_a_model_of_its_own(tmp_path, capsys):
     tensors = load_file(DEMO_FOLDER / "model.safetensors")
     config = LlamaConfig.from_file(DEMO_FOLDER)
     path = gguf_files.write(tmp_path / "demo.gguf", config, tensors, Type.Q8_0, tokenizer=DEMO_FOLDER)
-    convert(resolve(str(path)), path, tmp_path / "out", dtype=None, num_shards=1)
+    convert(resolve(str(path)), path, tmp_path / "out", dtype=None)
     assert "projections and head are int8, requantised from GGUF Q8_0" in capsys.readouterr().out
     source = resolve(str(tmp_path / "out"))
     stored = find_weights(source.path, source.config)

@@ -4,10 +4,12 @@ import json
 import re
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 
 from model.config import LlamaConfig
 from model.loading.orbax_format import load_orbax, save_orbax
@@ -15,6 +17,9 @@ from model.loading.weights import load_hf
 from model.network.sharding import make_mesh
 from model.quantization.forms import EightBit, FourBit
 from tests.model import checkpoints
+from tests.model.goldens import make as make_goldens
+from tests.model.loading.test_packed_checkpoints import FORMATS
+from tests.model.loading.test_packed_checkpoints import write as write_packed
 from tests.model.loading.test_weights import flat
 
 
@@ -33,18 +38,6 @@ def same(first, second) -> None:
         np.testing.assert_array_equal(value, second[name], err_msg=name)
 
 
-@pytest.mark.parametrize("num_shards", [None, 4])
-@pytest.mark.parametrize("variant", ["gqa2", "tied"])
-def test_what_is_saved_is_restored_where_it_was(variant, num_shards, tmp_path):
-    mesh = None if num_shards is None else make_mesh(num_shards)
-    config, model = load(tmp_path, variant, dtype=jnp.bfloat16, mesh=mesh)
-    save_orbax(model, tmp_path / "orbax", config)
-    restored = load_orbax(tmp_path / "orbax", config, dtype=jnp.bfloat16, mesh=mesh)
-    same(restored, model)
-    expected = model.layers[0].attention.qkv.kernel[...].sharding
-    assert restored.layers[0].attention.qkv.kernel[...].sharding == expected
-
-
 def test_it_is_cast_to_the_dtype_that_is_asked_for(tmp_path):
     config, model = load(tmp_path, "bf16", dtype=jnp.bfloat16)
     save_orbax(model, tmp_path / "orbax", config)
@@ -53,7 +46,7 @@ def test_it_is_cast_to_the_dtype_that_is_asked_for(tmp_path):
 
 
 def test_orbax_itself_reads_what_is_saved(tmp_path):
-    config, model = load(tmp_path, "gqa2", dtype=jnp.bfloat16, mesh=make_mesh(2))
+    config, model = load(tmp_path, "gqa2", dtype=jnp.bfloat16)
     save_orbax(model, tmp_path / "orbax", config)
     expected = flat(model)
     restore_args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in expected}
@@ -61,19 +54,22 @@ def test_orbax_itself_reads_what_is_saved(tmp_path):
         options = ocp.args.PyTreeRestore(restore_args=restore_args)
         restored = checkpointer.restore(tmp_path / "orbax" / "arrays", args=options)
     for name, value in expected.items():
-        np.testing.assert_array_equal(restored[name].view(np.uint16), value.view(np.uint16), err_msg=name)
+        found = restored[name]
+        if name.endswith(("attention.out.kernel", "mlp.down.kernel")):  # these are cut by columns
+            found = np.moveaxis(found, 0, 1)
+        np.testing.assert_array_equal(found.reshape(value.shape).view(np.uint16), value.view(np.uint16), err_msg=name)
 
 
-@pytest.mark.parametrize("num_shards", [None, 2])
-def test_a_changed_byte_is_found_and_its_array_and_shard_are_named(num_shards, tmp_path):
-    mesh = None if num_shards is None else make_mesh(num_shards)
-    config, model = load(tmp_path, "gqa2", dtype=jnp.float32, mesh=mesh)
+@pytest.mark.parametrize("chips", [1, 4])
+def test_a_changed_byte_is_found_and_its_array_and_part_are_named(chips, tmp_path):
+    config, model = load(tmp_path, "gqa2", dtype=jnp.float32)
     save_orbax(model, tmp_path / "orbax", config)
+    mesh = None if chips == 1 else make_mesh(chips)
     files = {path: path.read_bytes() for path in (tmp_path / "orbax").rglob("*") if path.is_file()}
     named = set()
     matrices = {name: value for name, value in flat(model).items() if value.ndim == 2}  # the rest lies compressed
     for name, value in matrices.items():
-        last_row = value[-1].tobytes()[: 32 * 4]  # of a matrix that is cut by columns, the first chip's part
+        last_row = value[-1].tobytes()[: 16 * 4]  # of a matrix that is cut by columns, of the first part
         found = [(path, raw.find(last_row)) for path, raw in files.items() if last_row in raw]
         assert len(found) == 1, name
         path, at = found[0]
@@ -82,12 +78,11 @@ def test_a_changed_byte_is_found_and_its_array_and_shard_are_named(num_shards, t
             load_orbax(tmp_path / "orbax", config, dtype=jnp.float32, mesh=mesh)
         path.write_bytes(files[path])
         named.add(re.search(r"orbax: (.*) is damaged", str(error.value))[1])
-    if num_shards is None:
-        assert named == matrices.keys()
-    else:
-        assert {"shard 2 of 2 of embedding", "shard 2 of 2 of layers.0.attention.qkv.kernel"} <= named
-        assert "shard 1 of 2 of layers.1.mlp.down.kernel" in named
-    same(load_orbax(tmp_path / "orbax", config, dtype=jnp.float32, mesh=mesh), model)
+    # 4 heads, 2 of keys and of values; 4 divides the rest, too
+    assert {"part 4 of 4 of embedding", "part 8 of 8 of layers.0.attention.qkv.kernel"} <= named
+    assert {"part 8 of 8 of layers.2.mlp.gate_up.kernel", "part 1 of 4 of layers.1.mlp.down.kernel"} <= named
+    assert len(named) == len(matrices)
+    same(load_orbax(tmp_path / "orbax", config, dtype=jnp.float32), model)
 
 
 @pytest.mark.parametrize("kind", ["flip", "cut", "empty", "zeros", "delete"])
@@ -124,7 +119,7 @@ def test_arrays_of_another_shape_or_without_a_checksum_are_refused(tmp_path):
     path = tmp_path / "orbax" / "stored.json"
     raw = json.loads(path.read_text())
     path.write_text(json.dumps(raw | {"dtype": "bfloat16"}))
-    with pytest.raises(ValueError, match=r"is float32\[192, 64\] and should be bfloat16\[192, 64\]: convert again"):
+    with pytest.raises(ValueError, match=r"is float32\[4, 48, 64\] and should be bfloat16\[4, 48, 64\]: convert again"):
         load_orbax(tmp_path / "orbax", config, dtype=jnp.float32)
     del raw["checksums"]["norm.scale"]
     path.write_text(json.dumps(raw))
@@ -132,7 +127,7 @@ def test_arrays_of_another_shape_or_without_a_checksum_are_refused(tmp_path):
         load_orbax(tmp_path / "orbax", config, dtype=jnp.float32)
 
 
-@pytest.mark.parametrize("change", [{"num_shards": None}, {"dtype": "int8"}, {"config": 5}, {"checksums": {"a": 1}}])
+@pytest.mark.parametrize("change", [{"kv_ranges": "one"}, {"dtype": "int8"}, {"config": 5}, {"checksums": {"a": 1}}])
 def test_a_description_that_makes_no_sense_is_refused(change, tmp_path):
     config, model = load(tmp_path, "gqa2", dtype=jnp.float32)
     save_orbax(model, tmp_path / "orbax", config)
@@ -142,32 +137,52 @@ def test_a_description_that_makes_no_sense_is_refused(change, tmp_path):
         load_orbax(tmp_path / "orbax", config, dtype=jnp.float32)
 
 
-INT4 = FourBit(group=16)
+WIDE = {"num_attention_heads": 8, "head_dim": 16, "intermediate_size": 256}  # with 2 heads of keys and of values
 
 
-@pytest.mark.parametrize(
-    ("form", "stored", "chips"),
-    [(None, 4, 1), (None, 4, 2), (None, 2, 1), (EightBit.INT8, 4, 1), (EightBit.INT8, 4, 2), (INT4, 2, 1)],
-    ids=str,
-)
+def wide(folder, variant, **sizes):
+    """A checkpoint for 1 to 8 chips; from four chips on, some share a head of keys and values."""
+    raw = make_goldens.config(variant) | WIDE | sizes
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(raw))
+    checkpoints.write_tensors(folder, make_goldens.tensors(raw, 0))
+    return folder
+
+
+FORMS = [None, EightBit.INT8, EightBit.FP8, FourBit(group=16), FourBit(group=16, has_zeros=True)]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("variant", ["gqa2", "tied"])
-def test_fewer_chips_load_what_was_stored_for_more(variant, stored, chips, form, tmp_path):
-    """Heads of keys and values that were repeated for more chips than there are heads are there once again."""
-    config, model = load(tmp_path, variant, dtype=jnp.float32, mesh=make_mesh(stored), quantization=form)
-    save_orbax(model, tmp_path / "orbax", config)
-    mesh = None if chips == 1 else make_mesh(chips)
-    expected = load_hf(tmp_path / "hf", config, dtype=jnp.float32, mesh=mesh, quantization=form)
-    restored = load_orbax(tmp_path / "orbax", config, dtype=jnp.float32, mesh=mesh)
-    same(restored, expected)
-    kernel, like = (each.layers[0].mlp.down.kernel[...] for each in (restored, expected))
-    assert kernel.sharding == like.sharding
+def test_what_is_stored_once_is_loaded_on_any_number_of_chips(variant, form, tmp_path):
+    folder = wide(tmp_path / "hf", variant)
+    if isinstance(form, FourBit) and form.has_zeros:
+        write_packed(tmp_path / "awq", FORMATS["awq"], group=16, source=folder)
+        folder = tmp_path / "awq"
+    options, config = {"dtype": jnp.bfloat16, "quantization": form}, LlamaConfig.from_file(folder)
+    save_orbax(load_hf(folder, config, **options), tmp_path / "orbax", config)
+    for chips in (1, 2, 4, 8):
+        mesh = None if chips == 1 else make_mesh(chips)
+        expected = load_hf(folder, config, mesh=mesh, **options)
+        restored = load_orbax(tmp_path / "orbax", config, dtype=jnp.bfloat16, mesh=mesh)
+        same(restored, expected)
+        for ours, like in zip(jax.tree.leaves(nnx.state(restored)), jax.tree.leaves(nnx.state(expected)), strict=True):
+            assert ours.sharding == like.sharding
 
 
-def test_the_form_of_fewer_chips_is_refused(tmp_path):
-    config, model = load(tmp_path, "gqa2", dtype=jnp.float32, mesh=make_mesh(2))
+def test_groups_that_chips_would_cut_and_chips_that_heads_do_not_divide_over_are_refused(tmp_path):
+    config, model = load(tmp_path, "gqa4", dtype=jnp.float32, quantization=FourBit(group=16))
     save_orbax(model, tmp_path / "orbax", config)
-    with pytest.raises(ValueError, match=r"converted for 2 chip\(s\), and 4 are asked for: .* that divide 2"):
+    with pytest.raises(ValueError, match=r"4 chip\(s\) would not hold whole groups \(intermediate_size: 40 inputs"):
         load_orbax(tmp_path / "orbax", config, dtype=jnp.float32, mesh=make_mesh(4))
+    with pytest.raises(ValueError, match=r"does not divide over num_shards=3 chips: num_heads=8"):
+        load_orbax(tmp_path / "orbax", config, dtype=jnp.float32, mesh=make_mesh(3))
+
+
+def test_only_what_one_chip_holds_is_stored(tmp_path):
+    config, model = load(tmp_path, "gqa2", dtype=jnp.float32, mesh=make_mesh(2))
+    with pytest.raises(ValueError, match=r"only a model on one chip can be stored: model\.num_shards=2"):
+        save_orbax(model, tmp_path / "orbax", config)
 
 
 def test_another_model_is_refused_and_what_differs_is_named(tmp_path):

@@ -194,7 +194,7 @@ def test_groups_that_are_not_there_are_refused(tmp_path):
 def test_a_conversion_holds_what_loading_makes(tmp_path, capsys):
     folder, out = tmp_path / "packed", tmp_path / "out"
     write(folder, FORMATS["awq"])
-    convert(resolve(str(folder)), folder, out, dtype=None, num_shards=1)
+    convert(resolve(str(folder)), folder, out, dtype=None)
     assert "projections and head are int8, requantised from AWQ int4" in capsys.readouterr().out
     config = LlamaConfig.from_file(out)
     assert config.quantized is None

@@ -174,7 +174,8 @@ def test_stored_scales_of_inputs_are_read_and_converted(tmp_path, dtype, num_sha
     fused = [scales[f"model.layers.1.self_attn.{name}_proj.input_scale"] for name in "qkv"]
     assert found["layers.1.attention.qkv.input_scale"] == max(fused)
     assert "head.input_scale" not in found
-    save_orbax(model, tmp_path / CONVERTED, config, activations=Activations.STATIC)
+    on_one = model if mesh is None else stored.load(**how | {"mesh": None})
+    save_orbax(on_one, tmp_path / CONVERTED, config, activations=Activations.STATIC)
     again = find_weights(tmp_path, config)
     assert again.is_converted and again.activations is Activations.STATIC
     for name, value in flat(again.load(**how)).items():
