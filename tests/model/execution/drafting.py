@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from model.execution.runner import ModelRunner
 from model.network.eagle import EagleHead
 from model.network.llama import Llama
 from pallas_kernels.api import PagedAttention
-from tests.model.driver import paged_attention
+from tests.model.driver import dense_logits, paged_attention
 
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 96, "num_pages": 64}  # of a runner
 _BUCKETS = {"max_num_batched_tokens": 24, "max_num_seqs": 4, "min_decode_rows": 4, "min_mixed_tokens": 24}
@@ -127,3 +129,33 @@ def assert_same_outputs(found: dict[str, list[RequestOutput]], expected: dict[st
         assert tokens_of(found[name]) == tokens_of(outputs)
         assert found[name][-1].finish_reason == outputs[-1].finish_reason
         np.testing.assert_allclose(scores_of(found[name]), scores_of(outputs), atol=2e-4)
+
+
+def assert_distribution_of(model: Llama, serve: Callable, runner: ModelRunner) -> None:
+    """Chi-square of the second to fourth tokens after a fixed prompt, over many seeds, against the probabilities that
+    the model's logits give, in float64. They are drawn against drafts, of which many are right and many are wrong.
+
+    Args:
+        serve: that of this file, its costs set.
+    """
+    from scipy import stats as statistics  # takes a second, which every process would spend that collects tests
+
+    prompt, allowed, temperature = (3, 17, 3, 17, 3), FEW[:3], 6.0
+    options = {"max_tokens": 4, "temperature": temperature, "allowed_token_ids": allowed, "ignore_eos": True}
+    asked = [
+        Request(request_id=str(seed), prompt=prompt, sampling=SamplingParams(seed=seed, **options))
+        for seed in range(600)
+    ]
+    outputs, stats = serve(runner, DRAFTS, asked)
+    counts = stats.speculation
+    assert 50 < counts.num_accepted_tokens < counts.num_draft_tokens - 50, counts
+    expected: Counter[tuple[int, ...]] = Counter()
+    for text in product(allowed, repeat=4):
+        logits = dense_logits(model, [*prompt, *text[:3]])[-4:, list(allowed)].astype(np.float64) / temperature
+        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+        chances = weights / weights.sum(axis=1, keepdims=True)
+        expected[text[1:]] += len(asked) * np.prod([chances[i, allowed.index(x)] for i, x in enumerate(text)])
+    drawn = Counter(tuple(tokens_of(output)[1:]) for output in outputs.values())
+    assert drawn.keys() <= expected.keys()
+    assert min(expected.values()) > 5  # of each, the test asks for some
+    assert statistics.chisquare([drawn[text] for text in expected], list(expected.values())).pvalue > 0.001

@@ -28,6 +28,7 @@ from tests.model.execution.drafting import (
     KINDS,
     LIMITS,
     PLAIN,
+    assert_distribution_of,
     assert_same_outputs,
     outputs_in_trouble,
     requests,
@@ -71,6 +72,11 @@ def test_drafts_of_any_model_change_no_output(runner, plain, kind, share) -> Non
     if share == 0.0:
         assert counts.num_accepted_tokens == counts.num_draft_tokens
         assert drafted.num_steps < 0.5 * alone.num_steps
+
+
+def test_accepted_and_rejected_drafts_leave_the_distribution_of_the_model(runner) -> None:
+    runner.place(near(0.0), draft=near(1.0))
+    assert_distribution_of(near(0.0), serve, runner)
 
 
 def test_a_draft_of_the_model_itself_has_read_every_token(runner) -> None:

@@ -31,6 +31,7 @@ from tests.model.execution.drafting import (
     KINDS,
     LIMITS,
     PLAIN,
+    assert_distribution_of,
     assert_same_outputs,
     outputs_in_trouble,
     requests,
@@ -72,6 +73,10 @@ def test_drafts_of_a_head_change_no_output(runner, kind) -> None:
     found, drafted = serve(runner, DRAFTS, asked)
     assert_same_outputs(found, expected)
     assert drafted.speculation.num_draft_tokens > 0
+
+
+def test_accepted_and_rejected_drafts_leave_the_distribution_of_the_model(runner) -> None:
+    assert_distribution_of(tiny_model(), serve, runner)
 
 
 def test_preempted_requests_and_shared_prefixes_leave_the_outputs_as_they_are(runner) -> None:

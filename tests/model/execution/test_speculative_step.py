@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from batcher.request import Request, SamplingParams
 from batcher.slots import SlotLayout
 from batcher.step import StepHandle, StepInput
 from model.execution.prompt_lookup import PromptLookup, propose
@@ -19,17 +18,17 @@ from model.execution.speculative_step import draw_after_drafts
 from model.network.sharding import make_mesh
 from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabSplit
 from pallas_kernels.spec import RaggedBatch
-from tests.model.driver import dense_logits, paged_attention, tiny_model
+from tests.model.driver import paged_attention, tiny_model
 from tests.model.execution.drafting import (
     DRAFTS,
     FEW,
     KINDS,
     PLAIN,
+    assert_distribution_of,
     assert_same_outputs,
     outputs_in_trouble,
     requests,
     serve,
-    tokens_of,
     warm_runner,
 )
 
@@ -106,34 +105,7 @@ def test_penalties_count_the_drafts_before_a_place_and_keep_the_accepted_ones(nu
 
 
 def test_accepted_and_rejected_drafts_leave_the_distribution_of_the_model(runner) -> None:
-    """The third token after a fixed first one, over many seeds: the second and third are drawn against drafts."""
-    from scipy import stats as statistics  # takes a second, which every process would spend that collects tests
-
-    prompt, allowed = (3, 17, 3, 17, 3), (3, 17, 44)
-    asked = [
-        Request(
-            request_id=str(seed),
-            prompt=prompt,
-            sampling=SamplingParams(
-                max_tokens=3, temperature=30.0, seed=seed, allowed_token_ids=allowed, ignore_eos=True
-            ),
-        )
-        for seed in range(400)
-    ]
-    outputs, stats = serve(runner, DRAFTS, asked)
-    counts = stats.speculation
-    assert 45 < counts.num_accepted_tokens < counts.num_draft_tokens - 45
-    model = tiny_model()
-    seen: dict[tuple[int, ...], list[int]] = {}
-    for output in outputs.values():
-        *before, last = tokens_of(output)
-        seen.setdefault(tuple(before), []).append(last)
-    for before, drawn in seen.items():
-        logits = dense_logits(model, [*prompt, *before])[-1, list(allowed)].astype(np.float64) / 30
-        weights = np.exp(logits - logits.max())
-        expected = len(drawn) * weights / weights.sum()
-        observed = [drawn.count(token) for token in allowed]
-        assert statistics.chisquare(observed, expected).pvalue > 1e-4, (before, observed, expected)
+    assert_distribution_of(tiny_model(), serve, runner)
 
 
 @pytest.mark.parametrize(
