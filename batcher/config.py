@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from batcher.long_prompts import ANY_LENGTH, LongPrompts
+from batcher.step_times import StepTimes
+
+# Reading the weights takes as long as computing 16 tokens, and both take their time.
+_ANY_TIMES = StepTimes(num_tokens=(0, 1), times=(16, 17))
 
 
 class Scheduling(StrEnum):
@@ -28,7 +32,7 @@ class EngineConfig:
     max_waiting: int = 1024  # requests that may wait beyond the ones that the slots can hold
     pipeline_depth: int = 2  # steps in flight; 2: step N+1 is dispatched before step N is read. 1: no overlap
     step_cost_tokens: int = 16  # tokens whose computation takes as long as one more step; steers chunk trimming
-    weights_cost_tokens: float = 16.0  # tokens whose computation takes as long as reading the weights; for speculation
+    step_times: StepTimes = _ANY_TIMES  # of decodes, by their tokens: whether drafts pay
     draft_cost: float = 0.0  # time of a pass of the draft model, in passes of the model; 0: drafts are looked up
     step_timeout_s: float | None = None  # least time that a step is given before the device counts as stuck; None: any
     seed: int | None = None  # for drawing the seeds of requests without one; None: the operating system's
@@ -44,8 +48,6 @@ class EngineConfig:
             raise ValueError(f"the queue limit is not negative: {self.max_waiting=}")
         if self.step_timeout_s is not None and self.step_timeout_s <= 0:
             raise ValueError(f"a step is given some time: {self.step_timeout_s=}")
-        if self.weights_cost_tokens < 0:
-            raise ValueError(f"reading the weights takes some time: {self.weights_cost_tokens=}")
         if self.draft_cost < 0:
             raise ValueError(f"a draft model takes some time: {self.draft_cost=}")
         if self.step_cost_tokens < 0:

@@ -5,7 +5,7 @@ until the step returns; the host then takes the others back. So the next step is
 without drafts.
 
 A step has drafts only if it has no prompt chunk. Whether drafts pay is estimated from the drafts that were right so
-far, and from the cost of a step: that of reading the weights, that of computing its padded tokens, and that of the
+far, from the times of a step with drafts and of one without in the platform's table (`StepTimes`), and from that of the
 passes of a draft model. A row takes as many drafts of a model as are likely enough to be right for a pass.
 
 Drafts that do not pay are tried again from time to time (`Retries`). If drafts are looked up, a retry is a step without
@@ -71,7 +71,7 @@ class SpeculativeScheduler(SeveralTokensScheduler):
 
     def __init__(self, capacity: Capacity, ladder: BucketLadder, config: EngineConfig) -> None:
         super().__init__(capacity, ladder, config)
-        self.weights_cost_tokens = config.weights_cost_tokens
+        self.time_of = config.step_times
         self.draft_cost = config.draft_cost
         self.num_drafts = ladder.config.num_drafts
         # Of requests without a draft of their own.
@@ -122,10 +122,10 @@ class SpeculativeScheduler(SeveralTokensScheduler):
         """The rows of a step that are to have drafts, with their number; none if drafts are not expected to pay."""
         lengths = {seq: self._num_worth_a_pass(seq) for seq in decodes}
         gains = {seq: self._gain(seq, length) for seq, length in lengths.items()}
-        plain = self.weights_cost_tokens + bucket.num_rows
-        speculative = self.weights_cost_tokens + bucket.num_tokens
+        plain, speculative = self.time_of(bucket.num_rows), self.time_of(bucket.num_tokens)
         # The draft model's first pass has two tokens a row, and each further one has one.
-        speculative += self.draft_cost * (max(lengths.values()) * plain + bucket.num_rows)
+        passes = self.time_of(2 * bucket.num_rows) + (max(lengths.values()) - 1) * plain
+        speculative += self.draft_cost * passes
         if (len(decodes) + sum(gains.values())) * plain <= len(decodes) * speculative:
             return {}
         return {seq: lengths[seq] for seq, gain in gains.items() if gain >= _LEAST_GAIN}

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pallas_kernels.chips import GPUS
-from scripts.planning.roofline import Roofline, roofline
-from scripts.planning.target import Target
+from scripts.estimates.roofline import Roofline, roofline
+from scripts.estimates.target import Target
 from scripts.wiring.settings import EngineSettings
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from typing import Any
 
 from batcher.buckets import BucketLadder
 from model.loading.source import resolve
+from scripts.estimates.target import parse_target
 from scripts.planning.compiled import compiled_temporaries
 from scripts.planning.cost import Cost, cost
 from scripts.planning.memory import Sizes, size_up
@@ -41,7 +42,6 @@ from scripts.planning.sweep import (
     search,
     static_against_continuous,
 )
-from scripts.planning.target import parse_target
 from scripts.planning.workload import DEFAULT_PERCENTILE, Workload, parse_objectives, parse_workload
 from scripts.wiring.errors import FailedError
 from scripts.wiring.settings import EngineSettings

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from typing import Any
 
 from batcher.buckets import BucketLadder
+from scripts.estimates.roofline import FLOPS_EFFICIENCY, LINK_EFFICIENCY, MEMORY_EFFICIENCY
 from scripts.planning.cost import Cost
 from scripts.planning.memory import GIB, MemoryPlan, Sizes
-from scripts.planning.roofline import FLOPS_EFFICIENCY, LINK_EFFICIENCY, MEMORY_EFFICIENCY
 from scripts.planning.sweep import Candidate, Outcome
 from scripts.planning.workload import METRICS
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from batcher.config import Scheduling
 from scripts.benchmarks.simulation.machine import Machine, Result, SimulatedRequest, simulate
+from scripts.estimates.roofline import HOST_ROW_S, HOST_STEP_S
 from scripts.planning.memory import MemoryPlan, Sizes
-from scripts.planning.roofline import HOST_ROW_S, HOST_STEP_S
 from scripts.planning.workload import METRICS, Objectives, Workload, arriving
 from scripts.wiring.settings import EngineSettings
 

@@ -96,11 +96,12 @@ def draft_cost(
     Args:
         bits: of a weight of the draft model or head, and of one of the model.
     """
-    weights = _num_multiplied(draft) * bits[0] / bits[1]  # as many of the model's take as long to read
-    return max(weights, LEAST_DRAFT_WEIGHTS[platform]) / _num_multiplied(model)
+    weights = num_multiplied(draft) * bits[0] / bits[1]  # as many of the model's take as long to read
+    return max(weights, LEAST_DRAFT_WEIGHTS[platform]) / num_multiplied(model)
 
 
-def _num_multiplied(network: LlamaConfig | EagleConfig) -> int:
+def num_multiplied(network: LlamaConfig | EagleConfig) -> int:
+    """The weights that a pass multiplies: all but the embedding."""
     config = network if isinstance(network, LlamaConfig) else network.layer
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     of_layer = config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size)

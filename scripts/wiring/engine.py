@@ -18,6 +18,7 @@ from batcher.config import EngineConfig, Scheduling
 from batcher.engine import Engine
 from batcher.grammar import Grammars
 from batcher.step import Bucket, Runner
+from batcher.step_times import StepTimes
 from scripts.wiring.attention import choose_attention
 from scripts.wiring.backends import Backends, own_backends
 from scripts.wiring.changeable import ChangeableEngine
@@ -26,13 +27,14 @@ from scripts.wiring.compile_turn import CompileTurn
 from scripts.wiring.device import compile_cache_folder, export_cache_folder, find_device, native_folder, start_jax
 from scripts.wiring.draft import ChosenDraft, choose_draft
 from scripts.wiring.head import ChosenHead
-from scripts.wiring.limits import WEIGHTS_COST_TOKENS, bucket_config, even_context, long_prompts, runner_config
+from scripts.wiring.limits import bucket_config, even_context, long_prompts, runner_config
 from scripts.wiring.load import Report, load, phase
 from scripts.wiring.model_on_chips import ModelOnChips
 from scripts.wiring.parallel import choose_num_chips, describe_idle
 from scripts.wiring.replicas import claim_chips
 from scripts.wiring.settings import EngineSettings, ServedSettings
-from scripts.wiring.weights import ChosenWeights, choose_weights
+from scripts.wiring.step_times import choose_step_times
+from scripts.wiring.weights import ChosenWeights, bits_of_a_weight, choose_weights
 from server.engine.wire import EngineInfo
 from server.grammar.matcher import TokenGrammars, vocabulary_of
 
@@ -58,7 +60,7 @@ class Built:
     eos_token_ids: tuple[int, ...]
     settings: EngineSettings
     step_timeout_s: float | None  # None: a step may take any time
-    weights_cost_tokens: float  # see `limits`
+    step_times: StepTimes
     draft_cost: float  # of a pass of the draft model or head, as a share of the model's; 0: there is none
     info: EngineInfo
     weights: ChosenWeights
@@ -86,7 +88,7 @@ class Built:
             even_context=even_context(self.weights.config) if settings.step_budget == "time" else math.inf,
             max_waiting=settings.max_queue,
             pipeline_depth=settings.pipeline_depth,
-            weights_cost_tokens=self.weights_cost_tokens,
+            step_times=self.step_times,
             draft_cost=self.draft_cost,
             step_timeout_s=self.step_timeout_s,
             seed=settings.seed,
@@ -277,7 +279,12 @@ def build_runner(
         eos_token_ids=weights.source.eos_token_ids,
         settings=settings,
         step_timeout_s=choose_step_timeout(settings.step_timeout, platform),
-        weights_cost_tokens=WEIGHTS_COST_TOKENS[platform],
+        step_times=choose_step_times(
+            weights.config,
+            platform,
+            weight_bits=bits_of_a_weight(weights.quantization, weights.dtype),
+            num_chips=num_chips,
+        ),
         draft_cost=0.0 if draft is None else draft.cost(weights, platform),
         info=EngineInfo(
             max_model_len=max_model_len,

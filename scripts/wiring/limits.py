@@ -42,13 +42,9 @@ _DEFAULTS = {
     ),
 }
 
-# Tokens whose computation takes as long as reading the weights. It tells which drafts pay, and up to this number of
-# rows there are programs with drafts: from there on, drafts pay only if more than half of them are accepted.
-# - CPU: of the demo, with products in C, a step of 1, 2, 4, 16 and 32 rows takes 0.26, 0.28, 0.36, 0.92 and 1.81 ms. A
-#   step with three drafts a row takes 0.36, 0.42 and 0.66 ms for 1, 2 and 4 rows: 7, 10 and 10 tokens.
-# - Chips: bytes of a weight x FLOP/s / (2 x bytes/s). In bfloat16 that is 153 (A100) to 560 (v6e); with weights in 8
-#   bits it is half of that.
-WEIGHTS_COST_TOKENS = {"cpu": 8.0, "gpu": 75.0, "tpu": 75.0}
+# Rows of the largest program with drafts. The table of step times (`step_times`) decides which steps have drafts: on a
+# CPU, with more rows hardly any would, and chips draw at most so many tokens at once.
+_MAX_DRAFT_ROWS = {"cpu": 8, "gpu": 64, "tpu": 64}
 # The least time of a pass of a draft model or head, as the number of the model's weights that take as long. On a CPU
 # its operations are small: the demo's draft model takes 0.05 ms for one row and 0.13 ms for four, a fifth to a third of
 # the demo with its 3.1 million weights.
@@ -69,7 +65,7 @@ def bucket_config(settings: EngineSettings, platform: str) -> BucketConfig:
     max_num_batched_tokens = asked_tokens or max(defaults.max_num_batched_tokens, 2 * max_num_seqs)
     num_drafts = 0 if settings.speculation is None else settings.speculation.num_speculative_tokens
     most_drawn = min(_MAX_DRAWN, max_num_batched_tokens)
-    max_draft_rows = min(int(WEIGHTS_COST_TOKENS[platform]), most_drawn // (1 + num_drafts), max_num_seqs)
+    max_draft_rows = min(_MAX_DRAFT_ROWS[platform], most_drawn // (1 + num_drafts), max_num_seqs)
     least_rows = min(defaults.min_decode_rows, max_num_seqs)
     if num_drafts and max_draft_rows < least_rows:
         raise ValueError(

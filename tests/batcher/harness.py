@@ -13,6 +13,7 @@ from batcher.engine import Engine
 from batcher.request import FinishReason, Request, RequestOutput, SamplingParams
 from batcher.scheduling.sequence import OnOutput
 from batcher.step import Capacity
+from batcher.step_times import StepTimes
 from tests.batcher.fake_runner import FakeRunner, expected_embedding, expected_tokens
 from tests.batcher.toy_grammar import ToyGrammars
 
@@ -31,6 +32,11 @@ def make_request(request_id: str, prompt: Iterable[int], *, priority: int = 0, *
     }
     params = SamplingParams(**{"max_tokens": 10, "temperature": 0.0, "seed": 0} | sampling)
     return Request(request_id=request_id, prompt=tuple(prompt), sampling=params, priority=priority, **extra)
+
+
+def after_weights(num_tokens: float) -> StepTimes:
+    """Reading the weights takes as long as computing so many tokens, and both take their time."""
+    return StepTimes(num_tokens=(0, 1), times=(num_tokens, num_tokens + 1))
 
 
 class Clock:

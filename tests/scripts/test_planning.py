@@ -14,11 +14,11 @@ from batcher.config import Scheduling
 from model.presets import preset
 from scripts import launch, plan
 from scripts.benchmarks.simulation.machine import Machine, Result, SimulatedRequest, simulate
+from scripts.estimates.roofline import FLOPS_EFFICIENCY, MEMORY_EFFICIENCY, Roofline, roofline
+from scripts.estimates.target import LINKS, parse_target
 from scripts.planning import sweep
 from scripts.planning.cost import HOURS_PER_MONTH, cost
 from scripts.planning.planner import limits_to_try
-from scripts.planning.roofline import FLOPS_EFFICIENCY, MEMORY_EFFICIENCY, Roofline, roofline
-from scripts.planning.target import LINKS, parse_target
 from scripts.planning.workload import arriving, parse_objectives, parse_workload
 
 V6E = parse_target("v6e")

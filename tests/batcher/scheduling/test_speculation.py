@@ -17,7 +17,7 @@ from batcher.request import ErrorCode, FinishReason
 from batcher.scheduling.speculation import Retries, SpeculativeScheduler
 from batcher.step import Bucket, Variant
 from tests.batcher.fake_runner import FakeRunner, Proposal
-from tests.batcher.harness import CAPACITY, Drive, make_capacity, make_request
+from tests.batcher.harness import CAPACITY, Drive, after_weights, make_capacity, make_request
 from tests.batcher.test_properties import Scenario, play, scenarios
 
 VOCAB = CAPACITY.vocab_size
@@ -102,7 +102,7 @@ def test_accepted_drafts_save_steps(depth: int) -> None:
 
 
 def test_a_request_that_asks_hears_of_its_drafts() -> None:
-    drive = speculative(mixed, weights_cost_tokens=1000.0, capacity={"max_model_len": 200, "num_pages": 200})
+    drive = speculative(mixed, step_times=after_weights(1000.0), capacity={"max_model_len": 200, "num_pages": 200})
     asking = [make_request(str(i), [5, 6, i], max_tokens=97, ignore_eos=True, counts_drafts=True) for i in range(2)]
     heard = [drive.add(request) for request in asking]
     drive.finish()
@@ -177,7 +177,7 @@ def test_accepted_tokens_are_found_in_the_prefix_cache() -> None:
 
 
 def test_a_row_under_a_grammar_goes_on_without_drafts_next_to_others() -> None:
-    drive = speculative(perfect, weights_cost_tokens=1000.0)
+    drive = speculative(perfect, step_times=after_weights(1000.0))
     drive.add(make_request("free", [5, 6, 7], max_tokens=30, ignore_eos=True))
     drive.add(make_request("bound", [5, 6, 8], max_tokens=8, grammar="4 50 50"))
     drive.finish()
@@ -189,7 +189,7 @@ def test_a_row_under_a_grammar_goes_on_without_drafts_next_to_others() -> None:
 @pytest.mark.parametrize("draft_cost", [0.0, 0.2])
 def test_rows_under_grammars_alone_run_plain_steps(draft_cost: float) -> None:
     """Without a lookup, and what they write changes no estimate for other requests."""
-    drive = speculative(perfect, weights_cost_tokens=1000.0, draft_cost=draft_cost)
+    drive = speculative(perfect, step_times=after_weights(1000.0), draft_cost=draft_cost)
     before = drive.scheduler._usual_rate
     for i in range(3):
         drive.add(make_request(str(i), [5, 6, i], max_tokens=40, grammar="4 50 50"))
@@ -207,7 +207,9 @@ def test_what_a_grammar_forces_teaches_nothing_about_other_rows() -> None:
 
     rates = []
     for with_bound in (False, True):
-        drive = speculative(propose, weights_cost_tokens=1000.0, capacity={"max_model_len": 300, "num_pages": 300})
+        drive = speculative(
+            propose, step_times=after_weights(1000.0), capacity={"max_model_len": 300, "num_pages": 300}
+        )
         drive.add(make_request("free", [5, 6, 7], max_tokens=60, ignore_eos=True))
         if with_bound:
             drive.add(make_request("bound", [5, 6, 8], max_tokens=60, grammar="4 50 50"))
@@ -218,7 +220,7 @@ def test_what_a_grammar_forces_teaches_nothing_about_other_rows() -> None:
 
 
 def test_drafts_that_keep_failing_are_given_up() -> None:
-    drive = speculative(always_wrong, capacity={"max_model_len": 2000, "num_pages": 500}, weights_cost_tokens=4.0)
+    drive = speculative(always_wrong, capacity={"max_model_len": 2000, "num_pages": 500}, step_times=after_weights(4.0))
     drive.add(make_request("a", [5, 6, 7], max_tokens=1000, ignore_eos=True))
     drive.finish()
     drive.check_outputs()
@@ -229,7 +231,7 @@ def test_text_that_becomes_predictable_is_noticed() -> None:
     def late(known: np.ndarray, coming: list[int]) -> list[int]:
         return coming if len(known) > 200 else always_wrong(known, coming)
 
-    drive = speculative(late, capacity={"max_model_len": 2000, "num_pages": 500}, weights_cost_tokens=4.0)
+    drive = speculative(late, capacity={"max_model_len": 2000, "num_pages": 500}, step_times=after_weights(4.0))
     drive.add(make_request("a", [5, 6, 7], max_tokens=600, ignore_eos=True))
     drive.finish()
     drive.check_outputs()
@@ -239,7 +241,7 @@ def test_text_that_becomes_predictable_is_noticed() -> None:
 @pytest.mark.parametrize(("draft_cost", "most_looks", "most_drafted"), [(0.0, 45, 4), (0.2, 0, 12)])
 def test_what_never_pays_costs_less_and_less(draft_cost: float, most_looks: int, most_drafted: int) -> None:
     """Steps that look up or draft, of 600 of four requests: each of the others is a plain step."""
-    options = {"weights_cost_tokens": 8.0, "draft_cost": draft_cost}
+    options = {"step_times": after_weights(8.0), "draft_cost": draft_cost}
     drive = speculative(always_wrong, capacity={"max_model_len": 700, "num_pages": 700}, **options)
     for i in range(4):
         drive.add(make_request(str(i), [5, 6, i], max_tokens=600, ignore_eos=True))
@@ -269,7 +271,7 @@ def test_retries_wait_longer_each_time_and_shorter_after_a_right_draft() -> None
 
 def test_a_retry_of_a_draft_model_is_one_draft_of_one_row() -> None:
     drive = speculative(
-        always_wrong, capacity={"max_model_len": 700, "num_pages": 700}, weights_cost_tokens=4.0, draft_cost=0.2
+        always_wrong, capacity={"max_model_len": 700, "num_pages": 700}, step_times=after_weights(4.0), draft_cost=0.2
     )
     for i in range(3):
         drive.add(make_request(str(i), [5, 6, i], max_tokens=600, ignore_eos=True))
@@ -289,7 +291,11 @@ def test_a_row_without_drafts_next_to_rows_with_drafts_tries_again() -> None:
     def late(known: np.ndarray, coming: list[int]) -> list[int]:
         return coming if known[2] == 0 or len(known) > 100 else always_wrong(known, coming)
 
-    options = {"capacity": {"max_model_len": 700, "num_pages": 700}, "weights_cost_tokens": 30.0, "draft_cost": 0.1}
+    options = {
+        "capacity": {"max_model_len": 700, "num_pages": 700},
+        "step_times": after_weights(30.0),
+        "draft_cost": 0.1,
+    }
     drive = speculative(late, **options)
     drive.add(make_request("0", [5, 6, 0], max_tokens=690, ignore_eos=True))
     second = drive.add(make_request("1", [5, 6, 1], max_tokens=600, ignore_eos=True, counts_drafts=True))
@@ -306,7 +312,11 @@ def test_a_draft_model_runs_as_often_as_its_drafts_are_likely_to_be_right() -> N
     def first_only(known: np.ndarray, coming: list[int]) -> list[int]:
         return coming[:1] + always_wrong(known, coming[1:])
 
-    options = {"capacity": {"max_model_len": 700, "num_pages": 300}, "weights_cost_tokens": 20.0, "draft_cost": 0.2}
+    options = {
+        "capacity": {"max_model_len": 700, "num_pages": 300},
+        "step_times": after_weights(20.0),
+        "draft_cost": 0.2,
+    }
     drive = speculative(first_only, **options)
     drive.add(make_request("a", [5, 6, 7], max_tokens=400, ignore_eos=True))
     drive.finish()
@@ -320,7 +330,7 @@ def test_a_draft_model_that_keeps_failing_is_tried_again_now_and_then() -> None:
     def late(known: np.ndarray, coming: list[int]) -> list[int]:
         return coming if len(known) > 500 else always_wrong(known, coming)
 
-    options = {"weights_cost_tokens": 4.0, "draft_cost": 0.2}
+    options = {"step_times": after_weights(4.0), "draft_cost": 0.2}
     drive = speculative(late, capacity={"max_model_len": 2000, "num_pages": 500}, **options)
     drive.add(make_request("a", [5, 6, 7], max_tokens=1500, ignore_eos=True))
     drive.finish()
@@ -338,7 +348,7 @@ def test_the_time_of_a_draft_model_counts() -> None:
 
     shares = []
     for cost in (0.05, 1.0):
-        options = {"weights_cost_tokens": 4.0, "draft_cost": cost}
+        options = {"step_times": after_weights(4.0), "draft_cost": cost}
         drive = speculative(every_other, num_drafts=1, capacity={"max_model_len": 400, "num_pages": 100}, **options)
         drive.add(make_request("a", [5, 6, 7], max_tokens=300, ignore_eos=True))
         drive.finish()
@@ -364,7 +374,7 @@ def test_drafts_that_cost_more_than_they_bring_are_not_computed() -> None:
     def one_of_four(known: np.ndarray, coming: list[int]) -> list[int]:
         return coming if known[2] == 0 else always_wrong(known, coming)
 
-    drive = speculative(one_of_four, weights_cost_tokens=1.0, capacity={"max_model_len": 300, "num_pages": 300})
+    drive = speculative(one_of_four, step_times=after_weights(1.0), capacity={"max_model_len": 300, "num_pages": 300})
     for i in range(4):
         drive.add(make_request(str(i), [5, 6, i], max_tokens=250, ignore_eos=True))
     drive.finish()
@@ -374,7 +384,7 @@ def test_drafts_that_cost_more_than_they_bring_are_not_computed() -> None:
 
 def test_drafts_take_no_page_from_others() -> None:
     """Two requests share a pool that is full: they run on the pages they have, and draft within these."""
-    drive = speculative(perfect, capacity={"num_pages": 16, "num_slots": 2}, weights_cost_tokens=1000.0)
+    drive = speculative(perfect, capacity={"num_pages": 16, "num_slots": 2}, step_times=after_weights(1000.0))
     for i in range(2):
         drive.add(make_request(str(i), [5, 6, i], max_tokens=28, ignore_eos=True))
     drive.finish()

@@ -20,6 +20,7 @@ from model.execution.runner import ModelRunner
 from model.network.eagle import EagleHead
 from model.network.llama import Llama
 from pallas_kernels.api import PagedAttention
+from tests.batcher.harness import after_weights
 from tests.model.driver import dense_logits, paged_attention
 
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 96, "num_pages": 64}  # of a runner
@@ -49,8 +50,8 @@ def serve(
 ) -> tuple[dict, EngineStats]:
     """(request id -> its outputs joined, the statistics)."""
     runner.recover()  # each run begins with an empty device
-    costs = {"weights_cost_tokens": weights_cost_tokens, "draft_cost": draft_cost}
-    config = EngineConfig(eos_token_ids=(1,), seed=0, **costs)
+    step_times = after_weights(weights_cost_tokens)
+    config = EngineConfig(eos_token_ids=(1,), seed=0, step_times=step_times, draft_cost=draft_cost)
     engine = Engine(runner, config, ladder)
     outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
     compiles = runner.num_compiles

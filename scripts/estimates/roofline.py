@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from batcher.scheduling.plan import StepPlan
 from model.config import LlamaConfig
-from scripts.planning.target import Target
+from scripts.estimates.target import Target
 
 # The shares of the published figures that a step is expected to reach. Other engines' whole decode steps reach 0.77 of
 # the memory's bandwidth (vLLM, 8B, one request, A100), and a ragged attention kernel 0.86 (arXiv 2604.15464).
@@ -79,7 +79,13 @@ class Roofline:
 
 
 def roofline(
-    config: LlamaConfig, target: Target, *, weights_read: int, weight_itemsize: int, kv_token_bytes: float, chips: int
+    config: LlamaConfig,
+    target: Target,
+    *,
+    weights_read: float,
+    weight_itemsize: float,
+    kv_token_bytes: float,
+    chips: int,
 ) -> Roofline:
     """Of a model in its stored form over `chips` devices.
 

@@ -1,0 +1,1 @@
+"""How long steps take on a chip, by published figures."""
