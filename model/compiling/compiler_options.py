@@ -3,8 +3,13 @@
 On GPUs the step is captured in CUDA graphs with its loops and branches, except for its collectives. A loop outside of a
 graph would make the host wait for its condition in each pass. XLA's autotuner chooses between Triton and cuBLASLt for
 each product. An option of its own lets a product dequantise a 4-bit kernel with the scales of its groups;
-without it, the kernel is written out. On CPUs XLA may change the order of additions, so that it can vectorise loops.
-The order is the same in every run. The other liberties of "fast math" are switched off: NaN and infinity are kept.
+without it, the kernel is written out.
+
+On TPUs, weights keep the tiles in which they arrive. Otherwise the compiler for tpu7x would copy the weights of a head
+that drafts into larger tiles before its loops, in every step.
+
+On CPUs XLA may change the order of additions, so that it can vectorise loops. The order is the same in every run. The
+other liberties of "fast math" are switched off: NaN and infinity are kept.
 
 The figures behind each choice are in `scripts/benchmarks/results/decisions.md`.
 """
@@ -23,10 +28,15 @@ _GRAPH_COMMANDS = (
 )  # fmt: skip
 
 
+_TPU_OPTIONS: dict[str, str | bool] = {"xla_tpu_control_large_2nd_minor_layout_for_x16": False}
+
+
 def compiler_options(platform: str) -> dict[str, str | bool]:
     """Options of `jax.stages.Lowered.compile` for a program on devices of `platform`."""
     if platform == "cpu":
         return _CPU_OPTIONS
+    if platform == "tpu":
+        return _TPU_OPTIONS
     if platform not in ("gpu", "cuda"):
         return {}
     return {

@@ -130,7 +130,7 @@ def compile_step(args: argparse.Namespace, drafts: str | None) -> dict[str, Any]
         begin = time.perf_counter()
         lowered = program.as_read().lower()
         dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True, "xla_dump_hlo_pass_re": ""}
-        compiled = lowered.compile(compiler_options=compiler_options("gpu") | dump if gpu else None)
+        compiled = lowered.compile(compiler_options=compiler_options("gpu") | dump if gpu else compiler_options("tpu"))
         seconds = time.perf_counter() - begin
         thunks = {}
         if gpu:

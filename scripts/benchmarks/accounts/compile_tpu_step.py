@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 from batcher.grammar import num_mask_words
 from batcher.slots import SlotLayout
 from batcher.step import Bucket, PackedLayout, Variant
+from model.compiling.compiler_options import compiler_options
 from model.compiling.traced_programs import Program
 from model.execution.step import DeviceState, make_step
 from model.execution.wide_copies import find, narrow_kernels, told_apart
@@ -112,7 +113,7 @@ def compile_step(model: Llama, attention: PagedAttention, mesh: Mesh, num_tokens
     begin, begin_cpu = time.perf_counter(), time.process_time()
     lowered = program.as_read().lower()
     traced = time.perf_counter()
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options=compiler_options("tpu"))
     memory = compiled.memory_analysis()
     text = compiled.as_text()
     assert memory is not None and text is not None
