@@ -193,7 +193,7 @@ while not runner.compiled_later:
 
 
 def test_the_interpreter_waits_for_the_program_that_is_compiled() -> None:
-    """And for no other one, also if nobody has shut the engine down."""
+    """It does not wait for the programs after that one, and the engine need not have been shut down."""
     ended = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.returncode == 0, ended.stderr
     compiled = [line for line in ended.stdout.splitlines() if line in ("begun", "ended")]
