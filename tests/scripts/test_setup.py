@@ -1,6 +1,7 @@
 """scripts/setup.sh: which Python and which jax it chooses, and when it has nothing to do. Nothing is installed here."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -148,6 +149,25 @@ def test_packages_are_installed_once_and_extras_add_up(machine):
         result = shell(machine, command)
         assert result.returncode == 0, result.stderr
         assert installed(machine) == expected
+
+
+def test_modules_are_compiled_by_all_cores_after_the_installation(machine):
+    fake_command(
+        machine / "checkout/.venv/bin/python",
+        f'echo "$@" >> {machine}/pip-calls; case "$*" in *compileall*) exit 1 ;; esac',
+    )
+    assert shell(machine, "setup").returncode == 0
+    *_, install, compiled = (machine / "pip-calls").read_text().splitlines()
+    assert "--no-compile" in install
+    assert compiled.startswith("-m compileall -qq -j 0 ")
+    skipped = re.compile(compiled.split()[6])
+    assert skipped.search("lib/transformers/models/bert/modeling_bert.py")
+    for used in (
+        "transformers/models/auto/auto_factory.py",
+        "transformers/models/llama/__init__.py",
+        "jax/__init__.py",
+    ):
+        assert not skipped.search(f"lib/{used}")
 
 
 def test_changed_pins_are_installed_anew(machine):
