@@ -30,7 +30,13 @@ def parser() -> argparse.ArgumentParser:
     chips = p.add_argument_group("chips")
     chips.add_argument("--target", default="h100", help="v6e:2x4, 8xh100, or a chip's name alone (default: h100)")
     chips.add_argument("--device-memory", type=float, metavar="GIB", help="in place of the chip's own")
-    chips.add_argument("--compile", action="store_true", help="ask the target's compiler for the temporaries")
+    chips.add_argument(
+        "--compile",
+        nargs="?",
+        const="layers",
+        choices=("layers", "full"),
+        help="count the memory of the largest step with the target's own compiler: from one and two layers, or full",
+    )
     load = p.add_argument_group("workload")
     load.add_argument("--workload", help="chat, rag, code, PROMPTS/OUTPUTS in tokens (1800/128), or a trace as CSV")
     load.add_argument("--slo", help="limits of latency, as ttft_ms=500,tpot_ms=40 (p95; percentile=99 changes it)")

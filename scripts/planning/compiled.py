@@ -1,37 +1,90 @@
-"""Sizes that the target's own compiler gives, without the chip."""
+"""The memory of a step as the target's own compiler counts it, without the chip."""
 
 from __future__ import annotations
 
-from scripts.benchmarks.accounts.step_table import compiled
-from scripts.planning.memory import MemoryPlan, Sizes
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-# Layers follow one another and reuse the same temporaries: the third layer adds none (Llama 3.1 8B on v6e, a step of
-# 2,048 tokens: 134, 189 and 188 MiB with one, two and three layers).
-NUM_LAYERS = 2
+from batcher.buckets import BucketLadder
+from batcher.step import Bucket, Variant
+from scripts.estimates.target import Target
+from scripts.planning.memory import Account, MemoryPlan, Sizes
+
+if TYPE_CHECKING:
+    from scripts.wiring.settings import EngineSettings
+
+SHALLOW = (1, 2)  # layers
 
 
-def compiled_temporaries(sizes: Sizes, memory: MemoryPlan) -> int:
-    """Bytes that the largest step writes besides its results, on each chip.
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What `compile_steps` is asked for: one program of a plan, at several depths."""
+
+    settings: EngineSettings
+    target: Target
+    chips: int
+    topology: str | None  # as libtpu names it; None: GPUs
+    num_pages: int
+    bucket: Bucket
+    depths: Sequence[int]  # numbers of layers
+
+
+def compiled_account(sizes: Sizes, settings: EngineSettings, memory: MemoryPlan, *, whole: bool) -> Account:
+    """The step with the largest limits that returns log-probabilities: no program writes more.
+
+    Args:
+        whole: compiles all layers; otherwise one and two, of which the others are extrapolated.
 
     Raises:
-        ValueError: the model is not a preset, which is what the accounts compile.
         RuntimeError: the compiler is not installed, or refuses.
     """
-    kind, _, preset = sizes.settings.model.partition(":")
-    if kind != "preset" or not preset:
-        raise ValueError("--compile needs --model preset:NAME (or 8b, 70b): only presets are compiled without weights")
-    target, family = sizes.target, sizes.target.platform
-    flags = ["--preset", preset, "--layers", str(NUM_LAYERS)]
-    flags += ["--tokens", str(memory.buckets.max_num_batched_tokens)]
-    if sizes.quantization:
-        flags += ["--quantization", sizes.quantization]
-    if family == "gpu":
-        kv = {"bfloat16": "auto", "float8_e4m3fn": "fp8"}.get(sizes.kv_dtype, sizes.kv_dtype)
-        flags += ["--target", target.chip.name, "--chips", str(sizes.chips), "--kv-cache-dtype", kv]
-        flags += ["--rows", str(memory.buckets.max_num_seqs), "--variant", "sample"]
-    else:
-        flags += ["--target", _slice(sizes), "--kv-dtype", sizes.kv_dtype]
-    return compiled(family, *flags)["temp_bytes"]
+    score = next(b for b in BucketLadder(memory.buckets).buckets() if b.variant is Variant.SCORE)
+    depth = sizes.config.num_layers
+    question = Question(
+        settings=settings,
+        target=sizes.target,
+        chips=sizes.chips,
+        topology=_slice(sizes) if sizes.target.platform == "tpu" else None,
+        num_pages=memory.num_pages,
+        bucket=score,
+        depths=(depth,) if whole else SHALLOW,
+    )
+    first, *second = _ask(question)
+    return extrapolated(first, second[0], depth) if second else first
+
+
+def extrapolated(one: Account, two: Account, depth: int) -> Account:
+    """Every layer has the arguments of the second. Layers follow one another and reuse the same temporaries: those of
+    a third layer need no more memory."""
+    return Account(
+        num_layers=depth,
+        num_pages=two.num_pages,
+        arguments=two.arguments + (depth - 2) * (two.arguments - one.arguments),
+        temporaries=max(one.temporaries, two.temporaries),
+        code=two.code + (depth - 2) * (two.code - one.code),
+        cpu_s=one.cpu_s + two.cpu_s,
+        is_extrapolated=True,
+    )
+
+
+def _ask(question: Question) -> list[Account]:
+    process = subprocess.run(
+        [sys.executable, "-m", "scripts.planning.compile_steps"],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"},
+        input=pickle.dumps(question),
+        capture_output=True,
+        check=False,
+    )
+    if process.returncode:
+        raise RuntimeError(f"--compile: the step does not compile: {process.stderr.decode()[-2000:]}")
+    lines = [json.loads(line) for line in process.stdout.decode().splitlines() if line.startswith("{")]
+    return [Account(**line, num_pages=question.num_pages) for line in lines]
 
 
 def _slice(sizes: Sizes) -> str:

@@ -11,6 +11,8 @@ from scripts.estimates.target import Target
 from scripts.wiring.settings import EngineSettings
 
 if TYPE_CHECKING:
+    from jax.sharding import AbstractMesh, Mesh
+
     from batcher.buckets import BucketConfig
     from model.config import LlamaConfig
     from model.execution.memory_plan import MemoryNeeds
@@ -47,6 +49,19 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Account:
+    """Of the largest step on one chip, in bytes."""
+
+    num_layers: int
+    num_pages: int  # of its arguments
+    arguments: int  # weights, K/V pages and the state of the request slots
+    temporaries: int
+    code: int
+    cpu_s: float  # that tracing and compiling took; of several programs, the sum
+    is_extrapolated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sizes:
     """A model in its stored form, split over `chips` devices of the target."""
 
@@ -64,11 +79,12 @@ class Sizes:
     max_model_len: int
     pool_share: float  # of the device's memory that is JAX's
 
-    def memory(self, settings: EngineSettings, *, temporaries: int | None = None) -> MemoryPlan:
+    def memory(self, settings: EngineSettings, account: Account | None = None) -> MemoryPlan:
         """For the limits of `settings`. Raises ValueError, with the GiB of each part, if not even one request fits.
 
         Args:
-            temporaries: bytes of the largest step; None: their upper bound from shapes.
+            account: the compiler's, of the largest step; None: the weights are counted from shapes, and of the
+                temporaries an upper bound.
         """
         from model.execution.device_memory import DeviceMemory
         from model.execution.memory_plan import memory_needs, plan_pages
@@ -77,8 +93,9 @@ class Sizes:
         buckets = bucket_config(settings, self.target.platform)
         limits = runner_config(settings, buckets, self.max_model_len)
         needs = memory_needs(self.model, self.attention, limits)
-        if temporaries is not None:
-            needs = replace(needs, temporaries=temporaries)
+        if account is not None:
+            weights = account.arguments - needs.state - (account.num_pages + 1) * needs.page
+            needs = replace(needs, weights=weights, temporaries=account.temporaries)
         page_size = self.attention.spec.page_size
         total = int(self.device_gib * GIB * self.pool_share)
         memory = DeviceMemory(total=total, free=total - needs.weights, is_host=False)
@@ -107,11 +124,21 @@ class Sizes:
         )
 
 
-def size_up(settings: EngineSettings, target: Target, chips: int, device_gib: float | None = None) -> Sizes:
+def size_up(
+    settings: EngineSettings,
+    target: Target,
+    chips: int,
+    device_gib: float | None = None,
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    num_layers: int | None = None,
+) -> Sizes:
     """The sizes from the checkpoint's config and files, or a preset. Needs neither the chip nor the weights' bytes.
 
     Args:
         device_gib: memory of a device, in place of the chip's own.
+        mesh: of `chips` devices, if programs are compiled for them.
+        num_layers: in place of the model's own.
 
     Raises:
         ValueError: the model cannot be used, or does not divide over the chips.
@@ -144,7 +171,9 @@ def size_up(settings: EngineSettings, target: Target, chips: int, device_gib: fl
         rounded_rows=chip.rounded_rows,
         reads_int4=chip.reads_int4,
     )
-    mesh = AbstractMesh((chips,), (TENSOR_AXIS,))
+    if num_layers is not None:
+        config = replace(config, num_layers=num_layers)
+    mesh = mesh or AbstractMesh((chips,), (TENSOR_AXIS,))
     dtype, _ = choose_dtype(settings.dtype, config.checkpoint_dtype, platform)
     max_model_len = choose_model_len(settings.max_model_len, config.max_position_embeddings)
     model = abstract_model(config, dtype=dtype, mesh=mesh, quantization=quantization)

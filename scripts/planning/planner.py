@@ -13,9 +13,9 @@ from typing import Any
 from batcher.buckets import BucketLadder
 from model.loading.source import resolve
 from scripts.estimates.target import parse_target
-from scripts.planning.compiled import compiled_temporaries
+from scripts.planning.compiled import compiled_account
 from scripts.planning.cost import Cost, cost
-from scripts.planning.memory import Sizes, size_up
+from scripts.planning.memory import Account, Sizes, size_up
 from scripts.planning.plot import plot
 from scripts.planning.report import (
     COUNTED,
@@ -66,6 +66,7 @@ class Planner:
         self._parallel = [asked] if asked is not None else _powers_of_two(devices or 1)
         self._settings = self._read_settings()
         self._sizes: dict[int, Sizes] = {}
+        self.account: Account | None = None  # of `chosen`, with --compile
 
     def _read_settings(self) -> EngineSettings:
         args = argparse.Namespace(**vars(self.args))
@@ -110,12 +111,12 @@ class Planner:
     def chosen(self) -> Candidate:
         """The best settings; without a workload, the smallest number of chips on which the model fits."""
         candidate = self._smallest() if self.found is None else self._best.candidate
-        if self.args.compile:
-            sizes = candidate.sizes
-            _progress("compiling the largest step with two layers")
-            temporaries = compiled_temporaries(sizes, candidate.memory)
-            return replace(candidate, memory=sizes.memory(candidate.settings, temporaries=temporaries))
-        return candidate
+        if self.args.compile is None:
+            return candidate
+        whole = self.args.compile == "full"
+        _progress(f"compiling the largest step, {'all its layers' if whole else 'one and two layers of it'}")
+        self.account = compiled_account(candidate.sizes, candidate.settings, candidate.memory, whole=whole)
+        return replace(candidate, memory=candidate.sizes.memory(candidate.settings, self.account))
 
     @property
     def _best(self) -> Outcome:
@@ -169,7 +170,7 @@ class Planner:
     def lines(self) -> Iterator[str]:
         """The report."""
         candidate = self.chosen
-        yield from memory_lines(candidate.sizes, candidate.memory, is_compiled=self.args.compile)
+        yield from memory_lines(candidate.sizes, candidate.memory, self.account)
         if self.args.shapes:
             for b in BucketLadder(candidate.memory.buckets).buckets():
                 drafts = f", {b.num_drafts} drafts a row" if b.num_drafts else ""
@@ -194,7 +195,7 @@ class Planner:
         answer: dict[str, Any] = {
             "model": candidate.sizes.name,
             "target": self.target.name,
-            "memory": memory_json(candidate.sizes, candidate.memory, is_compiled=self.args.compile),
+            "memory": memory_json(candidate.sizes, candidate.memory, self.account),
         }
         if self.args.shapes:
             answer["shapes"] = [

@@ -10,7 +10,7 @@ from typing import Any
 from batcher.buckets import BucketLadder
 from scripts.estimates.roofline import FLOPS_EFFICIENCY, LINK_EFFICIENCY, MEMORY_EFFICIENCY
 from scripts.planning.cost import Cost
-from scripts.planning.memory import GIB, MemoryPlan, Sizes
+from scripts.planning.memory import GIB, Account, MemoryPlan, Sizes
 from scripts.planning.sweep import Candidate, Outcome
 from scripts.planning.workload import METRICS
 
@@ -24,8 +24,9 @@ def marked(mark: str, text: str) -> str:
     return f"{mark:<9}  {text}"
 
 
-def memory_lines(sizes: Sizes, memory: MemoryPlan, *, is_compiled: bool) -> Iterator[str]:
+def memory_lines(sizes: Sizes, memory: MemoryPlan, account: Account | None) -> Iterator[str]:
     """What each chip holds."""
+    by = COUNTED if account is None else COMPILED
     settings, needs = sizes.settings, memory.needs
     pool = f", {sizes.pool_share:.0%} of it JAX's" if sizes.pool_share < 1 else ""
     share = f"{settings.memory_utilization:.0%} of that to be used"
@@ -34,19 +35,26 @@ def memory_lines(sizes: Sizes, memory: MemoryPlan, *, is_compiled: bool) -> Iter
     )
     weights = f"weights, {sizes.dtype}" + (f" and {sizes.quantization}" if sizes.quantization else "")
     kv = f"K/V, {sizes.kv_dtype}, {memory.num_pages} pages of {memory.page_size} tokens"
-    bound = "" if is_compiled else " (at most)"
+    bound = " (at most)" if account is None else ""
     step = f"temporaries of the largest step{bound}, {memory.buckets.max_num_batched_tokens} tokens"
     parts = [
-        (COUNTED, weights, needs.weights),
-        (COUNTED, kv, memory.kv_bytes),
-        (COMPILED if is_compiled else COUNTED, step, needs.temporaries),
+        (by, weights, needs.weights),
+        (by, kv, memory.kv_bytes),
+        (by, step, needs.temporaries),
         (COUNTED, f"state of {memory.buckets.max_num_seqs} request slots", needs.state),
-        (COUNTED, "of each chip", memory.total),
+        (by, "of each chip", memory.total),
     ]
     for mark, name, size in parts:
         yield marked(mark, f"{size / GIB:9.2f} GiB  {name}")
+    if account is not None:
+        how = "from one and two" if account.is_extrapolated else "all"
+        yield marked(
+            COMPILED,
+            f"the largest step, {how} of {account.num_layers} layers, {account.num_pages} pages: arguments "
+            f"{account.arguments / GIB:.2f} GiB, code {account.code / GIB:.2f} GiB; {account.cpu_s:.0f} CPU seconds",
+        )
     yield marked(
-        COUNTED,
+        by,
         f"room for {memory.num_pages * memory.page_size} tokens: {memory.num_pages // memory.pages_per_seq} requests "
         f"of {memory.max_model_len} at once; {len(BucketLadder(memory.buckets).buckets())} programs to compile",
     )
@@ -172,7 +180,7 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def memory_json(sizes: Sizes, memory: MemoryPlan, *, is_compiled: bool) -> dict[str, Any]:
+def memory_json(sizes: Sizes, memory: MemoryPlan, account: Account | None) -> dict[str, Any]:
     """The memory of each chip as plain JSON values, in bytes."""
     return {
         **asdict(memory.needs),
@@ -181,6 +189,6 @@ def memory_json(sizes: Sizes, memory: MemoryPlan, *, is_compiled: bool) -> dict[
         "num_pages": memory.num_pages,
         "page_size": memory.page_size,
         "kv_dtype": sizes.kv_dtype,
-        "mark": COUNTED,
-        "temporaries_mark": COMPILED if is_compiled else COUNTED,
+        "mark": COUNTED if account is None else COMPILED,
+        "compiled": None if account is None else asdict(account),
     }

@@ -16,8 +16,9 @@ from scripts import launch, plan
 from scripts.benchmarks.simulation.machine import Machine, Result, SimulatedRequest, simulate
 from scripts.estimates.roofline import FLOPS_EFFICIENCY, MEMORY_EFFICIENCY, Roofline, roofline
 from scripts.estimates.target import LINKS, parse_target
-from scripts.planning import sweep
+from scripts.planning import compiled, sweep
 from scripts.planning.cost import HOURS_PER_MONTH, cost
+from scripts.planning.memory import GIB, Account
 from scripts.planning.planner import limits_to_try
 from scripts.planning.workload import arriving, parse_objectives, parse_workload
 
@@ -236,9 +237,28 @@ def test_objectives_that_nothing_meets_are_an_error(capsys):
     assert "nothing on l4 meets --slo tpot_ms=1; the closest:" in capsys.readouterr().err
 
 
-def test_only_presets_are_compiled(capsys):
-    assert plan.main(["--target", "v6e", "--compile"]) == 2
-    assert "--compile needs --model preset:NAME" in capsys.readouterr().err
+def test_the_compiler_decides_the_number_of_pages(monkeypatch, capsys):
+    """What its account has besides the pages, and its temporaries, are lost to them; layers are alike."""
+
+    def answered(question):
+        assert (question.topology, question.depths, question.bucket.variant) == ("v6e:1x1", (1, 2), "score")
+        page = 4 << 20  # of all layers: 128 tokens of 16 layers, K and V, 8 heads of 64 in two bytes
+        pages = (question.num_pages + 1) * page // 16
+        return [
+            Account(num_layers=n, num_pages=question.num_pages, arguments=(5 << 30) + n * (pages + (100 << 20)),
+                    temporaries=n * GIB, code=n, cpu_s=1.0)
+            for n in question.depths
+        ]  # fmt: skip
+
+    monkeypatch.setattr(compiled, "_ask", answered)
+    flags = ["--model", "1b", "--target", "v6e:1x1", "--max-model-len", "8192", "--max-num-seqs", "512", "--json"]
+    assert plan.main([*flags, "--compile"]) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    beside = (5 << 30) + 16 * (100 << 20) + 2 * GIB
+    fitting = (int(32 * GIB * 0.9) - beside) // (4 << 20) - 1
+    assert memory["num_pages"] == fitting >> 5 << 5  # in eight bits
+    assert memory["weights"] + memory["state"] + memory["temporaries"] == beside
+    assert (memory["mark"], memory["compiled"]["code"]) == ("compiled", 16)
 
 
 @pytest.mark.targets
@@ -251,7 +271,8 @@ def test_the_compiler_finds_fewer_temporaries_than_the_bound(capsys):
         assert plan.main([*flags, *more]) == 0
         memory.append(json.loads(capsys.readouterr().out)["memory"])
     assert 0 < memory[1]["temporaries"] < memory[0]["temporaries"]
-    assert (memory[0]["temporaries_mark"], memory[1]["temporaries_mark"]) == ("counted", "compiled")
+    assert memory[1]["weights"] == pytest.approx(memory[0]["weights"], rel=1e-3)
+    assert (memory[0]["mark"], memory[1]["mark"]) == ("counted", "compiled")
 
 
 @given(rows=st.none() | st.integers(1, 20000), tokens=st.none() | st.integers(2, 20000))
