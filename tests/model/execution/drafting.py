@@ -132,16 +132,17 @@ def assert_same_outputs(found: dict[str, list[RequestOutput]], expected: dict[st
         np.testing.assert_allclose(scores_of(found[name]), scores_of(outputs), atol=2e-4)
 
 
-def assert_distribution_of(model: Llama, serve: Callable, runner: ModelRunner) -> None:
+def assert_distribution_of(model: Llama, serve: Callable, runner: ModelRunner, temperature: float = 6.0) -> None:
     """Chi-square of the second to fourth tokens after a fixed prompt, over many seeds, against the probabilities that
     the model's logits give, in float64. They are drawn against drafts, of which many are right and many are wrong.
 
     Args:
         serve: that of this file, its costs set.
+        temperature: the lower it is, the more do models differ. Each text is still expected a few times.
     """
     from scipy import stats as statistics  # takes a second, which every process would spend that collects tests
 
-    prompt, allowed, temperature = (3, 17, 3, 17, 3), FEW[:3], 6.0
+    prompt, allowed = (3, 17, 3, 17, 3), FEW[:3]
     options = {"max_tokens": 4, "temperature": temperature, "allowed_token_ids": allowed, "ignore_eos": True}
     asked = [
         Request(request_id=str(seed), prompt=prompt, sampling=SamplingParams(seed=seed, **options))
@@ -158,5 +159,5 @@ def assert_distribution_of(model: Llama, serve: Callable, runner: ModelRunner) -
         expected[text[1:]] += len(asked) * np.prod([chances[i, allowed.index(x)] for i, x in enumerate(text)])
     drawn = Counter(tuple(tokens_of(output)[1:]) for output in outputs.values())
     assert drawn.keys() <= expected.keys()
-    assert min(expected.values()) > 5  # of each, the test asks for some
+    assert min(expected.values()) > 4  # the test asks for some of each
     assert statistics.chisquare([drawn[text] for text in expected], list(expected.values())).pvalue > 0.001
