@@ -20,46 +20,37 @@ import math
 import os
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
-from batcher.grammar import num_mask_words
-from batcher.slots import SlotLayout
-from batcher.step import Bucket, PackedLayout, Variant
+from batcher.step import Bucket, Variant
 from model.compiling.compiler_options import compiler_options
-from model.compiling.traced_programs import Program
 from model.config import LlamaConfig
 from model.eagle_config import EagleConfig, EagleForm
-from model.execution.draft_model import DraftModel
-from model.execution.draft_pages import DraftPages
-from model.execution.drafter import Drafter
-from model.execution.eagle_drafts import EagleDrafts
-from model.execution.memory_plan import weights_bytes
-from model.execution.speculative_step import make_speculative_step
-from model.execution.step import DeviceState, make_step
+from model.execution.memory_plan import RunnerConfig, weights_bytes
+from model.execution.step_programs import StepPrograms
 from model.network.eagle import EagleHead
 from model.network.llama import Llama
-from model.network.sharding import abstract_head, abstract_model, make_mesh, sharding_of
+from model.network.sharding import abstract_head, abstract_model, make_mesh
 from model.presets import preset
 from model.quantization.forms import form_named
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.chips import TPUS, GpuChip, TpuChip
-from pallas_kernels.spec import AttentionSpec, Backend
+from pallas_kernels.spec import Backend
 from scripts.benchmarks.accounts import gpu_report
 from scripts.benchmarks.accounts.compile_gpu_step import read_thunks
 from scripts.benchmarks.accounts.step_bytes import step_bytes
 from scripts.benchmarks.accounts.targets import gpu_target, tpu_target
+from scripts.benchmarks.accounts.whole_step import add_model_flags, attention_of, model_of
 from scripts.wiring.choices import choose_rounding
 
-NUM_PAGES, PAGES_PER_SEQ, PASS_TOKENS, NUM_SLOTS = 512, 64, 256, 256
+NUM_PAGES = 511  # besides the null page
+LIMITS = RunnerConfig(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=8192, draft_pass_tokens=256)
 EAGLE3_VOCAB = 32_000  # of the public heads
 
 
@@ -67,12 +58,11 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
-    parser.add_argument("--preset", default="llama-3.1-8b")
+    add_model_flags(parser)
     parser.add_argument("--drafts", action="append", default=[], help="eagle, eagle3, PRESET, PRESET:int8")
     parser.add_argument("--num-drafts", type=int, default=3)
     parser.add_argument("--acceptance", type=float, default=0.7, help="of each draft after right ones")
     parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--layers", type=int, help="compile this many of the model only")
     args = parser.parse_args()
     plain = None
     for drafts in (None, *args.drafts):
@@ -87,44 +77,22 @@ def compile_step(args: argparse.Namespace, drafts: str | None) -> dict[str, Any]
     """The account of a step with these drafts; None: a plain decode step."""
     is_tpu = args.target.split(":")[0] in TPUS
     tpu, gpu = (tpu_target(args.target), None) if is_tpu else (None, gpu_target(args.target))
-    mesh = make_mesh(1, tpu.devices()) if tpu else Mesh(np.array(gpu.devices() if gpu else []), ("tensor",))
-    config = preset(args.preset)
-    if args.layers:
-        config = replace(config, num_layers=args.layers)
-    model = abstract_model(config, dtype=jnp.bfloat16, mesh=mesh)
-    attention = _attention(model.config, mesh, is_tpu=is_tpu)
+    devices = tpu.devices() if tpu else gpu.devices() if gpu else []
+    mesh = make_mesh(1, devices)
+    model = model_of(args, mesh)
     chip = tpu.chip if tpu else gpu.chip if gpu else None
     assert chip is not None
-    network = None if drafts is None else _network(drafts, config, mesh, chip)
-    networks = [model] if network is None else [model, network]
-    structures, weights = zip(*map(nnx.split, networks), strict=True)
-    leaves, tree = jax.tree.flatten(weights)
 
-    def rebuild(number: int) -> Any:
-        return lambda leaves: nnx.merge(structures[number], jax.tree.unflatten(tree, leaves)[number])
+    def attention(config: LlamaConfig) -> PagedAttention:
+        backend, page_size = (Backend.TPU, 128) if is_tpu else (Backend.GPU, 64)
+        return attention_of(config, mesh, backend, page_size=page_size)
 
-    drafter: Drafter | None = None
-    if network is not None:
-        passes = {"pass_tokens": PASS_TOKENS, "max_passes": 8}
-        own = _attention(network.config, mesh, is_tpu=is_tpu)
-        if isinstance(network, Llama):
-            drafter = DraftModel(rebuild=rebuild(1), attention=own, **passes)
-        else:
-            drafter = EagleDrafts(
-                config=network.eagle, rebuild=rebuild(1), rebuild_model=rebuild(0), attention=own, **passes
-            )
-    rows, count = args.rows, 0 if drafter is None else args.num_drafts
+    network = None if drafts is None else _network(drafts, model.config, mesh, chip)
+    rows, count = args.rows, 0 if network is None else args.num_drafts
     bucket = Bucket(num_tokens=rows * (1 + count), num_rows=rows, variant=Variant.GREEDY, num_drafts=count)
-    if drafter is None:
-        step = make_step(bucket, rebuild(0), attention)
-    else:
-        step = make_speculative_step(bucket, rebuild(0), attention, drafter)
-    state = _state(config, attention, mesh, network, drafter)
-    everywhere = NamedSharding(mesh, P())
-    packed: Any = jax.ShapeDtypeStruct((PackedLayout(bucket).size,), jnp.int32, sharding=everywhere)
-    kept = jax.tree.map(lambda x: x.sharding, state)
-    arguments = (leaves, [None] * config.num_layers, state, packed)
-    program = Program(step, arguments, donated=2, out_shardings=(kept, everywhere))
+    draft = None if network is None else (network, attention(network.config))
+    programs = StepPrograms(model, attention(model.config), LIMITS, NUM_PAGES, draft)
+    program, state = programs.step(bucket), programs.state_like
     with gpu.compiling(mesh) if gpu else contextlib.nullcontext(), tempfile.TemporaryDirectory() as folder:
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         begin = time.perf_counter()
@@ -140,9 +108,9 @@ def compile_step(args: argparse.Namespace, drafts: str | None) -> dict[str, Any]
             thunks |= {"kernels": len(found), "spill_bytes": sum(kernel.spill_bytes for kernel in found)}
     memory = compiled.memory_analysis()
     assert memory is not None
-    read = step_bytes(model, attention, num_rows=rows, context=2048)["weights_read"]
+    read = step_bytes(model, programs.attention, num_rows=rows, context=2048)["weights_read"]
     return {
-        "target": args.target, "preset": args.preset, "layers": config.num_layers, "drafts": drafts, "rows": rows,
+        "target": args.target, "preset": args.preset, "layers": model.config.num_layers, "drafts": drafts, "rows": rows,
         "num_drafts": count, "seconds": round(seconds, 1), "temp_bytes": memory.temp_size_in_bytes,
         "state_bytes": sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state)),
         "alias_bytes": memory.alias_size_in_bytes, "argument_bytes": memory.argument_size_in_bytes,
@@ -182,48 +150,6 @@ def _read_by(network: Llama | EagleHead, model: Llama, num_passes: int) -> int:
 def _bytes(parameter: nnx.Variable[Any]) -> int:
     value = parameter.get_value()
     return math.prod(value.shape) * value.dtype.itemsize
-
-
-def _attention(config: LlamaConfig, mesh: Mesh, *, is_tpu: bool) -> PagedAttention:
-    spec = AttentionSpec(
-        num_query_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        page_size=128 if is_tpu else 64,
-        dtype=jnp.bfloat16,
-        kv_dtype=jnp.bfloat16,
-    )
-    return PagedAttention(spec, Backend.TPU if is_tpu else Backend.GPU, mesh)
-
-
-def _state(
-    config: LlamaConfig,
-    attention: PagedAttention,
-    mesh: Mesh,
-    network: Llama | EagleHead | None,
-    drafter: Drafter | None,
-) -> DeviceState:
-    everywhere, page_size = NamedSharding(mesh, P()), attention.spec.page_size
-
-    def array(*shape: int, dtype: Any = jnp.int32, sharding: Any = everywhere) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    draft = None
-    if network is not None and drafter is not None:
-        pages: Any = drafter.attention.kv_pages(NUM_PAGES)
-        features = None
-        if drafter.reads_features:
-            features = array(NUM_PAGES, page_size, network.config.hidden_size, dtype=jnp.bfloat16)
-        draft = DraftPages(kv=[pages] * network.config.num_layers, filled=array(NUM_PAGES), features=features)
-    kv: Any = attention.kv_pages(NUM_PAGES)
-    return DeviceState(
-        slots=array(NUM_SLOTS, SlotLayout.width(PAGES_PER_SEQ)),
-        history=array(NUM_SLOTS, config.vocab_size, sharding=sharding_of(("rows", "vocab"), mesh)),
-        masks=array(NUM_SLOTS, num_mask_words(config.vocab_size)),
-        kv=[kv] * config.num_layers,
-        text=None if draft is None else array(NUM_PAGES, page_size),
-        draft=draft,
-    )
 
 
 if __name__ == "__main__":

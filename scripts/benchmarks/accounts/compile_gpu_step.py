@@ -18,32 +18,22 @@ import re
 import tempfile
 import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from batcher.grammar import num_mask_words
-from batcher.slots import SlotLayout
-from batcher.step import Bucket, PackedLayout, Variant
+from batcher.step import Bucket, Variant
 from model.compiling.compiler_options import compiler_options
-from model.compiling.traced_programs import Program
-from model.execution.step import DeviceState, make_step
-from model.execution.wide_copies import find, narrow_kernels
-from model.network.llama import Llama
-from model.network.sharding import abstract_model, sharding_of
-from model.presets import preset
-from model.quantization.forms import Rounding, form_named
-from pallas_kernels.api import PagedAttention
-from pallas_kernels.spec import AttentionSpec, Backend
+from model.execution.memory_plan import RunnerConfig
+from model.execution.step_programs import StepPrograms
+from model.execution.wide_copies import find
+from model.network.sharding import make_mesh
+from pallas_kernels.spec import Backend
 from scripts.benchmarks.accounts.step_bytes import step_bytes
 from scripts.benchmarks.accounts.targets import gpu_target
+from scripts.benchmarks.accounts.whole_step import add_model_flags, attention_of, model_of
 
 PAGE_SIZE = 64
 NUM_SLOTS = 256  # different from the rows of a step: copies of an argument are recognised by their shape
@@ -56,18 +46,14 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
-    parser.add_argument("--preset", default="llama-3.1-8b")
+    add_model_flags(parser)
     parser.add_argument("--chips", type=int, default=1, help="over which the model is split")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--tokens", type=int, help="of a mixed step; without it, a decode step")
     parser.add_argument("--variant", type=Variant, default=Variant.GREEDY, choices=[Variant.GREEDY, Variant.SAMPLE])
-    parser.add_argument("--quantization", help="of the weights: int8, fp8, int4, int4-g64, int4-g128-zeros")
-    parser.add_argument("--rounded-rows", type=int, help="products of so many rows or more round their inputs")
-    parser.add_argument("--rounded-head", action="store_true", help="and so does the head")
     parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, default="auto", help="of the pages")
     parser.add_argument("--context", type=int, default=2048, help="tokens of each row, for the bytes that are read")
-    parser.add_argument("--layers", type=int, help="compile this many only")
-    parser.add_argument("--num-pages", type=int, default=8192)
+    parser.add_argument("--num-pages", type=int, default=8191, help="besides the null page")
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--options", type=json.loads, default={}, help="XLA's options besides the server's, as JSON")
     args = parser.parse_args()
@@ -78,48 +64,17 @@ def main() -> None:
 def compile_step(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The account of one step. XLA dumps into `folder`."""
     target = gpu_target(args.target)
-    mesh = Mesh(np.array(target.devices(args.chips)), ("tensor",))
-    config = preset(args.preset)
-    if args.layers:
-        config = replace(config, num_layers=args.layers)
-    rounding = None
-    if args.rounded_rows is not None:
-        rounding = Rounding(min_rows=args.rounded_rows, with_head=args.rounded_head)
-    form = form_named(args.quantization, config.projection_inputs) if args.quantization else None
-    model = abstract_model(config, dtype=jnp.bfloat16, mesh=mesh, quantization=form, rounding=rounding)
-    spec = AttentionSpec(
-        num_query_heads=model.config.num_heads, num_kv_heads=model.config.num_kv_heads,
-        head_dim=model.config.head_dim, page_size=PAGE_SIZE, dtype=jnp.bfloat16,
-        kv_dtype=KV_DTYPES[args.kv_cache_dtype],
-    )  # fmt: skip
-    attention = PagedAttention(spec, Backend.GPU, mesh)
-    structure, weights = nnx.split(model)
-    leaves, tree = jax.tree.flatten(weights)
-
-    def rebuild(leaves: Any) -> Llama:
-        return nnx.merge(structure, jax.tree.unflatten(tree, leaves))
-
-    everywhere = NamedSharding(mesh, P())
-
-    def integers(*shape: int) -> Any:  # which stands for an array
-        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=everywhere)
-
-    by_vocab, by_head = sharding_of(("rows", "vocab"), mesh), sharding_of(("rows", "heads"), mesh)
-    history: Any = jax.ShapeDtypeStruct((NUM_SLOTS, config.vocab_size), jnp.int32, sharding=by_vocab)
-    pages: Any = attention.kv_pages(args.num_pages)
-    state = DeviceState(
-        slots=integers(NUM_SLOTS, SlotLayout.width(-(-args.max_model_len // PAGE_SIZE))),
-        history=history,
-        masks=integers(NUM_SLOTS, num_mask_words(config.vocab_size)),
-        kv=[pages] * config.num_layers,
-    )
-    scales: Any = jax.ShapeDtypeStruct((2, spec.num_kv_heads), jnp.float32, sharding=by_head)
-    kv_scales = [scales if spec.has_kv_scales else None] * config.num_layers
+    mesh = make_mesh(args.chips, target.devices(args.chips))
+    model = model_of(args, mesh)
+    kv_dtype = KV_DTYPES[args.kv_cache_dtype]
+    attention = attention_of(model.config, mesh, Backend.GPU, page_size=PAGE_SIZE, kv_dtype=kv_dtype)
     bucket = Bucket(args.tokens or args.rows, args.rows, args.variant)
-    kept = jax.tree.map(lambda x: x.sharding, state)
-    step = make_step(bucket, rebuild, attention)
-    arguments = (leaves, kv_scales, state, integers(PackedLayout(bucket).size))
-    program = Program(step, arguments, donated=2, out_shardings=(kept, everywhere))
+    limits = RunnerConfig(
+        max_num_seqs=NUM_SLOTS, max_num_batched_tokens=bucket.num_tokens, max_model_len=args.max_model_len
+    )
+    programs = StepPrograms(model, attention, limits, args.num_pages, None)
+    program = programs.step(bucket)
+    pages: Any = programs.state_like.kv  # described, not allocated
     with target.compiling(mesh):
         begin = time.perf_counter()
         lowered = program.as_read().lower()
@@ -132,19 +87,19 @@ def compile_step(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     text = compiled.as_text()
     assert memory is not None and text is not None
     return {
-        "target": args.target, "preset": args.preset, "chips": args.chips, "layers": config.num_layers,
-        "quantization": args.quantization, "kv_dtype": str(jnp.dtype(spec.kv_dtype)),
+        "target": args.target, "preset": args.preset, "chips": args.chips, "layers": model.config.num_layers,
+        "quantization": args.quantization, "kv_dtype": str(jnp.dtype(kv_dtype)),
         "bucket": [bucket.num_tokens, bucket.num_rows], "options": args.options,
         "lower_s": round(lowered_s, 1), "compile_s": round(compile_s, 1),
         "argument_gib": round(memory.argument_size_in_bytes / 2**30, 2),
-        "kv_bytes": sum(page.size * page.dtype.itemsize for page in state.kv) // args.chips,
+        "kv_bytes": sum(page.size * page.dtype.itemsize for page in pages) // args.chips,
         "alias_bytes": memory.alias_size_in_bytes, "temp_mib": round(memory.temp_size_in_bytes / MIB, 1),
         "temp_bytes": memory.temp_size_in_bytes,
-        "wide_copies": find(text, narrow_kernels(model, "gpu", mesh)),
+        "wide_copies": find(text, programs.narrow_kernels),
         **step_bytes(model, attention, num_rows=args.rows, context=args.context),
         **read_thunks(_dumped(folder, "thunk_sequence_after_thunk_passes")),
         **read_buffers(_dumped(folder, "gpu_after_optimizations-buffer-assignment")),
-        **read_program(_dumped(folder, "gpu_after_optimizations"), pages),
+        **read_program(_dumped(folder, "gpu_after_optimizations"), pages[0]),
     }  # fmt: skip
 
 
