@@ -1,4 +1,4 @@
-"""A start with an empty folder of programs: it serves before most of them are there. A second start finds them."""
+"""A start with an empty folder of programs: it serves before all of them are there. A second start finds them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import shutil
 from pathlib import Path
 
+import ml_dtypes  # noqa: F401, NumPy learns bfloat16
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -17,8 +18,8 @@ from tests.e2e.conftest import DemoServer, serve
 
 pytestmark = pytest.mark.e2e
 
-LIMITS = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "128", "--num-pages", "16"]
-LEFT = re.compile(r"compiled 7 programs in .*; 2 more come while serving")
+LIMITS = ["--max-num-seqs", "1", "--max-num-batched-tokens", "16", "--max-model-len", "128", "--num-pages", "16"]
+LEFT = re.compile(r"compiled 6 programs in .*; 1 more come while serving")
 
 
 def answers(server: DemoServer) -> list[str]:
@@ -58,7 +59,7 @@ def test_it_serves_while_programs_are_compiled(one_layer, tmp_path) -> None:
             assert http.get("/health?verbose").json()["programs_to_come"] == 0
     assert server.process.returncode == 0
     with serve(*flags, env=env) as warm:
-        assert any(line.startswith("compiled 9 programs") and "(9 came from the disk" in line for line in warm.lines)
+        assert any(line.startswith("compiled 7 programs") and "(7 came from the disk" in line for line in warm.lines)
         assert answers(warm) == first
         metrics = warm.wait_for_metrics(lambda m: m["num_steps_total"] > 0)
         assert metrics["num_stand_in_steps_total"] == metrics["num_compiles_after_warm_up_total"] == 0

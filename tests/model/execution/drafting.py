@@ -21,6 +21,7 @@ from model.network.eagle import EagleHead
 from model.network.llama import Llama
 from pallas_kernels.api import PagedAttention
 from tests.batcher.harness import after_weights
+from tests.conftest import EXPORTED
 from tests.model.driver import dense_logits, paged_attention
 
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 96, "num_pages": 64}  # of a runner
@@ -34,7 +35,8 @@ def warm_runner(
     model: Llama, *, draft: tuple[Llama | EagleHead, PagedAttention] | None = None, **config: Any
 ) -> ModelRunner:
     """A runner of the model within `LIMITS`, for all steps of `PLAIN` and `DRAFTS` that score no prompt."""
-    runner = ModelRunner(model, paged_attention(), RunnerConfig(**LIMITS, **config), draft=draft)
+    limits = RunnerConfig(**LIMITS, **config)
+    runner = ModelRunner(model, paged_attention(), limits, draft=draft, export_folder=EXPORTED)
     runner.warm_up([bucket for bucket in DRAFTS.buckets() if not bucket.variant.scores], lambda line: None)
     return runner
 

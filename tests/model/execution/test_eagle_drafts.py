@@ -87,28 +87,32 @@ class Reader:
     """A head that reads a whole text at once, with the hidden states of one pass of the model."""
 
     def __init__(self, model: Llama, head: EagleHead, text: list[int]) -> None:
-        self.head, self.model, self.text = head, model, jnp.array(text)
+        self.head, self.model, self.text = head, model, np.array(text, np.int32)
         positions = jnp.arange(len(text))
         nothing = [None] * model.config.num_layers
-        hidden, _, tapped = model.run(self.text, positions, nothing, causal_attention(), head.eagle.taps)
-        self.features = head.features(hidden, tapped)
-        self.run = nnx.jit(lambda head, model, *inputs: head(model, *inputs, None, causal_attention())[0])
+        hidden, _, tapped = model.run(jnp.array(self.text), positions, nothing, causal_attention(), head.eagle.taps)
+        self.features = np.asarray(head.features(hidden, tapped))
 
     def drafts(self, past: int, count: int, among: Sequence[int]) -> list[int]:
         """Those after the token at `past`, each the likeliest of the tokens `among`."""
         size = len(self.text) + count  # one shape for all steps
-        read = jnp.zeros(size, jnp.int32).at[:past].set(self.text[1 : past + 1])
-        features = jnp.zeros((size, self.features.shape[1])).at[:past].set(self.features[:past])
+        read = np.zeros(size, np.int32)
+        features = np.zeros((size, self.features.shape[1]), self.features.dtype)
+        read[:past], features[:past] = self.text[1 : past + 1], self.features[:past]
         drafts: list[int] = []
         for i in range(count):
-            out = self.run(self.head, self.model, read, jnp.arange(size), features)[past - 1 + i]
-            logits = self.head.logits(self.model, out[None])
-            if self.head.vocabulary is not None:
-                logits = self.head.vocabulary.spread(logits)
-            drafts.append(among[int(jnp.argmax(logits[0, jnp.array(among)]))])
-            read = read.at[past + i].set(drafts[-1])
-            features = features.at[past + i].set(out)
+            out, logits = map(np.asarray, _read(self.head, self.model, read, features, past - 1 + i))
+            drafts.append(among[int(np.argmax(logits[list(among)]))])
+            read[past + i], features[past + i] = drafts[-1], out
         return drafts
+
+
+@nnx.jit
+def _read(head: EagleHead, model: Llama, tokens: jax.Array, features: jax.Array, last: int):
+    """The head's hidden state f32[D] after token `last`, and the logits f32[V] of what follows."""
+    out = head(model, tokens, jnp.arange(len(tokens)), features, None, causal_attention())[0][last]
+    logits = head.logits(model, out[None])
+    return out, (logits if head.vocabulary is None else head.vocabulary.spread(logits))[0]
 
 
 @pytest.mark.parametrize(("among", "preempts_every"), [(TWO, None), (TWO, 5), (range(199), None)])
