@@ -33,9 +33,9 @@ def parser() -> argparse.ArgumentParser:
     chips.add_argument(
         "--compile",
         nargs="?",
-        const="layers",
-        choices=("layers", "full"),
-        help="count the memory of the largest step with the target's own compiler: from one and two layers, or full",
+        const="full",
+        choices=("full", "layers"),
+        help="count the memory of the largest step with the target's own compiler: all layers, or from one and two",
     )
     load = p.add_argument_group("workload")
     load.add_argument("--workload", help="chat, rag, code, PROMPTS/OUTPUTS in tokens (1800/128), or a trace as CSV")

@@ -56,18 +56,23 @@ def compiled_account(sizes: Sizes, settings: EngineSettings, memory: MemoryPlan,
         depths=(depth,) if whole else SHALLOW,
     )
     first, *second = _ask(question)
-    return extrapolated(first, second[0], depth) if second else first
+    return extrapolated(first, second[0], depth, memory.needs.temporaries) if second else first
 
 
-def extrapolated(one: Account, two: Account, depth: int) -> Account:
-    """Every layer has the arguments of the second. Layers follow one another and reuse the same temporaries: those of
-    a third layer need no more memory."""
+def extrapolated(one: Account, two: Account, depth: int, bound: int) -> Account:
+    """Every layer has the arguments of the second, and adds at most its temporaries: most are used again by the next
+    layer. Compilers share the code of many layers, so nothing is said of it.
+
+    Args:
+        bound: of the temporaries, from shapes.
+    """
+    more = max(0, two.temporaries - one.temporaries)
     return Account(
         num_layers=depth,
         num_pages=two.num_pages,
         arguments=two.arguments + (depth - 2) * (two.arguments - one.arguments),
-        temporaries=max(one.temporaries, two.temporaries),
-        code=two.code + (depth - 2) * (two.code - one.code),
+        temporaries=max(two.temporaries, min(bound, two.temporaries + (depth - 2) * more)),
+        code=None,
         cpu_s=one.cpu_s + two.cpu_s,
         is_extrapolated=True,
     )

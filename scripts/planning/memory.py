@@ -56,7 +56,7 @@ class Account:
     num_pages: int  # of its arguments
     arguments: int  # weights, K/V pages and the state of the request slots
     temporaries: int
-    code: int
+    code: int | None  # None: not known
     cpu_s: float  # that tracing and compiling took; of several programs, the sum
     is_extrapolated: bool = False
 

@@ -14,6 +14,7 @@ from scripts.planning.memory import GIB, Account, MemoryPlan, Sizes
 from scripts.planning.sweep import Candidate, Outcome
 from scripts.planning.workload import METRICS
 
+MIB = 1 << 20
 COUNTED = "counted"  # from shapes and published figures
 ESTIMATED = "estimated"  # from the roofline, in simulated time
 COMPILED = "compiled"  # by the target's own compiler
@@ -48,10 +49,11 @@ def memory_lines(sizes: Sizes, memory: MemoryPlan, account: Account | None) -> I
         yield marked(mark, f"{size / GIB:9.2f} GiB  {name}")
     if account is not None:
         how = "from one and two" if account.is_extrapolated else "all"
+        code = "" if account.code is None else f", code {account.code / MIB:.1f} MiB"
         yield marked(
             COMPILED,
             f"the largest step, {how} of {account.num_layers} layers, {account.num_pages} pages: arguments "
-            f"{account.arguments / GIB:.2f} GiB, code {account.code / GIB:.2f} GiB; {account.cpu_s:.0f} CPU seconds",
+            f"{account.arguments / GIB:.2f} GiB{code}; {account.cpu_s:.0f} CPU seconds",
         )
     yield marked(
         by,

@@ -17,6 +17,7 @@ from scripts.benchmarks.simulation.machine import Machine, Result, SimulatedRequ
 from scripts.estimates.roofline import FLOPS_EFFICIENCY, MEMORY_EFFICIENCY, Roofline, roofline
 from scripts.estimates.target import LINKS, parse_target
 from scripts.planning import compiled, sweep
+from scripts.planning.compiled import extrapolated
 from scripts.planning.cost import HOURS_PER_MONTH, cost
 from scripts.planning.memory import GIB, Account
 from scripts.planning.planner import limits_to_try
@@ -252,13 +253,21 @@ def test_the_compiler_decides_the_number_of_pages(monkeypatch, capsys):
 
     monkeypatch.setattr(compiled, "_ask", answered)
     flags = ["--model", "1b", "--target", "v6e:1x1", "--max-model-len", "8192", "--max-num-seqs", "512", "--json"]
-    assert plan.main([*flags, "--compile"]) == 0
+    assert plan.main([*flags, "--compile", "layers"]) == 0
     memory = json.loads(capsys.readouterr().out)["memory"]
     beside = (5 << 30) + 16 * (100 << 20) + 2 * GIB
     fitting = (int(32 * GIB * 0.9) - beside) // (4 << 20) - 1
     assert memory["num_pages"] == fitting >> 5 << 5  # in eight bits
     assert memory["weights"] + memory["state"] + memory["temporaries"] == beside
-    assert (memory["mark"], memory["compiled"]["code"]) == ("compiled", 16)
+    assert (memory["mark"], memory["compiled"]["code"]) == ("compiled", None)
+
+
+def test_temporaries_of_more_layers_are_at_most_those_of_the_bound():
+    one, two = (
+        Account(num_layers=n, num_pages=9, arguments=10 * n, temporaries=100 + 5 * n, code=n, cpu_s=1) for n in (1, 2)
+    )
+    assert [extrapolated(one, two, 32, bound).temporaries for bound in (1000, 200, 50)] == [260, 200, 110]
+    assert extrapolated(one, two, 32, 0).arguments == 320
 
 
 @pytest.mark.targets
