@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from scripts.wiring.engine import Built, build_runner
 from scripts.wiring.settings import EngineSettings
-from tests.conftest import QUICKLY_COMPILED
+from tests.conftest import EXPORTED, QUICKLY_COMPILED
 from tests.e2e.replay import LIMITS
 from tests.server.support.judged import answers_are_valid, faults_of_answers  # noqa: F401, fixtures
 from tests.server.support.running import RunningServer
@@ -78,8 +78,9 @@ def serve(*flags: str, env: Mapping[str, str] | None = None) -> Iterator[DemoSer
 
 
 def serve_quickly(*flags: str) -> contextlib.AbstractContextManager[DemoServer]:
-    """`serve`, for a test whose flags change every program. It compiles them in a third of the time."""
-    return serve(*flags, env=os.environ | QUICKLY_COMPILED)
+    """`serve`, for a test whose flags change every program. It compiles them in a third of the time, and keeps them for
+    the next run of the test."""
+    return serve("--export-cache", str(EXPORTED), *flags, env=os.environ | QUICKLY_COMPILED)
 
 
 @pytest.fixture(scope="session")
