@@ -171,8 +171,28 @@ class _Body(PrefillBody):
             plgpu.commit_smem()  # the next tile's copies overwrite this one's queries, keys and output
 
     def store_rows(self, tile: Tile, out_smem, out_ref, shift) -> None:
-        @pl.loop(tile.begin, jnp.minimum(tile.end, tile.token + self.shape.tokens))
-        def _(token):
-            for g in range(self.shape.heads):
-                row = vector.load(out_smem.at[g * self.shape.tokens + token - tile.token], self.head_dim)
-                out_ref[token + shift, vector.head_columns(tile.first_head + g, self.head_dim)] = row
+        """Blocks of tokens in stores of 16 bytes a thread. A block that is not all the tile's own is stored by rows."""
+        tokens, dim = self.shape.tokens, self.head_dim
+        together = min(tokens, vector.rows_together(dim, self.dtype.itemsize))
+        layout = vector.rows_layout(together, dim)
+
+        @pl.loop(0, tokens // together)
+        def _(block):
+            first = block * together
+            begin, end = tile.token + first, tile.token + first + together
+            is_own = (tile.begin <= begin) & (end <= tile.end)
+
+            @pl.when(is_own)
+            def _():
+                for g in range(self.shape.heads):
+                    rows = out_smem.at[pl.ds(g * tokens + first, together)]
+                    columns = vector.head_columns(tile.first_head + g, dim)
+                    out_ref[pl.ds(begin + shift, together), columns] = plgpu.load(rows, layout=layout, optimized=False)
+
+            @pl.when(~is_own)
+            def _():
+                @pl.loop(jnp.maximum(tile.begin, begin), jnp.minimum(tile.end, end))
+                def _(token):
+                    for g in range(self.shape.heads):
+                        row = vector.load(out_smem.at[g * tokens + token - tile.token], dim)
+                        out_ref[token + shift, vector.head_columns(tile.first_head + g, dim)] = row

@@ -8,7 +8,8 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-THREADS = 128
+THREADS, WARPS = 128, 4
+WIDEST_STORE = 16  # bytes of one thread
 
 
 def layout(size: int) -> Any:
@@ -17,6 +18,20 @@ def layout(size: int) -> Any:
         return plgpu.Layout.WG_STRIDED((size,), vec_size=1)
     return plgpu.Layout.TILED(
         plgpu.Tiling(((size,), (size // 32,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
+    )
+
+
+def rows_together(size: int, itemsize: int) -> int:
+    """Rows of `size` elements that the threads store at once with their widest instruction; `rows_layout` needs two a
+    warp."""
+    return max(2 * WARPS, THREADS * WIDEST_STORE // (itemsize * size))
+
+
+def rows_layout(rows: int, size: int) -> Any:
+    """An array of `rows` rows, a multiple of eight: each thread has neighbouring elements of one row."""
+    warp_rows, run = rows // WARPS, rows * size // THREADS
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((rows, size), (warp_rows, size), (run,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -101,7 +102,7 @@ def main(target_name: str) -> None:
                     "combine": tuning.merging_ctas(gpu) // gpu.num_multiprocessors,
                 },
                 "kernels": [
-                    vars(kernel) | {"ctas": kernel.ctas(target.chip)} | fences(folder / f"{kernel.file}.ptx")
+                    vars(kernel) | {"ctas": kernel.ctas(target.chip)} | count(folder / f"{kernel.file}.ptx")
                     for kernel in gpu_report.kernels(folder)
                 ],
             }
@@ -117,9 +118,13 @@ def merges(gpu: Gpu, spec: AttentionSpec, shape: StepShape) -> bool:
     return any(parts.num_slots > 0 for parts in found)
 
 
-def fences(path: Path) -> dict[str, Any]:
+def count(path: Path) -> dict[str, Any]:
     ptx = path.read_text()
-    return {"proxy_fences": ptx.count(proxy_fences.FENCE), "unfenced": proxy_fences.unfenced_accesses(ptx)}
+    return {
+        "proxy_fences": ptx.count(proxy_fences.FENCE),
+        "unfenced": proxy_fences.unfenced_accesses(ptx),
+        "stores_of_16_bytes": len(re.findall(r"\bst(?:\.global)?\.v4\.b32\b", ptx)),
+    }
 
 
 if __name__ == "__main__":
