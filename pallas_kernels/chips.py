@@ -63,6 +63,10 @@ def tpu_name(chip_version: str) -> str:
     return chip_version if chip_version.startswith("v") else f"tpu{chip_version}"
 
 
+# As `TpuChip.rounded_rows`, of CPUs with the C code: scripts/benchmarks/results/2026-11-23-cpu-int8.md.
+CPU_ROUNDED_ROWS: Mapping[str, int] = {"int8": 1}
+
+
 @dataclass(frozen=True, kw_only=True)
 class SharedMemory:
     """Bytes. For each resident CTA the driver reserves 1 KiB more than the CTA requests."""

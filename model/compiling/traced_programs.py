@@ -22,12 +22,13 @@ from jax import export
 
 from model.compiling.program_files import ProgramFiles
 from model.inputs.paths import Place
+from pallas_kernels.cpu import library
 
 logger = logging.getLogger(__name__)
 
 # Custom calls of our kernels on GPUs and CPUs. `jax.export` does not promise that a later JAX runs them; the key holds
 # the version of JAX.
-_KERNEL_CALLS = ("mosaic_gpu_v2", "mosaic_gpu", "pallas_serve_attend", "pallas_serve_multiply")
+_KERNEL_CALLS = ("mosaic_gpu_v2", "mosaic_gpu", *library.NAMES)
 _NOT_OF_THE_TRACE = ("cache", "dump", "export", "logging", "traceback")  # parts of the names of JAX's options
 
 

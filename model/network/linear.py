@@ -83,10 +83,13 @@ class Linear(nnx.Module):
             if self.on_tpu is not None:
                 return self.on_tpu.multiply(inputs, kernel, self.scale[...], zero, out_dtype)
             return multiply_groups(inputs, kernel, self.scale[...], zero).astype(out_dtype)
+        input_scale = None if self.input_scale is None else self.input_scale[...]
+        if kernel.ndim == 3 and self.rounding is not None:
+            return products.multiply_rounded(inputs, kernel, self.scale[...], input_scale, out_dtype)
         if kernel.ndim == 3:
             product = products.multiply(inputs, kernel)
         elif self.rounding is not None and inputs.shape[0] >= self.rounding.min_rows:
-            product = multiply_narrow(inputs, kernel, None if self.input_scale is None else self.input_scale[...])
+            product = multiply_narrow(inputs, kernel, input_scale)
         elif self.for_cpu and kernel.dtype == jnp.int8:
             product = multiply_int8(inputs, kernel)
         else:

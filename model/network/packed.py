@@ -25,15 +25,28 @@ from pallas_kernels.cpu import products
 def pack[M: Llama | EagleHead](model: M) -> M:
     """Packs the kernels of the projections and of the head for C, in place and one by one; of an abstract model, their
     shapes. Kernels that have no packed form, such as those whose outputs are not whole panels, stay as they are, and
-    XLA multiplies them. Returns the model. An embedding that is also the head is packed, too."""
-    kernels = [module.kernel for _, module in nnx.iter_graph(model) if isinstance(module, Linear)]
+    XLA multiplies them. Returns the model. An embedding that is also the head is packed, too.
+
+    Raises:
+        ValueError: inputs are rounded in some steps only. The packed kernels are for all steps or for none.
+    """
+    kernels = [(x.kernel, _together(x)) for _, x in nnx.iter_graph(model) if isinstance(x, Linear)]
     if isinstance(model, Llama) and model.head is None:
-        kernels.append(model.embedding)
-    for kernel in kernels:
+        kernels.append((model.embedding, None))
+    for kernel, together in kernels:
         value = kernel.get_value()
-        if products.can_pack(value):
-            kernel.set_value(_packed(value))
+        if products.can_pack(value, together):
+            kernel.set_value(_packed(value, together))
     return model
+
+
+def _together(linear: Linear) -> int | None:
+    """As for `products.pack`."""
+    if linear.rounding is None or linear.kernel.get_value().dtype != jnp.int8:
+        return None
+    if linear.rounding.min_rows > 1:
+        raise ValueError(f"a CPU rounds inputs in all steps or in none, not from {linear.rounding.min_rows} rows on")
+    return products.TOGETHER_ROUNDED
 
 
 def pack_for_tpu[M: nnx.Module](model: M, mesh: Mesh | AbstractMesh | None, *, interpret: bool = False) -> M:
@@ -58,11 +71,13 @@ def pack_for_tpu[M: nnx.Module](model: M, mesh: Mesh | AbstractMesh | None, *, i
     return model
 
 
-def _packed(value: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | jax.ShapeDtypeStruct:
+def _packed(value: jax.Array | jax.ShapeDtypeStruct, together: int | None) -> jax.Array | jax.ShapeDtypeStruct:
     if isinstance(value, jax.ShapeDtypeStruct):
-        like = jax.eval_shape(products.pack, value)
+        like = jax.eval_shape(partial(products.pack, together=together), value)
         return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=value.sharding)
-    return jax.block_until_ready(products.pack(value))  # one at a time: the memory of the other form is free again
+    return jax.block_until_ready(
+        products.pack(value, together)
+    )  # one at a time: the memory of the other form is free again
 
 
 def _turned(value: Any, axes: tuple[str, ...], mesh: Mesh | AbstractMesh | None) -> Any:

@@ -25,6 +25,8 @@ COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-fPIC", "-shared", "-Wall", "-Wextra")
 # Names of functions in the sources, and of custom calls in programs.
 ATTEND, MULTIPLY = "pallas_serve_attend", "pallas_serve_multiply"
+MULTIPLY_ROUNDED = "pallas_serve_multiply_rounded"
+NAMES = (ATTEND, MULTIPLY, MULTIPLY_ROUNDED)
 COMPILE_TIMEOUT_S = 300
 SOURCES = Path(__file__).parent
 
@@ -51,7 +53,7 @@ def load(folder: Path | None) -> None:
                 library = _open(_built(compiler, Path(temporary)))
         else:
             library = _open(_built(compiler, folder))
-        for name in (ATTEND, MULTIPLY):
+        for name in NAMES:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library[name]), platform="cpu")
         _loaded = library
 

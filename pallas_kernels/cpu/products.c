@@ -1,7 +1,14 @@
 // Products with a packed kernel: panels of 32 outputs, each stored as [in, 32], so that a panel is one stream, its
 // outputs are whole vectors, and one loop serves any number of rows. In bfloat16 a panel is [in / 2, 32, 2]: two
 // neighbouring inputs' weights are one word. What a row adds up, and in which order, does not depend on the other rows.
+//
+// In int8 there are two forms. The weights are widened to float32, or the inputs are rounded to int8, too: then a panel is
+// [in / 4, 32, 4], four neighbouring inputs are one word, and sums are exact integers until they are scaled.
+#include "dot.h"
 #include "ffi.h"
+#include "rounding.h"
+
+enum { QUADS = INT8 + 1 };  // a kind of products: int8 on both sides
 
 #define PANEL 32
 #define GROUPS (PANEL / LANES)  // vectors of a panel's row
@@ -12,22 +19,25 @@
 #define DEPTH_OF_BLOCK 512
 #define PANELS_OF_PART 4
 
-// An input is a word: a float, or with a kernel of bfloat16 two neighbouring numbers.
+// An input is a word: a float, or with a kernel of bfloat16 two neighbouring numbers, or four of int8.
 typedef uint32_t word __attribute__((may_alias));
 
 typedef struct {
   const word* inputs;  // [rows, depth]
   const char* kernel;  // [panels, depth, PANEL], of what one input is multiplied with
   char* out;           // [rows, panels * PANEL]
-  enum Kind kind, of_out;
+  const Rounding* of_inputs;  // QUADS
+  const float* scales;        // [panels * PANEL]; QUADS
+  int kind;
+  enum Kind of_out;
   int64_t rows, depth, panels, panels_of_part;
 } Product;
 
-INLINE int64_t row_size_of(const enum Kind kind) { return PANEL * (kind == INT8 ? 1 : sizeof(word)); }
+INLINE int64_t row_size_of(const int kind) { return PANEL * (kind == INT8 ? 1 : sizeof(word)); }
 
 // sums [rows, PANEL] (+)= inputs [rows, depth] times so many rows of a panel. `continues`: adds to what is in `sums`.
 INLINE void multiply_tile(const int rows, const word* inputs, int64_t stride, const char* panel, int64_t depth,
-                          float* sums, int continues, const enum Kind kind) {
+                          float* sums, int continues, const int kind) {
   floats own[MAX_ROWS][GROUPS];
   UNROLL for (int r = 0; r < rows; r++) UNROLL for (int g = 0; g < GROUPS; g++)
     own[r][g] = continues ? *(floats*)(sums + r * PANEL + g * LANES) : all(0);
@@ -36,12 +46,15 @@ INLINE void multiply_tile(const int rows, const word* inputs, int64_t stride, co
     UNROLL for (int term = 0; term < (kind == BFLOAT16 ? TERMS_OF_PAIR : 1); term++) {
       floats weights[GROUPS];
       UNROLL for (int g = 0; g < GROUPS; g++)
-        weights[g] = kind == BFLOAT16 ? term_of(((const words*)row)[g], term) : load(row, g * LANES, kind);
+        weights[g] = kind == BFLOAT16 ? term_of(((const words*)row)[g], term)
+                     : kind == QUADS  ? ((const floats*)row)[g]
+                                      : load(row, g * LANES, kind);
       UNROLL for (int r = 0; r < rows; r++) {
         words input = inputs[r * stride + d] - (words){0};
         floats factor = kind == BFLOAT16 ? term_of(input, term) : (floats)input;
         UNROLL for (int g = 0; g < GROUPS; g++)
-          if (kind == BFLOAT16) own[r][g] = add_terms(own[r][g], factor, weights[g]);
+          if (kind == QUADS) own[r][g] = (floats)add_quads((words)own[r][g], (words)weights[g], input);
+          else if (kind == BFLOAT16) own[r][g] = add_terms(own[r][g], factor, weights[g]);
           else own[r][g] += factor * weights[g];
       }
     }
@@ -52,14 +65,21 @@ INLINE void multiply_tile(const int rows, const word* inputs, int64_t stride, co
 
 // The same for any number of rows up to MAX_ROWS.
 INLINE void multiply_rows(int64_t rows, const word* inputs, int64_t stride, const char* panel, int64_t depth,
-                          float* sums, int continues, const enum Kind kind) {
+                          float* sums, int continues, const int kind) {
 #define CASE(R) \
   case R: multiply_tile(R <= MAX_ROWS ? R : 1, inputs, stride, panel, depth, sums, continues, kind); break;
   switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) }
 #undef CASE
 }
 
-INLINE void multiply_panel(const Product* p, int64_t panel, int64_t row, int64_t rows, const enum Kind kind) {
+// LANES sums of a row, from an output on, as they are stored.
+INLINE floats finished(const Product* p, floats sums, int64_t row, int64_t output, const int kind) {
+  if (kind != QUADS) return sums;
+  words exact = (words)sums - WEIGHT_OFFSET * (uint32_t)p->of_inputs->sums[row];
+  return __builtin_convertvector((ints)exact, floats) * p->of_inputs->scales[row] * *(const floats*)(p->scales + output);
+}
+
+INLINE void multiply_panel(const Product* p, int64_t panel, int64_t row, int64_t rows, const int kind) {
   float sums[ROWS_OF_BLOCK * PANEL];
   const char* weights = p->kernel + panel * p->depth * row_size_of(kind);
   int64_t passes = (rows + MAX_ROWS - 1) / MAX_ROWS, block = passes == 1 ? p->depth : DEPTH_OF_BLOCK;
@@ -72,12 +92,14 @@ INLINE void multiply_panel(const Product* p, int64_t panel, int64_t row, int64_t
       done += count;
     }
   }
-  for (int64_t r = 0; r < rows; r++) UNROLL for (int g = 0; g < GROUPS; g++)
-    store(p->out, ((row + r) * p->panels + panel) * PANEL + g * LANES, *(floats*)(sums + r * PANEL + g * LANES),
-          p->of_out);
+  for (int64_t r = 0; r < rows; r++) UNROLL for (int g = 0; g < GROUPS; g++) {
+    int64_t output = panel * PANEL + g * LANES;
+    floats result = finished(p, *(floats*)(sums + r * PANEL + g * LANES), row + r, output, kind);
+    store(p->out, (row + r) * p->panels * PANEL + output, result, p->of_out);
+  }
 }
 
-INLINE void multiply_part(const Product* p, int64_t part, const enum Kind kind) {
+INLINE void multiply_part(const Product* p, int64_t part, const int kind) {
   int64_t first = part * p->panels_of_part, end = first + p->panels_of_part;
   for (int64_t row = 0; row < p->rows; row += ROWS_OF_BLOCK)
     for (int64_t panel = first; panel < end && panel < p->panels; panel++)
@@ -89,15 +111,13 @@ static void multiply(const void* product, int64_t part) {
     case FLOAT32: multiply_part(product, part, FLOAT32); break;
     case BFLOAT16: multiply_part(product, part, BFLOAT16); break;
     case INT8: multiply_part(product, part, INT8); break;
+    case QUADS: multiply_part(product, part, QUADS); break;
   }
 }
 
-// (inputs [T, in], kernel [out / PANEL, in, PANEL]) -> [T, out], which is of float32 or bfloat16. The inputs are of
-// float32; with a kernel [out / PANEL, in / 2, PANEL * 2] of bfloat16, they are of bfloat16.
-XLA_FFI_Error* pallas_serve_multiply(XLA_FFI_CallFrame* frame) {
-  if (answers_metadata(frame)) return NULL;
+INLINE Product product_of(XLA_FFI_CallFrame* frame) {
   XLA_FFI_Buffer *inputs = argument(frame, 0), *kernel = argument(frame, 1), *out = result(frame, 0);
-  Product product = {
+  return (Product){
       .inputs = inputs->data,
       .kernel = kernel->data,
       .out = out->data,
@@ -108,6 +128,43 @@ XLA_FFI_Error* pallas_serve_multiply(XLA_FFI_CallFrame* frame) {
       .panels = kernel->dims[0],
       .panels_of_part = kernel->dims[0] >= 64 ? PANELS_OF_PART : 1,
   };
-  in_parallel(frame, (product.panels + product.panels_of_part - 1) / product.panels_of_part, multiply, &product);
+}
+
+static void multiply_all(XLA_FFI_CallFrame* frame, const Product* p) {
+  in_parallel(frame, (p->panels + p->panels_of_part - 1) / p->panels_of_part, multiply, p);
+}
+
+// (inputs [T, in], kernel [out / PANEL, in, PANEL]) -> [T, out], which is of float32 or bfloat16. The inputs are of
+// float32; with a kernel [out / PANEL, in / 2, PANEL * 2] of bfloat16, they are of bfloat16.
+XLA_FFI_Error* pallas_serve_multiply(XLA_FFI_CallFrame* frame) {
+  if (answers_metadata(frame)) return NULL;
+  Product product = product_of(frame);
+  multiply_all(frame, &product);
+  return NULL;
+}
+
+// (inputs [T, in] of float32 or bfloat16, kernel i8[out / PANEL, in / 4, PANEL * 4], its scales f32[out], the scale of
+// the inputs f32[1]; f32[0]: each row has its own) -> (out [T, out] of float32 or bfloat16, and what only this function
+// uses: the rounded inputs i8[T, in], their scales f32[T] and sums i32[T]).
+XLA_FFI_Error* pallas_serve_multiply_rounded(XLA_FFI_CallFrame* frame) {
+  if (answers_metadata(frame)) return NULL;
+  XLA_FFI_Buffer *inputs = argument(frame, 0), *stored = argument(frame, 3);
+  Rounding rounding = {
+      .inputs = inputs->data,
+      .stored = stored->dims[0] ? stored->data : NULL,
+      .narrow = result(frame, 1)->data,
+      .scales = result(frame, 2)->data,
+      .sums = result(frame, 3)->data,
+      .kind = kind_of(inputs),
+      .rows = inputs->dims[0],
+      .depth = inputs->dims[1],
+  };
+  Product product = product_of(frame);
+  product.inputs = result(frame, 1)->data;
+  product.kind = QUADS;
+  product.of_inputs = &rounding;
+  product.scales = argument(frame, 2)->data;
+  in_parallel(frame, (rounding.rows + ROWS_OF_ROUNDING - 1) / ROWS_OF_ROUNDING, round_rows, &rounding);
+  multiply_all(frame, &product);
   return NULL;
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,26 +11,31 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cpu import library
-from pallas_kernels.cpu.library import MULTIPLY
+from pallas_kernels.cpu.library import MULTIPLY, MULTIPLY_ROUNDED
 
 PANEL = 32  # outputs of a panel (products.c)
 TESTED = ((1, 34, 32), (13, 34, 96))  # rows, inputs and outputs of the self-test's products
 # Dtype of a kernel -> neighbouring inputs whose weights are stored together.
 TOGETHER = {jnp.dtype(jnp.float32): 1, jnp.dtype(jnp.bfloat16): 2, jnp.dtype(jnp.int8): 1}
+TOGETHER_ROUNDED = 4  # the same, of int8 that is multiplied with inputs rounded to int8
 
 
-def can_pack(kernel: jax.Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether a kernel [out, in] has a packed form."""
+def can_pack(kernel: jax.Array | jax.ShapeDtypeStruct, together: int | None = None) -> bool:
+    """Whether a kernel [out, in] has a packed form. `together`: as for `pack`."""
     if len(kernel.shape) != 2 or kernel.dtype not in TOGETHER:
         return False
-    return kernel.shape[0] % PANEL == 0 and kernel.shape[1] % TOGETHER[kernel.dtype] == 0
+    return kernel.shape[0] % PANEL == 0 and kernel.shape[1] % (together or TOGETHER[kernel.dtype]) == 0
 
 
-@jax.jit
-def pack(kernel: jax.Array) -> jax.Array:
+@partial(jax.jit, static_argnums=1)
+def pack(kernel: jax.Array, together: int | None = None) -> jax.Array:
     """A kernel [out, in] as panels [out / PANEL, in, PANEL]; in bfloat16, [out / PANEL, in / 2, PANEL * 2] with the two
-    weights of an output next to each other."""
-    together = TOGETHER[kernel.dtype]
+    weights of an output next to each other.
+
+    Args:
+        together: so many weights of an output, in place of one or two; TOGETHER_ROUNDED is for `multiply_rounded`.
+    """
+    together = together or TOGETHER[kernel.dtype]
     panels = kernel.reshape(-1, PANEL, kernel.shape[1] // together, together).swapaxes(1, 2)
     return panels.reshape(*panels.shape[:2], PANEL * together)
 
@@ -48,9 +54,39 @@ def multiply(inputs: jax.Array, panels: jax.Array, out_dtype: Any = jnp.float32)
     return jax.ffi.ffi_call(MULTIPLY, result)(inputs.astype(of_inputs), panels)
 
 
+def multiply_rounded(
+    inputs: jax.Array,
+    panels: jax.Array,
+    scale: jax.Array,
+    input_scale: jax.Array | None = None,
+    out_dtype: Any = jnp.float32,
+) -> jax.Array:
+    """inputs [T, in], rounded to int8, times the transpose of a kernel in int8: [T, out]. The sums are exact; they are
+    multiplied with the inputs' scale, then with that of the output. The bits of a row do not depend on T.
+
+    Args:
+        inputs: float32 or bfloat16.
+        panels: i8[out / PANEL, in / TOGETHER_ROUNDED, PANEL * TOGETHER_ROUNDED]; up to 2^17 inputs.
+        scale: f32[out], of the kernel.
+        input_scale: f32[], of all inputs; larger inputs are clipped. None: each row has its own scale.
+        out_dtype: float32 or bfloat16.
+    """
+    library.load(None)  # an engine has loaded it already, from its folder
+    rows, like = inputs.shape[0], jax.ShapeDtypeStruct
+    results = (
+        like((rows, panels.shape[0] * PANEL), out_dtype),
+        # what the C code works in: the rounded inputs, their scales and their sums
+        like(inputs.shape, jnp.int8),
+        like((rows,), jnp.float32),
+        like((rows,), jnp.int32),
+    )
+    stored = jnp.zeros(0, jnp.float32) if input_scale is None else input_scale.reshape(1)
+    return jax.ffi.ffi_call(MULTIPLY_ROUNDED, results)(inputs, panels, scale, stored)[0]
+
+
 def rows_of(panels: jax.Array, rows: jax.Array) -> jax.Array:
     """Rows [T, in] of a packed kernel. Numbers past its end give any row."""
-    together = TOGETHER[panels.dtype]
+    together = panels.shape[2] // PANEL
     rows = jnp.clip(rows, 0, panels.shape[0] * PANEL - 1)
     weights = panels.reshape(*panels.shape[:2], PANEL, together)[rows // PANEL, :, rows % PANEL]
     return weights.reshape(rows.shape[0], -1)
@@ -59,7 +95,8 @@ def rows_of(panels: jax.Array, rows: jax.Array) -> jax.Array:
 def fault(shapes: Sequence[tuple[int, int, int]] = TESTED) -> str | None:
     """The first wrong product of this machine's C code, in words; None: all are right.
 
-    Whole numbers are multiplied with kernels of every dtype. The sums are exact in float32.
+    Whole numbers are multiplied with kernels of every dtype. The sums are exact in float32. As int8, the largest number
+    of a row is 127, so that its scale is one.
 
     Args:
         shapes: rows, inputs and outputs of each product.
@@ -74,4 +111,17 @@ def fault(shapes: Sequence[tuple[int, int, int]] = TESTED) -> str | None:
             for out_dtype in (jnp.float32, jnp.bfloat16):
                 if not np.array_equal(multiply(jnp.asarray(inputs), panels, out_dtype), expected.astype(out_dtype)):
                     return f"the product of {rows} rows with a kernel {num_out} x {num_in} of {of_kernel} is wrong"
+    for rows, num_in, num_out in shapes:
+        kernel = rng.integers(-127, 128, (num_out, num_in - num_in % TOGETHER_ROUNDED)).astype(np.int8)
+        if kernel.size == 0:
+            continue
+        inputs = rng.integers(-127, 128, (rows, kernel.shape[1])).astype(np.float32)
+        inputs[:, 0] = 127
+        sums, panels = inputs.astype(np.int64) @ kernel.T.astype(np.int64), pack(jnp.asarray(kernel), TOGETHER_ROUNDED)
+        for input_scale in (None, jnp.float32(1)):
+            one = np.float32(1) if input_scale is not None else np.float32(127) * np.float32(1 / 127)
+            ones = jnp.ones(num_out, jnp.float32)
+            found = multiply_rounded(jnp.asarray(inputs), panels, ones, input_scale)
+            if not np.array_equal(found, sums.astype(np.float32) * one):
+                return f"the product of {rows} rows of int8 with a kernel {num_out} x {num_in} of int8 is wrong"
     return None

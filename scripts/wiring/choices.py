@@ -184,7 +184,7 @@ def eight_bit_products(platform: str) -> dict[str, Any]:
     """The attached devices' `reads_fp8` and `rounded_rows`, as `chips` has them."""
     import jax
 
-    from pallas_kernels.chips import TPUS, arch_reads_fp8, arch_rounded_rows
+    from pallas_kernels.chips import CPU_ROUNDED_ROWS, TPUS, arch_reads_fp8, arch_rounded_rows
 
     if platform == "gpu":
         major, minor = map(int, jax.devices()[0].compute_capability.split("."))
@@ -194,7 +194,14 @@ def eight_bit_products(platform: str) -> dict[str, Any]:
 
         chip = TPUS[this_chip()]
         return {"reads_fp8": chip.reads_fp8, "rounded_rows": chip.rounded_rows}
-    return {"reads_fp8": False, "rounded_rows": {}}
+    from pallas_kernels.cpu.library import find_compiler
+    from pallas_kernels.spec import UnavailableError
+
+    try:
+        find_compiler()
+    except UnavailableError:  # XLA's loops read int8 fastest with inputs as they are; the start says what is missing
+        return {"reads_fp8": False, "rounded_rows": {}}
+    return {"reads_fp8": False, "rounded_rows": CPU_ROUNDED_ROWS}
 
 
 def reads_int4(platform: str) -> bool:

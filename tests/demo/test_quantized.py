@@ -10,11 +10,14 @@ from model.config import LlamaConfig
 from model.loading.source import DEMO_FOLDER
 from model.loading.weights import load_hf
 from model.network.llama import Llama
+from model.network.packed import pack
 from model.quantization.forms import EightBit, FourBit, Rounding, WeightForm
+from pallas_kernels.cpu import library
 from scripts.demo import evaluate
 from scripts.demo.agreement import agreement
 from scripts.demo.narrow_kv import with_narrow_kv
 from scripts.demo.tokenizer import SampleEncoder
+from tests.c_compiler import NATIVE, compiler
 
 NUM_STORIES = 12  # 1,500 tokens: enough for a divergence, and for some other most likely tokens
 
@@ -22,6 +25,15 @@ NUM_STORIES = 12  # 1,500 tokens: enough for a divergence, and for some other mo
 @pytest.fixture(scope="module")
 def encoder() -> SampleEncoder:
     return SampleEncoder(Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json")), prompt_weight=0.0)
+
+
+def packed() -> Llama:
+    """Products as a CPU's C code computes them, with inputs rounded to int8."""
+    compiler()
+    library.load(NATIVE)
+    model = pack(demo(EightBit.INT8, rounding=Rounding(), for_cpu=True))
+    assert model.layers[0].mlp.down.kernel.ndim == 3
+    return model
 
 
 def demo(form: WeightForm | None = None, **options) -> Llama:
@@ -41,6 +53,7 @@ def test_a_model_agrees_with_itself(exact, encoder):
     ("narrow", "divergence", "same"),
     [
         pytest.param(lambda _: demo(EightBit.INT8), 1e-4, 0.98, id="int8"),
+        pytest.param(lambda _: packed(), 1e-4, 0.98, id="int8 with inputs in int8, in C"),
         pytest.param(lambda _: demo(EightBit.FP8), 1e-3, 0.95, id="fp8"),
         pytest.param(lambda _: demo(FourBit(group=128)), 1e-2, 0.95, id="int4"),
         pytest.param(with_narrow_kv, 1e-3, 0.98, id="keys and values of int8"),

@@ -28,11 +28,14 @@ from scripts.wiring.choices import (
 )
 from scripts.wiring.engine import OtherHosts, build_runner
 from scripts.wiring.settings import EngineSettings
+from tests.c_compiler import compiler
 from tests.conftest import COMPILED
 from tests.model import checkpoints
 from tests.model.driver import TINY
 from tests.model.loading.test_quantized_checkpoints import write as write_quantized
+from tests.model.loading.test_quantized_checkpoints import write_static
 from tests.model.loading.test_weights import flat
+from tests.model.quantization.test_checkpoint_form import compressed
 
 INT8, FP8 = EightBit.INT8, EightBit.FP8
 
@@ -166,6 +169,25 @@ def test_inputs_are_rounded_as_the_checkpoint_says_or_where_the_chip_gains():
     stored = "inputs of projections are rounded to fp8, too, with the checkpoint's scales"
     assert choose(FP8, h200, Activations.STATIC) == (Rounding(is_static=True), stored)
     assert choose(INT8, v5e, Activations.STATIC, held=FP8) == (Rounding(), own.format("int8"))
+
+
+@pytest.mark.parametrize("activations", ["dynamic", "static", None])
+def test_a_cpu_with_a_compiler_computes_int8_checkpoints_as_they_are_written(activations, tmp_path, monkeypatch):
+    """Without a compiler, and if only the weights are quantised, inputs keep their type."""
+    compiler()
+    if activations == "static":
+        write_static(tmp_path, INT8.dtype)
+    else:
+        config = compressed("int-quantized", type="int")
+        if activations is None:
+            config["config_groups"]["group_0"]["input_activations"] = None
+        write_quantized(tmp_path, "channel", INT8.dtype, quantization=config)
+    rounded = "inputs of projections are rounded to int8, too, "
+    scales = {"dynamic": "each token with its own scale", "static": "with the checkpoint's scales"}
+    line = start(tmp_path)
+    assert (rounded + scales[activations] in line) if activations else ("rounded" not in line)
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    assert rounded not in start(tmp_path)
 
 
 def test_8_bits_of_kv_are_fp8_where_a_gpu_converts_it_and_int8_elsewhere():

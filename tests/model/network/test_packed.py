@@ -12,9 +12,10 @@ from flax import nnx
 
 from model.execution.wide_copies import narrow_kernels
 from model.loading.weights import random_weights
+from model.network.linear import Linear
 from model.network.packed import pack, pack_for_tpu
 from model.network.sharding import abstract_model, make_mesh
-from model.quantization.forms import EightBit, FourBit
+from model.quantization.forms import EightBit, FourBit, Rounding
 from pallas_kernels.cpu import library
 from tests.c_compiler import NATIVE, compiler
 from tests.model.dense_attention import dense_logits
@@ -55,6 +56,34 @@ def test_packed_weights_give_the_same_logits(native, tied, dtype, quantization, 
     assert kernels == {3}
     assert flat(packed)["embedding"].ndim == (3 if tied and quantization is None else 2)
     np.testing.assert_allclose(logits(packed), expected, atol=tolerance * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("is_static", [False, True])
+def test_packed_weights_round_the_inputs_as_others_do(native, dtype, is_static):
+    config = replace(TINY, hidden_size=64, intermediate_size=96, vocab_size=320)
+    rounding = Rounding(is_static=is_static)
+    options = {"dtype": dtype, "quantization": EightBit.INT8, "rounding": rounding, "for_cpu": True}
+    linear = Linear((96, 64), ("mlp", "embed"), rngs=nnx.Rngs(0), **options)
+    if is_static:
+        linear.input_scale.set_value(jnp.float32(0.02))
+    inputs = np.random.default_rng(0).standard_normal((9, 64)).astype(dtype)
+    expected = np.asarray(linear(inputs))
+    packed = pack(linear)
+    assert packed.kernel.shape == (3, 16, 128)
+    np.testing.assert_array_equal(np.asarray(packed(inputs)), expected)
+    planned = pack(abstract_model(config, **options))
+    assert planned.layers[0].mlp.down.kernel.shape == (2, 24, 128)
+    assert planned.head.kernel.shape == (10, 64, 32)  # the head's inputs are not rounded
+    if not is_static:
+        assert shapes(planned) == shapes(pack(random_weights(config, **options)))
+
+
+def test_a_cpu_rounds_the_inputs_of_all_steps_or_of_none(native):
+    config = replace(TINY, hidden_size=64, intermediate_size=96, vocab_size=320)
+    model = abstract_model(config, dtype=jnp.float32, quantization=EightBit.INT8, rounding=Rounding(min_rows=9))
+    with pytest.raises(ValueError, match="in all steps or in none, not from 9 rows on"):
+        pack(model)
 
 
 def test_what_has_no_packed_form_stays(native):

@@ -38,7 +38,7 @@ def target(request, folder) -> Iterator[str]:
         library.compile_library(compiler(), path, option)
     functions = ctypes.CDLL(str(path))
     with pytest.MonkeyPatch.context() as patch:
-        for module, constant in ((attention, "ATTEND"), (products, "MULTIPLY")):
+        for module, constant in ((attention, "ATTEND"), (products, "MULTIPLY"), (products, "MULTIPLY_ROUNDED")):
             name = getattr(library, constant)
             jax.ffi.register_ffi_target(f"{name}_{request.param}", jax.ffi.pycapsule(functions[name]), platform="cpu")
             patch.setattr(module, constant, f"{name}_{request.param}")

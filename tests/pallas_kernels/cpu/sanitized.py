@@ -35,7 +35,7 @@ def attention(kind: str) -> PagedAttention:
 
 def register(path: Path) -> None:
     library._loaded = ctypes.CDLL(str(path))
-    for name in (library.ATTEND, library.MULTIPLY):
+    for name in library.NAMES:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library._loaded[name]), platform="cpu")
 
 

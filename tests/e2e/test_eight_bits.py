@@ -1,4 +1,7 @@
-"""The demo over int8 pages, by the whole engine: no text depends on company, chunks, cached prefixes or preemption."""
+"""The demo over int8 pages, or with weights and inputs in int8, by the whole engine.
+
+No text depends on company, chunks, cached prefixes or preemption.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ def texts(*, alone: bool, **settings) -> list[str]:
     """Of all prompts twice, so that the second time finds the first one's prefixes."""
     limits = {"max_model_len": 128, "max_num_seqs": 1 if alone else 4, "page_size": 16}
     folder = os.environ["JAX_COMPILATION_CACHE_DIR"]
-    with LLM(model="demo", kv_cache_dtype="int8", compile_cache=folder, **limits, **settings) as llm:
+    with LLM(model="demo", compile_cache=folder, **limits, **settings) as llm:
         found = []
         for _ in range(2):
             groups = [[q] for q in QUESTIONS] if alone else [QUESTIONS]
@@ -29,9 +32,11 @@ def texts(*, alone: bool, **settings) -> list[str]:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_texts_are_the_same_in_any_company_and_however_they_are_computed():
-    expected = texts(alone=True, max_num_batched_tokens=16, enable_prefix_caching=False)
+@pytest.mark.parametrize("narrow", ["kv_cache_dtype", "quantization"])
+def test_texts_are_the_same_in_any_company_and_however_they_are_computed(narrow):
+    form = {narrow: "int8"}
+    expected = texts(**form, alone=True, max_num_batched_tokens=16, enable_prefix_caching=False)
     assert "82" in expected[0] and "93" in expected[1] and "77" in expected[2] and "24" in expected[3]
     assert expected[:6] == expected[6:]
     # Nine pages: four requests do not fit together.
-    assert texts(alone=False, max_num_batched_tokens=12, num_pages=9) == expected
+    assert texts(**form, alone=False, max_num_batched_tokens=12, num_pages=9) == expected
