@@ -41,9 +41,8 @@ class Parts:
         if TENSOR_AXIS not in names:
             return cls(axis=None, tensors=(1,), shape=shape)
         axis = names.index(TENSOR_AXIS)
-        finest = math.gcd(
-            config.num_heads, config.intermediate_size, config.vocab_size
-        )  # any number of chips divides it
+        # A number of chips over which the model divides is a divisor of this.
+        finest = math.gcd(config.num_heads, config.intermediate_size, config.vocab_size)
         module = name.rpartition(".")[0]
         if axis == 0 and module.endswith("attention.qkv"):
             tensors: tuple[int, ...] = (config.num_heads, config.num_kv_heads, config.num_kv_heads)

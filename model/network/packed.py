@@ -75,9 +75,8 @@ def _packed(value: jax.Array | jax.ShapeDtypeStruct, together: int | None) -> ja
     if isinstance(value, jax.ShapeDtypeStruct):
         like = jax.eval_shape(partial(products.pack, together=together), value)
         return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=value.sharding)
-    return jax.block_until_ready(
-        products.pack(value, together)
-    )  # one at a time: the memory of the other form is free again
+    # One at a time: the memory of the other form is then free again.
+    return jax.block_until_ready(products.pack(value, together))
 
 
 def _turned(value: Any, axes: tuple[str, ...], mesh: Mesh | AbstractMesh | None) -> Any:
