@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
-from scripts.benchmarks.accounts.targets import GpuTarget, gpu_target
+from scripts.benchmarks.accounts.targets import gpu_target
 
 PAGE_SIZE = 64
 
@@ -42,10 +42,11 @@ class StepShape:
     few_queries: bool = False
 
 
-def compile_layer(
-    target: GpuTarget, mesh: Mesh, spec: AttentionSpec, shape: StepShape, backend: Backend = Backend.GPU
-) -> tuple[jax.stages.Compiled, jax.ShapeDtypeStruct]:
-    """The compiled layer, and the shape of its pages, which are donated. `mesh` has the target's devices."""
+def lower_layer(
+    mesh: Mesh, spec: AttentionSpec, shape: StepShape, backend: Backend = Backend.GPU
+) -> tuple[jax.stages.Lowered, jax.ShapeDtypeStruct]:
+    """The layer, and the shape of its pages, which are donated. `mesh` has the devices of the target that is compiled
+    for (`GpuTarget.compiling`)."""
     attention = PagedAttention(spec, backend, mesh)
 
     def layer(
@@ -72,9 +73,7 @@ def compile_layer(
         for heads in (spec.num_query_heads, spec.num_kv_heads)
     )
     scales = [abstract(2, spec.num_kv_heads, dtype=jnp.float32)] if spec.has_kv_scales else []
-    with target.compiling(mesh):
-        lowered = jax.jit(layer, donate_argnums=4).lower(batch, queries, keys, keys, kv, *scales)
-        return lowered.compile(), kv
+    return jax.jit(layer, donate_argnums=4).lower(batch, queries, keys, keys, kv, *scales), kv
 
 
 def make_spec(
@@ -95,7 +94,9 @@ def main(target_name: str, heads: str, kv_dtype: str, folder: str, cuda_root: st
     target = gpu_target(target_name)
     mesh = Mesh(np.array(target.devices()), ("tensor",))
     # A mixed step has all kernels.
-    compile_layer(target, mesh, make_spec(tuple(json.loads(heads)), kv_dtype=jnp.dtype(kv_dtype)), StepShape())
+    with target.compiling(mesh):
+        lowered, _ = lower_layer(mesh, make_spec(tuple(json.loads(heads)), kv_dtype=jnp.dtype(kv_dtype)), StepShape())
+        lowered.compile()
 
 
 if __name__ == "__main__":

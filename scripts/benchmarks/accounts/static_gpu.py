@@ -102,7 +102,7 @@ def account(
                 f"| {kernel.name} | {kernel.warpgroups} | {kernel.registers} | {kernel.spill_bytes} "
                 f"| {kernel.shared_memory / 1024:.1f} | {ctas} |"
             )
-            figure: dict[str, Any] = vars(kernel) | {"ctas": ctas, "loops": []}
+            figure: dict[str, Any] = kernel.figures() | {"ctas": ctas, "loops": []}
             kernels.append(figure)
             for index, loop in enumerate(read_loops(folder / f"{kernel.file}.sass_ctrl")):
                 turn = Turn.of(loop, kernel, chip, spec)

@@ -6,11 +6,9 @@ Run in a process of its own: `python -m tests.pallas_kernels.gpu.compile_for h20
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
-import tempfile
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,7 +20,7 @@ from pallas_kernels.gpu import tuning
 from pallas_kernels.gpu.device import Gpu
 from pallas_kernels.spec import AttentionSpec, Backend
 from scripts.benchmarks.accounts import gpu_report
-from scripts.benchmarks.accounts.compile_gpu_layer import StepShape, compile_layer, make_spec
+from scripts.benchmarks.accounts.compile_gpu_layer import StepShape, lower_layer, make_spec
 from scripts.benchmarks.accounts.targets import gpu_target
 from tests.pallas_kernels.gpu import proxy_fences
 
@@ -68,45 +66,41 @@ KV_DTYPES = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
 def main(target_name: str) -> None:
     target = gpu_target(target_name)
     mesh = Mesh(np.array(target.devices()), ("tensor",))
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        os.environ["MOSAIC_GPU_DUMP_TO"] = name
-        for case, (heads, page_size, dtype, shape) in cases(target_name).items():
-            for file in folder.iterdir():
-                file.unlink()
-            kv_dtype = KV_DTYPES.get(case.rpartition(" ")[2], jnp.dtype(dtype))
-            if kv_dtype == jnp.float8_e4m3fn and not arch_converts_fp8(target.chip.arch):
-                kv_dtype = jnp.int8
-            spec = make_spec(heads, page_size, jnp.dtype(dtype), kv_dtype)
-            backend = Backend.GPU_MMA if case == MMA_ONLY else Backend.GPU
-            compiled, kv = compile_layer(target, mesh, spec, shape, backend)
-            memory = compiled.memory_analysis()
-            gpu = Gpu(
-                arch=target.chip.arch,
-                num_multiprocessors=target.chip.num_multiprocessors,
-                mma_only=backend is Backend.GPU_MMA,
-            )
-            result = {
-                "case": case,
-                "decodes": not shape.few_queries,
-                "prefills": not shape.decode_only,
-                "merges": merges(gpu, spec, shape),
-                "kv_dtype": str(jnp.dtype(kv_dtype)),
-                "kv_bytes": kv.size * kv.dtype.itemsize,
-                "alias_bytes": memory.alias_size_in_bytes,
-                "temp_bytes": memory.temp_size_in_bytes,
-                # What the work lists are laid out for, and what a chip can hold.
-                "assumed_ctas": {
-                    "decode": tuning.decode_ctas(gpu, spec) // gpu.num_multiprocessors,
-                    "prefill": tuning.prefill_ctas(gpu, spec) // gpu.num_multiprocessors,
-                    "combine": tuning.merging_ctas(gpu) // gpu.num_multiprocessors,
-                },
-                "kernels": [
-                    vars(kernel) | {"ctas": kernel.ctas(target.chip)} | count(folder / f"{kernel.file}.ptx")
-                    for kernel in gpu_report.kernels(folder)
-                ],
-            }
-            print(json.dumps(result), flush=True)
+    for case, (heads, page_size, dtype, shape) in cases(target_name).items():
+        kv_dtype = KV_DTYPES.get(case.rpartition(" ")[2], jnp.dtype(dtype))
+        if kv_dtype == jnp.float8_e4m3fn and not arch_converts_fp8(target.chip.arch):
+            kv_dtype = jnp.int8
+        spec = make_spec(heads, page_size, jnp.dtype(dtype), kv_dtype)
+        backend = Backend.GPU_MMA if case == MMA_ONLY else Backend.GPU
+        with target.compiling(mesh):
+            compiled, kv, kernels = gpu_report.collected(partial(lower_layer, mesh, spec, shape, backend))
+        memory = compiled.memory_analysis()
+        assert memory is not None
+        gpu = Gpu(
+            arch=target.chip.arch,
+            num_multiprocessors=target.chip.num_multiprocessors,
+            mma_only=backend is Backend.GPU_MMA,
+        )
+        result = {
+            "case": case,
+            "decodes": not shape.few_queries,
+            "prefills": not shape.decode_only,
+            "merges": merges(gpu, spec, shape),
+            "kv_dtype": str(jnp.dtype(kv_dtype)),
+            "kv_bytes": kv.size * kv.dtype.itemsize,
+            "alias_bytes": memory.alias_size_in_bytes,
+            "temp_bytes": memory.temp_size_in_bytes,
+            # What the work lists are laid out for, and what a chip can hold.
+            "assumed_ctas": {
+                "decode": tuning.decode_ctas(gpu, spec) // gpu.num_multiprocessors,
+                "prefill": tuning.prefill_ctas(gpu, spec) // gpu.num_multiprocessors,
+                "combine": tuning.merging_ctas(gpu) // gpu.num_multiprocessors,
+            },
+            "kernels": [
+                kernel.figures() | {"ctas": kernel.ctas(target.chip)} | count(kernel.ptx) for kernel in kernels
+            ],
+        }
+        print(json.dumps(result), flush=True)
 
 
 def merges(gpu: Gpu, spec: AttentionSpec, shape: StepShape) -> bool:
@@ -118,8 +112,7 @@ def merges(gpu: Gpu, spec: AttentionSpec, shape: StepShape) -> bool:
     return any(parts.num_slots > 0 for parts in found)
 
 
-def count(path: Path) -> dict[str, Any]:
-    ptx = path.read_text()
+def count(ptx: str) -> dict[str, Any]:
     return {
         "proxy_fences": ptx.count(proxy_fences.FENCE),
         "unfenced": proxy_fences.unfenced_accesses(ptx),
