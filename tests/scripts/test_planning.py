@@ -255,10 +255,10 @@ def test_the_compiler_decides_the_number_of_pages(monkeypatch, capsys):
     flags = ["--model", "1b", "--target", "v6e:1x1", "--max-model-len", "8192", "--max-num-seqs", "512", "--json"]
     assert plan.main([*flags, "--compile", "layers"]) == 0
     memory = json.loads(capsys.readouterr().out)["memory"]
-    beside = (5 << 30) + 16 * (100 << 20) + 2 * GIB
-    fitting = (int(32 * GIB * 0.9) - beside) // (4 << 20) - 1
+    all_but_pages = (5 << 30) + 16 * (100 << 20) + 2 * GIB
+    fitting = (int(32 * GIB * 0.9) - all_but_pages) // (4 << 20) - 1
     assert memory["num_pages"] == fitting >> 5 << 5  # in eight bits
-    assert memory["weights"] + memory["state"] + memory["temporaries"] == beside
+    assert memory["weights"] + memory["state"] + memory["temporaries"] == all_but_pages
     assert (memory["mark"], memory["compiled"]["code"]) == ("compiled", None)
 
 
