@@ -21,19 +21,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from batcher.step import Bucket, Variant
 from model.compiling.compiler_options import compiler_options
 from model.execution.memory_plan import RunnerConfig
 from model.execution.step_programs import StepPrograms
 from model.execution.wide_copies import find, told_apart
-from model.network.layers import DecoderLayer
 from model.network.packed import pack_for_tpu
-from model.network.sharding import TENSOR_AXIS, make_mesh
+from model.network.sharding import make_mesh
 from pallas_kernels.spec import Backend
 from scripts.benchmarks.accounts.glue import layer_cycles
 from scripts.benchmarks.accounts.step_bytes import step_bytes
@@ -54,33 +50,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, action="append", help="of a step; may be given again (default: 64)")
     parser.add_argument("--context", type=int, default=2048, help="tokens of each row")
     parser.add_argument("--options", type=json.loads, default={}, help="XLA's options besides the server's, as JSON")
-    parser.add_argument("--split-tokens", action="store_true", help="each chip adds and norms its own tokens (a trial)")
     parser.add_argument("--dump", type=Path, metavar="FILE", help="write the last program there")
     parser.add_argument("--kv-dtype", choices=("bfloat16", "int8"), default="bfloat16", help="of the pages")
     args = parser.parse_args()
     devices = tpu_target(args.target).devices()
     mesh = make_mesh(len(devices), devices)
-    if args.split_tokens:
-        split_tokens(mesh)
     model = pack_for_tpu(model_of(args, mesh), mesh)
     attention = attention_of(model.config, mesh, Backend.TPU, page_size=PAGE_SIZE, kv_dtype=jnp.dtype(args.kv_dtype))
     programs = StepPrograms(model, attention, LIMITS, NUM_PAGES, None)
     for num_tokens in args.tokens or [NUM_ROWS]:
         account = {"num_tokens": num_tokens, **compile_step(programs, num_tokens, args.options, args.dump)}
         print(json.dumps(account | step_bytes(model, attention, num_rows=NUM_ROWS, context=args.context)), flush=True)
-
-
-def split_tokens(mesh: Mesh) -> None:
-    """Splits the residual stream of all layers by tokens, so that sums become reduce-scatters and all-gathers."""
-    split = NamedSharding(mesh, P(TENSOR_AXIS))
-
-    def call(self: DecoderLayer, x: jax.Array, *rest: Any) -> tuple[jax.Array, Any]:
-        x = jax.lax.with_sharding_constraint(x, split)
-        attended, kv = self.attention(self.attention_norm(x), *rest)
-        x = jax.lax.with_sharding_constraint(x + attended, split)
-        return jax.lax.with_sharding_constraint(x + self.mlp(self.mlp_norm(x)), split), kv
-
-    DecoderLayer.__call__ = call  # type: ignore[assignment, method-assign]
 
 
 def compile_step(
