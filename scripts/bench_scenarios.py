@@ -7,7 +7,8 @@
 share three quarters of their tokens, and prompts that share none, with and without the prefix cache. `bursts`: even
 arrivals and bursts, at half the capacity. `priorities`: a tenth of the requests goes before the others, above the
 capacity. `goodput`: the highest rate of chats within objectives. Servers of one scenario run at the same time, and
-are loaded one after the other; rounds alternate between them.
+are loaded one after the other; rounds alternate between them. They compile all programs before they are ready: a CPU
+would compile some while the first rows are measured.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def servers(flags: Mapping[str, str], args: argparse.Namespace) -> Iterator[Targ
             port = args.port + number
             command = (
                 f"{shlex.quote(sys.executable)} -m scripts.launch --model {shlex.quote(args.model)} --port {port} "
-                f"--device {args.device} --served-model-name bench --max-model-len {args.context} {own}"
+                f"--device {args.device} --served-model-name bench --max-model-len {args.context} "
+                f"--compile-all-first {own}"
             )
             stack.enter_context(serving(name.replace(" ", "-"), command, port, timeout_s=args.start_timeout))
             targets[name] = Target(base_url=f"http://127.0.0.1:{port}", model="bench", ignore_eos=True)
