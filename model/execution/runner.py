@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from model.compiling.compiler_options import compiler_options
 from model.execution import memory_plan
 from model.execution.compiled_programs import CompiledPrograms
 from model.execution.device_memory import device_memory
+from model.execution.host_copy import HostCopy
 from model.execution.memory_plan import RunnerConfig
 from model.execution.step import DeviceState, KvScales, OutputLayout, history_blocks
 from model.execution.step_programs import StepPrograms, device_of
@@ -89,7 +90,6 @@ class ModelRunner:
         self._described = StepPrograms(model, attention, config, self._num_pages, draft)
         self._programs = CompiledPrograms(self._described, traced_folder=traced_folder, export_folder=export_folder)
         self._make_state = _maker_of(self._described.state_like)
-        self._on_host: list[np.ndarray] | None = None  # the weights, while they are not on the device
         if _is_in_place(model):
             self.place(model, kv_scales, draft=None if draft is None else draft[0])
 
@@ -102,35 +102,45 @@ class ModelRunner:
             kv_scales: f32[L, 2, K], the scales of keys and values in 8-bit pages; None for other pages.
             draft: the draft model or head, if the runner was made with one.
         """
-        self._weights = self._described.weights_of([model] if draft is None else [model, draft])
+        weights = self._described.weights_of([model] if draft is None else [model, draft])
         if (kv_scales is not None) != self._attention.spec.has_kv_scales:
             raise ValueError(f"K/V scales come with pages of 8 bits only: {self._attention.spec.kv_dtype=}")
-        self._kv_scales: KvScales = self._described.kv_scales_like
+        scales_of_layers: KvScales = self._described.kv_scales_like
         if kv_scales is not None:
-            self._kv_scales = [
+            scales_of_layers = [
                 jax.device_put(scales, like.sharding)
                 for scales, like in zip(kv_scales, self._described.kv_scales_like, strict=True)
             ]
         self._state = self._make_state()
-        self._on_host = None
+        self._weights, self._kv_scales = weights, scales_of_layers
+
+    def copied(self) -> list[HostCopy]:
+        """The weights in the host's memory. Those on the devices stay. No step is in flight."""
+        return [HostCopy.of(array) for array in self._weights]
 
     def release(self) -> None:
-        """Copies the weights to the host, and frees their memory and that of the state on the device. No step is in
-        flight, and none may run before `restore` or `place`."""
-        on_host = []
+        """Frees the memory of the weights and of the state on the device. No step is in flight, and none may run before
+        `restore` or `place`."""
         for array in self._weights:
-            on_host.append(np.array(array))
             array.delete()
-        self._on_host = on_host
         self._free_state()
 
-    def restore(self) -> None:
-        """Brings the weights of `release` back to the device, and allocates an empty state."""
-        assert self._on_host is not None, "the weights were not released"
-        likes = zip(self._on_host, self._described.weights_like, strict=True)
-        self._weights = [jax.device_put(array, like.sharding) for array, like in likes]
-        self._on_host = None
-        self._state = self._make_state()
+    def restore(self, weights: Sequence[HostCopy]) -> None:
+        """Brings weights that were `copied` back to the device, and allocates an empty state.
+
+        Raises RuntimeError if the device has no room; nothing is on it then.
+        """
+        restored: list[jax.Array] = []
+        try:
+            for copy in weights:
+                restored.append(copy.on_devices())
+            jax.block_until_ready(restored)
+            self._state = self._make_state()
+        except BaseException:
+            for array in restored:
+                array.delete()
+            raise
+        self._weights = restored
 
     def capacity(self) -> Capacity:
         """The limits of the scheduler."""

@@ -3,66 +3,121 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from batcher.change import Change
 from batcher.engine import Engine
 from model.inputs.paths import is_url, place
+from model.inputs.words import one_line
+from scripts.wiring.load import Loaded, Loader
 from scripts.wiring.settings import EngineSettings
 from scripts.wiring.weights import ChosenWeights, choose_weights
 from server.engine.around import EngineAround
+from server.engine.weights import Weights
 from server.engine.wire import ChangeWeights, WeightsChange
 
 if TYPE_CHECKING:
-    from model.execution.runner import ModelRunner
+    from model.execution.host_copy import HostCopy
 
 
 class ChangeableEngine(EngineAround):
-    """`server.engine.process.ChangeableEngine`.
+    """`server.engine.process.ChangeableEngine`."""
 
-    Args:
-        load: loads weights into the runner in place of its own, see `wiring.load`.
-        weights: those of the start.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        runner: ModelRunner,
-        load: Callable[[ChosenWeights], None],
-        settings: EngineSettings,
-        weights: ChosenWeights,
-        platform: str,
-    ) -> None:
+    def __init__(self, engine: Engine, weights: Weights) -> None:
         super().__init__(engine)
         self._engine = engine
-        self._runner = runner
-        self._load = load
-        self._settings = settings
         self._weights = weights
-        self._platform = platform
 
     def change_weights(self, command: ChangeWeights, on_done: Callable[[Exception | None], None]) -> None:
         """Changes the weights between two steps. Running requests are recomputed, and the prefix cache is emptied."""
-        match command.change:
-            case WeightsChange.SLEEP:
-                change = Change(work=self._runner.release, on_done=on_done, serves_after=False)
-            case WeightsChange.WAKE_UP:
-                change = Change(work=self._runner.restore, on_done=on_done)
-            case WeightsChange.RELOAD:
-                change = Change(work=lambda: self._reload(command.model), on_done=on_done)
-        self._engine.change(change)
 
-    def _reload(self, model: str | None) -> None:
-        """Raises ValueError or OSError if the weights cannot be used; the old ones are then in place."""
-        weights = self._find(model)
-        self._runner.release()  # there may be no room for both
-        try:
-            self._load(weights)
-        except BaseException:
-            self._runner.restore()
-            raise
+        def work() -> None:
+            self._weights.check(command)
+            self._weights.prepare()
+            self._weights.commit()
+
+        serves_after = command.change is not WeightsChange.SLEEP
+        self._engine.change(Change(work=work, on_done=on_done, serves_after=serves_after))
+
+
+class RunnerWeights:
+    """`server.engine.weights.Weights`: those of a runner, on the chips of this host.
+
+    Args:
+        loader: loads weights into the runner.
+        weights: those of the start.
+    """
+
+    def __init__(self, loader: Loader, settings: EngineSettings, weights: ChosenWeights, platform: str) -> None:
+        self._runner = loader.runner
+        self._loader = loader
+        self._settings = settings
+        self._weights = weights
+        self._platform = platform
+        self._change = WeightsChange.WAKE_UP
+        self._found = weights  # of a reload
+        self._loaded: Loaded | None = None  # of a reload that is prepared
+        self._held: Sequence[HostCopy] = ()  # the weights, while they may be missing on the chips
+
+    def check(self, command: ChangeWeights) -> Mapping[str, str]:
+        """Finds the weights of a reload. ValueError if the engine was not made for them."""
+        self._change = command.change
+        if command.change is not WeightsChange.RELOAD:
+            return {}
+        self._found = self._find(command.model)
+        are_stored = self._loader.kv_ranges(self._found) is not None
+        return {"the scales of K/V": "stored" if are_stored else "not stored"}
+
+    def prepare(self) -> None:
+        """Copies the weights to the host, brings them back, or reads others in their place."""
+        match self._change:
+            case WeightsChange.SLEEP:
+                try:
+                    self._held = self._runner.copied()
+                except MemoryError as error:
+                    raise ValueError("the host's memory has no room for the weights") from error
+            case WeightsChange.WAKE_UP:
+                try:
+                    self._runner.restore(self._held)
+                except RuntimeError as error:
+                    raise ValueError(f"the weights cannot go back to the device: {one_line(str(error))}") from error
+            case WeightsChange.RELOAD:
+                self._held = self._runner.copied()
+                self._runner.release()  # there may be no room for both
+                try:
+                    self._loaded = self._loader.read(self._found)
+                except BaseException as error:
+                    traceback.clear_frames(error.__traceback__)  # they may hold some of the new weights
+                    self.abandon()
+                    raise
+
+    def commit(self) -> None:
+        """Frees what is no longer needed. Whatever the error, the old weights are in place after it."""
+        if self._change is WeightsChange.SLEEP:
+            self._runner.release()
+            return
+        if self._loaded is not None:
+            try:
+                self._loader.place(self._loaded)
+            except BaseException:
+                self.abandon()
+                raise
+        self._held, self._loaded = (), None
+
+    def abandon(self) -> None:
+        """Puts the weights where they were."""
+        match self._change:
+            case WeightsChange.SLEEP:
+                self._held = ()
+            case WeightsChange.WAKE_UP:
+                self._runner.release()
+            case WeightsChange.RELOAD:
+                if self._loaded is not None:
+                    self._loaded.delete()
+                self._runner.restore(self._held)
+                self._held, self._loaded = (), None
 
     def _find(self, model: str | None) -> ChosenWeights:
         """The weights in a folder or file. Raises ValueError if the engine was not made for them."""
@@ -73,7 +128,7 @@ class ChangeableEngine(EngineAround):
                 where = "in the bucket" if is_url(model) else "on this machine"
                 raise ValueError(f"model {model!r}: there is no such folder or file {where}")
         weights = choose_weights(settings, self._platform)
-        for name in ("config", "dtype", "quantization"):
+        for name in ("config", "dtype", "quantization", "rounding"):
             if getattr(weights, name) != getattr(self._weights, name):
                 differing = _differing(getattr(self._weights, name), getattr(weights, name))
                 raise ValueError(f"model {settings.model!r}: it is not a model of the same shapes: {name} {differing}")

@@ -21,14 +21,14 @@ from batcher.step import Bucket, Runner
 from batcher.step_times import StepTimes
 from scripts.wiring.attention import choose_attention
 from scripts.wiring.backends import Backends, own_backends
-from scripts.wiring.changeable import ChangeableEngine
+from scripts.wiring.changeable import ChangeableEngine, RunnerWeights
 from scripts.wiring.choices import choose_later_programs, choose_model_len, choose_step_timeout
 from scripts.wiring.compile_turn import CompileTurn
 from scripts.wiring.device import compile_cache_folder, export_cache_folder, find_device, native_folder, start_jax
 from scripts.wiring.draft import ChosenDraft, choose_draft
 from scripts.wiring.head import ChosenHead
 from scripts.wiring.limits import bucket_config, even_context, long_prompts, runner_config
-from scripts.wiring.load import Report, load, phase
+from scripts.wiring.load import Loader, Report, phase
 from scripts.wiring.model_on_chips import ModelOnChips
 from scripts.wiring.parallel import choose_num_chips, describe_idle
 from scripts.wiring.replicas import claim_chips
@@ -65,7 +65,11 @@ class Built:
     info: EngineInfo
     weights: ChosenWeights
     platform: str
-    reload: Callable[[ChosenWeights], None]  # loads other weights into the runner
+    loader: Loader  # of other weights
+
+    def changeable_weights(self) -> RunnerWeights:
+        """The runner's weights, as an engine changes them."""
+        return RunnerWeights(self.loader, self.settings, self.weights, self.platform)
 
     def engine(
         self,
@@ -128,8 +132,7 @@ def build_served(served: ServedSettings, report: Report) -> tuple[ChangeableEngi
                 turn.wait()
                 say("for the programs of engine 0")
         engine = warm_engine(built, report, served_tokenizer(served), read_tokens=True)
-    changeable = ChangeableEngine(engine, built.runner, built.reload, settings, built.weights, built.platform)
-    return changeable, built.info
+    return ChangeableEngine(engine, built.changeable_weights()), built.info
 
 
 def served_tokenizer(served: ServedSettings) -> Callable[[int], Tokenizer]:
@@ -264,8 +267,17 @@ def build_runner(
     # On a GPU, XLA's autotuner times kernels during compilation and keeps its choices: nothing else may run then.
     if compile_meanwhile and platform != "gpu":
         runner.start_compiling(ladder.buckets(), later)
+    loader = Loader(
+        runner=runner,
+        draft=draft,
+        chips=chips,
+        attention=attention,
+        buckets=buckets,
+        settings=settings,
+        report=report,
+    )
     try:
-        load(runner, weights, draft, chips, attention, buckets, settings, report)
+        loader.load(weights)
     except BaseException:
         runner.stop_compiling()
         raise
@@ -273,7 +285,7 @@ def build_runner(
         runner=runner,
         weights=weights,
         platform=platform,
-        reload=lambda other: load(runner, other, draft, chips, attention, buckets, settings, report),
+        loader=loader,
         ladder=ladder,
         may_wait=tuple(later),
         eos_token_ids=weights.source.eos_token_ids,

@@ -1,4 +1,4 @@
-"""The scales of 8-bit K/V pages: from the checkpoint, or measured at the start."""
+"""The scales of 8-bit K/V pages: from the checkpoint, or measured when its weights are in place."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
-    from model.loading.stored_weights import StoredWeights
     from model.network.llama import Llama
     from pallas_kernels.spec import AttentionSpec
 
 
-def find_kv_scales(
-    model: Llama, stored: StoredWeights | None, spec: AttentionSpec, *, measure: bool
-) -> tuple[np.ndarray, str]:
+def find_kv_scales(model: Llama, stored: np.ndarray | None, spec: AttentionSpec) -> tuple[np.ndarray, str]:
     """The scales f32[L, 2, K] for the stored KV heads, and their origin in words.
 
     Args:
         model: its weights are in place.
-        stored: the checkpoint; None if the weights are random.
-        measure: measure the scales even if the checkpoint has some.
+        stored: the ranges that the checkpoint has (`StoredWeights.kv_ranges`); None: they are measured, on all hosts
+            at once.
     """
     import jax.numpy as jnp
     import numpy as np
@@ -28,8 +25,7 @@ def find_kv_scales(
     from model.execution.kv_range import measured_range
     from pallas_kernels.quantised import scales_of
 
-    ranges = None if stored is None or measure else stored.kv_ranges()
-    origin = "with the checkpoint's scales"
+    ranges, origin = stored, "with the checkpoint's scales"
     if ranges is None:
         ranges, origin = measured_range(model), "with scales measured on fixed tokens"
     ranges = np.repeat(ranges, spec.num_kv_heads // ranges.shape[2], axis=2)  # KV heads may be stored repeated

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from batcher.buckets import BucketConfig
@@ -17,6 +18,8 @@ from scripts.wiring.settings import EngineSettings
 from scripts.wiring.weights import ChosenWeights
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from model.execution.runner import ModelRunner
     from model.network.eagle import EagleHead
     from model.network.llama import Llama
@@ -26,44 +29,84 @@ Report = Callable[[str], None]
 GIB = 1 << 30
 
 
-def load(
-    runner: ModelRunner,
-    weights: ChosenWeights,
-    draft: ChosenDraft | None,
-    chips: ModelOnChips,
-    attention: PagedAttention,
-    buckets: BucketConfig,
-    settings: EngineSettings,
-    report: Report,
-) -> None:
-    """Loads the weights into the runner, which then allocates its pages."""
-    spec, capacity = attention.spec, runner.capacity()
-    with phase("load", report) as say:
-        model = _load_one(weights, chips, attention, say)
-    draft_model = None
-    if draft is not None and chips.draft is not None:
-        with phase("draft", report) as say:
-            draft_model = _load_one(draft.weights, chips.draft, attention, say)
-    kv_scales = None
-    if spec.has_kv_scales:
-        with phase("scales", report) as say:
-            stored, measure = weights.stored, settings.calculate_kv_scales
-            kv_scales, origin = find_kv_scales(model, stored, spec, measure=measure)
-            kv_dtype, remark = choose_kv_dtype(settings.kv_cache_dtype, weights.dtype, attention.backend)
-            say(", ".join(filter(None, (f"K/V in {kv_dtype}", remark, origin))))
-    with phase("allocate", report) as say:
-        runner.place(model, kv_scales, draft=draft_model)
-        kv_bytes = capacity.num_pages * attention.page_bytes() * weights.config.num_layers
-        say(
-            f"{capacity.num_pages} K/V pages of {spec.page_size} tokens, {kv_bytes / GIB:.2f} GiB: "
-            f"{capacity.num_pages // capacity.pages_per_seq} requests of {capacity.max_model_len} tokens at once; "
-            f"attention backend {attention.backend}, at most {buckets.max_num_seqs} sequences and "
-            f"{buckets.max_num_batched_tokens} tokens a step"
-        )
-        if buckets.num_steps > 1:
-            say(f"up to {buckets.num_steps} steps a program of up to {buckets.max_multi_step_rows} rows")
-        if buckets.num_drafts:
-            say(f"{buckets.num_drafts} drafts a row in steps of up to {buckets.max_draft_rows} rows")
+@dataclass(frozen=True)
+class Loaded:
+    """What has been read of a checkpoint. The models' weights are on the chips."""
+
+    weights: ChosenWeights
+    model: Llama
+    draft: Llama | EagleHead | None
+    kv_ranges: np.ndarray | None  # as of `Loader.kv_ranges`
+
+    def delete(self) -> None:
+        """Frees the memory of the chips."""
+        import jax
+        from flax import nnx
+
+        for model in filter(None, (self.model, self.draft)):
+            for leaf in jax.tree.leaves(nnx.state(model)):
+                leaf.delete()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loader:
+    """Loads weights into a runner, at the start and later others of the same shapes.
+
+    With several hosts all of them call the same methods. `read` waits for no other host, and `place` may do so.
+    """
+
+    runner: ModelRunner
+    draft: ChosenDraft | None
+    chips: ModelOnChips
+    attention: PagedAttention
+    buckets: BucketConfig
+    settings: EngineSettings
+    report: Report
+
+    def load(self, weights: ChosenWeights) -> None:
+        """`read`, then `place`."""
+        self.place(self.read(weights))
+
+    def read(self, weights: ChosenWeights) -> Loaded:
+        """Reads the parts of the chips of this host. Raises ValueError or OSError if they cannot be read."""
+        with phase("load", self.report) as say:
+            model = _load_one(weights, self.chips, self.attention, say)
+        draft_model = None
+        if self.draft is not None and self.chips.draft is not None:
+            with phase("draft", self.report) as say:
+                draft_model = _load_one(self.draft.weights, self.chips.draft, self.attention, say)
+        return Loaded(weights, model, draft_model, self.kv_ranges(weights))
+
+    def place(self, loaded: Loaded) -> None:
+        """Gives the weights to the runner, which then allocates its pages."""
+        runner, buckets, attention = self.runner, self.buckets, self.attention
+        spec, capacity, config = attention.spec, runner.capacity(), loaded.weights.config
+        kv_scales = None
+        if spec.has_kv_scales:
+            with phase("scales", self.report) as say:
+                kv_scales, origin = find_kv_scales(loaded.model, loaded.kv_ranges, spec)
+                asked = self.settings.kv_cache_dtype
+                kv_dtype, remark = choose_kv_dtype(asked, loaded.weights.dtype, attention.backend)
+                say(", ".join(filter(None, (f"K/V in {kv_dtype}", remark, origin))))
+        with phase("allocate", self.report) as say:
+            runner.place(loaded.model, kv_scales, draft=loaded.draft)
+            kv_bytes = capacity.num_pages * attention.page_bytes() * config.num_layers
+            say(
+                f"{capacity.num_pages} K/V pages of {spec.page_size} tokens, {kv_bytes / GIB:.2f} GiB: "
+                f"{capacity.num_pages // capacity.pages_per_seq} requests of {capacity.max_model_len} tokens at once; "
+                f"attention backend {attention.backend}, at most {buckets.max_num_seqs} sequences and "
+                f"{buckets.max_num_batched_tokens} tokens a step"
+            )
+            if buckets.num_steps > 1:
+                say(f"up to {buckets.num_steps} steps a program of up to {buckets.max_multi_step_rows} rows")
+            if buckets.num_drafts:
+                say(f"{buckets.num_drafts} drafts a row in steps of up to {buckets.max_draft_rows} rows")
+
+    def kv_ranges(self, weights: ChosenWeights) -> np.ndarray | None:
+        """Those of 8-bit pages that the checkpoint has. None: the pages have none, or they are to be measured."""
+        if not self.attention.spec.has_kv_scales or self.settings.calculate_kv_scales or weights.stored is None:
+            return None
+        return weights.stored.kv_ranges()
 
 
 def _load_one(weights: ChosenWeights | ChosenHead, chips: ModelOnChips, attention: PagedAttention, say: Report) -> Any:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from model.inputs.words import described
+from scripts.wiring.changeable import ChangeableEngine
 from scripts.wiring.engine import OtherHosts, build_runner, served_tokenizer, warm_engine
 from scripts.wiring.settings import EngineSettings, ServedSettings, flag
 from server.engine.hosts.broadcast import BroadcastRunner
@@ -17,6 +18,7 @@ from server.engine.hosts.follower import Follower
 from server.engine.hosts.leader import Leader
 from server.engine.hosts.messages import Compile, bucket_from_wire
 from server.engine.hosts.served import FollowingEngine, LeadingEngine
+from server.engine.hosts.weights import AllWeights, FollowersWeights
 from server.engine.process import Reporter
 from server.engine.wire import EngineInfo
 
@@ -37,7 +39,8 @@ def build_leader(served: ServedSettings, report: Reporter) -> tuple[LeadingEngin
         built = build_runner(served.engine, report, compile_meanwhile=True, others=others)
         runner = BroadcastRunner(built.runner, leader)
         engine = warm_engine(built, report, served_tokenizer(served), read_tokens=True, runner=runner)
-    return LeadingEngine(engine, leader, _leave), built.info
+    changeable = ChangeableEngine(engine, AllWeights(built.changeable_weights(), leader))
+    return LeadingEngine(changeable, leader, _leave), built.info
 
 
 def build_follower(served: ServedSettings, report: Reporter) -> tuple[FollowingEngine, EngineInfo]:
@@ -54,7 +57,8 @@ def build_follower(served: ServedSettings, report: Reporter) -> tuple[FollowingE
         built.runner.compile(map(bucket_from_wire, command.buckets), lambda line: report(f"  {line}"))
         follower.compiled()
     most_in_flight = served.engine.pipeline_depth
-    engine = FollowingEngine(built.runner, follower, report, most_in_flight=most_in_flight, leave=_leave)
+    weights = FollowersWeights(built.changeable_weights(), follower)
+    engine = FollowingEngine(built.runner, follower, report, weights, most_in_flight=most_in_flight, leave=_leave)
     return engine, built.info
 
 

@@ -228,7 +228,7 @@ def _change_weights(engine: ServedEngine, command: wire.ChangeWeights, sender: _
         sender.put(wire.Changed(None if error is None else described(error)))
 
     if not isinstance(engine, ChangeableEngine):
-        answer(ValueError("the weights of an engine on several hosts cannot be changed while it serves"))
+        answer(ValueError("this engine cannot change its weights while it serves"))
         return
     try:
         engine.change_weights(command, answer)

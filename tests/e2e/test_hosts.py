@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -24,7 +25,7 @@ import pytest
 from model.loading.source import DEMO_FOLDER
 from scripts import convert_checkpoint
 from tests.conftest import QUICKLY_COMPILED
-from tests.e2e.conftest import ROOT, serve
+from tests.e2e.conftest import ADMIN_KEY, ROOT, serve
 from tests.model.checkpoints import write_tensors
 from tests.model.goldens.make import tensors
 from tests.server.engine.hosts.test_hosts import free_port
@@ -33,6 +34,7 @@ from tests.server.support.requests import wait_until
 pytestmark = [pytest.mark.e2e, pytest.mark.hosts, pytest.mark.slow]
 
 FLAGS = "--seed 0 --max-model-len 256 --max-num-seqs 1 --max-num-batched-tokens 16".split()
+ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 QUICK = " ".join(flag for flag in QUICKLY_COMPILED["XLA_FLAGS"].split() if "device_count" not in flag)
 LAUNCH = [sys.executable, "-m", "scripts.launch", "--device", "cpu", "--port", "0"]
 STARTED_S, ENDED_S = 400, 60  # on a busy machine, with nothing compiled
@@ -44,33 +46,40 @@ SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 5, "frequency_penalty": 1, 
 ENDLESS = {"prompt": "Count", "max_tokens": 200, "ignore_eos": True, "stream": True}
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory) -> Path:
-    """A checkpoint with the demo's tokenizer, converted."""
-    source, folder = tmp_path_factory.mktemp("random") / "hf", tmp_path_factory.mktemp("converted") / "wide"
+def converted(folder: Path, seed: int) -> Path:
+    """A checkpoint with the demo's tokenizer and random weights, converted."""
+    source = folder / "hf"
     source.mkdir()
     raw = DEMO | SIZES | {"tie_word_embeddings": False}
     (source / "config.json").write_text(json.dumps(raw))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(DEMO_FOLDER / name, source)
-    write_tensors(source, tensors(raw, 0))
-    assert convert_checkpoint.main([str(source), str(folder)]) == 0
-    return folder
+    write_tensors(source, tensors(raw, seed))
+    assert convert_checkpoint.main([str(source), str(folder / "wide")]) == 0
+    return folder / "wide"
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    return converted(tmp_path_factory.mktemp("converted"), 0)
 
 
 class Host:
     """One host: `scripts.launch` and its engine's process."""
 
     def __init__(self, number: int, port: int, folder: Path, model: Path, *flags: str) -> None:
+        self.folder = folder / str(number)  # in which it runs
+        self.folder.mkdir()
         self.out, self.err = folder / f"{number}.out", folder / f"{number}.err"
         place = ["--coordinator", f"127.0.0.1:{port}", "--num-hosts", "2", "--host-id", str(number)]
         place += ["--model", str(model), "--tensor-parallel-size", "8"]
         cache = ["--compile-cache", os.environ["JAX_COMPILATION_CACHE_DIR"]]
         environment = os.environ | {"PALLAS_SERVE_HOSTS_SECRET": "a secret for the tests", "XLA_FLAGS": QUICK}
+        environment |= {"PYTHONPATH": str(ROOT)}
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = subprocess.Popen(
                 [*LAUNCH, *FLAGS, *place, *cache, *flags],
-                cwd=ROOT, stdout=out, stderr=err, env=environment,
+                cwd=self.folder, stdout=out, stderr=err, env=environment,
             )  # fmt: skip
         self.family: list[psutil.Process] = []
 
@@ -106,12 +115,12 @@ def alive(process: psutil.Process) -> bool:
 class Pair:
     """A leader, and a follower that is late."""
 
-    def __init__(self, folder: Path, model: Path, stack: contextlib.ExitStack) -> None:
+    def __init__(self, folder: Path, model: Path, stack: contextlib.ExitStack, *flags: str) -> None:
         port = free_port()
-        self.leader = Host(0, port, folder, model)
+        self.leader = Host(0, port, folder, model, *flags)
         stack.callback(self.leader.kill)
         self.leader.wait_for("waiting for host 1 of 2")
-        self.follower = Host(1, port, folder, model)
+        self.follower = Host(1, port, folder, model, *flags)
         stack.callback(self.follower.kill)
         self.url = self.leader.wait_for("ready after").split(": ")[1].removesuffix("/v1")
         self.health = self.follower.wait_for("following after").split(": ")[1]
@@ -121,6 +130,18 @@ class Pair:
 def pair(tmp_path, model) -> Iterator[Pair]:
     with contextlib.ExitStack() as stack:
         yield Pair(tmp_path, model, stack)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory, model) -> Iterator[Pair]:
+    """For tests that leave the hosts as they found them. Both end well after all that the tests did to them."""
+    with contextlib.ExitStack() as stack:
+        pair = Pair(tmp_path_factory.mktemp("kept"), model, stack, "--admin-api-key", ADMIN_KEY)
+        yield pair
+        pair.leader.process.terminate()
+        pair.follower.process.terminate()  # as a manager of machines does
+        assert pair.leader.ended() == 0
+        assert pair.follower.ended() == 0
 
 
 class Stream:
@@ -147,28 +168,74 @@ class Stream:
         return self.text
 
 
-def test_two_hosts_of_four_chips_say_what_one_chip_says(pair, model):
-    def said(url: str) -> list[str]:
-        with httpx.Client(base_url=url, timeout=ENDED_S) as http:
-            return [
-                http.post("/v1/completions", json={"prompt": prompt} | how).json()["choices"][0]["text"]
-                for how in (GREEDY, SAMPLED)
-                for prompt in ("Once upon a time", "What is 47 + 35?")
-            ]
+def said(url: str) -> list[str]:
+    with httpx.Client(base_url=url, timeout=ENDED_S) as http:
+        return [
+            http.post("/v1/completions", json={"prompt": prompt} | how).json()["choices"][0]["text"]
+            for how in (GREEDY, SAMPLED)
+            for prompt in ("Once upon a time", "What is 47 + 35?")
+        ]
 
+
+def compiled_since(url: str) -> float:
+    metrics = httpx.get(f"{url}/metrics", timeout=ENDED_S).text
+    (count,) = re.findall(r"num_compiles_after_warm_up_total\{.*\} (.*)", metrics)
+    return float(count)
+
+
+def test_two_hosts_of_four_chips_say_what_one_chip_says(kept, model):
     with serve("--model", str(model), *FLAGS, env=os.environ | QUICKLY_COMPILED) as server:
-        texts = said(pair.url)
+        texts = said(kept.url)
         assert texts == said(server.url)
         assert len({*texts}) == 4
-    with httpx.Client(timeout=ENDED_S) as http:
-        metrics = http.get(f"{pair.url}/metrics").text
-        assert re.findall(r"num_compiles_after_warm_up_total\{.*\} (.*)", metrics) == ["0.0"]
-        for path, status in (("/health", 200), ("/live", 200), ("/v1/models", 404)):
-            assert http.get(pair.health.removesuffix("/health") + path).status_code == status
-    pair.leader.process.terminate()
-    pair.follower.process.terminate()  # as a manager of machines does
-    assert pair.leader.ended() == 0
-    assert pair.follower.ended() == 0
+    assert compiled_since(kept.url) == 0
+    for path, status in (("/health", 200), ("/live", 200), ("/v1/models", 404)):
+        assert httpx.get(kept.health.removesuffix("/health") + path, timeout=ENDED_S).status_code == status
+
+
+def test_the_weights_of_both_hosts_change_or_none(kept, tmp_path):
+    """The hosts run in folders of their own, so a relative name can be of something that only one of them has."""
+    first = said(kept.url)
+    others = converted(tmp_path, 1)
+    places = [host.folder / "others" for host in (kept.leader, kept.follower)]
+    with httpx.Client(base_url=kept.url, headers=ADMIN, timeout=ENDED_S) as http, ThreadPoolExecutor(1) as thread:
+
+        def reload(**body: str) -> httpx.Response:
+            return http.post("/admin/reload", json=body)
+
+        def refused() -> str:
+            answer = reload(model="others")
+            assert answer.status_code == 400
+            assert said(kept.url) == first
+            return answer.json()["error"]["message"]
+
+        assert http.post("/sleep").status_code == 200
+        waiting = thread.submit(said, kept.url)
+        assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+        assert not waiting.done()
+        assert http.post("/wake_up").status_code == 200
+        assert waiting.result(ENDED_S) == first
+
+        lacking = r": model 'others': there is no such folder or file on this machine$"
+        for name, place in zip((r"host 1 \(.*\)", r"host 0 \(the leader\)"), places, strict=True):
+            place.symlink_to(others)
+            assert re.search(f"were not changed: {name}{lacking}", refused())
+            place.unlink()
+
+        places[0].symlink_to(others)
+        shutil.copytree(others, places[1])
+        for file in (places[1] / "orbax" / "arrays").rglob("*"):
+            if file.is_file() and file.stat().st_size > 10_000:
+                file.write_bytes(bytes(file.stat().st_size))
+        assert re.search(r"were not changed: host 1 \(.*\): .*convert again", refused())
+
+        shutil.rmtree(places[1])
+        places[1].symlink_to(others)
+        assert reload(model="others").status_code == 200
+        assert said(kept.url) != first
+        assert reload().status_code == 200
+    assert said(kept.url) == first
+    assert compiled_since(kept.url) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from model.execution.memory_plan import RunnerConfig
 from model.execution.runner import ModelRunner
-from scripts.wiring.changeable import ChangeableEngine
+from scripts.wiring.changeable import ChangeableEngine, RunnerWeights
 from scripts.wiring.settings import EngineSettings
 from scripts.wiring.weights import ChosenWeights, choose_weights
 from server.engine.wire import ChangeWeights, WeightsChange
@@ -14,27 +15,129 @@ from tests.batcher.harness import Drive
 from tests.model.driver import paged_attention, tiny_model
 
 LIMITS = RunnerConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64, num_pages=40)
+RELOAD, SLEEP, WAKE_UP = (
+    ChangeWeights(change) for change in (WeightsChange.RELOAD, WeightsChange.SLEEP, WeightsChange.WAKE_UP)
+)
 
 
-def test_weights_that_cannot_be_read_to_their_end_leave_the_old_ones():
-    runner = ModelRunner(tiny_model(), paged_attention(), LIMITS)
-    before, state = [np.array(array) for array in runner._weights], runner._state
-    tried: list[ChosenWeights] = []
+class OtherModel:
+    """`scripts.wiring.load.Loader`, of a model of other values. It fails at `fault`."""
 
-    def load(weights: ChosenWeights) -> None:
-        assert all(array.is_deleted() for array in runner._weights), "there is room for one of the two only"
-        tried.append(weights)
-        raise OSError("the disk has failed")
+    def __init__(self, runner: ModelRunner, fault: str | None = None) -> None:
+        self.runner = runner
+        self.is_deleted = False
+        self._fault = fault
 
-    drive, settings = Drive(), EngineSettings(device="cpu")
-    weights = choose_weights(settings, "cpu")
-    engine = ChangeableEngine(drive.engine, runner, load, settings, weights, "cpu")
+    def kv_ranges(self, weights: ChosenWeights) -> None:
+        return None
+
+    def read(self, weights: ChosenWeights) -> OtherModel:
+        assert all(array.is_deleted() for array in self.runner._weights), "there is room for one of the two only"
+        self._fail("read")
+        self.model = tiny_model(seed=1)
+        return self
+
+    def place(self, loaded: OtherModel) -> None:
+        self._fail("place")
+        self.runner.place(self.model)
+
+    def delete(self) -> None:
+        self.is_deleted = True
+
+    def _fail(self, where: str) -> None:
+        if self._fault == where:
+            raise OSError("the disk has failed")
+
+
+class Changed:
+    """The weights of a runner, and what they were at first."""
+
+    def __init__(self, fault: str | None = None) -> None:
+        self.runner = ModelRunner(tiny_model(), paged_attention(), LIMITS)
+        self.first, self.state = self.values(), self.runner._state
+        self.loader, settings = OtherModel(self.runner, fault), EngineSettings(device="cpu")
+        self.weights = RunnerWeights(self.loader, settings, choose_weights(settings, "cpu"), "cpu")
+
+    def values(self) -> list[np.ndarray]:
+        return [np.array(array) for array in self.runner._weights]
+
+    def are_the_first(self) -> bool:
+        """The weights of the start are in place, with an empty state."""
+        for array, like in zip(self.runner._weights, self.runner._described.weights_like, strict=True):
+            assert array.sharding == like.sharding
+        assert not self.runner._state.slots.is_deleted()
+        return all(map(np.array_equal, self.values(), self.first))
+
+    def are_away(self) -> bool:
+        away = {array.is_deleted() for array in (*self.runner._weights, self.runner._state.slots)}
+        assert len(away) == 1
+        return away == {True}
+
+
+@pytest.mark.parametrize("fault", ["read", "place"])
+def test_weights_that_cannot_be_loaded_to_their_end_leave_the_old_ones(fault):
+    changed, drive = Changed(fault), Drive()
+    engine = ChangeableEngine(drive.engine, changed.weights)
     done: list[Exception | None] = []
-    engine.change_weights(ChangeWeights(WeightsChange.RELOAD), done.append)
+    engine.change_weights(RELOAD, done.append)
     drive.step()
-    assert [str(error) for error in done] == ["the disk has failed"] and len(tried) == 1
+    assert [str(error) for error in done] == ["the disk has failed"]
     assert engine.death is None
-    for array, old, like in zip(runner._weights, before, runner._described.weights_like, strict=True):
-        np.testing.assert_array_equal(array, old)
-        assert array.sharding == like.sharding
-    assert state.slots.is_deleted() and not runner._state.slots.is_deleted()
+    assert changed.are_the_first() and changed.state.slots.is_deleted()
+    assert changed.loader.is_deleted == (fault == "place")
+
+
+def test_what_is_prepared_is_undone_or_ended():
+    changed = Changed()
+    weights = changed.weights
+
+    def prepare(command: ChangeWeights) -> None:
+        weights.check(command)
+        weights.prepare()
+
+    prepare(SLEEP)
+    weights.abandon()
+    assert changed.are_the_first()
+    prepare(SLEEP)
+    weights.commit()
+    assert changed.are_away()
+    prepare(WAKE_UP)
+    weights.abandon()
+    assert changed.are_away()
+    prepare(WAKE_UP)
+    weights.commit()
+    assert changed.are_the_first()
+    prepare(RELOAD)
+    weights.abandon()
+    assert changed.are_the_first() and changed.loader.is_deleted
+    prepare(RELOAD)
+    weights.commit()
+    assert not changed.are_the_first()
+    prepare(SLEEP)
+    weights.commit()
+    others = changed.loader.model
+    prepare(WAKE_UP)
+    weights.commit()
+    expected = changed.runner._described.weights_of([tiny_model(seed=1)])
+    assert others is not None and all(map(np.array_equal, changed.values(), map(np.asarray, expected)))
+
+
+def test_weights_that_do_not_go_back_are_kept(monkeypatch):
+    changed = Changed()
+    weights = changed.weights
+    for part in (weights.check, lambda _: weights.prepare(), lambda _: weights.commit()):
+        part(SLEEP)
+    weights.check(WAKE_UP)
+
+    def full() -> None:
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(changed.runner, "_make_state", full)
+        with pytest.raises(ValueError, match="the weights cannot go back to the device: RESOURCE_EXHAUSTED"):
+            weights.prepare()
+    assert changed.are_away()
+    weights.check(WAKE_UP)
+    weights.prepare()
+    weights.commit()
+    assert changed.are_the_first()

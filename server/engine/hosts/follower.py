@@ -77,6 +77,10 @@ class Follower:
         """Reports that all programs are compiled."""
         self._send(messages.Compiled(self._cluster.host_id))
 
+    def answer(self, error: str | None, facts: Mapping[str, str] | None = None) -> None:
+        """Reports that the work of the last command is done, or why nothing has changed."""
+        self._send(messages.Answer(self._cluster.host_id, error, dict(facts or {})))
+
     def next_command(self, timeout_s: float | None = None) -> messages.Command:
         """Waits for the next command. Raises HostsError if the leader has failed, or after `timeout_s`."""
         command = self._get(None if timeout_s is None else time.monotonic() + timeout_s)

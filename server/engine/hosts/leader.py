@@ -109,6 +109,21 @@ class Leader:
             if isinstance(report, messages.Compiled):
                 compiled.add(report.host_id)
 
+    # --- while the weights are changed ---
+
+    def gather_answers(self) -> list[messages.Answer]:
+        """Waits for the answer of every follower to the last command. Raises HostsError if one is lost meanwhile."""
+        answers: dict[int, messages.Answer] = {}
+        while len(answers) < len(self._names):
+            report = self._next_report(None)
+            if isinstance(report, messages.Answer):
+                answers[report.host_id] = report
+        return list(answers.values())
+
+    def name_of(self, host_id: int) -> str:
+        """For messages."""
+        return f"host {LEADER} (the leader)" if host_id == LEADER else self._called(host_id)
+
     # --- at any time ---
 
     def send(self, command: messages.Command) -> None:

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from batcher.step import Bucket, PenaltyReset, StepInput, Variant
+from server.engine.wire import ChangeWeights
 
 BucketFields = tuple[int, int, str, int, int]  # of `batcher.step.Bucket`, in order
 
@@ -44,6 +45,24 @@ class Recover(msgspec.Struct, tag=True, array_like=True):
     """A step has failed, and none is in flight."""
 
 
+class Check(msgspec.Struct, tag=True, array_like=True):
+    """Find out whether the weights can be changed so. Answered, as the next two are. See `server.engine.weights`."""
+
+    change: ChangeWeights
+
+
+class Prepare(msgspec.Struct, tag=True, array_like=True):
+    """Do what can be undone of the change that was checked."""
+
+
+class Commit(msgspec.Struct, tag=True, array_like=True):
+    """All hosts are prepared: end the change."""
+
+
+class Abandon(msgspec.Struct, tag=True, array_like=True):
+    """A host has refused. One that is prepared undoes that. Not answered: a failure here ends all."""
+
+
 class Stop(msgspec.Struct, tag=True, array_like=True):
     """The server has been shut down."""
 
@@ -54,7 +73,7 @@ class Fail(msgspec.Struct, tag=True, array_like=True):
     reason: str
 
 
-Command = Welcome | UsePages | Compile | Step | Recover | Stop | Fail
+Command = Welcome | UsePages | Compile | Step | Recover | Check | Prepare | Commit | Abandon | Stop | Fail
 
 
 class Numbered(msgspec.Struct, array_like=True):
@@ -86,6 +105,14 @@ class Compiled(msgspec.Struct, tag=True, array_like=True):
     host_id: int
 
 
+class Answer(msgspec.Struct, tag=True, array_like=True):
+    """The answer to Check, Prepare or Commit."""
+
+    host_id: int
+    error: str | None  # why this host has changed nothing
+    facts: dict[str, str]  # of Check; must be equal on all hosts
+
+
 class Failed(msgspec.Struct, tag=True, array_like=True):
     """The follower cannot go on."""
 
@@ -93,7 +120,7 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
     reason: str
 
 
-Report = Hello | Plan | Compiled | Failed
+Report = Hello | Plan | Compiled | Answer | Failed
 
 
 def bucket_to_wire(bucket: Bucket) -> BucketFields:

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from batcher.delivery import Tokens
 from batcher.errors import EngineClosedError
@@ -19,17 +20,23 @@ from server.engine.hosts.broadcast import HostRunner
 from server.engine.hosts.cluster import HostsError
 from server.engine.hosts.follower import Follower
 from server.engine.hosts.leader import Leader
-from server.engine.process import Reporter, ServedEngine
+from server.engine.hosts.weights import FollowersWeights
+from server.engine.process import ChangeableEngine, Reporter, ServedEngine
 
 LOSS_S = 2.0  # a step that a lost host has failed may fail before the loss is noticed
 RECOVERY_S = 10.0  # within which the leader notices a step that has failed on all hosts
 
 
+class ServedChangeableEngine(ServedEngine, ChangeableEngine, Protocol):
+    """Both."""
+
+
 class LeadingEngine(EngineAround):
     """The leader's: it ends the followers when it ends. `leave` leaves `jax.distributed`, on all hosts at once."""
 
-    def __init__(self, engine: ServedEngine, leader: Leader, leave: Callable[[], None]) -> None:
+    def __init__(self, engine: ServedChangeableEngine, leader: Leader, leave: Callable[[], None]) -> None:
         super().__init__(engine)
+        self.change_weights = engine.change_weights
         self._leader = leader
         self._leave = leave
 
@@ -47,6 +54,7 @@ class FollowingEngine:
 
     Args:
         runner: its programs are compiled.
+        weights: those of the runner.
         most_in_flight: steps that are dispatched before the oldest one must have returned.
         leave: as of `LeadingEngine`.
     """
@@ -58,6 +66,7 @@ class FollowingEngine:
         runner: HostRunner,
         follower: Follower,
         reporter: Reporter,
+        weights: FollowersWeights,
         *,
         most_in_flight: int,
         leave: Callable[[], None],
@@ -65,6 +74,7 @@ class FollowingEngine:
         self._runner = runner
         self._follower = follower
         self._reporter = reporter
+        self._weights = weights
         self._most_in_flight = most_in_flight
         self._leave = leave
         self._in_flight: deque[StepHandle] = deque()
@@ -116,6 +126,10 @@ class FollowingEngine:
                     self._await_recovery(error)
             case messages.Recover():
                 self._recover()
+            case messages.Check() | messages.Prepare() | messages.Commit() | messages.Abandon():
+                while self._in_flight:  # the leader has read them all
+                    self._in_flight.popleft().result()
+                self._weights.follow(command)
             case messages.Stop():
                 return False
             case _:

@@ -54,11 +54,10 @@ def test_any_key_opens_the_other_routes_and_all_of_them_ask(guarded):
 
 @pytest.mark.parametrize("path", ["/admin/reload", "/sleep"])
 def test_an_engine_that_cannot_change_its_weights_says_so(guarded, path):
-    """The echo engine is like one of several hosts, which broadcasts its steps."""
     with guarded.http(headers=ADMIN) as http:
         refused = http.post(path, json={})
     assert refused.status_code == 400
-    words = "The weights were not changed: the weights of an engine on several hosts cannot be changed"
+    words = "The weights were not changed: this engine cannot change its weights"
     assert words in refused.json()["error"]["message"]
 
 

@@ -22,6 +22,7 @@ from server.engine.hosts.follower import Follower
 from server.engine.hosts.leader import Leader
 from server.engine.hosts.served import FollowingEngine, LeadingEngine
 from server.engine.hosts.sockets import as_follower, make_socket
+from server.engine.hosts.weights import FollowersWeights
 
 SECRET = "a secret for the tests"
 SETTINGS = {"--dtype": "float32"}
@@ -168,7 +169,8 @@ class Exits:
 
 def following(follower: Follower, runner: RecordingRunner) -> Exits:
     exits = Exits()
-    FollowingEngine(runner, follower, exits, most_in_flight=1, leave=lambda: None).start()
+    weights = FollowersWeights(None, follower)  # which are not changed
+    FollowingEngine(runner, follower, exits, weights, most_in_flight=1, leave=lambda: None).start()
     return exits
 
 
@@ -178,7 +180,9 @@ class Inner:
     def __init__(self, death: BaseException | None = None) -> None:
         self.death = death
 
-    start = listen = add_request = abort = reset_prefix_cache = stats = shutdown = staticmethod(lambda *_: None)
+    start = listen = add_request = abort = reset_prefix_cache = stats = shutdown = change_weights = staticmethod(
+        lambda *_: None
+    )
 
 
 def test_a_follower_replays_what_the_leader_does(hosts):
