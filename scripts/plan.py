@@ -4,9 +4,9 @@
     python -m scripts.plan --model 8b --target v6e:2x4 --workload chat --slo ttft_ms=500,tpot_ms=40 --price-per-hour 22
     python -m scripts.plan --model 70b --target 8xh100 --workload 1000/1000 --max-concurrency 128
 
-Without --workload, the memory of each chip is counted from shapes. With one, the server's own scheduler runs it in
-simulated time, over steps whose times are estimated from bytes and operations. Every line says whether its figures are
-counted, estimated or compiled.
+The memory of each chip is counted from shapes, and the largest step is compiled by the chip's own compiler, without the
+chip. With --workload, the server's own scheduler runs it in simulated time, over steps whose times are estimated from
+bytes and operations. Every line says whether its figures are counted, estimated or compiled.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import argparse
 import sys
 
 from model.inputs.paths import local_path
-from scripts.planning.planner import Planner
+from scripts.planning.planner import COMPILE, Planner
 from scripts.planning.plot import check_installed
 from scripts.wiring.errors import add_debug_flag, run_command
 from scripts.wiring.settings import add_engine_flags
@@ -34,9 +34,11 @@ def parser() -> argparse.ArgumentParser:
         "--compile",
         nargs="?",
         const="full",
-        choices=("full", "layers"),
-        help="count the memory of the largest step with the target's own compiler: all layers, or from one and two",
+        choices=COMPILE,
+        help="count the memory of the largest step with the target's own compiler: all layers (the default where it is "
+        "installed), from one and two, or not at all",
     )
+    chips.add_argument("--no-compile", dest="compile", action="store_const", const="none", help="as --compile none")
     load = p.add_argument_group("workload")
     load.add_argument("--workload", help="chat, rag, code, PROMPTS/OUTPUTS in tokens (1800/128), or a trace as CSV")
     load.add_argument("--slo", help="limits of latency, as ttft_ms=500,tpot_ms=40 (p95; percentile=99 changes it)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pickle
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from scripts.wiring.settings import EngineSettings
 
 SHALLOW = (1, 2)  # layers
+_INSTALL = ".venv/bin/python -m pip install -c scripts/constraints.txt"
+# Platform -> the module of its compiler, and the package that brings it. Both are in the extra `targets`.
+_COMPILERS = {"tpu": ("libtpu", "libtpu"), "gpu": ("jax_cuda13_plugin", "jax-cuda13-plugin[with-cuda]")}
+_SLICES = {1: "1x1", 2: "1x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8"}  # of TPUs, by chips
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +40,24 @@ class Question:
     depths: Sequence[int]  # numbers of layers
 
 
+def obstacle(target: Target, chips: int) -> str | None:
+    """Why a step of `chips` devices cannot be compiled here, and what to install; None: nothing is in the way."""
+    module, package = _COMPILERS[target.platform]
+    if importlib.util.find_spec(module) is None:
+        return f"{module} is not installed: {_INSTALL} '{package}'"
+    if target.platform == "tpu" and _slice(target, chips) is None:
+        return f"there is no slice of {chips} {target.chip.name} devices to compile for"
+    return None
+
+
 def compiled_account(sizes: Sizes, settings: EngineSettings, memory: MemoryPlan, *, whole: bool) -> Account:
-    """The step with the largest limits that returns log-probabilities: no program writes more.
+    """The step with the largest limits that returns log-probabilities: no program writes more. There is no `obstacle`.
 
     Args:
         whole: compiles all layers; otherwise one and two, of which the others are extrapolated.
 
     Raises:
-        RuntimeError: the compiler is not installed, or refuses.
+        RuntimeError: the compiler refuses.
     """
     score = next(b for b in BucketLadder(memory.buckets).buckets() if b.variant is Variant.SCORE)
     depth = sizes.config.num_layers
@@ -50,7 +65,7 @@ def compiled_account(sizes: Sizes, settings: EngineSettings, memory: MemoryPlan,
         settings=settings,
         target=sizes.target,
         chips=sizes.chips,
-        topology=_slice(sizes) if sizes.target.platform == "tpu" else None,
+        topology=_slice(sizes.target, sizes.chips) if sizes.target.platform == "tpu" else None,
         num_pages=memory.num_pages,
         bucket=score,
         depths=(depth,) if whole else SHALLOW,
@@ -87,16 +102,15 @@ def _ask(question: Question) -> list[Account]:
         check=False,
     )
     if process.returncode:
-        raise RuntimeError(f"--compile: the step does not compile: {process.stderr.decode()[-2000:]}")
+        raise RuntimeError(f"the step does not compile (--no-compile plans without): {process.stderr.decode()[-2000:]}")
     lines = [json.loads(line) for line in process.stdout.decode().splitlines() if line.startswith("{")]
     return [Account(**line, num_pages=question.num_pages) for line in lines]
 
 
-def _slice(sizes: Sizes) -> str:
-    """The TPU slice of one replica, as libtpu names it. tpu7x has two devices per chip."""
-    name = sizes.target.chip.name
-    chips = -(-sizes.chips // 2) if name == "tpu7x" else sizes.chips
-    shapes = {1: "1x1", 2: "1x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8"}
-    if chips not in shapes:
-        raise ValueError(f"--compile: there is no slice of {chips} {name} chips")
-    return f"{name}:{shapes[chips]}" + ("x1" if name in ("v5p", "tpu7x") else "")
+def _slice(target: Target, chips: int) -> str | None:
+    """The TPU slice of one replica, as libtpu names it; None: there is none. tpu7x has two devices per chip."""
+    name = target.chip.name
+    shape = _SLICES.get(-(-chips // 2) if name == "tpu7x" else chips)
+    if shape is None:
+        return None
+    return f"{name}:{shape}" + ("x1" if name in ("v5p", "tpu7x") else "")

@@ -13,7 +13,7 @@ from typing import Any
 from batcher.buckets import BucketLadder
 from model.loading.source import resolve
 from scripts.estimates.target import parse_target
-from scripts.planning.compiled import compiled_account
+from scripts.planning.compiled import compiled_account, obstacle
 from scripts.planning.cost import Cost, cost
 from scripts.planning.memory import Account, Sizes, size_up
 from scripts.planning.plot import plot
@@ -47,6 +47,7 @@ from scripts.wiring.errors import FailedError
 from scripts.wiring.settings import EngineSettings
 
 NAMES = {"1b": "llama-3.2-1b", "3b": "llama-3.2-3b", "8b": "llama-3.1-8b", "70b": "llama-3.1-70b"}
+COMPILE = ("full", "layers", "none")  # what the target's compiler counts; not given: all layers, if it is installed
 CONTEXT_STEP = 1024  # tokens: the context of a workload is a multiple
 
 
@@ -66,7 +67,10 @@ class Planner:
         self._parallel = [asked] if asked is not None else _powers_of_two(devices or 1)
         self._settings = self._read_settings()
         self._sizes: dict[int, Sizes] = {}
-        self.account: Account | None = None  # of `chosen`, with --compile
+        self.account: Account | None = None  # of `chosen`, if it is compiled
+        self.uncompiled: str | None = None  # why it is not, if nobody has asked for that
+        if args.compile in ("full", "layers") and (fault := obstacle(self.target, 1)) is not None:
+            raise ValueError(f"--compile {args.compile}: {fault}")
 
     def _read_settings(self) -> EngineSettings:
         args = argparse.Namespace(**vars(self.args))
@@ -96,9 +100,8 @@ class Planner:
                 refused.append(error)
                 return None
 
-        load = Load(request_rate=self.args.request_rate, max_concurrency=self.args.max_concurrency)
         grid = Grid(parallel=self._parallel, seqs=seqs, tokens=tokens)
-        found = search(candidate, grid, self.workload, self.objectives, load, _progress)
+        found = search(candidate, grid, self.workload, self.objectives, self._load, _progress)
         if not found.tried and refused:
             raise refused[-1]
         if found.best is None:
@@ -109,14 +112,45 @@ class Planner:
 
     @cached_property
     def chosen(self) -> Candidate:
-        """The best settings; without a workload, the smallest number of chips on which the model fits."""
+        """The best settings; without a workload, the smallest number of chips on which the model fits. With a compiler
+        the pages are as many as its account leaves room for, and the best settings are simulated again with them."""
         candidate = self._smallest() if self.found is None else self._best.candidate
-        if self.args.compile is None:
+        asked, chips = self.args.compile, candidate.sizes.chips
+        if asked == "none":
             return candidate
-        whole = self.args.compile == "full"
-        _progress(f"compiling the largest step, {'all its layers' if whole else 'one and two layers of it'}")
+        if (fault := obstacle(self.target, chips)) is not None:
+            if asked is not None:
+                raise ValueError(f"--compile {asked}: {fault}")
+            self.uncompiled = fault
+            return candidate
+        whole = asked != "layers"
+        depth = f"all its {candidate.sizes.config.num_layers} layers" if whole else "one and two layers of it"
+        _progress(f"compiling the largest step, {depth}; --no-compile leaves it out")
         self.account = compiled_account(candidate.sizes, candidate.settings, candidate.memory, whole=whole)
-        return replace(candidate, memory=candidate.sizes.memory(candidate.settings, self.account))
+        compiled = replace(candidate, memory=candidate.sizes.memory(candidate.settings, self.account))
+        if self.found is not None and compiled.memory.num_pages != candidate.memory.num_pages:
+            self._simulate_again(self.found, compiled)
+        return compiled
+
+    def _simulate_again(self, found: Search, compiled: Candidate) -> None:
+        """Puts the candidate in the place of the best one. Raises FailedError if it does not meet the objectives."""
+        assert self.workload is not None
+        buckets = compiled.memory.buckets
+        point = Grid(
+            parallel=[compiled.sizes.chips], seqs=[buckets.max_num_seqs], tokens=[buckets.max_num_batched_tokens]
+        )
+        again = search(lambda *_: compiled, point, self.workload, self.objectives, self._load, _progress)
+        if again.best is None:
+            raise FailedError(
+                f"the best settings on {self.target.name} do not meet --slo {self.args.slo} with the "
+                f"{compiled.memory.num_pages} pages of the compiler's account; --no-compile plans without it"
+            )
+        found.best = again.best
+        found.tried += again.tried
+
+    @property
+    def _load(self) -> Load:
+        return Load(request_rate=self.args.request_rate, max_concurrency=self.args.max_concurrency)
 
     @property
     def _best(self) -> Outcome:
@@ -170,7 +204,7 @@ class Planner:
     def lines(self) -> Iterator[str]:
         """The report."""
         candidate = self.chosen
-        yield from memory_lines(candidate.sizes, candidate.memory, self.account)
+        yield from memory_lines(candidate.sizes, candidate.memory, self.account, self.uncompiled)
         if self.args.shapes:
             for b in BucketLadder(candidate.memory.buckets).buckets():
                 drafts = f", {b.num_drafts} drafts a row" if b.num_drafts else ""
@@ -182,7 +216,7 @@ class Planner:
         for outcome in self.found.tried:
             yield outcome_line(outcome, self._percentile)
         within = f", {self.objectives}" if self.objectives else ""
-        yield marked(ESTIMATED, f"best{within}: {command(candidate)}")
+        yield marked(ESTIMATED, f"best{within}: {command(candidate, self.account)}")
         yield from best_lines(self._best)
         yield static_line(self.compared)
         if self.cost is not None:
@@ -195,7 +229,7 @@ class Planner:
         answer: dict[str, Any] = {
             "model": candidate.sizes.name,
             "target": self.target.name,
-            "memory": memory_json(candidate.sizes, candidate.memory, self.account),
+            "memory": memory_json(candidate.sizes, candidate.memory, self.account, self.uncompiled),
         }
         if self.args.shapes:
             answer["shapes"] = [
@@ -204,7 +238,7 @@ class Planner:
             ]
         if self.found is not None:
             answer |= {
-                "command": command(candidate),
+                "command": command(candidate, self.account),
                 "best": outcome_json(self._best),
                 "tried": [outcome_json(outcome) for outcome in self.found.tried],
                 "static": {**self.compared, "mark": ESTIMATED},

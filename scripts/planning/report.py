@@ -25,8 +25,8 @@ def marked(mark: str, text: str) -> str:
     return f"{mark:<9}  {text}"
 
 
-def memory_lines(sizes: Sizes, memory: MemoryPlan, account: Account | None) -> Iterator[str]:
-    """What each chip holds."""
+def memory_lines(sizes: Sizes, memory: MemoryPlan, account: Account | None, uncompiled: str | None) -> Iterator[str]:
+    """What each chip holds. `uncompiled` says why there is no account, if that was not asked for."""
     by = COUNTED if account is None else COMPILED
     settings, needs = sizes.settings, memory.needs
     pool = f", {sizes.pool_share:.0%} of it JAX's" if sizes.pool_share < 1 else ""
@@ -55,6 +55,8 @@ def memory_lines(sizes: Sizes, memory: MemoryPlan, account: Account | None) -> I
             f"the largest step, {how} of {account.num_layers} layers, {account.num_pages} pages: arguments "
             f"{account.arguments / GIB:.2f} GiB{code}; {account.cpu_s:.0f} CPU seconds",
         )
+    if uncompiled is not None:
+        yield marked(COUNTED, f"not compiled, so the temporaries are an upper bound: {uncompiled}")
     yield marked(
         by,
         f"room for {memory.num_pages * memory.page_size} tokens: {memory.num_pages // memory.pages_per_seq} requests "
@@ -139,8 +141,8 @@ def cost_lines(cost: Cost) -> Iterator[str]:
         yield marked(ESTIMATED, f"cheaper than the API from {cost.break_even:,.0f} million tokens a month on: {ending}")
 
 
-def command(candidate: Candidate) -> str:
-    """What to type on each host."""
+def command(candidate: Candidate, account: Account | None) -> str:
+    """What to type on each host. Without a number of pages, a server takes the fewer that the bound leaves room for."""
     settings, buckets = candidate.settings, candidate.memory.buckets
     words = ["scripts/serve", "--model", settings.model]
     if settings.load_format != "auto":
@@ -153,6 +155,8 @@ def command(candidate: Candidate) -> str:
     words += ["--max-num-seqs", str(buckets.max_num_seqs)]
     words += ["--max-num-batched-tokens", str(buckets.max_num_batched_tokens)]
     words += ["--tensor-parallel-size", str(candidate.sizes.chips)]
+    if account is not None or settings.num_pages is not None:
+        words += ["--num-pages", str(candidate.memory.num_pages)]
     if candidate.num_replicas > 1:
         words += ["--data-parallel-size", str(candidate.num_replicas)]
     if not settings.enable_prefix_caching:
@@ -182,7 +186,7 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def memory_json(sizes: Sizes, memory: MemoryPlan, account: Account | None) -> dict[str, Any]:
+def memory_json(sizes: Sizes, memory: MemoryPlan, account: Account | None, uncompiled: str | None) -> dict[str, Any]:
     """The memory of each chip as plain JSON values, in bytes."""
     return {
         **asdict(memory.needs),
@@ -193,4 +197,5 @@ def memory_json(sizes: Sizes, memory: MemoryPlan, account: Account | None) -> di
         "kv_dtype": sizes.kv_dtype,
         "mark": COUNTED if account is None else COMPILED,
         "compiled": None if account is None else asdict(account),
+        "not_compiled": uncompiled,
     }

@@ -189,6 +189,7 @@ def test_cost_by_hand():
 SEARCH = (
     "--model", "1b", "--target", "v5e:1x2", "--workload", "uniform:100:300/uniform:5:30",
     "--slo", "ttft_ms=200,tpot_ms=10", "--max-num-seqs", "64", "--price-per-hour", "2.4", "--api-price", "0.1",
+    "--no-compile",
 )  # fmt: skip
 
 
@@ -234,32 +235,95 @@ def test_a_plan_as_json(capsys):
 @pytest.mark.usefixtures("short_simulations")
 def test_objectives_that_nothing_meets_are_an_error(capsys):
     flags = ["--model", "8b", "--target", "l4", "--workload", "200/20", "--slo", "tpot_ms=1"]
-    assert plan.main([*flags, "--max-num-seqs", "16", "--max-num-batched-tokens", "512"]) == 1
+    assert plan.main([*flags, "--max-num-seqs", "16", "--max-num-batched-tokens", "512", "--no-compile"]) == 1
     assert "nothing on l4 meets --slo tpot_ms=1; the closest:" in capsys.readouterr().err
 
 
-def test_the_compiler_decides_the_number_of_pages(monkeypatch, capsys):
-    """What its account has besides the pages, and its temporaries, are lost to them; layers are alike."""
+@pytest.fixture
+def questions(monkeypatch):
+    """Those to a compiler of TPUs that is there. By its answers about 1B all layers are alike, and two take 2 GiB of
+    temporaries, as all do. There is no compiler of GPUs."""
+    asked = []
 
     def answered(question):
-        assert (question.topology, question.depths, question.bucket.variant) == ("v6e:1x1", (1, 2), "score")
+        asked.append(question)
         page = 4 << 20  # of all layers: 128 tokens of 16 layers, K and V, 8 heads of 64 in two bytes
         pages = (question.num_pages + 1) * page // 16
         return [
             Account(num_layers=n, num_pages=question.num_pages, arguments=(5 << 30) + n * (pages + (100 << 20)),
-                    temporaries=n * GIB, code=n, cpu_s=1.0)
+                    temporaries=min(n, 2) * GIB, code=n, cpu_s=1.0)
             for n in question.depths
         ]  # fmt: skip
 
     monkeypatch.setattr(compiled, "_ask", answered)
-    flags = ["--model", "1b", "--target", "v6e:1x1", "--max-model-len", "8192", "--max-num-seqs", "512", "--json"]
-    assert plan.main([*flags, "--compile", "layers"]) == 0
+    monkeypatch.setattr(compiled, "_COMPILERS", {"tpu": ("json", "libtpu"), "gpu": ("not_there", "a-package")})
+    return asked
+
+
+ONE_B = ("--model", "1b", "--max-model-len", "8192", "--max-num-seqs", "512", "--json")
+
+
+@pytest.mark.parametrize(
+    ("flags", "depths", "code"), [([], (16,), 16), (["--compile"], (16,), 16), (["--compile", "layers"], (1, 2), None)]
+)
+def test_the_compiler_decides_the_number_of_pages(flags, depths, code, questions, capsys):
+    """What its account has besides the pages, and its temporaries, are lost to them."""
+    assert plan.main([*ONE_B, "--target", "v6e:1x1", *flags]) == 0
+    (question,) = questions
+    assert (question.topology, question.depths, question.bucket.variant) == ("v6e:1x1", depths, "score")
     memory = json.loads(capsys.readouterr().out)["memory"]
     all_but_pages = (5 << 30) + 16 * (100 << 20) + 2 * GIB
     fitting = (int(32 * GIB * 0.9) - all_but_pages) // (4 << 20) - 1
     assert memory["num_pages"] == fitting >> 5 << 5  # in eight bits
     assert memory["weights"] + memory["state"] + memory["temporaries"] == all_but_pages
-    assert (memory["mark"], memory["compiled"]["code"]) == ("compiled", None)
+    assert (memory["mark"], memory["compiled"]["code"], memory["not_compiled"]) == ("compiled", code, None)
+
+
+def test_a_compiler_that_is_not_there_is_named_and_only_missed_where_it_is_asked_for(questions, capsys):
+    how = "not_there is not installed: .venv/bin/python -m pip install -c scripts/constraints.txt 'a-package'"
+    assert plan.main([*ONE_B, "--target", "h100"]) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert (memory["mark"], memory["compiled"], memory["not_compiled"]) == ("counted", None, how)
+    assert plan.main([*ONE_B[:-1], "--target", "h100"]) == 0
+    assert f"counted    not compiled, so the temporaries are an upper bound: {how}\n" in capsys.readouterr().out
+    for asked in (["--compile"], ["--compile", "layers"]):
+        assert plan.main([*ONE_B, "--target", "h100", *asked]) == 2
+        assert how in capsys.readouterr().err
+    for target in ("h100", "v6e"):
+        assert plan.main([*ONE_B, "--target", target, "--no-compile"]) == 0
+        memory = json.loads(capsys.readouterr().out)["memory"]
+        assert (memory["mark"], memory["not_compiled"]) == ("counted", None)
+    assert not questions
+    assert compiled.obstacle(parse_target("v6e"), 3) == "there is no slice of 3 v6e devices to compile for"
+
+
+@pytest.mark.usefixtures("short_simulations")
+def test_the_best_settings_are_simulated_with_the_pages_of_the_compilers_account(monkeypatch, questions, capsys):
+    flags = ["--model", "1b", "--target", "v5e:1x1", "--workload", "uniform:100:300/uniform:5:30", "--json"]
+    flags += ["--max-concurrency", "64", "--max-num-seqs", "64", "--max-num-batched-tokens", "512"]
+    assert plan.main([*flags, "--no-compile"]) == 0
+    counted = json.loads(capsys.readouterr().out)
+    needs = counted["memory"]
+    assert counted["best"]["num_preemptions"] == 0 and "--num-pages" not in counted["command"]
+
+    def with_100_pages(question):
+        held = needs["weights"] + needs["state"]
+        temporaries = int(16 * GIB * 0.9) - held - 101 * needs["page"]
+        arguments = held + (question.num_pages + 1) * needs["page"]
+        return [Account(num_layers=16, num_pages=question.num_pages, arguments=arguments, temporaries=temporaries,
+                        code=1, cpu_s=1.0)]  # fmt: skip
+
+    monkeypatch.setattr(compiled, "_ask", with_100_pages)
+    assert plan.main(flags) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["memory"]["num_pages"] == 100
+    assert "--num-pages 100" in planned["command"]
+    assert planned["best"]["pages_used"] > 0.9
+    assert planned["tried"] == [counted["best"], planned["best"]]
+    waits = [outcome["latencies_ms"]["ttft"]["p95"] for outcome in planned["tried"]]
+    assert waits[0] < waits[1]
+    assert plan.main([*flags, "--slo", f"ttft_ms={sum(waits) / 2}"]) == 1
+    assert "with the 100 pages of the compiler's account" in capsys.readouterr().err
 
 
 def test_temporaries_of_more_layers_are_at_most_those_of_the_bound():
@@ -276,7 +340,7 @@ def test_the_compiler_finds_fewer_temporaries_than_the_bound(capsys):
     pytest.importorskip("libtpu")
     flags = ["--model", "1b", "--target", "v6e", "--max-num-batched-tokens", "256", "--max-num-seqs", "64", "--json"]
     memory = []
-    for more in ([], ["--compile"]):
+    for more in (["--no-compile"], []):
         assert plan.main([*flags, *more]) == 0
         memory.append(json.loads(capsys.readouterr().out)["memory"])
     assert 0 < memory[1]["temporaries"] < memory[0]["temporaries"]
@@ -299,12 +363,12 @@ def test_a_trace_is_replayed(tmp_path, capsys):
     rows = [f"2023-11-16 18:15:{i:02}.0000000,{200 + i},{5 + i}" for i in range(20)]
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
     flags = ["--model", "1b", "--target", "v5e", "--workload", str(trace), "--request-rate", "20"]
-    assert plan.main([*flags, "--max-num-seqs", "16", "--max-num-batched-tokens", "512"]) == 0
+    assert plan.main([*flags, "--max-num-seqs", "16", "--max-num-batched-tokens", "512", "--no-compile"]) == 0
     assert "trace.csv: 1 simulated loads" in capsys.readouterr().out
 
 
 def test_without_a_workload_a_model_is_planned_on_the_fewest_chips_that_hold_it(capsys):
-    assert plan.main(["--model", "70b", "--target", "8xh100", "--max-model-len", "8192"]) == 0
+    assert plan.main(["--model", "70b", "--target", "8xh100", "--max-model-len", "8192", "--no-compile"]) == 0
     assert "on 4 x h100" in capsys.readouterr().out
 
 
@@ -313,7 +377,7 @@ def test_a_picture_is_drawn(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="pip install 'matplotlib>=3.10' (the extra `plot`)")
     file = tmp_path / "plan.png"
     flags = ["--model", "1b", "--target", "v5e", "--workload", "100/10", "--max-concurrency", "4", "--plot", str(file)]
-    assert plan.main([*flags, "--max-num-seqs", "16"]) == 0
+    assert plan.main([*flags, "--max-num-seqs", "16", "--no-compile"]) == 0
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
@@ -331,6 +395,6 @@ PUBLISHED = [
 
 @pytest.mark.parametrize(("flags", "figure", "published", "error"), PUBLISHED)
 def test_published_figures_are_met_with_the_stated_error(flags, figure, published, error, capsys):
-    assert plan.main(["--model", "8b", *flags, "--json"]) == 0
+    assert plan.main(["--model", "8b", *flags, "--json", "--no-compile"]) == 0
     best = json.loads(capsys.readouterr().out)["best"]
     assert best[figure] / published - 1 == pytest.approx(error, abs=0.02)
