@@ -38,8 +38,13 @@ def write(text: jax.Array, rows: StepRows, tokens: jax.Array, positions: jax.Arr
 
 def read(text: jax.Array, rows: StepRows) -> jax.Array:
     """i32[S, L]: each row's tokens, up to its last one at `rows.past`. The entries after it have no meaning."""
-    pages = rows.state[:, SlotLayout.PAGE_TABLE :]
-    known = text.at[pages].get(mode="clip").reshape(pages.shape[0], -1)
+    known = of_pages(text, rows)
     # The last token has no K/V yet.
     is_last = jnp.arange(known.shape[1], dtype=jnp.int32) == rows.past[:, None]
     return jnp.where(is_last, rows.state[:, SlotLayout.LAST_TOKEN, None], known)
+
+
+def of_pages(text: jax.Array, rows: StepRows) -> jax.Array:
+    """i32[S, L]: each row's tokens that have K/V. The entries after them have no meaning."""
+    pages = rows.state[:, SlotLayout.PAGE_TABLE :]
+    return text.at[pages].get(mode="clip").reshape(pages.shape[0], -1)

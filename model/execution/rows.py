@@ -75,3 +75,9 @@ def advance(slots: jax.Array, rows: StepRows, drawn: jax.Array, kv_lens: jax.Arr
     # after the scatter.
     values = lax.optimization_barrier(jnp.stack([token, kv_lens], axis=1))
     return slots.at[rows.slots, : SlotLayout.KV_LEN + 1].set(values, mode="drop")
+
+
+def read_once(rows: StepRows) -> StepRows:
+    """The rows, for a program that uses them after the slots are advanced. XLA would read the slots again there, and
+    therefore copy them before they are written."""
+    return lax.optimization_barrier(rows)

@@ -26,7 +26,7 @@ from model.execution import page_text
 from model.execution.draft_pages import DraftPages
 from model.execution.drafter import NO_TOKEN, Drafter, Draw
 from model.execution.prompt_lookup import PromptLookup, propose
-from model.execution.rows import StepRows, advance, ragged_batch, step_rows
+from model.execution.rows import StepRows, advance, ragged_batch, read_once, step_rows
 from model.execution.step import DeviceState, KvScales, OutputLayout, apply_patches, named, run_model
 from model.network.eagle import DraftVocabulary
 from model.network.llama import Llama
@@ -46,7 +46,7 @@ def make_speculative_step(
         model = rebuild(weights)
         sent = {name: packed[part] for name, part in PackedLayout(bucket).sections().items()}
         slots = apply_patches(state.slots, jnp.stack([sent["patch_indices"], sent["patch_values"]]))
-        rows = step_rows(slots, sent)
+        rows = read_once(step_rows(slots, sent))
         vocabulary = VocabSplit(state.history.shape[1], attention.mesh)
         draw = partial(_draw_draft, state, vocabulary, rows, bucket)
         proposed, pages = _propose(drafter, weights, state, rows, sent["header"][1], draw, bucket.num_drafts)

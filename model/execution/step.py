@@ -29,7 +29,7 @@ from model.execution.draft_pages import DraftPages
 from model.execution.drafter import Drafter
 from model.execution.pooling import pool
 from model.execution.prompt_lookup import PromptLookup, propose
-from model.execution.rows import StepRows, advance, ragged_batch, step_rows
+from model.execution.rows import StepRows, advance, ragged_batch, read_once, step_rows
 from model.network.layers import Attend, AttendProjected
 from model.network.llama import Llama
 from model.sampling import sampling
@@ -158,6 +158,7 @@ def make_step(
         sent = {name: packed[part] for name, part in PackedLayout(bucket).sections().items()}
         slots = apply_patches(state.slots, jnp.stack([sent["patch_indices"], sent["patch_values"]]))
         rows = step_rows(slots, sent)
+        rows = rows if state.text is None else read_once(rows)
 
         tokens, positions = _tokens(rows, sent["tokens"], bucket)
         batch = ragged_batch(rows, sent["header"], attention.spec.page_size)
@@ -187,13 +188,13 @@ def make_step(
             assert pooling is not None, "the ladder embeds and the runner does not"
             outputs["pooled"] = pool(hidden, rows.starts, pooling)
         outputs["tokens"] = drawn
-        if lookup is not None:
-            assert state.text is not None, "a lookup needs the text"
-            look = partial(_foretold, state.text, rows, drawn, lookup)
-            outputs["foretold"] = lax.cond(sent["header"][3] != 0, look, lambda: jnp.zeros_like(drawn))
-
         slots = advance(slots, rows, drawn, rows.kv_lens)
         state = state.written(rows, tokens, positions, features, slots=slots, history=history, kv=kv)
+        if lookup is not None:
+            assert state.text is not None, "a lookup needs the text"
+            # It reads the text that is returned: XLA would copy a text that is written after the lookup.
+            look = partial(_foretold, state.text, rows, drawn, lookup)
+            outputs["foretold"] = lax.cond(sent["header"][3] != 0, look, lambda: jnp.zeros_like(drawn))
         return state, OutputLayout(bucket, hidden.shape[1], foretells=lookup is not None).join(outputs)
 
     return step
@@ -290,8 +291,8 @@ def _draw(
 
 
 def _foretold(text: jax.Array, rows: StepRows, drawn: jax.Array, lookup: PromptLookup) -> jax.Array:
-    """i32[S]: 1 where a look-up would have found the token that is drawn, i32[S]."""
-    drafts, is_found = propose(page_text.read(text, rows), rows.past, 1, lookup)
+    """i32[S]: 1 where a look-up would have found the token that is drawn, i32[S]. `text` has the step's tokens."""
+    drafts, is_found = propose(page_text.of_pages(text, rows), rows.past, 1, lookup)
     return (is_found & (drafts[:, 0] == drawn)).astype(jnp.int32)
 
 
