@@ -21,7 +21,6 @@ to 3 are queries 6 to 9 of head 0, rows 4 to 7 those of head 1; rows 16 to 19 th
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -34,25 +33,19 @@ from pallas_kernels.tpu.entries import Entry, QueryBlock
 from pallas_kernels.tpu.layout import LANES, Geometry
 from pallas_kernels.tpu.mixed_memory import FIRST_TOKEN_ROW, Refs
 from pallas_kernels.tpu.paging import SUBLANES
+from pallas_kernels.tpu.query_blocks import scaled_heads
 from pallas_kernels.tpu.tiles import FewBlocks
 
 
 def begin_queries(refs: Refs, entry: Entry, half: Any, g: Geometry, blocks: FewBlocks) -> None:
     """Rotates and scales the queries, gathers those of each chunk into `few_queries`, and resets the state."""
-    tile, scale = g.token_tile, g.scale * math.log2(math.e)
+    tile = g.token_tile
 
     def rotate(i: Any, carry: None) -> None:
         tokens = pl.ds(pl.multiple_of(i * tile, tile), tile)
         target = pl.ds(pl.multiple_of(FIRST_TOKEN_ROW + i * tile, SUBLANES), tile)
-        rotation = None if refs.rotation is None else refs.q_rotations[half, tokens] * scale
-        for p, kv_scales in enumerate(lanes.scales_of_planes(refs.kv_scales, range(g.num_k_planes), g)):
-            for b in range(g.plane_blocks):
-                lane = (p * g.plane_blocks + b) * LANES
-                x = refs.q_blocks[half, tokens, lane : lane + LANES]
-                x = x.astype(jnp.float32) * scale if rotation is None else lanes.rotate(x, rotation, g)
-                heads = lanes.heads_of_block(x, b, g, kv_scales)
-                for j, head in enumerate(heads, p * g.queries_per_plane + b * len(heads)):
-                    refs.token_rows[j, target] = head
+        for p, place, head in scaled_heads(refs, half, tokens, g):
+            refs.token_rows[p * g.queries_per_plane + place, target] = head
 
     def gather(c: Any, carry: None) -> None:
         first = FIRST_TOKEN_ROW + entry.block.skip + c * blocks.slots

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -29,23 +30,14 @@ def begin_queries(refs: Refs, entry: Entry, half: Any, g: Geometry, blocks: Mixe
     """Rotates the queries, and scales them once for all KV blocks, so exp2 of a score needs no factor."""
     tile_queries = blocks.tile_queries(g)
     size = min(CHUNK_TOKENS, tile_queries)
-    scale = g.scale * math.log2(math.e)
 
     def chunk(i: Any, carry: None) -> None:
         tokens = pl.ds(pl.multiple_of(i * size, size), size)
         tile = lax.div(i * size, tile_queries)
         first_row = tile * blocks.tile_rows + i * size - tile * tile_queries  # of the chunk's first head
-        rotation = None if refs.rotation is None else refs.q_rotations[half, tokens] * scale
-
-        for p, kv_scales in enumerate(lanes.scales_of_planes(refs.kv_scales, range(g.num_k_planes), g)):
-            for b in range(g.plane_blocks):
-                lane = (p * g.plane_blocks + b) * LANES
-                x = refs.q_blocks[half, tokens, lane : lane + LANES]
-                x = x.astype(jnp.float32) * scale if rotation is None else lanes.rotate(x, rotation, g)
-                heads = lanes.heads_of_block(x, b, g, kv_scales)
-                for j, head in enumerate(heads, b * len(heads)):
-                    rows = pl.ds(pl.multiple_of(first_row + j * tile_queries, size), size)
-                    refs.q_scaled[p, rows] = head.astype(g.dtype)
+        for p, place, head in scaled_heads(refs, half, tokens, g):
+            rows = pl.ds(pl.multiple_of(first_row + place * tile_queries, size), size)
+            refs.q_scaled[p, rows] = head.astype(g.dtype)
 
     lax.fori_loop(0, lax.div(entry.block.num_q + (size - 1), size), chunk, None)
     tiles = Tiles.of(g, blocks, num_q=entry.block.num_q, position=entry.position)
@@ -65,6 +57,25 @@ def begin_queries(refs: Refs, entry: Entry, half: Any, g: Geometry, blocks: Mixe
             refs.masks[i, :, : shape[1]] = jnp.where(visible, -paging.MASKED, paging.MASKED)
 
         lax.fori_loop(1, blocks.num_masks(g), make_mask, None)
+
+
+def scaled_heads(refs: Refs, half: Any, tokens: Any, g: Geometry) -> Iterator[tuple[int, int, jax.Array]]:
+    """The queries f32[tokens, H] of each head, rotated and scaled, with the number of its K plane and its place there.
+
+    Args:
+        half: of the queries' two buffers.
+        tokens: a slice of the query block.
+    """
+    scale = g.scale * math.log2(math.e)
+    rotation = None if refs.rotation is None else refs.q_rotations[half, tokens] * scale
+    for p, kv_scales in enumerate(lanes.scales_of_planes(refs.kv_scales, range(g.num_k_planes), g)):
+        for b in range(g.plane_blocks):
+            lane = (p * g.plane_blocks + b) * LANES
+            x = refs.q_blocks[half, tokens, lane : lane + LANES]
+            x = x.astype(jnp.float32) * scale if rotation is None else lanes.rotate(x, rotation, g)
+            heads = lanes.heads_of_block(x, b, g, kv_scales)
+            for place, head in enumerate(heads, b * len(heads)):
+                yield p, place, head
 
 
 def reset_state(refs: Refs, at: tuple[Any, ...]) -> None:
