@@ -59,18 +59,23 @@ class Parts:
         return sum(self.tensors)
 
     def of_chip(self, chip: int, chips: int) -> list[range]:
-        """The parts that a chip takes, in the order in which it joins them: a range of each tensor."""
-        ranges, begin = [], 0
+        """The parts that a chip takes, in the order in which it joins them: a range of each tensor. Ranges with no gap
+        between them are one: what one chip holds alone is read in one piece, and not joined."""
+        ranges: list[range] = []
+        begin = 0
         for count in self.tensors:
             if self.axis is None:
-                ranges.append(range(begin, begin + count))
+                of_tensor = range(begin, begin + count)
             elif count % chips == 0:
                 each = count // chips
-                ranges.append(range(begin + chip * each, begin + (chip + 1) * each))
+                of_tensor = range(begin + chip * each, begin + (chip + 1) * each)
             else:  # fewer heads of keys and values than chips
                 assert chips % count == 0, "the model does not divide over the chips"
                 head = begin + chip // (chips // count)
-                ranges.append(range(head, head + 1))
+                of_tensor = range(head, head + 1)
+            if ranges and ranges[-1].stop == of_tensor.start:
+                of_tensor = range(ranges.pop().start, of_tensor.stop)
+            ranges.append(of_tensor)
             begin += count
         return ranges
 
