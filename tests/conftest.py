@@ -91,7 +91,7 @@ class ByFile(LoadScopeScheduling):
     """Tests of one file run in one process, one after the other: what they compile and start is made once.
 
     All of `e2e` share a server. Tests that compile for chips share nothing: each takes a process of its own a minute.
-    Interpreted kernels take half an hour in all; the cases of one test share programs.
+    Interpreted kernels take ten minutes of a core in all; the cases of one test share programs.
     """
 
     def __init__(self, config: pytest.Config, log: object) -> None:

@@ -36,20 +36,26 @@ def rows(*lengths: tuple[int, int]) -> list[Row]:
 DECODES = rows((1, 1), (1, 2), (1, 16), (1, 17), (1, 128), (1, 129), (1, 290))
 # a whole prompt; q_len over a page and over a query block; a chunk that begins in the middle of a word; one token more
 CHUNKS = rows((1, 33), (70, 70), (7, 50), (3, 260), (1, 18), (2, 2))
+# What pads a step is finite where it is given numbers, and reaches nobody where it is not.
+PADDED = pytest.mark.parametrize(
+    ("dma_mode", "poison_padding"),
+    [*((mode, False) for mode in DMA_MODES), ("on_wait", True)],
+    ids=[*DMA_MODES, "padding of no number"],
+)
 
 
-@pytest.mark.parametrize("dma_mode", DMA_MODES)
+@PADDED
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_decodes(head_dim: int, dma_mode: str) -> None:
+def test_decodes(head_dim: int, dma_mode: str, poison_padding: bool) -> None:
     case = make_case(spec(head_dim=head_dim), DECODES, num_tokens=8, num_rows=8, pages_per_seq=20)
-    assert run(case, dma_mode, decode_only=True).clean
+    assert run(case, dma_mode, decode_only=True, poison_padding=poison_padding).clean
 
 
-@pytest.mark.parametrize("dma_mode", DMA_MODES)
+@PADDED
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_decodes_and_chunks(head_dim: int, dma_mode: str) -> None:
+def test_decodes_and_chunks(head_dim: int, dma_mode: str, poison_padding: bool) -> None:
     case = make_case(spec(head_dim=head_dim), CHUNKS, num_tokens=96, num_rows=8, pages_per_seq=20)
-    assert run(case, dma_mode).clean
+    assert run(case, dma_mode, poison_padding=poison_padding).clean
 
 
 @pytest.mark.parametrize("dma_mode", DMA_MODES)
@@ -72,7 +78,8 @@ def test_a_projection_of_float32_in_a_decode() -> None:
 @pytest.mark.parametrize("longest", [256, 257, 600])
 def test_decodes_of_short_and_of_long_contexts(longest: int) -> None:
     """Blocks of 256 tokens, or of as many as the longest sequence may have."""
-    case = make_case(spec(), rows((1, 40), (1, longest), (1, 3)), num_tokens=8, num_rows=8, pages_per_seq=40)
+    lengths, shape = rows((1, 40), (1, longest), (1, 3)), {"num_tokens": 8, "num_rows": 8, "pages_per_seq": 40}
+    case = make_case(spec(), lengths, **shape, num_pages=46)
     assert run(case, decode_only=True, choose_blocks=True).clean
 
 
@@ -159,14 +166,6 @@ def test_what_pads_a_step_of_int8_reaches_nobody_and_blocks_are_chosen() -> None
     assert run(case, poison_padding=True, choose_blocks=True, first_page=7).clean
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_what_pads_a_step_reaches_nobody(head_dim: int) -> None:
-    case = make_case(spec(head_dim=head_dim), CHUNKS, num_tokens=96, num_rows=8, pages_per_seq=20)
-    assert run(case, poison_padding=True).clean
-    case = make_case(spec(head_dim=head_dim), DECODES, num_tokens=8, num_rows=8, pages_per_seq=20)
-    assert run(case, decode_only=True, poison_padding=True).clean
-
-
 @pytest.mark.parametrize(
     ("num_query_heads", "num_kv_heads", "head_dim"),
     [(1, 1, 128), (3, 1, 128), (8, 1, 128), (8, 8, 128), (24, 8, 128), (4, 1, 64), (3, 3, 64), (6, 3, 64), (32, 8, 64)],
@@ -191,16 +190,15 @@ def test_float32(head_dim: int) -> None:
     assert run(case).clean
 
 
-@pytest.mark.parametrize("lengths", [[], rows((1, 20)), rows((5, 20))], ids=["no rows", "decodes only", "chunks only"])
 @pytest.mark.parametrize("dma_mode", DMA_MODES)
-def test_empty_ranges(lengths: list[Row], dma_mode: str) -> None:
-    case = make_case(spec(), lengths, num_tokens=8, num_rows=4, pages_per_seq=2)
-    assert run(case, dma_mode).clean
-
-
-def test_pages_of_a_later_layer() -> None:
-    case = make_case(spec(), rows((1, 20), (5, 20)), num_tokens=8, num_rows=4, pages_per_seq=2)
-    assert run(case, first_page=7).clean
+@pytest.mark.parametrize(
+    ("lengths", "first_page"),
+    [([], 0), (rows((1, 20)), 0), (rows((5, 20)), 0), (rows((1, 20), (5, 20)), 7)],
+    ids=["no rows", "decodes only", "chunks only", "a later layer"],
+)
+def test_empty_ranges_and_pages_of_a_later_layer(lengths: list[Row], first_page: int, dma_mode: str) -> None:
+    shape = {"num_tokens": 8, "num_rows": 4, "pages_per_seq": 2, "num_pages": 13 - first_page}
+    assert run(make_case(spec(), lengths, **shape), dma_mode, first_page=first_page).clean
 
 
 @pytest.mark.parametrize(
