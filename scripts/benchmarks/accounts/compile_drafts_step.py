@@ -3,12 +3,12 @@
     JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 python -m scripts.benchmarks.accounts.compile_drafts_step \
         --target v6e:1x1 --preset llama-3.1-8b --drafts eagle3 --drafts llama-3.2-1b
 
-It prints a JSON object for the plain decode step, and one for each `--drafts`: an EAGLE or EAGLE-3 head with the sizes
-of the model's layers, or a preset, with `:int8` and the like for weights in that form. `weights_read` are counted, not
-compiled: the bytes of weights in the products of a step, in all its passes (`num_drafts` of the network that drafts).
-`of_plain` is that for each token that a row gains at `--acceptance`, next to the plain step. `alias_bytes` are updated
-in place, of `state_bytes`. `kernels` are Mosaic's in a GPU's program, which spill `spill_bytes`. The rest is as in
-`compile_tpu_step` and `compile_gpu_step`.
+It prints a JSON object for the plain decode step (not with `--drafts-only`), and one for each `--drafts`: an EAGLE or
+EAGLE-3 head with the sizes of the model's layers, or a preset, with `:int8` and the like for weights in that form.
+`weights_read` are counted, not compiled: the bytes of weights in the products of a step, in all its passes (those of
+the network that drafts are `num_drafts`). `of_plain` is that for each token that a row gains at `--acceptance`, next to
+the plain step. `alias_bytes` are updated in place, of `state_bytes`. `kernels` are Mosaic's in a GPU's program, which
+spill `spill_bytes`. The rest is as in `compile_tpu_step` and `compile_gpu_step`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import tempfile
 import time
 from pathlib import Path
@@ -60,17 +59,13 @@ def main() -> None:
     parser.add_argument("--target", required=True)
     add_model_flags(parser)
     parser.add_argument("--drafts", action="append", default=[], help="eagle, eagle3, PRESET, PRESET:int8")
+    parser.add_argument("--drafts-only", action="store_true", help="without the plain decode step")
     parser.add_argument("--num-drafts", type=int, default=3)
     parser.add_argument("--acceptance", type=float, default=0.7, help="of each draft after right ones")
     parser.add_argument("--rows", type=int, default=8)
     args = parser.parse_args()
-    plain = None
-    for drafts in (None, *args.drafts):
-        account = compile_step(args, drafts)
-        plain = plain or account["weights_read"]
-        gained = sum(args.acceptance**place for place in range(1 + args.num_drafts)) if drafts else 1
-        account |= {"tokens": round(gained, 3), "of_plain": round(account["weights_read"] / plain / gained, 3)}
-        print(json.dumps(account), flush=True)
+    for drafts in args.drafts if args.drafts_only else (None, *args.drafts):
+        print(json.dumps(compile_step(args, drafts)), flush=True)
 
 
 def compile_step(args: argparse.Namespace, drafts: str | None) -> dict[str, Any]:
@@ -93,28 +88,28 @@ def compile_step(args: argparse.Namespace, drafts: str | None) -> dict[str, Any]
     draft = None if network is None else (network, attention(network.config))
     programs = StepPrograms(model, attention(model.config), LIMITS, NUM_PAGES, draft)
     program, state = programs.step(bucket), programs.state_like
-    with gpu.compiling(mesh) if gpu else contextlib.nullcontext(), tempfile.TemporaryDirectory() as folder:
-        os.environ["MOSAIC_GPU_DUMP_TO"] = folder
+    compiling = gpu.compiling(mesh) if gpu else contextlib.nullcontext()
+    with compiling, tempfile.TemporaryDirectory() as folder:
         begin = time.perf_counter()
-        lowered = program.as_read().lower()
         dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True, "xla_dump_hlo_pass_re": ""}
-        compiled = lowered.compile(compiler_options=compiler_options("gpu") | dump if gpu else compiler_options("tpu"))
+        options = compiler_options("gpu") | dump if gpu else compiler_options("tpu")
+        compiled, spills = gpu_report.spills_of(lambda: program.as_read().lower().compile(compiler_options=options))
         seconds = time.perf_counter() - begin
-        thunks = {}
+        of_gpu: dict[str, Any] = {}
         if gpu:
             (file,) = Path(folder).glob("*jit_step.*thunk_sequence_after_thunk_passes.txt")
-            thunks = read_thunks(file.read_text())
-            found = gpu_report.kernels(Path(folder))
-            thunks |= {"kernels": len(found), "spill_bytes": sum(kernel.spill_bytes for kernel in found)}
+            of_gpu = {**read_thunks(file.read_text()), "kernels": len(spills), "spill_bytes": sum(spills)}
     memory = compiled.memory_analysis()
     assert memory is not None
-    read = step_bytes(model, programs.attention, num_rows=rows, context=2048)["weights_read"]
+    plain = step_bytes(model, programs.attention, num_rows=rows, context=2048)["weights_read"]
+    read = plain + (0 if network is None else _read_by(network, model, count))
+    gained = sum(args.acceptance**place for place in range(1 + count))
     return {
         "target": args.target, "preset": args.preset, "layers": model.config.num_layers, "drafts": drafts, "rows": rows,
         "num_drafts": count, "seconds": round(seconds, 1), "temp_bytes": memory.temp_size_in_bytes,
         "state_bytes": sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state)),
         "alias_bytes": memory.alias_size_in_bytes, "argument_bytes": memory.argument_size_in_bytes,
-        "weights_read": read + (0 if network is None else _read_by(network, model, count)), **thunks,
+        "weights_read": read, "tokens": round(gained, 3), "of_plain": round(read / plain / gained, 3), **of_gpu,
     }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 
@@ -87,8 +88,9 @@ def test_a_wide_copy_of_a_weight_is_found_where_the_compiler_writes_one():
     assert "layers.0.mlp.gate_up.kernel: bf16[28672,4096]" in copies
 
 
+@cache
 def compile_step(target: str, *flags: str, rows: int = 64) -> dict:
-    """Of two layers of Llama 3.1 8B."""
+    """Of two layers of Llama 3.1 8B. Each is compiled once: several forms are held to the same one of bfloat16."""
     command = [sys.executable, "-m", "scripts.benchmarks.accounts.compile_gpu_step", "--target", target]
     process = subprocess.run(
         [*command, "--layers", "2", "--rows", str(rows), *flags],
