@@ -12,12 +12,11 @@ and needs no fence on the chip. Only its stand-in reads through the generic prox
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 TILE_ROWS = 8  # of the swizzled form that TMA writes and the tensor cores read
@@ -46,26 +45,27 @@ def swizzled(columns: int, dtype: Any, *, copied_rows: int | None = None) -> tup
     return tiling, plgpu.SwizzleTransform(width)  # type: ignore[abstract]
 
 
-def wgmma_scores(q_smem: Any, k_smem: Any, *, while_running: Callable[[], None], interpret: Any) -> jax.Array:
-    """q @ k.T of two SMEM tiles, f32[64, block_kv]; `while_running` is called after the product was issued."""
-    if interpret is not None:
-        scores = jnp.dot(q_smem[...], k_smem[...].T, preferred_element_type=jnp.float32)
-        plgpu.commit_smem()
-        while_running()
-        return scores
+def start_wgmma(acc_ref: Any, lhs: Any, rhs: Any, *, interpret: Any) -> None:
+    """Starts acc += lhs @ rhs, with `rhs` in SMEM and `lhs` in SMEM or in registers. It ends at the next `result`."""
+    if interpret is None:
+        plgpu.wgmma(acc_ref, lhs, rhs)
+        return
+    left = lhs if isinstance(lhs, jax.Array) else lhs[...]
+    acc_ref[...] += jnp.dot(left, rhs[...], preferred_element_type=jnp.float32)
 
-    def product(acc_ref: Any) -> jax.Array:
-        plgpu.wgmma(acc_ref, q_smem, k_smem.transpose((1, 0)))
-        while_running()
+
+def result(acc_ref: Any, *, interpret: Any) -> jax.Array:
+    """The accumulator, when all products have ended. ptxas serialises products if one stays under way here."""
+    if interpret is not None:
         return acc_ref[...]
+    value = plgpu.wgmma_accumulator_load(acc_ref)
+    return lax.optimization_barrier(value)  # nothing that reads it comes before the wait
 
-    return pl.run_scoped(product, plgpu.ACC((q_smem.shape[0], k_smem.shape[0]), jnp.float32))
 
-
-def wgmma_accumulate(acc: jax.Array, p: jax.Array, v_smem: Any, *, interpret: Any) -> jax.Array:
-    """acc + p @ v, with p in registers and v in SMEM."""
-    if interpret is not None:
-        acc = acc + jnp.dot(p, v_smem[...], preferred_element_type=jnp.float32)
-        plgpu.commit_smem()
-        return acc
-    return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p, v_smem))(plgpu.ACC.init(acc))
+def read_until_here(acc_ref: Any, *operands: Any, interpret: Any) -> None:
+    """The interpreter reads the operands in SMEM once more, where the product has ended: on the chip, it reads them at
+    any time until then."""
+    if interpret is None:
+        return
+    acc_ref[...] = lax.optimization_barrier((acc_ref[...], *(operand[...] for operand in operands)))[0]
+    plgpu.commit_smem()

@@ -1,8 +1,8 @@
 """Prefill on Hopper: ragged causal chunks against their pages, warp-specialised, on wgmma.
 
 A persistent CTA per multiprocessor takes tiles from the list. One warpgroup (`prefill_memory`) feeds the ring of K and
-V tiles. Two others multiply 64 rows each and take turns at the tensor cores, so that one's softmax runs during the
-other's products.
+V tiles. Two others multiply 64 rows each. Each of them starts the scores of the next block ahead of the softmax of this
+one, which then runs next to two products of the same warpgroup: those scores, and the block before with its values.
 
 Source of the algorithm: Shah et al., FlashAttention-3 (2024).
 
@@ -15,6 +15,7 @@ fault that leaves a warpgroup waiting may hang it instead of being reported.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gpu import matmul, online_softmax, persistent, prefill_tile, vector
 from pallas_kernels.gpu.parts import NO_PARTS, Parts
 from pallas_kernels.gpu.prefill_body import PrefillBody, PrefillOperands, PrefillRefs, results
-from pallas_kernels.gpu.prefill_memory import COMPUTE_WARPGROUPS, memory_of
+from pallas_kernels.gpu.prefill_memory import COMPUTE_WARPGROUPS, memory_of, queries_place
 from pallas_kernels.gpu.prefill_tile import TILE_M, Tile
 from pallas_kernels.gpu.tile_list import TOKEN_ALIGNMENT
 
@@ -63,10 +64,12 @@ def prefill(
         "v_smem": ring,
         "q_arrived": plgpu.Barrier(num_arrivals=body.shape.heads, num_barriers=COMPUTE_WARPGROUPS),
         **memory_of(body).scratch(body),
-        # Both compute warpgroups arrive at these: one for each K and V slot, one for the queries' place, one for the
-        # turns.
-        "met": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=2 * stages + 2),
+        # Both compute warpgroups arrive at these: one for each K and V slot, and one for the queries' place.
+        "met": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=2 * stages + 1),
     }
+    if interpret is not None:  # in place of accumulators in registers
+        scratch["scores"] = plgpu.SMEM((COMPUTE_WARPGROUPS, TILE_M, sizes.block_kv), jnp.float32)
+        scratch["acc"] = plgpu.SMEM((COMPUTE_WARPGROUPS, TILE_M, head_dim), jnp.float32)
     return plgpu.kernel(
         body,
         out_type=results(body, operands, output is None, parts, COMPUTE_WARPGROUPS),
@@ -91,8 +94,10 @@ class _Refs(PrefillRefs):
     arrived: Any  # barriers, alternately of K and of V of each stage
     met: Any  # barriers, see `prefill`
     tail_arrived: Any = None  # barrier, see `prefill_memory.CopyingMemory`
-    narrow_smem: Any = None  # [2, block_kv, H], of K and of V, see `prefill_memory.WideningMemory`
+    narrow_smem: Any = None  # [stages of K and V, block_kv, H], see `prefill_memory.WideningMemory`
     narrow_arrived: Any = None  # barriers
+    scores: Any = None  # f32[warpgroups, 64, block_kv], of the interpreter only
+    acc: Any = None  # f32[warpgroups, 64, H], of the interpreter only
 
 
 class _Body(PrefillBody):
@@ -102,137 +107,229 @@ class _Body(PrefillBody):
         cta = lax.axis_index("cta")
 
         def for_each_tile(do):
-            """Calls `do(tile, blocks so far)` for every unit of this CTA; returns the blocks of all of them."""
+            """Calls `do(unit, tile, blocks so far)` for every unit of this CTA; returns the blocks of all of them."""
             units = refs.num_tiles[0] * (self.num_kv_heads * self.shape.tiles_per_group)
             rounds = persistent.rounds(units, self.num_ctas)
 
             def one(round_, num_blocks):
                 unit = persistent.unit_of(round_, cta, self.num_ctas)
-                tile = Tile.read(refs.tiles, jnp.minimum(unit, units - 1), self.shape, self.num_kv_heads)
-                pl.when(unit < units)(lambda: do(tile, num_blocks))
+                known = jnp.minimum(unit, units - 1)
+                tile = self.tile(refs, known)
+                pl.when(unit < units)(lambda: do(known, tile, num_blocks))
                 return num_blocks + jnp.where(unit < units, tile.num_blocks, 0)
 
             return lax.fori_loop(0, rounds, one, jnp.int32(0))
 
         @pl.when(warpgroup < COMPUTE_WARPGROUPS)
         def _():
-            compute = _Compute(self, refs, warpgroup)
-            plgpu.barrier_arrive(compute.q_free)  # the queries' place is free at the start
+            plgpu.barrier_arrive(queries_place(refs, self))  # it is free at the start
             plgpu.set_max_registers(kind.compute_registers, action="increase")
-            for_each_tile(compute.attend)
+
+            def compute(*accumulators):
+                for_each_tile(partial(self.attend, refs, warpgroup, accumulators))
+
+            if self.interpret is None:
+                shapes = (TILE_M, self.sizes.block_kv), (TILE_M, self.head_dim)
+                pl.run_scoped(compute, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+            else:
+                compute(refs.scores.at[warpgroup], refs.acc.at[warpgroup])
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == COMPUTE_WARPGROUPS)
         def _():
             plgpu.set_max_registers(kind.registers, action="decrease")
             memory = kind(self, refs)
-            memory.drain(for_each_tile(memory.feed))
+            memory.drain(for_each_tile(lambda _, tile, num_blocks: memory.feed(tile, num_blocks)))
+
+    def tile(self, refs: _Refs, unit) -> Tile:
+        return Tile.read(refs.tiles, unit, self.shape, self.num_kv_heads)
+
+    def attend(self, refs: _Refs, warpgroup, accumulators, unit, tile: Tile, blocks_before) -> None:
+        """One compute warpgroup's part of a tile. `accumulators`: of scores [64, block_kv] and of results [64, H]."""
+        scores, acc = accumulators
+        result = _Run(self, refs, warpgroup, scores, acc, tile, blocks_before).attend()
+        # The tile is read again, and places are computed again: no register holds them during the run.
+        unit, warpgroup = lax.optimization_barrier((unit, warpgroup))
+        _Results(self, refs, warpgroup, self.tile(refs, unit)).store(*result)
 
 
-class _Compute:
-    """One of the two compute warpgroups."""
+@dataclass(frozen=True)
+class _Run:
+    """The blocks of a tile, on one warpgroup.
 
-    def __init__(self, body: _Body, refs: _Refs, warpgroup) -> None:
-        self.body, self.refs, self.warpgroup = body, refs, warpgroup
-        self.q_smem, self.out_smem = refs.q_smem.at[warpgroup], refs.out_smem.at[warpgroup]
-        self.k_smem, self.v_smem = refs.k_smem, refs.v_smem
-        self.q_arrived = refs.q_arrived.at[warpgroup]
-        self.arrived, self.met = refs.arrived, refs.met
-        stages = body.sizes.num_stages
-        self.q_free, self.turn = self.met.at[2 * stages], self.met.at[2 * stages + 1]
+    While a block's softmax runs, two products are under way: the block before with its values, and the next block's
+    scores.
+    """
 
-    def take_turn(self) -> None:
-        """Waits for the other warpgroup. One of them starts half a step later, so they alternate."""
-        plgpu.barrier_arrive(self.turn)
-        plgpu.barrier_wait(self.turn)
+    body: _Body
+    refs: _Refs
+    warpgroup: Any
+    scores: Any  # accumulators, see `_Body.attend`
+    acc: Any
+    tile: Tile
+    blocks_before: Any  # in the ring, of the tiles before
 
-    def attend(self, tile: Tile, blocks_before) -> None:
-        body, layout = self.body, plgpu.Layout.WGMMA
-        first_token = tile.token + self.warpgroup * body.shape.tokens
-        first_masked = tile.masked_from(first_token, body.sizes.block_kv)
-        plgpu.barrier_wait(self.q_arrived)
-        pl.when(self.warpgroup == 1)(self.take_turn)
-        carry = online_softmax.start(TILE_M, body.head_dim, layout)
+    @property
+    def first_token(self) -> Any:
+        """Of the warpgroup's rows."""
+        return self.tile.token + self.warpgroup * self.body.shape.tokens
 
-        def step(i, carry, *, masked):
-            return self.step(i, carry, tile, first_token, blocks_before, masked)
+    @property
+    def queries(self) -> Any:
+        """[64, H] in SMEM."""
+        return self.refs.q_smem.at[self.warpgroup]
 
-        carry = lax.fori_loop(tile.first_block, first_masked, lambda i, c: step(i, c, masked=False), carry)
-        carry = lax.fori_loop(first_masked, tile.end_block, lambda i, c: step(i, c, masked=True), carry)
-        pl.when(self.warpgroup == 0)(self.take_turn)
-        plgpu.barrier_arrive(self.q_free)
-        self.store(tile, first_token, *online_softmax.finish(*carry))
+    def attend(self) -> tuple[jax.Array, jax.Array]:
+        """See `online_softmax.finish`."""
+        tile, body, layout = self.tile, self.body, plgpu.Layout.WGMMA
+        plgpu.barrier_wait(self.refs.q_arrived.at[self.warpgroup])
+        acc, peak, total = online_softmax.start(TILE_M, body.head_dim, layout)
+        self.acc[...] = acc
+        scores = plgpu.layout_cast(jnp.zeros((TILE_M, body.sizes.block_kv), jnp.float32), layout)
+        # A tile of padding tokens has no block: the first and the last one are loops, too.
+        second = jnp.minimum(tile.first_block + 1, tile.end_block)
+        last = jnp.maximum(tile.end_block - 1, tile.first_block)
+        first_masked = jnp.minimum(tile.masked_from(self.first_token, body.sizes.block_kv), last)
+        carry = lax.fori_loop(tile.first_block, second, self.begin, (peak, total, scores))
+        carry = lax.fori_loop(tile.first_block, first_masked, partial(self.step, masked=False), carry)
+        carry = lax.fori_loop(first_masked, last, partial(self.step, masked=True), carry)
+        plgpu.barrier_arrive(queries_place(self.refs, body))
+        peak, total, _ = lax.fori_loop(last, tile.end_block, self.end, carry)
+        return online_softmax.finish(matmul.result(self.acc, interpret=body.interpret), peak, total)
 
-    def step(self, i, carry, tile: Tile, first_token, blocks_before, masked: bool):
-        body = self.body
-        block_kv = body.sizes.block_kv
-        acc, peak, total = carry
-        slot = lax.rem(blocks_before + (i - tile.first_block), jnp.int32(body.sizes.num_stages))
-        plgpu.barrier_wait(self.arrived.at[2 * slot])
-        scores = matmul.wgmma_scores(
-            self.q_smem, self.k_smem.at[slot], while_running=self.take_turn, interpret=body.interpret
-        )
-        plgpu.barrier_arrive(self.met.at[2 * slot])
+    def begin(self, i, carry):
+        """The first block's scores."""
+        peak, total, _ = carry
+        self.start_scores(i)
+        return peak, total, self.finish_scores(i)
+
+    def step(self, i, carry, *, masked: bool):
+        """A block that is not the last, whose scores are in `carry`."""
+        peak, total, scores = carry
+        self.start_scores(i + 1)
+        weights, alpha, peak, total = self.softmax(i, scores, peak, total, masked=masked)
+        acc = self.finish_values(i - 1)
+        scores = self.finish_scores(i + 1)
+        self.start_values(i, online_softmax.scaled(acc, alpha), weights)
+        return peak, total, scores
+
+    def end(self, i, carry):
+        """The last block. Its mask is harmless where every key is seen."""
+        peak, total, scores = carry
+        weights, alpha, peak, total = self.softmax(i, scores, peak, total, masked=True)
+        self.start_values(i, online_softmax.scaled(self.finish_values(i - 1), alpha), weights)
+        self.finish_values(i)
+        return peak, total, scores
+
+    def softmax(self, i, scores, peak, total, *, masked: bool):
+        """See `online_softmax.step`; the weights are in the type of the products."""
+        body, block_kv = self.body, self.body.sizes.block_kv
         if masked:
-            mask = prefill_tile.causal_mask(body.shape, tile, first_token, i * block_kv, block_kv, plgpu.Layout.WGMMA)
+            first_key, layout = i * block_kv, plgpu.Layout.WGMMA
+            mask = prefill_tile.causal_mask(body.shape, self.tile, self.first_token, first_key, block_kv, layout)
             scores = jnp.where(mask, scores, -jnp.inf)
-        p, alpha, new_peak, total = online_softmax.step(scores, peak, total, body.scale_log2)
-        acc = online_softmax.scaled(acc, alpha)
-        p16 = p.astype(body.dtype)
-        if body.interpret is None:  # keep the softmax on this side of the turn
-            acc, total, new_peak, p16 = lax.optimization_barrier((acc, total, new_peak, p16))
-        plgpu.barrier_arrive(self.turn)
-        plgpu.barrier_wait(self.arrived.at[2 * slot + 1])
-        plgpu.barrier_wait(self.turn)
-        acc = matmul.wgmma_accumulate(acc, p16, self.v_smem.at[slot], interpret=body.interpret)
-        plgpu.barrier_arrive(self.met.at[2 * slot + 1])
-        return acc, new_peak, total
+        weights, alpha, peak, total = online_softmax.step(scores, peak, total, body.scale_log2)
+        # Nothing of it comes after a wait that follows.
+        weights, alpha = lax.optimization_barrier((weights.astype(body.dtype), alpha))
+        return weights, alpha, peak, total
 
-    def store(self, tile: Tile, first_token, acc, sums) -> None:
+    def start_scores(self, i) -> None:
+        """Starts the product of a block's keys with the queries."""
+        slot = self.slot(i)
+        plgpu.barrier_wait(self.refs.arrived.at[2 * slot])
+        self.scores[...] = plgpu.layout_cast(jnp.zeros(self.scores.shape, jnp.float32), plgpu.Layout.WGMMA)
+        keys = self.refs.k_smem.at[slot].transpose((1, 0))
+        matmul.start_wgmma(self.scores, self.queries, keys, interpret=self.body.interpret)
+
+    def finish_scores(self, i) -> jax.Array:
+        """The block's scores, when the products have ended. Its keys are released."""
+        slot, interpret = self.slot(i), self.body.interpret
+        scores = matmul.result(self.scores, interpret=interpret)
+        matmul.read_until_here(self.scores, self.queries, self.refs.k_smem.at[slot], interpret=interpret)
+        plgpu.barrier_arrive(self.refs.met.at[2 * slot])
+        return scores
+
+    def start_values(self, i, acc, weights) -> None:
+        """Starts the product of a block's weights with its values, which is added to `acc`."""
+        slot = self.slot(i)
+        self.acc[...] = acc
+        plgpu.barrier_wait(self.refs.arrived.at[2 * slot + 1])
+        matmul.start_wgmma(self.acc, weights, self.refs.v_smem.at[slot], interpret=self.body.interpret)
+
+    def finish_values(self, i) -> jax.Array:
+        """The sum, when the products have ended. The block's values are released, if the tile has the block."""
+        slot, interpret = self.slot(i), self.body.interpret
+        acc = matmul.result(self.acc, interpret=interpret)
+
+        @pl.when(i >= self.tile.first_block)
+        def _():
+            matmul.read_until_here(self.acc, self.refs.v_smem.at[slot], interpret=interpret)
+            plgpu.barrier_arrive(self.refs.met.at[2 * slot + 1])
+
+        return acc
+
+    def slot(self, i) -> Any:
+        """The ring's slot of a block."""
+        return lax.rem(self.blocks_before + (i - self.tile.first_block), jnp.int32(self.body.sizes.num_stages))
+
+
+class _Results:
+    """Where one warpgroup's results of a tile go."""
+
+    def __init__(self, body: _Body, refs: _Refs, warpgroup, tile: Tile) -> None:
+        self.body, self.refs, self.warpgroup, self.tile = body, refs, warpgroup, tile
+        self.out_smem = refs.out_smem.at[warpgroup]
+        self.first_token = tile.token + warpgroup * body.shape.tokens
+
+    def store(self, acc, sums) -> None:
         """Writes the result of the tile's own tokens, to the output or, of a part, to the partial results."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous tile has left the buffer
         self.out_smem[...] = acc.astype(self.body.dtype)
         plgpu.commit_smem()
         if self.refs.partial is None:
-            self.store_output(tile, first_token)
+            self.store_output()
             return
-        pl.when(tile.part < 0)(lambda: self.store_output(tile, first_token))
+        pl.when(self.tile.part < 0)(self.store_output)
 
-        @pl.when(tile.part >= 0)
+        @pl.when(self.tile.part >= 0)
         def _():
-            self.refs.sums[tile.heads, pl.ds(self.warpgroup * TILE_M, TILE_M), tile.part] = sums
-            self.store_part(tile, first_token)
+            self.refs.sums[self.tile.heads, pl.ds(self.warpgroup * TILE_M, TILE_M), self.tile.part] = sums
+            self.store_part()
 
-    def store_output(self, tile: Tile, first_token) -> None:
+    def store_output(self) -> None:
         """Writes the rows of the tile's own tokens, in powers of two: TMA boxes have static sizes."""
-        shape = self.body.shape
-        begin = jnp.maximum(tile.begin - first_token, 0)
-        count = jnp.maximum(jnp.minimum(tile.end - first_token, shape.tokens) - begin, 0)
-        size = shape.tokens
+        tile, tokens = self.tile, self.body.shape.tokens
+        begin = jnp.maximum(tile.begin - self.first_token, 0)
+        count = jnp.maximum(jnp.minimum(tile.end - self.first_token, tokens) - begin, 0)
+        size = tokens
         while size:
             start = begin + lax.div(count, jnp.int32(2 * size)) * (2 * size)
 
             @pl.when(lax.rem(lax.div(count, jnp.int32(size)), jnp.int32(2)) == 1)
             def _(start=start, size=size):
-                self.copy_out(tile, start, self.refs.out, first_token + start, size)
+                self.copy_out(start, self.refs.out, self.first_token + start, size)
 
             size //= 2
 
-    def store_part(self, tile: Tile, first_token) -> None:
+    def store_part(self) -> None:
         """Writes eight tokens at a time, those around the tile's own included: they have a place, too."""
+        tile = self.tile
         for start in range(0, self.body.shape.tokens, TOKEN_ALIGNMENT):
-            token = first_token + start
+            token = self.first_token + start
 
             @pl.when((token + TOKEN_ALIGNMENT > tile.begin) & (token < tile.end))
             def _(start=start, token=token):
                 place = pl.multiple_of(token + tile.shift, TOKEN_ALIGNMENT)
-                self.copy_out(tile, start, self.refs.partial, place, TOKEN_ALIGNMENT)
+                self.copy_out(start, self.refs.partial, place, TOKEN_ALIGNMENT)
 
-    def copy_out(self, tile: Tile, start, out_ref, first_row, size: int) -> None:
-        """Copies `size` tokens of all heads from the tile's token `start` on to `out_ref`, from `first_row` on."""
-        shape = self.body.shape
-        for g in range(shape.heads):
+    def copy_out(self, start, out_ref, first_row, size: int) -> None:
+        """Copies `size` tokens of the tile's own heads, from its token `start` on, to `out_ref` from `first_row` on."""
+        shape, tile = self.body.shape, self.tile
+
+        def copy(g: int) -> None:
             columns = vector.head_columns(tile.first_head + g, self.body.head_dim)
             plgpu.copy_smem_to_gmem(
                 self.out_smem.at[pl.ds(g * shape.tokens + start, size)], out_ref.at[pl.ds(first_row, size), columns]
             )
+
+        prefill_tile.for_own_heads(shape, tile, copy)

@@ -1,12 +1,13 @@
 """The memory warpgroup of Hopper's prefill: it brings queries, keys and values to shared memory for the others.
 
-Pages in the type of the products are copied to the ring's tiles by TMA. Pages of 8 bits are copied to one tile of keys
-and one of values, from which this warpgroup converts them to the ring's tiles. Meanwhile the next copy is under way,
-and the others multiply.
+Pages in the type of the products are copied to the ring's tiles by TMA. Pages of 8 bits are copied to tiles of their
+own, from which this warpgroup converts them to the ring's tiles. Meanwhile the next copies are under way, and the
+others multiply.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,16 @@ from pallas_kernels.gpu.prefill_tile import Tile
 from pallas_kernels.gpu.ring import KEYS, VALUES, Source
 
 COMPUTE_WARPGROUPS = 2
+NARROW_STAGES = 2  # blocks of 8 bits that are copied at a time
 TAIL_ROWS = 16  # of V that are cleared at a time: few registers
+
+
+def queries_place(refs: Any, body: PrefillBody) -> Any:
+    """The barrier at which both compute warpgroups release the queries' place.
+
+    ptxas would keep its address in a register of every warpgroup, from the start of the kernel on, if it were constant.
+    """
+    return refs.met.at[lax.optimization_barrier(jnp.int32(2 * body.sizes.num_stages))]
 
 
 class Memory:
@@ -33,7 +43,7 @@ class Memory:
     def __init__(self, body: PrefillBody, refs: Any) -> None:
         self.body, self.refs = body, refs
         self.first_page = refs.first_page[0]
-        self.q_free = refs.met.at[2 * body.sizes.num_stages]
+        self.q_free = queries_place(refs, body)
 
     def feed(self, tile: Tile, blocks_before) -> None:
         """Brings a tile's queries, and all of its blocks. `blocks_before` have gone through the ring before them.
@@ -45,7 +55,7 @@ class Memory:
             shape=self.body.blocks, kv_ref=self.refs.kv_pages, pages_ref=self.refs.page_table,
             first_page=self.first_page, row=tile.row, kv_head=tile.kv_head,
         )  # fmt: skip
-        self.start(source, tile)
+        self.start(source, tile, blocks_before)
 
         @pl.loop(0, jnp.maximum(tile.num_blocks, 1))
         def _(i):
@@ -59,12 +69,14 @@ class Memory:
 
         @pl.loop(0, COMPUTE_WARPGROUPS)
         def _(wg):
+            # The heads' places are computed here: no register holds them while blocks are copied.
+            there = replace(tile, first_head=lax.optimization_barrier(tile.first_head))
             first_token = tile.token + wg * body.shape.tokens
             prefill_tile.load_queries(
-                refs.queries, refs.q_smem.at[wg], body.shape, tile, first_token, refs.q_arrived.at[wg]
+                refs.queries, refs.q_smem.at[wg], body.shape, there, first_token, refs.q_arrived.at[wg]
             )
 
-    def start(self, source: Source, tile: Tile) -> None:
+    def start(self, source: Source, tile: Tile, blocks_before) -> None:
         """Is called before the tile's first block."""
 
     def feed_block(self, source: Source, tile: Tile, i, index) -> None:
@@ -148,53 +160,60 @@ class WideningMemory(Memory):
 
     @staticmethod
     def scratch(body: PrefillBody) -> dict[str, Any]:
-        """A tile of keys and one of values as they are stored, and the barriers of their copies and of the ring."""
-        shape = (2, body.sizes.block_kv, body.head_dim)
+        """Tiles of keys and of values as they are stored, and the barriers of their copies and of the ring."""
+        shape = (2 * NARROW_STAGES, body.sizes.block_kv, body.head_dim)
         swizzled = matmul.swizzled(body.head_dim, body.kv_dtype)
         return {
             "arrived": plgpu.Barrier(num_barriers=2 * body.sizes.num_stages),
             "narrow_smem": plgpu.SMEM(shape, body.kv_dtype, transforms=swizzled),
-            "narrow_arrived": plgpu.Barrier(num_arrivals=body.blocks.copies, num_barriers=2),
+            "narrow_arrived": plgpu.Barrier(num_arrivals=body.blocks.copies, num_barriers=2 * NARROW_STAGES),
         }
 
-    def start(self, source: Source, tile: Tile) -> None:
+    def start(self, source: Source, tile: Tile, blocks_before) -> None:
         """See `Memory`."""
 
-        @pl.when(tile.num_blocks > 0)
-        def _():
+        @pl.loop(0, jnp.minimum(tile.num_blocks, NARROW_STAGES))
+        def _(i):
             for kind in (KEYS, VALUES):
-                self.fetch_narrow(source, tile.first_block, kind)
+                self.fetch_narrow(source, tile.first_block + i, kind, blocks_before + i)
 
     def feed_block(self, source: Source, tile: Tile, i, index) -> None:
         """See `Memory`."""
-        block = tile.first_block + i
+        block, ahead = tile.first_block + i, NARROW_STAGES
         for kind in (KEYS, VALUES):
             self.convert(block, kind, tile, index)
-            pl.when(i + 1 < tile.num_blocks)(partial(self.fetch_narrow, source, block + 1, kind))
+            fetch = partial(self.fetch_narrow, source, block + ahead, kind, index + ahead)
+            pl.when(i + ahead < tile.num_blocks)(fetch)
 
-    def fetch_narrow(self, source: Source, block, kind: int) -> None:
+    def narrow_place(self, kind: int, index) -> Any:
+        """The tile, and the barrier, of a block's keys or values as they are stored."""
+        return 2 * lax.rem(index, jnp.int32(NARROW_STAGES)) + kind
+
+    def fetch_narrow(self, source: Source, block, kind: int, index) -> None:
         """Starts the copies of a block's keys or values, as they are stored."""
-        self.fetch(source, block, kind, self.refs.narrow_smem.at[kind], self.refs.narrow_arrived.at[kind])
+        place = self.narrow_place(kind, index)
+        self.fetch(source, block, kind, self.refs.narrow_smem.at[place], self.refs.narrow_arrived.at[place])
 
     def convert(self, block, kind: int, tile: Tile, index) -> None:
         """Converts a block's keys or values, when they have arrived, to their slot, when it is free."""
         refs, slot = self.refs, self.slot_of(index)
-        plgpu.barrier_wait(refs.narrow_arrived.at[kind])
+        narrow = self.narrow_place(kind, index)
+        plgpu.barrier_wait(refs.narrow_arrived.at[narrow])
         pl.when(index >= self.body.sizes.num_stages)(lambda: plgpu.barrier_wait(refs.met.at[2 * slot + kind]))
         smem = refs.k_smem if kind == KEYS else refs.v_smem
-        self.widen(kind, smem, slot, tile.kv_len - block * self.body.sizes.block_kv)
+        self.widen(kind, narrow, smem, slot, tile.kv_len - block * self.body.sizes.block_kv)
         # Orders the reads before the next copy, and the writes before the others' products.
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.arrived.at[2 * slot + kind])
 
-    def widen(self, kind: int, smem, slot, num_valid) -> None:
+    def widen(self, kind: int, narrow, smem, slot, num_valid) -> None:
         """Converts a tile, with zeros for the values after the sequence's last key, as in `clear_tail`."""
 
         @pl.loop(0, self.body.sizes.block_kv // widening.ROWS)
         def _(part):
             first = pl.multiple_of(part * widening.ROWS, widening.ROWS)
             rows = pl.ds(first, widening.ROWS)
-            values = widening.load(self.refs.narrow_smem.at[kind, rows], self.body.dtype)
+            values = widening.load(self.refs.narrow_smem.at[narrow, rows], self.body.dtype)
             if kind == VALUES:
                 key = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=widening.LAYOUT)
                 values = jnp.where(key + first < num_valid, values, jnp.zeros_like(values))

@@ -184,15 +184,19 @@ class _Body(PrefillBody):
 
             @pl.when(is_own)
             def _():
-                for g in range(self.shape.heads):
+                def store(g: int) -> None:
                     rows = out_smem.at[pl.ds(g * tokens + first, together)]
                     columns = vector.head_columns(tile.first_head + g, dim)
                     out_ref[pl.ds(begin + shift, together), columns] = plgpu.load(rows, layout=layout, optimized=False)
+
+                prefill_tile.for_own_heads(self.shape, tile, store)
 
             @pl.when(~is_own)
             def _():
                 @pl.loop(jnp.maximum(tile.begin, begin), jnp.minimum(tile.end, end))
                 def _(token):
-                    for g in range(self.shape.heads):
+                    def store(g: int) -> None:
                         row = vector.load(out_smem.at[g * tokens + token - tile.token], dim)
                         out_ref[token + shift, vector.head_columns(tile.first_head + g, dim)] = row
+
+                    prefill_tile.for_own_heads(self.shape, tile, store)

@@ -7,7 +7,9 @@ with four or eight heads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -59,6 +61,10 @@ class TileShape:
         """Of the group's query head: the first tile that has it, and its place among the tile's heads."""
         tile = lax.div(head, jnp.int32(self.heads))
         return tile, head - jnp.minimum(tile * self.heads, self.group - self.heads)
+
+    def first_own(self, part: jax.Array) -> jax.Array:
+        """The place of the first head that no tile before the KV head's tile number `part` has."""
+        return jnp.maximum(part * self.heads - (self.group - self.heads), 0)
 
     def first_head(self, kv_head: jax.Array, part: jax.Array) -> jax.Array:
         """The first query head of the KV head's tile number `part`."""
@@ -121,6 +127,17 @@ def causal_mask(
     last = lax.rem(row, jnp.int32(shape.tokens)) + (first_token + tile.position - first_key)
     key = plgpu.broadcasted_iota(jnp.int32, (TILE_M, block_kv), 1, layout=layout)
     return key <= lax.broadcast_in_dim(last, (TILE_M, block_kv), [0])
+
+
+def for_own_heads(shape: TileShape, tile: Tile, do: Callable[[int], None]) -> None:
+    """Calls `do` with the places of the heads whose results the tile writes. A head that two tiles have is written by
+    the first: copies of both might be under way at the same time, which is a race even if their bits are equal."""
+    for g in range(shape.heads):
+        if shape.group % shape.heads == 0:
+            do(g)
+        else:
+            part = lax.rem(tile.heads, jnp.int32(shape.tiles_per_group))
+            pl.when(g >= shape.first_own(part))(partial(do, g))
 
 
 def load_queries(q_ref, q_smem, shape: TileShape, tile: Tile, first_token, barrier=None) -> None:

@@ -14,6 +14,7 @@ from pallas_kernels.gpu.decode import RingTiles
 from pallas_kernels.gpu.device import Gpu
 from pallas_kernels.gpu.parts import NO_PARTS, Parts
 from pallas_kernels.gpu.prefill_hopper import COMPUTE_WARPGROUPS, PrefillTiles
+from pallas_kernels.gpu.prefill_memory import NARROW_STAGES
 from pallas_kernels.gpu.prefill_tile import TILE_M, TileShape
 from pallas_kernels.gpu.tile_list import TOKEN_ALIGNMENT
 from pallas_kernels.spec import AttentionSpec
@@ -63,8 +64,10 @@ def _kv_bytes(tiles: RingTiles, spec: AttentionSpec) -> int:
 
 
 def hopper_prefill_tiles(spec: AttentionSpec) -> PrefillTiles:
-    """128 keys per step, as large as the registers allow."""
-    return PrefillTiles(block_kv=128, num_stages=2 if spec.head_dim > 64 else 3)
+    """64 keys per step: the scores of two blocks, the weights of two and the accumulator fit into the registers."""
+    if spec.has_kv_scales:
+        return PrefillTiles(block_kv=64, num_stages=3)  # of blocks that have been converted
+    return PrefillTiles(block_kv=64, num_stages=4 if spec.head_dim > 64 else 6)
 
 
 def mma_prefill_tiles(gpu: Gpu, spec: AttentionSpec) -> RingTiles:
@@ -118,6 +121,15 @@ def prefill_parts(gpu: Gpu, spec: AttentionSpec, *, num_rows: int, num_tokens: i
 def prefill_block_kv(gpu: Gpu, spec: AttentionSpec) -> int:
     """Keys per step of the prefill kernel that the chip runs."""
     return hopper_prefill_tiles(spec).block_kv if gpu.has_wgmma else mma_prefill_tiles(gpu, spec).block_kv
+
+
+def prefill_blocks_under_way(gpu: Gpu, spec: AttentionSpec) -> int:
+    """Blocks that are copied while the prefill kernel multiplies another one."""
+    if not gpu.has_wgmma:
+        return mma_prefill_tiles(gpu, spec).num_stages - 1
+    if spec.has_kv_scales:
+        return NARROW_STAGES
+    return hopper_prefill_tiles(spec).num_stages - 2  # the values of two blocks are in use
 
 
 def merging_ctas(gpu: Gpu) -> int:

@@ -181,11 +181,36 @@ SASS = """\
 """
 
 
-def test_a_loop_is_counted_without_the_spinning_half_of_a_wait(tmp_path):
+def test_a_loop_is_counted_without_the_spinning_half_of_a_wait():
     """The spin behind the end jumps back into the loop, which makes no loop of what lies between."""
-    path = tmp_path / "kernel.sass_ctrl"
-    path.write_text(SASS)
-    (loop,) = read_loops(path)
+    (loop,) = read_loops(SASS)
     assert loop.instructions == 6  # five, and the jump back from the spin
     assert loop.stall_cycles == 4 + 5 + 10 + 3 + 5 + 6
     assert loop.operations == {"SYNCS": 1, "BRA": 3, "HMMA": 1, "MUFU": 1}
+    assert loop.overlapped == 0
+
+
+# A block's scores, an exponential, and its product with the values: in turns, or with the next block's scores started
+# ahead of the exponential. Only the loop has both products.
+WAIT, EXPONENTIAL = "WARPGROUP.DEPBAR.LE gsb0, 0x0", "MUFU.EX2 R3, R3"
+SCORES, VALUES = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], !UPT", "HGMMA.64x128x16.F32.BF16 R56, R8, gdesc[UR4], R56"
+
+
+@pytest.mark.parametrize(
+    ("before", "turn", "overlapped"),
+    [
+        ([], [SCORES, WAIT, EXPONENTIAL, VALUES, WAIT], 0),
+        ([], [SCORES, WAIT, EXPONENTIAL, VALUES], 0),
+        ([SCORES, WAIT], [EXPONENTIAL, SCORES, EXPONENTIAL, EXPONENTIAL, WAIT, EXPONENTIAL, VALUES], 2),
+        ([SCORES, WAIT], [SCORES, EXPONENTIAL, WAIT, VALUES, WAIT], 0),
+    ],
+    ids=["in turns", "values under way", "both under way", "scores under way"],
+)
+def test_exponentials_overlap_if_both_products_are_under_way(before, turn, overlapped):
+    code = [*map(sass, before), ".L_x_1:", *map(sass, [*turn, "@P2 BRA `(.L_x_1)", "EXIT"])]
+    (loop,) = read_loops("\n".join(code))
+    assert loop.overlapped == overlapped
+
+
+def sass(text: str) -> str:
+    return f"   -:-:-:Y:02        /*0000*/                   {text}"

@@ -78,12 +78,12 @@ class Machine:
         """Of so many keys and values of one KV head."""
         return keys * self.spec.head_dim * 2 * jnp.dtype(self.spec.kv_dtype).itemsize
 
-    def block_s(self, block_kv: int, rows: int, cycles: float, ctas: int) -> float:
+    def block_s(self, block_kv: int, rows: int, cycles: float, ctas: int, under_way: int = 1) -> float:
         """Seconds that a block takes a CTA at least, next to the others of its multiprocessor: by the latency of its
-        copy, by its products, and by its instructions."""
+        copy, of which so many are under way, by its products, and by its instructions."""
         chip = self.chip
         products = 4 * rows * block_kv * self.spec.head_dim * chip.num_multiprocessors / chip.bf16_flops_per_s
-        return max(LATENCY_S, ctas * products, ctas * cycles / chip.clock_hz)
+        return max(LATENCY_S / under_way, ctas * products, ctas * cycles / chip.clock_hz)
 
 
 def predict(machine: Machine, rows: Rows, *, cut: bool = True) -> Prediction:
@@ -149,7 +149,8 @@ def _prefill(machine: Machine, rows: Rows, *, cut: bool) -> tuple[Launch, list[l
     tiles = np.asarray(work.tiles)[: int(work.num_tiles[0])]
     slots = tuning.prefill_ctas(gpu, spec)
     rows_of_cta = prefill_tile.TILE_M * (2 if gpu.has_wgmma else 1)
-    block_s = machine.block_s(block_kv, rows_of_cta, machine.prefill_cycles, slots // gpu.num_multiprocessors)
+    ctas, under_way = slots // gpu.num_multiprocessors, tuning.prefill_blocks_under_way(gpu, spec)
+    block_s = machine.block_s(block_kv, rows_of_cta, machine.prefill_cycles, ctas, under_way)
     shape = prefill_tile.TileShape(spec.num_query_heads // spec.num_kv_heads)
     units: list[Unit] = []
     last_read: dict[tuple[int, int, int], int] = {}  # the number of the unit that read the same keys last

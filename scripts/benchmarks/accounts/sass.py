@@ -1,16 +1,20 @@
-"""Counts the instructions of a GPU kernel's inner loops, in Mosaic's dump of SASS with control codes (`.sass_ctrl`)."""
+"""Counts the instructions of a GPU kernel's inner loops, in its SASS with control codes (`gpu_report.Kernel.sass`).
+
+A warpgroup starts its products (HGMMA) and goes on; `WARPGROUP.DEPBAR` waits for them. Other tensor-core instructions
+(HMMA) end before what needs their results, like any arithmetic.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 _INSTRUCTION = re.compile(r"\s+\S+:\S:\S:\S:(\d\d)\s+/\*[0-9a-f]+\*/\s+(.*)")
 _LABEL = re.compile(r"(\.L_x_\d+):")
 _BRANCH = re.compile(r"(?:(@!?U?P\w+)\s+)?BRA\S*\s.*?(\.L_x_\d+)")
 _EXIT = re.compile(r"EXIT\b")
+_ASYNCHRONOUS = re.compile(r"HGMMA\S* (R\d+),")  # its accumulator's first register
 PRODUCTS = ("HMMA", "HGMMA")
 
 
@@ -21,30 +25,29 @@ class Loop:
     instructions: int  # per warp and turn
     stall_cycles: int  # the compiler's fixed stalls: a warp's least time to issue them, without memory waits
     operations: dict[str, int]
+    overlapped: int  # exponentials that are issued while HGMMA into each of the loop's accumulators are under way
+
+    @property
+    def products(self) -> int:
+        """Instructions of the tensor cores."""
+        return sum(self.operations.get(name, 0) for name in PRODUCTS)
 
 
-def read_loops(path: Path) -> list[Loop]:
-    """The kernel's innermost loops with matrix products, in the order of the code."""
-    code = _Code(path.read_text())
-    loops = code.loops()
-    multiplying = [body for body in loops if any(code.operation(i) in PRODUCTS for i in body)]
-    found = []
-    for body in multiplying:
-        if any(other < body for other in multiplying):
-            continue
-        waiting = frozenset().union(*(other for other in loops if other < body))
-        counted = sorted(body - waiting)
-        found.append(
-            (
-                counted[0],
-                Loop(
-                    instructions=len(counted),
-                    stall_cycles=sum(code.stalls[i] for i in counted),
-                    operations=dict(Counter(code.operation(i) for i in counted)),
-                ),
-            )
+def read_loops(sass: str) -> list[Loop]:
+    """The kernel's innermost loops with the most products, in the order of the code: of blocks that are multiplied both
+    with the queries and with the values. Loops that do one of both, once for a tile, are left out."""
+    code = _Code(sass)
+    loops = [
+        Loop(
+            instructions=len(body),
+            stall_cycles=sum(code.stalls[i] for i in body),
+            operations=dict(Counter(code.operation(i) for i in body)),
+            overlapped=code.overlapped(body),
         )
-    return [loop for _, loop in sorted(found, key=lambda pair: pair[0])]
+        for body in code.product_loops()
+    ]
+    most = max((loop.products for loop in loops), default=0)
+    return [loop for loop in loops if loop.products == most]
 
 
 class _Code:
@@ -71,6 +74,28 @@ class _Code:
         if branch := _BRANCH.match(text):
             return [labels[branch[2]], *(following if branch[1] else [])]
         return [] if _EXIT.match(text) else following  # `@P0 EXIT` does not match: it may fall through
+
+    def product_loops(self) -> list[list[int]]:
+        """The innermost loops with matrix products, in the order of the code, without waiting loops inside them."""
+        loops = self.loops()
+        multiplying = [body for body in loops if any(self.operation(i) in PRODUCTS for i in body)]
+        innermost = [body for body in multiplying if not any(other < body for other in multiplying)]
+        return sorted(sorted(body.difference(*(other for other in loops if other < body))) for body in innermost)
+
+    def overlapped(self, body: list[int]) -> int:
+        """Of a loop, see `Loop`. A turn may begin with products of the turn before under way."""
+        started = {i: match[1] for i in body if (match := _ASYNCHRONOUS.match(self.texts[i]))}
+        accumulators, found = set(started.values()), 0
+        running: set[str] = set()
+        for turn in range(2 if started else 0):
+            for i in body:
+                if i in started:
+                    running.add(started[i])
+                elif "WARPGROUP.DEPBAR" in self.texts[i]:
+                    running.clear()
+                elif "MUFU.EX2" in self.texts[i] and running == accumulators:
+                    found += turn
+        return found
 
     def loops(self) -> list[frozenset[int]]:
         """The natural loops. A back edge goes to an instruction that is on every path to the edge's source.

@@ -104,7 +104,7 @@ def account(
             )
             figure: dict[str, Any] = kernel.figures() | {"ctas": ctas, "loops": []}
             kernels.append(figure)
-            for index, loop in enumerate(read_loops(folder / f"{kernel.file}.sass_ctrl")):
+            for index, loop in enumerate(read_loops(kernel.sass)):
                 turn = Turn.of(loop, kernel, chip, spec)
                 figure["loops"].append(vars(loop) | vars(turn))
                 loop_lines.append(_loop_line(kernel.name, ["whole blocks", "masked"][index], loop, turn))

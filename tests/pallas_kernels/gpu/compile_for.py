@@ -21,6 +21,7 @@ from pallas_kernels.gpu.device import Gpu
 from pallas_kernels.spec import AttentionSpec, Backend
 from scripts.benchmarks.accounts import gpu_report
 from scripts.benchmarks.accounts.compile_gpu_layer import StepShape, lower_layer, make_spec
+from scripts.benchmarks.accounts.sass import read_loops
 from scripts.benchmarks.accounts.targets import gpu_target
 from tests.pallas_kernels.gpu import proxy_fences
 
@@ -32,7 +33,7 @@ LARGEST = StepShape(num_rows=512, num_tokens=8192, pages_per_seq=2048)
 
 MMA_ONLY = "llama-3.1-8b, without wgmma"  # what a Hopper chip falls back to
 # What chips other than Hopper compile: the same code with other instructions and limits. Each kind of heads, of numbers
-# and of sizes is among them. A compilation takes half a minute.
+# and of sizes is among them. A compilation takes half a minute. Hopper's kernels are disassembled in these cases.
 FEW = ("llama-3.1-8b", "sixteen in a group", "llama-3.2-1b, int8", "llama-3.1-70b/8, fp8")
 # What is compiled: ((query heads, KV heads, head dim) of one chip, page size, dtype), step.
 # Pages of "fp8" are of int8 on a chip that does not convert fp8.
@@ -72,15 +73,17 @@ def main(target_name: str) -> None:
             kv_dtype = jnp.int8
         spec = make_spec(heads, page_size, jnp.dtype(dtype), kv_dtype)
         backend = Backend.GPU_MMA if case == MMA_ONLY else Backend.GPU
-        with target.compiling(mesh):
-            compiled, kv, kernels = gpu_report.collected(partial(lower_layer, mesh, spec, shape, backend))
-        memory = compiled.memory_analysis()
-        assert memory is not None
         gpu = Gpu(
             arch=target.chip.arch,
             num_multiprocessors=target.chip.num_multiprocessors,
             mma_only=backend is Backend.GPU_MMA,
         )
+        with target.compiling(mesh):
+            compiled, kv, kernels = gpu_report.collected(
+                partial(lower_layer, mesh, spec, shape, backend), with_sass=gpu.has_wgmma and case in FEW
+            )
+        memory = compiled.memory_analysis()
+        assert memory is not None
         result = {
             "case": case,
             "decodes": not shape.few_queries,
@@ -96,9 +99,7 @@ def main(target_name: str) -> None:
                 "prefill": tuning.prefill_ctas(gpu, spec) // gpu.num_multiprocessors,
                 "combine": tuning.merging_ctas(gpu) // gpu.num_multiprocessors,
             },
-            "kernels": [
-                kernel.figures() | {"ctas": kernel.ctas(target.chip)} | count(kernel.ptx) for kernel in kernels
-            ],
+            "kernels": [kernel.figures() | {"ctas": kernel.ctas(target.chip)} | count(kernel) for kernel in kernels],
         }
         print(json.dumps(result), flush=True)
 
@@ -112,12 +113,15 @@ def merges(gpu: Gpu, spec: AttentionSpec, shape: StepShape) -> bool:
     return any(parts.num_slots > 0 for parts in found)
 
 
-def count(ptx: str) -> dict[str, Any]:
-    return {
-        "proxy_fences": ptx.count(proxy_fences.FENCE),
-        "unfenced": proxy_fences.unfenced_accesses(ptx),
-        "stores_of_16_bytes": len(re.findall(r"\bst(?:\.global)?\.v4\.b32\b", ptx)),
+def count(kernel: gpu_report.Kernel) -> dict[str, Any]:
+    figures: dict[str, Any] = {
+        "proxy_fences": kernel.ptx.count(proxy_fences.FENCE),
+        "unfenced": proxy_fences.unfenced_accesses(kernel.ptx),
+        "stores_of_16_bytes": len(re.findall(r"\bst(?:\.global)?\.v4\.b32\b", kernel.ptx)),
     }
+    if kernel.name == "paged_prefill" and kernel.sass:
+        figures["loops"] = [vars(loop) for loop in read_loops(kernel.sass)]
+    return figures
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,12 +17,14 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import (
     attention,
     combine,
     decode,
+    matmul,
     prefill_hopper,
     prefill_memory,
     prefill_mma,
@@ -152,12 +155,37 @@ def only_returned(narrow, wide):
     return wide
 
 
-def widen_all(self, kind, smem, slot, num_valid):
-    widen_tile(self, kind, smem, slot, jnp.int32(self.body.sizes.block_kv))
+def widen_all(self, kind, narrow, smem, slot, num_valid):
+    widen_tile(self, kind, narrow, smem, slot, jnp.int32(self.body.sizes.block_kv))
 
 
 def no_tail(self, num_valid, slot):
     pass
+
+
+def start_scores_and_release(self, i):
+    start_scores(self, i)
+    plgpu.barrier_arrive(self.refs.met.at[2 * self.slot(i)])
+
+
+def finish_scores_only(self, i):
+    keys = self.refs.k_smem.at[self.slot(i)]
+    scores = matmul.result(self.scores, interpret=self.body.interpret)
+    matmul.read_until_here(self.scores, self.queries, keys, interpret=self.body.interpret)
+    return scores
+
+
+def start_values_and_release(self, i, acc, weights):
+    start_values(self, i, acc, weights)
+    plgpu.barrier_arrive(self.refs.met.at[2 * self.slot(i) + 1])
+
+
+def finish_values_only(self, i):
+    values = self.refs.v_smem.at[self.slot(i)]
+    acc = matmul.result(self.acc, interpret=self.body.interpret)
+    read = partial(matmul.read_until_here, self.acc, values, interpret=self.body.interpret)
+    pl.when(i >= self.tile.first_block)(read)
+    return acc
 
 
 def everything_visible(shape, tile, first_token, first_key, block_kv, layout):
@@ -170,6 +198,7 @@ def queries_of_later_tokens(q_ref, q_smem, shape, tile, first_token, barrier=Non
 
 whole_combine, prefill_tiles = combine.combine, attention.prefill_tiles
 widen_tile = prefill_memory.WideningMemory.widen
+start_scores, start_values = prefill_hopper._Run.start_scores, prefill_hopper._Run.start_values
 following = ring.Following
 parts, causal_mask, load_queries = ring.Source.parts, prefill_tile.causal_mask, prefill_tile.load_queries
 
@@ -218,7 +247,7 @@ def without_waits_at(barrier: str) -> dict[tuple[Any, str], Any]:
             plgpu.barrier_wait(ref)
 
     return {
-        (prefill_hopper._Compute, "__init__"): remember(prefill_hopper._Compute.__init__),
+        (prefill_hopper._Run, "__init__"): remember(prefill_hopper._Run.__init__),
         (prefill_memory.Memory, "__init__"): remember(prefill_memory.Memory.__init__),
         **replaced_in(prefill_hopper, "barrier_wait", wait),
         **replaced_in(prefill_memory, "barrier_wait", wait),
@@ -261,6 +290,20 @@ FAULTS = {
         PREFILL,
         {(ring.Ring, "fill"): fill_every_slot, (ring.Ring, "advance"): refill_the_slot_in_use},
         BLACKWELL,
+    ),
+    "keys released while they are multiplied": Fault(
+        PREFILL,
+        {
+            (prefill_hopper._Run, "start_scores"): start_scores_and_release,
+            (prefill_hopper._Run, "finish_scores"): finish_scores_only,
+        },
+    ),
+    "values released while they are multiplied": Fault(
+        PREFILL,
+        {
+            (prefill_hopper._Run, "start_values"): start_values_and_release,
+            (prefill_hopper._Run, "finish_values"): finish_values_only,
+        },
     ),
     "8 bits, no fence in the ring": Fault(DECODE, without_fences_in(ring), ONE_HOPPER, EIGHT_BIT),
     "8 bits, tiles not converted anew": Fault(DECODE, {(widening, "widen"): only_returned}, spec=EIGHT_BIT),

@@ -28,6 +28,7 @@ BLACKWELL = device.Gpu(arch=(10, 0), num_multiprocessors=2)  # the mma kernels, 
 # One multiprocessor: its CTA, or its two of the mma prefill, take all tiles, one after the other.
 ONE_HOPPER = device.Gpu(arch=(9, 0), num_multiprocessors=1)
 ONE_BLACKWELL = device.Gpu(arch=(10, 0), num_multiprocessors=1)
+COPYING_THREADS = 64  # copies of the same thread are in order: with few threads, a race of two copies may go unseen
 SHORTEST_PART = 64  # keys of a decode: short rows are cut, too
 TOLERANCE = 0.03  # bfloat16 in, float32 inside, probabilities rounded to bfloat16
 
@@ -144,7 +145,7 @@ def compiled_step(
     spec: AttentionSpec, gpu: device.Gpu, decode_only: bool, few_queries: bool, parts: Parts | None
 ) -> Callable:
     del gpu, parts  # tell programs apart; the kernels ask for them while they are traced
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    interpret = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=COPYING_THREADS)
 
     @jax.jit
     def step(batch: RaggedBatch, queries: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels.chips import GPUS
 from pallas_kernels.gpu import tuning
-from tests.pallas_kernels.gpu.compile_for import cases
+from tests.pallas_kernels.gpu.compile_for import FEW, cases
 
 MAX_REGISTERS = {
     "paged_decode": 208,  # on an A100, whose shared memory holds two CTAs
@@ -29,6 +29,9 @@ PROXY_FENCES = {
     "paged_prefill_mma": 3,
     "paged_combine": 0,
 }
+# Of the 34 exponentials of a warp and turn in Hopper's prefill, in the loops over whole and over masked blocks: those
+# while the product of the block before with its values and that of the next block's scores are under way.
+MIN_OVERLAPPED = 32
 PROXY_FENCES_8_BIT = PROXY_FENCES | {"paged_prefill": 3}
 
 
@@ -63,6 +66,8 @@ def test_compiles_without_spills_in_place_and_within_the_chip(target: str) -> No
             has_tma = GPUS[target].arch >= (9, 0)
             assert kernel["proxy_fences"] == (fences[kernel["name"]] if has_tma else 0), kernel
             assert kernel["unfenced"] == [], kernel
+            if kernel["name"] == "paged_prefill" and result["case"] in FEW:
+                assert [loop["overlapped"] >= MIN_OVERLAPPED for loop in kernel["loops"]] == [True, True], kernel
             if kernel["name"] == "paged_prefill_mma":  # its results; wgmma's go out by the copy engine
                 assert kernel["stores_of_16_bytes"] > 0, kernel
             assert kernel["shared_memory"] <= GPUS[target].shared_memory.per_cta, kernel

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pallas_kernels.gpu import tile_list, tuning
 from pallas_kernels.gpu.device import Gpu
 from pallas_kernels.gpu.parts import NO_PARTS, Parts
+from pallas_kernels.gpu.prefill_tile import TileShape
 from scripts.benchmarks.accounts.compile_gpu_layer import make_spec
 
 PARTS = Parts(max_parts=6, min_keys=256, max_slots=1024, long_row=480, min_keys_of_long=128)
@@ -185,3 +186,16 @@ def test_short_contexts_and_small_chips_need_no_parts():
     assert tuning.prefill_parts(gpu, spec, num_rows=8, num_tokens=64, max_keys=1000) == NO_PARTS
     one = Gpu(arch=(9, 0), num_multiprocessors=8)
     assert tuning.prefill_parts(one, spec, num_rows=8, num_tokens=64, max_keys=1 << 17) == NO_PARTS
+
+
+@pytest.mark.parametrize("group", range(1, 17))
+def test_every_head_is_written_once_and_by_the_first_tile_that_has_it(group):
+    shape = TileShape(group)
+    writers = {
+        int(shape.first_head(0, part)) + g: (part, g)
+        for part in range(shape.tiles_per_group)
+        for g in range(int(shape.first_own(part)), shape.heads)
+    }
+    assert list(writers) == list(range(group))
+    for head, writer in writers.items():
+        assert tuple(int(x) for x in shape.place(np.int32(head))) == writer
