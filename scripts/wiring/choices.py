@@ -181,7 +181,11 @@ def choose_model_len(asked: int | None, trained: int) -> int:
 
 
 def eight_bit_products(platform: str) -> dict[str, Any]:
-    """The attached devices' `reads_fp8` and `rounded_rows`, as `chips` has them."""
+    """The attached devices' `reads_fp8` and `rounded_rows`, as `chips` has them.
+
+    They do not depend on the attention backend. So `--attention-backend reference` rounds the same numbers as a CPU's
+    C code, to be compared with it. XLA's own products of int8 with int8 are slow.
+    """
     import jax
 
     from pallas_kernels.chips import CPU_ROUNDED_ROWS, TPUS, arch_reads_fp8, arch_rounded_rows
