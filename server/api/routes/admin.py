@@ -38,7 +38,7 @@ class LogLevelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class ReloadRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The body of a request to load other weights."""
 
-    model: str | None = None  # a folder or file on the server's machine; None: that of the start, read again
+    model: str | None = None  # a folder or file on the server's machine, or on each host; None: the start's
 
 
 def admin_routes(state: ServerState) -> list[ApiRoute]:
