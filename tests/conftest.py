@@ -22,6 +22,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_COUNT}".strip()
 QUICKLY_COMPILED = {
     "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_backend_optimization_level=0"
+    " --xla_cpu_parallel_codegen_split_count=1"  # LLVM takes a program whole: parts for threads cost a seventh more
     " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 }
 
