@@ -86,7 +86,7 @@ def make_case(
     num_pages: int | None = None,
     seed: int = 0,
 ) -> Case:
-    """Single-token rows must stand first in `rows`. Page ids are a random permutation of 1..; page 0 is nobody's.
+    """Single-token rows must stand first in `rows`. Page ids are a random permutation of 1..; page 0 is the null page.
 
     `num_pages` is what is needed and a few more unless given (a fixed number keeps the shapes, and the executable).
     """

@@ -32,6 +32,7 @@ from model.network.packed import pack_for_tpu
 from model.network.sharding import make_mesh
 from pallas_kernels.spec import Backend
 from scripts.benchmarks.accounts.glue import layer_cycles
+from scripts.benchmarks.accounts.jax_attention import JaxAttention
 from scripts.benchmarks.accounts.step_bytes import step_bytes
 from scripts.benchmarks.accounts.targets import tpu_target
 from scripts.benchmarks.accounts.whole_step import add_model_flags, attention_of, model_of
@@ -52,11 +53,14 @@ def main() -> None:
     parser.add_argument("--options", type=json.loads, default={}, help="XLA's options besides the server's, as JSON")
     parser.add_argument("--dump", type=Path, metavar="FILE", help="write the last program there")
     parser.add_argument("--kv-dtype", choices=("bfloat16", "int8"), default="bfloat16", help="of the pages")
+    parser.add_argument("--attention", choices=("own", "jax"), default="own", help="jax: the kernel that JAX ships")
     args = parser.parse_args()
     devices = tpu_target(args.target).devices()
     mesh = make_mesh(len(devices), devices)
     model = pack_for_tpu(model_of(args, mesh), mesh)
     attention = attention_of(model.config, mesh, Backend.TPU, page_size=PAGE_SIZE, kv_dtype=jnp.dtype(args.kv_dtype))
+    if args.attention == "jax":
+        attention = JaxAttention(attention.spec, attention.backend, mesh, attention.axis)
     programs = StepPrograms(model, attention, LIMITS, NUM_PAGES, None)
     for num_tokens in args.tokens or [NUM_ROWS]:
         account = {"num_tokens": num_tokens, **compile_step(programs, num_tokens, args.options, args.dump)}

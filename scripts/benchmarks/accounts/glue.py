@@ -14,6 +14,8 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{")
 _OPERATION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = ")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _CALLED = re.compile(r"(?:calls|to_apply)=%([\w.\-]+)")
+# Names of kernels. Of the first that a program has, each layer has one.
+ATTENTION = ("paged_attention_mixed", "paged_attention", "ragged_paged_attention")
 
 
 @dataclass(kw_only=True)
@@ -37,10 +39,10 @@ def layer_cycles(program: str) -> LayerCycles:
         elif body:
             computations[body].append(line)
     lines = computations[entry]
-    kernel = "paged_attention_mixed" if any("paged_attention_mixed" in line for line in lines) else "paged_attention"
-    calls = [i for i, line in enumerate(lines) if "custom-call(" in line and f"%{kernel}" in line.split(" = ")[0]]
+    names = [line.split(" = ")[0] if "custom-call(" in line else "" for line in lines]
+    calls = next(filter(None, ([i for i, name in enumerate(names) if f"%{of}" in name] for of in ATTENTION)), [])
     if len(calls) < 2:
-        raise ValueError(f"a program of at least two layers is needed: {len(calls)} calls of {kernel}")
+        raise ValueError(f"a program of at least two layers is needed: {len(calls)} calls of {' or '.join(ATTENTION)}")
     found = LayerCycles()
     for i in range(calls[0] + 1, calls[-1]):
         name, cycles = _OPERATION.match(lines[i]), _CYCLES.search(lines[i])
