@@ -1,8 +1,7 @@
 """The whole product on the demo checkpoint: one server in processes of its own, and one runner in this process.
 
-Servers of the demo as it is compile as they do for users, and share a folder of programs. This process compiles its
-own programs quickly (tests/conftest.py): their code is another. So do servers of programs that one test needs:
-`serve_quickly`.
+All compile quickly, as this process does (tests/conftest.py), and share a folder of programs. `test_cold_start`
+compiles as servers do for users.
 """
 
 from __future__ import annotations
@@ -69,18 +68,18 @@ class DemoServer(RunningServer):
 def serve(*flags: str, env: Mapping[str, str] | None = None) -> Iterator[DemoServer]:
     """`python -m scripts.launch FLAGS`, until it is ready; what is left of it is killed.
 
-    `env` is its environment, by default this process's.
+    `env` is its environment, by default this process's with `QUICKLY_COMPILED`.
     """
+    env = os.environ | QUICKLY_COMPILED if env is None else env
     command = [sys.executable, "-m", "scripts.launch", "--device", "cpu", "--port", "0", *flags]
     server = DemoServer(subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True))
     with server.until_done(lambda line: line.split("curl ")[1].split("/v1")[0] if "curl http" in line else None):
         yield server
 
 
-def serve_quickly(*flags: str) -> contextlib.AbstractContextManager[DemoServer]:
-    """`serve`, for a test whose flags change every program. It compiles them in a third of the time, and keeps them for
-    the next run of the test."""
-    return serve("--export-cache", str(EXPORTED), *flags, env=os.environ | QUICKLY_COMPILED)
+def serve_exported(*flags: str) -> contextlib.AbstractContextManager[DemoServer]:
+    """`serve`, for a test whose flags change every program: they are kept for the next run of the test."""
+    return serve("--export-cache", str(EXPORTED), *flags)
 
 
 @pytest.fixture(scope="session")

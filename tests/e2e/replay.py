@@ -1,13 +1,7 @@
-"""Requests of real lengths on the demo's context, and their tokens from an engine driven without threads.
-
-`python -m tests.e2e.replay` drives an engine of the programs that the server of the tests has, and prints what
-came of it as JSON: the tests' own process compiles others.
-"""
+"""Requests of real lengths on the demo's context, and their tokens from an engine driven without threads."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -17,8 +11,7 @@ import numpy as np
 from batcher.engine import Engine
 from batcher.request import Request, RequestOutput, SamplingParams
 from scripts.benchmarks.load.lengths import Lengths
-from scripts.wiring.engine import Built, build_runner
-from scripts.wiring.settings import EngineSettings
+from scripts.wiring.engine import Built
 
 LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 512, "seed": 0}
 NUM_REQUESTS = 64
@@ -85,14 +78,3 @@ def replayed(built: Built) -> dict[str, Any]:
     alone, engine = drive(built.engine(), requests, together=False), built.engine()
     together = drive(engine, requests, together=True)
     return {"sizes": sizes, "alone": alone, "together": together, "stats": asdict(engine.stats())}
-
-
-def main() -> None:
-    cache = os.environ["JAX_COMPILATION_CACHE_DIR"]
-    built = build_runner(EngineSettings(device="cpu", compile_cache=cache, **LIMITS), lambda line: None)
-    built.engine().warm_up(lambda line: None)
-    print(json.dumps(replayed(built), default=str))
-
-
-if __name__ == "__main__":
-    main()

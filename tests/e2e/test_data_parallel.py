@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 
 import pytest
 
-from tests.conftest import QUICKLY_COMPILED
 from tests.e2e.conftest import PREFIX, serve
 
 pytestmark = [pytest.mark.e2e, pytest.mark.hosts, pytest.mark.slow]
@@ -38,7 +36,7 @@ def test_two_engines_answer_as_one_does(server, engine_flags):
 def test_the_first_engine_compiles_and_the_other_reads(tmp_path):
     small = ("--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "64", "--num-pages", "32")
     flags = (*small, "--compile-all-first", "--compile-cache", str(tmp_path / "programs"))
-    with serve(*flags, "--data-parallel-size", "2", env=os.environ | QUICKLY_COMPILED) as pair:
+    with serve(*flags, "--data-parallel-size", "2") as pair:
         said = r"engine (\d): compiled (\d+) programs.*\((\d+) came from the disk"
         found = [match for line in pair.lines if (match := re.search(said, line))]
     counts = {match[1]: (int(match[2]), int(match[3])) for match in found}

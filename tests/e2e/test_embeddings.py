@@ -13,7 +13,7 @@ from model.config import LlamaConfig
 from model.loading.source import resolve
 from model.loading.weights import load_hf
 from tests.e2e.clients import imported, imported_litellm
-from tests.e2e.conftest import DemoServer, serve_quickly
+from tests.e2e.conftest import DemoServer, serve_exported
 from tests.model.dense_attention import dense_hidden
 
 pytestmark = pytest.mark.e2e
@@ -39,7 +39,7 @@ FEW_SHAPES = ["--max-num-seqs=4", "--max-num-batched-tokens=32"]
 
 @pytest.fixture(scope="module")
 def embedder(engine_flags) -> Iterator[DemoServer]:
-    with serve_quickly(*engine_flags, *FEW_SHAPES, "--task=embed", "--pooling-type=mean") as server:
+    with serve_exported(*engine_flags, *FEW_SHAPES, "--task=embed", "--pooling-type=mean") as server:
         yield server
 
 

@@ -7,7 +7,7 @@ from safetensors.numpy import load_file
 
 from model.config import LlamaConfig
 from model.loading.source import DEMO_FOLDER
-from tests.e2e.conftest import DemoServer, serve_quickly
+from tests.e2e.conftest import DemoServer, serve_exported
 from tests.model import gguf_files
 from tests.model.gguf_files import Type
 
@@ -32,7 +32,7 @@ def answers(server: DemoServer, model: str) -> list[tuple[str | None, str]]:
 def test_the_server_answers_as_from_safetensors(tmp_path, server, engine_flags):
     config, tensors = LlamaConfig.from_file(DEMO_FOLDER), load_file(DEMO_FOLDER / "model.safetensors")
     path = gguf_files.write(tmp_path / "demo.gguf", config, tensors, Type.Q8_0, tokenizer=DEMO_FOLDER)
-    with serve_quickly("--model", str(path), *engine_flags, *FEW_SHAPES) as gguf_server:
+    with serve_exported("--model", str(path), *engine_flags, *FEW_SHAPES) as gguf_server:
         said = "".join(gguf_server.lines)
         assert "GGUF Q8_0 checkpoint: requantised to int8 per row" in said
         assert answers(gguf_server, str(path)) == answers(server, "demo")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 
 import pytest
 
@@ -15,7 +12,7 @@ from scripts.benchmarks.load.client import Target, run
 from scripts.benchmarks.load.workload import BenchRequest
 from server.text.stream import TextStream
 from server.text.tokenizer import ByteLevelTokenizer
-from tests.e2e.conftest import ROOT
+from tests.e2e import replay
 from tests.e2e.replay import make_requests
 
 CONCURRENCY = 64
@@ -25,11 +22,8 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def replayed(server):
-    """What `tests.e2e.replay` prints. It finds the server's programs on the disk."""
-    command = [sys.executable, "-m", "tests.e2e.replay"]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=600, check=True)
-    return json.loads(done.stdout)
+def replayed(built):
+    return replay.replayed(built)
 
 
 @pytest.fixture(scope="module")

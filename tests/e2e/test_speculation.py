@@ -9,7 +9,7 @@ import pytest
 
 from model.eagle_config import EagleForm
 from model.loading.source import DEMO_FOLDER
-from tests.e2e.conftest import serve_quickly
+from tests.e2e.conftest import serve_exported
 from tests.model.eagle_heads import random_for
 
 # More drafts than these are right. The draft model has not learned JSON, and the head's weights are random.
@@ -36,7 +36,7 @@ def test_texts_are_those_of_a_server_without_drafts(server, method, tmp_path):
     flags = ["--max-num-seqs=1", "--max-num-batched-tokens=16", "--max-model-len=512"]
     cache = ["--compile-cache", os.environ["JAX_COMPILATION_CACHE_DIR"]]
     drafts = ["--speculative-config", json.dumps(config)]
-    with serve_quickly(*flags, *cache, *drafts) as drafting:
+    with serve_exported(*flags, *cache, *drafts) as drafting:
         with server.http() as plain, drafting.http() as http:
             for body in BODIES:
                 expected, found = (

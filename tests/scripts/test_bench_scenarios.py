@@ -8,10 +8,14 @@ import sys
 import numpy as np
 import pytest
 
+from model.loading.source import DEMO_FOLDER
 from scripts import bench_scenarios, bench_serving
 from scripts.benchmarks.load.arrivals import at_rate
 from scripts.benchmarks.load.goodput import MOST_TRIALS, PRECISION, Trial, best_of, find_rate, passes
 from scripts.benchmarks.load.scenarios import SCENARIOS, Size
+from scripts.benchmarks.load.workload import BenchRequest
+from server.api.request.limits import check_text_length
+from server.text.tokenizer import ByteLevelTokenizer
 from tests.scripts.test_bench_peers import SERVER
 
 SIZE = Size(context=1024, seconds=10)
@@ -56,16 +60,31 @@ def variants(name: str):
     return found
 
 
+def num_tokens(request: BenchRequest) -> int:
+    return request.fields.get("truncate_prompt_tokens", len(request.prompt))
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_request_fits_the_context_and_every_ratio_its_rows(name):
     found = variants(name)
     for variant in found:
         for part in variant.parts:
-            assert all(len(r.prompt) + r.max_tokens <= SIZE.context for r in part.requests)
+            assert all(num_tokens(r) + r.max_tokens <= SIZE.context for r in part.requests)
             assert (part.arrivals is None) != (part.concurrency is None)
             assert part.arrivals is None or len(part.arrivals) == len(part.requests)
     rows = {v.name if len(v.parts) == 1 else f"{v.name}, {part.name}" for v in found for part in v.parts}
     assert {row for ratio in SCENARIOS[name].ratios for row in ratio[2:]} <= rows
+
+
+def test_texts_come_among_chats_and_are_no_longer_than_a_context_may_be():
+    alone, mixed = variants("texts")
+    assert [part.name for part in alone.parts] == ["chats"]
+    chats, texts = mixed.parts
+    assert chats.concurrency == 32
+    assert np.diff(texts.arrivals) == pytest.approx([0.2] * 9)
+    assert {len(request.prompt) for request in texts.requests} == {12 * SIZE.context}
+    tokenizer = ByteLevelTokenizer.from_folder(DEMO_FOLDER)
+    check_text_length(12 * SIZE.context, tokenizer, SIZE.context)
 
 
 def test_a_long_prompt_comes_every_second_among_chats():

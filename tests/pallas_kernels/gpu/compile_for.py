@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from pallas_kernels.chips import GPUS, arch_converts_fp8
+from pallas_kernels.chips import arch_converts_fp8
 from pallas_kernels.gpu import tuning
 from pallas_kernels.gpu.device import Gpu
 from pallas_kernels.spec import AttentionSpec, Backend
@@ -32,9 +32,16 @@ DRAFTS = StepShape(num_tokens=320, pages_per_seq=64, few_queries=True)
 LARGEST = StepShape(num_rows=512, num_tokens=8192, pages_per_seq=2048)
 
 MMA_ONLY = "llama-3.1-8b, without wgmma"  # what a Hopper chip falls back to
-# What chips other than Hopper compile: the same code with other instructions and limits. Each kind of heads, of numbers
-# and of sizes is among them. A compilation takes half a minute. Hopper's kernels are disassembled in these cases.
+# Each kind of heads, of numbers and of sizes is among these. Hopper's kernels are disassembled in them.
 FEW = ("llama-3.1-8b", "sixteen in a group", "llama-3.2-1b, int8", "llama-3.1-70b/8, fp8")
+# What chips other than Hopper compile: the same code with other instructions and limits. A compilation takes half a
+# minute of a core.
+OF_CHIP = {
+    "a100": ("llama-3.1-8b", "llama-3.2-1b, int8", "llama-3.1-70b/8, fp8"),
+    "l4": ("llama-3.1-8b", "sixteen in a group", "llama-3.1-70b/8, fp8"),
+    "b200": ("llama-3.1-8b", "llama-3.1-70b/8, fp8"),
+    "rtx5090": ("sixteen in a group", "llama-3.2-1b, int8"),
+}
 # What is compiled: ((query heads, KV heads, head dim) of one chip, page size, dtype), step.
 # Pages of "fp8" are of int8 on a chip that does not convert fp8.
 CASES = {
@@ -57,8 +64,7 @@ CASES = {
 
 def cases(target_name: str) -> dict[str, Any]:
     """Those of the target. Only a Hopper chip has two forms of the kernels."""
-    is_hopper = GPUS[target_name].arch[0] == 9
-    return {name: case for name, case in CASES.items() if is_hopper or name in FEW}
+    return {name: case for name, case in CASES.items() if name in OF_CHIP.get(target_name, CASES)}
 
 
 KV_DTYPES = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8}

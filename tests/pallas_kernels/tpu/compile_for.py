@@ -88,6 +88,9 @@ SMALL_HEADS_INT8 = {"llama-3.2-1b, int8": Shape(heads=MODELS["llama-3.2-1b"], de
 
 
 def shapes(target: str) -> dict[str, Shape]:
+    """A v5p's are those of the other chip with units of 128 by 128, v5e, in pages of 256: each kernel once."""
+    if target.startswith("v5p"):
+        return {name: SHAPES[name] for name in ("llama-3.2-1b, mixed", "llama-3.1-8b, mixed")} | DRAFTS | INT8
     return SHAPES | DRAFTS | INT8 | (MIXED_3B | SMALL_HEADS_INT8 | LARGEST if target.startswith("v6e") else {})
 
 

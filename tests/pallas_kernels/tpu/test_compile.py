@@ -17,7 +17,7 @@ from tests.pallas_kernels.tpu.compile_for import shapes
 TARGETS = ("v5e:1x1", "v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1")
 KERNELS, STEPS = "tests.pallas_kernels.tpu.compile_for", "scripts.benchmarks.accounts.compile_tpu_step"
 PRODUCTS = "scripts.benchmarks.accounts.compile_tpu_product"
-MODELS = [("v6e:1x1", "llama-3.1-8b"), ("v6e:2x4", "llama-3.1-8b"), ("v6e:2x4", "llama-3.1-70b")]
+MODELS = [("v6e:1x1", "llama-3.1-8b"), ("v6e:2x4", "llama-3.1-70b")]
 MOST_GLUE_CYCLES = (8_000, 60_000)  # of a layer, by XLA's estimate: in a decode step of 64 rows, in 2,048 tokens
 # Cycles by the floor, which is reading K and V once, of the chips of which it is said: results/2026-11-23-kernels.md.
 MOST_OF_THE_FLOOR = {
@@ -90,15 +90,13 @@ def test_products_with_4_bit_weights_take_as_long_as_their_weights_are_read(tmp_
 
 def test_whole_steps_in_4_bits_write_no_wide_weight() -> None:
     """On one chip and over eight, whose products are split by outputs and by inputs."""
-    for target in ("v6e:1x1", "v6e:2x4"):
-        flags = ("--target", target, "--layers", "2", "--tokens", "64", "--tokens", "512")
-        wide = compile_in_a_process_of_its_own(STEPS, *flags, "--quantization", "int8")
-        narrow = compile_in_a_process_of_its_own(STEPS, *flags, "--quantization", "int4")
-        for exact, result in zip(wide, narrow, strict=True):
+    most = 752_000_000  # bytes of two layers in 4 bits with their scales, and of a head in int8
+    for target, num_chips in (("v6e:1x1", 1), ("v6e:2x4", 8)):
+        flags = ("--target", target, "--layers", "2", "--tokens", "64", "--tokens", "512", "--quantization", "int4")
+        for result in compile_in_a_process_of_its_own(STEPS, *flags):
             assert result["wide_copies"] == {}, result
-            assert result["temp_bytes"] <= exact["temp_bytes"] + (8 << 20), (exact, result)
-            assert result["weights_read"] < exact["weights_read"]
-            assert result["argument_bytes"] < exact["argument_bytes"]
+            assert result["temp_bytes"] <= 16 << 20, result  # the smallest weight takes 32 MiB in bfloat16
+            assert result["weights_read"] <= most / num_chips, result
 
 
 @pytest.mark.parametrize(("target", "preset"), MODELS)
