@@ -3,12 +3,13 @@
     python -m scripts.bench_scenarios all --model ~/ckpt/mid-f32
     python -m scripts.bench_scenarios prefix --context 2048 --seconds 30
 
-`long-prompts`: one prompt of 7/8 of the context a second among 32 chats, in chunks and whole. `prefix`: prompts that
-share three quarters of their tokens, and prompts that share none, with and without the prefix cache. `bursts`: even
-arrivals and bursts, at half the capacity. `priorities`: a tenth of the requests goes before the others, above the
-capacity. `goodput`: the highest rate of chats within objectives. Servers of one scenario run at the same time, and
-are loaded one after the other; rounds alternate between them. They compile all programs before they are ready: a CPU
-would compile some while the first rows are measured.
+`long-prompts`: one prompt of 7/8 of the context a second among 32 chats, in chunks and whole. `texts`: ten long texts,
+five a second, among 32 chats; each has twelve characters for a token of the context, is encoded, and then cut to 16
+tokens. `prefix`: prompts that share three quarters of their tokens, and prompts that share none, with and without the
+prefix cache. `bursts`: even arrivals and bursts, at half the capacity. `priorities`: a tenth of the requests goes
+before the others, above the capacity. `goodput`: the highest rate of chats within objectives. Servers of one scenario
+run at the same time, and are loaded one after the other; rounds alternate between them. They compile all programs
+before they are ready: a CPU would compile some while the first rows are measured.
 """
 
 from __future__ import annotations

@@ -9,12 +9,14 @@ import numpy as np
 
 from scripts.benchmarks.load.arrivals import arrival_times
 from scripts.benchmarks.load.lengths import Lengths
-from scripts.benchmarks.load.workload import BenchRequest, random_prompts
+from scripts.benchmarks.load.workload import BenchRequest, random_prompts, random_text
 
 FULL_CONTEXT = 8192  # tokens; the lengths below are for a server with this context, and shrink with it
 STREAMS = 32
 MOST_CHATS = 4000  # of one row: more than a row has time for
 VOCAB_SIZE = 1000  # of the prompts, which are token ids: every model has as many
+TEXT_CHARS = 12  # of a long text, for each token of the context: more than a server takes, so it is cut
+TEXTS_PER_S = 5
 URGENT, PATIENT = 0, 10  # priorities: the lower one runs first
 
 _UNCACHED = "--no-enable-prefix-caching"
@@ -94,6 +96,17 @@ def _long_prompts(size: Size, capacity: float, random: np.random.Generator) -> l
     return rows
 
 
+def _texts(size: Size, capacity: float, random: np.random.Generator) -> list[Variant]:
+    num_chars, count = TEXT_CHARS * size.context, min(10, max(1, int((size.seconds - 1) * TEXTS_PER_S)))
+    texts = [random_text(num_chars, random)[:num_chars] for _ in range(count)]
+    requests = [BenchRequest(text, 1, fields={"truncate_prompt_tokens": 16}) for text in texts]
+    part = Part(name="texts", requests=requests, arrivals=0.5 + np.arange(count) / TEXTS_PER_S)
+    return [
+        Variant(name="chats alone", server="ours", parts=(closed_loop(size, random),)),
+        Variant(name="with texts", server="ours", parts=(closed_loop(size, random), part)),
+    ]
+
+
 def _prefix(size: Size, capacity: float, random: np.random.Generator) -> list[Variant]:
     rows = []
     for load, shared in (("shared prefix", size.scaled(1500)), ("nothing shared", 0)):
@@ -148,6 +161,12 @@ SCENARIOS = {
         },
         variants=_long_prompts,
         ratios=(("pauses of the chats, chunks / whole prompts", "itl", "chunks, chats", "whole prompts, chats"),),
+    ),
+    "texts": Scenario(
+        servers=lambda size: {"ours": f"{_UNCACHED} --max-num-seqs 48"},
+        variants=_texts,
+        rounds=3,
+        ratios=(("pauses of the chats, with texts / alone", "itl", "with texts, chats", "chats alone"),),
     ),
     "prefix": Scenario(
         servers=lambda size: {"cache": "", "no cache": _UNCACHED},
