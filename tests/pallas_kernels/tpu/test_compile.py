@@ -17,7 +17,6 @@ from tests.pallas_kernels.tpu.compile_for import shapes
 TARGETS = ("v5e:1x1", "v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1")
 KERNELS, STEPS = "tests.pallas_kernels.tpu.compile_for", "scripts.benchmarks.accounts.compile_tpu_step"
 PRODUCTS = "scripts.benchmarks.accounts.compile_tpu_product"
-MODELS = [("v6e:1x1", "llama-3.1-8b"), ("v6e:2x4", "llama-3.1-70b")]
 MOST_GLUE_CYCLES = (8_000, 60_000)  # of a layer, by XLA's estimate: in a decode step of 64 rows, in 2,048 tokens
 # Cycles by the floor, which is reading K and V once, of the chips of which it is said: results/2026-11-23-kernels.md.
 MOST_OF_THE_FLOOR = {
@@ -91,19 +90,18 @@ def test_products_with_4_bit_weights_take_as_long_as_their_weights_are_read(tmp_
 def test_whole_steps_in_4_bits_write_no_wide_weight() -> None:
     """On one chip and over eight, whose products are split by outputs and by inputs."""
     most = 752_000_000  # bytes of two layers in 4 bits with their scales, and of a head in int8
-    for target, num_chips in (("v6e:1x1", 1), ("v6e:2x4", 8)):
-        flags = ("--target", target, "--layers", "2", "--tokens", "64", "--tokens", "512", "--quantization", "int4")
-        for result in compile_in_a_process_of_its_own(STEPS, *flags):
+    for target, num_chips, sizes in (("v6e:1x1", 1, ("64", "512")), ("v6e:2x4", 8, ("64",))):
+        flags = ("--target", target, "--layers", "2", "--quantization", "int4")
+        for result in compile_in_a_process_of_its_own(STEPS, *flags, *(f"--tokens={size}" for size in sizes)):
             assert result["wide_copies"] == {}, result
             assert result["temp_bytes"] <= 16 << 20, result  # the smallest weight takes 32 MiB in bfloat16
             assert result["weights_read"] <= most / num_chips, result
 
 
-@pytest.mark.parametrize(("target", "preset"), MODELS)
-def test_whole_steps_compile(target: str, preset: str) -> None:
-    sizes = ("--tokens", "64", "--tokens", "512")
-    decode, mixed = compile_in_a_process_of_its_own(STEPS, "--target", target, "--preset", preset, *sizes)
-    for result in (decode, mixed):
+def test_whole_steps_of_all_layers_compile() -> None:
+    """70B over eight chips. Other tests compile two or three layers of 8B."""
+    flags = ("--target", "v6e:2x4", "--preset", "llama-3.1-70b", "--tokens", "64", "--tokens", "512")
+    for result in compile_in_a_process_of_its_own(STEPS, *flags):
         assert result["alias_bytes"] >= result["kv_bytes"], result
         assert result["temp_bytes"] < 256 << 20 < result["kv_bytes"], result
 
