@@ -68,7 +68,7 @@ class Planner:
         self._settings = self._read_settings()
         self._sizes: dict[int, Sizes] = {}
         self.account: Account | None = None  # of `chosen`, if it is compiled
-        self.uncompiled: str | None = None  # why it is not, if nobody has asked for that
+        self.uncompiled: str | None = None  # why there is no account, without --no-compile
         if args.compile in ("full", "layers") and (fault := obstacle(self.target, 1)) is not None:
             raise ValueError(f"--compile {args.compile}: {fault}")
 

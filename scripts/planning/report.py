@@ -26,7 +26,7 @@ def marked(mark: str, text: str) -> str:
 
 
 def memory_lines(sizes: Sizes, memory: MemoryPlan, account: Account | None, uncompiled: str | None) -> Iterator[str]:
-    """What each chip holds. `uncompiled` says why there is no account, if that was not asked for."""
+    """What each chip holds. `uncompiled` says why there is no account, without --no-compile."""
     by = COUNTED if account is None else COMPILED
     settings, needs = sizes.settings, memory.needs
     pool = f", {sizes.pool_share:.0%} of it JAX's" if sizes.pool_share < 1 else ""

@@ -36,7 +36,7 @@ def rows(*lengths: tuple[int, int]) -> list[Row]:
 DECODES = rows((1, 1), (1, 2), (1, 16), (1, 17), (1, 128), (1, 129), (1, 290))
 # a whole prompt; q_len over a page and over a query block; a chunk that begins in the middle of a word; one token more
 CHUNKS = rows((1, 33), (70, 70), (7, 50), (3, 260), (1, 18), (2, 2))
-# What pads a step is finite where it is given numbers, and reaches nobody where it is not.
+# The padding of a step has finite numbers or NaN. No row's output depends on it.
 PADDED = pytest.mark.parametrize(
     ("dma_mode", "poison_padding"),
     [*((mode, False) for mode in DMA_MODES), ("on_wait", True)],
