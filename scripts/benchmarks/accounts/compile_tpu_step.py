@@ -55,6 +55,8 @@ def main() -> None:
     parser.add_argument("--kv-dtype", choices=("bfloat16", "int8"), default="bfloat16", help="of the pages")
     parser.add_argument("--attention", choices=("own", "jax"), default="own", help="jax: the kernel that JAX ships")
     args = parser.parse_args()
+    if args.attention == "jax" and args.kv_dtype != "bfloat16":
+        parser.error("--attention jax needs --kv-dtype bfloat16: its pages have no scales here")
     devices = tpu_target(args.target).devices()
     mesh = make_mesh(len(devices), devices)
     model = pack_for_tpu(model_of(args, mesh), mesh)
