@@ -101,9 +101,12 @@ def _texts(size: Size, capacity: float, random: np.random.Generator) -> list[Var
     texts = [random_text(num_chars, random)[:num_chars] for _ in range(count)]
     requests = [BenchRequest(text, 1, fields={"truncate_prompt_tokens": 16}) for text in texts]
     part = Part(name="texts", requests=requests, arrivals=0.5 + np.arange(count) / TEXTS_PER_S)
+    # Short prompts: the pauses of these chats are not those behind the prompts of others.
+    asked = [BenchRequest(prompt, 100) for prompt in prompts(np.full(MOST_CHATS, 20), random)]
+    chats = Part(name="chats", requests=asked, concurrency=STREAMS)
     return [
-        Variant(name="chats alone", server="ours", parts=(closed_loop(size, random),)),
-        Variant(name="with texts", server="ours", parts=(closed_loop(size, random), part)),
+        Variant(name="chats alone", server="ours", parts=(chats,)),
+        Variant(name="with texts", server="ours", parts=(chats, part)),
     ]
 
 
