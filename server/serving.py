@@ -14,6 +14,7 @@ from server.app import create_state
 from server.engine.client import ProcessEngineClient
 from server.engine.door import DoorClient
 from server.engine.group import EngineGroup
+from server.heap import freeze_heap
 from server.http.server import FLUSH_S, HttpServer
 from server.http.signals import Ending, first_of
 from server.settings import Settings
@@ -46,6 +47,7 @@ async def serve(
 
     When asked to end, running requests may finish within `settings.grace_period_s`; see `server.main.run`.
     """
+    freeze_heap()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(TICK_S)

@@ -32,6 +32,7 @@ from model.inputs.words import described
 from server.engine import outbox, wire
 from server.engine.doors import FIRST, Item, Sorter, Visitor
 from server.engine.orphans import end_with_parent
+from server.heap import freeze_heap
 
 STATS_INTERVAL_S = 1.0
 EXIT_FAILED = 1
@@ -123,9 +124,12 @@ def main(addresses: Addresses, target: str, engine_args: object, debug: bool) ->
     end_with_parent()
     sender = _Sender(addresses.events, several=addresses.doors is not None)
     try:
-        engine, info = load_factory(target)(engine_args, Reporter(sender))
+        factory = load_factory(target)
+        freeze_heap()  # the imported modules: a start makes enough objects for a full collection or two
+        engine, info = factory(engine_args, Reporter(sender))
         engine.listen(sender.put)
         engine.start()
+        freeze_heap()
     except Exception as error:
         if debug:
             traceback.print_exc()
@@ -165,10 +169,15 @@ def _serve(
     visitors: dict[int, Visitor | None] = {}  # by door; None: it is closed
     decode = msgspec.msgpack.Decoder(wire.Command).decode
     next_stats = time.monotonic()
+    num_programs_to_come = 0
     try:
         while engine.death is None:
             if time.monotonic() >= next_stats:
-                sender.put(wire.Stats(engine.stats()))
+                stats = engine.stats()
+                sender.put(wire.Stats(stats))
+                if stats.num_programs_to_come != num_programs_to_come:
+                    num_programs_to_come = stats.num_programs_to_come
+                    freeze_heap()  # what JAX keeps of the programs that have come
                 next_stats = time.monotonic() + STATS_INTERVAL_S
             if not socket.poll(int(max(0, next_stats - time.monotonic()) * 1000)):
                 continue

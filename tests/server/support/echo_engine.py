@@ -6,6 +6,7 @@ step, exactly one last output for each request, the same errors.
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from batcher.step_log import StepRecord
 from server.engine.wire import ChangeWeights, EngineInfo, WeightsChange
 from tests.server.support.tokenizers import EOT, VOCAB_SIZE
 
+PROGRAM_OBJECTS = 100_000  # of a program that comes while it serves
+
 
 @dataclass(frozen=True, kw_only=True)
 class EchoConfig:
@@ -34,6 +37,8 @@ class EchoConfig:
     fail_at_start: str | None = None
     die_after_tokens: int | None = None
     weights: bool = False  # it can change them: its reply is then the name of the model
+    says_heap: bool = False  # its reply is then the number of the objects that its process has frozen
+    num_programs_to_come: int = 0  # at first; each look at the statistics finds one less, and more objects
     refused: tuple[str | None, ...] = ()  # models that cannot be loaded; None: that of the start
 
 
@@ -56,6 +61,8 @@ class EchoEngine:
         self._stopping = threading.Event()
         self._num_steps = 0
         self._num_tokens = 0
+        self._num_programs_to_come = config.num_programs_to_come
+        self._programs: list[list[list[int]]] = []
         self._finished: dict[str, int] = {}
         self.death: BaseException | None = None
         self._on_tokens: Callable[[Tokens], None] | None = None
@@ -82,6 +89,8 @@ class EchoEngine:
     def _reply(self, request: Request) -> tuple[int, ...]:
         if self._config.replies and request.sampling.seed is not None:
             return self._config.replies[request.sampling.seed]
+        if self._config.says_heap:
+            return tuple(str(gc.get_freeze_count()).encode())
         return request.prompt if self._config.reply is None else self._config.reply
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -95,7 +104,11 @@ class EchoEngine:
 
     def stats(self) -> EngineStats:
         live = len(self._live)
+        if self._num_programs_to_come:
+            self._num_programs_to_come -= 1
+            self._programs.append([[i] for i in range(PROGRAM_OBJECTS)])
         return EngineStats(
+            num_programs_to_come=self._num_programs_to_come,
             recent_steps=[StepRecord(self._num_steps, time.monotonic(), "ECHO", live, live, "d" * live)],
             num_requests_running=live,
             num_steps=self._num_steps,
@@ -132,7 +145,7 @@ class EchoEngine:
         finish = None
         for _ in range(self._config.tokens_per_step):
             at = running.num_tokens
-            scripted = self._config.reply is not None and not sampling.ignore_eos
+            scripted = (self._config.reply is not None or self._config.says_heap) and not sampling.ignore_eos
             token = EOT if scripted and at >= len(running.reply) else running.reply[at % len(running.reply)]
             ids.append(token)
             running.num_tokens += 1

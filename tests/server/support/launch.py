@@ -1,11 +1,12 @@
 """Runs a server in a process of its own, as the tests do: `python -m tests.server.support.launch PICKLE`, hex-encoded.
 
 The pickle holds (settings, engine target, engine arguments, those of further engines). The server's address goes to
-stdout.
+stdout, and before it the number of the objects that the garbage collector need not read.
 """
 
 from __future__ import annotations
 
+import gc
 import pickle
 import sys
 
@@ -24,7 +25,7 @@ def serve(message: bytes) -> int:
             engine_args,
             more_engines=more_engines,
             report=lambda line: print(f"report: {line}", flush=True),
-            on_ready=lambda url: print(f"ready: {url}", flush=True),
+            on_ready=lambda url: print(f"frozen: {gc.get_freeze_count()}\nready: {url}", flush=True),
         )
     except EngineFailedError as error:
         print(f"failed: {error}", flush=True)
