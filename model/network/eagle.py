@@ -86,7 +86,7 @@ class EagleHead(nnx.Module):
         config: EagleConfig,
         *,
         dtype: Any,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None,
         num_shards: int = 1,
         for_cpu: bool = False,
         has_embedding: bool = False,

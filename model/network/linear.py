@@ -25,8 +25,12 @@ if TYPE_CHECKING:
 INIT_STDDEV = 0.02
 
 
-def normal_param(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: Any, axes: tuple[str, ...]) -> nnx.Param[jax.Array]:
-    """Normally distributed weights. `axes`: the logical names of their dimensions."""
+def normal_param(
+    rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype: Any, axes: tuple[str, ...]
+) -> nnx.Param[jax.Array]:
+    """Normally distributed weights, or zeros without `rngs`. `axes`: the logical names of their dimensions."""
+    if rngs is None:
+        return nnx.Param(jnp.zeros(shape, dtype), axes=axes)
     return nnx.Param(INIT_STDDEV * jax.random.normal(rngs.params(), shape, dtype), axes=axes)
 
 
@@ -52,7 +56,7 @@ class Linear(nnx.Module):
         axes: tuple[str, str],
         *,
         dtype: Any,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None,
         quantization: WeightForm | None = None,
         rounding: Rounding | None = None,
         for_cpu: bool = False,

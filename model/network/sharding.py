@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -117,8 +119,8 @@ def abstract_model(
     stored = stored_config(config, num_shards)
     if isinstance(quantization, FourBit):
         check_groups(config, quantization, num_shards)
-    form = {"dtype": dtype, "num_shards": num_shards, "quantization": quantization, "rounding": rounding}
-    return _abstract(lambda: Llama(stored, rngs=nnx.Rngs(0), for_cpu=for_cpu, **form), mesh)
+    form = {"quantization": quantization, "rounding": rounding, "for_cpu": for_cpu}
+    return _abstract(Llama, stored, mesh, dtype=jnp.dtype(dtype), num_shards=num_shards, **form)
 
 
 def abstract_head(
@@ -135,14 +137,24 @@ def abstract_head(
         sizes = f"width {config.model_width} and draft_vocab_size {config.draft_vocab_size}"
         raise ValueError(f"the {config.form} head does not divide over {num_shards=} chips: {sizes}")
     stored = replace(config, layer=stored_config(config.layer, num_shards))
-    form = {"dtype": dtype, "num_shards": num_shards, "for_cpu": for_cpu, "has_embedding": has_embedding}
-    return _abstract(lambda: EagleHead(stored, rngs=nnx.Rngs(0), **form), mesh)
+    form = {"for_cpu": for_cpu, "has_embedding": has_embedding}
+    return _abstract(EagleHead, stored, mesh, dtype=jnp.dtype(dtype), num_shards=num_shards, **form)
 
 
-def _abstract[M: nnx.Module](make: Callable[[], M], mesh: Mesh | AbstractMesh | None) -> M:
-    graphdef, state = nnx.split(nnx.eval_shape(make))
-    placed = [(path, variable.replace(_placed(variable, mesh))) for path, variable in nnx.to_flat_state(state)]
+def _abstract[M: nnx.Module](
+    module: Callable[..., M], config: LlamaConfig | EagleConfig, mesh: Mesh | AbstractMesh | None, **form: Hashable
+) -> M:
+    graphdef, variables = _shapes(module, config, **form)
+    placed = [(path, variable.replace(_placed(variable, mesh))) for path, variable in variables]
     return nnx.merge(graphdef, nnx.from_flat_state(placed))
+
+
+@lru_cache(maxsize=8)  # a start needs a model's shapes up to three times: a tenth of a second for 32 layers
+def _shapes[M: nnx.Module](
+    module: Callable[..., M], config: LlamaConfig | EagleConfig, **form: Hashable
+) -> tuple[nnx.GraphDef[M], Sequence[tuple[Any, nnx.Variable[Any]]]]:
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: module(config, rngs=None, **form)))
+    return graphdef, nnx.to_flat_state(state)
 
 
 def _placed(variable: nnx.Variable[Any], mesh: Mesh | AbstractMesh | None) -> jax.ShapeDtypeStruct:
