@@ -29,7 +29,7 @@ from tests.conftest import QUICKLY_COMPILED
 from tests.e2e.conftest import ADMIN_KEY, ROOT, serve
 from tests.model.checkpoints import write_tensors
 from tests.model.goldens.make import tensors
-from tests.server.engine.hosts.test_hosts import free_port
+from tests.server.engine.hosts.loopback import free_port
 from tests.server.support.requests import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.hosts, pytest.mark.slow]

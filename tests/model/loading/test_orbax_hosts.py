@@ -18,7 +18,7 @@ from model.loading.weights import load_hf
 from model.network.sharding import make_mesh
 from tests.model.loading.test_orbax_format import wide
 from tests.model.loading.test_weights import flat
-from tests.server.engine.hosts.test_hosts import free_port
+from tests.server.engine.hosts.loopback import free_port
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from queue import SimpleQueue
 
 import pytest
@@ -12,7 +11,7 @@ from server.engine.hosts.broadcast import BroadcastRunner
 from server.engine.hosts.served import FollowingEngine
 from server.engine.hosts.weights import AllWeights, FollowersWeights
 from server.engine.wire import ChangeWeights, WeightsChange
-from tests.server.engine.hosts.test_hosts import Exits, Hosts, RecordingRunner, step
+from tests.server.engine.hosts.loopback import Exits, Hosts, RecordingRunner, step
 
 RELOAD = ChangeWeights(WeightsChange.RELOAD, "folder")
 
@@ -84,14 +83,6 @@ class Returning:
 class ReturningRunner(RecordingRunner):
     def execute(self, step) -> Returning:
         return Returning(self.calls)
-
-
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    hosts = Hosts()
-    yield hosts
-    for close in hosts.open:
-        close()
 
 
 @pytest.fixture
