@@ -6,6 +6,7 @@ processes, and kept from one run to the next.
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -78,6 +79,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.kernels)
     if hasattr(config, "workerinput"):  # the longest first, so that no process ends much later than the others
         items.sort(key=lambda item: not any(map(item.get_closest_marker, ("slow", "e2e", "kernels"))))
+
+
+def pytest_collection_finish() -> None:
+    """Hides modules and tests from the garbage collector, which otherwise reads them all in each full collection."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
