@@ -28,7 +28,7 @@ class Llama(nnx.Module):
     Args:
         config: with the stored number of KV heads, after replication over chips (`sharding.stored_config`).
         dtype: of weights and activations. Rotary embeddings, norm statistics and logits are always float32.
-        rngs: for random weights; None: zeros, which `nnx.eval_shape` traces in half of the time.
+        rngs: for random weights; None: zeros, which `nnx.eval_shape` traces faster.
         num_shards: chips over which the heads are split. The order of rows in the fused projections (`layers`) depends
             on it, so weights stored for one number of chips do not fit another.
         quantization: of the projections and the head. A tied head then becomes a separate kernel; the embedding stays
