@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -41,9 +43,21 @@ TINY = LlamaConfig(
 )
 
 
-@partial(nnx.jit, static_argnames=("seed", "config"))  # one program, where each of its operations would be compiled
 def tiny_model(seed: int = 0, config: LlamaConfig = TINY) -> Llama:
     """Random weights, large enough that tokens depend on what was attended to."""
+    graph, weights = _tiny_weights(seed, config)
+    return nnx.merge(graph, jax.tree.map(jnp.array, weights))
+
+
+@cache
+def _tiny_weights(seed: int, config: LlamaConfig) -> tuple[Any, Any]:
+    """The model's graph, and its state as NumPy arrays."""
+    graph, state = nnx.split(_tiny_model(seed, config))
+    return graph, jax.tree.map(np.array, state)
+
+
+@partial(nnx.jit, static_argnames=("seed", "config"))  # one program, where each of its operations would be compiled
+def _tiny_model(seed: int, config: LlamaConfig) -> Llama:
     model = Llama(config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
     state = nnx.state(model)
     for _, variable in nnx.to_flat_state(state):

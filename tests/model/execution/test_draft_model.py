@@ -14,7 +14,6 @@ from flax import nnx
 
 from batcher.slots import SlotLayout
 from batcher.stats import EngineStats
-from batcher.step import Variant
 from model.execution import draft_pages
 from model.execution.memory_plan import RunnerConfig, memory_needs
 from model.execution.rows import StepRows
@@ -25,6 +24,9 @@ from model.network.sharding import make_mesh
 from tests.model.driver import TINY, paged_attention, tiny_model
 from tests.model.execution.drafting import (
     DRAFTS,
+    GREEDY,
+    GREEDY_DRAFTS,
+    GREEDY_PLAIN,
     KINDS,
     LIMITS,
     PLAIN,
@@ -93,14 +95,10 @@ def test_a_draft_model_is_split_over_the_chips_as_the_model_is() -> None:
     model = random_weights(config, dtype=jnp.float32, mesh=mesh)
     nnx.update(model, jax.tree.map(lambda x: x * 10 if x.ndim == 2 else x, nnx.state(model)))
     attention = paged_attention(model.config, mesh=mesh)
-    config = RunnerConfig(**LIMITS, draft_pass_tokens=16)
-    runner = ModelRunner(model, attention, config, draft=(model, attention))
-    decodes = [bucket for bucket in DRAFTS.buckets() if bucket.variant is Variant.GREEDY]
-    prefill = DRAFTS.choose(24, 4, decode_only=False, variant=Variant.GREEDY)
-    runner.warm_up([*decodes, prefill], lambda line: None)
+    runner = warm_runner(model, attention, draft=(model, attention), buckets=GREEDY, draft_pass_tokens=16)
     asked = requests(KINDS["greedy"])
-    expected, _ = serve(runner, PLAIN, asked)
-    found, stats = serve(runner, DRAFTS, asked)
+    expected, _ = serve(runner, GREEDY_PLAIN, asked)
+    found, stats = serve(runner, GREEDY_DRAFTS, asked)
     assert_same_outputs(found, expected)
     assert stats.speculation.num_accepted_tokens == stats.speculation.num_draft_tokens > 50
 

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from batcher.slots import SlotLayout
-from batcher.step import PackedLayout, StepHandle, StepInput, Variant
+from batcher.step import PackedLayout, StepHandle, StepInput
 from model.eagle_config import EagleConfig, EagleForm
 from model.execution.memory_plan import RunnerConfig, memory_needs
 from model.execution.runner import ModelRunner
@@ -27,7 +27,11 @@ from tests.model.dense_attention import causal_attention
 from tests.model.driver import TINY, paged_attention, tiny_model
 from tests.model.execution.drafting import (
     DRAFTS,
+    DRAWN,
     FEW,
+    GREEDY,
+    GREEDY_DRAFTS,
+    GREEDY_PLAIN,
     KINDS,
     LIMITS,
     PLAIN,
@@ -59,13 +63,21 @@ def head(form: str, *, seed: int = 5, mesh=None, config: EagleConfig | None = No
     return head
 
 
-@pytest.fixture(scope="module", params=FORMS)
+@pytest.fixture(scope="module")
 def runner(request) -> ModelRunner:
-    runner = warm_runner(tiny_model(), draft=(head(request.param), paged_attention()), draft_pass_tokens=16)
-    runner.form = request.param
+    """One of each form. That of EAGLE-3 also draws: how drafts are accepted does not depend on the form."""
+    form, buckets = request.param, DRAWN if request.param == "eagle3" else GREEDY
+    draft = head(form), paged_attention()
+    runner = warm_runner(tiny_model(), draft=draft, buckets=buckets, draft_pass_tokens=16)
+    runner.form = form
     return runner
 
 
+def of_forms(*forms: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("runner", forms, indirect=True)
+
+
+@of_forms("eagle3")
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_of_a_head_change_no_output(runner, kind) -> None:
     asked = requests(KINDS[kind])
@@ -75,10 +87,21 @@ def test_drafts_of_a_head_change_no_output(runner, kind) -> None:
     assert drafted.speculation.num_draft_tokens > 0
 
 
+@of_forms("eagle")
+def test_greedy_drafts_of_a_head_change_no_output(runner) -> None:
+    asked = requests(KINDS["greedy"])
+    expected, _ = serve(runner, GREEDY_PLAIN, asked)
+    found, drafted = serve(runner, GREEDY_DRAFTS, asked)
+    assert_same_outputs(found, expected)
+    assert drafted.speculation.num_draft_tokens > 0
+
+
+@of_forms("eagle3")
 def test_accepted_and_rejected_drafts_leave_the_distribution_of_the_model(runner) -> None:
     assert_distribution_of(tiny_model(), serve, runner)
 
 
+@of_forms("eagle3")
 def test_preempted_requests_and_shared_prefixes_leave_the_outputs_as_they_are(runner) -> None:
     assert outputs_in_trouble(serve, runner).num_accepted_tokens > 0
 
@@ -115,7 +138,14 @@ def _read(head: EagleHead, model: Llama, tokens: jax.Array, features: jax.Array,
     return out, (logits if head.vocabulary is None else head.vocabulary.spread(logits))[0]
 
 
-@pytest.mark.parametrize(("among", "preempts_every"), [(TWO, None), (TWO, 5), (range(199), None)])
+ALL = range(199)
+
+
+@pytest.mark.parametrize(
+    ("runner", "among", "preempts_every"),
+    [("eagle", ALL, None), ("eagle", ALL, 5), ("eagle3", ALL, None), ("eagle3", TWO, None), ("eagle3", TWO, 5)],
+    indirect=["runner"],
+)
 def test_each_draft_is_that_of_a_head_that_has_read_the_whole_text(runner, among, preempts_every, monkeypatch) -> None:
     """A prompt in two chunks, rows over many pages, and requests computed again from a cached prefix. The drafts are in
     the pages' text, right or wrong."""
@@ -137,7 +167,8 @@ def test_each_draft_is_that_of_a_head_that_has_read_the_whole_text(runner, among
     options = {"allowed_token_ids": TWO} if among is TWO else {}
     asked = requests([options], prompt_len=30, max_tokens=60)
     monkeypatch.setattr(runner, "execute", spy)
-    found, stats = serve(runner, DRAFTS, asked, preempts_every=preempts_every)
+    ladder = DRAFTS if runner.form == "eagle3" else GREEDY_DRAFTS
+    found, stats = serve(runner, ladder, asked, preempts_every=preempts_every)
     text = [*asked[0].prompt, *tokens_of(found["0"])]
     reader = Reader(tiny_model(), head(runner.form), text)
     within = [step for step in steps if step[0] < len(text)]  # not of steps that began behind the end
@@ -162,14 +193,11 @@ def test_a_head_is_split_over_the_chips_as_the_model_is(form) -> None:
         sizes["draft_vocab_size"] = 200
     split = head(form, mesh=mesh, config=replace(FORMS[form], **sizes))
     attention, own = paged_attention(layer, mesh=mesh), paged_attention(split.config, mesh=mesh)
-    runner = ModelRunner(model, attention, RunnerConfig(**LIMITS, draft_pass_tokens=16), draft=(split, own))
-    decodes = [bucket for bucket in DRAFTS.buckets() if bucket.variant is Variant.GREEDY]
-    prefill = DRAFTS.choose(24, 4, decode_only=False, variant=Variant.GREEDY)
-    runner.warm_up([*decodes, prefill], lambda line: None)
+    runner = warm_runner(model, attention, draft=(split, own), buckets=GREEDY, draft_pass_tokens=16)
     assert runner._state.draft.features.sharding.shard_shape((1, 8, 32)) == (1, 8, 16)
     asked = requests(KINDS["greedy"])
-    expected, _ = serve(runner, PLAIN, asked)
-    found, stats = serve(runner, DRAFTS, asked)
+    expected, _ = serve(runner, GREEDY_PLAIN, asked)
+    found, stats = serve(runner, GREEDY_DRAFTS, asked)
     assert_same_outputs(found, expected)
     assert stats.speculation.num_draft_tokens > 0
 
