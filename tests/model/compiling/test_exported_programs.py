@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from model.compiling.exported_programs import ExportedPrograms, check_private, e
 from model.compiling.traced_programs import Program
 from model.execution.memory_plan import RunnerConfig
 from model.execution.runner import ModelRunner
-from tests.model.driver import Row, paged_attention, run, tiny_model
+from tests.model.driver import TINY, Row, paged_attention, run, tiny_model
 
 DEVICE = jax.devices("cpu")[0]
 HERE = jax.sharding.SingleDeviceSharding(DEVICE)
@@ -123,10 +124,17 @@ def test_the_fingerprint_is_of_code_facts_options_and_devices(tmp_path):
     assert len(seen | {now()}) == 4
 
 
+MODEL = tiny_model(config=replace(TINY, num_layers=1))
+
+
+def made_runner(folder: Path | None) -> ModelRunner:
+    return ModelRunner(MODEL, paged_attention(), LIMITS, export_folder=folder)
+
+
 def start(folder: Path | None, may_wait: Sequence[Bucket] = ()) -> tuple[list[list[int]], str]:
     """The tokens of a few steps, and what the start has said."""
     lines: list[str] = []
-    runner = ModelRunner(tiny_model(), paged_attention(), LIMITS, export_folder=folder)
+    runner = made_runner(folder)
     before = runner.num_compiles
     left = runner.warm_up(BUCKETS, lines.append, may_wait)
     tokens = generate(runner, left)
@@ -162,7 +170,7 @@ def test_programs_that_may_wait_are_exported_and_loaded_while_serving(tmp_path):
 
 def break_program(folder: Path) -> None:
     """On a CPU, an executable that came from JAX's cache is exported without a part of its code, and loads."""
-    program = ModelRunner(tiny_model(), paged_attention(), LIMITS)._described.step(BUCKETS[0])
+    program = made_runner(None)._described.step(BUCKETS[0])
     exported = ExportedPrograms(folder, next(folder.iterdir()).name, {"k": program}, {"k": str(BUCKETS[0])})
     assert exported._path("k").exists()
     options, counter = compiler_options("cpu"), CompileCounter()
@@ -183,7 +191,7 @@ def test_a_program_that_fails_at_its_first_run_is_compiled(tmp_path):
 def test_a_program_that_fails_while_serving_fails_one_step_and_is_compiled(tmp_path, caplog):
     tokens, _ = start(tmp_path)
     break_program(tmp_path)
-    runner = ModelRunner(tiny_model(), paged_attention(), LIMITS, export_folder=tmp_path)
+    runner = made_runner(tmp_path)
     (left,) = runner.warm_up(BUCKETS, print, BUCKETS[:1])
     runner.compile_later(left, print)
     with pytest.raises(jax.errors.JaxRuntimeError):

@@ -25,9 +25,7 @@ DRAFTERS = {
     "EAGLE-3": lambda: (head(EagleForm.EAGLE3), paged_attention()),
 }
 NUM_PAGES = 400  # so many that no other array of a program is as large as the text
-BUCKETS = [Bucket(rows, rows, Variant.GREEDY) for rows in (1, 4)] + [
-    Bucket(4 * rows, rows, Variant.GREEDY, num_drafts=3) for rows in (1, 4)
-]
+BUCKETS = [Bucket(4, 4, Variant.GREEDY), *(Bucket(4 * rows, rows, Variant.GREEDY, num_drafts=3) for rows in (1, 4))]
 
 
 @pytest.mark.parametrize("bucket", BUCKETS, ids=str)

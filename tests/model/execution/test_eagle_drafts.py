@@ -35,7 +35,6 @@ from tests.model.execution.drafting import (
     KINDS,
     LIMITS,
     PLAIN,
-    assert_distribution_of,
     assert_same_outputs,
     outputs_in_trouble,
     requests,
@@ -94,11 +93,6 @@ def test_greedy_drafts_of_a_head_change_no_output(runner) -> None:
     found, drafted = serve(runner, GREEDY_DRAFTS, asked)
     assert_same_outputs(found, expected)
     assert drafted.speculation.num_draft_tokens > 0
-
-
-@of_forms("eagle3")
-def test_accepted_and_rejected_drafts_leave_the_distribution_of_the_model(runner) -> None:
-    assert_distribution_of(tiny_model(), serve, runner)
 
 
 @of_forms("eagle3")

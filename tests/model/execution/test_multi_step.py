@@ -99,7 +99,7 @@ def test_the_state_is_updated_in_place(runner) -> None:
     assert analysis.temp_size_in_bytes < single.temp_size_in_bytes + runner._state.kv[0].nbytes
 
 
-def test_chips_share_a_program_of_several_steps() -> None:
+def test_chips_share_a_program_of_several_steps(two_passes) -> None:
     """They update their parts of the state in place, and the loop brings no copy of the pages."""
     mesh = make_mesh(2)
     model = abstract_model(replace(TINY, vocab_size=200), dtype=jnp.float32, mesh=mesh)

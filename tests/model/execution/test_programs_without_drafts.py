@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import jax
 import pytest
@@ -34,9 +36,15 @@ def lowered(made: StepPrograms, bucket: Bucket) -> str:
     return made.step(bucket).as_read().lower().as_text()
 
 
+@pytest.fixture(scope="module")
+def plain() -> Callable[[Bucket], str]:
+    """The program of a bucket where there are no drafts."""
+    return cache(lambda bucket: lowered(programs(), bucket))
+
+
 @pytest.mark.parametrize("bucket", BUCKETS, ids=str)
-def test_no_line_of_speculation_is_traced(bucket, monkeypatch) -> None:
-    before = lowered(programs(), bucket)
+def test_no_line_of_speculation_is_traced(bucket, plain, monkeypatch) -> None:
+    before = plain(bucket)
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a program without drafts computes something for them")
@@ -54,10 +62,10 @@ def test_no_line_of_speculation_is_traced(bucket, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("bucket", BUCKETS, ids=str)
-def test_its_arguments_and_results_are_those_of_a_step(bucket) -> None:
+def test_its_arguments_and_results_are_those_of_a_step(bucket, plain) -> None:
     """The weights, slots, history, masks, pages and what the host sends; the state and the output."""
     made = programs()
-    text = lowered(made, bucket)
+    text = plain(bucket)
     (signature,) = re.findall(r"func\.func public @main\((.*)\) -> \((.*)\) \{", text)
     arguments, results = (re.findall(r"tensor<([^>]*)>", part) for part in signature)
     width, vocab = SlotLayout.width(-(-LIMITS["max_model_len"] // made.attention.spec.page_size)), TINY.vocab_size
@@ -70,8 +78,8 @@ def test_its_arguments_and_results_are_those_of_a_step(bucket) -> None:
 
 
 @pytest.mark.parametrize("config", [{"lookup": PromptLookup(min_tokens=1, max_tokens=3)}, {"has_draft": True}])
-def test_drafts_change_these_programs_only_where_they_are_configured(config) -> None:
+def test_drafts_change_these_programs_only_where_they_are_configured(config, plain) -> None:
     """So the comparisons above can fail."""
     config |= {"max_draft_rows": 4}
     bucket = BUCKETS[0]
-    assert lowered(programs(**config), bucket) != lowered(programs(), bucket)
+    assert lowered(programs(**config), bucket) != plain(bucket)

@@ -262,7 +262,7 @@ def texts_of(folder, num_shards, decode, kv_dtype=jnp.float32):
     limits = RunnerConfig(max_num_seqs=SLOTS, max_num_batched_tokens=24, max_model_len=64, num_pages=16)
     attention = paged_attention(like.config, mesh=mesh, kv_dtype=kv_dtype)
     runner = ModelRunner(like, attention, limits)
-    prompt = replace(BUCKETS[1], variant=decode.variant)
+    prompt = BUCKETS[1]
     runner.start_compiling([prompt, decode])  # the weights come meanwhile
     model = weights.load_hf(folder, config, dtype=jnp.float32, mesh=mesh)
     runner.place(model, int8_scales(model) if attention.spec.has_kv_scales else None)
@@ -282,7 +282,8 @@ def texts_of(folder, num_shards, decode, kv_dtype=jnp.float32):
     assert all(len(kv.sharding.device_set) == num_shards for kv in runner._state.kv)
     history = runner._state.history
     assert history.sharding.shard_shape(history.shape) == (SLOTS, config.vocab_size // num_shards)
-    assert all(set(row.output) <= set(LET_THROUGH) for row in rows if row.mask is not None)
+    drawn = [row.output[2:] for row in rows if row.mask is not None]  # the prompt program draws nothing
+    assert all(set(tokens) <= set(LET_THROUGH) for tokens in drawn)
     return [row.output for row in rows]
 
 
@@ -300,18 +301,16 @@ def test_a_mesh_gives_the_tokens_of_one_device(checkpoint, texts_of_one_device, 
     assert texts_of(checkpoint, num_shards, decode, kv_dtype) == texts_of_one_device[decode, kv_dtype]
 
 
-def test_chips_update_their_parts_of_the_state_in_place():
+def test_chips_update_their_parts_of_the_state_in_place(two_passes):
     mesh = make_mesh(2)
     model = abstract_model(replace(TINY, vocab_size=2000), dtype=jnp.float32, mesh=mesh)
-    needed = []
-    for slots in (SLOTS, 500):  # so many that a copy of a chip's part of the histories would stand out
-        limits = RunnerConfig(max_num_seqs=slots, max_num_batched_tokens=1000, max_model_len=64, num_pages=16)
-        runner = ModelRunner(model, paged_attention(model.config, mesh=mesh), limits)
-        analysis = runner._described.step(BUCKETS[2]).lower().compile().memory_analysis()
-        parts = [math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in jax.tree.leaves(runner._described.state_like)]
-        assert analysis.alias_size_in_bytes == sum(parts)
-        needed.append(analysis.temp_size_in_bytes)
-    assert needed[1] - needed[0] < 500 * 500 * 4 / 2
+    slots = 500  # so many that a copy of a chip's part of the histories would stand out
+    limits = RunnerConfig(max_num_seqs=slots, max_num_batched_tokens=1000, max_model_len=64, num_pages=16)
+    runner = ModelRunner(model, paged_attention(model.config, mesh=mesh), limits)
+    analysis = runner._described.step(BUCKETS[2]).lower().compile().memory_analysis()
+    parts = [math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in jax.tree.leaves(runner._described.state_like)]
+    assert analysis.alias_size_in_bytes == sum(parts)
+    assert analysis.temp_size_in_bytes < slots * 1000 * 4 / 2
 
 
 def test_programs_that_were_left_come_later_and_once(tmp_path):
