@@ -14,7 +14,7 @@ from scripts.benchmarks.load.lengths import Lengths
 from scripts.wiring.engine import Built
 
 LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 512, "seed": 0}
-NUM_REQUESTS = 64
+NUM_REQUESTS = 32
 
 
 def drawn_lengths(count: int, max_total: int) -> tuple[np.ndarray, np.ndarray]:

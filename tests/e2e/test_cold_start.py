@@ -1,7 +1,4 @@
-"""A start with an empty folder of programs: it serves before all of them are there. A second start finds them.
-
-The programs are compiled as they are for users.
-"""
+"""A start with an empty folder of programs: it serves before all of them are there. A second start finds them."""
 
 from __future__ import annotations
 
@@ -16,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from model.loading.source import DEMO_FOLDER
+from tests.conftest import QUICKLY_COMPILED
 from tests.e2e.conftest import DemoServer, serve
 
 pytestmark = pytest.mark.e2e
@@ -46,11 +44,14 @@ def one_layer(tmp_path) -> Path:
     return folder
 
 
-def test_it_serves_while_programs_are_compiled(one_layer, tmp_path) -> None:
+@pytest.mark.parametrize(
+    "compiled", [QUICKLY_COMPILED, pytest.param({}, marks=pytest.mark.optimised)], ids=["quickly", "as for users"]
+)
+def test_it_serves_while_programs_are_compiled(one_layer, tmp_path, compiled) -> None:
     flags = [*LIMITS, "--model", str(one_layer), "--served-model-name", "demo"]
     # Without the kernels in C, which would be compiled anew, too.
     flags += ["--attention-backend", "reference", "--compile-cache", str(tmp_path / "programs")]
-    with serve(*flags, env=os.environ) as server:
+    with serve(*flags, env=os.environ | compiled) as server:
         assert any(LEFT.match(line) for line in server.lines), server.lines
         first = answers(server)
         metrics = server.wait_for_metrics(lambda m: m["num_programs_to_come"] == 0 < m["num_steps_total"], 120)
@@ -59,7 +60,7 @@ def test_it_serves_while_programs_are_compiled(one_layer, tmp_path) -> None:
         with server.http() as http:
             assert http.get("/health?verbose").json()["programs_to_come"] == 0
     assert server.process.returncode == 0
-    with serve(*flags, env=os.environ) as warm:
+    with serve(*flags, env=os.environ | compiled) as warm:
         assert any(line.startswith("compiled 7 programs") and "(7 came from the disk" in line for line in warm.lines)
         assert answers(warm) == first
         metrics = warm.wait_for_metrics(lambda m: m["num_steps_total"] > 0)

@@ -1,4 +1,4 @@
-"""Real lengths at 64 concurrent streams: without threads, where order is fixed, and over HTTP, where it is not."""
+"""Real lengths at 32 concurrent streams: without threads, where order is fixed, and over HTTP, where it is not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from server.text.tokenizer import ByteLevelTokenizer
 from tests.e2e import replay
 from tests.e2e.replay import make_requests
 
-CONCURRENCY = 64
+CONCURRENCY = 32
 
 
 pytestmark = pytest.mark.e2e
@@ -46,7 +46,7 @@ def test_every_output_is_the_one_obtained_alone(replayed, requests, alone):
     assert stats["prefix_cache_hits"] > 0
 
 
-def test_the_server_gives_the_same_texts_to_64_streams(server, requests, alone):
+def test_the_server_gives_the_same_texts_to_32_streams(server, requests, alone):
     tokenizer = ByteLevelTokenizer.from_folder(DEMO_FOLDER)
     before = server.metrics()
     outcomes, _ = asyncio.run(
