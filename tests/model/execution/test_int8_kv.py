@@ -18,7 +18,7 @@ from model.execution.runner import ModelRunner
 from tests.model.dense_attention import causal_attention
 from tests.model.driver import TINY, Row, int8_scales, paged_attention, run, tiny_model, tiny_runner
 
-DECODE, MIXED = Bucket(4, 4, Variant.SAMPLE), Bucket(24, 4, Variant.SAMPLE)
+DECODE, MIXED = Bucket(4, 4, Variant.GREEDY), Bucket(24, 4, Variant.GREEDY)
 MAX_LEN = 64
 GREEDY = SamplingParams(max_tokens=64, temperature=0)
 
