@@ -124,11 +124,9 @@ def test_the_fingerprint_is_of_code_facts_options_and_devices(tmp_path):
     assert len(seen | {now()}) == 4
 
 
-MODEL = tiny_model(config=replace(TINY, num_layers=1))
-
-
 def made_runner(folder: Path | None) -> ModelRunner:
-    return ModelRunner(MODEL, paged_attention(), LIMITS, export_folder=folder)
+    model = tiny_model(config=replace(TINY, num_layers=1))
+    return ModelRunner(model, paged_attention(), LIMITS, export_folder=folder)
 
 
 def start(folder: Path | None, may_wait: Sequence[Bucket] = ()) -> tuple[list[list[int]], str]:
