@@ -16,14 +16,14 @@ from model.sampling.logprobs import find_ranked, logprobs, merge_ranked
 from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabShard, VocabSplit
 from tests.model.sampling.test_sampling import make_rows, mixed_rows
 
-ROWS, ROWS_OF_MANY = 24, 8  # where the vocabulary is Llama 3's, in which a row takes most of a tenth of a second
+ROWS, ROWS_OF_MANY = 24, 4  # where the vocabulary is Llama 3's, in which a row takes most of a tenth of a second
 # Drawn by the sort-free sampler of one device that summed in float32, before the vocabulary could be split.
 GOLDEN = {
     1536: [
         469, 1122, 1329, 1141, 390, 282, 722, 1151, 871, 553, 297, 1164, 985, 917, 1103, 1120, 62, 740, 1322, 832, 399,
         324, 590, 542,
     ],
-    128256: [57317, 26530, 56928, 107956, 77058, 45002, 76320, 124895],
+    128256: [57317, 26530, 56928, 107956],
 }  # fmt: skip
 
 
@@ -79,13 +79,13 @@ def test_one_device_draws_what_it_always_drew(vocab):
 @pytest.mark.parametrize(
     ("vocab", "num_shards", "kind"),
     [
-        *((*sizes, kind) for sizes in [(96, 8), (1000, 4), (1536, 8)] for kind in ("normal", "flat", "masked")),
+        *((*sizes, kind) for sizes in [(96, 8), (1000, 4)] for kind in ("normal", "flat", "masked")),
         *((128256, 8, kind) for kind in ("normal", "flat and masked")),
     ],
 )
 def test_any_number_of_chips_draws_the_same_tokens(vocab, num_shards, kind):
-    """A part has 12 tokens, so many parts share a block of 128; 250 tokens; one block and a half; with Llama 3's
-    vocabulary 125 blocks and a quarter."""
+    """A part has 12 tokens, so many parts share a block of 128; 250 tokens, a block and shares of one or two; with
+    Llama 3's vocabulary 125 blocks and a quarter, and one part that begins with a whole block."""
     tokens, found = drawn(vocab, num_shards, kind)
     expected_tokens, expected = drawn(vocab, 1, kind)
     np.testing.assert_array_equal(tokens, expected_tokens)
@@ -110,11 +110,11 @@ def test_ranks_count_the_more_likely_tokens_of_all_chips(kind, num_shards):
     own = logits[np.arange(ROWS), tokens]
     np.testing.assert_array_equal(ranks, 1 + (logits > own[:, None]).sum(axis=1))
     assert ranks[:3].tolist() == [1, 1, 1]
-    exact = jax.nn.log_softmax(logits, axis=-1)[np.arange(ROWS), tokens]
+    exact = own - np.log(np.exp(logits.astype(np.float64)).sum(axis=1))
     np.testing.assert_allclose(found.chosen, exact, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_shards", [1, 8])
+@pytest.mark.parametrize("num_shards", [1, 4])
 def test_a_row_of_nans_yields_a_legal_token_on_any_number_of_chips(num_shards):
     rows = make_rows(ROWS, temperature=np.arange(ROWS) % 2, top_p=0.9)
     _, history, positions = inputs(1000, "normal")
