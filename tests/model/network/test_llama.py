@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +21,16 @@ from tests.model.goldens.make import NEW_TOKENS, PROMPT_LENGTH, VARIANTS
 TINY = replace(driver.TINY, vocab_size=96, head_dim=8, max_position_embeddings=128)
 
 
-def spread(model: Llama) -> Llama:
-    """Weights of a size at which every constant of the model matters."""
-    graphdef, state = nnx.split(model)
-    return nnx.merge(graphdef, jax.tree.map(lambda x: x * 10 if x.ndim == 2 else x, state))
-
-
-@partial(nnx.jit, static_argnames="config")
 def tiny(config: LlamaConfig = TINY) -> Llama:
-    return spread(Llama(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    """Weights of a size at which every constant of the model matters, from numpy: nothing is compiled."""
+    rng = np.random.default_rng(0)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=jnp.float32, rngs=None)))
+
+    def draw(x: jax.ShapeDtypeStruct) -> jax.Array:
+        values = rng.normal(scale=0.2, size=x.shape) if x.ndim == 2 else np.ones(x.shape)
+        return jnp.asarray(values.astype(x.dtype))
+
+    return nnx.merge(graphdef, jax.tree.map(draw, state))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -78,7 +78,7 @@ PERTURBED = {
     "head_dim": 16,
     "hidden_size": 48,
     "intermediate_size": 64,
-    "num_layers": 3,
+    "num_layers": 2,
     "vocab_size": 128,
     "tie_word_embeddings": True,
 }
@@ -99,36 +99,40 @@ def test_every_config_field_is_perturbed_or_known_not_to_matter():
 
 @pytest.mark.parametrize("field", PERTURBED)
 def test_perturbing_a_config_field_moves_the_logits(field):
-    tokens = np.arange(24) % 90
-    before = dense_logits(tiny(), tokens)
-    after = dense_logits(tiny(replace(TINY, **{field: PERTURBED[field]})), tokens)
-    assert before.shape != after.shape or float(jnp.abs(before - after).max()) > 1e-2
+    base = replace(TINY, num_layers=1)
+    before, after = (
+        np.asarray(dense_logits(tiny(config), np.arange(24)))
+        for config in (base, replace(base, **{field: PERTURBED[field]}))
+    )
+    assert before.shape != after.shape or np.abs(before - after).max() > 1e-2
 
 
-@pytest.mark.parametrize("num_tokens", [1, 8, MAX_ROWS_FROM_LEFT])
-@pytest.mark.parametrize("variant", ["gqa2", "tied", "bf16"])
+@pytest.mark.parametrize(
+    ("variant", "num_tokens"), [("gqa2", 1), ("gqa2", MAX_ROWS_FROM_LEFT), ("tied", 8), ("bf16", 8)]
+)
 def test_the_cpus_forms_of_the_products_compute_the_same(variant, num_tokens, tmp_path):
     folder = checkpoints.write(tmp_path, variant)
     config = LlamaConfig.from_file(folder)
     usual, for_cpu = (load_hf(folder, config, dtype=jnp.float32, for_cpu=f) for f in (False, True))
-    sequence = checkpoints.golden_sequence(variant)[:num_tokens]
-    np.testing.assert_allclose(dense_logits(for_cpu, sequence), dense_logits(usual, sequence), atol=2e-5)
+    sequence = checkpoints.golden_sequence(variant)
+    wanted = dense_logits(usual, sequence)[:num_tokens]  # the program that the goldens are compared with
+    np.testing.assert_allclose(dense_logits(for_cpu, sequence[:num_tokens]), wanted, atol=2e-5)
 
 
 def test_a_token_sees_no_later_one_and_every_earlier_one():
     model, tokens = tiny(), np.arange(16)
-    before = dense_logits(model, tokens)
+    before = np.asarray(dense_logits(model, tokens))
     changed = tokens.copy()
     changed[7] = 50
-    moved = np.abs(np.asarray(dense_logits(model, changed) - before)).max(-1) > 1e-4
+    moved = np.abs(np.asarray(dense_logits(model, changed)) - before).max(-1) > 1e-4
     assert moved.tolist() == [False] * 7 + [True] * 9
 
 
 def test_only_relative_positions_matter():
-    model, tokens = tiny(), jnp.arange(16)
+    model, tokens = tiny(), np.arange(16)
     nothing = [None] * 2
     forward = nnx.jit(lambda model, positions: model(tokens, positions, nothing, causal_attention())[0])
-    near, far = forward(model, jnp.arange(16)), forward(model, jnp.arange(16) + 100)
+    near, far = forward(model, np.arange(16)), forward(model, np.arange(16) + 100)
     np.testing.assert_allclose(near, far, atol=1e-4)
 
 
@@ -140,9 +144,10 @@ def test_attend_gets_each_layers_kv_and_what_it_returns_comes_back():
         seen.append((queries.shape, keys.shape, values.shape, kv))
         return jnp.zeros_like(queries), kv + 10
 
-    _, kv = model(jnp.arange(5), jnp.arange(5), [0, 1], attend)
+    returned = []
+    jax.eval_shape(lambda x: returned.extend(model(x, x, [0, 1], attend)[1]), jnp.arange(5))
     assert seen == [((5, 4, 8), (5, 2, 8), (5, 2, 8), 0), ((5, 4, 8), (5, 2, 8), (5, 2, 8), 1)]
-    assert kv == [10, 11]
+    assert returned == [10, 11]
 
 
 def test_a_wrong_number_of_kv_is_refused():
@@ -153,11 +158,11 @@ def test_a_wrong_number_of_kv_is_refused():
 def test_several_sequences_in_a_row_do_not_see_each_other():
     model = tiny()
     first, second = np.arange(8), np.arange(8) + 40
-    positions, nothing = jnp.tile(jnp.arange(8), 2), [None] * 2
+    positions, nothing = np.tile(np.arange(8), 2), [None] * 2
     forward = nnx.jit(lambda model, tokens: model(tokens, positions, nothing, causal_attention(2))[0])
     together = forward(model, np.concatenate([first, second]))
     apart = [dense_hidden(model, x) for x in (first, second)]
-    np.testing.assert_allclose(together, jnp.concatenate(apart), atol=1e-5)
+    np.testing.assert_allclose(together, np.concatenate(apart), atol=1e-5)
 
 
 @pytest.mark.parametrize("tie", [False, True])
@@ -170,7 +175,7 @@ def test_gradients_reach_every_parameter(tie):
 
     gradients = nnx.to_flat_state(nnx.jit(nnx.grad(loss))(model))
     assert len(list(gradients)) == len(jax.tree.leaves(nnx.state(model)))
-    assert all(float(jnp.abs(g.get_value()).max()) > 0 for _, g in gradients)
+    assert all(np.abs(np.asarray(g.get_value())).max() > 0 for _, g in gradients)
 
 
 def test_split_state_is_flat_arrays_and_merges_into_the_same_model():
@@ -179,7 +184,7 @@ def test_split_state_is_flat_arrays_and_merges_into_the_same_model():
     leaves, structure = jax.tree.flatten(state)
     assert len(leaves) == 2 * 6 + 3
     again = nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))
-    tokens = np.arange(8)
+    tokens = np.arange(16)
     np.testing.assert_array_equal(dense_logits(model, tokens), dense_logits(again, tokens))
 
 
