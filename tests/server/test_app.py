@@ -131,9 +131,12 @@ def test_what_a_request_says_reaches_the_engine():
 
 @pytest.mark.parametrize(("stream", "asked"), [(False, [3, None, 3, None]), (True, [3, 3, 3, 3])])
 def test_a_prompt_is_scored_once_where_its_choices_are_answered_together(stream, asked):
-    client = StubClient(DONE)
+    scores = [wire.Logprobs.packed(-1.0, [98, 99, 100], [-1.0, -2.0, -3.0])]
+    client = StubClient(wire.Output("", [ord("a")], "length", logprobs=scores, prompt_logprobs=scores))
     body = {"prompt": ["a", "b"], "n": 2, "echo": True, "logprobs": 3, "stream": stream}
-    call(state_of(client), "POST", COMPLETIONS, json=body)
+    response = call(state_of(client), "POST", COMPLETIONS, json=body)
+    assert response.status_code == 200
+    assert "error" not in response.text
     assert [request.sampling.prompt_logprobs for request in client.submitted] == asked
     assert [bool(request.prompt) for request in client.submitted] == [True, False] * 2  # and sent once
 
