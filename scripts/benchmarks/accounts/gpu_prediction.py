@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -26,6 +27,10 @@ CTA_START_S = 0.5e-6
 BETWEEN_S = 0.5e-6  # from a persistent CTA's unit to its next, whose first copies have started before
 MAX_LEN = 1 << 17  # keys of a row, for which the program is compiled
 FEW_QUERIES = 8  # of each row in a program of drafts, which has no decode kernel
+
+# One program of each shape, as in a step: operation by operation there would be dozens.
+DECODE_ITEMS = jax.jit(work_list.decode_items, static_argnames=["block_kv", "parts"])
+PREFILL_TILES = jax.jit(tile_list.prefill_tiles, static_argnames=["num_tokens", "tile_tokens", "block_kv", "parts"])
 
 Rows = list[tuple[int, int]]  # (query length, KV length with the queries); decodes first
 SHAPES: dict[str, Rows] = {
@@ -122,7 +127,7 @@ def _decode(machine: Machine, kv_lens: list[int], num_rows: int) -> tuple[Launch
     lens = jnp.asarray(kv_lens + [0] * (num_rows - len(kv_lens)), jnp.int32)
     block_kv, slots = tuning.decode_tiles(gpu, spec).block_kv, tuning.decode_ctas(gpu, spec)
     parts = tuning.decode_parts(gpu, spec, num_rows=num_rows, max_keys=MAX_LEN)
-    work = work_list.decode_items(lens, lens > 0, block_kv=block_kv, parts=parts)
+    work = DECODE_ITEMS(lens, lens > 0, block_kv=block_kv, parts=parts)
     blocks = np.asarray(work.items)[: int(work.num_items[0]), work_list.ITEM_NUM_BLOCKS].tolist()
     block_s = machine.block_s(block_kv, decode.TILE_M, machine.decode_cycles, slots // machine.chip.num_multiprocessors)
     attend = Launch(
@@ -141,7 +146,7 @@ def _prefill(machine: Machine, rows: Rows, *, cut: bool) -> tuple[Launch, list[l
     parts = NO_PARTS
     if cut:
         parts = tuning.prefill_parts(gpu, spec, num_rows=len(rows), num_tokens=num_tokens, max_keys=MAX_LEN)
-    work = tile_list.prefill_tiles(
+    work = PREFILL_TILES(
         jnp.asarray([kv_len for _, kv_len in rows]), jnp.asarray(starts),
         jnp.int32(sum(query_len == 1 for query_len, _ in rows)), num_tokens=num_tokens, tile_tokens=tile_tokens,
         block_kv=block_kv, parts=parts,
