@@ -18,6 +18,8 @@ from tests.scripts.test_setup import fake_command, installed, machine, shell  # 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "scripts/deploy"
 SCRIPT = DEPLOY / "tpu_vm.sh"
+# Archives of the checkout are compressed as they are for users, but less.
+QUICKLY = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "tar.tgz.command", "GIT_CONFIG_VALUE_0": "gzip -cn -1"}
 PLACE = ("--name", "slice", "--zone", "us-east5-b")
 
 # What gcloud says, and what the script adds.
@@ -53,7 +55,7 @@ esac""",
 
     def run(*words: str, error: str = "") -> tuple[subprocess.CompletedProcess, list[list[str]]]:
         log.unlink(missing_ok=True)
-        environment = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "HOME": str(tmp_path), "FAKE_ERROR": error}
+        environment = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "HOME": str(tmp_path), "FAKE_ERROR": error, **QUICKLY}
         done = subprocess.run([str(SCRIPT), *words], env=environment, capture_output=True, text=True, check=False)
         return done, [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
@@ -158,14 +160,14 @@ def test_known_failures_are_explained(cloud, error):
 
 def test_several_hosts_get_a_common_secret_and_one_host_none(cloud):
     secrets = []
-    for target in ("v6e:4x4", "v6e:4x4", "v6e:2x4"):
+    for target in ("v6e:4x4", "v6e:2x4"):
         done, calls = cloud("setup", "--target", target, *PLACE, "--api", "tpu")
         assert done.returncode == 0, done.stderr
         copied = [call for call in calls if call[3] == "scp"]
         assert all("--worker=all" in call for call in copied)
         assert not any("SECRET" in word for call in calls for word in call)  # `ps` shows arguments
         secrets.append([call[5] for call in copied if call[5] == "slice:hosts.env"])
-    assert secrets == [["slice:hosts.env"], ["slice:hosts.env"], []]
+    assert secrets == [["slice:hosts.env"], []]
 
 
 def test_nothing_is_made_after_a_failure(cloud):
