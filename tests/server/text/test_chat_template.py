@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import pytest
 from hypothesis import given, settings
@@ -70,6 +70,7 @@ FRAGMENTS = (
 HOSTILE_TEXT = st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".join)
 
 
+@cache  # as a server compiles it: once for all conversations
 def template(source: str = LLAMA3_TEMPLATE, tokenizer: ByteLevelTokenizer = TOKENIZER) -> ChatTemplate:
     return ChatTemplate(source, special_tokens=tokenizer.special_tokens, variables=tokenizer.template_variables)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +24,7 @@ TOKENIZER = ByteLevelTokenizer(
 )
 
 
+@cache  # as a server compiles it: once for all conversations
 def template(source: str = TOOL_TEMPLATE, tokenizer: ByteLevelTokenizer = TOKENIZER) -> ChatTemplate:
     return ChatTemplate(source, special_tokens=tokenizer.special_tokens, variables=tokenizer.template_variables)
 
