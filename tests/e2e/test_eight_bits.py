@@ -21,7 +21,7 @@ GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 
 def texts(*, alone: bool, **settings) -> list[str]:
     """Of all prompts twice. Chats share their first page, the system's message."""
-    # Five pages: two requests fit together only where they share pages.
+    # Five pages, as few as a context of 80 tokens may have.
     limits = {"max_model_len": 80, "max_num_seqs": 2, "max_num_batched_tokens": 16, "page_size": 16, "num_pages": 5}
     folder = os.environ["JAX_COMPILATION_CACHE_DIR"]
     with LLM(model="demo", compile_cache=folder, **limits, **settings) as llm:
