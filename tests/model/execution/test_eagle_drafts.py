@@ -72,30 +72,22 @@ def runner(request) -> ModelRunner:
     return runner
 
 
-def of_forms(*forms: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("runner", forms, indirect=True)
+LADDERS = {"eagle": (GREEDY_PLAIN, GREEDY_DRAFTS), "eagle3": (PLAIN, DRAFTS)}  # without drafts, with them
 
 
-@of_forms("eagle3")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("runner", "kind"), [("eagle", "greedy"), *(("eagle3", kind) for kind in KINDS)], indirect=["runner"]
+)
 def test_drafts_of_a_head_change_no_output(runner, kind) -> None:
+    without, with_drafts = LADDERS[runner.form]
     asked = requests(KINDS[kind])
-    expected, _ = serve(runner, PLAIN, asked)
-    found, drafted = serve(runner, DRAFTS, asked)
+    expected, _ = serve(runner, without, asked)
+    found, drafted = serve(runner, with_drafts, asked)
     assert_same_outputs(found, expected)
     assert drafted.speculation.num_draft_tokens > 0
 
 
-@of_forms("eagle")
-def test_greedy_drafts_of_a_head_change_no_output(runner) -> None:
-    asked = requests(KINDS["greedy"])
-    expected, _ = serve(runner, GREEDY_PLAIN, asked)
-    found, drafted = serve(runner, GREEDY_DRAFTS, asked)
-    assert_same_outputs(found, expected)
-    assert drafted.speculation.num_draft_tokens > 0
-
-
-@of_forms("eagle3")
+@pytest.mark.parametrize("runner", ["eagle3"], indirect=True)
 def test_preempted_requests_and_shared_prefixes_leave_the_outputs_as_they_are(runner) -> None:
     assert outputs_in_trouble(serve, runner).num_accepted_tokens > 0
 
@@ -161,8 +153,7 @@ def test_each_draft_is_that_of_a_head_that_has_read_the_whole_text(runner, among
     options = {"allowed_token_ids": TWO} if among is TWO else {}
     asked = requests([options], prompt_len=30, max_tokens=60)
     monkeypatch.setattr(runner, "execute", spy)
-    ladder = DRAFTS if runner.form == "eagle3" else GREEDY_DRAFTS
-    found, stats = serve(runner, ladder, asked, preempts_every=preempts_every)
+    found, stats = serve(runner, LADDERS[runner.form][1], asked, preempts_every=preempts_every)
     text = [*asked[0].prompt, *tokens_of(found["0"])]
     reader = Reader(tiny_model(), head(runner.form), text)
     within = [step for step in steps if step[0] < len(text)]  # not of steps that began behind the end
