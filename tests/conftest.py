@@ -14,33 +14,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jaxlib import xla_client
 from xdist.scheduler import LoadScopeScheduling
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # before anything imports jax; children inherit it
-_COUNT = "--xla_force_host_platform_device_count=8"
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_COUNT}".strip()
-QUICKLY_COMPILED = {
-    "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_backend_optimization_level=0"
-    " --xla_cpu_parallel_codegen_split_count=1"  # LLVM takes a program whole: parts for threads cost a seventh more
-    " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-}
-
-
-def _compile_quickly() -> None:
-    """In a quarter of the time, code that is slower. Most programs of tests run a few times only.
-
-    XLA reads its flags once. So this holds for this process, and its children compile as they do for users, unless they
-    are given `QUICKLY_COMPILED` in their environment.
-    """
-    usual = os.environ["XLA_FLAGS"]
-    os.environ |= QUICKLY_COMPILED
-    xla_client.CompileOptions()  # reads them
-    os.environ["XLA_FLAGS"] = usual
-
-
-_compile_quickly()
+# Programs compile in a quarter of the time, to slower code: most programs of tests run a few times only. A child with
+# `AS_FOR_USERS` in its environment compiles without these flags. All others have them: JAX keeps programs by the flags
+# in the environment, so processes with the same flags share what they have compiled.
+_QUICKLY = (
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",  # LLVM takes a program whole: parts for threads cost a seventh more
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+)
+_given = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag not in _QUICKLY]  # a worker inherits them
+if not any("xla_force_host_platform_device_count" in flag for flag in _given):
+    _given.append("--xla_force_host_platform_device_count=8")
+AS_FOR_USERS = {"XLA_FLAGS": " ".join(_given)}
+os.environ["XLA_FLAGS"] = " ".join([*_given, *_QUICKLY])
 COMPILED = Path(__file__).parents[1] / ".pytest_cache/d/compiled"
 EXPORTED = COMPILED / "exported"  # of runners: found there, a program is neither traced nor compiled
 # JAX can keep a limit, too. For that it reads the whole folder whenever it stores a program.

@@ -1,6 +1,6 @@
 """The whole product on the demo checkpoint: one server in processes of its own, and one runner in this process.
 
-All compile quickly, as this process does (tests/conftest.py), and share a folder of programs. With `--all`,
+All compile quickly (tests/conftest.py) and share a folder of programs. With `--all`,
 `test_cold_start` also compiles as servers do for users.
 """
 
@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from scripts.wiring.engine import Built, build_runner
 from scripts.wiring.settings import EngineSettings
-from tests.conftest import EXPORTED, QUICKLY_COMPILED
+from tests.conftest import EXPORTED
 from tests.e2e.replay import LIMITS
 from tests.server.support.judged import answers_are_valid, faults_of_answers  # noqa: F401, fixtures
 from tests.server.support.running import RunningServer
@@ -68,9 +68,8 @@ class DemoServer(RunningServer):
 def serve(*flags: str, env: Mapping[str, str] | None = None) -> Iterator[DemoServer]:
     """`python -m scripts.launch FLAGS`, until it is ready; what is left of it is killed.
 
-    `env` is its environment, by default this process's with `QUICKLY_COMPILED`.
+    `env` is its environment, by default this process's.
     """
-    env = os.environ | QUICKLY_COMPILED if env is None else env
     command = [sys.executable, "-m", "scripts.launch", "--device", "cpu", "--port", "0", *flags]
     server = DemoServer(subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True))
     with server.until_done(lambda line: line.split("curl ")[1].split("/v1")[0] if "curl http" in line else None):

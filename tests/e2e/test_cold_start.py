@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from model.loading.source import DEMO_FOLDER
-from tests.conftest import QUICKLY_COMPILED
+from tests.conftest import AS_FOR_USERS
 from tests.e2e.conftest import DemoServer, serve
 
 pytestmark = pytest.mark.e2e
@@ -45,7 +45,7 @@ def one_layer(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "compiled", [QUICKLY_COMPILED, pytest.param({}, marks=pytest.mark.optimised)], ids=["quickly", "as for users"]
+    "compiled", [{}, pytest.param(AS_FOR_USERS, marks=pytest.mark.optimised)], ids=["quickly", "as for users"]
 )
 def test_it_serves_while_programs_are_compiled(one_layer, tmp_path, compiled) -> None:
     flags = [*LIMITS, "--model", str(one_layer), "--served-model-name", "demo"]

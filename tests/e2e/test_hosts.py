@@ -25,7 +25,6 @@ import pytest
 
 from model.loading.source import DEMO_FOLDER
 from scripts import convert_checkpoint
-from tests.conftest import QUICKLY_COMPILED
 from tests.e2e.conftest import ADMIN_KEY, ROOT, serve
 from tests.model.checkpoints import write_tensors
 from tests.model.goldens.make import tensors
@@ -36,7 +35,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.hosts, pytest.mark.slow]
 
 FLAGS = "--seed 0 --max-model-len 256 --max-num-seqs 1 --max-num-batched-tokens 16".split()
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
-QUICK = " ".join(flag for flag in QUICKLY_COMPILED["XLA_FLAGS"].split() if "device_count" not in flag)
+QUICK = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
 LAUNCH = [sys.executable, "-m", "scripts.launch", "--device", "cpu", "--port", "0"]
 STARTED_S, ENDED_S = 400, 60  # on a busy machine, with nothing compiled
 DEMO = json.loads((DEMO_FOLDER / "config.json").read_text())

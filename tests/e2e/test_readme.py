@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from scripts import llm
-from tests.conftest import QUICKLY_COMPILED
 from tests.e2e.conftest import LIMITS, ROOT, DemoServer
 
 pytestmark = pytest.mark.e2e
@@ -37,7 +36,7 @@ def run_in(folder: Path, commands: str, replacement: tuple[str, str]) -> str:
     for old, new in ((".venv/bin/python", sys.executable), replacement):
         assert old in commands
         commands = commands.replace(old, new)
-    environment = os.environ | QUICKLY_COMPILED | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run(
         ["bash", "-ec", commands],
         cwd=folder,

@@ -6,13 +6,11 @@ import pytest
 
 from scripts import soak
 from scripts.benchmarks.load.attacks import ATTACKS
-from tests.conftest import QUICKLY_COMPILED
 
 pytestmark = pytest.mark.e2e
 
 
-def test_attacks_among_ordinary_traffic_leave_nothing_behind(built, engine_flags, monkeypatch, capsys):
-    monkeypatch.setenv("XLA_FLAGS", QUICKLY_COMPILED["XLA_FLAGS"])  # of the server that it starts
+def test_attacks_among_ordinary_traffic_leave_nothing_behind(built, engine_flags, capsys):
     code = soak.main(["--seconds", "3", "--clients", "4", "--attackers", "3", "--", *engine_flags])
     said = capsys.readouterr().out
     assert code == 0, said

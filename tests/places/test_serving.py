@@ -13,7 +13,6 @@ import pytest
 
 from model.loading.source import DEMO_FOLDER
 from scripts.llm import LLM
-from tests.conftest import QUICKLY_COMPILED
 from tests.e2e.conftest import ROOT, serve
 
 pytestmark = [pytest.mark.e2e, pytest.mark.clients]
@@ -36,7 +35,7 @@ def test_all_that_is_named_may_be_in_a_bucket(store, told, tmp_path):
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     flags += ["--model", url, "--compile-cache", "gs://results/programs", "--compile-all-first"]
     homes = {"HF_HOME": str(tmp_path / "hf"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    environment = os.environ | store.environment() | QUICKLY_COMPILED | homes
+    environment = os.environ | store.environment() | homes
 
     with (
         serve(

@@ -5,12 +5,9 @@ import json
 import pytest
 
 from scripts import bench_startup
-from tests.conftest import QUICKLY_COMPILED
 
 
-def test_phases_memory_and_cpu_time_of_a_start(tmp_path, monkeypatch, capfd):
-    for name, value in QUICKLY_COMPILED.items():
-        monkeypatch.setenv(name, value)
+def test_phases_memory_and_cpu_time_of_a_start(tmp_path, capfd):
     few = ["--max-num-seqs", "1", "--max-num-batched-tokens", "16", "--max-model-len", "32"]
     out = tmp_path / "out.json"
     arguments = ["--kinds", "cold", "--starts", "1", "--output-json", str(out), "--", "--device", "cpu", *few]

@@ -6,7 +6,6 @@ Over int8 pages here; the GPU kernels' test has pages of bfloat16. Each form tak
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -16,7 +15,6 @@ from safetensors.numpy import load_file
 
 from model.loading.source import DEMO_FOLDER
 from scripts.llm import LLM
-from tests.conftest import QUICKLY_COMPILED
 from tests.e2e.conftest import serve
 from tests.model.checkpoints import write_tensors
 
@@ -47,6 +45,6 @@ def test_same_greedy_text_as_the_reference(two_layers: Path) -> None:
         expected = [result.text for result in llm.generate(PROMPTS, GREEDY)]
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     flags += ["--model", str(two_layers), "--served-model-name", "demo", "--attention-backend", "tpu-interpret"]
-    with serve(*flags, env=os.environ | QUICKLY_COMPILED) as server, server.http() as http:
+    with serve(*flags) as server, server.http() as http:
         answer = http.post("/v1/completions", json={"model": "demo", "prompt": PROMPTS, **GREEDY}, timeout=600).json()
     assert [choice["text"] for choice in answer["choices"]] == expected
