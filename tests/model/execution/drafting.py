@@ -38,10 +38,24 @@ class GreedyLadder(BucketLadder):
         return replace(super().choose(num_tokens, num_rows, decode_only=decode_only, variant=variant), variant=variant)
 
 
-PLAIN, GREEDY_PLAIN = (kind(BucketConfig(**_BUCKETS)) for kind in (BucketLadder, GreedyLadder))
-DRAFTS, GREEDY_DRAFTS = (kind(BucketConfig(**_WITH_DRAFTS)) for kind in (BucketLadder, GreedyLadder))
+class SampleLadder(BucketLadder):
+    """Greedy requests take the programs of those that draw, too, so there are half as many."""
+
+    def choose(self, num_tokens: int, num_rows: int, *, decode_only: bool, variant: Variant) -> Bucket:
+        assert variant in (Variant.GREEDY, Variant.SAMPLE)
+        return super().choose(num_tokens, num_rows, decode_only=decode_only, variant=Variant.SAMPLE)
+
+    def choose_speculative(self, num_rows: int, variant: Variant) -> Bucket | None:
+        return super().choose_speculative(num_rows, Variant.SAMPLE)
+
+
+_LADDERS = (BucketLadder, GreedyLadder, SampleLadder)
+PLAIN, GREEDY_PLAIN, SAMPLE_PLAIN = (ladder(BucketConfig(**_BUCKETS)) for ladder in _LADDERS)
+DRAFTS, GREEDY_DRAFTS, SAMPLE_DRAFTS = (ladder(BucketConfig(**_WITH_DRAFTS)) for ladder in _LADDERS)
 DRAWN = [bucket for bucket in DRAFTS.buckets() if not bucket.variant.scores]
-GREEDY = sorted({replace(bucket, variant=Variant.GREEDY) for bucket in DRAWN})
+GREEDY, SAMPLE = (
+    sorted({replace(bucket, variant=variant) for bucket in DRAWN}) for variant in (Variant.GREEDY, Variant.SAMPLE)
+)
 FEW = (3, 17, 44, 90)  # allowed tokens: a text of four different ones repeats itself
 
 
@@ -53,8 +67,8 @@ def warm_runner(
     buckets: Sequence[Bucket] = DRAWN,
     **config: Any,
 ) -> ModelRunner:
-    """A runner of the model within `LIMITS`, for all steps of `PLAIN` and `DRAFTS` that score no prompt, or for
-    `GREEDY` ones."""
+    """A runner of the model within `LIMITS`, for all steps of `PLAIN` and `DRAFTS` that score no prompt, or for those
+    of `GREEDY` or `SAMPLE`."""
     limits, attention = RunnerConfig(**LIMITS, **config), attention or paged_attention()
     runner = ModelRunner(model, attention, limits, draft=draft, export_folder=EXPORTED)
     runner.warm_up(buckets, lambda line: None)
@@ -90,15 +104,22 @@ def serve(
     return outputs, engine.stats()
 
 
-def outputs_in_trouble(serve: Callable, runner: ModelRunner) -> SpeculationCounts:
+def outputs_in_trouble(
+    serve: Callable, runner: ModelRunner, ladders: tuple[BucketLadder, BucketLadder] = (PLAIN, DRAFTS)
+) -> SpeculationCounts:
     """AssertionError if drafts change the outputs of requests that are preempted or whose prompt was served before.
 
-    Returns the counts of drafts; `serve` is that of this file, its costs set.
+    Returns the counts of drafts.
+
+    Args:
+        serve: that of this file, its costs set.
+        ladders: without drafts, and with them.
     """
+    without, with_drafts = ladders
     asked = requests([{"temperature": 1.0, "allowed_token_ids": FEW}] * 6, prompt_len=30, max_tokens=60)
     asked.append(replace(asked[0], request_id="the same prompt"))
-    expected, _ = serve(runner, PLAIN, asked)
-    found, stats = serve(runner, DRAFTS, asked, preempts_every=7)
+    expected, _ = serve(runner, without, asked)
+    found, stats = serve(runner, with_drafts, asked, preempts_every=7)
     assert stats.num_preemptions > 3
     assert stats.prefix_cache_hits > 0
     assert_same_outputs(found, expected)
@@ -154,7 +175,9 @@ def assert_same_outputs(found: dict[str, list[RequestOutput]], expected: dict[st
         np.testing.assert_allclose(scores_of(found[name]), scores_of(outputs), atol=2e-4)
 
 
-def assert_distribution_of(model: Llama, serve: Callable, runner: ModelRunner, temperature: float = 6.0) -> None:
+def assert_distribution_of(
+    model: Llama, serve: Callable, runner: ModelRunner, temperature: float = 6.0, ladder: BucketLadder = DRAFTS
+) -> None:
     """Chi-square of the second to fourth tokens after a fixed prompt, over many seeds, against the probabilities that
     the model's logits give, in float64. They are drawn against drafts, of which many are right and many are wrong.
 
@@ -170,7 +193,7 @@ def assert_distribution_of(model: Llama, serve: Callable, runner: ModelRunner, t
         Request(request_id=str(seed), prompt=prompt, sampling=SamplingParams(seed=seed, **options))
         for seed in range(600)
     ]
-    outputs, stats = serve(runner, DRAFTS, asked)
+    outputs, stats = serve(runner, ladder, asked)
     counts = stats.speculation
     assert 50 < counts.num_accepted_tokens < counts.num_draft_tokens - 50, counts
     expected: Counter[tuple[int, ...]] = Counter()

@@ -23,13 +23,14 @@ from model.network.llama import Llama
 from model.network.sharding import make_mesh
 from tests.model.driver import TINY, paged_attention, tiny_model
 from tests.model.execution.drafting import (
-    DRAFTS,
     GREEDY,
     GREEDY_DRAFTS,
     GREEDY_PLAIN,
     KINDS,
     LIMITS,
-    PLAIN,
+    SAMPLE,
+    SAMPLE_DRAFTS,
+    SAMPLE_PLAIN,
     assert_distribution_of,
     assert_same_outputs,
     outputs_in_trouble,
@@ -53,13 +54,13 @@ def near(share: float) -> Llama:
 
 @pytest.fixture(scope="module")
 def runner() -> ModelRunner:
-    return warm_runner(near(0.0), draft=(near(0.0), paged_attention()), draft_pass_tokens=16)
+    return warm_runner(near(0.0), draft=(near(0.0), paged_attention()), buckets=SAMPLE, draft_pass_tokens=16)
 
 
 @pytest.fixture(scope="module")
 def plain(runner) -> Callable[[str], tuple[dict, EngineStats]]:
     """What `serve` says of a kind of requests without drafts, whatever the draft model."""
-    return cache(lambda kind: serve(runner, PLAIN, requests(KINDS[kind])))
+    return cache(lambda kind: serve(runner, SAMPLE_PLAIN, requests(KINDS[kind])))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -67,7 +68,7 @@ def plain(runner) -> Callable[[str], tuple[dict, EngineStats]]:
 def test_drafts_of_any_model_change_no_output(runner, plain, kind, share) -> None:
     runner.place(near(0.0), draft=near(share))
     expected, alone = plain(kind)
-    found, drafted = serve(runner, DRAFTS, requests(KINDS[kind]))
+    found, drafted = serve(runner, SAMPLE_DRAFTS, requests(KINDS[kind]))
     assert_same_outputs(found, expected)
     counts = drafted.speculation
     assert counts.num_draft_tokens > 0
@@ -78,14 +79,14 @@ def test_drafts_of_any_model_change_no_output(runner, plain, kind, share) -> Non
 
 def test_accepted_and_rejected_drafts_leave_the_distribution_of_the_model(runner) -> None:
     runner.place(near(0.0), draft=near(1.0))
-    assert_distribution_of(near(0.0), serve, runner, temperature=3.0)
+    assert_distribution_of(near(0.0), serve, runner, temperature=3.0, ladder=SAMPLE_DRAFTS)
 
 
 def test_a_draft_of_the_model_itself_has_read_every_token(runner) -> None:
     """Each draft is right, so each was computed with the K/V of all tokens before it: after preemptions, with a cached
     prefix, and after steps in which the draft model did not run."""
     runner.place(near(0.0), draft=near(0.0))
-    counts = outputs_in_trouble(serve, runner)
+    counts = outputs_in_trouble(serve, runner, (SAMPLE_PLAIN, SAMPLE_DRAFTS))
     assert counts.num_accepted_tokens == counts.num_draft_tokens > 100
 
 

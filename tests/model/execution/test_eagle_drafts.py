@@ -26,15 +26,15 @@ from model.network.sharding import make_mesh
 from tests.model.dense_attention import causal_attention
 from tests.model.driver import TINY, paged_attention, tiny_model
 from tests.model.execution.drafting import (
-    DRAFTS,
-    DRAWN,
     FEW,
     GREEDY,
     GREEDY_DRAFTS,
     GREEDY_PLAIN,
     KINDS,
     LIMITS,
-    PLAIN,
+    SAMPLE,
+    SAMPLE_DRAFTS,
+    SAMPLE_PLAIN,
     assert_same_outputs,
     outputs_in_trouble,
     requests,
@@ -65,14 +65,14 @@ def head(form: str, *, seed: int = 5, mesh=None, config: EagleConfig | None = No
 @pytest.fixture(scope="module")
 def runner(request) -> ModelRunner:
     """One of each form. That of EAGLE-3 also draws: how drafts are accepted does not depend on the form."""
-    form, buckets = request.param, DRAWN if request.param == "eagle3" else GREEDY
+    form, buckets = request.param, SAMPLE if request.param == "eagle3" else GREEDY
     draft = head(form), paged_attention()
     runner = warm_runner(tiny_model(), draft=draft, buckets=buckets, draft_pass_tokens=16)
     runner.form = form
     return runner
 
 
-LADDERS = {"eagle": (GREEDY_PLAIN, GREEDY_DRAFTS), "eagle3": (PLAIN, DRAFTS)}  # without drafts, with them
+LADDERS = {"eagle": (GREEDY_PLAIN, GREEDY_DRAFTS), "eagle3": (SAMPLE_PLAIN, SAMPLE_DRAFTS)}  # without drafts, with them
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_drafts_of_a_head_change_no_output(runner, kind) -> None:
 
 @pytest.mark.parametrize("runner", ["eagle3"], indirect=True)
 def test_preempted_requests_and_shared_prefixes_leave_the_outputs_as_they_are(runner) -> None:
-    assert outputs_in_trouble(serve, runner).num_accepted_tokens > 0
+    assert outputs_in_trouble(serve, runner, LADDERS[runner.form]).num_accepted_tokens > 0
 
 
 class Reader:
