@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from model.network.layers import Attend
@@ -37,13 +38,25 @@ def _hidden(model: Llama, tokens: jax.Array) -> jax.Array:
     return model(tokens, jnp.arange(len(tokens)), nothing, causal_attention())[0]
 
 
-@nnx.jit
-def dense_hidden(model: Llama, tokens: jax.Array) -> jax.Array:
+def dense_hidden(model: Llama, tokens: np.ndarray) -> np.ndarray:
     """[T, D] of one whole sequence, i32[T]."""
-    return _hidden(model, tokens)
+    return np.asarray(_padded_hidden(model, _padded(tokens)))[: len(tokens)]
+
+
+def dense_logits(model: Llama, tokens: np.ndarray) -> np.ndarray:
+    """f32[T, V] of one whole sequence, i32[T]."""
+    return np.asarray(logits_as_traced(model, _padded(tokens)))[: len(tokens)]
+
+
+def _padded(tokens: np.ndarray) -> np.ndarray:
+    """Up to a multiple of 32, so that texts of many lengths share a program. No token attends to those behind it."""
+    return np.pad(np.asarray(tokens, np.int32), (0, -len(tokens) % 32))
+
+
+_padded_hidden = nnx.jit(_hidden)
 
 
 @nnx.jit
-def dense_logits(model: Llama, tokens: jax.Array) -> jax.Array:
-    """f32[T, V] of one whole sequence, i32[T]."""
+def logits_as_traced(model: Llama, tokens: jax.Array) -> jax.Array:
+    """As `dense_logits`, for functions that JAX traces."""
     return model.logits(_hidden(model, tokens))
