@@ -40,10 +40,17 @@ KERNELS = Path(__file__).parent / "pallas_kernels"
 COMPILING_FOR_CHIPS = ("test_compile.py", "test_compile_gpu_step.py")
 INTERPRETED = "test_interpreted.py"
 E2E = Path(__file__).parent / "e2e"
-# Whole files of one mark. Where the mark is left out they are not imported: other people's clients take seconds to
-# import, in every process.
+SCRIPTS = Path(__file__).parent / "scripts"
+# Whole folders and files that have a mark. Where the mark is left out they are not imported: other people's clients
+# take seconds to import, in every process.
 OF_ONE_MARK = {
-    "kernels": [KERNELS],
+    "kernels": [
+        KERNELS,
+        *(
+            SCRIPTS / f"test_{name}.py"
+            for name in ("bench_kernels_gpu", "gpu_prediction", "jax_attention", "tpu_peers")
+        ),
+    ],
     "clients": [E2E / f"test_{name}.py" for name in ("langchain", "litellm", "page", "pydantic_ai")],
 }
 MAX_PROCESSES = 4  # each imports JAX and holds programs: up to two gigabytes
@@ -64,8 +71,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if KERNELS in item.path.parents:
-            item.add_marker(pytest.mark.kernels)
+        for mark, paths in OF_ONE_MARK.items():
+            if any(path in (item.path, *item.path.parents) for path in paths):
+                item.add_marker(mark)
     if hasattr(config, "workerinput"):  # the longest first, so that no process ends much later than the others
         items.sort(key=lambda item: not any(map(item.get_closest_marker, ("slow", "e2e", "kernels"))))
 

@@ -15,7 +15,6 @@ tools = imported("langchain_core.tools", package="langchain-openai")
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.clients,
     # the official client warns of its own type of a parsed stream, which LangChain prints
     pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning"),
 ]

@@ -15,7 +15,6 @@ litellm = imported_litellm()
 # LiteLLM reads attributes that pydantic no longer wants read from instances
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.clients,
     pytest.mark.filterwarnings("ignore:Accessing the 'model_:DeprecationWarning"),
 ]
 

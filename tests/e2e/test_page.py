@@ -18,7 +18,6 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.clients,
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: `apt-get install chromium` gives one"),
 ]
 DONE = ".message.assistant[aria-busy=false]"

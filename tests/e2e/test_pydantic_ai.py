@@ -14,7 +14,7 @@ pydantic_ai = imported("pydantic_ai", package="pydantic-ai-slim")
 models = imported("pydantic_ai.models.openai", package="pydantic-ai-slim")
 providers = imported("pydantic_ai.providers.openai", package="pydantic-ai-slim")
 
-pytestmark = [pytest.mark.e2e, pytest.mark.clients]
+pytestmark = pytest.mark.e2e
 
 AS_JSON = "What is 47 + 35? Answer in JSON."
 PRODUCT = "What is 347 * 21?"

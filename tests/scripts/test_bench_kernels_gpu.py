@@ -17,8 +17,6 @@ from scripts.benchmarks.accounts.compile_gpu_layer import make_spec
 from scripts.benchmarks.device import device_gpu, gpu_check, gpu_peers
 from scripts.benchmarks.device.gpu_operands import make_operands
 
-pytestmark = pytest.mark.kernels
-
 HEADS = (2, 1, 64)
 PLAN = device_gpu.Plan(
     variants=[(HEADS, 16, "bfloat16")],

@@ -11,8 +11,6 @@ from scripts.benchmarks.accounts.compile_gpu_layer import make_spec
 from scripts.benchmarks.device import gpu_check, tpu_peers
 from scripts.benchmarks.device.gpu_operands import make_operands
 
-pytestmark = pytest.mark.kernels
-
 
 @pytest.mark.parametrize(("head_dim", "rows"), [(128, [(1, 70)] * 3), (64, [(20, 20)] * 2)], ids=["decode", "prefill"])
 def test_jaxs_kernel_gets_the_pages_in_its_form(head_dim, rows, monkeypatch):
