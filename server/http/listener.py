@@ -11,11 +11,12 @@ import errno
 import socket
 from collections.abc import Callable
 
-from server.http.connections import Connections
+from server.http.connections import Connections, Neighbours
 
 MOST_AT_ONCE = 64  # connections accepted in one turn of the event loop
 MOST_LATE = 4  # that a process accepts after it has waited in vain for one with fewer connections
 TURN_S = 0.005  # for a process with fewer connections to accept one, before this process does
+LOOKS = 5  # in TURN_S, whether this process now has the fewest: others may have accepted meanwhile
 RETRY_S = 0.5  # after the system had no descriptor or memory for a connection
 GONE = (errno.ECONNABORTED, errno.EPROTO, errno.EPERM)  # one client's errors; the next connection may be accepted
 
@@ -57,12 +58,19 @@ class Listener:
             self._take(1)
         else:
             self._loop.remove_reader(self._socket)
-            self._loop.call_later(TURN_S, self._accept_late)
+            self._wait(neighbours, LOOKS)
 
-    def _accept_late(self) -> None:
-        if not self._is_closed:
+    def _wait(self, neighbours: Neighbours, looks: int) -> None:
+        self._loop.call_later(TURN_S / LOOKS, self._look, neighbours, looks - 1)
+
+    def _look(self, neighbours: Neighbours, looks_left: int) -> None:
+        if self._is_closed:
+            return
+        if looks_left and not neighbours.is_first:
+            self._wait(neighbours, looks_left)
+        else:
             self._resume()
-            self._take(MOST_LATE)
+            self._take(1 if neighbours.is_first else MOST_LATE)
 
     def _take(self, most: int) -> None:
         for _ in range(most):
