@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from model.network.layers import Attend
@@ -38,25 +37,13 @@ def _hidden(model: Llama, tokens: jax.Array) -> jax.Array:
     return model(tokens, jnp.arange(len(tokens)), nothing, causal_attention())[0]
 
 
-def dense_hidden(model: Llama, tokens: np.ndarray) -> np.ndarray:
+@nnx.jit
+def dense_hidden(model: Llama, tokens: jax.Array) -> jax.Array:
     """[T, D] of one whole sequence, i32[T]."""
-    return np.asarray(_padded_hidden(model, _padded(tokens)))[: len(tokens)]
-
-
-def dense_logits(model: Llama, tokens: np.ndarray) -> np.ndarray:
-    """f32[T, V] of one whole sequence, i32[T]."""
-    return np.asarray(logits_as_traced(model, _padded(tokens)))[: len(tokens)]
-
-
-def _padded(tokens: np.ndarray) -> np.ndarray:
-    """Up to a multiple of 32, so that texts of many lengths share a program. No token attends to those behind it."""
-    return np.pad(np.asarray(tokens, np.int32), (0, -len(tokens) % 32))
-
-
-_padded_hidden = nnx.jit(_hidden)
+    return _hidden(model, tokens)
 
 
 @nnx.jit
-def logits_as_traced(model: Llama, tokens: jax.Array) -> jax.Array:
-    """As `dense_logits`, for functions that JAX traces."""
+def dense_logits(model: Llama, tokens: jax.Array) -> jax.Array:
+    """f32[T, V] of one whole sequence, i32[T]."""
     return model.logits(_hidden(model, tokens))

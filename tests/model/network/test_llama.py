@@ -15,7 +15,7 @@ from model.loading.weights import load_hf
 from model.network.cpu_products import MAX_ROWS_FROM_LEFT
 from model.network.llama import Llama
 from tests.model import checkpoints, driver
-from tests.model.dense_attention import causal_attention, dense_hidden, dense_logits, logits_as_traced
+from tests.model.dense_attention import causal_attention, dense_hidden, dense_logits
 from tests.model.goldens.make import NEW_TOKENS, PROMPT_LENGTH, VARIANTS
 
 TINY = replace(driver.TINY, vocab_size=96, head_dim=8, max_position_embeddings=128)
@@ -171,7 +171,7 @@ def test_gradients_reach_every_parameter(tie):
     tokens = jnp.arange(16)
 
     def loss(model: Llama) -> jax.Array:
-        return -jnp.mean(jnp.diag(jax.nn.log_softmax(logits_as_traced(model, tokens))[:, 1:]))
+        return -jnp.mean(jnp.diag(jax.nn.log_softmax(dense_logits(model, tokens))[:, 1:]))
 
     gradients = nnx.to_flat_state(nnx.jit(nnx.grad(loss))(model))
     assert len(list(gradients)) == len(jax.tree.leaves(nnx.state(model)))
