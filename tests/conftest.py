@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+import tests.examples  # noqa: F401, for the profile that scripts/test names
+
 os.environ["JAX_PLATFORMS"] = "cpu"  # before anything imports jax; children inherit it
 # Programs compile in a quarter of the time, to slower code: most programs of tests run a few times only. A child with
 # `AS_FOR_USERS` in its environment compiles without these flags. All others have them: JAX keeps programs by the flags

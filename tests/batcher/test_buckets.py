@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.step import Bucket, Variant
+from tests.examples import examples
 
 GREEDY, SAMPLE, SCORE = Variant.GREEDY, Variant.SAMPLE, Variant.SCORE
 
@@ -147,7 +148,7 @@ def test_what_is_better_left_to_the_next_step(num_tokens: int, next_decodes: int
     assert rest == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     max_num_seqs=st.integers(1, 40),
     room=st.integers(1, 200),

@@ -17,6 +17,7 @@ from batcher.request import ErrorCode, FinishReason, Pooling, Request
 from batcher.step import Bucket, Variant
 from tests.batcher.fake_runner import FakeRunner, expected_embedding
 from tests.batcher.harness import CAPACITY, EOS, Drive, Heard, make_capacity, make_request
+from tests.examples import examples
 
 BOTH = pytest.mark.parametrize("pooling", Pooling)
 
@@ -48,7 +49,7 @@ def test_a_prompt_of_any_number_of_chunks_gives_the_same_vector(pooling: Pooling
 
 
 @BOTH
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=examples(80), deadline=None, derandomize=True)
 @given(st.data())
 def test_in_any_company(pooling: Pooling, data: st.DataObject) -> None:
     """Embeddings, texts and scored prompts in few pages: preempted, aborted, found in the prefix cache."""

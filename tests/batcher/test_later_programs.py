@@ -21,6 +21,7 @@ from tests.batcher.fake_runner import FakeRunner
 from tests.batcher.harness import CAPACITY, EOS, Drive, make_request
 from tests.batcher.test_engine_threads import PATIENCE_S, Listener, check
 from tests.batcher.test_properties import Scenario, play, scenarios
+from tests.examples import examples
 
 GREEDY, SAMPLE = Variant.GREEDY, Variant.SAMPLE
 LADDER = BucketLadder(BucketConfig(max_num_batched_tokens=32, max_num_seqs=4, min_mixed_tokens=8))
@@ -54,7 +55,7 @@ class Arriving(Drive):
         return super().step()
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios(), st.integers(1, 50), st.booleans())
 def test_every_text_is_its_own_while_programs_arrive(scenario: Scenario, steps_apart: int, drafts: bool) -> None:
     buckets = {"num_drafts": 1, "max_draft_rows": 1} if drafts else {}

@@ -13,6 +13,7 @@ from batcher.long_prompts import ANY_LENGTH, LongPrompts
 from scripts.benchmarks.simulation.machine import Machine, SimulatedRequest, simulate
 from tests.batcher.harness import EOS, Drive, make_capacity, make_request
 from tests.batcher.test_properties import Scenario, play, quick, scenarios
+from tests.examples import examples
 
 CAPACITY = make_capacity(num_slots=8, num_pages=128, page_size=4, max_model_len=256, max_num_batched_tokens=32)
 FOUR = LongPrompts(threshold=4)
@@ -104,7 +105,7 @@ def test_long_prompts_take_turns_in_the_order_of_the_queue_while_short_ones_keep
     drive.check_outputs()
 
 
-@settings(quick, max_examples=50)
+@settings(quick, max_examples=examples(50))
 @given(scenarios(), st.integers(1, 12), st.sampled_from([1, 2, None]))
 def test_every_request_gets_its_own_text_and_nobody_starves(
     scenario: Scenario, threshold: int, most: int | None

@@ -12,6 +12,7 @@ from batcher.request import FinishReason, Request, SamplingParams
 from batcher.step import Capacity
 from tests.batcher.fake_runner import FakeRunner, Proposal
 from tests.batcher.harness import Drive
+from tests.examples import examples
 
 VOCAB = 40
 TRUNK = tuple(range(3, 3 + 32))  # many prompts begin alike
@@ -125,7 +126,7 @@ def play(scenario: Scenario, drive: Drive | None = None) -> Drive:
     return drive
 
 
-quick = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @quick
@@ -139,7 +140,7 @@ def test_every_invariant_at_every_step_and_everybody_its_own_text(scenario: Scen
         assert request_id in aborted or heard.finish_reason is not FinishReason.ABORT
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios())
 def test_the_same_order_of_calls_gives_the_same_steps(scenario: Scenario) -> None:
     first, second = play(scenario).runner, play(scenario).runner

@@ -14,6 +14,7 @@ from batcher.step_budget import StepBudget
 from tests.batcher.harness import EOS, Drive, make_capacity, make_request
 from tests.batcher.test_long_prompts import quick
 from tests.batcher.test_properties import Scenario, play, scenarios
+from tests.examples import examples
 
 CAPACITY = make_capacity(max_model_len=256, num_pages=256)
 
@@ -87,7 +88,7 @@ def test_a_threshold_leaves_the_rest_of_the_time_to_others() -> None:
     assert late and sum(len(chunks) == 2 for chunks in late) > len(late) / 2
 
 
-@settings(quick, max_examples=50)
+@settings(quick, max_examples=examples(50))
 @given(scenarios(), st.floats(0.5, 100), st.integers(0, 12))
 def test_every_request_gets_its_own_text(scenario: Scenario, even_context: float, threshold: int) -> None:
     drive = Drive(

@@ -15,6 +15,7 @@ from jsonschema import validate
 from pydantic import BaseModel, Field
 
 from server.grammar.matcher import TokenGrammars, vocabulary_of
+from tests.examples import examples
 from tests.server.grammar.test_forms import HOSTILE
 from tests.server.support.canary import canary
 from tests.server.support.schemas import schemas
@@ -60,7 +61,7 @@ def test_the_official_client_parses_into_its_own_types(server):
     assert isinstance(answer.choices[0].message.parsed, Answer)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(schemas, st.integers(0, 2**31))
 def test_random_schemas(server, schema, seed):
     with server.client() as client:

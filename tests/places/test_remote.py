@@ -16,6 +16,7 @@ from model.inputs import remote
 from model.inputs.fetched import fetched_file, fetched_folder
 from model.inputs.paths import place, write_whole
 from model.inputs.remote import RemotePath, filesystem
+from tests.examples import examples
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_a_new_file_replaces_none(kind, size, request, tmp_path):
     assert file.version() == before
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(50), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     content=st.binary(max_size=300),
     piece=st.integers(1, 400),

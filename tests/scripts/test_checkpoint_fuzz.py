@@ -22,6 +22,7 @@ from model.network.rope import inverse_frequencies
 from server.settings import GenerationDefaults
 from server.text.chat_template import ChatTemplate, TemplateError
 from server.text.tokenizer import ByteLevelTokenizer
+from tests.examples import examples
 
 VOCAB_SIZE = 1536
 SMALL = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -131,9 +132,9 @@ def replaced(folder):
             (folder / name).unlink()
 
 
-def fuzz(examples: int) -> Callable[[Any], Any]:
+def fuzz(number: int) -> Callable[[Any], Any]:
     health = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
-    return settings(max_examples=examples, deadline=None, suppress_health_check=health)
+    return settings(max_examples=examples(number), deadline=None, suppress_health_check=health)
 
 
 def check_config(config: LlamaConfig) -> None:

@@ -22,6 +22,7 @@ from scripts.planning.cost import HOURS_PER_MONTH, cost
 from scripts.planning.memory import GIB, Account
 from scripts.planning.planner import limits_to_try
 from scripts.planning.workload import arriving, parse_objectives, parse_workload
+from tests.examples import examples
 
 V6E = parse_target("v6e")
 EIGHT_B = roofline(
@@ -35,7 +36,8 @@ REQUESTS = st.lists(
     min_size=1,
     max_size=40,
 )
-FIXED = settings(max_examples=25, deadline=None, derandomize=True)
+
+FIXED = settings(max_examples=examples(25), deadline=None, derandomize=True)
 
 
 def backlog(requests: list[SimulatedRequest], line: Roofline, way: Scheduling = Scheduling.CONTINUOUS) -> Result:

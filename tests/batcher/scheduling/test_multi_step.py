@@ -16,6 +16,7 @@ from batcher.step import Variant
 from tests.batcher.fake_runner import FakeRunner
 from tests.batcher.harness import CAPACITY, Drive, make_request
 from tests.batcher.test_properties import Scenario, play, scenarios
+from tests.examples import examples
 
 FOUR = {"num_steps": 4, "max_multi_step_rows": 4}
 
@@ -29,7 +30,7 @@ def drive_of(scenario: Scenario, num_steps: int) -> Drive:
     )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios(), st.integers(2, 7))
 def test_every_text_is_its_own_however_many_steps_a_program_has(scenario: Scenario, num_steps: int) -> None:
     drive = play(replace(scenario, scheduling=Scheduling.CONTINUOUS), drive_of(scenario, num_steps))
@@ -39,7 +40,7 @@ def test_every_text_is_its_own_however_many_steps_a_program_has(scenario: Scenar
         assert request_id in aborted or heard.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios(), st.integers(2, 7))
 def test_with_room_for_all_requests_none_is_preempted(scenario: Scenario, num_steps: int) -> None:
     c = scenario.capacity

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from batcher.scheduling.digests import next_digest
 from batcher.scheduling.pages import PagePool
 from batcher.scheduling.prefix import StoredPrefix
+from tests.examples import examples
 
 
 def contents(tokens: list[int], page_size: int) -> list[bytes]:
@@ -146,7 +147,7 @@ def test_a_pool_without_pages_is_refused() -> None:
         PagePool(0, 4)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data())
 def test_the_books_balance_whatever_happens(data: st.DataObject) -> None:
     pool = PagePool(data.draw(st.integers(1, 12)), data.draw(st.integers(1, 3)))
@@ -186,7 +187,7 @@ def test_a_prefix_that_was_found_is_not_searched_again() -> None:
     assert looked_at == [0, 1, 2]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_the_prefix_of_a_waiting_request_is_what_a_new_search_finds(data: st.DataObject) -> None:
     pool = PagePool(data.draw(st.integers(1, 12)), data.draw(st.integers(1, 2)))

@@ -19,6 +19,7 @@ from batcher.step import Bucket, Variant
 from tests.batcher.fake_runner import FakeRunner, Proposal
 from tests.batcher.harness import CAPACITY, Drive, after_weights, make_capacity, make_request
 from tests.batcher.test_properties import Scenario, play, scenarios
+from tests.examples import examples
 
 VOCAB = CAPACITY.vocab_size
 
@@ -60,7 +61,7 @@ def num_speculative(drive: Drive) -> int:
     return sum(bucket.num_drafts > 0 for bucket in drive.runner.executed)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios(), st.integers(1, 5), st.integers(1, 4), st.sampled_from(PROPOSALS), st.sampled_from([0.0, 0.2]))
 def test_whatever_is_drafted_everybody_gets_its_own_text(
     scenario: Scenario, num_drafts: int, max_draft_rows: int, propose: Proposal, draft_cost: float
@@ -78,7 +79,7 @@ def test_whatever_is_drafted_everybody_gets_its_own_text(
     assert stats.generation_tokens == sum(len(heard.tokens) for heard in drive.heard.values())
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios(), st.sampled_from(PROPOSALS))
 def test_with_room_for_all_requests_drafts_delay_none(scenario: Scenario, propose: Proposal) -> None:
     c = scenario.capacity

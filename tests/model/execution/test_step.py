@@ -16,6 +16,7 @@ from batcher.slots import SlotLayout
 from batcher.step import Bucket, Variant
 from model.execution.step import HISTORY_BLOCK, OutputLayout, apply_patches, history_blocks, reset_history
 from model.sampling import sampling
+from tests.examples import examples
 from tests.model.dense_attention import causal_attention
 from tests.model.driver import TINY, Row, run, tiny_model, tiny_runner
 
@@ -66,7 +67,7 @@ def greedy(**options):
 # Paged, chunked, batched, preempted: the same tokens
 
 
-@settings(max_examples=24, deadline=None, derandomize=True)
+@settings(max_examples=examples(24), deadline=None, derandomize=True)
 @given(st.data())
 def test_any_schedule_gives_the_tokens_of_a_dense_pass(runner, data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))

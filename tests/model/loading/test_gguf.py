@@ -26,6 +26,7 @@ from model.network.sharding import make_mesh
 from model.quantization.forms import EightBit
 from scripts.convert_checkpoint import convert
 from server.text.gguf_tokenizer import read_gguf_tokenizer
+from tests.examples import examples
 from tests.model import checkpoints, gguf_files
 from tests.model.dense_attention import dense_logits
 from tests.model.gguf_files import Type
@@ -200,7 +201,7 @@ def a_file(tmp_path_factory):
     return path
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_head_is_read_or_refused(a_file, tmp_path, data):
     whole = bytearray(a_file.read_bytes())

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from model.compiling.compiler_options import compiler_options
 from model.network.cpu_products import MAX_ROWS_FROM_LEFT, max_rows_streamed, multiply_few
+from tests.examples import examples
 
 OUT, IN = 48, 80
 
@@ -57,7 +58,7 @@ def test_so_many_rows_are_streamed(dtype, streamed):
         assert (" reduce(" in text) == (rows == streamed)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(rows=st.integers(1, 8), row=st.integers(0, 7), bad=st.sampled_from([np.nan, np.inf, -np.inf]))
 def test_what_is_not_finite_stays_in_its_row(rows, row, bad):
     inputs = np.ones((rows, IN), np.float32)

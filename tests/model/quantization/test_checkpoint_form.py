@@ -12,6 +12,7 @@ from model.config import projections
 from model.quantization.checkpoint_form import CheckpointForm, read_form
 from model.quantization.forms import Activations, EightBit
 from model.quantization.packed_form import Layout, PackedForm, Zeros
+from tests.examples import examples
 from tests.scripts.test_checkpoint_fuzz import HOSTILE, places
 
 MODULES = projections(2)
@@ -171,7 +172,7 @@ def test_others_are_refused_in_words(raw, words):
 HOSTS = [compressed(strategy="block", block_structure=[8, 8]), BLOCKS, GPTQ, AWQ, packed(actorder="group")]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data(), raw=st.sampled_from(HOSTS))
 def test_whatever_stands_there_is_read_or_refused(data, raw):
     raw = copy.deepcopy(raw)

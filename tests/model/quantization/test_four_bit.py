@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from model.quantization.forms import EightBit, FourBit, form_named, is_form_name, largest_group
 from model.quantization.four_bit import dequantize_groups, quantize_groups
+from tests.examples import examples
 
 quantized = jax.jit(quantize_groups, static_argnums=1)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(seed=st.integers(0, 1 << 32), exponent=st.integers(-20, 20))
 def test_each_weight_is_the_nearest_multiple_of_its_groups_scale(seed, exponent):
     rng = np.random.default_rng(seed)

@@ -23,6 +23,7 @@ from model.sampling import sampling
 from model.sampling.logprobs import logprobs
 from model.sampling.threshold import kept_threshold
 from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabShard, VocabSplit
+from tests.examples import examples
 
 VOCAB = 300  # more than two draw blocks, and no multiple of one
 ROWS = 8
@@ -132,7 +133,7 @@ def columns_of(elements):
     return st.lists(elements, min_size=ROWS, max_size=ROWS)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(
     logit_rows(),
     columns_of(st.sampled_from([0.1, 0.7, 1.0, 1.9])),

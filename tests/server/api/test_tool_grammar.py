@@ -19,6 +19,7 @@ from server.grammar.forms import json_schema_grammar, lark_grammar, regex_gramma
 from server.text.tool_calls.json_calls import JsonCallParser
 from server.text.tool_calls.pieces import CallDelta
 from server.text.tool_calls.pythonic_calls import PythonicCallParser
+from tests.examples import examples
 from tests.server.grammar.test_matcher import walk
 from tests.server.support.schemas import schemas
 
@@ -134,7 +135,7 @@ def test_a_schema_that_cannot_be_held_to_is_refused():
         compile_grammar(tool_grammar(tools(strict, choice=ToolChoice.REQUIRED)), BYTES)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(schemas, st.integers(0, 2**32), st.booleans())
 def test_whatever_is_drawn_is_read_as_calls_that_are_valid(schema, seed, parallel):
     parameters = {"type": "object", "properties": {"value": schema}, "required": ["value"]}
@@ -227,7 +228,7 @@ def test_schemas_without_a_form_in_python_are_refused_in_words(words):
         compile_grammar(tool_grammar(tools(spec, choice=ToolChoice.AUTO), None, PythonicCallParser), BYTES)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(schemas, schemas, st.integers(0, 2**32))
 def test_what_is_drawn_after_the_start_of_a_pythonic_call_is_valid(schema, other, seed):
     parameters = {"type": "object", "properties": {"value": schema, "other": other}, "required": ["value"]}

@@ -18,6 +18,7 @@ from server.engine.sinks import Sinks
 from tests.batcher.harness import Drive
 from tests.batcher.scheduling.test_speculation import PROPOSALS
 from tests.batcher.test_properties import Scenario, play, scenarios
+from tests.examples import examples
 
 
 class Recorder:
@@ -90,7 +91,7 @@ def any_scenario(draw: st.DrawFn) -> Scenario:
     return replace(scenario, capacity=capacity, propose=draw(st.sampled_from(PROPOSALS)), **drafts)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(any_scenario(), st.integers(1, 4), st.sets(st.sampled_from([str(i) for i in range(12)]), max_size=4))
 def test_every_sink_gets_what_a_listener_hears(scenario: Scenario, num_steps: int, unread: set[str]) -> None:
     direct = play(scenario)

@@ -17,6 +17,7 @@ from server.grammar.compiler import Vocabulary
 from server.grammar.forms import json_schema_grammar, regex_grammar
 from server.grammar.matcher import CACHE_SIZE, TokenGrammars, vocabulary_of
 from server.text.tokenizer import ByteLevelTokenizer
+from tests.examples import examples
 from tests.server.support.schemas import schemas
 
 DEMO = Path(__file__).parents[3] / "model" / "demo"
@@ -54,7 +55,7 @@ def walk(grammar: str, rng: np.random.Generator, most: int = 4000, start: str = 
     return b"".join(tokenizer.token_bytes[i] for i in drawn).decode(), len(drawn) < most
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(schemas, st.integers(0, 2**32))
 def test_every_text_of_a_schema_is_valid_by_it(schema, seed) -> None:
     text, is_whole = walk(json_schema_grammar(schema), np.random.default_rng(seed))

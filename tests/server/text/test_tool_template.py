@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from server.text.chat_template import ChatTemplate
 from server.text.special_tokens import encode_parts
 from server.text.tokenizer import ByteLevelTokenizer
+from tests.examples import examples
 from tests.server.support.tokenizers import LLAMA3_TEMPLATE, byte_tokenizer
 from tests.server.support.tool_template import TOOL_TEMPLATE
 from tests.server.text.test_chat_template import HOSTILE_TEXT, specials, text_of, transformers_ids
@@ -104,7 +105,7 @@ EXTRAS = [{}, {"tools_in_user_message": False}, {"builtin_tools": ["search"]}]
 
 
 @pytest.mark.parametrize("extra", EXTRAS, ids=["in the user's turn", "in the system's turn", "builtin"])
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(text=HOSTILE_TEXT)
 def test_no_text_gives_a_control_token_in_any_place(extra, text):
     harmless, variables = hostile_conversation("", extra)

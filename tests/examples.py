@@ -1,0 +1,16 @@
+"""How many examples a property is tried with: those that its test states, or with the profile `few` a third of them.
+
+`scripts/test` takes the profile, and `scripts/test --all` does not.
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+settings.register_profile("few", max_examples=settings.default.max_examples // 3)
+STATED = settings.default.max_examples  # of a property whose test states no number
+
+
+def examples(number: int) -> int:
+    """`number`, or the profile's share of it. Read while tests are imported, when the profile is in force."""
+    return max(1, number * settings.default.max_examples // STATED)
