@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shutil
-from pathlib import Path
 
-import ml_dtypes  # noqa: F401, NumPy learns bfloat16
 import pytest
-from safetensors.numpy import load_file, save_file
 
-from model.loading.source import DEMO_FOLDER
 from tests.conftest import AS_FOR_USERS
+from tests.demo.one_layer import one_layer
 from tests.e2e.conftest import DemoServer, serve
 
 pytestmark = pytest.mark.e2e
@@ -30,25 +25,11 @@ def answers(server: DemoServer) -> list[str]:
     return [text["choices"][0]["text"] for text in texts]
 
 
-@pytest.fixture
-def one_layer(tmp_path) -> Path:
-    """The demo's first layer in a folder: its programs take a third of the time to compile."""
-    folder = tmp_path / "model"
-    shutil.copytree(DEMO_FOLDER, folder)
-    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 1}
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = load_file(folder / "model.safetensors")
-    layers = re.compile(r"model\.layers\.[1-9]")
-    kept = {name: tensor for name, tensor in tensors.items() if not layers.match(name)}
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
 @pytest.mark.parametrize(
     "compiled", [{}, pytest.param(AS_FOR_USERS, marks=pytest.mark.optimised)], ids=["quickly", "as for users"]
 )
-def test_it_serves_while_programs_are_compiled(one_layer, tmp_path, compiled) -> None:
-    flags = [*LIMITS, "--model", str(one_layer), "--served-model-name", "demo"]
+def test_it_serves_while_programs_are_compiled(tmp_path, compiled) -> None:
+    flags = [*LIMITS, "--model", str(one_layer(tmp_path / "model")), "--served-model-name", "demo"]
     # Without the kernels in C, which would be compiled anew, too.
     flags += ["--attention-backend", "reference", "--compile-cache", str(tmp_path / "programs")]
     with serve(*flags, env=os.environ | compiled) as server:

@@ -1,14 +1,17 @@
-"""bench_startup with real starts of the demo."""
+"""bench_startup with a real start, of one layer."""
 
 import json
 
 import pytest
 
 from scripts import bench_startup
+from tests.demo.one_layer import one_layer
 
 
 def test_phases_memory_and_cpu_time_of_a_start(tmp_path, capfd):
     few = ["--max-num-seqs", "1", "--max-num-batched-tokens", "16", "--max-model-len", "32"]
+    # Without the kernels in C, which would be compiled anew, too.
+    few += ["--model", str(one_layer(tmp_path / "model")), "--attention-backend", "reference"]
     out = tmp_path / "out.json"
     arguments = ["--kinds", "cold", "--starts", "1", "--output-json", str(out), "--", "--device", "cpu", *few]
     assert bench_startup.main(arguments) == 0
