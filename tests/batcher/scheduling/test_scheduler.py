@@ -218,6 +218,16 @@ def test_a_preempted_request_is_computed_again_from_everything_that_is_known() -
     assert rows(bench.run()) == [("a", 1, 1)]
 
 
+def test_a_preempted_request_finds_the_full_pages_of_its_output_again() -> None:
+    bench = Bench(make_capacity(page_size=4))
+    seq = bench.add("a", 5)
+    for _ in range(4):
+        bench.run()
+    bench.scheduler.preempt(seq)  # eight of its nine tokens are computed
+    assert rows(bench.run()) == [("a", 1, 1)]
+    assert seq.num_hit_pages == 2
+
+
 def test_pages_and_slot_of_a_row_in_flight_are_not_reused_before_its_step_has_returned() -> None:
     bench = Bench(make_capacity(num_slots=1, num_pages=16))
     seq = bench.add("a", 5)
