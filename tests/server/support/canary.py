@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import operator
 import os
 import select
 import socket
@@ -18,6 +19,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 if TYPE_CHECKING:  # the canary's process needs no client library
     from tests.server.support.running import RunningServer
@@ -45,27 +48,23 @@ def canary(server: RunningServer) -> Iterator[None]:
 
 
 def waited_for_cpu(pids: list[int]) -> float:
-    """Seconds that all threads of the processes have been ready to run and not running, and that the host of a virtual
-    machine has run others; 0 on a system that does not count them."""
+    """Seconds that all threads of the processes have been ready to run and not running; 0 on a system that does not
+    count them."""
     total = 0
     for pid in pids:
         for task in Path(f"/proc/{pid}/task").glob("*/schedstat"):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
                 total += int(task.read_text().split()[1])
-    return total / 1e9 + stolen()
+    return total / 1e9
 
 
-def stolen() -> float:
-    """Seconds, of all CPUs."""
-    try:
-        _, *ticks = Path("/proc/stat").read_text().splitlines()[0].split()
-    except FileNotFoundError:
-        return 0
-    return int(ticks[7]) / os.sysconf("SC_CLK_TCK")
+def stolen() -> list[float]:
+    """Of each CPU, the seconds in which the host has run others. A sum would grow with the number of CPUs."""
+    return [getattr(times, "steal", 0.0) for times in psutil.cpu_times(percpu=True)]
 
 
 def ping(connection: socket.socket, pids: list[int]) -> dict[str, Any]:
-    waited, started = waited_for_cpu(pids), time.monotonic()
+    waited, taken, started = waited_for_cpu(pids), stolen(), time.monotonic()
     connection.sendall(REQUEST)
     answer = b""
     while not answer.endswith(b"}"):
@@ -74,7 +73,8 @@ def ping(connection: socket.socket, pids: list[int]) -> dict[str, Any]:
             raise ConnectionError(f"the server has closed the canary's connection: {answer!r}")
         answer += received
     wall = time.monotonic() - started
-    return {"net_s": max(0.0, wall - (waited_for_cpu(pids) - waited)), "wall_s": wall, "answer": answer[:15].decode()}
+    others = waited_for_cpu(pids) - waited + max(map(operator.sub, stolen(), taken))
+    return {"net_s": max(0.0, wall - others), "wall_s": wall, "answer": answer[:15].decode()}
 
 
 def main(host: str, port: int, server_pid: int) -> None:
