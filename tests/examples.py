@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-settings.register_profile("few", max_examples=settings.default.max_examples // 3)
-STATED = settings.default.max_examples  # of a property whose test states no number
+UNSTATED = settings.default.max_examples  # of a property whose test states no number
+settings.register_profile("few", max_examples=UNSTATED // 3)
 
 
 def examples(number: int) -> int:
     """`number`, or the profile's share of it. Read while tests are imported, when the profile is in force."""
-    return max(1, number * settings.default.max_examples // STATED)
+    return max(1, number * settings.default.max_examples // UNSTATED)

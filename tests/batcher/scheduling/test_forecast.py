@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from batcher.scheduling.forecast import OutputForecast
 from batcher.scheduling.sequence import Sequence
 from tests.batcher.harness import make_request
-from tests.examples import examples
 
 PAGE_SIZE = 4
 
@@ -40,7 +39,7 @@ def simulated_peak(rows: list[tuple[int, int]]) -> int:
     return max(sum(-(-(own + t) // PAGE_SIZE) for own, left in rows if left >= t) for t in range(longest + 1))
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 40)), min_size=1, max_size=6))
 def test_what_cannot_stop_early_is_forecast_to_its_limit(rows: list[tuple[int, int]]) -> None:
     """At least the peak of a simulation, and no more than an interval's growth above it."""

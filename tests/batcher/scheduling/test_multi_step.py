@@ -30,7 +30,7 @@ def drive_of(scenario: Scenario, num_steps: int) -> Drive:
     )
 
 
-@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios(), st.integers(2, 7))
 def test_every_text_is_its_own_however_many_steps_a_program_has(scenario: Scenario, num_steps: int) -> None:
     drive = play(replace(scenario, scheduling=Scheduling.CONTINUOUS), drive_of(scenario, num_steps))

@@ -147,7 +147,7 @@ def test_a_pool_without_pages_is_refused() -> None:
         PagePool(0, 4)
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(deadline=None)
 @given(st.data())
 def test_the_books_balance_whatever_happens(data: st.DataObject) -> None:
     pool = PagePool(data.draw(st.integers(1, 12)), data.draw(st.integers(1, 3)))
