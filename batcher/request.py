@@ -62,6 +62,8 @@ class Request:
     deadline_s: float | None = None  # seconds it may wait in the queue before it is refused
     embeds: bool = False
     counts_drafts: bool = False  # its outputs say how many of its drafts were right
+    client: int = 0  # clients share the rows of a step, and so do a client's groups: see `fair_queue.py`
+    group: str = ""  # "": it is alone
 
 
 class FinishReason(StrEnum):

@@ -1,7 +1,8 @@
 """Which requests run and which wait, with the slots and the pages that they hold.
 
-Both queues are in the order of the requests' keys (priority, arrival rank). A request that leaves `running` gives its
-slot and pages back when the last step in flight that has a row of it returns: until then the device writes there.
+Those that run are in the order of their keys (priority, quanta of their group at admission, arrival rank). The order of
+those that wait, and what a quantum is, are in `fair_queue.py`. A request that leaves `running` gives its slot and pages
+back when the last step in flight that has a row of it returns: until then the device writes there.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import numpy as np
 
 from batcher.scheduling.columns import NEVER, SlotColumns
 from batcher.scheduling.digests import next_digest
+from batcher.scheduling.fair_queue import FairQueue
 from batcher.scheduling.forecast import Forecast, Outlook, OutputForecast
 from batcher.scheduling.pages import PagePool
 from batcher.scheduling.sequence import Sequence, State
 from batcher.step import Capacity
 
-_key: Callable[[Sequence], tuple[int, int]] = attrgetter("key")
+_key: Callable[[Sequence], tuple[int, int, int]] = attrgetter("key")
 
 
 class Residency:
@@ -46,7 +48,7 @@ class Residency:
         self.prefix_caching = prefix_caching
         self.forecast: Forecast = OutputForecast(capacity.max_model_len)
         self.running: list[Sequence] = []  # sorted by key
-        self.waiting: list[Sequence] = []  # sorted by key
+        self.waiting = FairQueue(num_slots)
         self.num_preemptions = 0
         self.prefix_queries = 0  # tokens, at first admissions only
         self.prefix_hits = 0
@@ -68,9 +70,8 @@ class Residency:
     def add(self, sequence: Sequence) -> None:
         """A new request joins the queue."""
         sequence.arrival = self._num_arrivals
-        sequence.key = (sequence.request.priority, sequence.arrival)
         self._num_arrivals += 1
-        insort(self.waiting, sequence, key=_key)
+        self.waiting.add(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Ends a request in any state. Its slot and pages are released when no step in flight has a row of it."""
@@ -78,7 +79,7 @@ class Residency:
             self.commit(sequence)
             self._leave(sequence)
         elif sequence.state is State.WAITING:
-            del self.waiting[bisect_left(self.waiting, sequence.key, key=_key)]
+            self.waiting.remove(sequence)
             self.pool.let_go(sequence.prefix)
         sequence.state = State.FINISHED
 
@@ -135,7 +136,7 @@ class Residency:
         sequence.state = State.WAITING
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        insort(self.waiting, sequence, key=_key)
+        self.waiting.add(sequence)
 
     # --- slots and pages ---
 
@@ -159,7 +160,8 @@ class Residency:
                 self.prefix_hits += seq.num_hit_tokens
         seq.state = State.RUNNING
         self.columns.enter(seq)
-        del self.waiting[bisect_left(self.waiting, seq.key, key=_key)]
+        seq.key = self.waiting.key(seq)
+        self.waiting.admit(seq)
         insort(self.running, seq, key=_key)
         self._pages_at_limits += self._full_pages(seq)
         if self._outlook is not None:
@@ -168,6 +170,7 @@ class Residency:
     def _leave(self, seq: Sequence) -> None:
         """Removes a request from `running`. Slot and pages are released at once, or when its last step returns."""
         del self.running[bisect_left(self.running, seq.key, key=_key)]
+        self.waiting.give_row(seq)
         self.columns.leave(seq)
         self._last_rows = []  # it may come back to another slot
         self._pages_at_limits -= self._full_pages(seq)
@@ -210,6 +213,7 @@ class Residency:
         self.pool.check_integrity(holders)
         slots = [seq.slot for seq in self.running] + [slot for _, slot, _ in self._held]
         assert sorted(slots + self._free_slots) == list(range(self._num_slots))
-        for queue, states in ((self.running, self._states_of_running), (self.waiting, (State.WAITING,))):
-            assert all(seq.state in states for seq in queue)
-            assert all(a.key < b.key for a, b in pairwise(queue))
+        assert all(seq.state in self._states_of_running for seq in self.running)
+        assert all(a.key < b.key for a, b in pairwise(self.running))
+        assert all(seq.state is State.WAITING for seq in self.waiting)
+        self.waiting.check_integrity(self.running)

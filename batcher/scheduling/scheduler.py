@@ -1,6 +1,8 @@
 """Plans the next step: iteration-level scheduling under a token budget. The plan depends on the scheduler's state only.
 
-Requests are served in the order of their key (priority, arrival rank), lowest first. Preemption does not change it.
+Waiting requests are admitted in the order of `fair_queue.py`: by priority, then by the rows that their clients and
+groups hold, then by arrival. Those that run are served in the order of their key (priority, quanta of their group at
+admission, arrival rank), lowest first. Preemption changes neither priority nor arrival.
 
 1. Every decoding request gets one token. A request stalls when it needs a page and none is available: it keeps its slot
    and pages and waits for another request to end. It stalls for at most `_MAX_STALLS` steps in a row, and only if no
@@ -8,11 +10,11 @@ Requests are served in the order of their key (priority, arrival rank), lowest f
    its slot and pages, returns to the queue and is recomputed later.
 2. The rest of the budget goes to prompt chunks, in the order of the key. The chunks belong to requests that run already
    or are admitted in this step. The chunk that completes a request's `to_compute` emits its next token.
-3. Admission is in the order of the key (exceptions: 4, 5 and 6). It gives a request all pages of its tokens to compute.
-   It looks ahead: the pages that all running requests are expected to hold, now and later (`forecast.py`), must fit the
-   pool. When nothing else runs, the forecast is skipped: the pool holds at least one request of full length. So the
-   first request in the queue is always admitted in the end, and the running request with the lowest key is never
-   preempted. Hence there is no deadlock and no starvation.
+3. Admission is in the order of the queue (exceptions: 4, 5 and 6). It gives a request all pages of its tokens to
+   compute. It looks ahead: the pages that all running requests are expected to hold, now and later (`forecast.py`),
+   must fit the pool. When nothing else runs, the forecast is skipped: the pool holds at least one request of full
+   length. So the first request in the queue is always admitted in the end, and the running request with the lowest
+   key is never preempted for pages. Hence there is no deadlock and no starvation.
 4. A request waits one step if this step computes its next missing prefix page. In the next step it finds that page in
    the prefix cache: of n samples of one prompt, only the first computes it. Other requests may pass it meanwhile, at
    most once per page.
@@ -21,6 +23,8 @@ Requests are served in the order of their key (priority, arrival rank), lowest f
    prompt is skipped while as many long prompts run as may (`long_prompts.py`). It keeps its place. The budget may be of
    estimated time, in which a token costs the more the longer its context is (`step_budget.py`).
 7. The last chunk is shortened to the next smaller bucket when this saves more padding than its rest costs later.
+8. If the first request in the queue finds no room, and `fair_queue.py` names a running request of a client or a group
+   that holds more, that one is preempted. Its full pages stay in the prefix cache, so little of it is computed again.
 """
 
 from __future__ import annotations
@@ -51,6 +55,8 @@ class Verdict(Enum):
     ADMITTED = "it runs now"
     NO_ROOM = "it waits, and so do all requests after it"
     NEXT_STEP = "it waits for a page of this step; others may pass"
+    PROMISED = "it waits for a slot that a step in flight will release; others are looked at"
+    NOT_READ = "it waits until its last token is read, and so do all requests after it"
     NO_MASK = "it waits for its mask; others may pass"
     NO_TURN = "it waits for another long prompt; others may pass"
 
@@ -68,15 +74,31 @@ class Scheduler(Residency):
         self.step_budget = StepBudget(tokens=self.token_budget, even_context=config.even_context)
         self._time_of_a_chunk = self.step_budget.cost(0, self.long_prompts.threshold or self.token_budget)
         self.max_stalls = _MAX_STALLS
+        self._without_room: Sequence | None = None  # the first in the queue that the last step had no room for
+        self._lacks_pages = False  # and that there was a free slot for
+        self._num_promised = 0  # slots that steps in flight will release to requests before it
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run now."""
         self._outlook = None
+        self._exchange_rows()
         singles, grown = self._decodes()
         chunks, admitted = self._prompts(self.token_budget - len(singles), len(singles))
         if not singles and not chunks:
             return None
         return self._plan(Work(decodes=singles, chunks=chunks, admitted=admitted, grown=grown))
+
+    def _exchange_rows(self) -> None:
+        """Rule 8, for the first request that found no room in the last step."""
+        seq, self._without_room = self._without_room, None
+        if seq is None or seq.state is not State.WAITING:
+            return
+        if self._free_slots:
+            is_coming = bool(self._held) or not self._lacks_pages
+        else:
+            is_coming = len(self._held) > self._num_promised
+        if not is_coming and (giver := self.waiting.giver(seq)) is not None:
+            self.preempt(giver)
 
     def _decodes(self) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
         """The requests that decode in this step, each with a page to write to, and the new pages (see `StepPlan`)."""
@@ -132,23 +154,27 @@ class Scheduler(Residency):
         started = [seq for seq in self.running if not seq.decoding and not seq.is_blocked]
         in_this_step: set[bytes] = set()  # digests of the pages that this step's chunks fill
         num_long = sum(self.long_prompts.is_long(len(seq.to_compute) - seq.num_computed) for seq in started)
-        position = num_passed = 0
+        passed: list[Sequence] = []  # those that wait for a mask or for a page of this step
+        num_passed = self._num_promised = 0
         is_full = False
+        if self.long_prompts.may_begin(num_long):
+            self.waiting.put_back()
         time_left = self.step_budget.time - (self.token_budget - budget)
         while budget > 0:
             seq = started[0] if started else None
-            may_be_long = self.long_prompts.may_begin(num_long)
-            if not may_be_long:
-                position = self._next_in_turn(position)
-            open_ = not is_full and num_passed < _MAX_PASSED and position < len(self.waiting)
-            if open_ and (seq is None or self.waiting[position].key < seq.key):
-                seq = self.waiting[position]
-                verdict = self._admit(seq, in_this_step, may_be_long=may_be_long)
-                seq.waits_its_turn = verdict is Verdict.NO_TURN
-                is_full = verdict is Verdict.NO_ROOM
-                if verdict in (Verdict.NEXT_STEP, Verdict.NO_MASK, Verdict.NO_TURN):
-                    position += 1
+            head = None if is_full or num_passed == _MAX_PASSED else self.waiting.first()
+            if head is not None and (seq is None or self.waiting.key(head) < seq.key):
+                seq = head
+                verdict = self._admit(seq, in_this_step, may_be_long=self.long_prompts.may_begin(num_long))
+                if verdict in (Verdict.NO_ROOM, Verdict.NOT_READ):
+                    is_full = True
+                    if verdict is Verdict.NO_ROOM:
+                        self._without_room, self._lacks_pages = seq, bool(self._free_slots)
+                elif verdict is not Verdict.ADMITTED:
+                    self.waiting.set_aside(seq)
                     num_passed += 1
+                    if verdict is not Verdict.NO_TURN:
+                        passed.append(seq)
                 if verdict is not Verdict.ADMITTED:
                     continue
                 admitted.append(seq)
@@ -169,20 +195,15 @@ class Scheduler(Residency):
             if self.prefix_caching:
                 first, last = seq.num_computed // self.page_size, (seq.num_computed + count) // self.page_size
                 in_this_step.update(seq.digests[first:last])
+        self.waiting.put_back(passed)
         if chunks:
             self._trim(chunks, num_rows)
         return chunks, admitted
 
-    def _next_in_turn(self, position: int) -> int:
-        """The next place in the queue, from `position` on, whose request does not wait for another long prompt."""
-        while position < len(self.waiting) and self.waiting[position].waits_its_turn:
-            position += 1
-        return position
-
     def _admit(self, seq: Sequence, in_this_step: set[bytes], *, may_be_long: bool = True) -> Verdict:
         """Admits a waiting request if there is room for it. A long prompt may have to wait for another."""
-        if not self._free_slots or seq.last_step > self.last_done:  # preempted in flight: its token is not read yet
-            return Verdict.NO_ROOM
+        if seq.last_step > self.last_done:  # preempted in flight
+            return Verdict.NOT_READ
         if seq.is_blocked:
             return Verdict.NO_MASK
         prefix = seq.prefix
@@ -195,6 +216,11 @@ class Scheduler(Residency):
                     return Verdict.NEXT_STEP
         if not may_be_long and self.long_prompts.is_long(seq.num_known - len(prefix.pages) * self.page_size):
             return Verdict.NO_TURN
+        if not self._free_slots:
+            if self._num_promised == len(self._held):
+                return Verdict.NO_ROOM
+            self._num_promised += 1
+            return Verdict.PROMISED
         num_new = -(-seq.num_known // self.page_size) - len(prefix.pages)
         seq.num_hit_pages = len(prefix.pages)
         if not self._has_room(seq, num_new, prefix.num_reusable):

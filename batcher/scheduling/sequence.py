@@ -81,7 +81,6 @@ class Sequence:
         "state",
         "stop_ids",
         "to_compute",
-        "waits_its_turn",
     )
 
     def __init__(
@@ -122,8 +121,7 @@ class Sequence:
         self.mask: np.ndarray | None = None  # of its next token; None after that token's dispatch
         self.is_slow_to_mask = True  # its first mask includes compilation, which is slow
         self.arrival = -1  # rank, set when it joins the scheduler's queue; kept at preemption
-        self.key = (request.priority, -1)
-        self.waits_its_turn = False  # when last looked at, it was a long prompt that waited for another one
+        self.key = (request.priority, 0, -1)  # rank among those that run, set at admission
         self.output = array("i")  # tokens read back
         self.num_emitted = 0  # output tokens of dispatched steps, pending ones included
         self.to_compute = prompt  # before it decodes: the prompt, and after a preemption also the output

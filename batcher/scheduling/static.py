@@ -37,8 +37,8 @@ class StaticScheduler(Scheduler):
         if not self.running:
             if self._held:
                 return None  # the previous batch still has rows in flight
-            while self.waiting and self._admit(self.waiting[0], set()) is Verdict.ADMITTED:
-                admitted.append(self.running[-1])
+            while (seq := self.waiting.first()) and self._admit(seq, set()) is Verdict.ADMITTED:
+                admitted.append(seq)
             self._batch_rows = len(admitted)
         chunks: list[tuple[Sequence, int]] = []
         budget = self.token_budget

@@ -57,7 +57,7 @@ WITHOUT_EFFECT = {
     "-O": "every step is a program that was compiled before the first request",
     "--performance-mode": "the shapes of steps follow --max-num-seqs and --max-num-batched-tokens",
     "--prefix-caching-hash-algo": "prefixes are found by their tokens",
-    "--scheduling-policy": "requests go by their priority, and those of one priority in the order of arrival",
+    "--scheduling-policy": "requests go by their priority; those of one priority share the rows of a step",
     "--show-hidden-metrics-for-version": "metrics have their old names next to the new ones",
     "--structured-outputs-config": "grammars are compiled by llguidance",
     "--use-tqdm-on-load": "a start prints a line for each of its phases",

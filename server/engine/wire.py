@@ -37,6 +37,8 @@ class WireRequest(msgspec.Struct, array_like=True, frozen=True):
     deadline_s: float | None = None
     embeds: bool = False
     counts_drafts: bool = False
+    client: int = 0
+    group: str = ""
 
 
 SAME_GRAMMAR = ""
@@ -254,6 +256,8 @@ def _request(item: WireRequest, prompt: Sequence[int], sampling: SamplingParams)
         deadline_s=item.deadline_s,
         embeds=item.embeds,
         counts_drafts=item.counts_drafts,
+        client=item.client,
+        group=item.group,
     )
 
 

@@ -20,6 +20,8 @@ from tests.batcher.toy_grammar import ToyGrammars
 EOS = (1, 2)
 CAPACITY = Capacity(num_slots=4, num_pages=64, page_size=4, max_model_len=64, max_num_batched_tokens=32, vocab_size=100)
 
+_OF_REQUESTS = ("client", "group", "cache_salt", "deadline_s", "embeds", "counts_drafts")
+
 
 def make_capacity(**changes: object) -> Capacity:
     return Capacity(**{name: getattr(CAPACITY, name) for name in CAPACITY.__dataclass_fields__} | changes)
@@ -27,9 +29,7 @@ def make_capacity(**changes: object) -> Capacity:
 
 def make_request(request_id: str, prompt: Iterable[int], *, priority: int = 0, **sampling: object) -> Request:
     """Greedy and ten tokens long unless told otherwise."""
-    extra = {
-        name: sampling.pop(name) for name in ("cache_salt", "deadline_s", "embeds", "counts_drafts") if name in sampling
-    }
+    extra = {name: sampling.pop(name) for name in _OF_REQUESTS if name in sampling}
     params = SamplingParams(**{"max_tokens": 10, "temperature": 0.0, "seed": 0} | sampling)
     return Request(request_id=request_id, prompt=tuple(prompt), sampling=params, priority=priority, **extra)
 

@@ -37,6 +37,11 @@ class Scenario:
     propose: Proposal | None = None
     draft_cost: float = 0.0
 
+    def of_equals(self) -> Scenario:
+        """The same requests of one client, each of them alone: none takes a row of another."""
+        equals = [replace(a, request=replace(a.request, client=0, group="")) for a in self.arrivals]
+        return replace(self, arrivals=tuple(equals))
+
     def drive(self) -> Drive:
         capacity = replace(self.capacity, keeps_text=self.num_drafts > 0)
         return Drive(
@@ -93,6 +98,8 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             prompt=TRUNK[:shared] + tuple(own),
             sampling=draw(sampling_params()),
             priority=draw(st.integers(-1, 1)),
+            client=draw(st.sampled_from([0, 0, 1])),
+            group=draw(st.sampled_from(["", "", "samples", "others"])),
             cache_salt=draw(st.sampled_from([0, 0, 1])),
         )
         aborted_after = draw(st.one_of(st.none(), st.none(), st.integers(0, 15)))
@@ -161,5 +168,5 @@ def test_with_room_for_everybody_nobody_is_preempted(scenario: Scenario) -> None
         max_num_batched_tokens=c.max_num_batched_tokens,
         vocab_size=c.vocab_size,
     )
-    drive = play(Scenario(roomy, True, scenario.scheduling, scenario.pipeline_depth, scenario.arrivals))
+    drive = play(replace(scenario.of_equals(), capacity=roomy, prefix_caching=True))
     assert drive.engine.stats().num_preemptions == 0

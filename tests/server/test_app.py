@@ -123,6 +123,7 @@ def test_what_a_request_says_reaches_the_engine():
     first, second = client.submitted
     assert (first.priority, first.deadline_s) == (-2, 7.0)
     assert first.cache_salt == second.cache_salt != 0
+    assert first.group == second.group != ""
     assert (first.sampling.seed, second.sampling.seed) == (5, 6)
     assert first.sampling.logprobs == 3
     assert first.request_id.endswith("-0")

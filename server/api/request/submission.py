@@ -163,6 +163,7 @@ async def start_generation(
                     cache_salt_of(body.cache_salt),
                     min((s for s in (left_s, state.settings.queue_timeout_s) if s is not None), default=None),
                     counts_drafts=bool(body.return_draft_counts),
+                    group=head.id,
                 )
             )
     running = state.generations.get(head.id)

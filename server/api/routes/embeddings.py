@@ -125,7 +125,9 @@ class EmbeddingRoute:
         salt = cache_salt_of(body.cache_salt)
         waits_s = min((s for s in (left_s, self._state.settings.queue_timeout_s) if s is not None), default=None)
         return [
-            wire.WireRequest(f"{id}-{number}", prompt, _NOTHING_DRAWN, body.priority or 0, salt, waits_s, embeds=True)
+            wire.WireRequest(
+                f"{id}-{number}", prompt, _NOTHING_DRAWN, body.priority or 0, salt, waits_s, embeds=True, group=id
+            )
             for number, prompt in enumerate(packed)
         ]
 

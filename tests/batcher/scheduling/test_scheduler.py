@@ -60,6 +60,10 @@ class Bench:
         return plan
 
 
+def waiting(bench: Bench) -> list[Sequence]:
+    return sorted(bench.scheduler.waiting, key=bench.scheduler.waiting.key)
+
+
 def rows(plan: StepPlan) -> list[tuple[str, int, int]]:
     return [
         (seq.request_id, q_len, emits) for seq, q_len, emits in zip(plan.rows, plan.q_lens, plan.emits, strict=True)
@@ -134,12 +138,12 @@ def test_the_latest_of_the_lowest_priority_is_preempted_and_keeps_its_rank() -> 
     newcomer = bench.add("newcomer", 1, first=90, priority=1)
     assert rows(bench.run()) == [("early", 1, 1), ("late", 1, 1)]
     assert (humble.state, humble.num_preemptions) == (State.WAITING, 1)
-    assert bench.scheduler.waiting == [humble, newcomer]
+    assert waiting(bench) == [humble, newcomer]
     for _ in range(3):
         bench.run()
     assert late.state is State.RUNNING
     assert rows(bench.run()) == [("early", 1, 1)]  # both needed a fourth page
-    assert bench.scheduler.waiting == [late, humble, newcomer]
+    assert waiting(bench) == [late, humble, newcomer]
     assert bench.scheduler.num_preemptions == 2
 
 

@@ -84,7 +84,7 @@ def test_whatever_is_drafted_everybody_gets_its_own_text(
 def test_with_room_for_all_requests_drafts_delay_none(scenario: Scenario, propose: Proposal) -> None:
     c = scenario.capacity
     roomy = replace(c, num_pages=c.num_slots * c.pages_per_seq, max_num_batched_tokens=c.max_num_batched_tokens + 16)
-    drive = play(replace(scenario, capacity=roomy, num_drafts=3, max_draft_rows=4, propose=propose))
+    drive = play(replace(scenario.of_equals(), capacity=roomy, num_drafts=3, max_draft_rows=4, propose=propose))
     drive.check_outputs()
     assert drive.engine.stats().num_preemptions == 0
 

@@ -1,0 +1,238 @@
+"""The waiting requests in the order of their admission: clients share the rows of a step, and so do a client's groups.
+
+A *client* is an API key, and a *group* is what one API request asks for, such as its n samples. Rows are shared among
+the requests of one priority:
+
+1. Requests of lower priority numbers go first.
+2. The client that holds the fewest rows goes first. On a tie, the request that arrived first does.
+3. Of one client's groups, each may hold an eighth of all rows (its *quantum*) in the order of arrival. A group that
+   holds more quanta goes after those that hold fewer. The quantum keeps samples of one prompt together, which share
+   pages.
+4. If there is no room, a request takes the last row of the client that holds the most, or else of the group of its own
+   client that holds the most. It takes a row only where the other holds at least two rows more, and, of groups, more
+   quanta. It takes one from such a group of a higher priority number, too, and never from one of a lower number.
+
+Each exchange makes the numbers of rows more equal (the sum of their squares falls), so exchanges come to an end. A
+client and a group never lose their only row to an exchange, and a group without a row goes by its arrival, so no
+request waits for ever. Where there is one client, and each group has one request, the first to come is served first.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
+
+from batcher.scheduling.sequence import Sequence
+
+_QUANTA = 8  # of all rows: samples of about so many prompts run at once, and so many groups are served evenly
+
+_arrival = attrgetter("arrival")
+
+
+def _num_rows(group: _Group) -> int:
+    return len(group.running)
+
+
+class _Group:
+    """The requests of one API request. `place` is its entry in its client's order, None while none of them waits."""
+
+    __slots__ = ("place", "running", "waiting")
+
+    def __init__(self) -> None:
+        self.running: list[Sequence] = []  # sorted by arrival, as are those that wait
+        self.waiting: list[Sequence] = []
+        self.place: tuple[int, int, _Group] | None = None
+
+
+class _Client:
+    """The groups of one client."""
+
+    __slots__ = ("groups", "num_rows", "order", "place")
+
+    def __init__(self) -> None:
+        self.groups: dict[str, _Group] = {}
+        self.num_rows = 0
+        self.order: list[tuple[int, int, _Group]] = []  # sorted (quanta held, first arrival, group) of those that wait
+        self.place: tuple[int, int, _Client] | None = None
+
+    def largest(self) -> _Group:
+        """The group with the most rows; of several, the one with the latest request."""
+        held = [group for group in self.groups.values() if group.running]
+        return max(held, key=lambda group: (len(group.running), group.running[-1].arrival))
+
+
+class _Level:
+    """The clients of one priority."""
+
+    __slots__ = ("clients", "order")
+
+    def __init__(self) -> None:
+        self.clients: dict[int, _Client] = {}
+        self.order: list[tuple[int, int, _Client]] = []  # sorted (rows held, first arrival, client) of those that wait
+
+
+class FairQueue:
+    """See the module's docstring. It knows the requests that run, too, since their rows decide the order.
+
+    Args:
+        num_rows: of a step.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._quantum = max(1, num_rows // _QUANTA)
+        self._levels: dict[int, _Level] = {}
+        self._priorities: list[int] = []  # sorted
+        self._num_waiting = 0
+        self._set_aside: dict[int, Sequence] = {}  # by arrival; these wait, but are not in the order
+        self._nothing_for: Sequence | None = None  # that could take no row, since when no row has changed hands
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """The waiting requests, in no order."""
+        yield from self._set_aside.values()
+        for level in self._levels.values():
+            for client in level.clients.values():
+                for group in client.groups.values():
+                    yield from group.waiting
+
+    def first(self) -> Sequence | None:
+        """The request to admit next. None: no request waits, except those that are set aside."""
+        for priority in self._priorities:
+            order = self._levels[priority].order
+            if order:
+                return order[0][2].order[0][2].waiting[0]
+        return None
+
+    def key(self, seq: Sequence) -> tuple[int, int, int]:
+        """(priority, quanta that its group holds, arrival) of a waiting request: its key if it is admitted now."""
+        _, _, group = self._find(seq)
+        return seq.request.priority, len(group.running) // self._quantum, seq.arrival
+
+    def add(self, seq: Sequence) -> None:
+        """The request waits."""
+        level, client, group = self._find(seq)
+        insort(group.waiting, seq, key=_arrival)
+        self._num_waiting += 1
+        self._put(level, client, group)
+
+    def remove(self, seq: Sequence) -> None:
+        """A waiting request waits no longer."""
+        self._num_waiting -= 1
+        if self._set_aside.pop(seq.arrival, None) is None:
+            self._take_out(seq)
+
+    def set_aside(self, seq: Sequence) -> None:
+        """A waiting request is passed over until `put_back`."""
+        self._take_out(seq)
+        self._set_aside[seq.arrival] = seq
+
+    def put_back(self, seqs: Iterable[Sequence] | None = None) -> None:
+        """Requests that were set aside are in the order again; None: all of them."""
+        for seq in list(self._set_aside.values()) if seqs is None else seqs:
+            del self._set_aside[seq.arrival]
+            self._num_waiting -= 1
+            self.add(seq)
+
+    def admit(self, seq: Sequence) -> None:
+        """A waiting request has a row now."""
+        level, client, group = self._find(seq)
+        del group.waiting[bisect_left(group.waiting, seq.arrival, key=_arrival)]
+        insort(group.running, seq, key=_arrival)
+        self._num_waiting -= 1
+        client.num_rows += 1
+        self._nothing_for = None
+        self._put(level, client, group)
+
+    def give_row(self, seq: Sequence) -> None:
+        """The request has no row any more."""
+        level, client, group = self._find(seq)
+        del group.running[bisect_left(group.running, seq.arrival, key=_arrival)]
+        client.num_rows -= 1
+        self._nothing_for = None
+        self._put(level, client, group)
+        self._forget(seq, level, client, group)
+
+    def giver(self, taker: Sequence) -> Sequence | None:
+        """The running request that gives its row to a waiting one by rule 4. None: `taker` waits for a row."""
+        if taker is self._nothing_for:
+            return None
+        level, client, group = self._find(taker)
+        most = max(level.clients.values(), key=lambda other: other.num_rows)
+        if most.num_rows > client.num_rows + 1:
+            return most.largest().running[-1]
+        for priority in reversed(self._priorities[self._priorities.index(taker.request.priority) :]):
+            clients = [client] if priority == taker.request.priority else self._levels[priority].clients.values()
+            largest = max((c.largest() for c in clients if c.num_rows), key=_num_rows, default=group)
+            if self._holds_more(largest, group):
+                return largest.running[-1]
+        self._nothing_for = taker
+        return None
+
+    def _holds_more(self, group: _Group, other: _Group) -> bool:
+        held, others = len(group.running), len(other.running)
+        return held > others + 1 and held // self._quantum > others // self._quantum
+
+    def _take_out(self, seq: Sequence) -> None:
+        level, client, group = self._find(seq)
+        del group.waiting[bisect_left(group.waiting, seq.arrival, key=_arrival)]
+        self._put(level, client, group)
+        self._forget(seq, level, client, group)
+
+    def _find(self, seq: Sequence) -> tuple[_Level, _Client, _Group]:
+        request = seq.request
+        level = self._levels.get(request.priority)
+        if level is None:
+            level = self._levels[request.priority] = _Level()
+            insort(self._priorities, request.priority)
+        client = level.clients.get(request.client)
+        if client is None:
+            client = level.clients[request.client] = _Client()
+        name = request.group or request.request_id
+        group = client.groups.get(name)
+        if group is None:
+            group = client.groups[name] = _Group()
+        return level, client, group
+
+    def _put(self, level: _Level, client: _Client, group: _Group) -> None:
+        """Puts a group that has changed, and its client, at their places."""
+        if group.place is not None:
+            del client.order[bisect_left(client.order, group.place)]
+            group.place = None
+        if group.waiting:
+            group.place = (len(group.running) // self._quantum, group.waiting[0].arrival, group)
+            insort(client.order, group.place)
+        if client.place is not None:
+            del level.order[bisect_left(level.order, client.place)]
+            client.place = None
+        if client.order:
+            client.place = (client.num_rows, client.order[0][1], client)
+            insort(level.order, client.place)
+
+    def _forget(self, seq: Sequence, level: _Level, client: _Client, group: _Group) -> None:
+        """Drops what holds no request any more."""
+        request = seq.request
+        if not group.waiting and not group.running:
+            del client.groups[request.group or request.request_id]
+        if not client.groups:
+            del level.clients[request.client]
+        if not level.clients:
+            del self._levels[request.priority]
+            self._priorities.remove(request.priority)
+
+    def check_integrity(self, running: list[Sequence]) -> None:
+        """Raises AssertionError if the rows or the orders are inconsistent."""
+        rows = []
+        for level in self._levels.values():
+            assert level.order == sorted(level.order)
+            for client in level.clients.values():
+                assert client.order == sorted(client.order)
+                assert client.num_rows == sum(len(group.running) for group in client.groups.values())
+                for group in client.groups.values():
+                    assert group.waiting or group.running
+                    assert (group.place in client.order) == bool(group.waiting)
+                    rows += group.running
+        assert sorted(rows, key=_arrival) == sorted(running, key=_arrival)
+        assert self._num_waiting == sum(1 for _ in self)
