@@ -27,6 +27,7 @@ from server.api.routes.openapi import docs_routes
 from server.api.routes.responses.routes import responses_routes
 from server.api.routes.ui import ui_routes
 from server.api.state import ServerState
+from server.api.stats_history import StatsHistory
 from server.engine.client import EngineClient
 from server.engine.group import EngineGroup
 from server.http.errors import NOT_FOUND, RequestError
@@ -48,6 +49,7 @@ def create_state(settings: Settings, client: EngineClient, tokenizer: Tokenizer)
         engines=engines,
         tokenizer=tokenizer,
         chat_template=template,
+        history=StatsHistory(lambda: client.stats),
         metrics=ServerMetrics(engines, prefix=settings.metrics_prefix, model_name=settings.model_names[0]),
     )
 

@@ -49,6 +49,7 @@ async def serve(
     """
     freeze_heap()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
+    recording = asyncio.create_task(state.history.record()) if state.settings.ui else None
     while not server.started and not serving.done():
         await asyncio.sleep(TICK_S)
     if not serving.done():
@@ -67,6 +68,8 @@ async def serve(
         await _drain(state, client, ending, server)
     server.should_exit = True
     await serving
+    if recording is not None:
+        recording.cancel()
     return EXIT_ENGINE_FAILED if died else EXIT_OK
 
 

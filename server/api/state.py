@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 from server.api.aside import Aside
 from server.api.metrics import ServerMetrics
 from server.api.peers import Peers
+from server.api.stats_history import StatsHistory
 from server.api.tracing import Tracer
 from server.engine.client import EngineClient
 from server.engine.embedding import Embeddings
@@ -35,6 +36,7 @@ class ServerState:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None  # None: the tokenizer has none
     metrics: ServerMetrics
+    history: StatsHistory
     tracer: Tracer | None = None  # None: there are no traces
     aside: Aside = field(default_factory=Aside)
     grammars: GrammarChecker = field(default_factory=GrammarChecker)

@@ -1,4 +1,5 @@
-// The chat: one conversation in OpenAI's format, streamed answers, tool calls that the user answers by hand.
+// The chat: one conversation in OpenAI's format, streamed answers, tool calls that the user answers by hand. The
+// conversation and the settings are kept in the tab's session storage, so a reload loses neither.
 
 import { ApiError, events, request } from "/ui/api.js";
 
@@ -6,12 +7,42 @@ const $ = (id) => document.getElementById(id);
 const messages = []; // in the API's format, without the system prompt
 let running = null; // the AbortController of the answer in progress
 
+const STORED = "pallas-serve.chat";
+const LEAST_FOR_RATE = 16; // tokens; the speed of a shorter answer says little
+const wide = matchMedia("(min-width: 46.01rem)");
+const CALCULATOR = {
+  type: "function",
+  function: {
+    name: "calculator",
+    description: "Evaluates an expression.",
+    parameters: { type: "object", properties: { expression: { type: "string" } }, required: ["expression"] },
+  },
+};
+const TEXT = { format: "text", tools: "" };
+const SUGGESTIONS = {
+  demo: [
+    ["What is 47 + 35?", TEXT],
+    ["Which is larger, 31 or 57?", TEXT],
+    ["What is the capital of France?", TEXT],
+    ["Count from 4 to 9.", TEXT],
+    ["Tell me a story.", TEXT],
+    ["What is 47 + 35? Answer in JSON.", { format: "json_object", tools: "" }, "JSON"],
+    ["What is 347 * 21?", { format: "text", tools: JSON.stringify([CALCULATOR]) }, "calls a tool"],
+  ],
+  other: [
+    ["Explain in two sentences what a KV cache is.", TEXT],
+    ["Write a haiku about a compiler.", TEXT],
+    ["Name three rivers. Answer in JSON.", { format: "json_object", tools: "" }, "JSON"],
+  ],
+};
+
 export function startChat() {
   $("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     const text = $("prompt").value.trim();
     if (!text || running) return;
     $("prompt").value = "";
+    fitPrompt();
     add({ role: "user", content: text });
     answer();
   });
@@ -26,11 +57,72 @@ export function startChat() {
     running?.abort();
     messages.length = 0;
     $("log").replaceChildren();
+    keep();
     $("prompt").focus();
   });
   $("settings").addEventListener("submit", (event) => event.preventDefault());
-  $("settings").addEventListener("input", showSettings);
+  $("settings").addEventListener("input", () => {
+    showSettings();
+    keep();
+  });
+  const showPanel = () => ($("panel").open = wide.matches);
+  wide.addEventListener("change", showPanel);
+  showPanel();
+  restore();
   showSettings();
+}
+
+/** What an empty conversation offers. The demo can do little else than this. */
+export function suggest(model) {
+  const isDemo = model === "demo";
+  $("welcome").querySelector("p").textContent = isDemo
+    ? "The demo is a tiny model. It has learned to do these:"
+    : `${model} answers here. For example:`;
+  $("suggestions").replaceChildren(...SUGGESTIONS[isDemo ? "demo" : "other"].map(([text, settings, note]) => {
+    const button = element("button", { type: "button", className: "suggestion", textContent: text });
+    if (note) button.append(element("small", { textContent: note }));
+    button.addEventListener("click", () => {
+      for (const [id, value] of Object.entries(settings)) $(id).value = value;
+      showSettings();
+      $("prompt").value = text;
+      $("composer").requestSubmit();
+    });
+    return button;
+  }));
+}
+
+/** Keeps the conversation and the settings for a reload of this tab. The API key is not among them. */
+function keep() {
+  $("welcome").hidden = messages.length > 0;
+  const settings = Object.fromEntries([...$("settings").elements].filter((field) => field.id).map((field) => [field.id, field.value]));
+  try {
+    sessionStorage.setItem(STORED, JSON.stringify({ messages, settings }));
+  } catch {
+    // Storage is switched off or full: the conversation goes on, and a reload loses it.
+  }
+}
+
+function restore() {
+  let kept = {};
+  try {
+    kept = JSON.parse(sessionStorage.getItem(STORED)) ?? {};
+  } catch {
+    // Storage is switched off.
+  }
+  for (const [id, value] of Object.entries(kept.settings ?? {})) if ($(id)) $(id).value = value;
+  messages.push(...(kept.messages ?? []));
+  $("welcome").hidden = messages.length > 0;
+  let view = null;
+  for (const message of messages) {
+    view = new MessageView(message.role);
+    view.show(message.content);
+    if (message.tool_calls) view.setCalls(message.tool_calls);
+    view.root.setAttribute("aria-busy", "false");
+  }
+  const last = messages.at(-1);
+  if (last && last.role !== "assistant") new MessageView("assistant").finish({ reason: "interrupted by a reload" });
+  else if (last) view.finish({});
+  if (last?.tool_calls) askForResults(view, last.tool_calls);
 }
 
 function fitPrompt() {
@@ -110,12 +202,17 @@ async function answer() {
   setRunning(false);
   if (calls.length) message.tool_calls = calls;
   if (message.content || calls.length) messages.push(message);
+  keep();
   view.finish({ reason, usage, started, first, wantsJson: $("format").value !== "text" });
-  if (calls.length && reason === "tool_calls") view.askForResults(calls, (results) => {
+  if (calls.length && reason === "tool_calls") askForResults(view, calls);
+  $("prompt").focus();
+}
+
+function askForResults(view, calls) {
+  view.askForResults(calls, (results) => {
     for (const result of results) add(result);
     answer();
   });
-  $("prompt").focus();
 }
 
 function mergeCall(calls, delta) {
@@ -127,6 +224,7 @@ function mergeCall(calls, delta) {
 
 function add(message) {
   messages.push(message);
+  keep();
   new MessageView(message.role).show(message.content);
 }
 
@@ -205,7 +303,7 @@ class MessageView {
     const foot = element("div", { className: "foot" });
     if (usage && first) {
       const seconds = (performance.now() - first) / 1000;
-      const rate = usage.completion_tokens > 1 ? `, ${((usage.completion_tokens - 1) / seconds).toFixed(0)}/s` : "";
+      const rate = usage.completion_tokens >= LEAST_FOR_RATE ? `, ${((usage.completion_tokens - 1) / seconds).toFixed(0)}/s` : "";
       foot.append(`${usage.completion_tokens} tokens${rate}, first after ${(first - started).toFixed(0)} ms`);
     }
     if (reason && reason !== "stop") foot.append(element("span", { textContent: reason }));

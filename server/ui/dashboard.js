@@ -1,4 +1,4 @@
-// The engine's numbers over time. The server keeps no history: the page draws the states that it has received itself.
+// The engine's numbers over time. The server keeps those of two minutes; after that the page keeps what it receives.
 
 import { drawLanes, drawLines } from "/ui/charts.js";
 
@@ -25,6 +25,11 @@ export class Dashboard {
     });
   }
 
+  /** What /ui/state is asked for once: the readings from before the page was opened. */
+  get missing() {
+    return this.readings.length ? "" : `&history=${SPAN_S}`;
+  }
+
   show(shown) {
     this.shown = shown;
     if (shown) requestAnimationFrame(() => this.draw());
@@ -35,6 +40,7 @@ export class Dashboard {
     const at = performance.now() / 1000;
     if (state.num_steps < (this.readings.at(-1)?.state.num_steps ?? 0)) this.forget(); // the server has restarted
     this.offerEngines(state.engines);
+    if (!this.readings.length) this.readings = (state.history ?? []).map(({ age_s, ...past }) => ({ at: at - age_s, state: past }));
     this.readings = [...this.readings.filter((reading) => at - reading.at <= SPAN_S + 5), { at, state }];
     for (const step of state.steps) {
       this.skew = Math.min(this.skew, at - step.time_s);
@@ -83,7 +89,8 @@ export class Dashboard {
   recent(name, i = this.readings.length - 1) {
     const { at, state } = this.readings[i];
     const before = this.readings.findLast((reading) => at - reading.at >= LATENCY_S) ?? this.readings[0];
-    return { bounds: state[name].bounds, counts: state[name].counts.map((count, k) => count - before.state[name].counts[k]) };
+    const { bounds } = this.readings.at(-1).state[name];
+    return { bounds, counts: state[name].counts.map((count, k) => count - before.state[name].counts[k]) };
   }
 
   drawTiles() {
@@ -107,7 +114,7 @@ export class Dashboard {
       const accepted = share(state.draft_tokens_accepted, state.draft_tokens);
       this.tile("Drafts accepted", percent(accepted), `of ${compact(state.draft_tokens)} tokens`);
     }
-    this.tile("Step occupancy", percent(share(state.step_tokens, state.step_tokens_padded)), "of padded tokens");
+    this.tile("Occupancy", percent(share(state.step_tokens, state.step_tokens_padded)), "of step tokens");
     this.tile("Preemptions", state.preemptions.toLocaleString(), "since start");
     this.tile("Compiles", state.compiles_after_warm_up, "after warm-up", state.compiles_after_warm_up > 0);
   }

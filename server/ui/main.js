@@ -1,13 +1,14 @@
 // The frame of the page: the view that is shown, the theme, and the server's health.
 
 import { request } from "/ui/api.js";
-import { startChat } from "/ui/chat.js";
+import { startChat, suggest } from "/ui/chat.js";
 import { Dashboard } from "/ui/dashboard.js";
 
 const POLL_MS = 1000;
 const QUIET_POLL_MS = 5000; // while the dashboard is not shown
 const dashboard = new Dashboard();
 const health = document.querySelector("#health");
+const model = document.querySelector("#model");
 
 function showView() {
   const view = location.hash === "#dashboard" ? "dashboard" : "chat";
@@ -43,8 +44,9 @@ async function poll() {
   polling = true;
   try {
     const engine = dashboard.engine;
-    const state = await (await request(`/ui/state?engine=${dashboard.engine}&after=${dashboard.lastStep}`)).json();
-    document.querySelector("#model").textContent = `${state.model} · ${state.max_model_len.toLocaleString()} tokens`;
+    const state = await (await request(`/ui/state?engine=${engine}&after=${dashboard.lastStep}${dashboard.missing}`)).json();
+    if (model.dataset.name !== state.model) suggest((model.dataset.name = state.model));
+    model.textContent = `${state.model} · ${state.max_model_len.toLocaleString()} tokens`;
     setHealth(state.alive ? "serving" : "down", state.alive ? "serving" : "engine down");
     if (engine === dashboard.engine) dashboard.add(state); // otherwise the answer is about the engine shown before
   } catch {

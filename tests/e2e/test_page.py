@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.support.echo_engine import EchoConfig
-from tests.server.support.requests import CALCULATOR
+from tests.server.support.requests import CALCULATOR, wait_until
 from tests.server.support.running import ECHO, RunningServer, running_server
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: scripts/test --all does it")
@@ -25,6 +26,16 @@ PHONE = {"viewport": {"width": 360, "height": 740}, "device_scale_factor": 2, "i
 # Controls with neither a label, nor a text, nor an `aria-label`.
 WITHOUT_A_NAME = """all => all.filter(one =>
     !(one.ariaLabel ?? "").trim() && !one.labels?.length && !one.textContent.trim()).map(one => one.outerHTML)"""
+COLOURED = """() => {
+    const canvas = document.querySelector("#throughput"), context = canvas.getContext("2d");
+    const { data } = context.getImageData(0, 0, canvas.width, canvas.height);
+    let count = 0;  // pixels of a saturated colour: of a line of the chart
+    for (let i = 0; i < data.length; i += 4) {
+        const [low, , high] = [...data.slice(i, i + 3)].sort((a, b) => a - b);
+        count += data[i + 3] > 0 && high - low > 60;
+    }
+    return count;
+}"""
 CANVAS = "document.querySelector('#{}').toDataURL()"
 
 
@@ -160,6 +171,97 @@ def test_every_control_has_a_name_and_is_reached_by_keyboard(
     assert page.locator("canvas:visible:not([role=img][aria-label])").count() == 0
 
 
+def test_an_empty_chat_offers_what_the_demo_can_do(server: RunningServer, page: sync_api.Page) -> None:
+    page.goto(server.url)
+    offers = page.locator("#suggestions button")
+    offers.first.wait_for()
+    for i in range(offers.count()):
+        offers.nth(i).click()
+        page.locator(DONE).wait_for()
+        answer = page.locator(".message.assistant")
+        assert answer.locator(".error").count() == 0
+        assert answer.locator(".text").inner_text() or answer.locator(".card").count()
+        page.get_by_role("button", name="New conversation").click()
+    assert offers.first.is_visible()
+
+
+def test_a_reload_keeps_the_conversation_and_the_settings(server: RunningServer, page: sync_api.Page) -> None:
+    page.goto(server.url)
+    page.get_by_label("Temperature").fill("0")
+    first = send(page, "What is 47 + 35?")
+    page.reload()
+    assert page.locator(".message.assistant .text").inner_text() == first
+    assert page.get_by_label("Temperature").input_value() == "0"
+    assert "57" in send(page, "Which is larger, 31 or 57?")
+    page.get_by_role("button", name="New conversation").click()
+    page.reload()
+    assert page.locator(".message").count() == 0
+
+
+def test_a_tool_call_is_answered_after_a_reload(server: RunningServer, page: sync_api.Page) -> None:
+    page.goto(server.url)
+    page.get_by_label("Temperature").fill("0")
+    page.locator("#suggestions button").last.click()
+    page.get_by_label("Result of calculator").wait_for()
+    page.reload()
+    page.get_by_label("Result of calculator").fill("7287")
+    page.keyboard.press("Enter")
+    page.locator(DONE).nth(1).wait_for()
+    assert "7287" in page.locator(DONE).nth(1).locator(".text").inner_text()
+
+
+def test_the_speed_of_a_short_answer_is_not_shown(keyed_server: RunningServer, browser: sync_api.Browser) -> None:
+    page = browser.new_page()  # the browser itself writes the 401 on the console
+    page.goto(keyed_server.url)
+    page.get_by_role("textbox", name="Key").fill("right")
+    page.keyboard.press("Enter")
+    send(page, "abc")
+    assert re.fullmatch(r"\d+ tokens, first after \d+ ms", page.locator(".foot").inner_text().split("\n")[0])
+    page.close()
+
+
+@pytest.mark.parametrize("width", [360, 390, 768, 1280])
+def test_no_part_hides_another(server: RunningServer, browser: sync_api.Browser, width: int) -> None:
+    """The header is one row, the composer is in sight, and the tiles are below the header in full rows."""
+    with browser.new_context(viewport={"width": width, "height": 740}, has_touch=width < 500) as context:
+        page = context.new_page()
+        page.goto(server.url)
+        page.get_by_text("serving", exact=True).wait_for()
+        header = page.locator("header").bounding_box()
+        assert header["height"] < 64
+        send = page.get_by_role("button", name="Send").bounding_box()
+        assert header["height"] < send["y"] < send["y"] + send["height"] <= 740
+        assert page.get_by_label("Temperature").is_visible() == (width > 500)  # settings are folded on a phone
+        if width < 500:
+            targets = page.locator("a:visible:not(.skip), button:visible, summary:visible, textarea:visible")
+            assert min(box["height"] for box in map(sync_api.Locator.bounding_box, targets.all())) >= 43.9
+        page.goto(f"{server.url}/#dashboard")
+        page.get_by_text("after warm-up").wait_for()
+        tops = [round(tile.bounding_box()["y"]) for tile in page.locator("#tiles > div").all()]
+        assert min(tops) >= header["height"]
+        assert len({tops.count(top) for top in tops}) == 1
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_dashboard_begins_with_the_past(server: RunningServer, browser: sync_api.Browser) -> None:
+    """What another page's requests did two readings ago is drawn by a page that is opened now."""
+    with server.client() as client, server.http() as http:
+        client.completions.create(model="demo", prompt="Once", max_tokens=20, extra_body={"ignore_eos": True})
+        tokens = http.get("/ui/state").json()["generation_tokens"]
+
+        def is_past() -> bool:
+            readings = http.get("/ui/state", params={"history": 120}).json()["history"]
+            return len(readings) > 2 and readings[-1]["generation_tokens"] >= tokens > 0
+
+        wait_until(is_past)
+    with browser.new_context() as context:
+        page = context.new_page()
+        page.add_init_script("window.setTimeout = () => 0")  # the page reads once only
+        page.goto(f"{server.url}/#dashboard")
+        page.get_by_text("after warm-up").wait_for()
+        assert page.evaluate(COLOURED) > 100
+
+
 def test_the_charts_move(server: RunningServer, page: sync_api.Page) -> None:
     page.goto(f"{server.url}/#dashboard")
     page.get_by_text("after warm-up").wait_for()
@@ -193,7 +295,9 @@ def test_a_key_is_asked_for_and_used(keyed_server: RunningServer, browser: sync_
     page.keyboard.press("Enter")
     page.get_by_text("serving", exact=True).wait_for()
     assert send(page, "abc")
-    assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
+    stored = page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])")
+    assert "abc" in stored  # the conversation
+    assert "right" not in stored
     page.close()
 
 

@@ -17,6 +17,7 @@ from batcher.stats import Histogram
 from batcher.step_log import StepRecord
 from server.api.route import Access, ApiRoute
 from server.api.state import ServerState
+from server.api.stats_history import figures_of
 from server.http.errors import invalid
 from server.http.sse import encode_json
 
@@ -66,16 +67,17 @@ class Dashboard:
         self._state = state
 
     async def state(self, request: Request) -> Response:
-        """The engines' statistics, and the sampled steps of `?engine=NUMBER` after `?after=NUMBER`. Raises RequestError
-        400."""
+        """The engines' statistics, those of the last `?history=SECONDS`, and the sampled steps of `?engine=NUMBER`
+        after `?after=NUMBER`. Raises RequestError 400."""
+        seconds = _number(request, "history", "0", "a number of seconds")
         last = _number(request, "after", "-1", "the number of a step")
         num_engines = len(self._state.engines)
         engine = _number(request, "engine", "0", "the number of an engine")
         if not 0 <= engine < num_engines:
             raise invalid("engine", f"the number of an engine, 0 to {num_engines - 1}, got {engine}")
-        return Response(encode_json(self._snapshot(engine, last)), media_type="application/json")
+        return Response(encode_json(self._snapshot(engine, last, seconds)), media_type="application/json")
 
-    def _snapshot(self, engine: int, last: int) -> dict[str, Any]:
+    def _snapshot(self, engine: int, last: int, seconds: int) -> dict[str, Any]:
         state, stats = self._state, self._state.client.stats
         steps = state.engines[engine].stats.recent_steps
         return {
@@ -84,25 +86,19 @@ class Dashboard:
             "max_model_len": state.client.info.max_model_len,
             "engines": len(state.engines),
             "alive": state.client.death is None,
-            "running": stats.num_requests_running,
-            "waiting": stats.num_requests_waiting,
-            "pages": stats.num_pages,
-            "pages_used": stats.num_pages_used,
-            "pages_reusable": stats.num_pages_reusable,
-            "prompt_tokens": stats.prompt_tokens,
-            "generation_tokens": stats.generation_tokens,
+            **figures_of(stats),
             "prefix_cache_queries": stats.prefix_cache_queries,
             "prefix_cache_hits": stats.prefix_cache_hits,
             "draft_tokens": stats.speculation.num_draft_tokens,
             "draft_tokens_accepted": stats.speculation.num_accepted_tokens,
             "preemptions": stats.num_preemptions,
             "compiles_after_warm_up": stats.num_compiles_after_warm_up,
-            "num_steps": stats.num_steps,
             "step_tokens": stats.step_tokens,
             "step_tokens_padded": stats.step_tokens_padded,
             "finished": stats.finished,
             "time_to_first_token": _histogram(stats.time_to_first_token),
             "inter_token_latency": _histogram(stats.inter_token_latency),
+            "history": state.history.last(seconds),
             "steps": [_step(record) for record in steps if record.number > last],
         }
 
