@@ -129,7 +129,7 @@ class Choice:
 
     @property
     def num_calls(self) -> int:
-        """Tool calls that have begun."""
+        """Tool calls that have begun, without one that a limit or a stop string has cut."""
         return 0 if self._calls is None else self._calls.num_calls
 
     def on_output(self, output: wire.Output) -> None:
@@ -222,7 +222,7 @@ class Choice:
 
     def _finish(self, finish_reason: str, stop_reason: str | int | None) -> None:
         if self._calls is not None:
-            self._calls.finish()
+            self._calls.finish(cut=finish_reason == FinishReason.LENGTH.value or isinstance(stop_reason, str))
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
 
 

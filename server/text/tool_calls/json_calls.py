@@ -1,81 +1,95 @@
-"""Llama 3's calls as JSON: `{"name": "f", "parameters": {"a": 1}}`, several of them separated by `;`.
+"""Calls as JSON, such as Llama 3's: `{"name": "f", "parameters": {"a": 1}}`, several of them separated by `;` or in a
+list.
 
 "arguments" is read like "parameters". The keys may have any order, and "type" and "id" are allowed too. An object is
-not a call if it has another key, if its name is not a tool's, or if its arguments are not an object.
+not a call if it has another key, if its name is not a tool's, or if its arguments are not an object. The arguments may
+be a string that holds an object. They are then sent when the string is complete.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from server.text.tool_calls.json_scanner import Expects, JsonScanner
+from server.text.tool_calls.literals import LiteralReader, as_json
 from server.text.tool_calls.parser import MAX_DEPTH, CallParser
 
 ARGUMENT_KEYS = ("parameters", "arguments")
 OTHER_KEYS = ("type", "id")
+CALL_TAG = "<tool_call>"
 
 
 class JsonCallParser(CallParser):
-    """Reads calls as JSON. A call's `arguments` are the model's own characters, from brace to brace."""
+    """Reads calls as JSON. A call's `arguments` are the model's own characters where these are JSON."""
 
     opening = "{"
+    marks = CallParser.marks | {"[": "]"}
 
     def __init__(self, names: Collection[str], *, most_calls: int | None = None) -> None:
         super().__init__(names, most_calls=most_calls)
-        self._scanner = JsonScanner(max_depth=MAX_DEPTH)
-        self._key: str | None = None  # the last one read
-        self._name: str | None = None
-        self._early_arguments: list[str] = []  # read before the name
+        self._begin()
+        self._read = self._read_gap
 
     def _begin(self) -> None:
         self._scanner = JsonScanner(max_depth=MAX_DEPTH)
-        self._key = self._name = None
-        self._early_arguments = []
+        self._key: str | None = None  # the last one read
+        self._name: str | None = None
+        self._arguments: str | None = None  # read before the call was certain
+        self._value = LiteralReader(max_depth=MAX_DEPTH)  # of the arguments
+        self._early_parts: list[str] = []  # its JSON up to now, before the call is certain
         self._read = self._read_object
 
-    def _end_call_early(self) -> None:
+    def _begin_rest(self) -> str:
+        return self._value.begin_rest()
+
+    def _end_rest(self) -> str:
+        return self._value.end_rest()
+
+    def _end_text_after_call(self) -> None:
         if self._read == self._read_end:
             self._held.clear()
 
     def _read_object(self, text: str, at: int) -> int:
         """Reads until it is certain whether the object is a call."""
-        scanner, expected, depth = self._scanner, self._scanner.expects, self._scanner.depth
+        scanner, expected = self._scanner, self._scanner.expects
+        if expected is Expects.VALUE and self._key in ARGUMENT_KEYS and not text[at].isspace():
+            return self._begin_arguments(text[at], at)
         end = scanner.read(text, at)
         if scanner.expects is Expects.BROKEN:
             self._fail()
             return at
+        may_be_call = self._may_be_call(expected)
+        if may_be_call and self._name is not None and self._arguments is not None:
+            self._add_whole_call(self._name, self._arguments)
+            return end
         self._held.append(text[at:end])
-        if max(depth, scanner.depth) >= 2:
-            self._early_arguments.append(text[at:end])
         if scanner.expects is Expects.NOTHING:
             self._fail()
-        elif not self._may_be_call(expected):
-            self._release()
-            self._read = self._read_other_object
-        elif self._name is not None and self._early_arguments:
-            arguments = "".join(self._early_arguments)
-            self._commit(self._name)
-            self._pieces.add_arguments(arguments)
-            self._read = self._read_arguments if scanner.depth >= 2 else self._read_end
+        elif not may_be_call:
+            self._become_other_object()
         return end
 
     def _may_be_call(self, expected: Expects) -> bool:
         """Whether the object can still be a call. `expected` is the scanner's state before its last read."""
         scanner = self._scanner
         if scanner.depth > 1:
-            return self._key in ARGUMENT_KEYS and self._early_arguments[0] == "{"
+            return False
         if expected is Expects.STRING and scanner.expects is Expects.COLON:
             self._key = _decoded(scanner.string)
             if self._key in ARGUMENT_KEYS:
-                return not self._early_arguments
+                return self._arguments is None
             return self._key in OTHER_KEYS or (self._key == "name" and self._name is None)
         if expected is Expects.VALUE and scanner.expects is not Expects.VALUE:
-            return scanner.expects is Expects.STRING if self._key == "name" else self._key not in ARGUMENT_KEYS
+            return scanner.expects is Expects.STRING or self._key != "name"
         if expected is Expects.STRING and scanner.expects is Expects.COMMA_OR_END and self._key == "name":
             self._name = _decoded(scanner.string)
             return self._name in self._names
         return True
+
+    def _become_other_object(self) -> None:
+        self._release()
+        self._read = self._read_other_object
 
     def _read_other_object(self, text: str, at: int) -> int:
         """Reads an object that is not a call. It is content, and the objects in it are content too."""
@@ -85,17 +99,68 @@ class JsonCallParser(CallParser):
             self._read = self._read_content
         return end
 
+    def _begin_arguments(self, char: str, at: int) -> int:
+        """Begins to read the value of the arguments. `char` is its first character, which is not read yet."""
+        if char not in '{"':
+            self._become_other_object()
+            return at
+        self._value = LiteralReader(max_depth=MAX_DEPTH, keeps_json=True)
+        if self._name is not None and char == "{":
+            self._commit(self._name)
+            self._read = self._read_arguments
+        else:
+            self._early_parts = []
+            self._read = self._read_early_arguments
+        return at
+
     def _read_arguments(self, text: str, at: int) -> int:
         """Reads the arguments of a call that has begun, up to their closing brace."""
-        start = at
-        while at < len(text) and self._scanner.depth >= 2 and self._scanner.expects is not Expects.BROKEN:
-            at = self._scanner.read(text, at)
-        self._pieces.add_arguments(text[start:at])
-        if self._scanner.expects is Expects.BROKEN:
-            self._read = self._read_broken_arguments
-        elif self._scanner.depth < 2:
+        end = self._read_value(text, at, self._pieces.add_arguments)
+        if self._value.broken:
+            self._break(text[at:end])
+        elif self._value.done:
+            self._complete()
+            self._scanner.skip_value()
             self._read = self._read_end
+        return end
+
+    def _read_early_arguments(self, text: str, at: int) -> int:
+        """Reads arguments before the call is certain: its name is not known, or they are in a string."""
+        end = self._read_value(text, at, self._early_parts.append)
+        if self._value.done:
+            self._scanner.skip_value()
+            self._arguments = self._early_arguments()
+            if self._name is not None and self._arguments is not None:
+                self._add_whole_call(self._name, self._arguments)
+                return end
+        self._held.append(text[at:end])
+        if self._value.broken:
+            self._fail()
+        elif self._value.done and self._arguments is None:
+            self._become_other_object()
+        elif self._value.done:
+            self._read = self._read_object
+        return end
+
+    def _early_arguments(self) -> str | None:
+        """The arguments' JSON; None if they are not an object."""
+        json_text: str | None = "".join(self._early_parts)
+        if json_text and json_text.startswith('"'):
+            json_text = as_json(json.loads(json_text), max_depth=MAX_DEPTH)
+        return json_text if json_text and json_text.startswith("{") else None
+
+    def _read_value(self, text: str, at: int, add: Callable[[str], None]) -> int:
+        value = self._value
+        while at < len(text) and not (value.done or value.broken):
+            at, json_text = value.read(text, at)
+            add(json_text)
         return at
+
+    def _add_whole_call(self, name: str, arguments: str) -> None:
+        self._commit(name)
+        self._pieces.add_arguments(arguments)
+        self._complete()
+        self._read = self._read_end
 
     def _read_end(self, text: str, at: int) -> int:
         """Reads the rest of the call's object after the arguments. The object's closing brace may be missing."""
@@ -114,6 +179,13 @@ class JsonCallParser(CallParser):
         if held.strip() and not self.is_full:
             self._held.append(held)
             self._fail()
+
+
+class HermesCallParser(JsonCallParser):
+    """Reads calls in the form of Hermes 2 Pro and 3: JSON between `<tool_call>` and `</tool_call>`. The tags may be
+    missing: some tokenizers have them as special tokens, which are not shown."""
+
+    marks = JsonCallParser.marks | {CALL_TAG: "</tool_call>"}
 
 
 def _decoded(raw: str) -> str:

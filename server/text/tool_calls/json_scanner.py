@@ -74,6 +74,10 @@ class JsonScanner:
             self.expects = Expects.BROKEN
         return at if self.expects is Expects.BROKEN else at + 1
 
+    def skip_value(self) -> None:
+        """Goes on after a value that the caller has read. `expects` is VALUE."""
+        self.expects = Expects.COMMA_OR_END
+
     def _read_character(self, char: str) -> bool:
         match self.expects:
             case Expects.STRING:

@@ -69,6 +69,17 @@ class Pieces:
             self._pieces.append(CallDelta(self._num_calls - 1, None, ""))
         self._texts.append(text)
 
+    def withdraw_call(self) -> bool:
+        """Removes the last call, unless a part of it has been taken. Returns whether it is removed."""
+        last = self._pieces[-1] if self._pieces else None
+        if not (isinstance(last, CallDelta) and last.name is not None):
+            return False
+        self._pieces.pop()
+        self._num_calls -= 1
+        before = self._pieces[-1] if self._pieces else None
+        self._texts = [before.text if isinstance(before, Content) else before.arguments] if before else []
+        return True
+
     def take(self) -> list[Piece]:
         self._close()
         taken, self._pieces = self._pieces, []

@@ -10,8 +10,8 @@ import json
 import re
 from collections.abc import Collection
 
+from server.text.tool_calls.literals import LiteralReader
 from server.text.tool_calls.parser import MAX_DEPTH, CallParser
-from server.text.tool_calls.python_values import PythonValue
 
 MAX_WORD_CHARS = 256  # of a call's name or of a keyword
 _NAME = re.compile(r"[A-Za-z0-9_.-]")
@@ -27,18 +27,22 @@ class PythonicCallParser(CallParser):
         self._word = ""  # a call's name, or a keyword, as far as it has been read
         self._name: str | None = None  # of a call that has not begun yet; None: the call has begun
         self._keywords: set[str] = set()
-        self._value = PythonValue(max_depth=MAX_DEPTH)
+        self._value = LiteralReader(max_depth=MAX_DEPTH)
+        self._is_in_value = False  # where the arguments broke off
 
     def _begin(self) -> None:
         self._begin_name()
 
-    def _end_call_early(self) -> None:
-        if self._read == self._read_value:
-            self._pieces.add_arguments(self._value.rest())
-        elif self._read == self._read_next_call:
+    def _end_text_after_call(self) -> None:
+        if self._read == self._read_next_call:
             self._held.clear()
-        elif self._name is None and self._read in (self._read_keyword, self._read_equals, self._read_next_argument):
-            self._break()
+
+    def _begin_rest(self) -> str:
+        self._is_in_value = self._read == self._read_value
+        return self._value.begin_rest() if self._is_in_value else ', "'
+
+    def _end_rest(self) -> str:
+        return (self._value.end_rest() if self._is_in_value else '": null') + "}"
 
     def _begin_name(self) -> None:
         self._word = ""
@@ -82,17 +86,17 @@ class PythonicCallParser(CallParser):
         self._held.clear()
         self._pieces.add_arguments(f"{', ' if self._keywords else '{'}{json.dumps(self._word, ensure_ascii=False)}: ")
         self._keywords.add(self._word)
-        self._value = PythonValue(max_depth=MAX_DEPTH)
+        self._value = LiteralReader(max_depth=MAX_DEPTH)
         self._read = self._read_value
         return at + 1
 
     def _read_value(self, text: str, at: int) -> int:
-        value = self._value
+        start, value = at, self._value
         while at < len(text) and not value.done and not value.broken:
             at, json_text = value.read(text, at)
             self._pieces.add_arguments(json_text)
         if value.broken:
-            self._break()
+            self._break(text[start:at])
         elif value.done:
             self._read = self._read_next_argument
         return at
@@ -111,6 +115,7 @@ class PythonicCallParser(CallParser):
     def _read_closing(self, at: int) -> int:
         self._begin_call()
         self._pieces.add_arguments("}" if self._keywords else "{}")
+        self._complete()
         self._end_call()
         if not self.is_full:
             self._read = self._read_next_call
@@ -135,18 +140,12 @@ class PythonicCallParser(CallParser):
             self._name = None
 
     def _break_at(self, at: int) -> int:
-        """Handles a character that is not allowed here. The text read so far becomes a part of the arguments if a call
-        has begun, otherwise content."""
+        """Handles a character that is not allowed here, in a call that has begun or has not."""
         if self._name is not None:
             self._fail()
         else:
-            self._break()
+            self._break("")
         return at
-
-    def _break(self) -> None:
-        self._pieces.add_arguments("".join(self._held))
-        self._held.clear()
-        self._read = self._read_broken_arguments
 
     def _hold(self, char: str, at: int) -> int:
         self._held.append(char)

@@ -16,7 +16,7 @@ from server.text.tool_calls.parser import MAX_DEPTH
 from server.text.tool_calls.pieces import CallDelta, Content, Piece
 
 NAMES = {"f", "g", "get_weather", "a.b-c"}
-JSON, PYTHONIC = FORMATS["llama3_json"], FORMATS["pythonic"]
+JSON, PYTHONIC, HERMES = FORMATS["llama3_json"], FORMATS["pythonic"], FORMATS["hermes"]
 
 
 def joined(pieces: list[Piece]) -> list[str | tuple[str, str]]:
@@ -39,14 +39,27 @@ def joined(pieces: list[Piece]) -> list[str | tuple[str, str]]:
     return [item if isinstance(item, str) else tuple(item) for item in whole]
 
 
-def read(kind, text: str | list[str], **options):
+def read(kind, text: str | list[str], *, takes: bool = False, cut: bool = False, **options):
+    """`takes`: pieces are taken after each part, as a stream does. `cut`: a limit ends the text."""
     parser = kind(NAMES, **options)
     parts = [text] if isinstance(text, str) else text
-    pieces = [piece for part in parts for piece in pushed(parser, part)]
-    parser.finish()
+    pieces = []
+    for part in parts:
+        parser.push(part)
+        pieces += parser.take() if takes else []
+    parser.finish(cut=cut)
     pieces += parser.take()
     check_places("".join(parts), pieces)
-    return joined(pieces)
+    found = joined(pieces)
+    assert parser.num_calls == sum(is_object(item[1]) for item in found if not isinstance(item, str))
+    return found
+
+
+def is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
 
 
 def check_places(text: str, pieces: list[Piece]) -> None:
@@ -84,10 +97,34 @@ JSON_CASES = {
     ]),
     "escapes in the name": ('{"n\\u0061me": "\\u0066", "parameters": {"a": 1}}', [F1]),
     "braces in strings": ('{"name": "f", "parameters": {"a": "}{\\"}"}}', [("f", '{"a": "}{\\"}"}')]),
-    "cut in the arguments": ('{"name": "f", "parameters": {"a": "lon', [("f", '{"a": "lon')]),
     "cut after the arguments": ('{"name": "f", "parameters": {"a": 1}, "ty', [F1]),
-    "broken arguments": ("{\"name\": \"f\", \"parameters\": {\"a\": 'x'}}; no", [("f", "{\"a\": 'x'}}; no")]),
-    "too deep": (CALL.replace("1", "[" * 99), [("f", '{"a": ' + "[" * 99 + "}}")]),
+    "single quotes": ("{\"name\": \"f\", \"parameters\": {'a': 'x\"', \"b\": 'it\\'s'}}", [
+        ("f", '{"a": "x\\"", "b": "it\'s"}')
+    ]),
+    "control characters": ('{"name": "f", "parameters": {"a": "1\n2\t3\x004"}}', [("f", '{"a": "1\\n2\\t3\\u00004"}')]),
+    "Python's words": ('{"name": "f", "parameters": {"a": True, "b": [False, None]}}', [
+        ("f", '{"a": true, "b": [false, null]}')
+    ]),
+    "keys that are no strings": ('{"name": "f", "parameters": {1: 2, 1.50: 3, True: 4, None: 5}}', [
+        ("f", '{"1": 2, "1.50": 3, "true": 4, "null": 5}')
+    ]),
+    "a comma after the last item": ('{"name": "f", "parameters": {"a": [1, ], }}', [("f", '{"a": [1 ] }')]),
+    "escapes that JSON does not have": (r'{"name": "f", "parameters": {"a": "\d\/\x41\n\u00E9"}}', [
+        ("f", r'{"a": "\\d\/A\n\u00E9"}')
+    ]),
+    "a string that holds an object": (r'{"name": "f", "arguments": "{\"a\": \"1\\n2\", \"b\": True}"}', [
+        ("f", r'{"a": "1\n2", "b": true}')
+    ]),
+    "a string with a line feed": ('{"arguments": " {\\"a\\": \n1}", "name": "f"}', [("f", '{"a": \n1}')]),
+    "a list": (f"[{CALL}]", [F1]),
+    "a list of several": (f'Now: [{CALL}, {CALL},\n{{"name": "g", "parameters": {{}}}}] Done [1].', [
+        "Now: ", F1, F1, G, " Done [1]."
+    ]),
+    "a fence": (f"```json\n{CALL}\n```", [F1]),
+    "fences": (f"Here:\n```\n[{CALL}]\n```\nand\n```tool_call\n{CALL}```", ["Here:\n", F1, "\nand\n", F1]),
+    "a fence that stays open": (f"```json\n{CALL}", [F1]),
+    "fences of their own": (f"```\na [1]\n``` {CALL} ```", ["```\na [1]\n``` ", F1, " ```"]),
+    "an array of other things": (f"[1, {{}}] {CALL}]", ["[1, {}] ", F1, "]"]),
     "text after a missing brace": (CALL[:-1] + ", so", [F1, ", so"]),
     "after what is none": ('{"x": 1} {{"name": "f", "parameters": {"a": 1}}', ['{"x": 1} {', F1]),
 }  # fmt: skip
@@ -105,7 +142,13 @@ NO_JSON_CALLS = [
     '{"name": "f"}',
     '{"name": "f", "parameters": null}',
     '{"name": "f", "parameters": [1]}',
-    '{"name": "f", "parameters": "{}"}',
+    '{"name": "f", "parameters": "[1]"}',
+    '{"name": "f", "parameters": "{} x"}',
+    '{"parameters": "", "name": "f"}',
+    '{"name": "f", "parameters": "{"a": 1}',
+    f"```json\n{CALL.replace('"f"', '"unknown"')}\n```",
+    "```python\nx = [1, 2]\n```",
+    "<tool_call>\n" + CALL.replace('"f"', '"unknown"') + "\n</tool_call>",
     '{"name": ["f"], "parameters": {}}',
     '{"parameters": {"a": 1}, "parameters": {"a": 1}, "name": "f"}',
     '{"name": "f", "name": "f", "parameters": {}}',
@@ -135,20 +178,11 @@ PYTHONIC_CASES = {
     ]),
     "nested": ("[f(a={'b': [1, {}, []], 'c': {'d': 2}})]", [("f", '{"a": {"b": [1, {}, []], "c": {"d": 2}}}')]),
     "a dotted name": ("[a.b-c()]", [("a.b-c", "{}")]),
-    "cut in a string": ('[f(a="lon', [("f", '{"a": "lon')]),
-    "cut in a number": ("[f(a=12", [("f", '{"a": 12')]),
-    "cut after a comma": ("[f(a=1, b", [("f", '{"a": 1, b')]),
     "cut after a call": ("[f(a=1), ", [F1]),
     "cut between calls": ("[f(a=1) ", [F1]),
-    "a positional argument": ("[f(a=1, 2)]", [("f", '{"a": 1, 2)]')]),
-    "the same keyword again": ("[f(a=1, a=2)]", [("f", '{"a": 1, a=2)]')]),
-    "a name as value": ("[f(a=x)]", [("f", '{"a": x)]')]),
-    "an expression": ("[f(a=1-2)]", [("f", '{"a": 1-2)]')]),
-    "not finite": ("[f(a=+1e999)]", [("f", '{"a": +1e999)]')]),
-    "no such character": ("[f(a='\\U00110000')]", [("f", '{"a": "\\U00110000\')]')]),
-    "no code": ("[f(a='\\xg')]", [("f", '{"a": "\\xg\')]')]),
-    "a line break in a string": ("[f(a='\n')]", [("f", '{"a": "\n\')]')]),
-    "a key that is no string": ("[f(a={1: 2})]", [("f", '{"a": {1: 2})]')]),
+    "a line break in a string": ("[f(a='1\n2')]", [("f", '{"a": "1\\n2"}')]),
+    "keys that are no strings": ("[f(a={1: {-0.5: True}})]", [("f", '{"a": {"1": {"-0.5": true}}}')]),
+    "a fence": ("```python\n[f(a=1), g()]\n```\n", [F1, G]),
     "text in a list of calls": ("[g(), but]", [G, ", but]"]),
 }  # fmt: skip
 NO_PYTHONIC_CALLS = [
@@ -164,21 +198,92 @@ NO_PYTHONIC_CALLS = [
     "[f(a",
     CALL,
 ]
+HERMES_CASES = {
+    "a call": (f"<tool_call>\n{CALL}\n</tool_call>", [F1]),
+    "several": (f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL}</tool_call>\n", [F1, F1]),
+    "a text before and after": (f"Let me see.\n<tool_call>\n{CALL}\n</tool_call>\nSo.", ["Let me see.\n", F1, "\nSo."]),
+    "without tags": (CALL, [F1]),
+    "a fence in the tags": (f"<tool_call>\n```json\n{CALL}\n```\n</tool_call>", [F1]),
+    "other tags": (f"<b>a</b> <tool_call> {CALL} </tool_call> </tool_call>", ["<b>a</b> ", F1, " </tool_call>"]),
+    "no call": ("<tool_call>\n{}\n</tool_call>", ["<tool_call>\n{}\n</tool_call>"]),
+}  # fmt: skip
 ALL = [
     *((JSON, text, expected) for text, expected in JSON_CASES.values()),
     *((PYTHONIC, text, expected) for text, expected in PYTHONIC_CASES.values()),
+    *((HERMES, text, expected) for text, expected in HERMES_CASES.values()),
     *((JSON, text, [text] if text else []) for text in NO_JSON_CALLS),
     *((PYTHONIC, text, [text]) for text in NO_PYTHONIC_CALLS),
 ]
-IDS = [*JSON_CASES, *PYTHONIC_CASES, *map(repr, NO_JSON_CALLS), *map(repr, NO_PYTHONIC_CALLS)]
+IDS = [*JSON_CASES, *PYTHONIC_CASES, *HERMES_CASES, *map(repr, NO_JSON_CALLS), *map(repr, NO_PYTHONIC_CALLS)]
 
 
 @pytest.mark.parametrize(("kind", "text", "expected"), ALL, ids=IDS)
 def test_a_text_gives_these_pieces_however_it_is_cut_in_two(kind, text, expected):
-    assert read(kind, text) == expected
-    assert read(kind, list(text)) == expected
-    for cut in range(len(text)):
-        assert read(kind, [text[:cut], text[cut:]]) == expected
+    for takes in (False, True):
+        assert read(kind, text, takes=takes) == expected
+        assert read(kind, list(text), takes=takes) == expected
+        for cut in range(len(text)):
+            assert read(kind, [text[:cut], text[cut:]], takes=takes) == expected
+
+
+# text -> the arguments that a stream sends in pieces of one character; in a whole answer the text is content
+BROKEN = {
+    "the end in a string": (JSON, '{"name": "f", "parameters": {"a": "lon', '{"a": "lon"}'),
+    "the end in a key": (JSON, '{"name": "f", "parameters": {"a', '{"a": null}'),
+    "the end in an escape": (JSON, '{"name": "f", "parameters": {"a": "\\u00', '{"a": "\\\\u00"}'),
+    "the end after an item": (JSON, '{"name": "f", "parameters": {"a": [1, ', '{"a": [1, ""]}'),
+    "too deep": (JSON, CALL.replace("1", "[" * 66), '{"a": ' + "[" * 63 + '"[[[}}"' + "]" * 63 + "}"),
+    "a word as value": (JSON, CALL.replace("1", "x, 2"), '{"a": "x, 2}}"}'),
+    "a word as key": (JSON, CALL.replace("1", "1, b: 2"), '{"a": 1, "b: 2}}": null}'),
+    "no comma": (JSON, CALL.replace("1", '1 "b"'), '{"a": 1 , "\\"b\\"}}": null}'),
+    "in a list": (JSON, CALL.replace("1", "[1 2]"), '{"a": [1 , "2]}}"]}'),
+    "a string's end": (PYTHONIC, '[f(a="lon', '{"a": "lon"}'),
+    "a number's end": (PYTHONIC, "[f(a=12", '{"a": "12"}'),
+    "a comma's end": (PYTHONIC, "[f(a=1, b", '{"a": 1, ", b": null}'),
+    "a positional argument": (PYTHONIC, "[f(a=1, 2)]", '{"a": 1, ", 2)]": null}'),
+    "the same keyword again": (PYTHONIC, "[f(a=1, a=2)]", '{"a": 1, ", a=2)]": null}'),
+    "a name as value": (PYTHONIC, "[f(a=x)]", '{"a": "x)]"}'),
+    "an expression": (PYTHONIC, "[f(a=1-2)]", '{"a": "1-2)]"}'),
+    "not finite": (PYTHONIC, "[f(a=+1e999)]", '{"a": "+1e999)]"}'),
+    "no such character": (PYTHONIC, "[f(a='\\U00110000')]", '{"a": "\\\\U00110000\')]"}'),
+    "no code": (PYTHONIC, "[f(a='\\xg')]", '{"a": "\\\\xg\')]"}'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_arguments_are_content_unless_a_part_of_them_is_sent(name):
+    kind, text, arguments = BROKEN[name]
+    assert read(kind, text) == read(kind, list(text)) == [text]
+    assert read(kind, f"Hm. {CALL if kind is JSON else '[f(a=1)]'} {text}") == ["Hm. ", F1, " " + text]
+    assert read(kind, list(text), takes=True) == [("f", arguments)]
+    assert isinstance(json.loads(arguments), dict)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (JSON, CALL),
+        (JSON, f"```json\n[{CALL}]\n```"),
+        (JSON, '{"parameters": {"a": 1}, "name": "f"}'),
+        (PYTHONIC, "[f(a=1)]"),
+        (HERMES, f"<tool_call>\n{CALL}\n</tool_call>"),
+    ],
+)
+def test_a_call_that_is_cut_leaves_neither_a_call_nor_content(kind, text):
+    ends = [at for at in range(len(text) + 1) if read(kind, text[:at], cut=True)]
+    assert ends == [*range(ends[0], len(text) + 1)]
+    assert ends[0] >= text.index(")" if kind is PYTHONIC else "}")
+    assert all(read(kind, text[:at], cut=True) == [F1] for at in ends)
+    for at in range(1, len(text)):
+        streamed = read(kind, list(text[:at]), takes=True, cut=True)
+        assert streamed in ([], [F1]) or F1[1].startswith(streamed[0][1])
+        assert read(kind, f"Well. {text[:at]}", cut=True)[0] == "Well. "
+    assert read(kind, f"{text}\n{text[: ends[0] - 1]}", cut=True) == [F1]
+
+
+def test_text_that_is_no_call_is_whole_where_it_is_cut():
+    for text in ("plain", "plain ", " ", "a; ", '{"x": [1', "a ` b", "1 < 2"):
+        assert read(JSON, text, cut=True) == [text]
 
 
 def test_a_call_that_comes_in_one_piece_is_one_delta():
@@ -244,25 +349,101 @@ def test_any_json_calls_come_back(calls, cuts, ascii_only, indent):
     assert read(JSON, cut(text, cuts)) == [(name, it) for (name, _), it in zip(calls, written, strict=True)]
 
 
+def as_a_model_writes(value: object, draw) -> str:
+    """The value's JSON, with control characters and Python's words here and there."""
+    match value:
+        case None | True | False if draw(st.booleans()):
+            return str(value)
+        case str() if draw(st.booleans()):
+            raw = value.replace("\\", "\\\\").replace('"', '\\"')
+            return f'"{raw}"'
+        case str() if draw(st.booleans()):
+            return repr(value)
+        case list():
+            return f"[{', '.join(as_a_model_writes(each, draw) for each in value)}{draw(COMMA) if value else ''}]"
+        case dict():
+            items = (f"{as_a_model_writes(k, draw)}: {as_a_model_writes(each, draw)}" for k, each in value.items())
+            return f"{{{', '.join(items)}{draw(COMMA) if value else ''}}}"
+    return json.dumps(value, ensure_ascii=draw(st.booleans()))
+
+
+COMMA = st.sampled_from(["", ", "])
+KEYED = st.dictionaries(st.text(max_size=5) | st.none() | st.booleans() | st.integers(), VALUES, max_size=3)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(sorted(NAMES)), KEYED), min_size=1, max_size=3), CUTS, st.data())
+@pytest.mark.parametrize("kind", [JSON, HERMES])
+def test_calls_that_are_nearly_json_come_back_as_json(kind, calls, cuts, data):
+    texts = []
+    for name, arguments in calls:
+        written = as_a_model_writes(arguments, data.draw)
+        if data.draw(st.booleans()):
+            written = json.dumps(written)
+        key = data.draw(st.sampled_from(["parameters", "arguments"]))
+        parts = [f'"name": "{name}"', f'"{key}": {written}']
+        texts.append("{" + ", ".join(data.draw(st.permutations(parts))) + "}")
+    text = data.draw(st.sampled_from([", ".join(texts), f"[{', '.join(texts)}]", f"```json\n{'; '.join(texts)}\n```"]))
+    if kind is HERMES:
+        text = "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in texts)
+    found = read(kind, cut(text, cuts), takes=data.draw(st.booleans()))
+    assert [(name, json.loads(arguments)) for name, arguments in found] == [
+        (name, json.loads(json.dumps(arguments))) for name, arguments in calls
+    ]
+    assert found == read(kind, text)
+
+
 @settings(deadline=None)
 @given(CALLS, CUTS)
 def test_any_pythonic_calls_come_back_as_json(calls, cuts):
     calls = [(name, {k: v for k, v in arguments.items() if k.isidentifier()}) for name, arguments in calls]
     inner = [f"{name}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})" for name, arguments in calls]
     text = f"[{', '.join(inner)}]"
-    found = read(PYTHONIC, cut(text, cuts))
+    found = read(PYTHONIC, cut(text, cuts), takes=True)
     assert [(name, json.loads(arguments)) for name, arguments in found] == calls
     assert found == read(PYTHONIC, text)
 
 
+MIXED = st.lists(
+    CONTENT
+    | st.sampled_from([
+        *(CALL, "[f(a='x', b=2)]", "<|python_tag|>", '{"name": "f"', '{"name": "f", "parameters": ', "[f(a=", "```"),
+        *("<tool_call>", "</tool_call>", "\n", "{'a': ", '"{\\"a\\": 1}"', "}", "\\u00e9", "\\", "1, ", "True"),
+    ]),
+    max_size=8,
+).map("".join)  # fmt: skip
+
+
 @settings(deadline=None)
-@given(
-    st.lists(CONTENT | st.sampled_from([CALL, "[f(a='x', b=2)]", "<|python_tag|>", '{"name": "f"']), max_size=6), CUTS
-)
-@pytest.mark.parametrize("kind", [JSON, PYTHONIC])
-def test_no_cut_changes_what_is_read(kind, parts, cuts):
-    text = "".join(parts)
+@given(MIXED, CUTS)
+@pytest.mark.parametrize("kind", [JSON, PYTHONIC, HERMES])
+def test_no_cut_changes_what_is_read(kind, text, cuts):
     assert read(kind, cut(text, cuts)) == read(kind, text)
+    assert read(kind, cut(text, cuts), cut=True) == read(kind, text, cut=True)
+
+
+@settings(deadline=None)
+@given(MIXED, CUTS, st.booleans())
+@pytest.mark.parametrize("kind", [JSON, PYTHONIC, HERMES])
+def test_whatever_is_sent_as_arguments_is_a_json_object(kind, text, cuts, takes):
+    found = read(kind, cut(text, cuts), takes=takes)
+    for item in found + read(kind, cut(text, cuts), cut=True):
+        assert isinstance(item, str) or isinstance(json.loads(item[1]), dict)
+
+
+@settings(deadline=None)
+@given(CALLS, st.integers(0, 400), CUTS)
+def test_a_stream_that_is_cut_has_the_whole_answers_calls_and_at_most_a_part_of_one_more(calls, end, cuts):
+    text = "; ".join(json.dumps({"name": name, "parameters": arguments}) for name, arguments in calls)
+    every = read(JSON, text)
+    whole = read(JSON, text[:end], cut=True)
+    assert whole == every[: len(whole)]
+    streamed = read(JSON, cut(text[:end], cuts), takes=True, cut=True)
+    assert streamed[: len(whole)] == whole
+    for name, arguments in streamed[len(whole) :]:
+        assert name == every[len(whole)][0]
+        assert every[len(whole)][1].startswith(arguments)
+    assert len(streamed) <= len(whole) + 1
 
 
 @settings(deadline=None)
@@ -296,8 +477,14 @@ def test_the_scanner_judges_as_a_decoder_does(text):
     [
         *(
             (JSON, unit)
-            for unit in ("{", '{"name":', '{"parameters":{', "<", "<|python_tag|>", "; ", CALL, CALL + "; ")
+            for unit in (
+                *("{", '{"name":', '{"parameters":{', "<", "<|python_tag|>", "; ", CALL, CALL + "; ", "[", "]"),
+                *("`", "```", "```json", "```\n", '{"parameters":"', '{"name": "f", "parameters": {"a": 1, '),
+                '{"name": "f", "parameters": {a',
+            )
         ),
+        (HERMES, "<tool_call>"),
+        (HERMES, f"<tool_call>{CALL}</tool_call>"),
         (JSON, '{"name": "f", "parameters": {"a": [1, "\\n", {"b": true}],'),
         *((PYTHONIC, unit) for unit in ("[", "[f(", "[f(a=", "[f(a='", "[f(a=[", "[f(), ", "[f(a=1, b=", "f", "\\x")),
     ],
