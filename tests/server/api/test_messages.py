@@ -98,9 +98,17 @@ def test_why_a_message_ends(server):
     assert blocks_of(stopped["content"]) == ["Fine, "]
 
 
-def test_a_call_that_the_limit_cuts_is_shown_all_the_same(server):
-    whole = created(server, "call", tools=[WEATHER], max_tokens=len(CALL.partition("rhus")[0].encode()))
-    assert blocks_of(whole["content"]) == [("get_weather", {"arguments": '{"city": "Å'})]
+@pytest.mark.parametrize("choice", ["auto", "any"])
+@pytest.mark.parametrize("cut", [{"max_tokens": CALL.index("rhus")}, {"stop_sequences": ["rhus"]}])
+def test_a_call_that_is_cut_leaves_no_block(server, choice, cut):
+    fields = {"tools": [WEATHER], "tool_choice": {"type": choice}, **cut}
+    whole = created(server, "call", **fields)
+    reason = "max_tokens" if "max_tokens" in cut else "stop_sequence"
+    assert (whole["content"], whole["stop_reason"]) == ([], reason)
+    found = events(server, "call", **fields)
+    deltas = [event["delta"] for event in found if event["type"] == "content_block_delta"]
+    assert ARGUMENTS.startswith("".join(delta["partial_json"] for delta in deltas))
+    assert found[-2]["delta"]["stop_reason"] == reason
 
 
 def test_tokens_are_counted_without_an_answer(server):

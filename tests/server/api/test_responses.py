@@ -191,6 +191,26 @@ def test_a_limit_makes_a_response_incomplete(server):
     assert shape(found[-1]["response"]["output"]) == [SCRIPTS["plain"][:3]]
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("cut", [{"max_output_tokens": CALL.index("rhus")}, {"stop": "rhus"}])
+def test_a_call_that_is_cut_is_no_output(server, choice, cut):
+    fields = {"tools": [WEATHER], "tool_choice": choice, **cut}
+    assert shape(created(server, "call", **fields)["output"]) == [""]
+    final = events(server, "call", **fields)[-1]["response"]
+    status = "incomplete" if "max_output_tokens" in cut else "completed"
+    assert final["status"] == status
+    for item in final["output"]:  # what had been sent when the call was cut
+        assert item["type"] == "message" or (item["status"] == "incomplete" and ARGUMENTS.startswith(item["arguments"]))
+    following = post(server, "plain", previous_response_id=final["id"], tools=[WEATHER])
+    with server.http() as http:
+        messages = [{"role": "user", "content": "hello"}] * 2
+        answer = [{"role": "assistant", "content": ""}] if final["output"][0]["type"] == "message" else []
+        messages[1:1] = answer
+        tools = [{"type": "function", "function": {k: v for k, v in WEATHER.items() if k != "type"}}]
+        counted = http.post("/tokenize", json={"messages": messages, "tools": tools}).json()["count"]
+    assert following.json()["usage"]["input_tokens"] == counted
+
+
 def test_what_is_not_stored_is_not_found(server):
     response = created(server, store=False)
     with server.http() as http:

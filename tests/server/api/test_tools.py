@@ -164,14 +164,6 @@ def test_one_call_where_calls_are_not_parallel(server):
     assert streamed(server, fields) == ("", [W], "tool_calls")
 
 
-def test_a_call_that_the_limit_cuts_ends_with_length(server):
-    cut = len(CALL.partition("rhus")[0].encode())
-    fields = body("call", max_tokens=cut)
-    whole = choice(server, fields)
-    assert (calls_of(whole["message"]), whole["finish_reason"]) == ([("get_weather", '{"city": "Å')], "length")
-    assert streamed(server, fields) == ("", [("get_weather", '{"city": "Å')], "length")
-
-
 def test_scores_come_with_calls(server):
     whole = choice(server, body("call", logprobs=True))
     assert len(whole["logprobs"]["content"]) == len(CALL.encode()) + 1
@@ -190,6 +182,30 @@ def test_a_call_that_must_be_made(server, choice_of_tool, finish):
     whole = choice(server, fields)
     assert (calls_of(whole["message"]), whole["finish_reason"]) == ([W], finish)
     assert streamed(server, fields) == ("", [W], finish)
+
+
+@pytest.mark.parametrize("choice_of_tool", ["auto", "required", NAMED], ids=str)
+@pytest.mark.parametrize("fraction", [0.02, 0.1, 0.4, 0.6, 0.9])
+def test_a_call_that_the_limit_cuts_leaves_neither_a_call_nor_content(server, choice_of_tool, fraction):
+    fields = body("call", tool_choice=choice_of_tool, max_tokens=int(fraction * len(CALL.encode())))
+    whole = choice(server, fields)
+    assert (whole["message"]["content"], calls_of(whole["message"]), whole["finish_reason"]) == ("", [], "length")
+    content, calls, finish = streamed(server, fields)
+    assert (content, finish) == ("", "length")
+    assert all(name == "get_weather" and ARGUMENTS.startswith(arguments) for name, arguments in calls)
+    second = choice(server, fields | {"seed": SEEDS["two calls"], "max_tokens": len(CALL.encode()) + 20})
+    expected = ([W], "stop" if choice_of_tool == NAMED else "length")
+    assert (calls_of(second["message"]), second["finish_reason"]) == expected
+
+
+@pytest.mark.parametrize("choice_of_tool", ["auto", "required", NAMED], ids=str)
+def test_a_call_that_a_stop_string_cuts_is_no_call(server, choice_of_tool):
+    fields = body("call", tool_choice=choice_of_tool, stop="rhus")
+    whole = choice(server, fields)
+    assert (whole["message"]["content"], calls_of(whole["message"]), whole["finish_reason"]) == ("", [], "stop")
+    content, calls, finish = streamed(server, fields)
+    assert (content, finish) == ("", "stop")
+    assert all(ARGUMENTS.startswith(arguments) for _, arguments in calls)
 
 
 def test_a_call_that_must_be_made_is_read_whatever_the_models_format(without_auto):

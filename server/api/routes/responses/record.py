@@ -127,6 +127,7 @@ class ResponseRecord:
         self._num_bytes = num_bytes
         self._scores = scores
         self._unclaimed: deque[ScoredToken] = deque()  # tokens whose text has not been added
+        self._ends_in_half_call = False
         self._usage: dict[str, Any] | None = None
         self._error: dict[str, Any] | None = None
         self._created = int(time.time())
@@ -187,6 +188,7 @@ class ResponseRecord:
     def finish(self, choice: Choice) -> None:
         """Call it when the choice has ended and all of it is added."""
         self._usage = _usage(choice)
+        self._ends_in_half_call = sum(isinstance(item, CallItem) for item in self.items) > choice.num_calls
         self.status = INCOMPLETE if choice.finish_reason == FinishReason.LENGTH.value else COMPLETED
 
     def fail(self, error: RequestError) -> None:
@@ -203,7 +205,8 @@ class ResponseRecord:
 
     def item_status(self, item: Item) -> str:
         """The status of an item that does not grow any more."""
-        return INCOMPLETE if self.status != COMPLETED and self.is_over and item is self.items[-1] else COMPLETED
+        is_cut = self._ends_in_half_call or (self.is_over and self.status != COMPLETED)
+        return INCOMPLETE if is_cut and item is self.items[-1] else COMPLETED
 
     def body(self) -> dict[str, Any]:
         """The response's JSON object, for `json_pieces`: it may hold long texts."""
@@ -226,9 +229,12 @@ class ResponseRecord:
         return self._messages
 
     def conversation(self) -> list[Message]:
-        """The messages up to and including this answer, for the next response of the conversation."""
+        """The messages up to and including this answer, for the next response of the conversation. A call that was cut
+        is left out: nothing can be its result."""
         answer: list[Message] = []
-        for is_call, group in groupby(self.items, key=lambda item: isinstance(item, CallItem)):
+        is_cut = self._ends_in_half_call or self.status in (CANCELLED, FAILED)
+        items = self.items[:-1] if self.items and is_cut and isinstance(self.items[-1], CallItem) else self.items
+        for is_call, group in groupby(items, key=lambda item: isinstance(item, CallItem)):
             if is_call:
                 answer.append(call_message((c.call_id, c.name, c.text) for c in group if isinstance(c, CallItem)))
             else:
