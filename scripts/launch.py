@@ -91,7 +91,8 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument(
         "--override-generation-config", metavar="JSON", help="""defaults of requests: '{"temperature": 0.5}'"""
     )
-    server.add_argument("--tool-call-parser", default="llama3_json", choices=FORMATS, help="the form of tool calls")
+    parser_help = "the form of tool calls (default: hermes if the chat template has <tool_call>, else llama3_json)"
+    server.add_argument("--tool-call-parser", choices=FORMATS, help=parser_help)
     server.add_argument("--no-enable-auto-tool-choice", dest="enable_auto_tool_choice", action="store_false")
     server.add_argument("--enable-auto-tool-choice", action="store_true", default=True, help=argparse.SUPPRESS)
     server.add_argument("--allowed-origins", nargs="+", default=["*"], metavar="ORIGIN", help="CORS (default: all)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -34,11 +35,14 @@ from server.http.errors import NOT_FOUND, RequestError
 from server.settings import Settings
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import Tokenizer
+from server.text.tool_calls.formats import DEFAULT_FORMAT, FORMATS, format_in
+
+logger = logging.getLogger("pallas_serve")
 
 
 def create_state(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> ServerState:
     """Raises TemplateError if the chat template is not valid Jinja."""
-    source = settings.chat_template or tokenizer.chat_template
+    source = settings.chat_template or tokenizer.chat_template or ""
     template = None
     if source:
         template = ChatTemplate(source, special_tokens=tokenizer.special_tokens, variables=tokenizer.template_variables)
@@ -50,8 +54,19 @@ def create_state(settings: Settings, client: EngineClient, tokenizer: Tokenizer)
         tokenizer=tokenizer,
         chat_template=template,
         history=StatsHistory(lambda: client.stats),
+        call_format=FORMATS[_call_format(settings, source)],
         metrics=ServerMetrics(engines, prefix=settings.metrics_prefix, model_name=settings.model_names[0]),
     )
+
+
+def _call_format(settings: Settings, template: str) -> str:
+    """The name of the format of tool calls. If the template decides, the log says which it is."""
+    if settings.tool_call_parser is not None:
+        return settings.tool_call_parser
+    name = format_in(template)
+    if name != DEFAULT_FORMAT:
+        logger.info("tool calls are read as --tool-call-parser %s, which the chat template shows to the model", name)
+    return name
 
 
 def create_app(state: ServerState) -> Starlette:

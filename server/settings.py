@@ -123,7 +123,7 @@ class Settings:
     chat_template: str | None = None  # replaces the tokenizer's own
     trust_request_chat_template: bool = False  # requests may have templates, which are programs
     enable_auto_tool_choice: bool = True  # tool_choice "auto" is allowed
-    tool_call_parser: str = "llama3_json"  # the format of the model's calls
+    tool_call_parser: str | None = None  # the format of the model's calls; None: the one that the template shows
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     metrics_prefix: str = DEFAULT_METRICS_PREFIX
     version: str = "0.0.0"

@@ -22,6 +22,7 @@ from server.http.turns import Turns
 from server.settings import Settings
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import Tokenizer
+from server.text.tool_calls.parser import CallParser
 
 MIN_MARKS = 2**16  # brackets and colons that a body may have even if the context is short
 
@@ -35,6 +36,7 @@ class ServerState:
     engines: Sequence[EngineClient]  # the client, or the engines of its group
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None  # None: the tokenizer has none
+    call_format: type[CallParser]  # of the model's tool calls
     metrics: ServerMetrics
     history: StatsHistory
     tracer: Tracer | None = None  # None: there are no traces

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from server.app import create_app
 from server.engine import wire
 from server.settings import Settings
+from server.text.tool_calls.formats import FORMATS
 from tests.server.support.openai_schemas import validate
 from tests.server.support.stub_app import COMPLETIONS, DONE, StubClient, call, state_of
 
@@ -113,6 +115,18 @@ def test_the_template_of_the_settings_replaces_the_tokenizers():
     state = state_of(client, chat_template="{{ messages[0].content }}!")
     call(state, "POST", "/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
     assert client.submitted[0].prompt == wire.packed(list(b"a!"))
+
+
+def test_the_log_says_which_form_of_calls_the_template_shows(caplog):
+    caplog.set_level(logging.INFO, logger="pallas_serve")
+    state = state_of(StubClient(), template="{{ messages }}<tool_call>")
+    assert state.call_format is FORMATS["hermes"]
+    assert [record.message for record in caplog.records if "--tool-call-parser hermes" in record.message]
+    caplog.clear()
+    assert state_of(StubClient()).call_format is FORMATS["llama3_json"]
+    chosen = state_of(StubClient(), template="<tool_call>", tool_call_parser="pythonic")
+    assert chosen.call_format is FORMATS["pythonic"]
+    assert not caplog.records
 
 
 def test_what_a_request_says_reaches_the_engine():

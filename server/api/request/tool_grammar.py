@@ -1,7 +1,7 @@
 """Grammars that constrain tool calls: the model must make one, or the arguments must be valid by their schemas.
 
-A call that must be made is in Llama 3's JSON format, `{"name": "f", "parameters": {...}}`, for every model. A model
-that may choose writes calls in its own format.
+A call that must be made is JSON: `{"name": "f", "parameters": {...}}` as Llama 3 writes it, or as Hermes does,
+`{"name": "f", "arguments": {...}}` between tags. A model that may choose writes calls in its own format.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from server.api.state import ServerState
 from server.grammar.forms import JSON_OPTIONS, lark_grammar
 from server.grammar.python_literals import SHARED_RULES, PythonArguments
 from server.grammar.references import moved
-from server.text.tool_calls.json_calls import JsonCallParser
+from server.text.tool_calls.json_calls import CALL_END_TAG, CALL_TAG, HermesCallParser, JsonCallParser
 from server.text.tool_calls.parser import CallParser
 from server.text.tool_calls.pythonic_calls import PythonicCallParser
 
@@ -48,10 +48,11 @@ def tool_grammar(tools: Tools, answer: str | None = None, form: type[CallParser]
     Raises GrammarError for an invalid schema.
     """
     if tools.choice is not ToolChoice.AUTO:
-        return lark_grammar(f"start: calls\n{_calls(tools, ONE_LINE)}", foreign=False)
+        return lark_grammar(f"start: calls\n{_calls(tools, ONE_LINE, form)}", foreign=False)
     if answer is not None:
         start, *others = _parts(answer)
-        either = {"lark_grammar": lark_grammar(f"start: calls | @answer\n{_calls(tools, JSON_OPTIONS)}", foreign=False)}
+        rules = f"start: calls | @answer\n{_calls(tools, JSON_OPTIONS, form)}"
+        either = {"lark_grammar": lark_grammar(rules, foreign=False)}
         return json.dumps({"grammars": [either, {**start, "name": "answer"}, *others]})
     begun = _pythonic_calls(tools) if form is PythonicCallParser else _json_calls(tools)
     return lark_grammar(f"start: begun* TEXT\nTEXT: /{ANY_TEXT}/\n{begun}", foreign=False)
@@ -93,17 +94,22 @@ def _pythonic_calls(tools: Tools) -> str:
     return "\n".join(lines)
 
 
-def _calls(tools: Tools, options: Mapping[str, Any]) -> str:
+def _calls(tools: Tools, options: Mapping[str, Any], form: type[CallParser]) -> str:
     """The rules of calls. Each call is one JSON value. `options` of white space must be the same in a grammar of other
     JSON next to it."""
-    lines = ["calls: call" + (' ("; " call)*' if tools.parallel else "")]
-    lines.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools.specs))))
-    lines += [f"call_{i}: %json {json.dumps(_call_schema(spec, options))}" for i, spec in enumerate(tools.specs)]
+    is_hermes = issubclass(form, HermesCallParser)
+    before, after, between = (f"{CALL_TAG}\n", f"\n{CALL_END_TAG}", "\n") if is_hermes else ("", "", "; ")
+    key = "arguments" if is_hermes else "parameters"
+    calls = [f"%json {json.dumps(_call_schema(spec, key, options))}" for spec in tools.specs]
+    lines = ["calls: call" + (f" ({json.dumps(between)} call)*" if tools.parallel else "")]
+    call = " | ".join(f"call_{i}" for i in range(len(calls)))
+    lines.append(f"call: {json.dumps(before)} ({call}) {json.dumps(after)}" if is_hermes else f"call: {call}")
+    lines += [f"call_{i}: {call}" for i, call in enumerate(calls)]
     return "\n".join(lines)
 
 
-def _call_schema(spec: FunctionSpec, options: Mapping[str, Any]) -> dict[str, Any]:
-    properties = {"name": {"const": spec.name}, "parameters": moved(_schema(spec), "#/properties/parameters")}
+def _call_schema(spec: FunctionSpec, key: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    properties = {"name": {"const": spec.name}, key: moved(_schema(spec), f"#/properties/{key}")}
     return {
         "type": "object",
         "properties": properties,

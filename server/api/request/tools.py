@@ -16,7 +16,6 @@ from server.api.request.schemas import ChatRequest, FunctionSpec, ToolSpec
 from server.api.state import ServerState
 from server.http.errors import RequestError, invalid, unsupported
 from server.text.chat_template import ChatTemplate
-from server.text.tool_calls.formats import FORMATS
 from server.text.tool_calls.json_calls import JsonCallParser
 from server.text.tool_calls.parser import CallParser
 
@@ -99,12 +98,14 @@ async def usable_tools(state: ServerState, body: ChatRequest, template: ChatTemp
 
 
 def call_format(state: ServerState, tools: Tools, answer: str | None) -> type[CallParser]:
-    """The format of calls: the model's own if it may choose between text and calls, otherwise JSON.
+    """The format of calls: the model's own if it may choose between text and calls, or if its own is JSON. Otherwise it
+    is Llama 3's JSON.
 
     `answer` is the grammar of an answer without calls; None: it is free text.
     """
+    own = state.call_format
     is_free = tools.choice is ToolChoice.AUTO and answer is None
-    return FORMATS[state.settings.tool_call_parser] if is_free else JsonCallParser
+    return own if is_free or issubclass(own, JsonCallParser) else JsonCallParser
 
 
 def call_parsers(state: ServerState, tools: Tools | None, answer: str | None) -> Callable[[], CallParser] | None:

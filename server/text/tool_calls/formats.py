@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.text.tool_calls.json_calls import HermesCallParser, JsonCallParser
+from server.text.tool_calls.json_calls import CALL_TAG, HermesCallParser, JsonCallParser
 from server.text.tool_calls.parser import CallParser
 from server.text.tool_calls.pythonic_calls import PythonicCallParser
 
@@ -14,3 +14,9 @@ FORMATS: dict[str, type[CallParser]] = {
     "llama4_json": JsonCallParser,
     "llama4_pythonic": PythonicCallParser,
 }
+DEFAULT_FORMAT = "llama3_json"
+
+
+def format_in(template: str) -> str:
+    """The name of the format that a chat template shows to the model."""
+    return "hermes" if CALL_TAG in template else DEFAULT_FORMAT

@@ -17,7 +17,7 @@ from server.text.tool_calls.parser import MAX_DEPTH, CallParser
 
 ARGUMENT_KEYS = ("parameters", "arguments")
 OTHER_KEYS = ("type", "id")
-CALL_TAG = "<tool_call>"
+CALL_TAG, CALL_END_TAG = "<tool_call>", "</tool_call>"
 
 
 class JsonCallParser(CallParser):
@@ -185,7 +185,7 @@ class HermesCallParser(JsonCallParser):
     """Reads calls in the form of Hermes 2 Pro and 3: JSON between `<tool_call>` and `</tool_call>`. The tags may be
     missing: some tokenizers have them as special tokens, which are not shown."""
 
-    marks = JsonCallParser.marks | {CALL_TAG: "</tool_call>"}
+    marks = JsonCallParser.marks | {CALL_TAG: CALL_END_TAG}
 
 
 def _decoded(raw: str) -> str:

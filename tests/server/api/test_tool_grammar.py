@@ -16,7 +16,7 @@ from server.api.request.tool_grammar import tool_grammar
 from server.api.request.tools import ToolChoice, Tools
 from server.grammar.compiler import Vocabulary, compile_grammar
 from server.grammar.forms import json_schema_grammar, lark_grammar, regex_grammar
-from server.text.tool_calls.json_calls import JsonCallParser
+from server.text.tool_calls.json_calls import HermesCallParser, JsonCallParser
 from server.text.tool_calls.pieces import CallDelta
 from server.text.tool_calls.pythonic_calls import PythonicCallParser
 from tests.examples import examples
@@ -97,6 +97,27 @@ def test_a_schema_without_a_type_is_an_objects():
     assert not accepts(grammar, call("any", 5))
 
 
+def tagged(name: str, arguments: object) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+def test_calls_between_tags_that_are_let_through():
+    paris, now = tagged("get_weather", {"city": "Paris </tool_call>"}), tagged("get_time", {})
+    required = tool_grammar(GRAMMARS["required"], None, HermesCallParser)
+    assert all(accepts(required, text) for text in (paris, now, f"{paris}\n{now}\n{paris}"))
+    bad = ["", PARIS, f"text {paris}", paris[:-1], f"{paris}{now}", tagged("get_weather", {}), tagged("other", {})]
+    assert [text for text in bad if accepts(required, text)] == []
+    named = tool_grammar(GRAMMARS["named"], None, HermesCallParser)
+    assert accepts(named, paris)
+    assert not accepts(named, f"{paris}\n{paris}")
+    auto = tool_grammar(GRAMMARS["auto"], None, HermesCallParser)
+    assert all(accepts(auto, text) for text in ("plain", f"Hm.\n{paris}\n{now}", tagged("get_time", {"free": 1})))
+    assert not accepts(auto, f"Hm.\n{tagged('get_weather', {'city': 1})}")
+    either = tool_grammar(GRAMMARS["auto"], json_schema_grammar({"type": "array"}), HermesCallParser)
+    assert all(accepts(either, text) for text in ("[1]", paris, f"{now}\n{paris}"))
+    assert not any(accepts(either, text) for text in ("{}", PARIS, f"[1]{paris}"))
+
+
 ANSWERS = {
     "a list": (json_schema_grammar({"type": "array"}), "[\n  1, {}\n]", "{}"),
     "an object": (json_schema_grammar({"type": "object", "required": ["x"]}), '{\n  "x": [1,  2]\n}', '{"y": 1}'),
@@ -136,13 +157,13 @@ def test_a_schema_that_cannot_be_held_to_is_refused():
 
 
 @settings(max_examples=examples(25), deadline=None)
-@given(schemas, st.integers(0, 2**32), st.booleans())
-def test_whatever_is_drawn_is_read_as_calls_that_are_valid(schema, seed, parallel):
+@given(schemas, st.integers(0, 2**32), st.booleans(), st.sampled_from([JsonCallParser, HermesCallParser]))
+def test_whatever_is_drawn_is_read_as_calls_that_are_valid(schema, seed, parallel, form):
     parameters = {"type": "object", "properties": {"value": schema}, "required": ["value"]}
     specs = (FunctionSpec("f", parameters=parameters), TIME)
     asked = Tools(specs=specs, choice=ToolChoice.REQUIRED, parallel=parallel)
-    text, is_whole = walk(tool_grammar(asked), np.random.default_rng(seed))
-    parser = JsonCallParser(asked.names)
+    text, is_whole = walk(tool_grammar(asked, None, form), np.random.default_rng(seed))
+    parser = form(asked.names)
     parser.push(text)
     parser.finish()
     pieces = parser.take()

@@ -9,6 +9,7 @@ import openai
 import pydantic
 import pytest
 
+from server.text.tool_calls.json_calls import CALL_TAG
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.openai_schemas import validate
 from tests.server.support.requests import CHAT
@@ -61,6 +62,25 @@ def fast_pythonic(tmp_path_factory):
     config = EchoConfig(reply=tuple(b"Hm. [get_weather(city='a', days=-1), get_time()]"), tokens_per_step=1000)
     folder = tmp_path_factory.mktemp("pythonic")
     with running_server(folder, ECHO, config, template=TOOL_TEMPLATE, tool_call_parser="pythonic") as running:
+        yield running
+
+
+HERMES_CALL = '<tool_call>\n{"name": "get_weather", "arguments": ' + ARGUMENTS + "}\n</tool_call>"
+HERMES_TIME = '<tool_call>\n{"arguments": {}, "name": "get_time"}\n</tool_call>'
+HERMES_SCRIPTS = {
+    "one": (HERMES_CALL, None, [("get_weather", ARGUMENTS)]),
+    "two": (f"{HERMES_CALL}\n{HERMES_TIME}\n", None, [("get_weather", ARGUMENTS), ("get_time", "{}")]),
+    "text first": (f"Let me look.\n{HERMES_TIME}", "Let me look.\n", [("get_time", "{}")]),
+}
+
+
+@pytest.fixture(scope="module")
+def hermes(tmp_path_factory):
+    """The format that the template shows."""
+    replies = tuple(tuple(script.encode()) for script, _, _ in HERMES_SCRIPTS.values())
+    template = TOOL_TEMPLATE + "{# Calls are in <tool_call></tool_call>. #}"
+    folder, config = tmp_path_factory.mktemp("hermes"), EchoConfig(reply=(), replies=replies)
+    with running_server(folder, ECHO, config, template=template) as running:
         yield running
 
 
@@ -146,6 +166,23 @@ def test_a_call_that_comes_in_one_step_is_not_lost(fast_pythonic):
 def test_strict_tools_are_called_in_the_models_format(fast_pythonic):
     fields = {"messages": MESSAGES, "tools": [function(strict=True), function("get_time", strict=True)]}
     assert [name for name, _ in calls_of(choice(fast_pythonic, fields)["message"])] == ["get_weather", "get_time"]
+
+
+@pytest.mark.parametrize("number", range(len(HERMES_SCRIPTS)))
+@pytest.mark.parametrize("tool_choice", ["auto", "required"])
+def test_calls_between_the_tags_that_the_template_shows(hermes, number, tool_choice):
+    _, content, calls = [*HERMES_SCRIPTS.values()][number]
+    fields = {"messages": MESSAGES, "tools": TOOLS, "seed": number, "tool_choice": tool_choice}
+    whole = choice(hermes, fields)
+    assert (whole["message"]["content"], calls_of(whole["message"])) == (content, calls)
+    assert whole["finish_reason"] == "tool_calls"
+    assert streamed(hermes, fields) == (content or "", calls, "tool_calls")
+
+
+def test_the_flag_wins_over_the_template(tmp_path):
+    config = EchoConfig(reply=tuple(HERMES_CALL.encode()))
+    with running_server(tmp_path, ECHO, config, template=TOOL_TEMPLATE + CALL_TAG, tool_call_parser="pythonic") as it:
+        assert choice(it, {"messages": MESSAGES, "tools": TOOLS})["message"]["content"] == HERMES_CALL
 
 
 def test_each_choice_has_its_own_calls(server):

@@ -125,8 +125,7 @@ def _call_block(name: str | None, arguments: Any) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> Any:
-    """`input` must be an object. Arguments that UTF-8 has no text for (half of a surrogate pair) become the text field of
-    one."""
+    """`input` must be an object. Arguments with half of a surrogate pair become its text field: UTF-8 has no such text."""
     raw = arguments.encode()
     try:
         msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
