@@ -111,6 +111,48 @@ def test_a_call_that_is_cut_leaves_no_block(server, choice, cut):
     assert found[-2]["delta"]["stop_reason"] == reason
 
 
+def num_chat_tokens(server, messages, **fields):
+    with server.http() as http:
+        return http.post("/tokenize", json={"messages": messages, **fields}).json()["count"]
+
+
+@pytest.mark.parametrize("content", ["47 + 35 =", [{"type": "text", "text": "47 + 35 ="}]])
+def test_a_last_message_of_the_assistant_is_the_beginning_of_the_answer(server, content):
+    messages = [*HELLO, {"role": "assistant", "content": content}]
+    continued = num_chat_tokens(server, messages, continue_final_message=True, add_generation_prompt=False)
+    assert continued == num_chat_tokens(server, messages, add_generation_prompt=False) - 1  # the end of the turn
+    whole = created(server, messages=messages)
+    assert (blocks_of(whole["content"]), whole["usage"]["input_tokens"]) == ([SCRIPTS["plain"]], continued)
+    assert put_together(events(server, messages=messages)) == [SCRIPTS["plain"]]
+    counted = post(server, path=f"{PATH}/count_tokens", messages=messages).json()
+    assert counted == {"input_tokens": continued}
+
+
+@pytest.mark.parametrize("content", ["", []])
+def test_an_empty_last_message_is_no_beginning(server, content):
+    messages = [*HELLO, {"role": "assistant", "content": content}]
+    assert created(server, messages=messages)["usage"] == created(server)["usage"]
+
+
+FORMAT = {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}
+NOT_CONTINUED = {
+    "trailing whitespace": ("47 + 35 = ", {}),
+    "trailing whitespace in a block": ([{"type": "text", "text": "47\n"}], {}),
+    "a call": ([{"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {}}], {"tools": [WEATHER]}),
+    "an output format": ("{", FORMAT),
+}
+
+
+@pytest.mark.parametrize("name", NOT_CONTINUED)
+def test_beginnings_that_anthropic_refuses(server, name):
+    content, fields = NOT_CONTINUED[name]
+    response = post(server, messages=[*HELLO, {"role": "assistant", "content": content}], **fields)
+    assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
+    said = response.json()["error"]["message"]
+    assert ("output_config.format" if name == "an output format" else "messages.1.content") in said
+    assert ("final assistant content cannot end with trailing whitespace" in said) == name.startswith("trailing")
+
+
 def test_tokens_are_counted_without_an_answer(server):
     counted = post(server, path=f"{PATH}/count_tokens", tools=[WEATHER], system="Be kind.").json()
     assert counted == {"input_tokens": created(server, tools=[WEATHER], system="Be kind.")["usage"]["input_tokens"]}

@@ -248,6 +248,18 @@ def test_the_tokens_of_an_input_are_counted_as_the_prompt_is(server):
         client.responses.input_tokens.count(input="a", tool_choice={"type": "function", "name": "f"})
 
 
+@pytest.mark.parametrize(("status", "continues"), [("incomplete", True), ("in_progress", True), ("completed", False)])
+def test_a_last_message_that_is_not_complete_is_continued(server, status, continues):
+    content = [{"type": "output_text", "text": "Once upon", "annotations": []}]
+    last = {"type": "message", "role": "assistant", "id": "msg_1", "status": status, "content": content}
+    answer = created(server, input=[{"role": "user", "content": "hello"}, last])
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Once upon"}]
+    with server.http() as http:
+        options = {"continue_final_message": continues, "add_generation_prompt": not continues}
+        counted = http.post("/tokenize", json={"messages": messages, **options}).json()["count"]
+    assert answer["usage"]["input_tokens"] == counted
+
+
 def test_tools_that_are_allowed(server):
     other = WEATHER | {"name": "get_time"}
     choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "get_time"}]}

@@ -25,13 +25,23 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def chat_request(body: CountRequest) -> ChatRequest:
-    """The same request to chat. Raises RequestError 400."""
+    """The same request to chat. Raises RequestError 400.
+
+    If the last message is the assistant's, the answer continues it. An empty one is no beginning, and is left out.
+    """
     system = [] if body.system is None else [Message("system", _text("system", body.system))]
     turns = [message for i, turn in enumerate(body.messages) for message in _messages(f"messages.{i}", turn)]
+    continues = bool(turns) and turns[-1].role == "assistant"
+    if continues:
+        _check_beginning(body, turns[-1])
+        if not turns[-1].content:
+            turns.pop()
+            continues = False
     parallel = None if body.tool_choice is None else not body.tool_choice.disable_parallel_tool_use
     chat = ChatRequest(
         model=body.model,
         messages=system + turns,
+        continue_final_message=continues,
         tools=_chat_tools(body),
         tool_choice=_chat_tool_choice(body.tool_choice),
         parallel_tool_calls=parallel,
@@ -54,6 +64,19 @@ def chat_request(body: CountRequest) -> ChatRequest:
             setattr(chat, name, getattr(body, name))
         chat.stop = body.stop_sequences
     return chat
+
+
+def _check_beginning(body: CountRequest, last: Message) -> None:
+    """Checks the beginning of the answer, which is the last message, by Anthropic's rules. Raises RequestError 400."""
+    where = f"messages.{len(body.messages) - 1}.content"
+    if last.tool_calls:
+        raise invalid(where, "ends with `tool_use`: a message with its `tool_result` must follow")
+    if isinstance(last.content, str) and last.content[-1:].isspace():
+        raise invalid(where, "final assistant content cannot end with trailing whitespace")
+    if last.content and body.output_config is not None and body.output_config.format is not None:
+        raise invalid(
+            "output_config.format", "cannot be combined with a last message of the assistant, which is continued"
+        )
 
 
 def _response_format(body: CountRequest) -> msgspec.Raw | msgspec.UnsetType:

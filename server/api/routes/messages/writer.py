@@ -125,7 +125,8 @@ def _call_block(name: str | None, arguments: Any) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> Any:
-    """`input` must be an object. Arguments with half of a surrogate pair become its text field: UTF-8 has no such text."""
+    """`input` must be an object. Arguments with half of a surrogate pair, which UTF-8 does not have, become the text
+    field of one."""
     raw = arguments.encode()
     try:
         msgspec.json.decode(raw, type=dict[str, msgspec.Raw])

@@ -38,6 +38,7 @@ class InputItem(Declared):
     name: str | None = None
     arguments: str | None = None
     output: str | list[InputPart] | None = None
+    status: str | None = None  # of a message of the assistant that is not complete: the answer continues it
 
 
 class TextFormat(Declared):
@@ -112,9 +113,7 @@ class ResponsesRequest(Declared, kw_only=True):
 
 
 _PART = FieldTable(kind=InputPart, without_effect=frozenset({"annotations", "logprobs"}))
-_ITEM = FieldTable(
-    kind=InputItem, without_effect=frozenset({"id", "status", "phase"}), inner={"content": _PART, "output": _PART}
-)
+_ITEM = FieldTable(kind=InputItem, without_effect=frozenset({"id", "phase"}), inner={"content": _PART, "output": _PART})
 _WITHOUT_EFFECT = frozenset(
     "max_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier service_tier "
     "session_id spaces_between_special_tokens stream_options user".split()

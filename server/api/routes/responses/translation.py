@@ -22,6 +22,7 @@ _OTHER_NAMES = {
     "messages": "input",
     "response_format": "text.format",
 }
+UNFINISHED = ("in_progress", "incomplete")
 LOGPROBS = "message.output_text.logprobs"
 HARMLESS_PARTS = ("reasoning.encrypted_content",)  # there is no reasoning
 _PART_TYPES = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -107,6 +108,7 @@ def chat_request(body: ResponsesRequest, tools: Sequence[FunctionTool], messages
     instructions = [] if body.instructions is None else [Message("system", body.instructions)]
     return ChatRequest(
         messages=[*instructions, *messages],
+        continue_final_message=_continues(body.input),
         max_completion_tokens=body.max_output_tokens,
         logprobs=asks_for_logprobs(body),
         top_logprobs=body.top_logprobs or None,
@@ -115,6 +117,14 @@ def chat_request(body: ResponsesRequest, tools: Sequence[FunctionTool], messages
         response_format=_response_format(body.text.format if body.text else None),
         **{name: getattr(body, name) for name in _SAME},
     )
+
+
+def _continues(items: str | list[InputItem]) -> bool:
+    """Whether the last item is a message of the assistant that is not complete. As in vLLM, the answer continues it."""
+    if isinstance(items, str) or not items:
+        return False
+    last = items[-1]
+    return (last.type or "message", last.role) == ("message", "assistant") and last.status in UNFINISHED
 
 
 def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
