@@ -204,11 +204,14 @@ class Choice:
         for i, token_id in enumerate(token_ids, 1):
             self.num_tokens += 1
             self._token_ids.append(token_id)
+            is_hidden = hides_last and i == len(token_ids)
+            text = "" if is_hidden else stream.push(token_id)
             if scores is not None:
-                self._scored.append(ScoredToken(token_id, stream.num_chars, scores[i - 1]))
-            if hides_last and i == len(token_ids):
+                offset = stream.num_chars if is_hidden else stream.start
+                self._scored.append(ScoredToken(token_id, offset, scores[i - 1]))
+            if is_hidden:
                 break
-            self._add(stream.push(token_id))
+            self._add(text)
             if stream.matched_stop is not None or (self._calls is not None and self._calls.is_full):
                 self._finish(FinishReason.STOP.value, stream.matched_stop)
                 return True

@@ -13,34 +13,44 @@ class Detokenizer:
     """Ids to characters. A character whose bytes are spread over tokens appears with its last byte. Bytes that are not
     UTF-8 become U+FFFD, exactly as if the whole text were decoded at once."""
 
-    __slots__ = ("_decode", "_partial", "_skip", "_table")
+    __slots__ = ("_decoder", "_partial", "_skip", "_table", "num_before")
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._table = tokenizer.token_bytes
         self._skip = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._partial = False  # the decoder holds the first bytes of a character
+        self.num_before = 0  # characters of the last `push` that stand for earlier tokens alone: U+FFFD, 0 or 1
 
     def push(self, token_id: int) -> str:
+        self.num_before = 0
         if token_id in self._skip or token_id >= len(self._table):
             return ""
         raw = self._table[token_id]
         if not self._partial and raw.isascii():
             return raw.decode("ascii")
-        text = self._decode(raw)
-        self._partial = not text or raw[-1] >= 0x80
+        text = self._decoder.decode(raw[:1])
+        self._partial = bool(self._decoder.getstate()[0])
+        self.num_before = int(len(text) + self._partial > 1)  # the first byte does not go on with the character
+        text += self._decoder.decode(raw[1:])
+        self._partial = bool(self._decoder.getstate()[0])
         return text
 
     def flush(self) -> str:
         self._partial = False
-        return self._decode(b"", True)
+        return self._decoder.decode(b"", True)
 
 
 class TextStream:
-    """One sequence's text. `num_chars` is the number of characters decoded so far, shown or not. It is the offset of
-    the next token's text. The first `min_tokens` tokens are not searched for stop strings."""
+    """One sequence's text. `num_chars` is the number of characters decoded so far, shown or not.
 
-    __slots__ = ("_detokenizer", "_min_tokens", "_num_tokens", "_stops", "num_chars")
+    `start` is the offset of the last token's text. Tokens that make one character together all have its offset, and so
+    has a token that ends one character and begins another. A token that is not shown stands for no characters.
+
+    The first `min_tokens` tokens are not searched for stop strings.
+    """
+
+    __slots__ = ("_detokenizer", "_min_tokens", "_num_tokens", "_stops", "num_chars", "start")
 
     def __init__(
         self,
@@ -55,7 +65,7 @@ class TextStream:
         self._stops = None if stops is None else StopFinder(stops, include_in_output=include_stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
-        self.num_chars = 0
+        self.num_chars = self.start = 0
 
     @property
     def matched_stop(self) -> str | None:
@@ -66,6 +76,7 @@ class TextStream:
         """The text that may be shown after this token. Must not be called once `matched_stop` is set."""
         text = self._detokenizer.push(token_id)
         self._num_tokens += 1
+        self.start = self.num_chars + self._detokenizer.num_before
         self.num_chars += len(text)
         if self._stops is None or not text or self._num_tokens <= self._min_tokens:
             return text

@@ -22,7 +22,8 @@ class Prompt:
     """A prompt, in ids and as text."""
 
     ids: list[int]
-    text: str  # as it was given, or decoded
+    text: str  # as it was given, or decoded with its special tokens
+    shown: range  # the places of the ids that stand in `text`: not those that the tokenizer adds to a given text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,8 +120,9 @@ class CompletionWriter(ChoicesWriter):
         return completion_logprobs(self._tokenizer, tokens, count, num_top, as_ids=self._head.names_are_ids)
 
     def _prompt_tokens(self, choice: Choice) -> Iterator[ScoredToken]:
-        stream = TextStream(self._tokenizer)
+        prompt, stream = self._prompt(choice), TextStream(self._tokenizer, skip_special_tokens=False)
         scores = chain([None], self._prompt_logprobs(choice))
-        for id, score in zip(self._prompt(choice).ids, scores, strict=True):
-            yield ScoredToken(id, stream.num_chars, score)
-            stream.push(id)
+        for i, (id, score) in enumerate(zip(prompt.ids, scores, strict=True)):
+            if i in prompt.shown:
+                stream.push(id)
+            yield ScoredToken(id, stream.start if i in prompt.shown else stream.num_chars, score)

@@ -2,6 +2,9 @@
 
 The text of a special token in a prompt becomes that token. The tokenizer's begin-of-text is added unless
 `add_special_tokens` is false. (In chats no text of a user becomes a special token.)
+
+`echo` shows a text as it was given, and token ids as their text with special tokens. Each token of the prompt stands in
+the text at its `text_offset`, except an added begin-of-text: it is not shown, and stands for no characters.
 """
 
 from __future__ import annotations
@@ -129,14 +132,16 @@ class Completions:
         prompts = []
         for prompt in given:
             if isinstance(prompt, str):
-                whole = next(encoded)
-                whole = whole if body.add_special_tokens is False else tokenizer.with_affixes(whole)
+                own = next(encoded)
+                whole = own if body.add_special_tokens is False else tokenizer.with_affixes(own)
                 ids = whole[kept]
                 if len(ids) == len(whole):
-                    prompts.append(Prompt(ids=ids, text=prompt))
+                    start = 0 if len(whole) == len(own) else tokenizer.with_affixes([-1]).index(-1)
+                    prompts.append(Prompt(ids=ids, text=prompt, shown=range(start, start + len(own))))
                     continue
             else:
                 check_ids("prompt", prompt, self._state.client.info.vocab_size)
                 ids = prompt[kept]
-            prompts.append(Prompt(ids=ids, text=decode_text(tokenizer, ids) if body.echo else ""))
+            text = decode_text(tokenizer, ids, skip_special_tokens=False) if body.echo else ""
+            prompts.append(Prompt(ids=ids, text=text, shown=range(len(ids))))
         return prompts

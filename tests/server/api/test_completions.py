@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.server.conftest import REPLY
 from tests.server.support.openai_schemas import validate
 from tests.server.support.sse_events import stream_events
+from tests.server.support.tokenizers import SPECIAL_TOKENS, VOCAB_SIZE
 
 PATH = "/v1/completions"
 
@@ -119,7 +123,7 @@ def test_echo_puts_the_prompt_before_the_text(scripted, stream):
 
 
 def test_echo_of_token_ids_decodes_them(scripted):
-    assert choices(scripted, prompt=[256, 104, 105], echo=True, max_tokens=1)[0]["text"] == "hiH"
+    assert choices(scripted, prompt=[256, 104, 105], echo=True, max_tokens=1)[0]["text"] == "<|begin_of_text|>hiH"
 
 
 @pytest.mark.parametrize("logprobs", [None, 0])
@@ -162,13 +166,44 @@ def test_the_number_of_top_logprobs(scripted, logprobs, counts):
     assert {len(entry) for entry in entries} <= counts
 
 
-def test_text_offsets_point_into_the_text(scripted):
-    choice = choices(scripted, logprobs=0, max_tokens=100)[0]
-    offsets = choice["logprobs"]["text_offset"]
+def check_offsets(choice, hidden: tuple[str, ...] = ()) -> None:
+    """Each token stands at its offset. `hidden`: the first and the last tokens that do not stand in the text."""
+    offsets, tokens = choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"]
     assert offsets == sorted(offsets)
-    for token, offset in zip(choice["logprobs"]["tokens"], offsets, strict=True):
-        if not token.startswith(("bytes:", "<|")):
-            assert choice["text"][offset:].startswith(token)
+    for token, offset in zip(tokens, offsets, strict=True):
+        found = choice["text"][offset:]
+        if not token.startswith("bytes:"):
+            assert found.startswith(token) or token in hidden
+        else:
+            raw = bytes(int(each, 16) for each in token.split("\\x")[1:])
+            assert raw in found[0].encode() or found[0] == "\ufffd"
+
+
+def test_text_offsets_point_into_the_text(scripted):
+    check_offsets(choices(scripted, logprobs=0, max_tokens=100)[0], hidden=("<|eot_id|>",))
+
+
+MIXED_TEXT = st.lists(st.text(max_size=6) | st.sampled_from(SPECIAL_TOKENS), min_size=1, max_size=6).map("".join)
+PROMPTS = MIXED_TEXT | st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=20)
+
+
+@settings(deadline=None, max_examples=examples(40))
+@given(PROMPTS.filter(len), st.booleans(), st.sampled_from([None, 5]))
+def test_each_token_of_an_echoed_prompt_stands_at_its_offset(scripted, prompt, stream, kept):
+    """Special tokens, too, except the one that the tokenizer has added to a text."""
+    fields = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 8, "truncate_prompt_tokens": kept}
+    if stream:
+        parts = [chunk["choices"][0] for chunk in events(scripted, **fields)]
+        scores = [part["logprobs"] for part in parts if part["logprobs"]]
+        logprobs = {name: [each for score in scores for each in score[name]] for name in ("tokens", "text_offset")}
+        choice = {"text": "".join(part["text"] for part in parts), "logprobs": logprobs}
+    else:
+        (choice,) = choices(scripted, **fields)
+    logprobs = choice["logprobs"]
+    is_added = logprobs["tokens"][0] == "<|begin_of_text|>" and logprobs["text_offset"][:2] == [0, 0]
+    if isinstance(prompt, str) and choice["text"].startswith(prompt) and is_added:
+        logprobs = {name: values[1:] for name, values in logprobs.items()}
+    check_offsets(choice | {"logprobs": logprobs})
 
 
 def test_prompt_logprobs_of_every_prompt(scripted):

@@ -72,13 +72,45 @@ def test_a_character_cut_off_at_the_end_becomes_one_replacement_character():
     assert read(list("aé".encode())[:-1])[0] == "a\ufffd"
 
 
-def test_num_chars_is_where_the_next_token_begins():
-    stream = TextStream(TOKENIZER)
-    offsets = []
-    for id in "aé€b".encode():
-        offsets.append(stream.num_chars)
+def starts(ids: list[int], tokenizer: ByteLevelTokenizer = TOKENIZER, **options) -> list[int]:
+    stream = TextStream(tokenizer, **options)
+    found = []
+    for id in ids:
         stream.push(id)
-    assert offsets == [0, 1, 1, 2, 2, 2, 3]
+        found.append(stream.start)
+    return found
+
+
+def test_the_tokens_of_a_character_begin_where_it_does():
+    assert starts(list("aé€b".encode())) == [0, 1, 1, 2, 2, 2, 3]
+    assert starts([ord("a"), EOT, ord("b")]) == [0, 1, 1]
+    assert starts([ord("a"), EOT, ord("b")], skip_special_tokens=False) == [0, 1, 11]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 261), max_size=30))
+def test_the_text_from_a_tokens_start_begins_with_the_token(ids):
+    text = read(ids, skip_special_tokens=False)[0]
+    assert text == b"".join(TOKENIZER.token_bytes[id] for id in ids).decode(errors="replace")
+    for id, start in zip(ids, starts(ids, skip_special_tokens=False), strict=True):
+        raw = TOKENIZER.token_bytes[id]
+        if raw.isascii():
+            assert text[start:].startswith(raw.decode())
+        else:
+            assert text[start] == "\ufffd" or raw in text[start].encode()
+
+
+@settings(deadline=None)
+@given(st.text(st.sampled_from("aéèñ€語🙂"), max_size=12))
+def test_a_token_with_parts_of_two_characters_begins_with_the_first_of_them(text):
+    """The merged token is the end of `é` and the beginning of the next character of two bytes."""
+    backend = byte_tokenizer(merges=(("©", "Ã"),))
+    tokenizer = ByteLevelTokenizer(backend, config={}, chat_template=None)
+    (ids,) = tokenizer.encode_plain([text])
+    num_bytes = 0
+    for id, start in zip(ids, starts(ids, tokenizer), strict=True):
+        assert start == len(text.encode()[:num_bytes].decode(errors="ignore"))
+        num_bytes += len(tokenizer.token_bytes[id])
 
 
 @pytest.mark.parametrize(("skip", "text"), [(True, "ab"), (False, "a<|eot_id|>b")])
