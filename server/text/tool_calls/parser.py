@@ -92,22 +92,32 @@ class CallParser:
 
         Held-back text is released if the model has ended the text. Spaces and marks after a last call are dropped.
         """
-        in_gap = self._read == self._read_gap
-        if self._raw is not None and not cut:
-            self._break("")
-        elif self._raw is not None:
-            self._has_half_call = not self._pieces.withdraw_call()
+        if self._raw is not None or self._read == self._read_rest:
+            self._finish_call(cut=cut)
         else:
-            self._end_text_after_call()
-        if self._read == self._read_rest and not cut:
-            self._pieces.add_arguments(self._end_rest())
-        self._held.append(self._mark)
-        is_space = _SEPARATORS.fullmatch("".join(self._held)) is not None
-        is_after_call = self.num_calls > 0 and (is_space or (in_gap and not self._mark and not any(self._opened)))
-        if is_after_call or (cut and not is_space):
-            self._held.clear()
+            self._finish_text(cut=cut)
         self._release()
         self._pieces.place(self._num_chars)
+
+    def _finish_call(self, *, cut: bool) -> None:
+        """Ends the text within the arguments of a call."""
+        if cut:
+            self._has_half_call = self._raw is None or not self._pieces.withdraw_call()
+            self._held.clear()
+            return
+        if self._raw is not None:
+            self._break("")
+        if self._read == self._read_rest:
+            self._pieces.add_arguments(self._end_rest())
+
+    def _finish_text(self, *, cut: bool) -> None:
+        """Ends the text outside arguments. Clears the held-back text if it is not content."""
+        self._end_text_after_call()
+        is_gap = self._read == self._read_gap and not self._mark and not any(self._opened)
+        self._held.append(self._mark)
+        is_space = _SEPARATORS.fullmatch("".join(self._held)) is not None
+        if (self.num_calls and (is_space or is_gap)) or (cut and not is_space):
+            self._held.clear()
 
     def _begin(self) -> None:
         """Sets `_read` to the method that reads the call. The opening character has been read and is held back."""
