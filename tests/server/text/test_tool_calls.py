@@ -408,7 +408,7 @@ MIXED = st.lists(
     CONTENT
     | st.sampled_from([
         *(CALL, "[f(a='x', b=2)]", "<|python_tag|>", '{"name": "f"', '{"name": "f", "parameters": ', "[f(a=", "```"),
-        *('{"name": "f", "parameters": {"a": ', '{"name": "f", "arguments": "{', "[f(a=['x', ", '[g(b={1: "', "1}}", ")]"),
+        *('{"name": "f", "parameters": {"a": ', '{"name": "f", "arguments": "{', "[f(a=['x', ", '[g(b={1: "', "1}}"),
         *("<tool_call>", "</tool_call>", "\n", "{'a': ", '"{\\"a\\": 1}"', "}", "\\u00e9", "\\", "1, ", "True"),
     ]),
     max_size=8,
