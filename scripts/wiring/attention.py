@@ -3,31 +3,49 @@
 A kernel that a compiler refuses, or that computes wrong numbers on this device, never serves a token: with
 `--attention-backend auto` the next candidate is taken, with a warning; a backend asked for by name is an error. The
 same holds for a CPU's C code where there is no compiler for it.
+
+Where a test runs depends on what its failure would spoil. Every test has a time limit.
+
+- GPUs: after an illegal address all later work of the process fails, and a kernel that hangs cannot be interrupted. So
+  a form of the kernels that another candidate could replace is tested in a child process. The child uses the GPU next
+  to this process, from the memory that is not in this process's pool. It reads and writes the same compile cache: after
+  the first start, the test costs an import of jax and a CUDA context. If a second process cannot use the GPU (compute
+  mode EXCLUSIVE_PROCESS, or no memory outside the pool), this process tests the form itself.
+- TPUs: one process holds the chip. A child would have to initialise it before this process does so again, at every
+  start, and `reference` is the only other form. So this process runs the test; a hang ends the start with an error.
+- `reference`, a backend asked for by name, and interpreted kernels: nothing could take their place, so this process
+  runs the test; a hang ends the start with an error, except that interpreted kernels may take any time.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scripts.wiring.child import ChildError, in_child
+from scripts.wiring.device import native_folder, start_jax
+from scripts.wiring.settings import EngineSettings
 from server.engine.wire import AttentionInfo
 
 if TYPE_CHECKING:
     from batcher.buckets import BucketConfig
     from pallas_kernels.api import PagedAttention
-    from pallas_kernels.self_test import Program
+    from pallas_kernels.self_test import Program, SelfTestError
     from pallas_kernels.spec import Backend
 
 logger = logging.getLogger("pallas_serve")
 
 TEST_TOKENS = 256  # of the mixed program, or fewer: enough for chunks of several tiles
 LONG_S = 60.0
+LIMIT_S = 300.0  # of a test: ten times what a form's first compilation takes on one core
 HANGS = "a kernel may hang on this device; --attention-backend reference does without it"
 NOT_TESTED = "not needed: the reference is what kernels are compared with"
 
@@ -42,23 +60,22 @@ class Chosen:
 
 
 def choose_attention(
-    requested: str,
+    settings: EngineSettings,
     candidates: Sequence[Backend],
     make: Callable[[Backend], PagedAttention],
     buckets: BucketConfig,
     *,
     platform: str,
     max_model_len: int,
-    native_folder: Path | None,
     make_tested: Callable[[Backend], PagedAttention] | None = None,
+    limit_s: float = LIMIT_S,
 ) -> Chosen:
     """The attention of the first of `candidates` that can be used and passes its self-test.
 
     Args:
-        requested: `--attention-backend`.
         make: the attention of the model over a backend. Its ValueErrors are raised.
-        native_folder: where compiled C code is kept; None: it is compiled for this process alone.
         make_tested: the attention that is tested in its place; None: that of `make` itself.
+        limit_s: seconds of a test.
 
     Raises:
         ValueError: none passes.
@@ -66,13 +83,19 @@ def choose_attention(
     from pallas_kernels.self_test import SelfTestError
     from pallas_kernels.spec import UnavailableError
 
-    failures: dict[str, str] = {}
+    requested, failures = settings.attention_backend, dict[str, str]()
     for backend in candidates:
         try:
             attention = make(backend)
-            _load_native(backend, native_folder)
-            tested = attention if make_tested is None else make_tested(backend)
-            result, remark = _tested(tested, buckets, platform, max_model_len)
+            _load_native(backend, native_folder(settings.compile_cache))
+            test = _Test(
+                attention=attention if make_tested is None else make_tested(backend),
+                settings=settings,
+                buckets=buckets,
+                platform=platform,
+                max_model_len=max_model_len,
+            )
+            result, remark = test.of_kernels(limit_s, may_fail=backend is not candidates[-1])
         except (SelfTestError, UnavailableError) as error:
             failed = "failed its self-test: " if isinstance(error, SelfTestError) else ""
             failures[str(backend)] = f"{failed}{error}"
@@ -101,37 +124,117 @@ def self_test_programs(buckets: BucketConfig) -> list[Program]:
     return programs
 
 
-def _tested(attention: PagedAttention, buckets: BucketConfig, platform: str, max_model_len: int) -> tuple[str, str]:
-    """The result in a word, and a remark. Raises SelfTestError."""
-    from model.compiling.compiler_options import compiler_options
-    from pallas_kernels.self_test import LONGEST, LONGEST_ON_GPUS, SelfTest, SelfTestError
-    from pallas_kernels.spec import Backend
+@dataclass(frozen=True, kw_only=True)
+class _Test:
+    """The self-test of one form. It can be pickled if its attention has no mesh."""
 
-    if attention.backend is Backend.REFERENCE and platform == "cpu":
-        return NOT_TESTED, f"attention backend {attention.backend}: a test is {NOT_TESTED}"
-    started = time.perf_counter()
-    pages_per_seq = -(-max_model_len // attention.spec.page_size)
-    longest = LONGEST_ON_GPUS if platform == "gpu" else LONGEST
-    test = SelfTest(
-        attention, pages_per_seq=pages_per_seq, longest=longest, compiler_options=compiler_options(platform)
-    )
-    if attention.backend is Backend.CPU:
-        from pallas_kernels.cpu import products
+    attention: PagedAttention
+    settings: EngineSettings
+    buckets: BucketConfig
+    platform: str
+    max_model_len: int
 
-        if fault := products.fault():
-            raise SelfTestError(fault)
-    with _warning_after(LONG_S, f"the self-test of the attention backend {attention.backend} takes long: {HANGS}"):
-        passed = test.run(self_test_programs(buckets))
-    seconds = time.perf_counter() - started
-    return "passed", (
-        f"attention backend {attention.backend} agrees with float32 within {passed.largest_error:.2%} in "
-        f"{passed.num_steps} steps ({seconds:.1f} s)"
-    )
+    def of_kernels(self, limit_s: float, *, may_fail: bool) -> tuple[str, str]:
+        """The result in a word, and a remark.
+
+        Args:
+            may_fail: another form can take the place of this one.
+
+        Raises:
+            SelfTestError: the form cannot be used here.
+            ValueError: it hangs, and this process cannot go on.
+        """
+        from pallas_kernels.self_test import SelfTestError
+        from pallas_kernels.spec import Backend
+
+        backend = self.attention.backend
+        if backend is Backend.REFERENCE and self.platform == "cpu":
+            return NOT_TESTED, f"attention backend {backend}: a test is {NOT_TESTED}"
+        with _warning_after(LONG_S, f"the self-test of the attention backend {backend} takes long: {HANGS}"):
+            if may_fail and backend in (Backend.GPU, Backend.GPU_MMA):
+                without_mesh = replace(self, attention=replace(self.attention, mesh=None))
+                try:
+                    outcome = in_child(_in_this_child, without_mesh, self.attention.num_shards, limit_s=limit_s)
+                except ChildError as error:
+                    raise SelfTestError(str(error)) from error
+                if isinstance(outcome, SelfTestError):
+                    raise outcome
+                if not isinstance(outcome, str):
+                    return outcome
+                logger.warning("attention backend %s: its self-test has no process of its own: %s", backend, outcome)
+            return _in_a_thread(self.run, backend, None if backend.is_interpreted else limit_s)
+
+    def run(self) -> tuple[str, str]:
+        """The test, in this process and thread. Raises SelfTestError."""
+        from model.compiling.compiler_options import compiler_options
+        from pallas_kernels.self_test import LONGEST, LONGEST_ON_GPUS, SelfTest, SelfTestError
+        from pallas_kernels.spec import Backend
+
+        started, attention = time.perf_counter(), self.attention
+        test = SelfTest(
+            attention,
+            pages_per_seq=-(-self.max_model_len // attention.spec.page_size),
+            longest=LONGEST_ON_GPUS if self.platform == "gpu" else LONGEST,
+            compiler_options=compiler_options(self.platform),
+        )
+        if attention.backend is Backend.CPU:
+            from pallas_kernels.cpu import products
+
+            if fault := products.fault():
+                raise SelfTestError(fault)
+        passed = test.run(self_test_programs(self.buckets))
+        return "passed", (
+            f"attention backend {attention.backend} agrees with float32 within {passed.largest_error:.2%} in "
+            f"{passed.num_steps} steps ({time.perf_counter() - started:.1f} s)"
+        )
+
+
+def _in_this_child(test: _Test, num_chips: int) -> tuple[str, str] | SelfTestError | str:
+    """The outcome of `_Test.run` over so many chips; or why a second process cannot use them, in a string."""
+    from pallas_kernels.self_test import SelfTestError
+
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the other process's pool has most of the memory
+    try:
+        start_jax(test.settings)
+    except ValueError as error:
+        return str(error)
+    if num_chips > 1:
+        from model.network.sharding import make_mesh
+
+        test = replace(test, attention=replace(test.attention, mesh=make_mesh(num_chips)))
+    try:
+        return test.run()
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            return str(error)
+        if isinstance(error, SelfTestError):
+            return error
+        raise
+
+
+def _in_a_thread[T](work: Callable[[], T], backend: str, limit_s: float | None) -> T:
+    """`work()`, of which this thread can stop waiting. Raises ValueError after `limit_s` seconds."""
+    future = Future[T]()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="self-test", daemon=True).start()
+    try:
+        return future.result(limit_s)
+    except TimeoutError:
+        if future.done():
+            raise
+        late = f"the self-test of the attention backend {backend} did not end within {limit_s:g} s"
+        raise ValueError(f"{late}: {HANGS}") from None
 
 
 @contextmanager
 def _warning_after(seconds: float, message: str) -> Iterator[None]:
-    """A kernel that hangs cannot be interrupted. The log then says what the start is waiting for."""
+    """The log then says what the start is waiting for."""
     timer = threading.Timer(seconds, logger.warning, (message,))
     timer.daemon = True
     timer.start()

@@ -24,7 +24,7 @@ from scripts.wiring.backends import Backends, own_backends
 from scripts.wiring.changeable import ChangeableEngine, RunnerWeights
 from scripts.wiring.choices import choose_later_programs, choose_model_len, choose_step_timeout
 from scripts.wiring.compile_turn import CompileTurn
-from scripts.wiring.device import compile_cache_folder, export_cache_folder, find_device, native_folder, start_jax
+from scripts.wiring.device import compile_cache_folder, export_cache_folder, find_device, start_jax
 from scripts.wiring.draft import ChosenDraft, choose_draft
 from scripts.wiring.head import ChosenHead
 from scripts.wiring.limits import bucket_config, even_context, long_prompts, runner_config
@@ -242,13 +242,12 @@ def build_runner(
     folders = Folders(compile_cache_folder(settings.compile_cache), export_cache_folder(settings.export_cache))
     with phase("self-test", report) as say:
         chosen = choose_attention(
-            settings.attention_backend,
+            settings,
             candidates,
             partial(chips.attention, backends.make),
             buckets,
             platform=platform,
             max_model_len=max_model_len,
-            native_folder=native_folder(settings.compile_cache),
             # A host cannot read the results of the other hosts' chips.
             make_tested=None if others is None else partial(chips.share_of_a_chip, backends.make),
         )

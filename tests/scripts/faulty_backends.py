@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import msgspec
 
+from batcher.buckets import BucketConfig
 from pallas_kernels.api import PagedAttention
-from pallas_kernels.spec import Backend
+from pallas_kernels.spec import AttentionSpec, Backend
+from scripts.wiring.attention import Chosen, choose_attention
 from scripts.wiring.backends import Backends, paged_attention
 from scripts.wiring.engine import build, build_runner
 from scripts.wiring.settings import EngineSettings
@@ -17,8 +23,8 @@ from tests.server.support import real_engine
 from tests.server.support.real_engine import RealConfig
 
 
-class _Faulty(PagedAttention):
-    """The reference in the place of a chip's kernels: one form does not compile, the other gives no numbers."""
+class Faulty(PagedAttention):
+    """The reference in the place of a chip's kernels. Each subclass has one fault."""
 
     def __post_init__(self) -> None:
         """A chip's kernels take other shapes."""
@@ -34,15 +40,56 @@ class _Faulty(PagedAttention):
         return self._reference.make_metadata(*arguments, **options)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        if self.backend is Backend.GPU:
-            raise NotImplementedError("no such instruction\nand much more about it")
         output, pages = self._reference(*arguments, **options)
-        return output * float("nan"), pages
+        return self.spoiled(output), pages
+
+    def spoiled(self, output: jax.Array) -> jax.Array:
+        raise NotImplementedError
+
+
+class Refused(Faulty):
+    def spoiled(self, output: jax.Array) -> jax.Array:
+        raise NotImplementedError("no such instruction\nand much more about it")
+
+
+class NoNumbers(Faulty):
+    def spoiled(self, output: jax.Array) -> jax.Array:
+        return output * float("nan")
+
+
+class AtRun(Faulty):
+    """The fault comes when the program runs."""
+
+    def spoiled(self, output: jax.Array) -> jax.Array:
+        return jax.pure_callback(self.fault, output, output)
+
+    @staticmethod
+    def fault(output: Any) -> Any:
+        raise NotImplementedError
+
+
+class Raising(AtRun):
+    @staticmethod
+    def fault(output: Any) -> Any:
+        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+
+
+class Dying(AtRun):
+    @staticmethod
+    def fault(output: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+class Hanging(AtRun):
+    @staticmethod
+    def fault(output: Any) -> Any:
+        threading.Event().wait()
 
 
 def _make(config: Any, backend: Backend, **options: Any) -> PagedAttention:
     attention = paged_attention(config, Backend.REFERENCE, **options)
-    return attention if backend is Backend.REFERENCE else _Faulty(attention.spec, backend)
+    kinds = {Backend.GPU: Refused, Backend.GPU_MMA: NoNumbers}
+    return kinds[backend](attention.spec, backend) if backend in kinds else attention
 
 
 FALLBACK = Backends(candidates=lambda *_: (Backend.GPU, Backend.GPU_MMA, Backend.REFERENCE), make=_make)
@@ -59,3 +106,28 @@ def build_with_fallback(settings: EngineSettings, report: Callable[[str], None])
 
 def build_without_fallback(settings: EngineSettings, report: Callable[[str], None]) -> Any:
     return build(settings, report, backends=NO_FALLBACK)
+
+
+def choose_with_fallback(kind: type[Faulty], settings: EngineSettings, limit_s: float = 300.0) -> Chosen:
+    """The choice between faulty kernels and the reference."""
+    return _choose(kind, settings, (Backend.GPU, Backend.REFERENCE), limit_s)
+
+
+def build_hanging(settings: EngineSettings, report: Callable[[str], None]) -> Any:
+    """The start with kernels that hang, and that nothing can replace."""
+    return _choose(Hanging, settings, (Backend.GPU,), limit_s=0.5)
+
+
+def _choose(kind: type[Faulty], settings: EngineSettings, candidates: tuple[Backend, ...], limit_s: float) -> Chosen:
+    spec = AttentionSpec(
+        num_query_heads=4, num_kv_heads=2, head_dim=8, page_size=16, dtype=jnp.float32, kv_dtype=jnp.float32
+    )
+    return choose_attention(
+        settings,
+        candidates,
+        lambda backend: (PagedAttention if backend is Backend.REFERENCE else kind)(spec, backend),
+        BucketConfig(max_num_batched_tokens=2, max_num_seqs=1),
+        platform="cpu",
+        max_model_len=32,
+        limit_s=limit_s,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from server.settings import Settings
 from tests.c_compiler import compiler
 from tests.conftest import COMPILED
 from tests.model import checkpoints
+from tests.scripts.faulty_backends import Dying, Hanging, NoNumbers, Raising, Refused, choose_with_fallback
 from tests.server.support.running import running_server, spawn
 from tests.server.support.tokenizers import write_folder
 
@@ -109,3 +111,43 @@ def test_a_backend_asked_for_by_name_does_not_start_with_a_fault(settings, tmp_p
     (failed,) = (line for line in said.splitlines() if line.startswith("failed: "))
     assert f"--attention-backend gpu-mma cannot be used here: gpu-mma: failed its self-test: {MIXED}" in failed
     assert "WARNING" not in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Refused, f"{MIXED} does not compile: NotImplementedError: no such instruction"),
+        (NoNumbers, f"{MIXED}: a chunk of 2 tokens over 2 keys is wrong: not a number"),
+        (Raising, f"{MIXED} does not run: JaxRuntimeError: "),
+        (Dying, "its process died of SIGSEGV"),
+    ],
+)
+def test_no_fault_of_a_form_reaches_the_process_that_serves(settings, kind, reason):
+    chosen = choose_with_fallback(kind, settings)
+    assert chosen.info.backend == "reference"
+    assert chosen.info.failures["gpu"].startswith(f"failed its self-test: {reason}")
+    assert multiprocessing.active_children() == []
+
+
+def test_a_form_that_hangs_is_given_up(settings):
+    chosen = choose_with_fallback(Hanging, settings, limit_s=0.5)
+    assert chosen.info.backend == "reference"
+    assert chosen.info.failures == {"gpu": "failed its self-test: it did not end within 0.5 s"}
+    assert multiprocessing.active_children() == []
+
+
+def test_a_hang_that_no_other_form_can_replace_ends_the_start(settings, tmp_path):
+    server = Settings(tokenizer_folder=write_folder(tmp_path), model_names=("m",), port=0)
+    process = spawn(server, f"{FAULTY}:build_hanging", replace(settings, attention_backend="gpu"))
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    (failed,) = (line for line in said.splitlines() if line.startswith("failed: "))
+    assert "the self-test of the attention backend gpu did not end within 0.5 s" in failed
+    assert "--attention-backend reference does without it" in failed
+
+
+def test_a_form_is_tested_here_where_no_second_process_can_use_the_device(settings):
+    """As with a GPU in compute mode EXCLUSIVE_PROCESS: the child has no device, and the kernels are not blamed."""
+    no_device = replace(settings, device="cuda")  # there is none: a child cannot start on it
+    chosen = choose_with_fallback(NoNumbers, no_device)
+    assert chosen.info.failures["gpu"].startswith(f"failed its self-test: {MIXED}: a chunk of 2 tokens")

@@ -1,0 +1,67 @@
+"""Work that may crash or hang its process: it is done in a child process with a time limit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from model.inputs.words import described
+from server.engine.client import start_without_main
+from server.engine.orphans import end_with_parent
+
+END_S = 10.0  # for a killed process to end: a driver that hangs may hold it for ever
+
+
+class ChildError(RuntimeError):
+    """The child process gave no result. The message says how it ended."""
+
+
+def in_child[T](work: Callable[..., T], *arguments: Any, limit_s: float) -> T:
+    """`work(*arguments)`, computed in a new process that has no JAX client yet, and whose client ends with it.
+
+    Args:
+        work, arguments: are pickled, as is the result.
+
+    Raises:
+        ChildError: `work` raised, its process died, or it took more than `limit_s` seconds and was killed.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_main, args=(sender, work, arguments), name="child", daemon=True)
+    start_without_main(process)
+    sender.close()  # only the child has it now: its end is the end of the pipe
+    try:
+        if not receiver.poll(limit_s):
+            raise ChildError(f"it did not end within {limit_s:g} s")
+        result, problem = receiver.recv()
+    except EOFError:
+        process.join(END_S)
+        raise ChildError(how_it_ended(process.exitcode)) from None
+    finally:
+        process.kill()
+        process.join(END_S)
+        receiver.close()
+    if problem is not None:
+        raise ChildError(problem)
+    return result
+
+
+def how_it_ended(code: int | None) -> str:
+    """An exit code in words, with the signal's name for a negative one."""
+    if code is not None and code < 0:
+        return f"its process died of {signal.Signals(-code).name}"
+    return f"its process ended with exit code {code}"
+
+
+def _main(sender: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    end_with_parent()
+    try:
+        outcome = work(*arguments), None
+    except Exception as error:
+        traceback.print_exc()
+        outcome = None, described(error)
+    sender.send(outcome)
