@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -169,6 +170,7 @@ class SelfTest:
         pages_per_seq: the width of the page table, on which block sizes depend.
         num_sequences: at most; a program with fewer rows takes some of them.
         longest: no sequence grows beyond so many tokens, nor beyond its page table.
+        first_page: the pool's pages before this one are not the tested layer's.
     """
 
     def __init__(
@@ -178,11 +180,13 @@ class SelfTest:
         pages_per_seq: int,
         num_sequences: int = 4,
         longest: int = LONGEST,
+        first_page: int = 0,
         compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._attention, self._pages_per_seq, self._num_sequences = attention, pages_per_seq, num_sequences
         self._longest = min(longest, pages_per_seq * attention.spec.page_size)
         self._pages_each = -(-self._longest // attention.spec.page_size)
+        self._first_page = first_page
         self._num_pages = 1 + num_sequences * self._pages_each + SPARE_PAGES
         self._poison = 0x80 if jnp.issubdtype(attention.spec.kv_dtype, jnp.integer) else 0xFF  # of each byte
         self._compiler_options = dict(compiler_options or {})
@@ -222,7 +226,7 @@ class SelfTest:
                 before_step()
                 try:
                     output, pages = program(*self._placed(arrays), kv_pages)
-                    results.append((np.asarray(output), np.asarray(pages)))
+                    results.append((np.asarray(output), np.asarray(self._own_pages(pages))))
                 except Exception as error:
                     raise SelfTestError(f"{step.program} does not run: {_first_line(error)}") from error
             real = sum(row.count for row in step.rows)
@@ -232,13 +236,16 @@ class SelfTest:
             expected = self._expected(step, arrays[1])
             largest = max(largest, self._compare(step, results[0][0], expected, padding_is_finite=not poisoned))
             self._check_free_pages(step, results[0][1])
+        self._check_other_layers(pages)
         return Passed(num_steps=len(steps), largest_error=largest)
 
     def _program(self, program: Program, arrays: tuple[Any, ...], pages: jax.Array) -> Any:
         if program in self._compiled:
             return self._compiled[program]
 
-        def step(batch: RaggedBatch, queries: Any, keys: Any, values: Any, scales: Any, pages: Any) -> Any:
+        def step(
+            batch: RaggedBatch, queries: Any, keys: Any, values: Any, scales: Any, first_page: Any, pages: Any
+        ) -> Any:
             metadata = self._attention.make_metadata(
                 batch,
                 num_tokens=program.num_tokens,
@@ -247,12 +254,12 @@ class SelfTest:
             )
             if self._attention.takes_projection:  # as serving does
                 projection = _projection(queries, keys, values, self._attention.num_shards)
-                output, pages = self._attention.projected(*projection, pages, metadata, kv_scales=scales)
+                output, pages = self._attention.projected(*projection, pages, metadata, first_page, kv_scales=scales)
                 return output.reshape(queries.shape), pages
-            return self._attention(queries, keys, values, pages, metadata, kv_scales=scales)
+            return self._attention(queries, keys, values, pages, metadata, first_page, kv_scales=scales)
 
         try:
-            lowered = jax.jit(step, donate_argnums=5).lower(*self._placed(arrays), pages)
+            lowered = jax.jit(step, donate_argnums=6).lower(*self._placed(arrays), pages)
             self._compiled[program] = lowered.compile(compiler_options=self._compiler_options)
         except Exception as error:
             raise SelfTestError(f"{program} does not compile: {_first_line(error)}") from error
@@ -264,13 +271,39 @@ class SelfTest:
         return jax.device_put(arrays, None if mesh is None else NamedSharding(mesh, P()))
 
     def _poisoned_pages(self) -> jax.Array:
-        like = self._attention.kv_pages(self._num_pages)
-        content = np.full((*like.shape, like.dtype.itemsize), self._poison, np.uint8).view(like.dtype)[..., 0]
-        return jax.device_put(content, like.sharding)
+        """Made on the device: a pool of serving size does not fit the host."""
+        like = self._attention.kv_pages(self._first_page + self._num_pages)
+
+        def poisoned() -> jax.Array:
+            return lax.bitcast_convert_type(jnp.broadcast_to(self._poison_of(like.dtype), like.shape), like.dtype)
+
+        return jax.jit(poisoned, out_shardings=like.sharding)()
+
+    def _poison_of(self, dtype: Any) -> np.unsignedinteger[Any]:
+        size = jnp.dtype(dtype).itemsize
+        return np.full(size, self._poison, np.uint8).view(f"u{size}")[0]
+
+    def _own_pages(self, pages: jax.Array) -> jax.Array:
+        if not self._first_page:
+            return pages
+        return lax.slice_in_dim(pages, self._first_page, None, axis=layout.page_axis(self._attention.backend))
+
+    def _check_other_layers(self, pages: jax.Array) -> None:
+        """Compares on the device: the pages of other layers may be many."""
+        if not self._first_page:
+            return
+
+        def is_poison(pages: jax.Array) -> jax.Array:
+            axis, content = layout.page_axis(self._attention.backend), self._poison_of(pages.dtype)
+            others = lax.slice_in_dim(pages, 0, self._first_page, axis=axis)
+            return (lax.bitcast_convert_type(others, content.dtype) == content).all()
+
+        if not jax.jit(is_poison)(pages):
+            raise SelfTestError("a page of another layer was written to")
 
     def _operands(self, step: Step, *, poisoned: bool) -> tuple[Any, ...]:
-        """The batch, the queries, keys and values, and the scales. Draws the tokens of the step and lets the sequences
-        grow by them."""
+        """The batch, the queries, keys and values, the scales and the first page. Draws the step's tokens, by which the
+        sequences grow."""
         spec, program = self._attention.spec, step.program
         kv = (spec.num_kv_heads, spec.head_dim)
         num_real = sum(row.count for row in step.rows)
@@ -303,7 +336,7 @@ class SelfTest:
             num_rows=jnp.int32(len(step.rows)),
         )
         validate.page_table(batch, num_pages=self._num_pages, page_size=spec.page_size)
-        return batch, queries, keys, values, self._scales
+        return batch, queries, keys, values, self._scales, np.int32(self._first_page)
 
     def _expected(self, step: Step, queries: np.ndarray) -> list[np.ndarray]:
         """f32[Q, N, H] of each row."""

@@ -1,3 +1,3 @@
 """The parts of `scripts/check`, one file each. `progress` runs them in order, `__main__` runs one in its process."""
 
-PARTS = ("versions", "kernels", "text", "speed", "steps", "load")
+PARTS = ("versions", "kernels", "pool", "text", "engines", "speed", "steps", "load")

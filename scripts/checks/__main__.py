@@ -13,8 +13,8 @@ from scripts.checks.result import Result
 
 
 def main(part: str, options: str, path: str) -> None:
-    """Calls `run(options, result)` of the part's module. The result is also stored if the call fails."""
-    result = Result()
+    """Calls `run(options, result)` of the part's module. The result is stored line by line."""
+    result = Result.begun(Path(path))
     try:
         importlib.import_module(f"scripts.checks.{part}").run(Options.from_json(options), result)
     except Exception as error:

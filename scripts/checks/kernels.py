@@ -1,15 +1,18 @@
-"""Every form of the kernels against float32, on random ragged batches, with poisoned memory, each step twice."""
+"""Every form of the kernels against float32, on random ragged batches, with poisoned memory, each step twice.
+
+Each form has a process of its own: after a crash on the device all later work of a process fails.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from pallas_kernels.spec import AttentionSpec, Backend
 from scripts.checks.options import Options
 from scripts.checks.result import Result
+from scripts.wiring.child import ChildError, in_child
 from scripts.wiring.device import start_jax
 from scripts.wiring.settings import EngineSettings
 
@@ -26,30 +29,51 @@ class Sizes:
 
 
 FULL = Sizes(mixed=(512, 64), decode=64, num_sequences=4, longest=2000, rounds=4)
+FORM_LIMIT_S = 90.0
 TINY = Sizes(mixed=(16, 2), decode=2, num_sequences=2, longest=60, rounds=1)
 
 
 def run(options: Options, result: Result) -> None:
-    """Fills the result; a wrong number of one form does not end the tests of the others."""
-    import jax
+    """Fills the result, form by form. A form that is wrong, crashes or hangs does not end the tests of the others.
 
-    platform = start_jax(EngineSettings(device=options.device))
-    from pallas_kernels import validate
-    from scripts.benchmarks.device.gpu_check import poison
-
-    sizes = TINY if options.rehearse else FULL
+    What a run that was broken off has found right is not tested again.
+    """
+    before = {(form["model"], form["backend"], form["kv_dtype"]): form for form in result.before.get("forms", [])}
+    result.figures["forms"] = []
     result.say("| model | backend | K/V | largest error of a row | steps, twice each | seconds |")
     result.say("|---|---|---|---|---|---|")
-    for model in options.models:
-        for backend in chip_backends(platform, rehearse=options.rehearse):
-            for kv_dtype in _kv_dtypes(backend, rehearse=options.rehearse):
-                spec = spec_of(model, backend, kv_dtype)
-                try:
-                    validate.spec(spec, backend)
-                except ValueError as error:
-                    result.say(f"| {model} | {backend} | {kv_dtype} | not supported: {error} | | |")
-                    continue
-                _test(model, backend, spec, sizes, options, result, lambda: poison(jax.devices()[0]))
+    for form in forms(options):
+        found = before.get(form, {})
+        if "problem" in found or not found:
+            started = time.perf_counter()
+            try:
+                found = in_child(test_form, *form, options, limit_s=FORM_LIMIT_S)
+            except ChildError as error:
+                found = {"problem": str(error)}
+            found["seconds"] = time.perf_counter() - started
+        model, backend, kv_dtype = form
+        result.figures["forms"].append({"model": model, "backend": str(backend), "kv_dtype": kv_dtype, **found})
+        line = f"| {model} | {backend} | {kv_dtype} |"
+        if "problem" in found:
+            result.wrong(f"{model}, {backend}, K/V in {kv_dtype}: {found['problem']}")
+            result.say(f"{line} WRONG, see above | | |")
+        elif "not_supported" in found:
+            result.say(f"{line} not supported: {found['not_supported']} | | |")
+        else:
+            result.say(f"{line} {found['largest_error']:.2%} | {found['steps']} | {found['seconds']:.1f} |")
+
+
+def forms(options: Options) -> list[tuple[str, Backend, str]]:
+    """Model, backend and type of K/V, the likeliest to serve first: a run that is broken off has tested those.
+
+    A backend serves if those before it fail. K/V have bfloat16 unless a flag says otherwise.
+    """
+    return [
+        (model, backend, kv_dtype)
+        for backend in chip_backends(options.device, rehearse=options.rehearse)
+        for kv_dtype in _kv_dtypes(backend, rehearse=options.rehearse)
+        for model in reversed(options.models)
+    ]
 
 
 def chip_backends(platform: str, *, rehearse: bool) -> list[Backend]:
@@ -85,25 +109,27 @@ def spec_of(model: str, backend: Backend, kv_dtype: str) -> AttentionSpec:
     )
 
 
-def _test(
-    model: str,
-    backend: Backend,
-    spec: AttentionSpec,
-    sizes: Sizes,
-    options: Options,
-    result: Result,
-    poison: Callable[[], None],
-) -> None:
+def test_form(model: str, backend: Backend, kv_dtype: str, options: Options) -> dict[str, Any]:
+    """The test of one form, in this process: its figures, or a problem, or why it is not supported."""
+    import jax
+
+    start_jax(EngineSettings(device=options.device))
+    from pallas_kernels import validate
     from pallas_kernels.api import PagedAttention
     from pallas_kernels.self_test import Program, SelfTest, SelfTestError
+    from scripts.benchmarks.device.gpu_check import poison
 
+    sizes = TINY if options.rehearse else FULL
+    spec = spec_of(model, backend, kv_dtype)
+    try:
+        validate.spec(spec, backend)
+    except ValueError as error:
+        return {"not_supported": str(error)}
     programs = [
         Program(num_tokens=sizes.mixed[0], num_rows=sizes.mixed[1]),
         Program(num_tokens=sizes.decode, num_rows=sizes.decode),
     ]
-    started, errors, num_steps = time.perf_counter(), [], 0
-    figures: dict[str, Any] = {"model": model, "backend": str(backend), "kv_dtype": str(spec.kv_dtype)}
-    result.figures.setdefault("forms", []).append(figures)
+    errors, num_steps = [], 0
     try:
         test = SelfTest(
             PagedAttention(spec, backend),
@@ -114,14 +140,11 @@ def _test(
             compiler_options={"xla_backend_optimization_level": 0} if options.rehearse else None,
         )
         for round_ in range(sizes.rounds):
-            passed = test.run(programs, seed=options.seed + round_, before_step=poison, repeat=True)
+            passed = test.run(
+                programs, seed=options.seed + round_, before_step=lambda: poison(jax.devices()[0]), repeat=True
+            )
             errors.append(passed.largest_error)
             num_steps += passed.num_steps
     except SelfTestError as error:
-        result.wrong(f"{model}, {backend}, K/V in {spec.kv_dtype}: {error}")
-        figures |= {"problem": str(error)}
-        result.say(f"| {model} | {backend} | {spec.kv_dtype} | WRONG, see above | | |")
-        return
-    figures |= {"largest_error": max(errors), "steps": num_steps}
-    seconds = time.perf_counter() - started
-    result.say(f"| {model} | {backend} | {spec.kv_dtype} | {max(errors):.2%} | {num_steps} | {seconds:.1f} |")
+        return {"problem": str(error)}
+    return {"largest_error": max(errors), "steps": num_steps}

@@ -17,9 +17,12 @@ from pathlib import Path
 from scripts.checks import PARTS
 from scripts.checks.options import ROOT, Options
 from scripts.checks.result import Result
+from scripts.wiring.child import how_it_ended
 
 # Seconds of each part at most; a part also ends when all time is used. Their sum is more: few parts need their limit.
-LIMITS_S = {"versions": 60, "kernels": 200, "text": 120, "speed": 150, "steps": 200, "load": 240}
+LIMITS_S = {
+    "versions": 60, "kernels": 200, "pool": 100, "text": 120, "engines": 120, "speed": 150, "steps": 200, "load": 240,
+}  # fmt: skip
 # In a rehearsal the GPU kernels' interpreter needs threads, of which XLA's CPU client has as many as devices.
 REHEARSAL = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
 REHEARSAL_PATIENCE = 3  # a busy CPU is no finding
@@ -56,14 +59,13 @@ class Progress:
                 print(f"{part}: running, for at most {limit_s:.0f} s", flush=True)
                 result = self._run_part(part, limit_s)
             else:
-                result = _late("there was no time left for it; --resume runs it")
+                result = Result(status="late", problems=["there was no time left for it; --resume runs it"])
             result.write(self._path(part))
             print(f"{part}: {result.status} after {result.seconds:.0f} s", flush=True)
         return {part: Result.read(self._path(part)) for part in PARTS if self._path(part).exists()}
 
     def _run_part(self, part: str, limit_s: float) -> Result:
         path, log = self._path(part), self._folder / f"{part}.log"
-        path.unlink(missing_ok=True)
         command = [sys.executable, "-m", "scripts.checks", part, self._options.to_json(), str(path)]
         env = os.environ | (REHEARSAL if self._options.rehearse else {})
         started = time.monotonic()
@@ -73,9 +75,14 @@ class Progress:
             )
             try:
                 code = process.wait(limit_s)
-                result = Result.read(path) if path.exists() else _failed(f"its process ended with exit code {code}")
+                result = Result.read(path) if path.exists() else Result(status="late")
+                if result.status == "late":  # it has stored its last line, but not its end
+                    result.status = "failed"
+                    result.problems.append(how_it_ended(code))
             except subprocess.TimeoutExpired:
-                result = _late(f"it was stopped after {limit_s:.0f} s")
+                result = Result.read(path) if path.exists() else Result()
+                result.status = "late"
+                result.problems.append(f"it was stopped after {limit_s:.0f} s")
             finally:
                 _end_group(process)
         result.seconds = time.monotonic() - started
@@ -86,14 +93,6 @@ class Progress:
 
     def _path(self, part: str) -> Path:
         return self._folder / f"{part}.json"
-
-
-def _late(problem: str) -> Result:
-    return Result(status="late", problems=[problem])
-
-
-def _failed(problem: str) -> Result:
-    return Result(status="failed", problems=[problem])
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

@@ -15,7 +15,9 @@ from scripts.checks.result import Result
 TITLES = {
     "versions": "Versions, driver, memory, clocks",
     "kernels": "Kernels against float32",
+    "pool": "Kernels in a pool of serving size",
     "text": "Text of the served demo against a CPU's",
+    "engines": "Two engines from the compile cache",
     "speed": "Kernels' speed",
     "steps": "Whole steps",
     "load": "Throughput",

@@ -27,11 +27,9 @@ Token = dict[str, Any]  # an entry of the API's `logprobs.content`
 
 def run(options: Options, result: Result) -> None:
     """Fills the result."""
-    rows, tokens, prompts = (2, 16, PROMPTS[:2]) if options.rehearse else (8, 64, PROMPTS)
-    limits = ["--max-num-seqs", str(rows), "--max-num-batched-tokens", str(tokens), "--max-model-len", "128"]
-    limits += ["--dtype", "bfloat16"]
-    expected, _ = _answers("cpu", limits, prompts)
-    found, attention = _answers(options.device, limits, prompts)
+    limits, prompts = small_server(rehearse=options.rehearse)
+    expected, _ = answers_of("cpu", limits, prompts)
+    found, attention = answers_of(options.device, limits, prompts)
     result.figures |= {"attention": attention, "answers": []}
     result.say(f"Attention backend {attention['backend']}; self-test: {attention['self_test']}.")
     for backend, reason in attention["failures"].items():
@@ -44,6 +42,13 @@ def run(options: Options, result: Result) -> None:
         result.say(f"- {prompt} {text!r}: {verdict}")
         if verdict.startswith("WRONG"):
             result.wrong(f"{prompt}: {verdict}")
+
+
+def small_server(*, rehearse: bool) -> tuple[list[str], Sequence[str]]:
+    """The flags of a server of the demo that is soon ready, and the prompts for it."""
+    rows, tokens, prompts = (2, 16, PROMPTS[:2]) if rehearse else (8, 64, PROMPTS)
+    limits = ["--max-num-seqs", str(rows), "--max-num-batched-tokens", str(tokens), "--max-model-len", "128"]
+    return [*limits, "--dtype", "bfloat16"], prompts
 
 
 def compare(expected: Sequence[Token], found: Sequence[Token]) -> str:
@@ -59,7 +64,7 @@ def compare(expected: Sequence[Token], found: Sequence[Token]) -> str:
     return "equal" if len(expected) == len(found) else "WRONG: one of the answers ends sooner"
 
 
-def _answers(device: str, flags: list[str], prompts: Sequence[str]) -> tuple[list[list[Token]], dict[str, Any]]:
+def answers_of(device: str, flags: list[str], prompts: Sequence[str]) -> tuple[list[list[Token]], dict[str, Any]]:
     """The answers' tokens, all prompts at once, and what the server says of its attention backend."""
     with server("--device", device, *flags) as url, ThreadPoolExecutor(len(prompts)) as threads:
         bodies = [

@@ -77,6 +77,33 @@ def test_heads_may_be_split_over_chips():
     assert SelfTest(attention, pages_per_seq=5).run([MIXED]).num_steps == 3
 
 
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_the_pages_may_begin_anywhere_in_the_pool(kv_dtype):
+    attention = PagedAttention(spec("bfloat16", kv_dtype), Backend.REFERENCE)
+    assert SelfTest(attention, pages_per_seq=5, first_page=11).run([MIXED, DECODE], repeat=True).num_steps == 5
+
+
+class WrapsAround(PagedAttention):
+    """Loses the upper bits of a page's offset, when it reads and writes."""
+
+    def __call__(self, queries, keys, values, kv_pages, metadata, first_page=0, kv_scales=None):
+        return super().__call__(queries, keys, values, kv_pages, metadata, first_page % 8, kv_scales)
+
+
+class WritesTwice(PagedAttention):
+    """Also writes to the pages of another layer."""
+
+    def __call__(self, queries, keys, values, kv_pages, metadata, first_page=0, kv_scales=None):
+        _, kv_pages = super().__call__(queries, keys, values, kv_pages, metadata, first_page - 8, kv_scales)
+        return super().__call__(queries, keys, values, kv_pages, metadata, first_page, kv_scales)
+
+
+@pytest.mark.parametrize("kind", [WrapsAround, WritesTwice])
+def test_a_write_to_another_layer_is_found(kind):
+    with pytest.raises(SelfTestError, match="a page of another layer was written to"):
+        SelfTest(kind(spec(), Backend.REFERENCE), pages_per_seq=1, num_sequences=3, first_page=8).run([MIXED])
+
+
 class Faulty(PagedAttention):
     """The reference, with `fault(output, pages, metadata)` applied to its results."""
 

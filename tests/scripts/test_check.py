@@ -18,7 +18,7 @@ from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import Backend
 from scripts import check
 from scripts.benchmarks.device.activity import activity
-from scripts.checks import PARTS, kernels
+from scripts.checks import PARTS, kernels, pool
 from scripts.checks.bounds import work_of_step
 from scripts.checks.kit import make_kit, missing_packages
 from scripts.checks.options import Options
@@ -26,6 +26,7 @@ from scripts.checks.progress import Progress
 from scripts.checks.report import write_report
 from scripts.checks.result import Result
 from scripts.checks.text import compare
+from tests.scripts import faulty_forms
 
 OPTIONS = Options.make(device="cpu", rehearse=True, models=(), seed=1, limit_s=100.0)
 
@@ -68,16 +69,16 @@ def test_texts_may_part_at_a_near_tie_only():
 
 def test_a_part_that_fails_or_hangs_is_a_line_and_the_others_go_on(tmp_path):
     impossible = replace(OPTIONS, models=("no-such-model",))
-    results = Progress(tmp_path, impossible).run(("versions", "kernels"))
+    results = Progress(tmp_path, impossible).run(("versions", "steps"))
     assert results["versions"].status == "right"
-    assert results["kernels"].status == "failed"
-    assert "unknown preset" in results["kernels"].problems[0]
-    assert any("no-such-model" in line for line in results["kernels"].lines)  # the end of the log
-    again = Progress(tmp_path, replace(impossible, limit_s=0.2)).run(("versions", "kernels"))
+    assert results["steps"].status == "failed"
+    assert "unknown preset" in results["steps"].problems[0]
+    assert any("no-such-model" in line for line in results["steps"].lines)  # the end of the log
+    again = Progress(tmp_path, replace(impossible, limit_s=0.2)).run(("versions", "steps"))
     assert again["versions"] == results["versions"]  # it has a result
-    assert again["kernels"].status == "late"
-    assert "it was stopped after 0 s" in again["kernels"].problems[0]
-    late = Progress(tmp_path, replace(impossible, limit_s=0.0)).run(("kernels",))["kernels"]
+    assert again["steps"].status == "late"
+    assert "it was stopped after 0 s" in again["steps"].problems[-1]
+    late = Progress(tmp_path, replace(impossible, limit_s=0.0)).run(("steps",))["steps"]
     assert (late.status, late.problems) == ("late", ["there was no time left for it; --resume runs it"])
     assert Progress(tmp_path, OPTIONS).run(()) == {}  # of other models
 
@@ -91,27 +92,60 @@ def test_a_process_that_ends_without_a_result_has_failed(tmp_path, monkeypatch):
     assert result.status == "failed"
 
 
-def test_a_wrong_kernel_is_named_and_the_next_is_tested(monkeypatch):
-    right = PagedAttention.__call__
-
-    def wrong(self, *arguments, **options):
-        output, pages = right(self, *arguments, **options)
-        return (output + 1 if self.spec.has_kv_scales else output), pages
-
-    monkeypatch.setattr(PagedAttention, "__call__", wrong)
+def test_a_form_that_is_wrong_or_dies_is_named_and_the_next_is_tested(tmp_path, monkeypatch):
+    """In real processes: the fault is in that of the form."""
     monkeypatch.setattr(kernels, "chip_backends", lambda *_, **__: [Backend.REFERENCE])
-    monkeypatch.setattr(kernels, "_kv_dtypes", lambda *_, **__: ("int8", "bfloat16"))
-    monkeypatch.setattr(kernels, "start_jax", lambda settings: "cpu")
-    result = Result()
+    monkeypatch.setattr(kernels, "_kv_dtypes", lambda *_, **__: ("int8", "float16", "bfloat16"))
+    monkeypatch.setattr(kernels, "test_form", faulty_forms.test_form)
+    path = tmp_path / "kernels.json"
+    result = Result.begun(path)
     kernels.run(OPTIONS, result)
     assert result.status == "wrong"
-    (problem,) = result.problems
-    assert problem.startswith("demo, reference, K/V in int8: mixed step of 16 tokens in 2 rows: ")
-    assert "is wrong: off by" in problem
-    assert [("problem" in form, "largest_error" in form) for form in result.figures["forms"]] == [
-        (True, False),
-        (False, True),
-    ]
+    wrong, dead = result.problems
+    assert wrong.startswith("demo, reference, K/V in int8: mixed step of 16 tokens in 2 rows: ")
+    assert "is wrong: off by" in wrong
+    assert dead == "demo, reference, K/V in float16: its process died of SIGSEGV"
+    seen = [("problem" in form, "largest_error" in form) for form in result.figures["forms"]]
+    assert seen == [(True, False), (True, False), (False, True)]
+    assert Result.read(path).figures == result.figures  # also without an end
+    assert Result.read(path).status == "late"
+
+
+def test_a_run_that_is_broken_off_goes_on_where_it_was(tmp_path, monkeypatch):
+    forms = [{"model": "demo", "backend": "reference", "kv_dtype": name} for name in ("bfloat16", "int8", "float16")]
+    right = {"largest_error": 0.125, "steps": 5, "seconds": 1.0}
+    stopped = Result(status="late", figures={"forms": [forms[0] | right, forms[1] | {"problem": "died"}]})
+    stopped.write(tmp_path / "kernels.json")
+    monkeypatch.setattr(kernels, "chip_backends", lambda *_, **__: [Backend.REFERENCE])
+    monkeypatch.setattr(kernels, "_kv_dtypes", lambda *_, **__: ("bfloat16", "int8", "float16"))
+    tested: list[str] = []
+
+    def in_child(work, model, backend, kv_dtype, options, *, limit_s):
+        tested.append(kv_dtype)
+        return right | {"largest_error": 0.25}
+
+    monkeypatch.setattr(kernels, "in_child", in_child)
+    result = Result.begun(tmp_path / "kernels.json")
+    kernels.run(OPTIONS, result)
+    assert tested == ["int8", "float16"]
+    assert [form["largest_error"] for form in result.figures["forms"]] == [0.125, 0.25, 0.25]
+    assert result.status == "right"
+    for status in ("right", "wrong"):  # a run that has finished begins again
+        replace(stopped, status=status).write(tmp_path / "kernels.json")
+        assert Result.begun(tmp_path / "kernels.json").before == {}
+
+
+def test_the_likeliest_forms_are_tested_first():
+    options = Options.make(device="cuda", rehearse=False, models=(), seed=1, limit_s=1.0)
+    forms = [(model[-2:], str(backend), kv_dtype) for model, backend, kv_dtype in kernels.forms(options)]
+    assert forms[:3] == [("8b", "gpu", "bfloat16"), ("1b", "gpu", "bfloat16"), ("8b", "gpu", "int8")]
+    assert [backend for _, backend, _ in forms] == ["gpu"] * 6 + ["gpu-mma"] * 6 + ["reference"] * 4
+
+
+def test_a_pool_of_serving_size_has_pages_past_31_bits():
+    model, backend = "llama-3.1-8b", Backend.GPU
+    elements = PagedAttention(kernels.spec_of(model, backend, "bfloat16"), backend).kv_pages(1).size
+    assert pool.first_page_of(elements) * elements > 1 << 31
 
 
 def test_the_report_says_what_is_wrong(tmp_path):
