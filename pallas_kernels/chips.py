@@ -30,6 +30,9 @@ class TpuChip:
     # With the fastest memories (v5p, tpu7x) even the largest pages only come close to that. Smaller pages waste less at
     # a sequence's end and share more prefixes. The counts are in scripts/benchmarks/results/2026-11-21-tpu-static.md.
     page_size: int
+    # Cores that share the device's matrix units. XLA's products use all of them. A kernel whose grid has no parallel
+    # dimension, as those of attention, runs on the first: by its final bundles the other jumps to the kernel's end.
+    cores: int = 1
     # True if weights in fp8 are widened inside a product at the memory's speed. Other chips convert fp8 slowly and int8
     # quickly: the compilers' accounts are in scripts/benchmarks/results/decisions.md.
     reads_fp8: bool = False
@@ -51,7 +54,7 @@ TPUS = {
     for chip in (
         #       name     GiB bytes/s clock  FLOP/cycle  VMEM     page
         TpuChip("v5e",   16,  819e9, 1.50e9, 131072, 128 * MIB,  64, rounded_rows={"int8": 1}),
-        TpuChip("v5p",   95, 2765e9, 1.75e9, 262144,  64 * MIB, 256, rounded_rows={"int8": 1}),
+        TpuChip("v5p",   95, 2765e9, 1.75e9, 262144,  64 * MIB, 256, cores=2, rounded_rows={"int8": 1}),
         TpuChip("v6e",   32, 1638e9, 1.75e9, 524288, 128 * MIB, 128, reads_int4=True, rounded_rows={"int8": 512}),
         TpuChip("tpu7x", 96, 3690e9, 2.20e9, 524288,  64 * MIB, 256, reads_fp8=True, rounded_rows={"fp8": 512}),
     )

@@ -323,7 +323,13 @@ class _Results:
                 self.copy_out(start, self.refs.partial, place, TOKEN_ALIGNMENT)
 
     def copy_out(self, start, out_ref, first_row, size: int) -> None:
-        """Copies `size` tokens of the tile's own heads, from its token `start` on, to `out_ref` from `first_row` on."""
+        """Copies `size` tokens of the tile's own heads, from its token `start` on, to `out_ref` from `first_row` on.
+
+        `start` may be any row, so the source begins at a multiple of 128 bytes only. The copy engine takes a swizzle of
+        128 bytes from the bits of the address (CUDA C++ programming guide, on TMA's swizzle: the offset of the pattern
+        is the address / 128 % 8). Mosaic takes it from the offset in `out_smem`, of which each warpgroup's part begins
+        at a multiple of 1,024 bytes, after which the pattern repeats. So both have the same.
+        """
         shape, tile = self.body.shape, self.tile
 
         def copy(g: int) -> None:

@@ -28,7 +28,9 @@ The semaphores:
                      The other half is refilled only after the turn that read it has ended.
 - `window_sems[half]` the page table's windows of the turn that fills that half of `kv_blocks`: waited for just before.
 - `load_sem`         queries, new K/V and rotations of all rows, once, before the first turn.
-- `append_sem`       the write-backs, all at once, after the last turn: their source `new_words` is never reused.
+- `append_sem`       the write-backs, all at once, after the last turn: their source `new_words` is never reused. A
+                     semaphore counts granules of 32 bytes in 32 bits; 1,024 rows of Llama 3 8B are 2^18 of them, as
+                     many as the queries of these rows, which come in one copy.
 - `store_sem`        the outputs, once, after the last turn.
 
 A step's tokens lie in rows of the heads' columns, one token after the other. Before the first turn, while its copies

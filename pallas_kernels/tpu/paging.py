@@ -108,7 +108,7 @@ def wait_words(block: Any, num_words: Any, sem: Any) -> None:
 
     @pl.when(num_words > 0)
     def _() -> None:
-        # Copies are counted in bytes: one wait for the sum covers many copies.
+        # Copies are counted by their size: one wait for the sum covers many copies.
         landed = block.at[:, pl.ds(0, num_words)]
         pltpu.make_async_copy(landed, landed, sem).wait()
 

@@ -15,6 +15,7 @@ VERSIONS = {tpu_name(version.value): version for version in tpu_info.ChipVersion
 def test_a_tpu_has_the_vmem_and_the_memory_that_jax_knows(name: str) -> None:
     cores = 2 if VERSIONS[name].supports_megacore else 1  # of a device
     known = tpu_info.get_tpu_info_for_chip(VERSIONS[name], cores)
+    assert TPUS[name].cores == cores
     assert TPUS[name].vmem_bytes == known.vmem_capacity_bytes
     assert TPUS[name].memory_gib * GIB == pytest.approx(known.hbm_capacity_bytes * cores, rel=0.02)
     peak = TPUS[name].clock_hz * TPUS[name].flops_per_cycle

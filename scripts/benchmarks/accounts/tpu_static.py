@@ -160,8 +160,9 @@ class Kernel:
         return num_bytes / self.target.chip.memory_bytes_per_cycle
 
     def mxu_cycles(self, pairs: float) -> float:
-        """Cycles in which the matrix units multiply `pairs` (query, KV token) pairs."""
-        return 4 * self.num_query_heads * self.head_dim * pairs / self.target.chip.flops_per_cycle
+        """Cycles in which the matrix units of one core multiply `pairs` (query, KV token) pairs."""
+        chip = self.target.chip
+        return 4 * self.num_query_heads * self.head_dim * pairs * chip.cores / chip.flops_per_cycle
 
     def iteration(self) -> Iteration:
         """One iteration of the inner loop."""

@@ -24,6 +24,7 @@ from scripts.benchmarks.accounts.compile_gpu_layer import StepShape, lower_layer
 from scripts.benchmarks.accounts.sass import read_loops
 from scripts.benchmarks.accounts.targets import gpu_target
 from tests.pallas_kernels.gpu import proxy_fences
+from tests.pallas_kernels.gpu.offsets import page_products
 
 USUAL = StepShape(num_tokens=1024, pages_per_seq=64)
 DECODE = StepShape(num_tokens=64, pages_per_seq=64, decode_only=True)
@@ -105,7 +106,10 @@ def main(target_name: str) -> None:
                 "prefill": tuning.prefill_ctas(gpu, spec) // gpu.num_multiprocessors,
                 "combine": tuning.merging_ctas(gpu) // gpu.num_multiprocessors,
             },
-            "kernels": [kernel.figures() | {"ctas": kernel.ctas(target.chip)} | count(kernel) for kernel in kernels],
+            "kernels": [
+                kernel.figures() | {"ctas": kernel.ctas(target.chip)} | count(kernel, kv.size // kv.shape[0])
+                for kernel in kernels
+            ],
         }
         print(json.dumps(result), flush=True)
 
@@ -119,10 +123,11 @@ def merges(gpu: Gpu, spec: AttentionSpec, shape: StepShape) -> bool:
     return any(parts.num_slots > 0 for parts in found)
 
 
-def count(kernel: gpu_report.Kernel) -> dict[str, Any]:
+def count(kernel: gpu_report.Kernel, page_elements: int) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "proxy_fences": kernel.ptx.count(proxy_fences.FENCE),
         "unfenced": proxy_fences.unfenced_accesses(kernel.ptx),
+        "page_products": page_products(kernel.ptx, page_elements),
         "stores_of_16_bytes": len(re.findall(r"\bst(?:\.global)?\.v4\.b32\b", kernel.ptx)),
     }
     if kernel.name == "paged_prefill" and kernel.sass:

@@ -25,6 +25,7 @@ from pallas_kernels.tpu import blocks, layout
 from scripts.benchmarks.accounts.bundles import bundle_dumps, read_loops, read_vmem
 from scripts.benchmarks.accounts.targets import tpu_target
 from scripts.benchmarks.accounts.tpu_static import BATCHES, KERNELS, Compiled
+from tests.pallas_kernels.tpu.bundle_facts import offsets_not_in_granules, runs_on_the_first_core
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,14 +186,20 @@ def compile_one(shape: Shape, mesh: Mesh) -> dict[str, object]:
     }
 
 
-def kernels(folder: Path) -> dict[str, dict[str, int]]:
-    """What the compiler says of each attention kernel's VMEM, and of spills in its loops."""
-    found = {}
+def kernels(folder: Path) -> dict[str, dict[str, object]]:
+    """What the compiler says of each attention kernel's VMEM, spills, offsets and cores."""
+    found: dict[str, dict[str, object]] = {}
     for name, vmem in read_vmem(folder).items():
         if name.startswith("paged_attention"):
             (dump,) = bundle_dumps(folder, name)
             spills = sum(loop.spills for loop in read_loops(dump) if loop.matmuls and loop.depth > 1)
-            found[name.split(".")[0]] = {**vars(vmem), "spills_in_inner_loop": spills}
+            bundles = dump.read_text(errors="replace")
+            found[name.split(".")[0]] = {
+                **vars(vmem),
+                "spills_in_inner_loop": spills,
+                "offsets_not_in_granules": offsets_not_in_granules(bundles),
+                "on_the_first_core": runs_on_the_first_core(bundles),
+            }
     return found
 
 

@@ -64,6 +64,8 @@ def test_kernels_fit_and_update_pages_in_place(target: str, tmp_path: Path) -> N
             # Room for what XLA itself keeps in VMEM, and registers that spill stay few.
             assert kernel["used"] <= kernel["capacity"] * 3 // 4, result
             assert kernel["spilled"] <= 1 << 20, result
+            assert kernel["offsets_not_in_granules"] == [], result  # see `test_bundle_facts`
+            assert kernel["on_the_first_core"], result  # as `chips.TpuChip.cores` says
         for batch, account in result["batches"].items():
             most = MOST_OF_THE_FLOOR.get(batch, {}).get(target)
             assert most is None or account["of_the_floor"] <= most, result

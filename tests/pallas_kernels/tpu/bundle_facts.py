@@ -1,0 +1,36 @@
+"""What the final bundles of an attention kernel say of its offsets in HBM, and of the cores that run it."""
+
+from __future__ import annotations
+
+import re
+
+GRANULE_BYTES = 32  # the unit of addresses and of copies: a window of the page table has 512 bytes, 16 granules
+_MADE = re.compile(r"(%s\d+_s\d+) = ([^;}\n]+)")
+_COPY = re.compile(r"= dma\.(?:hbm_to_\w+|\w+_to_hbm)[^;\n]*?/\*hbm=\*/(%s\d+_s\d+)")
+_PLACE = re.compile(r"scalar_lea\.hbm \S+, (%s\d+_s\d+)")
+_LEAVES = re.compile(r"(%p\d+)_p\d+ = scmp\.ne\.s32\.totalorder (%s\d+_s\d+), 0")
+
+
+def offsets_not_in_granules(bundles: str) -> list[str]:
+    """The copies from or to HBM whose offset is not shifted by the 16 granules of a row of 512 bytes, last of all.
+
+    An offset that is computed in rows, and then in granules, fits the 32 bits of a scalar register for 128 GiB.
+    """
+    made = dict(_MADE.findall(bundles))
+    found = []
+    for place in _COPY.findall(bundles):
+        computed = _PLACE.match(made.get(place, ""))
+        is_base = computed is None and "operand" in made.get(place, "")
+        if not is_base and not (computed and re.match(r"sshll\.u32 \S+, 4\b", made.get(computed[1], ""))):
+            found.append(f"{place} = {made.get(place)}")
+    return found
+
+
+def runs_on_the_first_core(bundles: str) -> bool:
+    """Whether a device's other core, if it has one, leaves the kernel before the first copy."""
+    head = bundles[: bundles.index(" dma.")]
+    core = re.search(r"(%s\d+_s\d+) = sld [^;}\n]*/\* megacore core id", head)
+    if core is None:
+        return True  # the device has one core
+    leaves = [name for name, tested in _LEAVES.findall(head) if tested == core[1]]
+    return any(re.search(rf"sbr\.rel \({name}_p\d+\) target", head) for name in leaves)
