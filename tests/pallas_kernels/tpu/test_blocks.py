@@ -140,6 +140,14 @@ def test_smaller_blocks_are_taken_only_where_the_rule_s_do_not_fit() -> None:
     assert large.tile_rows == small.tile_rows == 2304
 
 
+def test_where_vmem_is_short_a_large_tile_is_halved_before_the_block_of_queries() -> None:
+    """24 query rows in each of 4 planes: a tile of 3,072 rows spills most, and does not fit a tpu7x."""
+    g = geometry(96, 8, 64)
+    fits, halved = blocks.choose(g, LONG, "v6e").mixed, blocks.choose(g, LONG, "tpu7x").mixed
+    assert (fits.q_block, fits.tile_rows) == (256, 3072)
+    assert (halved.q_block, halved.tile_rows) == (256, 1536)
+
+
 def test_heads_that_fit_no_block_are_refused_at_once() -> None:
     """An odd group: a tile of fewer queries would not fill whole registers."""
     with pytest.raises(
