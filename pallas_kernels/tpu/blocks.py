@@ -16,8 +16,8 @@ DECODE_TURN_BYTES = 8 << 20  # K/V of one turn: enough to hide a copy's latency
 UNKNOWN_PAGE_SIZE = 128  # tokens, on a generation that is not in the table: the table's middle value
 FEW_TILE_TOKENS = 1024  # KV tokens that are computed on at a time, where every row has few queries
 SLOTS = (4, 8, 16)  # queries of a row that are computed at a time, where every row has few
-# Query rows of a tile. A larger one spills in a quarter of its bundles: where VMEM is short, tiles of half the rows take
-# less time than a block of half the queries (scripts/benchmarks/results/2026-11-25-spills.md).
+# Query rows of a tile. A larger one spills in a quarter of its bundles: where VMEM is short, tiles of half the rows
+# take less time than a block of half the queries (scripts/benchmarks/results/2026-11-25-spills.md).
 LARGEST_TILE = 2304
 LONGEST = 1 << 20  # tokens: no block is shortened for a sequence of this length
 SMALLEST_VMEM = min(chip.vmem_bytes for chip in chips.TPUS.values())
@@ -180,9 +180,11 @@ def _fitting(sizes: MixedBlocks, g: Geometry, pages_per_seq: int, vmem: int) -> 
 
 
 def _smaller(blocks: MixedBlocks, g: Geometry) -> MixedBlocks:
-    """The next smaller blocks, or the same if there are none. Halves a tile of more than `LARGEST_TILE` rows. Then lowers
-    a block of queries to one tile, then the tile's tokens, then its queries (their rows stay a multiple of 128), then
-    the KV block."""
+    """The next smaller blocks, or the same if there are none. Halves a tile of more than `LARGEST_TILE` rows.
+
+    Then lowers a block of queries to one tile, then the tile's tokens, then its queries (their rows stay a multiple of
+    128), then the KV block.
+    """
     queries = blocks.tile_queries(g)
     if blocks.tile_rows > LARGEST_TILE and queries > 1 and blocks.tile_rows % (2 * LANES) == 0:
         return replace(blocks, tile_rows=blocks.tile_rows // 2)

@@ -41,8 +41,8 @@ def run(options: Options, result: Result) -> None:
             if "needed" in found:
                 result.say(f"| {name} | {found['needed']} | | |")
                 continue
-            error = f"{found['largest_error']:.2%}" if "largest_error" in found else "WRONG, see above"
-            result.say(f"| {name} | {found.get('first_page', '')} | {error} | {time.perf_counter() - started:.1f} |")
+            largest = f"{found['largest_error']:.2%}" if "largest_error" in found else "WRONG, see above"
+            result.say(f"| {name} | {found.get('first_page', '')} | {largest} | {time.perf_counter() - started:.1f} |")
 
 
 def first_page_of(elements: int) -> int:

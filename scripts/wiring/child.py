@@ -59,6 +59,7 @@ def how_it_ended(code: int | None) -> str:
 
 def _main(sender: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     end_with_parent()
+    outcome: tuple[Any, str | None]
     try:
         outcome = work(*arguments), None
     except Exception as error:

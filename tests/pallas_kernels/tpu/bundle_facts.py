@@ -8,20 +8,23 @@ GRANULE_BYTES = 32  # the unit of addresses and of copies: a window of the page 
 _MADE = re.compile(r"(%s\d+_s\d+) = ([^;}\n]+)")
 _COPY = re.compile(r"= dma\.(?:hbm_to_\w+|\w+_to_hbm)[^;\n]*?/\*hbm=\*/(%s\d+_s\d+)")
 _PLACE = re.compile(r"scalar_lea\.hbm \S+, (%s\d+_s\d+)")
+_SHIFT = re.compile(r"sshll\.u32 (?:\([^)]*\), )?\S+ (\d+)")
 _LEAVES = re.compile(r"(%p\d+)_p\d+ = scmp\.ne\.s32\.totalorder (%s\d+_s\d+), 0")
 
 
 def offsets_not_in_granules(bundles: str) -> list[str]:
-    """The copies from or to HBM whose offset is not shifted by the 16 granules of a row of 512 bytes, last of all.
+    """The copies from or to HBM whose offset is not made by a shift, last of all, to granules: by the 16 of a row of 512
+    bytes, or by those of a larger tile.
 
-    An offset that is computed in rows, and then in granules, fits the 32 bits of a scalar register for 128 GiB.
+    An offset in rows or tiles, and then in granules, fits the 32 bits of a scalar register for 128 GiB.
     """
     made = dict(_MADE.findall(bundles))
     found = []
     for place in _COPY.findall(bundles):
         computed = _PLACE.match(made.get(place, ""))
         is_base = computed is None and "operand" in made.get(place, "")
-        if not is_base and not (computed and re.match(r"sshll\.u32 \S+, 4\b", made.get(computed[1], ""))):
+        shift = computed and _SHIFT.match(made.get(computed[1], ""))
+        if not is_base and not (shift and int(shift[1]) >= 4):
             found.append(f"{place} = {made.get(place)}")
     return found
 

@@ -16,7 +16,15 @@ COPY = "{ %30 = dma.hbm_to_vmem /*hbm=*/%s5_s1, /*size_in_granules=*/%s9_s2 }\n"
 MAX_WAIT_BYTES = 8 << 20  # of a copy or of copies that are waited for together, which other waits have, too
 
 
-@pytest.mark.parametrize(("shift", "fits"), [("sshll.u32 %s3_s4, 4", True), ("smul.u32 %s3_s4, 512", False)])
+@pytest.mark.parametrize(
+    ("shift", "fits"),
+    [
+        ("sshll.u32 %s3_s4, 4", True),
+        ("sshll.u32 (!%p69688_p8), %s3_s4, 9", True),
+        ("sshll.u32 %s3_s4, 2", False),
+        ("smul.u32 %s3_s4, 512", False),
+    ],
+)
 def test_an_offset_in_other_units_is_found(shift, fits):
     place = f"{{ %s4_s9 = {shift} ;; %s5_s1 = scalar_lea.hbm %s2_s3, %s4_s9 }}\n"
     assert offsets_not_in_granules(place + COPY) == ([] if fits else ["%s5_s1 = scalar_lea.hbm %s2_s3, %s4_s9 "])
