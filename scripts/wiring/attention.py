@@ -10,7 +10,8 @@ Where a test runs depends on what its failure would spoil. Every test has a time
   a form of the kernels that another candidate could replace is tested in a child process. The child uses the GPU next
   to this process, from the memory that is not in this process's pool. It reads and writes the same compile cache: after
   the first start, the test costs an import of jax and a CUDA context. If a second process cannot use the GPU (compute
-  mode EXCLUSIVE_PROCESS, or no memory outside the pool), this process tests the form itself.
+  mode EXCLUSIVE_PROCESS, or no memory outside the pool), or if this is a daemonic process, which may not have children,
+  this process tests the form itself.
 - TPUs: one process holds the chip. A child would have to initialise it before this process does so again, at every
   start, and `reference` is the only other form. So this process runs the test; a hang ends the start with an error.
 - `reference`, a backend asked for by name, and interpreted kernels: nothing could take their place, so this process
@@ -20,6 +21,7 @@ Where a test runs depends on what its failure would spoil. Every test has a time
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import threading
 import time
@@ -151,7 +153,8 @@ class _Test:
         if backend is Backend.REFERENCE and self.platform == "cpu":
             return NOT_TESTED, f"attention backend {backend}: a test is {NOT_TESTED}"
         with _warning_after(LONG_S, f"the self-test of the attention backend {backend} takes long: {HANGS}"):
-            if may_fail and backend in (Backend.GPU, Backend.GPU_MMA):
+            may_have_children = not multiprocessing.current_process().daemon
+            if may_fail and may_have_children and backend in (Backend.GPU, Backend.GPU_MMA):
                 without_mesh = replace(self, attention=replace(self.attention, mesh=None))
                 try:
                     outcome = in_child(_in_this_child, without_mesh, self.attention.num_shards, limit_s=limit_s)

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import jax
@@ -111,6 +112,10 @@ def build_without_fallback(settings: EngineSettings, report: Callable[[str], Non
 def choose_with_fallback(kind: type[Faulty], settings: EngineSettings, limit_s: float = 300.0) -> Chosen:
     """The choice between faulty kernels and the reference."""
     return _choose(kind, settings, (Backend.GPU, Backend.REFERENCE), limit_s)
+
+
+def send_choice(sender: Connection, kind: type[Faulty], settings: EngineSettings) -> None:
+    sender.send(choose_with_fallback(kind, settings).info.failures)
 
 
 def build_hanging(settings: EngineSettings, report: Callable[[str], None]) -> Any:

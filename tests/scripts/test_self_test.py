@@ -20,7 +20,7 @@ from server.settings import Settings
 from tests.c_compiler import compiler
 from tests.conftest import COMPILED
 from tests.model import checkpoints
-from tests.scripts.faulty_backends import Dying, Hanging, NoNumbers, Raising, Refused, choose_with_fallback
+from tests.scripts.faulty_backends import Dying, Hanging, NoNumbers, Raising, Refused, choose_with_fallback, send_choice
 from tests.server.support.running import running_server, spawn
 from tests.server.support.tokenizers import write_folder
 
@@ -151,3 +151,14 @@ def test_a_form_is_tested_here_where_no_second_process_can_use_the_device(settin
     no_device = replace(settings, device="cuda")  # there is none: a child cannot start on it
     chosen = choose_with_fallback(NoNumbers, no_device)
     assert chosen.info.failures["gpu"].startswith(f"failed its self-test: {MIXED}: a chunk of 2 tokens")
+
+
+def test_a_daemonic_process_tests_by_itself(settings):
+    """It may not have children, and a start in it must not fail for that."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=send_choice, args=(sender, NoNumbers, settings), daemon=True)
+    process.start()
+    sender.close()
+    assert receiver.recv()["gpu"].endswith("is wrong: not a number")
+    process.join()

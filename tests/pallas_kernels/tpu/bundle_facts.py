@@ -13,8 +13,8 @@ _LEAVES = re.compile(r"(%p\d+)_p\d+ = scmp\.ne\.s32\.totalorder (%s\d+_s\d+), 0"
 
 
 def offsets_not_in_granules(bundles: str) -> list[str]:
-    """The copies from or to HBM whose offset is not made by a shift, last of all, to granules: by the 16 of a row of 512
-    bytes, or by those of a larger tile.
+    """The copies from or to HBM whose offset is not made by a shift to granules, last of all: by the 16 of a row of
+    512 bytes, or by those of a larger tile.
 
     An offset in rows or tiles, and then in granules, fits the 32 bits of a scalar register for 128 GiB.
     """
