@@ -24,7 +24,7 @@ from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import Tokenizer
 from server.text.tool_calls.parser import CallParser
 
-MIN_MARKS = 2**16  # brackets and colons that a body may have even if the context is short
+MIN_MARKS = 2**16  # brackets, colons and commas that a body may have even if the context is short
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,7 +54,8 @@ class ServerState:
 
     @property
     def body_limits(self) -> BodyLimits:
-        """The limits of a body. A prompt that fits the context has fewer marks: a token rarely has more than one."""
+        """The limits of a body. A conversation that fits the context has fewer marks: the template writes some tokens
+        for each message."""
         max_marks = max(MIN_MARKS, 2 * self.client.info.max_model_len)
         return BodyLimits(max_bytes=self.settings.max_body_bytes, max_marks=max_marks)
 

@@ -102,6 +102,29 @@ def test_texts_of_many_tokens_and_back(roomy):
     assert post(roomy, "/detokenize", {"tokens": [65] * 1_000_000}) == {"prompt": "A" * 1_000_000}
 
 
+@pytest.mark.parametrize(
+    ("param", "entry"),
+    [
+        ("allowed_token_ids", "65"),
+        ("bad_words", '""'),
+        ("stop", '""'),
+        ("prompt", '""'),
+        ("prompt", "[]"),
+        ("logit_bias", '""'),
+        ("user", "1"),
+        ("guided_json", "1"),
+    ],
+)
+def test_a_list_that_fills_the_body(roomy, param, entry):
+    text = ",".join([entry] * (7_900_000 // (len(entry) + 1)))
+    body = f'{{"max_tokens": 1, "{param}": [{text}], "prompt": "a"}}'
+    if param == "prompt":
+        body = f'{{"max_tokens": 1, "prompt": [{text}]}}'
+    with roomy.http() as http, canary(roomy):
+        response = http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400, response.text[:1000]
+
+
 def tool(name: str = "f", **properties) -> dict:
     parameters = {"type": "object", "properties": properties}
     return {"type": "function", "function": {"name": name, "parameters": parameters}}

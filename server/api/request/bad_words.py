@@ -9,7 +9,6 @@ from server.http.errors import invalid
 from server.text.tokenizer import Tokenizer
 
 PARAM = "bad_words"
-MAX_WORDS = 256
 MAX_CHARS = 256  # of one word
 
 Ids = tuple[tuple[int, ...], ...]
@@ -19,8 +18,6 @@ async def bad_word_ids(state: ServerState, words: Sequence[str] | None) -> Ids:
     """Raises RequestError 400 for words that cannot be barred."""
     if not words:
         return ()
-    if len(words) > MAX_WORDS:
-        raise invalid(PARAM, f"at most {MAX_WORDS} words are allowed, got {len(words)}")
     for word in words:
         if not word.strip():
             raise invalid(PARAM, "a word must not be empty")

@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from server.api.aside import Aside
 from server.api.request.fields import FieldTable
+from server.api.request.long_body import LONG_BODY, LongBodyReader
 from server.http.body import BodyLimits, UnknownFieldError, decode_body, read_body
 from server.http.errors import RequestError
 
@@ -35,6 +36,7 @@ class BodyReader[T: msgspec.Struct]:
         if kind is not table.kind:
             raise ValueError(f"the table is of another type: {kind=} {table.kind=}")
         self._decoder = msgspec.json.Decoder(kind, strict=False)
+        self._long = LongBodyReader(kind)
         self._table = table
         self._strict = strict
         self._warned: set[str] = set()
@@ -46,18 +48,35 @@ class BodyReader[T: msgspec.Struct]:
     async def read_with_bytes(self, request: Request, limits: BodyLimits, aside: Aside) -> tuple[T, bytes]:
         """As `read`, and the body as it came."""
         body = await read_body(request, limits)
+        if len(body) >= LONG_BODY:
+            return await aside.run(len(body), self._read_long, body, limits.max_marks), body
         try:
             read = decode_body(self._decoder, body)
         except UnknownFieldError:
             known = await aside.run(len(body), self._declared, body, self._table, "")
             return decode_body(self._decoder, known), body
-        for name, table in self._table.inner.items():
-            raw = getattr(read, name)
-            if isinstance(raw, msgspec.Raw):
-                setattr(
-                    read, name, msgspec.Raw(await aside.run(len(raw), self._declared, bytes(raw), table, f"{name}."))
-                )
+        size = sum(len(raw) for raw in self._raw_objects(read).values())
+        await aside.run(size, self._clean, read)
         return read, body
+
+    def _read_long(self, body: bytes, max_marks: int) -> T:
+        self._long.check(body, max_marks)
+        try:
+            read = self._long.decode(body)
+        except UnknownFieldError:
+            return self._long.decode(self._declared(body, self._table, ""))
+        self._clean(read)
+        return read
+
+    def _raw_objects(self, read: T) -> dict[str, msgspec.Raw]:
+        """The fields kept as they came whose types the table has."""
+        given = {name: getattr(read, name) for name in self._table.inner}
+        return {name: raw for name, raw in given.items() if isinstance(raw, msgspec.Raw)}
+
+    def _clean(self, read: T) -> None:
+        """Removes undeclared fields from these."""
+        for name, raw in self._raw_objects(read).items():
+            setattr(read, name, msgspec.Raw(self._declared(bytes(raw), self._table.inner[name], f"{name}.")))
 
     def _declared(self, value: bytes, table: FieldTable, path: str) -> bytes:
         """The JSON of an object, or of a list of objects, without the fields that their type does not declare.

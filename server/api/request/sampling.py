@@ -12,12 +12,10 @@ from server.http.errors import invalid
 from server.settings import TOP_K_OFF, GenerationDefaults
 
 GREEDY_BELOW = 1e-5  # a lower temperature is greedy: dividing by it would overflow, and no draw would differ
-MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
-MAX_STOP_TOKEN_IDS = 256
 SEED_BITS = 63
 # the routes spell these differently
-READ_BY_ROUTES = {"max_tokens", "logprobs", "prompt_logprobs", "grammar", "bad_words"}
+READ_BY_ROUTES = {"max_tokens", "logprobs", "prompt_logprobs", "grammar", "bad_words", "allowed_token_ids"}
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
@@ -34,14 +32,13 @@ def check_sampling(body: SamplingFields, *, vocab_size: int) -> None:
     check_priority(body.priority)
     _check_seed(body.seed)
     _check_stops(body.stop)
-    stop_token_ids = body.stop_token_ids or []
-    if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise invalid("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} are allowed, got {len(stop_token_ids)}")
-    check_ids("stop_token_ids", stop_token_ids, vocab_size)
+    check_ids("stop_token_ids", body.stop_token_ids or (), vocab_size)
     parse_logit_bias(body.logit_bias, vocab_size)
     if body.allowed_token_ids is not None:
         if not body.allowed_token_ids:
             raise invalid("allowed_token_ids", "must have at least one token id")
+        if len(body.allowed_token_ids) > vocab_size:
+            raise invalid("allowed_token_ids", f"at most {vocab_size} are allowed, the size of the vocabulary")
         check_ids("allowed_token_ids", body.allowed_token_ids, vocab_size)
 
 
@@ -69,6 +66,7 @@ def sampling_params(
     prompt_logprobs: int | None,
     grammar: str | None = None,
     bad_words: tuple[tuple[int, ...], ...] = (),
+    allowed_token_ids: tuple[int, ...] | None = None,
 ) -> SamplingParams:
     """The parameters of choice number `choice` of a body that `check_sampling` has passed.
 
@@ -80,9 +78,7 @@ def sampling_params(
         if value is not None:
             values[name] = value
     values |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
-    values |= {"grammar": grammar, "bad_words": bad_words}
-    if body.allowed_token_ids is not None:
-        values["allowed_token_ids"] = tuple(dict.fromkeys(body.allowed_token_ids))
+    values |= {"grammar": grammar, "bad_words": bad_words, "allowed_token_ids": allowed_token_ids}
     values["logit_bias"] = parse_logit_bias(body.logit_bias, vocab_size)
     values["seed"] = None if body.seed in (None, -1) else (body.seed + choice) % 2**SEED_BITS
     values["stop_token_ids"] = tuple(dict.fromkeys(body.stop_token_ids or ()))
@@ -133,8 +129,6 @@ def _check_seed(seed: int | None) -> None:
 
 def _check_stops(stop: str | list[str] | None) -> None:
     stops = [stop] if isinstance(stop, str) else stop or []
-    if len(stops) > MAX_STOP_STRINGS:
-        raise invalid("stop", f"at most {MAX_STOP_STRINGS} stop strings are allowed, got {len(stops)}")
     for text in stops:
         if not text:
             raise invalid("stop", "a stop string must not be empty")

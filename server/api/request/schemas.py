@@ -5,9 +5,22 @@ Only supported fields are declared. `server.api.request.fields` has the others.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+
+MAX_TOKEN_IDS = 1_000_000  # of a prompt, or of all prompts of a request
+MAX_ITEMS = 2**16  # of a list of messages, or of other objects
+
+# Every list of a request has one of these bounds. Decoding tells which list is longer, and /openapi.json shows them.
+TOKENS = msgspec.Meta(max_length=MAX_TOKEN_IDS)
+ITEMS = msgspec.Meta(max_length=MAX_ITEMS)
+WORDS = msgspec.Meta(max_length=256)  # words or token ids to look for in the output
+STOPS = msgspec.Meta(max_length=32)
+
+
+# a text, token ids, or a list of either
+Prompts = str | Annotated[list[str | int | Annotated[list[int], TOKENS]], TOKENS]
 
 
 class Declared(msgspec.Struct, forbid_unknown_fields=True):
@@ -70,14 +83,14 @@ class SamplingFields(Declared, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], STOPS] | None = None
     # beyond OpenAI's
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], WORDS] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
@@ -88,8 +101,8 @@ class SamplingFields(Declared, kw_only=True):
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: Annotated[list[int], TOKENS] | None = None
+    bad_words: Annotated[list[str], WORDS] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_draft_counts: bool | None = None
@@ -129,10 +142,10 @@ class Message(Declared):
     """One message of the conversation."""
 
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], ITEMS] | None = None
     name: str | None = None
     refusal: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], ITEMS] | None = None
     tool_call_id: str | None = None
     function_call: FunctionCall | None = None  # the older form of `tool_calls`
 
@@ -140,7 +153,7 @@ class Message(Declared):
 class ChatRequest(SamplingFields, kw_only=True):
     """The body of a chat completion."""
 
-    messages: list[Message]
+    messages: Annotated[list[Message], ITEMS]
     max_completion_tokens: int | None = None
     echo: bool | None = None
     logprobs: bool | None = False
@@ -158,7 +171,7 @@ class ChatRequest(SamplingFields, kw_only=True):
 class CompletionRequest(SamplingFields, kw_only=True):
     """The body of a completion."""
 
-    prompt: str | list[str | int | list[int]] | None = None
+    prompt: Prompts | None = None
     echo: bool | None = False
     logprobs: int | None = None
 
@@ -167,7 +180,7 @@ class EmbeddingRequest(Declared, kw_only=True):
     """The body of a request for embeddings."""
 
     model: str | None = None
-    input: str | list[str | int | list[int]] | None = None
+    input: Prompts | None = None
     encoding_format: str | None = None
     dimensions: int | None = None
     # beyond OpenAI's
@@ -186,7 +199,7 @@ class TokenizeRequest(Declared, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], ITEMS] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -201,4 +214,4 @@ class DetokenizeRequest(Declared, kw_only=True):
     """The body of `/detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], TOKENS]

@@ -27,6 +27,7 @@ from server.text.tool_calls.parser import CallParser
 
 MAX_ID_CHARS = 200
 TIMEOUT_HEADER = "X-Request-Timeout"
+MAX_ALLOWED_IDS = 2**20  # of all sequences of a request
 LEAST_LEFT_S = 0.001  # left if the deadline has passed while the prompt was encoded
 
 
@@ -124,6 +125,7 @@ async def start_generation(
     )
     include_stop = bool(body.include_stop_str_in_output)
     bad_words = await bad_word_ids(state, body.bad_words)
+    allowed = _allowed_ids(body, len(prompts) * head.n)
     texts = stop_strings(body)
     stops = await state.aside.run(sum(map(len, texts)), StopStrings, texts) if texts else None
     packed = await state.aside.run(sum(map(len, prompts)), wire.packed_prompts, prompts)
@@ -153,6 +155,7 @@ async def start_generation(
                 prompt_logprobs=prompt_logprobs if choice == 0 or body.stream else None,
                 grammar=wire.SAME_GRAMMAR if grammar is not None and requests else grammar,
                 bad_words=bad_words,
+                allowed_token_ids=allowed,
             )
             requests.append(
                 wire.WireRequest(
@@ -175,6 +178,17 @@ async def start_generation(
     generation.submit(requests, timeout_s=left_s)
     state.generations[head.id] = generation
     return generation
+
+
+def _allowed_ids(body: SamplingFields, num_sequences: int) -> tuple[int, ...] | None:
+    """Raises RequestError 400 if there are too many: each sequence brings its own to the engine."""
+    if body.allowed_token_ids is None:
+        return None
+    allowed = tuple(dict.fromkeys(body.allowed_token_ids))
+    if len(allowed) * num_sequences > MAX_ALLOWED_IDS:
+        most = MAX_ALLOWED_IDS // num_sequences
+        raise invalid("allowed_token_ids", f"at most {most} are allowed for {num_sequences} sequences")
+    return allowed
 
 
 def check_num_choices(state: ServerState, num_prompts: int, n: int | None) -> None:

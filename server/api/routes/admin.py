@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -13,6 +13,7 @@ from server.api.answers.answer import json_response
 from server.api.peers import Peers
 from server.api.request.body_reader import BodyReader
 from server.api.request.fields import FieldTable
+from server.api.request.schemas import ITEMS
 from server.api.route import Access, ApiRoute
 from server.api.state import ServerState
 from server.engine.client import ProcessEngineClient, WeightsError
@@ -26,7 +27,7 @@ logger = logging.getLogger("pallas_serve")
 class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The body of a request to abort others."""
 
-    request_ids: list[str] | None = None  # those of answers, such as `chatcmpl-...`; None: all
+    request_ids: Annotated[list[str], ITEMS] | None = None  # those of answers, such as `chatcmpl-...`; None: all
 
 
 class LogLevelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -21,12 +21,10 @@ from server.api.request.tools import check_template, read_tools
 from server.api.route import Access, ApiRoute
 from server.api.state import ServerState
 from server.engine.health import fault_of
-from server.http.errors import RequestError, invalid, model_not_found, unavailable
+from server.http.errors import RequestError, model_not_found, unavailable
 from server.http.json_pieces import LongText, json_pieces, list_of
 from server.text.special_tokens import SpecialTokens, encode_parts
 from server.text.stream import decode_text
-
-MAX_DETOKENIZED = 1_000_000  # tokens; each may have a hundred characters
 
 
 def info_routes(state: ServerState) -> list[ApiRoute]:
@@ -181,8 +179,6 @@ class Info:
         state = self._state
         body = await self._detokenize.read(request, state.body_limits, state.aside)
         state.check_model(body.model)
-        if len(body.tokens) > MAX_DETOKENIZED:
-            raise invalid("tokens", f"at most {MAX_DETOKENIZED} are decoded at once, got {len(body.tokens)}")
         text = await state.aside.run(len(body.tokens), self._decode, body.tokens)
         return LongJson(state.turns, json_pieces({"prompt": LongText(text)}))
 

@@ -14,17 +14,17 @@ from server.api.state import ServerState
 from server.http.body import decode_body, read_body
 from server.http.errors import RequestError
 
-_decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
 
 def invocation_routes(state: ServerState, endpoints: Mapping[str, Endpoint]) -> list[ApiRoute]:
     """SageMaker's route. `endpoints` are by the field that only their bodies have, such as `messages`."""
+    given = [(field, msgspec.Raw | msgspec.UnsetType, msgspec.UNSET) for field in endpoints]
+    decoder = msgspec.json.Decoder(msgspec.defstruct("Given", given))  # skips all other fields
 
     async def invoke(request: Request) -> Response:
         body = await read_body(request, state.body_limits)
-        fields = decode_body(_decode_object, body)
+        fields = decode_body(decoder, body)
         for field, endpoint in endpoints.items():
-            if field in fields:
+            if getattr(fields, field) is not msgspec.UNSET:
                 return await endpoint(Request(request.scope, _again(body, request.receive)))
         *others, last = (f"`{field}`" for field in endpoints)
         raise RequestError(400, f"Give {', '.join(others)} or {last}.", param=next(iter(endpoints)))

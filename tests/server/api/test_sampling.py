@@ -38,9 +38,9 @@ def test_everything_said_arrives():
         min_tokens=2,
         stop_token_ids=[5, 6, 5],
         ignore_eos=True,
-        allowed_token_ids=[9, 8, 9],
+        allowed_token_ids=[9, 8],
     )
-    assert params(body, logprobs=3, prompt_logprobs=4) == SamplingParams(
+    assert params(body, logprobs=3, prompt_logprobs=4, allowed_token_ids=(9, 8)) == SamplingParams(
         max_tokens=10,
         min_tokens=2,
         temperature=0.5,

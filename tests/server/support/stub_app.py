@@ -69,12 +69,12 @@ def call(state: ServerState, method: str, path: str, **options) -> httpx.Respons
     return asyncio.run(request(state, method, path, **options))
 
 
-def post_all(state: ServerState, path: str, bodies: Iterable[dict]) -> list[httpx.Response]:
+def post_all(state: ServerState, path: str, bodies: Iterable[dict], **options) -> list[httpx.Response]:
     """One after the other to one application."""
 
     async def post() -> list[httpx.Response]:
         async with client_of(state) as http:
-            return [await http.post(path, json=body) for body in bodies]
+            return [await http.post(path, json=body, **options) for body in bodies]
 
     return asyncio.run(post())
 

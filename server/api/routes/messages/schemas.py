@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -16,7 +16,7 @@ from server.api.request.fields import (
     Refused,
     of_other_routes,
 )
-from server.api.request.schemas import Declared
+from server.api.request.schemas import ITEMS, STOPS, Declared
 
 
 class Block(Declared):
@@ -28,7 +28,7 @@ class Block(Declared):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | list[Block] | None = None
+    content: str | Annotated[list[Block], ITEMS] | None = None
     is_error: bool | None = None
 
 
@@ -36,7 +36,7 @@ class InputMessage(Declared):
     """One message of the conversation."""
 
     role: str
-    content: str | list[Block]
+    content: str | Annotated[list[Block], ITEMS]
 
 
 class MessageTool(Declared):
@@ -73,9 +73,9 @@ class OutputConfig(Declared):
 class CountRequest(Declared, kw_only=True):
     """The body of a request to count tokens."""
 
-    messages: list[InputMessage]
+    messages: Annotated[list[InputMessage], ITEMS]
     model: str | None = None
-    system: str | list[Block] | None = None
+    system: str | Annotated[list[Block], ITEMS] | None = None
     tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     tool_choice: MessageToolChoice | None = None
     output_config: OutputConfig | None = None
@@ -87,7 +87,7 @@ class MessagesRequest(CountRequest, kw_only=True):
 
     max_tokens: int
     stream: bool | None = False
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str], STOPS] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

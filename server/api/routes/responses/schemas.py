@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -17,7 +17,7 @@ from server.api.request.fields import (
     Refused,
     of_other_routes,
 )
-from server.api.request.schemas import Declared
+from server.api.request.schemas import ITEMS, STOPS, TOKENS, WORDS, Declared
 
 
 class InputPart(Declared):
@@ -33,11 +33,11 @@ class InputItem(Declared):
 
     type: str | None = None
     role: str | None = None
-    content: str | list[InputPart] | None = None
+    content: str | Annotated[list[InputPart], ITEMS] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[InputPart] | None = None
+    output: str | Annotated[list[InputPart], ITEMS] | None = None
     status: str | None = None  # of a message of the assistant that is not complete: the answer continues it
 
 
@@ -70,7 +70,7 @@ class FunctionTool(Declared):
 class ResponsesRequest(Declared, kw_only=True):
     """The body of a request for a response."""
 
-    input: str | list[InputItem]
+    input: str | Annotated[list[InputItem], ITEMS]
     model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -83,7 +83,7 @@ class ResponsesRequest(Declared, kw_only=True):
     tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    include: list[str] | None = None
+    include: Annotated[list[str], STOPS] | None = None
     top_logprobs: int | None = None
     text: TextOptions | None = None
     # beyond OpenAI's
@@ -93,15 +93,15 @@ class ResponsesRequest(Declared, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Annotated[list[str], STOPS] | None = None
+    stop_token_ids: Annotated[list[int], WORDS] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     logit_bias: dict[str, float] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: Annotated[list[int], TOKENS] | None = None
+    bad_words: Annotated[list[str], WORDS] | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
     priority: int | None = None
