@@ -41,9 +41,10 @@ KEY_VARIABLE = "PALLAS_SERVE_API_KEY"
 CONNECTION_FLAGS = {
     "max_connections": ("N", int, "more are answered 503 (default: `ulimit -Hn`, to 8192)"),
     "head_timeout_s": ("S", float, "for a request's head, and for the first byte on a connection"),
-    "body_timeout_s": ("S", float, "a request's body may pause so long, or lag so far behind 1 KiB/s"),
+    "body_timeout_s": ("S", float, "in which as much of a body must come as at 1 KiB/s"),
     "idle_timeout_s": ("S", float, "between a connection's requests"),
     "send_timeout_s": ("S", float, "for a client to read any of what waits for it"),
+    "max_body_memory_mib": ("MIB", int, "of all requests that are being read; beyond it, 503"),
 }
 
 
@@ -108,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
     for name, (metavar, kind, text) in CONNECTION_FLAGS.items():
         default = defaults[name]
         text = text if default is None else f"{text} (default: {default:g})"
-        flag = f"--{name.removesuffix('_s').replace('_', '-')}"
+        flag = f"--{name.removesuffix('_s').removesuffix('_mib').replace('_', '-')}"
         server.add_argument(flag, dest=name, type=kind, default=default, metavar=metavar, help=text)
     server.add_argument(
         "--metrics-prefix", metavar="P", default=DEFAULT_METRICS_PREFIX, help="vllm: keeps existing dashboards"

@@ -145,9 +145,10 @@ class Settings:
     death_linger_s: float = 3.0  # after the engine's death /health answers 503 for this time, then the server exits
     max_connections: int | None = None  # None: as many as there are descriptors, up to MOST_CONNECTIONS
     head_timeout_s: float = 20.0  # for a request's head from its first byte, and for a new connection's first byte
-    body_timeout_s: float = 30.0  # for the next piece of a body, and for its lag behind MIN_BODY_RATE
+    body_timeout_s: float = 30.0  # in which as much of a body must come as at MIN_BODY_RATE
     idle_timeout_s: float = 30.0  # between requests on one connection
     send_timeout_s: float = 300.0  # for a client to read some of the bytes sent to it
+    max_body_memory_mib: int = 256  # of all requests that one HTTP process is reading; beyond it, they are refused
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
@@ -176,6 +177,9 @@ class Settings:
         for name in ("head_timeout_s", "body_timeout_s", "idle_timeout_s", "send_timeout_s"):
             if not 0 < getattr(self, name) <= MOST_SECONDS:
                 raise ValueError(f"{name} is above 0 and at most {MOST_SECONDS} seconds: {getattr(self, name)}")
+        if not 2 * self.max_body_bytes <= self.max_body_memory_mib * 2**20:
+            least = -(-2 * self.max_body_bytes // 2**20)
+            raise ValueError(f"--max-body-memory is at least {least} MiB, two bodies, not {self.max_body_memory_mib}")
         if self.max_concurrent_per_key is not None:
             if self.max_concurrent_per_key < 1:
                 raise ValueError(f"--max-concurrent-per-key must be at least 1, not {self.max_concurrent_per_key}")

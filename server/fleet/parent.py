@@ -131,6 +131,7 @@ def _private_limits(settings: Settings) -> ConnectionLimits:
         body_timeout_s=settings.body_timeout_s,
         idle_timeout_s=settings.idle_timeout_s,
         send_timeout_s=settings.send_timeout_s,
+        max_body_memory=settings.max_body_memory_mib * 2**20,
     )
 
 

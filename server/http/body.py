@@ -40,17 +40,15 @@ async def read_body(request: Request, limits: BodyLimits) -> bytes:
     declared = request.headers.get("content-length", "0")
     if int(declared) > max_bytes:  # a number: the HTTP parser refuses other values
         raise _too_large(max_bytes)
-    chunks: list[bytes] = []
-    size = 0
+    body = bytearray()  # small pieces would take several times their size in a list
     try:
         async for chunk in request.stream():
-            size += len(chunk)
-            if size > max_bytes:
+            if len(body) + len(chunk) > max_bytes:
                 raise _too_large(max_bytes)
-            chunks.append(chunk)
+            body += chunk
     except ClientDisconnect as error:
         raise RequestError(400, "The body is incomplete.", type=INVALID_BODY) from error
-    return b"".join(chunks)
+    return bytes(body)
 
 
 def _too_large(max_bytes: int) -> RequestError:

@@ -1,4 +1,4 @@
-"""All connections of the server: their limits, and which of them wait for a request."""
+"""All connections of the server: their limits, which of them wait for a request, and the bytes of those being read."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class ConnectionLimits:
     body_timeout_s: float
     idle_timeout_s: float
     send_timeout_s: float
+    max_body_memory: int  # bytes, see `UnfinishedRequests`
 
 
 class Neighbours(Protocol):
@@ -48,6 +49,44 @@ class Connection(Protocol):
         """Closes a connection on which no request has begun, and dismisses it."""
 
 
+class Reader(Protocol):
+    """The interface of a connection for `UnfinishedRequests`."""
+
+    def refuse_body(self) -> None:
+        """Answers 503 instead of reading on."""
+
+
+class UnfinishedRequests:
+    """The bytes of requests that are still being read or decoded: all connections together hold up to `most_bytes`.
+
+    Beyond that the longest request that is being read is refused: short ones are served while others fill the memory.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._num_bytes = 0
+        self._reading: dict[Reader, int] = {}
+        self._decoding: dict[Reader, int] = {}
+
+    def read(self, reader: Reader, num_bytes: int) -> None:
+        """Counts bytes of a request that is not complete. May refuse it or another one."""
+        self._reading[reader] = self._reading.get(reader, 0) + num_bytes
+        self._num_bytes += num_bytes
+        while self._num_bytes > self._most_bytes and self._reading:
+            longest = max(self._reading, key=self._reading.__getitem__)
+            self.end(longest)
+            longest.refuse_body()
+
+    def complete(self, reader: Reader) -> None:
+        """All of the request has been read. The application decodes it."""
+        if reader in self._reading:
+            self._decoding[reader] = self._reading.pop(reader)
+
+    def end(self, reader: Reader) -> None:
+        """The request's bytes are not held any more. Nothing happens if none were."""
+        self._num_bytes -= self._reading.pop(reader, 0) + self._decoding.pop(reader, 0)
+
+
 class Connections:
     """The count of open connections, shared by the listener and by the connections themselves.
 
@@ -69,6 +108,7 @@ class Connections:
         self.neighbours = neighbours
         self._is_total = is_total and neighbours is not None
         self.limits = limits
+        self.unfinished = UnfinishedRequests(limits.max_body_memory)
         self.draining = False
         self.log = ThrottledLog(logger)
         self.on_room: Callable[[], None] | None = None  # called when a connection closes while there is no room

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -12,13 +13,16 @@ REFUSED = "pallas_serve.refused"  # in a scope: the status of an answer by the c
 class Exchange(RequestResponseCycle):
     """uvicorn's RequestResponseCycle, but the connection itself closes the socket, not the exchange.
 
-    `closes`: the connection must close when the answer is complete. `keep_alive` is uvicorn's flag: the answer's head
-    announces that the connection stays open.
+    `on_decoded` is called when the application does not need the body any more: it has begun its answer, or waits for
+    the client to disconnect. `closes`: the connection must close when the answer is complete. `keep_alive` is uvicorn's
+    flag: the answer's head announces that the connection stays open.
     """
 
-    def __init__(self, **fields: Any) -> None:
+    def __init__(self, *, on_decoded: Callable[[], None], **fields: Any) -> None:
         super().__init__(**fields)
         self.closes = False
+        self._on_decoded: Callable[[], None] | None = on_decoded
+        self._body_was_taken = False
 
     def make_last(self) -> None:
         """Makes this the connection's last request. The answer's head announces it, unless it has been sent already."""
@@ -36,12 +40,26 @@ class Exchange(RequestResponseCycle):
             self.disconnected = True
             self.message_event.set()
 
+    async def receive(self) -> Any:
+        if self._body_was_taken:
+            self._end_body()
+        message = await super().receive()
+        self._body_was_taken = message["type"] == "http.request" and not message["more_body"]
+        return message
+
     async def send(self, message: Any) -> None:
         if self.response_started:
             await super().send(message)
             return
+        self._end_body()
         if self.more_body:  # an early answer: the rest of this body must not be read as the next request
             self.keep_alive = False
         await super().send(message)
         self.closes = self.closes or not self.keep_alive
         self.keep_alive = True  # else uvicorn closes while bytes are unread, and the client may lose the answer
+
+    def _end_body(self) -> None:
+        """Only the first time: later the connection may be reading its next request."""
+        if self._on_decoded is not None:
+            self._on_decoded()
+            self._on_decoded = None

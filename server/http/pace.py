@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-MIN_BODY_RATE = 1024  # bytes a second, on average
+MIN_BODY_RATE = 1024  # bytes a second
 
 
 class BodyPace:
-    """A body may pause for `timeout_s`. In total it may be `timeout_s` behind a body sent at MIN_BODY_RATE."""
+    """Within `timeout_s`, as many bytes must come as at MIN_BODY_RATE. Then the time begins again: bytes that came
+    faster before earn no time."""
 
     def __init__(self, timeout_s: float, now: float) -> None:
         self._timeout_s = timeout_s
-        self._began = self._came = now
-        self._num_bytes = 0
+        self._since = now
+        self._missing = timeout_s * MIN_BODY_RATE
 
     def on_bytes(self, num_bytes: int, now: float) -> None:
         """Counts bytes that came at `now`."""
-        self._num_bytes += num_bytes
-        self._came = now
+        self._missing -= num_bytes
+        if self._missing <= 0:
+            self.restart(now)
+
+    def restart(self, now: float) -> None:
+        """The time begins again at `now`."""
+        self._since = now
+        self._missing = self._timeout_s * MIN_BODY_RATE
 
     def left_s(self, now: float) -> float:
-        """The time left for the next bytes."""
-        at_rate = self._began + self._num_bytes / MIN_BODY_RATE
-        return min(self._came, at_rate) + self._timeout_s - now
+        """The time left for the bytes that are missing."""
+        return self._since + self._timeout_s - now
 
 
 class UnreadWatch:

@@ -17,6 +17,7 @@ import asyncio
 import enum
 import select
 import urllib.parse
+from functools import partial
 from typing import Any
 
 import httptools
@@ -84,6 +85,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._disarm()
         self._connections.dismiss(self)
         self._connections.leave()
+        self._connections.unfinished.complete(self)
+        if self.cycle is None or self.cycle.response_started:  # otherwise the application still has the body
+            self._connections.unfinished.end(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -92,9 +96,9 @@ class HttpProtocol(HttpToolsProtocol):
                 self._connections.end_wait(self)
                 self._phase = Phase.HEAD
                 self._arm(self._limits.head_timeout_s)
-                self._read(data)
+                self._read_counted(data)
             case Phase.HEAD | Phase.BODY:
-                self._read(data)
+                self._read_counted(data)
             case Phase.ANSWER:
                 self.cycle.make_last()
                 self._drop(len(data))
@@ -173,11 +177,15 @@ class HttpProtocol(HttpToolsProtocol):
         if self._phase is not Phase.BODY:
             return  # a request for an upgrade
         self._phase = Phase.ANSWER
+        self._connections.unfinished.complete(self)
         self._disarm()
         self.cycle.more_body = False
         self.cycle.message_event.set()
 
-    # called by the exchange and the server
+    # called by the exchange, the server, and those who count
+
+    def refuse_body(self) -> None:
+        self._refuse(unavailable("The server is reading too much at once (--max-body-memory).", retry_after_s=1))
 
     def on_response_complete(self) -> None:
         """Reads the connection's next request, or closes it."""
@@ -216,6 +224,12 @@ class HttpProtocol(HttpToolsProtocol):
             self.drain()
 
     # reading
+
+    def _read_counted(self, data: bytes) -> None:
+        """Reads bytes of a request. They count if the request goes on after them."""
+        self._read(data)
+        if self._phase is Phase.HEAD or (self._phase is Phase.BODY and not self.cycle.response_started):
+            self._connections.unfinished.read(self, len(data))
 
     def _read(self, data: bytes) -> None:
         self._progress = False
@@ -275,6 +289,7 @@ class HttpProtocol(HttpToolsProtocol):
             expect_100_continue=self.expect_100_continue,
             keep_alive=version == "1.1" and self.parser.should_keep_alive() and not self._connections.draining,
             on_response=self.on_response_complete,
+            on_decoded=partial(self._connections.unfinished.end, self),
         )
         self._start_asgi_task(self.cycle, self.app)
 
@@ -306,6 +321,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _close_gently(self) -> None:
         """Sends the remaining bytes and an end of file. The client then closes the connection, or the timer does."""
         self._phase = Phase.CLOSING
+        self._connections.unfinished.complete(self)
         self.flow.resume_reading()
         self.transport.write_eof()
         self._unread = UnreadWatch(self._limits.send_timeout_s)
@@ -351,7 +367,8 @@ class HttpProtocol(HttpToolsProtocol):
     def _check_body(self) -> None:
         left_s = self._body.left_s(self.loop.time())
         if self.flow.read_paused:
-            self._arm(self._limits.body_timeout_s)  # the application has not taken the bytes so far
+            self._body.restart(self.loop.time())  # the application has not taken the bytes so far
+            self._arm(self._limits.body_timeout_s)
         elif left_s > 0:
             self._arm(left_s)
         else:

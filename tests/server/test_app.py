@@ -179,6 +179,7 @@ def test_a_request_with_too_many_sequences():
         {"max_connections": 0},
         {"head_timeout_s": 0.0},
         {"body_timeout_s": float("nan")},
+        {"max_body_memory_mib": 15},
         {"idle_timeout_s": float("inf")},
     ],
 )

@@ -12,7 +12,12 @@ from server.http.connections import ConnectionLimits, Connections
 from server.http.listener import Listener
 
 LIMITS = ConnectionLimits(
-    max_connections=100, head_timeout_s=30, body_timeout_s=30, idle_timeout_s=30, send_timeout_s=30
+    max_connections=100,
+    head_timeout_s=30,
+    body_timeout_s=30,
+    idle_timeout_s=30,
+    send_timeout_s=30,
+    max_body_memory=2**24,
 )
 
 
