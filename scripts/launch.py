@@ -100,6 +100,7 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument("--enable-force-include-usage", action="store_true", help="usage at the end of all streams")
     server.add_argument("--strict-fields", action="store_true", help="refuse fields of a request that are unknown")
     server.add_argument("--max-concurrent-per-key", type=int, metavar="N", help="requests of one API key; then 429")
+    server.add_argument("--prefix-caching-per-key", action="store_true", help="of prompts of the same API key only")
     server.add_argument("--queue-timeout", type=float, metavar="S", help="refuse requests that waited so long")
     server.add_argument(
         "--max-request-logprobs", type=int, default=DEFAULT_MAX_REQUEST_LOGPROBS, metavar="N",
@@ -154,6 +155,7 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         strict_fields=args.strict_fields,
         trust_request_chat_template=args.trust_request_chat_template,
         max_concurrent_per_key=args.max_concurrent_per_key,
+        prefix_caching_per_key=args.prefix_caching_per_key,
         debug=args.debug,
         max_request_logprobs=args.max_request_logprobs,
         **{name: getattr(args, name) for name in CONNECTION_FLAGS},

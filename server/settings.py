@@ -134,6 +134,7 @@ class Settings:
     show_cached_tokens: bool = True  # usage.prompt_tokens_details
     queue_timeout_s: float | None = None  # a request that waits longer is refused; None: no limit
     max_concurrent_per_key: int | None = None  # running requests per key; None: no limit
+    prefix_caching_per_key: bool = False  # requests find the cached prefixes of their own API key only
     strict_fields: bool = False  # unknown fields are refused, not ignored
     max_body_bytes: int = 8 * 2**20  # enough for a million token ids; a longer JSON would delay all streams
     max_embedding_inputs: int = 2048  # of one HTTP request
@@ -185,6 +186,8 @@ class Settings:
                 raise ValueError(f"--max-concurrent-per-key must be at least 1, not {self.max_concurrent_per_key}")
             if not self.api_keys:
                 raise ValueError("--max-concurrent-per-key counts requests by their API key: it needs --api-key")
+        if self.prefix_caching_per_key and not self.api_keys:
+            raise ValueError("--prefix-caching-per-key tells clients apart by their API key: it needs --api-key")
         if self.max_connections is not None and self.max_connections < 1:
             raise ValueError(f"at least one connection is needed: {self.max_connections=}")
 

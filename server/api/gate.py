@@ -14,7 +14,7 @@ from server.api.answers.errors import Refusals
 from server.api.route import Access, ApiRoute
 from server.api.state import ServerState
 from server.api.tracing import RequestTrace, current_trace
-from server.http.auth import KeyRing
+from server.http.auth import KeyRing, current_key
 from server.http.errors import RequestError, internal, overloaded, unavailable
 from server.http.exchange import REFUSED
 from server.http.throttled_log import ThrottledLog
@@ -61,6 +61,7 @@ class Gate:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
             await send(message)
 
+        current_key.set(self._keys.digest(scope["headers"]))
         counted = scope["path"] in self._generating_paths
         refusal = self._refusal(scope, counted)
         share = None if refusal or not counted else self._take_share(scope)

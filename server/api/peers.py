@@ -19,6 +19,7 @@ from server.http.private import PrivateCallError, call
 PARENT = "parent"  # the name of its socket
 TIMEOUT_S = 5.0
 FORWARDED = "pallas_serve.forwarded"  # in a scope: another process of this server has sent the request
+KEY_FIELD = b"x-pallas-serve-key"  # between processes: the digest of the request's API key, in hexadecimal
 
 
 class Started(msgspec.Struct):

@@ -12,12 +12,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.api.peers import FORWARDED, Aborting, EngineDied, Keeping, Level
+from server.api.peers import FORWARDED, KEY_FIELD, Aborting, EngineDied, Keeping, Level
 from server.api.routes.admin import aborted_by_administrator
 from server.api.routes.responses.routes import PATH
 from server.api.state import ServerState
 from server.engine.door import DoorClient
 from server.fleet.messages import packed, unpacked
+from server.http.auth import current_key
 from server.http.signals import Ending
 
 logger = logging.getLogger("pallas_serve")
@@ -40,7 +41,8 @@ def member_app(state: ServerState, public: Starlette, engines: Sequence[DoorClie
 
 
 class _Forwarded:
-    """Marks requests that another process has sent on, and counts them: this process does not end before them."""
+    """Marks requests that another process has sent on, with their API keys, and counts them: this process does not end
+    before them."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app
@@ -49,6 +51,7 @@ class _Forwarded:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_forwarded = scope["path"].startswith(PATH)
         scope[FORWARDED] = True
+        current_key.set(bytes.fromhex(dict(scope["headers"]).get(KEY_FIELD, b"").decode()))
         self._state.num_forwarded += is_forwarded
         try:
             await self._app(scope, receive, send)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 from collections.abc import Iterable
+from contextvars import ContextVar
 
 from server.http.errors import RequestError
 
+# The digest of the key of the request that the current task answers; empty if the server has no keys.
+current_key: ContextVar[bytes] = ContextVar("current_key", default=b"")
+
 
 class KeyRing:
-    """The accepted keys. If there are none, all requests are accepted."""
+    """The digests of the accepted keys. If there are none, all requests are accepted."""
 
     def __init__(self, keys: Iterable[str]) -> None:
-        self._keys = [key.encode() for key in keys]
+        self._digests = [_digest(key.encode()) for key in keys]
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> RequestError | None:
         """The 401 error for a request without an accepted key, otherwise None. All wrong keys take the same time."""
-        if not self._keys or self.number(headers) is not None:
+        if not self._digests or self.number(headers) is not None:
             return None
         _, key = _given(headers)
         message = "Incorrect API key provided." if key else "Missing API key: send `Authorization: Bearer KEY`."
@@ -25,8 +30,18 @@ class KeyRing:
     def number(self, headers: Iterable[tuple[bytes, bytes]]) -> int | None:
         """The index of the request's key among the accepted keys, from 0. None if it has none of them."""
         scheme, key = _given(headers)
-        matches = [hmac.compare_digest(key, known) for known in self._keys]
+        digest = _digest(key)
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return matches.index(True) if scheme == b"bearer" and any(matches) else None
+
+    def digest(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+        """The digest of the request's key. Empty if it has none of the accepted ones."""
+        number = self.number(headers)
+        return b"" if number is None else self._digests[number]
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 def _given(headers: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, bytes]:

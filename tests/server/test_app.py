@@ -180,6 +180,7 @@ def test_a_request_with_too_many_sequences():
         {"head_timeout_s": 0.0},
         {"body_timeout_s": float("nan")},
         {"max_body_memory_mib": 15},
+        {"prefix_caching_per_key": True},
         {"idle_timeout_s": float("inf")},
     ],
 )

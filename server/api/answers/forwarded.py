@@ -9,6 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from server.api.peers import KEY_FIELD
+from server.http.auth import current_key
 from server.http.errors import unavailable
 from server.http.private import PrivateCallError, exchange
 
@@ -28,6 +30,7 @@ class ForwardedAnswer(Response):
         query = request.url.query
         self._target = request.scope["raw_path"].decode("latin-1") + (f"?{query}" if query else "")
         self._fields = [(name, value) for name, value in request.headers.raw if name in PASSED_ON]
+        self._fields.append((KEY_FIELD, current_key.get().hex().encode()))
         self._path = path
         self._body = body
         self.background = None

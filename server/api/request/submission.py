@@ -19,6 +19,7 @@ from server.api.state import ServerState
 from server.api.tracing import current_trace
 from server.engine import wire
 from server.engine.generation import Choice, Generation
+from server.http.auth import current_key
 from server.http.errors import RequestError, invalid
 from server.settings import MOST_SECONDS
 from server.text.stop_strings import StopStrings
@@ -163,7 +164,7 @@ async def start_generation(
                     packed_prompt if choice == 0 else b"",  # empty: the same prompt as the request before
                     sampling,
                     body.priority or 0,
-                    cache_salt_of(body.cache_salt),
+                    cache_salt_of(state, body.cache_salt),
                     min((s for s in (left_s, state.settings.queue_timeout_s) if s is not None), default=None),
                     counts_drafts=bool(body.return_draft_counts),
                     group=head.id,
@@ -206,8 +207,10 @@ def check_min_tokens(body: SamplingFields, limit: int) -> None:
         raise RequestError(400, message, param="min_tokens")
 
 
-def cache_salt_of(salt: str | None) -> int:
-    """Requests with different salts share no cached prefixes, so timing a request reveals no other client's prompt."""
-    if not salt:
+def cache_salt_of(state: ServerState, salt: str | None) -> int:
+    """Requests with different salts share no cached prefixes, so timing a request reveals no other client's prompt.
+    With `prefix_caching_per_key`, the API key is part of the salt."""
+    key = current_key.get() if state.settings.prefix_caching_per_key else b""
+    if not salt and not key:
         return 0
-    return int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8).digest()) >> 1
+    return int.from_bytes(hashlib.blake2b((salt or "").encode(), key=key, digest_size=8).digest()) >> 1

@@ -122,7 +122,7 @@ class EmbeddingRoute:
     def _requests(
         self, id: str, body: EmbeddingRequest, packed: Sequence[bytes], left_s: float | None
     ) -> list[wire.WireRequest]:
-        salt = cache_salt_of(body.cache_salt)
+        salt = cache_salt_of(self._state, body.cache_salt)
         waits_s = min((s for s in (left_s, self._state.settings.queue_timeout_s) if s is not None), default=None)
         return [
             wire.WireRequest(

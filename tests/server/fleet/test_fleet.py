@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from tests.server.support.fleet import http_processes, through_each
+from tests.server.support.owners import check_owner
 from tests.server.support.requests import CHAT, HELLO, LONG, SLOW, wait_until
 from tests.server.support.running import ECHO, RunningServer, running_server
 from tests.server.support.sse_events import parse_events
@@ -149,6 +150,13 @@ def test_a_response_that_runs_is_cancelled_through_the_other_process(both):
         assert second.get(f"{RESPONSES}/{id}").json()["status"] == "in_progress"
         assert second.post(f"{RESPONSES}/{id}/cancel").json()["status"] == "cancelled"
         assert "cancelled" in "".join(pieces)
+
+
+def test_a_response_belongs_to_its_key_in_both(server, both):
+    first, second = both
+    with through_each(server, headers=ADMIN) as others:
+        for own, other in ((first, others[1]), (second, others[0]), (first, others[0])):
+            check_owner(own, other)
 
 
 def test_an_unknown_response_is_unknown_to_both(both):

@@ -110,6 +110,7 @@ class ResponseRecord:
     """One response. Only the event loop may use it.
 
     Args:
+        owner: the digest of the API key that it belongs to; empty if the server has no keys.
         fields: the fields of the response that repeat the request.
         messages: the conversation up to the answer, without the instructions.
         num_bytes: the size of `messages` in memory, approximately.
@@ -117,9 +118,16 @@ class ResponseRecord:
     """
 
     def __init__(
-        self, id: str, fields: dict[str, Any], messages: Sequence[Message], num_bytes: int, scores: ScoreWriter
+        self,
+        id: str,
+        owner: bytes,
+        fields: dict[str, Any],
+        messages: Sequence[Message],
+        num_bytes: int,
+        scores: ScoreWriter,
     ) -> None:
         self.id = id
+        self.owner = owner
         self.status = IN_PROGRESS
         self.items: list[Item] = []
         self._fields = fields

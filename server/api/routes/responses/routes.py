@@ -43,6 +43,7 @@ from server.api.routes.responses.translation import (
 from server.api.routes.responses.writer import ResponsesWriter
 from server.api.state import ServerState
 from server.engine.generation import Generation
+from server.http.auth import current_key
 from server.http.errors import NOT_FOUND, RequestError, invalid
 from server.http.json_pieces import json_pieces
 
@@ -91,7 +92,7 @@ class Responses:
         self._reader = BodyReader(ResponsesRequest, RESPONSES_FIELDS, strict=state.settings.strict_fields)
         self._store = ResponseStore()
         self._running: dict[str, Generation] = {}  # of responses that are stored
-        state.keeps_response = lambda id: self._store.get(id) is not None
+        state.keeps_response = self._store.__contains__
 
     async def create(self, request: Request) -> Response:
         """Answers an input, whole, streamed or in the background."""
@@ -108,7 +109,9 @@ class Responses:
             generation, options = await start_chat(state, chat, head)
         num_bytes += _other_bytes(chat, body.instructions) + (0 if earlier is None else earlier.num_bytes)
         scores = ScoreWriter(state.tokenizer, options.top_logprobs or 0)
-        record = ResponseRecord(head.id, _repeated(body, tools, head.model, state), messages, num_bytes, scores)
+        record = ResponseRecord(
+            head.id, current_key.get(), _repeated(body, tools, head.model, state), messages, num_bytes, scores
+        )
         stores = body.store is not False
         if stores:
             self._store.put(record)
@@ -144,7 +147,7 @@ class Responses:
     async def _keeper(self, request: Request, id: str | None) -> Path | None:
         """The other process that keeps the response. None: this one does, or none."""
         peers = self._state.peers
-        if id is None or peers is None or FORWARDED in request.scope or self._store.get(id) is not None:
+        if id is None or peers is None or FORWARDED in request.scope or id in self._store:
             return None
         return await peers.keeper_of(id)
 
@@ -189,7 +192,7 @@ class Responses:
 
     def _find(self, request: Request) -> ResponseRecord:
         id = request.path_params["id"]
-        record = self._store.get(id)
+        record = self._store.get(id, current_key.get())
         if record is None:
             message = f"Response with id {id[:100]!r} not found. It is not stored, or not any more."
             raise RequestError(404, message, type=NOT_FOUND, param="response_id")
@@ -199,7 +202,7 @@ class Responses:
         """The response that the request continues."""
         if id is None:
             return None
-        record = self._store.get(id)
+        record = self._store.get(id, current_key.get())
         if record is None:
             message = f"previous_response_id: there is no response with the id {id[:100]!r}."
             raise RequestError(400, message, param="previous_response_id", code="previous_response_not_found")
@@ -209,7 +212,7 @@ class Responses:
 
     def _end(self, record: ResponseRecord, stores: bool) -> None:
         self._running.pop(record.id, None)
-        if stores and self._store.get(record.id) is record:  # it may have been deleted meanwhile
+        if stores and self._store.get(record.id, record.owner) is record:  # it may have been deleted meanwhile
             self._store.put(record)
 
     def _leave(self, record: ResponseRecord) -> None:

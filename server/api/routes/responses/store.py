@@ -1,4 +1,4 @@
-"""Responses in memory, with limits on their number and on their bytes."""
+"""Responses in memory, with limits on their number and on their bytes. Each belongs to the API key that made it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,14 @@ class ResponseStore:
         while self._records and (len(self._records) > self._max_responses or self._num_bytes > self._max_bytes):
             self.remove(next(iter(self._records)))
 
-    def get(self, id: str) -> ResponseRecord | None:
-        return self._records.get(id)
+    def get(self, id: str, owner: bytes) -> ResponseRecord | None:
+        """The response, if it belongs to `owner`."""
+        record = self._records.get(id)
+        return record if record is not None and record.owner == owner else None
+
+    def __contains__(self, id: str) -> bool:
+        """Whether the response is kept, whoever made it."""
+        return id in self._records
 
     def remove(self, id: str) -> bool:
         """Removes the response. Returns whether it was there."""

@@ -1,0 +1,89 @@
+"""What belongs to one API key is no other key's: responses, and on request the cached prefixes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import httpx
+import msgspec
+import pytest
+
+from server.http.auth import KeyRing
+from tests.server.support.echo_engine import EchoConfig
+from tests.server.support.owners import check_owner
+from tests.server.support.running import ECHO, RunningServer, running_server
+from tests.server.support.stub_app import DONE, StubClient, client_of, state_of
+
+HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+PROMPTS = {
+    "/v1/chat/completions": HELLO,
+    "/v1/completions": {"prompt": "a", "max_tokens": 1},
+    "/v1/responses": {"input": "a", "max_output_tokens": 1},
+    "/v1/messages": HELLO,
+    "/invocations": HELLO,
+    "/v1/embeddings": {"input": "a"},
+}
+
+
+def headers(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    config = EchoConfig(reply=(97,), step_s=0.02, max_model_len=20_000)
+    with running_server(tmp_path_factory.mktemp("keys"), ECHO, config, api_keys=("one", "two")) as running:
+        yield running
+
+
+@pytest.mark.parametrize(("owner", "other"), [("one", "two"), ("two", "one")])
+def test_a_response_belongs_to_the_key_that_made_it(server, owner, other):
+    with server.http(headers=headers(owner)) as own, server.http(headers={"X-Api-Key": other}) as others:
+        check_owner(own, others)
+
+
+def salts(per_key: bool, path: str, asked: list[tuple[str, str | None]]) -> list[int]:
+    """The salt that the engine gets for each (key, `cache_salt`)."""
+
+    async def ask() -> list[int]:
+        client = StubClient(DONE)
+        client.info = msgspec.structs.replace(client.info, embedding_size=4)
+        state = state_of(client, api_keys=("one", "two"), prefix_caching_per_key=per_key)
+        async with client_of(state) as http:
+            for key, salt in asked:
+                body = PROMPTS[path] | ({} if salt is None else {"cache_salt": salt})
+                await http.post(path, json=body, headers=headers(key))
+        return [request.cache_salt for request in client.submitted]
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+def test_cached_prefixes_are_shared_unless_they_are_kept_by_key(path):
+    asked = [("one", None), ("two", None), ("one", "a"), ("two", "a")]
+    first, second, third, fourth = salts(False, path, asked)
+    assert first == second == 0
+    assert third == fourth != 0
+    by_key = salts(True, path, asked)
+    assert len({0, *by_key}) == 5
+    assert by_key == salts(True, path, asked)
+
+
+def test_a_key_ring_holds_no_key():
+    ring = KeyRing(["secret-key"])
+    given = [(b"authorization", b"Bearer secret-key")]
+    assert ring.check(given) is None
+    assert ring.number(given) == 0
+    assert len(ring.digest(given)) == 32
+    assert ring.digest([(b"authorization", b"Bearer other")]) == b""
+    assert "secret-key" not in repr(vars(ring))
+
+
+def test_a_client_cannot_name_the_key_of_another(server):
+    """The field by which processes tell each other the key."""
+    with server.http(headers=headers("one")) as own:
+        made = own.post("/v1/responses", json=PROMPTS["/v1/responses"]).json()
+    digest = KeyRing(["one"]).digest([(b"authorization", b"Bearer one")]).hex()
+    with httpx.Client(base_url=server.url, headers=headers("two") | {"x-pallas-serve-key": digest}) as other:
+        assert other.get(f"/v1/responses/{made['id']}").status_code == 404
