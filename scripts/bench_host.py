@@ -27,6 +27,7 @@ from batcher.config import EngineConfig
 from batcher.engine import Engine
 from batcher.request import Request, RequestOutput, SamplingParams
 from batcher.step import Bucket, Capacity, StepInput, StepOutput
+from scripts.wiring.repeated import EachCounts
 from server.engine import outbox
 
 PAGE_SIZE = 16
@@ -219,7 +220,7 @@ def measure(
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--rows", type=int, nargs="+", action=EachCounts, default=[64, 256])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--arrivals", action="store_true", help="replace finished requests by new ones")
     parser.add_argument("--context", type=int, default=200, help="tokens of each prompt")

@@ -31,6 +31,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from scripts.benchmarks.instant_engine import InstantConfig
+from scripts.wiring.repeated import EachCounts
 from server.main import run
 from server.settings import Settings
 from server.text.tokenizer import ByteLevelTokenizer
@@ -200,7 +201,7 @@ def _cpu_s(process: psutil.Process) -> float:
 def main(argv: list[str]) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--streams", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--streams", type=int, nargs="+", action=EachCounts, default=[64, 256])
     parser.add_argument("--tokens", type=int, default=400, help="of each stream")
     parser.add_argument("--api-server-count", type=int, default=1, help="HTTP processes")
     parser.add_argument("--tokens-per-s", type=float, default=20000, help="that the engine draws for all streams")

@@ -28,6 +28,7 @@ from scripts.benchmarks.load.client import Target, run
 from scripts.benchmarks.load.metrics import summary
 from scripts.benchmarks.load.workload import BenchRequest, from_file
 from scripts.wiring.errors import add_debug_flag, run_command
+from scripts.wiring.repeated import EachCounts
 from scripts.wiring.serving import serving
 
 
@@ -65,7 +66,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--dataset-path", type=local_path, required=True, help="prompts and lengths, JSON lines or one JSON list"
     )
-    p.add_argument("--concurrency", type=parse_load, nargs="+", default=[(4, 12), (16, 32)], metavar="C:N")
+    p.add_argument(
+        "--concurrency", type=parse_load, nargs="+", action=EachCounts, default=[(4, 12), (16, 32)], metavar="C:N"
+    )
     p.add_argument("--repeats", type=int, default=1, help="rounds over all servers")
     p.add_argument("--port", type=int, default=8470)
     p.add_argument("--num-warmups", type=int, default=4)

@@ -10,13 +10,14 @@ import sys
 from itertools import product
 
 from scripts.wiring.errors import add_debug_flag, failed
+from scripts.wiring.repeated import EachCounts
 from scripts.wiring.settings import QUANTIZATIONS
 
 
 def parser() -> argparse.ArgumentParser:
     """The command's flags."""
     p = argparse.ArgumentParser(prog="python -m scripts.bench_quality", description=__doc__.splitlines()[0])
-    p.add_argument("--quantization", nargs="*", default=list(QUANTIZATIONS), choices=QUANTIZATIONS)
+    p.add_argument("--quantization", nargs="*", action=EachCounts, default=list(QUANTIZATIONS), choices=QUANTIZATIONS)
     p.add_argument("--no-kv", dest="kv", action="store_false", help="leave out K/V in int8, alone and with each")
     p.add_argument("--num-stories", type=int, help="of new text, for the divergence (default: 500)")
     add_debug_flag(p)

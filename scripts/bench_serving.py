@@ -26,6 +26,7 @@ from scripts.benchmarks.load.lengths import Lengths, Trace
 from scripts.benchmarks.load.metrics import METRICS, summary, table
 from scripts.benchmarks.load.workload import BenchRequest, from_file, from_trace, random_prompts
 from scripts.wiring.errors import FailedError, add_debug_flag, run_command
+from scripts.wiring.repeated import EachCounts
 
 GOODPUT_SHARE = 0.9  # of the requests of a rate that must meet the objectives
 
@@ -76,7 +77,9 @@ def parser() -> argparse.ArgumentParser:
     report = p.add_argument_group("report")
     report.add_argument("--percentile-metrics", default=",".join(METRICS))
     report.add_argument("--metric-percentiles", default="50,90,99")
-    report.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="such as ttft:200 tpot:50")
+    report.add_argument(
+        "--goodput", nargs="+", action=EachCounts, default=[], metavar="METRIC:MS", help="such as ttft:200 tpot:50"
+    )
     report.add_argument(
         "--find-goodput",
         metavar="SLOS",

@@ -29,6 +29,7 @@ from model.loading.source import resolve
 from scripts.benchmarks.agreeing_pair import write_pair
 from scripts.wiring.engine import Built, build_runner
 from scripts.wiring.errors import FailedError, add_debug_flag, run_command
+from scripts.wiring.repeated import EachCounts
 from scripts.wiring.settings import EngineSettings, add_engine_flags
 from scripts.wiring.stand_in_tokenizer import tokenizer_folder
 from server.engine.scratch_folder import ScratchFolder
@@ -62,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     work = p.add_argument_group("requests")
     work.add_argument("--streams", type=lambda text: [int(n) for n in text.split(",")], default=[1, 4, 16, 64])
     work.add_argument("--output-len", type=int, default=160, metavar="N", help="tokens of every request")
-    work.add_argument("--texts", nargs="+", choices=TEXTS, default=list(TEXTS))
+    work.add_argument("--texts", nargs="+", action=EachCounts, choices=TEXTS, default=list(TEXTS))
     work.add_argument(
         "--agreement",
         type=float,

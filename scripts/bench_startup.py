@@ -27,6 +27,7 @@ import psutil
 
 from model.inputs.paths import local_path
 from scripts.wiring.errors import FailedError, add_debug_flag, run_command
+from scripts.wiring.repeated import EachCounts
 
 ROOT = Path(__file__).parent.parent
 # Lines that the server prints at its start. Each phase is named by its line.
@@ -57,7 +58,7 @@ KINDS: dict[str, Callable[[Path], list[str]]] = {
 def parser() -> argparse.ArgumentParser:
     """The command's flags."""
     p = argparse.ArgumentParser(prog="python -m scripts.bench_startup", description=__doc__.splitlines()[0])
-    p.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="default: all")
+    p.add_argument("--kinds", nargs="+", action=EachCounts, choices=KINDS, default=list(KINDS), help="default: all")
     p.add_argument("--starts", type=int, default=3, help="of each kind (default: 3)")
     p.add_argument("--output-json", type=local_path)
     p.add_argument("flags", nargs="*", metavar="FLAG", help="of scripts/serve, after --")

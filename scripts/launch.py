@@ -24,6 +24,7 @@ from scripts.wiring.completion import PrintCompletion
 from scripts.wiring.config_file import CONFIG, with_config
 from scripts.wiring.device import runs_on_tpu
 from scripts.wiring.errors import add_debug_flag, failed
+from scripts.wiring.repeated import EachCounts
 from scripts.wiring.replicas import add_replica_flags, replicas_of
 from scripts.wiring.settings import EngineSettings, ServedSettings, add_engine_flags
 from scripts.wiring.stand_in_tokenizer import tokenizer_folder
@@ -41,10 +42,10 @@ KEY_VARIABLE = "PALLAS_SERVE_API_KEY"
 CONNECTION_FLAGS = {
     "max_connections": ("N", int, "more are answered 503 (default: `ulimit -Hn`, to 8192)"),
     "head_timeout_s": ("S", float, "for a request's head, and for the first byte on a connection"),
-    "body_timeout_s": ("S", float, "in which as much of a body must come as at 1 KiB/s"),
+    "body_timeout_s": ("S", float, "in which a body must come at 1 KiB/s"),
     "idle_timeout_s": ("S", float, "between a connection's requests"),
     "send_timeout_s": ("S", float, "for a client to read any of what waits for it"),
-    "max_body_memory_mib": ("MIB", int, "of all requests that are being read; beyond it, 503"),
+    "max_body_memory_mib": ("N", int, "MiB of requests being read; then 503"),
 }
 
 
@@ -72,16 +73,19 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument(
         "--api-key",
         nargs="+",
+        action=EachCounts,
         default=[],
         metavar="KEY",
         help="asked for, but not by probes and /metrics",
     )
     server.add_argument("--api-key-all-routes", action="store_true", help="asked for by these, too")
-    server.add_argument("--admin-api-key", nargs="+", default=[], metavar="KEY", help="for administrators' routes")
+    server.add_argument(
+        "--admin-api-key", nargs="+", action=EachCounts, default=[], metavar="KEY", help="for administrators' routes"
+    )
     server.add_argument("--enable-tokenizer-info-endpoint", action="store_true", help="serve /tokenizer_info")
     file_help = f"one key a line, not shown by `ps`; nor is ${KEY_VARIABLE}"
-    server.add_argument("--api-key-file", type=local_path, metavar="FILE", help=file_help)
-    server.add_argument("--served-model-name", nargs="+", metavar="NAME", help="default: --model")
+    server.add_argument("--api-key-file", type=local_path, action="append", default=[], metavar="FILE", help=file_help)
+    server.add_argument("--served-model-name", nargs="+", action=EachCounts, metavar="NAME", help="default: --model")
     server.add_argument("--tokenizer", type=place_argument, metavar="DIR", help="default: the model's own")
     server.add_argument(
         "--chat-template", type=place_argument, metavar="FILE", help="a Jinja file in place of the model's own"
@@ -96,7 +100,9 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument("--tool-call-parser", choices=FORMATS, help=parser_help)
     server.add_argument("--no-enable-auto-tool-choice", dest="enable_auto_tool_choice", action="store_false")
     server.add_argument("--enable-auto-tool-choice", action="store_true", default=True, help=argparse.SUPPRESS)
-    server.add_argument("--allowed-origins", nargs="+", default=["*"], metavar="ORIGIN", help="CORS (default: all)")
+    server.add_argument(
+        "--allowed-origins", nargs="+", action=EachCounts, default=["*"], metavar="ORIGIN", help="CORS (default: all)"
+    )
     server.add_argument("--enable-force-include-usage", action="store_true", help="usage at the end of all streams")
     server.add_argument("--strict-fields", action="store_true", help="refuse fields of a request that are unknown")
     server.add_argument("--max-concurrent-per-key", type=int, metavar="N", help="requests of one API key; then 429")
@@ -181,11 +187,11 @@ def _generation_defaults(args: argparse.Namespace, source: ModelSource) -> Gener
 def api_keys(args: argparse.Namespace) -> tuple[str, ...]:
     """The API keys from flags and environment. Raises ValueError if a given source has no key: access would be open."""
     keys = list(args.api_key)
-    if args.api_key_file is not None:
-        lines = [line.strip() for line in args.api_key_file.read_text(encoding="utf-8").splitlines()]
+    for file in args.api_key_file:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
         in_file = [line for line in lines if line and not line.startswith("#")]
         if not in_file:
-            raise ValueError(f"--api-key-file {args.api_key_file}: there is no key in it")
+            raise ValueError(f"--api-key-file {file}: there is no key in it")
         keys += in_file
     if KEY_VARIABLE in os.environ:
         key = os.environ[KEY_VARIABLE].strip()

@@ -30,6 +30,7 @@ from scripts.benchmarks.load.lengths import Trace
 from scripts.benchmarks.load.presets import TRAFFIC
 from scripts.benchmarks.simulation.machine import Machine, Result, SimulatedRequest, WithAttention, simulate
 from scripts.benchmarks.simulation.policies import AdmitIfFree, Clairvoyant
+from scripts.wiring.repeated import EachCounts
 
 PAGE_SIZE = 64  # tokens
 LONG = 100_000  # tokens of a long prompt
@@ -188,10 +189,19 @@ def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m scripts.simulate", description=__doc__.splitlines()[0])
     p.add_argument("--trace", type=Path, metavar="FILE", help="Azure's conversation trace, for the synthetic one")
     p.add_argument("--num-requests", type=int, default=600, metavar="N")
-    p.add_argument("--contexts", type=int, nargs="+", default=[8192, 131072], metavar="TOKENS")
-    p.add_argument("--pools", type=int, nargs="+", default=[16384, 65536, 131072, 524288], metavar="TOKENS")
-    p.add_argument("--limits", nargs="+", choices=LIMITS, default=LIMITS)
-    p.add_argument("--long-prompts", type=int, nargs="+", metavar="TOKENS", help="compare these thresholds instead")
+    p.add_argument("--contexts", type=int, nargs="+", action=EachCounts, default=[8192, 131072], metavar="TOKENS")
+    p.add_argument(
+        "--pools", type=int, nargs="+", action=EachCounts, default=[16384, 65536, 131072, 524288], metavar="TOKENS"
+    )
+    p.add_argument("--limits", nargs="+", action=EachCounts, choices=LIMITS, default=LIMITS)
+    p.add_argument(
+        "--long-prompts",
+        type=int,
+        nargs="+",
+        action=EachCounts,
+        metavar="TOKENS",
+        help="compare these thresholds instead",
+    )
     p.add_argument(
         "--even-context", type=float, metavar="TOKENS", help="of context, with attention as dear as products"
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.inputs.paths import local_path
+from scripts.wiring.repeated import Once
 from server.engine.hosts.cluster import Cluster
 
 SECRET_VARIABLE = "PALLAS_SERVE_HOSTS_SECRET"
@@ -34,7 +35,7 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     hosts.add_argument("--num-hosts", type=int, metavar="N", help="1: this host alone; the environment is not read")
     hosts.add_argument("--host-id", type=int, metavar="I", help="0 to N - 1; host 0 serves")
     file_help = f"the common secret, or ${SECRET_VARIABLE}"
-    hosts.add_argument("--hosts-secret-file", type=local_path, metavar="FILE", help=file_help)
+    hosts.add_argument("--hosts-secret-file", type=local_path, action=Once, metavar="FILE", help=file_help)
     hosts.add_argument(
         "--hosts-timeout", type=float, default=TIMEOUT_S, metavar="S",
         help="for all hosts to arrive at the start (default: %(default)g)",

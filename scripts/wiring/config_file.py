@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,13 @@ def with_config(argv: Sequence[str]) -> list[str]:
         files.append(Path(file))
     if len(files) > 1:
         raise ValueError(f"--config was given {len(files)} times: one file is read")
-    from_file = [argument for file in files for argument in _arguments(file)]
+    given = {argument.partition("=")[0] for argument in arguments}  # they replace those of the file, lists too
+    from_file = [argument for file in files for argument in _arguments(file, given)]
     num_first = 1 if arguments and not arguments[0].startswith("-") else 0  # the model stays before lists of the file
     return arguments[:num_first] + from_file + arguments[num_first:]
 
 
-def _arguments(file: Path) -> Iterator[str]:
+def _arguments(file: Path, given: Collection[str]) -> Iterator[str]:
     try:
         settings = yaml.safe_load(read_text(file, MAX_CONFIG_BYTES))
     except yaml.YAMLError as error:
@@ -50,7 +51,9 @@ def _arguments(file: Path) -> Iterator[str]:
     if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
         raise ValueError(f"--config {file}: it must hold `flag: value` lines")
     for key, value in settings.items():
-        yield from _flag(key.replace("_", "-"), value, file)
+        name = key.replace("_", "-")
+        if f"--{name}" not in given:
+            yield from _flag(name, value, file)
 
 
 def _flag(name: str, value: Any, file: Path) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from model.inputs.paths import local_path
+from scripts.wiring.repeated import Once
 from server.settings import TlsFiles
 
 
@@ -12,7 +13,7 @@ def add_tls_flags(group: argparse._ArgumentGroup) -> None:
     """Adds the flags to the server's. The files are in PEM form."""
     group.add_argument("--ssl-certfile", type=local_path, metavar="FILE", help="HTTPS, with this certificate")
     group.add_argument("--ssl-keyfile", type=local_path, metavar="FILE", help="its key (default: in --ssl-certfile)")
-    group.add_argument("--ssl-keyfile-password", metavar="TEXT", help="opens an encrypted key")
+    group.add_argument("--ssl-keyfile-password", action=Once, metavar="TEXT", help="opens an encrypted key")
     group.add_argument("--ssl-ca-certs", type=local_path, metavar="FILE", help="authorities of clients' certificates")
     reqs_help = "of clients: 0 not asked for, 1 checked, 2 required"
     group.add_argument("--ssl-cert-reqs", type=int, default=0, choices=(0, 1, 2), metavar="N", help=reqs_help)
