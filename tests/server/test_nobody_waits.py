@@ -125,6 +125,11 @@ def test_a_list_that_fills_the_body(roomy, param, entry):
     assert response.status_code == 400, response.text[:1000]
 
 
+def test_as_many_messages_as_there_may_be(roomy):
+    body = {"messages": [{"role": "user", "content": ""}] * 55_000}
+    post(roomy, CHAT, body, status=400)  # they do not fit, which is known when all are rendered
+
+
 def tool(name: str = "f", **properties) -> dict:
     parameters = {"type": "object", "properties": properties}
     return {"type": "function", "function": {"name": name, "parameters": parameters}}

@@ -27,7 +27,8 @@ async def encode_chat(
     if not body.messages:
         raise invalid("messages", "must not be empty")
     check_num_messages(len(body.messages), state.client.info.max_model_len)
-    size = sum(map(_size, body.messages))
+    most = CHARS_OF_A_MESSAGE * len(body.messages)
+    size = await state.aside.run(most, lambda: sum(map(_size, body.messages or ())))
     messages = await state.aside.run(size, template_messages, body.messages)
     num_chars = await state.aside.run(size, lambda: sum(map(num_characters, messages)))
     check_text_length(num_chars, state.tokenizer, state.client.info.max_model_len)
