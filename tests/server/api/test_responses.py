@@ -7,6 +7,8 @@ import json
 import openai
 import pydantic
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 
 from server.api.routes.responses.record import ResponseRecord
@@ -337,8 +339,8 @@ def test_what_cannot_be_meant_is_refused_by_name(server, fields, param):
     assert response.json()["error"]["param"] == param
 
 
-def record(id: str, num_bytes: int) -> ResponseRecord:
-    return ResponseRecord(id, b"", {}, [], num_bytes, ScoreWriter(TOKENIZER, 0))
+def record(id: str, num_bytes: int, owner: bytes = b"") -> ResponseRecord:
+    return ResponseRecord(id, owner, {}, [], num_bytes, ScoreWriter(TOKENIZER, 0))
 
 
 def test_the_oldest_responses_are_forgotten():
@@ -358,6 +360,24 @@ def test_the_oldest_responses_are_forgotten():
     assert [id for id in "gh" if id in store] == ["h"]
     assert store.remove("h")
     assert not store.remove("h")
+
+
+@given(st.lists(st.tuples(st.sampled_from([b"one", b"two", b"three"]), st.integers(0, 40)), max_size=60))
+def test_a_key_with_its_share_of_the_store_loses_nothing_to_others(made):
+    """Of three keys, one with a third of the number and of the bytes or less."""
+    store = ResponseStore(max_responses=6, max_bytes=100)
+    sizes: dict[bytes, dict[str, int]] = {owner: {} for owner in (b"one", b"two", b"three")}
+    for number, (owner, size) in enumerate(made):
+        store.put(record(str(number), size, owner))
+        sizes[owner][str(number)] = size
+        for name, own in sizes.items():
+            found = [id for id in own if store.get(id, name) is not None]
+            assert found == [*own][len(own) - len(found) :]  # the oldest go first
+            if len(own) <= 2 and sum(own.values()) <= 33:
+                assert len(found) == len(own)
+            sizes[name] = {id: own[id] for id in found}
+        assert sum(map(len, sizes.values())) <= 6
+        assert sum(sum(own.values()) for own in sizes.values()) <= 100
 
 
 def test_log_probabilities_take_their_share_of_the_store():
