@@ -19,7 +19,7 @@ from server.api.state import ServerState
 from server.api.tracing import current_trace
 from server.engine import wire
 from server.engine.generation import Choice, Generation
-from server.http.auth import current_key
+from server.http.auth import current_client, current_key
 from server.http.errors import RequestError, invalid
 from server.settings import MOST_SECONDS
 from server.text.stop_strings import StopStrings
@@ -167,6 +167,7 @@ async def start_generation(
                     cache_salt_of(state, body.cache_salt),
                     min((s for s in (left_s, state.settings.queue_timeout_s) if s is not None), default=None),
                     counts_drafts=bool(body.return_draft_counts),
+                    client=current_client(),
                     group=head.id,
                 )
             )

@@ -31,6 +31,7 @@ from server.api.route import ApiRoute
 from server.api.state import ServerState
 from server.engine import wire
 from server.engine.embedding import Embeddings
+from server.http.auth import current_client
 from server.http.errors import NOT_FOUND, RequestError, invalid, too_long
 from server.http.json_pieces import NestedList, json_pieces, list_of
 
@@ -126,7 +127,15 @@ class EmbeddingRoute:
         waits_s = min((s for s in (left_s, self._state.settings.queue_timeout_s) if s is not None), default=None)
         return [
             wire.WireRequest(
-                f"{id}-{number}", prompt, _NOTHING_DRAWN, body.priority or 0, salt, waits_s, embeds=True, group=id
+                f"{id}-{number}",
+                prompt,
+                _NOTHING_DRAWN,
+                body.priority or 0,
+                salt,
+                waits_s,
+                embeds=True,
+                client=current_client(),
+                group=id,
             )
             for number, prompt in enumerate(packed)
         ]

@@ -9,6 +9,7 @@ import httpx
 import msgspec
 import pytest
 
+from server.engine import wire
 from server.http.auth import KeyRing
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.owners import check_owner
@@ -43,10 +44,10 @@ def test_a_response_belongs_to_the_key_that_made_it(server, owner, other):
         check_owner(own, others)
 
 
-def salts(per_key: bool, path: str, asked: list[tuple[str, str | None]]) -> list[int]:
-    """The salt that the engine gets for each (key, `cache_salt`)."""
+def submitted(per_key: bool, path: str, asked: list[tuple[str, str | None]]) -> list[wire.WireRequest]:
+    """What the engine gets for each (key, `cache_salt`)."""
 
-    async def ask() -> list[int]:
+    async def ask() -> list[wire.WireRequest]:
         client = StubClient(DONE)
         client.info = msgspec.structs.replace(client.info, embedding_size=4)
         state = state_of(client, api_keys=("one", "two"), prefix_caching_per_key=per_key)
@@ -54,7 +55,7 @@ def salts(per_key: bool, path: str, asked: list[tuple[str, str | None]]) -> list
             for key, salt in asked:
                 body = PROMPTS[path] | ({} if salt is None else {"cache_salt": salt})
                 await http.post(path, json=body, headers=headers(key))
-        return [request.cache_salt for request in client.submitted]
+        return client.submitted
 
     return asyncio.run(ask())
 
@@ -62,12 +63,19 @@ def salts(per_key: bool, path: str, asked: list[tuple[str, str | None]]) -> list
 @pytest.mark.parametrize("path", PROMPTS)
 def test_cached_prefixes_are_shared_unless_they_are_kept_by_key(path):
     asked = [("one", None), ("two", None), ("one", "a"), ("two", "a")]
-    first, second, third, fourth = salts(False, path, asked)
+    first, second, third, fourth = (request.cache_salt for request in submitted(False, path, asked))
     assert first == second == 0
     assert third == fourth != 0
-    by_key = salts(True, path, asked)
+    by_key = [request.cache_salt for request in submitted(True, path, asked)]
     assert len({0, *by_key}) == 5
-    assert by_key == salts(True, path, asked)
+    assert by_key == [request.cache_salt for request in submitted(True, path, asked)]
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+def test_the_engine_knows_which_requests_are_of_one_key(path):
+    one, two, one_again = (request.client for request in submitted(False, path, [("one", None), ("two", None)] * 2)[:3])
+    assert one == one_again
+    assert len({0, one, two}) == 3
 
 
 def test_a_key_ring_holds_no_key():
