@@ -4,7 +4,8 @@
 
 Lines are OpenAI batch requests or plain prompts (`offline/batch_file.py`). The output has one record per line, in the
 order of the input. Until the output is complete, OUTPUT.partial holds the finished records; the same command continues
-from there. An existing output is replaced only when the new one is complete. Input and output may be in a bucket.
+from there, and a run over another input is refused. An existing output is replaced only with --overwrite, and only when
+the new one is complete. Input and output may be in a bucket.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ from batcher.errors import EngineDeadError
 from model.inputs.paths import place_argument
 from model.inputs.remote import RemotePath
 from scripts.llm import LLM
-from scripts.offline.batch_file import Line, answer_record, digest, parse_line, problem_record
+from scripts.offline.batch_file import Line, answer_record, digest, input_digest, parse_line, problem_record
 from scripts.offline.batch_input import BatchInput
-from scripts.offline.journal import Journal, Key
+from scripts.offline.journal import Header, Journal
 from scripts.offline.output import Output
 from scripts.wiring.device import users_cache_folder
 from scripts.wiring.errors import add_debug_flag, failed
-from scripts.wiring.settings import EngineSettings, add_engine_flags
+from scripts.wiring.settings import EngineSettings, add_engine_flags, flag
+
+Key = tuple[int, str]  # a line's number and its digest
+# A journal's records are taken up only by a run with the same: they change answers. The others change speed.
+ANSWERING = ("model", "load_format", "dtype", "quantization", "kv_cache_dtype", "calculate_kv_scales", "seed")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--input", type=place_argument, required=True, metavar="FILE", help="JSON lines; -: standard input")
     p.add_argument("--output", type=place_argument, required=True, metavar="FILE")
-    p.add_argument("--overwrite", action="store_true", help="redo an output that is there, and forget a partial one")
+    p.add_argument("--overwrite", action="store_true", help="redo an output that is there, and drop a partial one")
     p.add_argument(
         "--params", type=json.loads, default={}, metavar="JSON",
         help='fields for lines that generate and do not set them, such as \'{"max_tokens": 128, "temperature": 0}\'',
@@ -56,7 +61,6 @@ def generate(
     output: Output,
     journal: Journal,
     params: dict[str, Any],
-    salt: str,
     load: Callable[[], LLM],
 ) -> int:
     """Answers the lines that the journal lacks, writes the output, and returns the number of error records.
@@ -65,8 +69,8 @@ def generate(
         keys: of the lines of `batch`.
         load: makes the LLM; not called if no line is left.
     """
-    bar = tqdm(total=len(keys), initial=sum(key in journal for key in keys), unit="line", smoothing=0.05)
-    asked: dict[int, tuple[int, str, Line]] = {}
+    bar = tqdm(total=len(keys), initial=sum(number in journal for number, _ in keys), unit="line", smoothing=0.05)
+    asked: dict[int, tuple[int, Line]] = {}
     num_tokens = 0
 
     def requests() -> Iterator[tuple[str, Any]]:
@@ -75,36 +79,70 @@ def generate(
         lines = batch.numbered_lines()
         for key in keys:  # lines that were added later are ignored
             number, text = next(lines, (0, ""))
-            if key != (number, digest(text, salt)):
+            if key != (number, digest(text)):
                 raise ValueError(f"line {key[0]} of the input has changed since the run began")
             line = parse_line(text, number, params)
             if line.custom_id is not None and line.custom_id in seen and line.problem is None:
                 problem = f"line {number}: custom_id {line.custom_id!r} is taken by a line before"
                 line = Line(custom_id=line.custom_id, problem=problem)
             seen.add(line.custom_id or "")
-            if key in journal:
+            if number in journal:
                 continue
             if line.problem is not None:
-                journal.add(*key, problem_record(line))
+                journal.add(number, problem_record(line))
                 bar.update()
                 continue
-            asked[len(asked)] = (*key, line)
+            asked[len(asked)] = (number, line)
             yield line.url, line.body
 
     def on_answer(index: int, status: int, answer: dict[str, Any]) -> None:
         nonlocal num_tokens
-        number, line_digest, line = asked[index]
-        asked[index] = (number, line_digest, Line(custom_id=None))  # drops the body, which is no longer needed
-        journal.add(number, line_digest, answer_record(line, status, answer))
+        number, line = asked[index]
+        asked[index] = (number, Line(custom_id=None))  # drops the body, which is no longer needed
+        journal.add(number, answer_record(line, status, answer))
         num_tokens += answer.get("usage", {}).get("completion_tokens", 0)
         bar.set_postfix_str(f"{num_tokens} tokens out", refresh=False)
         bar.update()
 
     with bar:
-        if any(key not in journal for key in keys):
+        if not _is_complete(journal, keys):
             with load() as llm:
                 llm.post_all(requests(), on_answer)
-    return journal.write_ordered(iter(keys), output.ordered, output.publish)
+    try:
+        num_errors = journal.write_to(output.ordered, (number for number, _ in keys))
+        output.publish(journal.header.replaces)
+    finally:
+        output.ordered.unlink(missing_ok=True)
+    journal.finish()
+    return num_errors
+
+
+def begin(journal: Journal, output: Output, run: Header, keys: Sequence[Key], *, overwrite: bool) -> bool:
+    """Prepares the journal: an interrupted run goes on, or a new one begins. Returns whether there is anything to do.
+
+    Raises:
+        ValueError: the journal is another run's, or an output is there that this run must not replace.
+    """
+    if overwrite:
+        output.forget_journal()
+    else:
+        output.fetch_journal(journal)
+    if journal.is_empty:
+        if run.replaces is not None and not overwrite:
+            print(f"{output.place} is there already: nothing to do (--overwrite does it again)", file=sys.stderr)
+            return False
+        output.check_way_is_free()
+    elif not overwrite:
+        journal.check_belongs_to(run)
+        if not _is_complete(journal, keys):  # else it may be the output that this run has just written
+            output.check_may_go_on(journal.header.replaces)
+        return True
+    journal.begin(run)
+    return True
+
+
+def _is_complete(journal: Journal, keys: Sequence[Key]) -> bool:
+    return all(number in journal for number, _ in keys)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -124,22 +162,23 @@ def main(argv: list[str] | None = None) -> int:
             keywords = {name: getattr(settings, name) for name in EngineSettings.field_names()}
             return LLM(tokenizer=args.tokenizer, served_model_name=args.served_model_name, report=_say, **keywords)
 
-        pooling = [] if settings.pooling is None else [settings.pooling.value]
-        salt = json.dumps([settings.model, args.params, *pooling], sort_keys=True)
+        answering = {flag(name): getattr(settings, name) for name in ANSWERING} | {
+            "--params": args.params,
+            "--pooling-type": settings.pooling and settings.pooling.value,
+            "--tokenizer": args.tokenizer and str(args.tokenizer),
+            "--served-model-name": args.served_model_name,
+        }
         with BatchInput(args.input) as batch:
             batch.check_is_none_of(output.local_files())
-            keys = [(number, digest(text, salt)) for number, text in batch.numbered_lines()]
+            keys = [(number, digest(text)) for number, text in batch.numbered_lines()]
             if not keys:
                 raise ValueError(f"--input {args.input} has no lines")
-            output.fetch_journal()
             with Journal(partial) as journal:
-                if output.exists() and journal.is_empty and not args.overwrite:
-                    print(f"{args.output} is there already: nothing to do (--overwrite does it again)", file=sys.stderr)
+                run = Header(input=input_digest(keys), settings=answering, replaces=output.version())
+                if not begin(journal, output, run, keys, overwrite=args.overwrite):
                     return 0
-                if args.overwrite:
-                    journal.forget()
                 with output.kept(journal):
-                    num_errors = generate(batch, keys, output, journal, args.params, salt, load)
+                    num_errors = generate(batch, keys, output, journal, args.params, load)
     except BlockingIOError:
         print(f"generate: another run is writing {partial}", file=sys.stderr)
         return 2

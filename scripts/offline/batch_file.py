@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,14 @@ def _record_id() -> str:
     return f"batch_req_{uuid.uuid4().hex}"
 
 
-def digest(text: str, salt: str) -> str:
-    """Identifies a line by its text, the model and the defaults (`salt`)."""
-    return hashlib.blake2b(f"{salt}\n{text}".encode(errors="surrogateescape"), digest_size=16).hexdigest()
+def digest(text: str) -> str:
+    """Identifies a line."""
+    return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()
+
+
+def input_digest(lines: Iterable[tuple[int, str]]) -> str:
+    """Identifies an input by the numbers and the digests of its lines."""
+    found = hashlib.blake2b(digest_size=16)
+    for number, line_digest in lines:
+        found.update(f"{number} {line_digest}\n".encode())
+    return found.hexdigest()

@@ -1,41 +1,61 @@
-"""The journal of a batch run: its finished records. The next run continues from them."""
+"""The journal of a batch run: its finished records. The next run over the same input continues from them."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-Key = tuple[int, str]  # a line's number and its digest
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """The run that a journal belongs to."""
+
+    input: str  # a digest of the lines
+    settings: Mapping[str, Any]  # what changes answers, by flag
+    replaces: str | None  # the version of the output that the run may replace; None: it may replace none
 
 
 class Journal:
     """The finished records of a run, in the order in which they finished, in `OUTPUT.partial` next to the output.
 
-    A record is finished when its whole line is in the file. The next run can therefore continue after a kill at any
-    moment. Only one process at a time can hold the journal. A journal without records leaves no file.
+    The first line is the header. A record is finished when its whole line is in the file. The next run can therefore
+    continue after a kill at any moment. Only one process at a time can hold the journal. A journal without records
+    leaves no file.
+
+    Args:
+        name: what messages call the file, in place of `path`.
 
     Raises:
         BlockingIOError: another process holds the journal; nothing was changed.
         ValueError: the file is not a journal.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, name: object = None) -> None:
         self._path = path
+        self._name = path if name is None else name
         self._file = _open_locked(path)
-        self._places: dict[Key, tuple[int, int]] = {}  # -> offset, size
+        self._header: Header | None = None
+        self._places: dict[int, tuple[int, int]] = {}  # a line's number -> offset, size
         self._end = 0
         self._is_finished = False
         self._objection: str | None = None  # why this run must not go on
-        self._is_forgotten = False  # the file still has records of an earlier run, which do not count
+        self._is_new = True  # the header is not in the file, where records of another run may still be
         try:
             self._read_back()
         except BaseException:
             self._file.close()
             raise
+
+    @property
+    def header(self) -> Header:
+        """The run whose records these are. There is one after `begin`, or if there are records."""
+        assert self._header is not None
+        return self._header
 
     @property
     def is_empty(self) -> bool:
@@ -47,51 +67,78 @@ class Journal:
         """Whether the output has been written."""
         return self._is_finished
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._places
+    def __contains__(self, number: int) -> bool:
+        return number in self._places
 
-    def forget(self) -> None:
+    def begin(self, header: Header) -> None:
         """Starts over. Earlier records stay in the file until this run adds its first one."""
+        self._header = header
         self._places.clear()
-        self._is_forgotten = True
+        self._is_new = True
+
+    def check_belongs_to(self, run: Header) -> None:
+        """Raises ValueError, with what to do, if the records are of another input or were made with other settings."""
+        own, asked = self.header, run.settings
+        if own.input != run.input:
+            difference = "another input"
+        elif own.settings != asked:
+            flags = [flag for flag in (own.settings | asked) if own.settings.get(flag) != asked.get(flag)]
+            pairs = [f"{flag} {own.settings.get(flag)!r}, not {asked.get(flag)!r}" for flag in flags]
+            difference = f"this input with other settings ({'; '.join(pairs)})"
+        else:
+            return
+        raise ValueError(
+            f"{self._name} holds {len(self._places)} finished records of an interrupted run over {difference}. Finish "
+            "that run with its own command, or name another --output; --overwrite drops the records"
+        )
+
+    def take_in(self, other: Journal) -> None:
+        """Adds the records of another copy of this journal. Raises ValueError if they are of another run."""
+        if other.is_empty:
+            return
+        if self.is_empty:
+            self.begin(other.header)
+        other.check_belongs_to(self.header)
+        for number in other._places:
+            if number not in self:
+                self.add(number, other._record(number))
 
     def stop(self, reason: str) -> None:
         """Ends the run: the next `add` raises ValueError with the reason. May be called from any thread."""
         self._objection = reason
 
-    def add(self, number: int, line_digest: str, record: dict[str, Any]) -> None:
+    def add(self, number: int, record: dict[str, Any]) -> None:
         """Adds the record of a line. After the return, the record survives a kill of this process."""
         if self._objection is not None:
             raise ValueError(self._objection)
-        if self._is_forgotten:
+        first = b""
+        if self._is_new:
             self._file.truncate(0)
-            self._end, self._is_forgotten = 0, False
-        raw = json.dumps({"line": number, "digest": line_digest, "record": record}, ensure_ascii=False).encode() + b"\n"
-        self._file.write(raw)
+            first = _json_line(asdict(self.header))
+            self._end, self._is_new = len(first), False
+        raw = _json_line({"line": number, "record": record})
+        self._file.write(first + raw)
         self._file.flush()
-        self._places[number, line_digest] = (self._end, len(raw))
+        self._places[number] = (self._end, len(raw))
         self._end += len(raw)
 
-    def write_ordered(self, keys: Iterator[Key], temporary: Path, publish: Callable[[], None]) -> int:
-        """Writes the records of `keys`, in that order, to the output, and then removes the journal. Returns the number
-        of error records.
-
-        Args:
-            temporary: where the ordered records are collected.
-            publish: makes the output of this file, whole or not at all, and removes the file.
-        """
+    def write_to(self, path: Path, numbers: Iterable[int]) -> int:
+        """Writes the records of the lines `numbers`, in that order, to `path`. Returns the number of error records."""
         num_errors = 0
-        with temporary.open("wb") as file:
-            for key in keys:
-                offset, size = self._places[key]
-                record = json.loads(os.pread(self._file.fileno(), size, offset))["record"]
+        with path.open("wb") as file:
+            for number in numbers:
+                record = self._record(number)
                 response = record["response"]
                 num_errors += response is None or response["status_code"] != 200
-                file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-        publish()
+                file.write(_json_line(record))
+            file.flush()
+            os.fsync(file.fileno())
+        return num_errors
+
+    def finish(self) -> None:
+        """Removes the journal: its records are in the output."""
         self._is_finished = True
         self._close(remove=True)
-        return num_errors
 
     def __enter__(self) -> Self:
         return self
@@ -106,14 +153,41 @@ class Journal:
             self._path.unlink()
         self._file.close()
 
+    def _record(self, number: int) -> dict[str, Any]:
+        offset, size = self._places[number]
+        record: dict[str, Any] = json.loads(os.pread(self._file.fileno(), size, offset))["record"]
+        return record
+
     def _read_back(self) -> None:
         self._file.seek(0)
+        end = 0
         for raw in self._file:
             if not raw.endswith(b"\n"):  # an incomplete line: the last run ended during its write
+                if self._header is None and not raw.startswith(_START[: len(raw)]):
+                    raise self._is_something_else()
                 break
-            self._places[_key_of(raw, self._path)] = (self._end, len(raw))
-            self._end += len(raw)
+            if self._header is None:
+                self._header = self._header_of(raw)
+            else:
+                self._places[self._number_of(raw)] = (end, len(raw))
+            end += len(raw)
+        self._end, self._is_new = (end, False) if self._places else (0, True)
         self._file.truncate(self._end)
+
+    def _header_of(self, raw: bytes) -> Header:
+        match _parsed(raw):
+            case {"input": str(lines), "settings": dict(settings), "replaces": str() | None as replaces}:
+                return Header(input=lines, settings=settings, replaces=replaces)
+        raise self._is_something_else()
+
+    def _number_of(self, raw: bytes) -> int:
+        match _parsed(raw):
+            case {"line": int(number), "record": dict()}:
+                return number
+        raise self._is_something_else()
+
+    def _is_something_else(self) -> ValueError:
+        return ValueError(f"{self._name} is in the way: it holds something else than the records of an interrupted run")
 
 
 def partial_path(output: Path) -> Path:
@@ -126,14 +200,19 @@ def ordered_path(output: Path) -> Path:
     return Path(f"{output}.ordered")
 
 
-def _key_of(raw: bytes, path: Path) -> Key:
+_START = b'{"input": "'  # of a header
+
+
+def _json_line(item: Any) -> bytes:
+    return json.dumps(item, ensure_ascii=False).encode() + b"\n"
+
+
+def _parsed(raw: bytes) -> Any:
+    """None: it is not JSON."""
     try:
-        match json.loads(raw):
-            case {"line": int(number), "digest": str(line_digest), "record": dict()}:
-                return number, line_digest
+        return json.loads(raw)
     except (ValueError, RecursionError):
-        pass
-    raise ValueError(f"{path} is in the way: it holds something else than the records of an interrupted run")
+        return None
 
 
 def _open_locked(path: Path) -> BinaryIO:

@@ -3,13 +3,16 @@
 An object cannot grow. So the journal of a run that writes to a bucket is a file of this machine, and from time to time
 a copy of it goes to OUTPUT.partial in the bucket: another machine can continue from there when this one is taken away.
 
-Two machines may be told to write the same output. The one that began last goes on: the other ends when it finds that a
-copy or the output is not the one that it knows. It looks before each write. Only the creation of an object is one
-operation for the bucket, so two machines that replace one within milliseconds may both believe that they were first.
+An output that is there is replaced only by a run with --overwrite, and only the version that was there when that run
+began. Two machines may be told to write the same output. The one that began last goes on: the other ends when it finds
+that a copy or the output is not the one that it knows. It looks before each write. Only the creation of an object is
+one operation for the bucket, so two machines that replace one within milliseconds may both believe that they were
+first.
 """
 
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import os
 import shutil
@@ -45,7 +48,6 @@ class Output:
         self.place: Place = place if isinstance(place, RemotePath) else Path(os.path.realpath(place))
         if isinstance(self.place, RemotePath):
             _check_remote(self.place)
-            self._old_version = _version(self.place)
             folder = work / hashlib.sha256(str(self.place).encode()).hexdigest()[:32]
             folder.mkdir(parents=True, exist_ok=True)
             local = folder / self.place.name
@@ -55,23 +57,47 @@ class Output:
         self.partial = partial_path(local)
         self.ordered = ordered_path(local)
 
-    def exists(self) -> bool:
-        """Whether an earlier run has finished."""
-        return self.place.exists()
+    def version(self) -> str | None:
+        """A text that changes when the output does. None: it is not there."""
+        return _version(self.place)
 
     def local_files(self) -> tuple[Path, ...]:
         """The files of this machine that a run writes."""
         own = (self.partial, self.ordered)
         return own if isinstance(self.place, RemotePath) else (self.place, *own)
 
-    def fetch_journal(self) -> None:
-        """Takes the journal from the bucket, if another machine has left one there and this one has none."""
+    def fetch_journal(self, journal: Journal) -> None:
+        """Adds to the journal what another machine has left in the bucket. Raises ValueError if that is of another
+        run."""
         copy = self._copy()
         if copy is None:
             return
         self._copy_version = _version(copy)
-        if self._copy_version is not None and not self.partial.exists():
-            copy.copy_to(self.partial)
+        if self._copy_version is None:
+            return
+        fetched = self.partial.with_name(f"{self.partial.name}.fetched")
+        try:
+            copy.copy_to(fetched)
+            with Journal(fetched, name=copy) as other:
+                journal.take_in(other)
+        finally:
+            fetched.unlink(missing_ok=True)
+
+    def forget_journal(self) -> None:
+        """The copy in the bucket is replaced by this run's own."""
+        copy = self._copy()
+        self._copy_version = None if copy is None else _version(copy)
+
+    def check_way_is_free(self) -> None:
+        """Raises ValueError if something lies where the records are put in order, and no interrupted run has left it
+        there."""
+        if self.ordered.exists():
+            raise ValueError(f"{self.ordered} is in the way: move it, or name another --output")
+
+    def check_may_go_on(self, replaces: str | None) -> None:
+        """Raises ValueError if an output is there that is not the version `replaces`."""
+        if self.version() not in (None, replaces):
+            raise ValueError(self._objection())
 
     @contextmanager
     def kept(self, journal: Journal) -> Iterator[None]:
@@ -93,21 +119,41 @@ class Output:
             elif not journal.is_empty:
                 self._upload(copy, journal)
 
-    def publish(self) -> None:
-        """Makes the output of the file `ordered`, and removes the file. Raises ValueError if another run has written
-        the output, or works at it."""
-        place, copy = self.place, self._copy()
-        if not isinstance(place, RemotePath):
-            self.ordered.replace(place)
-            return
-        assert copy is not None
+    def publish(self, replaces: str | None) -> None:
+        """Makes the output of the file `ordered`.
+
+        Args:
+            replaces: the version of the output that may be replaced; None: none.
+
+        Raises:
+            ValueError: another run has written the output, or works at it.
+        """
+        version = self.version()
+        if version not in (None, replaces):
+            if not self._is_published():
+                raise ValueError(self._objection())
+        elif not isinstance(self.place, RemotePath):
+            self.ordered.replace(self.place)
+        else:
+            copy = self._copy()
+            assert copy is not None
+            try:
+                if self._is_taken(copy):
+                    raise FileExistsError
+                self.place.copy_from(self.ordered, is_new=version is None)
+            except FileExistsError as error:
+                raise ValueError(self._objection()) from error
+
+    def _is_published(self) -> bool:
+        """Whether the output holds these records: an earlier process of this run ended just after it wrote them."""
+        if not isinstance(self.place, RemotePath):
+            return filecmp.cmp(self.ordered, self.place, shallow=False)
+        published = self.ordered.with_name(f"{self.ordered.name}.fetched")
         try:
-            if self._is_taken(copy) or _version(place) != self._old_version:
-                raise FileExistsError
-            place.copy_from(self.ordered, is_new=self._old_version is None)
-        except FileExistsError as error:
-            raise ValueError(self._objection()) from error
-        self.ordered.unlink()
+            self.place.copy_to(published)
+            return filecmp.cmp(self.ordered, published, shallow=False)
+        finally:
+            published.unlink(missing_ok=True)
 
     def _is_taken(self, copy: RemotePath) -> bool:
         """Whether another run has written the copy of the journal since this one has."""
@@ -116,7 +162,8 @@ class Output:
     def _objection(self) -> str:
         return (
             f"another run writes {self.place}, or has written it since this one began. This run ends; its records are "
-            f"in {self.partial}, and the same command goes on from there and replaces what the other one writes"
+            f"in {self.partial}. If {self.place} is there, move it away; then the same command without --overwrite "
+            "goes on"
         )
 
     def _copy(self) -> RemotePath | None:
@@ -149,9 +196,12 @@ class Output:
             still.unlink(missing_ok=True)
 
 
-def _version(place: RemotePath) -> str | None:
+def _version(place: Place) -> str | None:
     try:
-        return place.version()
+        if isinstance(place, RemotePath):
+            return place.version()
+        status = place.stat()
+        return f"{status.st_ino}-{status.st_mtime_ns}-{status.st_size}"
     except FileNotFoundError:
         return None
 

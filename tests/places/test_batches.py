@@ -11,13 +11,14 @@ import pytest
 
 from model.inputs.paths import place
 from model.inputs.remote import RemotePath
+from scripts.generate import begin, generate
 from scripts.offline import output as outputs
 from scripts.offline.batch_input import BatchInput
-from scripts.offline.journal import Journal
+from scripts.offline.journal import Header, Journal
 from scripts.offline.output import Output
 
 RECORD = {"response": {"status_code": 200}}
-KEYS = [(1, "aa"), (2, "bb")]
+NUMBERS = [1, 2]
 
 
 @pytest.fixture
@@ -29,19 +30,32 @@ def url() -> RemotePath:
     return found
 
 
-def run(url: RemotePath, work: Path, add: Callable[[Journal], None]) -> None:
-    """A run on a machine whose cache folder is `work`: it adds records, and ends when all are there."""
+def run(
+    url: RemotePath, work: Path, add: Callable[[Journal], None], lines: str = "aa", *, overwrite: bool = False
+) -> None:
+    """A run on a machine whose cache folder is `work`: it adds records, and ends when all are there.
+
+    Args:
+        lines: stands for the input's digest.
+    """
     output = Output(url, work)
-    output.fetch_journal()
-    with Journal(output.partial) as journal, output.kept(journal):
-        add(journal)
-        if all(key in journal for key in KEYS):
-            journal.write_ordered(iter(KEYS), output.ordered, output.publish)
+
+    def load() -> object:
+        raise AssertionError("no line is left to be answered")
+
+    with Journal(output.partial) as journal:
+        header = Header(input=lines, settings={}, replaces=output.version())
+        keys = [(number, lines) for number in NUMBERS]
+        if begin(journal, output, header, keys, overwrite=overwrite):
+            with output.kept(journal):
+                add(journal)
+                if all(number in journal for number in NUMBERS):
+                    generate(None, keys, output, journal, {}, load)
 
 
 def test_another_machine_goes_on_where_the_first_was_interrupted(url, tmp_path):
     def interrupted(journal: Journal) -> None:
-        journal.add(2, "bb", RECORD)
+        journal.add(2, RECORD)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -50,8 +64,8 @@ def test_another_machine_goes_on_where_the_first_was_interrupted(url, tmp_path):
     assert url.with_name("out.jsonl.partial").is_file()
 
     def rest(journal: Journal) -> None:
-        assert (2, "bb") in journal
-        journal.add(1, "aa", RECORD | {"n": 1})
+        assert 2 in journal
+        journal.add(1, RECORD | {"n": 1})
 
     run(url, tmp_path / "second", rest)
     assert [json.loads(line).get("n") for line in url.read_text().splitlines()] == [1, None]
@@ -64,9 +78,9 @@ def test_copies_of_the_journal_go_to_the_bucket_while_it_grows(url, tmp_path, mo
     copy = url.with_name("out.jsonl.partial")
 
     def add(journal: Journal) -> None:
-        for number, key in ((1, "aa"), (2, "bb")):
-            journal.add(number, key, RECORD)
-            while not (copy.exists() and copy.read_bytes().count(b"\n") == number):
+        for number in NUMBERS:
+            journal.add(number, RECORD)
+            while not (copy.exists() and copy.read_bytes().count(b"\n") == 1 + number):
                 pass
 
     run(url, tmp_path, add)
@@ -80,7 +94,7 @@ def test_a_bucket_that_fails_costs_no_record(url, tmp_path, monkeypatch, capsys)
     with monkeypatch.context() as patch:
         patch.setattr(RemotePath, "copy_from", fail)
         with pytest.raises(ValueError, match="no permission"):
-            run(url, tmp_path, lambda journal: [journal.add(*key, RECORD) for key in KEYS])
+            run(url, tmp_path, lambda journal: [journal.add(number, RECORD) for number in NUMBERS])
     assert "the finished records are on this machine only" in capsys.readouterr().err
     run(url, tmp_path, lambda journal: None)
     assert url.read_text().count("\n") == 2
@@ -92,16 +106,16 @@ def test_of_two_machines_the_one_that_began_last_goes_on(url, tmp_path, monkeypa
     copy = url.with_name("out.jsonl.partial")
 
     def first(journal: Journal) -> None:
-        journal.add(1, "aa", RECORD | {"by": "first"})
+        journal.add(1, RECORD | {"by": "first"})
         while not copy.exists():
             pass
         run(url, tmp_path / "second", second)
         while True:
-            journal.add(2, "bb", RECORD | {"by": "first"})
+            journal.add(2, RECORD | {"by": "first"})
 
     def second(journal: Journal) -> None:
-        assert (1, "aa") in journal
-        journal.add(2, "bb", RECORD | {"by": "second"})
+        assert 1 in journal
+        journal.add(2, RECORD | {"by": "second"})
 
     with pytest.raises(ValueError, match=r"another run writes memory://bucket/batches/out\.jsonl.*its records are in"):
         run(url, tmp_path / "first", first)
@@ -115,15 +129,61 @@ def test_an_output_that_another_machine_has_written_meanwhile_stays(url, tmp_pat
         url.write_bytes(b"old")
 
     def meanwhile(journal: Journal) -> None:
-        for key in KEYS:
-            journal.add(*key, RECORD)
+        for number in NUMBERS:
+            journal.add(number, RECORD)
         url.write_bytes(b"the other's")
 
     with pytest.raises(ValueError, match="another run writes"):
-        run(url, tmp_path, meanwhile)
-    assert url.read_bytes() == b"the other's"
-    run(url, tmp_path, lambda journal: None)  # asked for again, it replaces that
+        run(url, tmp_path, meanwhile, overwrite=not is_new)
+    for _ in range(2):
+        assert url.read_bytes() == b"the other's"
+        with pytest.raises(ValueError, match=r"If memory://bucket/batches/out\.jsonl is there, move it away"):
+            run(url, tmp_path, lambda journal: None)
+    url.unlink()
+    run(url, tmp_path, lambda journal: None)
     assert url.read_text().count("\n") == 2
+
+
+def test_a_run_that_ended_between_its_output_and_the_removal_of_its_journal_is_complete(url, tmp_path, monkeypatch):
+    def end(self: Journal) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "finish", end)
+        with pytest.raises(KeyboardInterrupt):
+            run(url, tmp_path / "first", lambda journal: [journal.add(number, RECORD) for number in NUMBERS])
+    before = url.read_bytes()
+    assert url.with_name("out.jsonl.partial").is_file()
+    run(url, tmp_path / "second", lambda journal: None)
+    assert url.read_bytes() == before
+    assert not url.with_name("out.jsonl.partial").exists()
+
+
+def test_records_of_two_machines_are_put_together_and_those_of_another_input_are_refused(url, tmp_path):
+    """Of the first machine's journal the bucket has an old copy, or another run's."""
+
+    def interrupted(number: int) -> Callable[[Journal], None]:
+        def add(journal: Journal) -> None:
+            journal.add(number, RECORD | {"n": number})
+            raise KeyboardInterrupt
+
+        return add
+
+    copy = url.with_name("out.jsonl.partial")
+    with pytest.raises(KeyboardInterrupt):
+        run(url, tmp_path / "first", interrupted(1))
+    copy.unlink()
+    with pytest.raises(KeyboardInterrupt):
+        run(url, tmp_path / "second", interrupted(2), "bb")
+    before = copy.read_bytes()
+    with pytest.raises(ValueError, match=r"out\.jsonl\.partial holds 1 finished records.*over another input"):
+        run(url, tmp_path / "first", lambda journal: None)
+    assert copy.read_bytes() == before
+    copy.unlink()
+    with pytest.raises(KeyboardInterrupt):
+        run(url, tmp_path / "third", interrupted(2))
+    run(url, tmp_path / "first", lambda journal: None)
+    assert [json.loads(line)["n"] for line in url.read_text().splitlines()] == NUMBERS
 
 
 def test_a_copy_whose_writing_failed_is_not_anothers(url, tmp_path, monkeypatch, capsys):
@@ -140,10 +200,10 @@ def test_a_copy_whose_writing_failed_is_not_anothers(url, tmp_path, monkeypatch,
     monkeypatch.setattr(RemotePath, "copy_from", lose_the_first)
 
     def add(journal: Journal) -> None:
-        journal.add(*KEYS[0], RECORD)
+        journal.add(1, RECORD)
         while not lost:
             pass
-        journal.add(*KEYS[1], RECORD)
+        journal.add(2, RECORD)
 
     run(url, tmp_path, add)
     assert "the connection ended" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from batcher.buckets import BucketConfig, BucketLadder
@@ -58,6 +59,32 @@ class SignallingJournal(Journal):
         type(self).num_left -= 1
         if self.num_left == 0:
             os.kill(os.getpid(), self.signal)
+
+
+def killed(flags: Sequence[str], errors: Path, *, record: int = 0, name: str = "SIGKILL", event: int = 0) -> None:
+    """The body of a process, for `multiprocessing`. Its exit code is the command's.
+
+    Args:
+        flags: the last one is the output.
+        errors: the file for what it says.
+        record: the process sends itself the signal `name` when it has written so many records; 0: never.
+        event: the process kills itself before it opens, renames or removes a file of the output for so many times; 0:
+            never.
+    """
+    num_events = 0
+
+    def hear(what: str, arguments: tuple[object, ...]) -> None:
+        nonlocal num_events
+        if what in ("open", "os.rename", "os.remove") and str(arguments[0]).startswith(flags[-1]):
+            num_events += 1
+            if num_events == event:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hear)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stderr = errors.open("w", buffering=1)
+    sys.argv[1:] = [str(record), name, *flags]
+    sys.exit(main())
 
 
 def main() -> int:

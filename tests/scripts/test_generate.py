@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from batcher.request import Pooling
 from scripts import generate as command
-from scripts.offline.batch_file import CHAT, COMPLETIONS, EMBEDDINGS, digest
+from scripts.offline.batch_file import CHAT, COMPLETIONS, EMBEDDINGS, digest, input_digest
 from scripts.offline.journal import Journal
 from tests.scripts.generating import foretold
 
@@ -153,7 +153,7 @@ def test_an_interrupted_run_is_taken_up_without_redoing_a_line(run, capsys):
     lines = [batch_line(f"id-{i}", prompt=f"prompt {i}") for i in range(20)]
     assert run(lines, interrupt_after=7) == 130
     assert not run.output.exists()
-    kept = [json.loads(line) for line in run.partial.read_text().splitlines()]
+    kept = read_records(run.partial)[1:]
     assert len(kept) == 7
     assert run(lines) == 0
     assert run.asked == 13
@@ -164,15 +164,55 @@ def test_an_interrupted_run_is_taken_up_without_redoing_a_line(run, capsys):
     assert "goes on from" in capsys.readouterr().err
 
 
-def test_a_line_that_changed_since_is_asked_again(run):
+@pytest.mark.parametrize("has_output", [False, True])
+def test_records_of_another_run_are_kept_and_that_run_is_named(has_output, run, capsys):
+    """The other run has another input (changed, shorter or longer), or settings that change answers."""
     lines = [batch_line(f"id-{i}", prompt=f"prompt {i}") for i in range(6)]
-    run(lines, interrupt_after=5)
-    done = {json.loads(line)["line"] for line in run.partial.read_text().splitlines()}
-    changed = min(done)
-    lines[changed - 1] = batch_line("new", prompt="another")
+    if has_output:
+        run.output.write_text("old\n" * 60)
+    assert run(lines, *(["--overwrite"] if has_output else []), interrupt_after=4) == 130
+    before, output = run.partial.read_bytes(), run.output.read_bytes() if has_output else None
+    changed = [batch_line("new", prompt="another"), *lines[1:]]
+    for other, flags, words in [
+        (changed, [], "over another input"),
+        (lines[:3], [], "over another input"),
+        ([*lines, batch_line("more", prompt="more")], [], "over another input"),
+        (lines, ["--params", '{"top_k": 2}'], "--params {}, not {'top_k': 2}"),
+        (lines, ["--dtype", "bfloat16"], "--dtype 'auto', not 'bfloat16'"),
+        (lines, ["--model", "preset:llama-3.2-1b"], "--model 'demo', not 'preset:llama-3.2-1b'"),
+    ]:
+        assert run(other, *flags) == 2
+        errors = capsys.readouterr().err
+        assert f"{run.partial} holds 4 finished records of an interrupted run over" in errors and words in errors
+        assert "or name another --output; --overwrite drops the records" in errors
+        assert run.asked == 0
+        assert run.partial.read_bytes() == before
+        assert (run.output.read_bytes() if run.output.exists() else None) == output
+    assert run(lines, "--max-num-seqs", "3") == 0  # changes no answer
+    assert run.asked == 2
+    assert len(read_records(run.output)) == 6
+
+
+def test_an_output_that_came_after_the_run_began_is_left_alone(run, capsys):
+    lines = [batch_line(f"id-{i}", prompt=f"prompt {i}") for i in range(6)]
+    assert run(lines, interrupt_after=4) == 130
+    run.output.write_text("another's\n")
+    assert run(lines) == 2
+    assert f"If {run.output} is there, move it away" in capsys.readouterr().err
+    assert run.asked == 0
+    assert run.output.read_text() == "another's\n"
+    run.output.unlink()
     assert run(lines) == 0
-    assert run.asked == 6 - 5 + 1
-    assert read_records(run.output)[changed - 1]["custom_id"] == "new"
+    assert run.asked == 2
+
+
+def test_what_lies_where_the_records_are_put_in_order_is_left_alone(run, capsys):
+    ordered = run.output.with_name("out.jsonl.ordered")
+    ordered.write_text("another run's output\n")
+    for flags in ([], ["--overwrite"]):
+        assert run([batch_line("a", prompt="a")], *flags) == 2
+        assert f"{ordered} is in the way" in capsys.readouterr().err
+    assert ordered.read_text() == "another run's output\n"
 
 
 def test_a_finished_output_is_left_alone(run, capsys):
@@ -201,7 +241,7 @@ def test_an_old_output_is_replaced_when_the_new_one_is_complete_and_not_before(r
 def test_overwriting_forgets_a_partial_output(run):
     lines = [batch_line(f"id-{i}", prompt=f"prompt {i}") for i in range(20)]
     assert run(lines, interrupt_after=7) == 130
-    kept = {json.loads(line)["record"]["id"] for line in run.partial.read_text().splitlines()}
+    kept = {entry["record"]["id"] for entry in read_records(run.partial)[1:]}
     assert run(lines, "--overwrite") == 0
     assert run.asked == 20
     assert kept.isdisjoint(record["id"] for record in read_records(run.output))
@@ -274,7 +314,7 @@ def test_an_output_that_cannot_be_a_file_is_refused(run, tmp_path, capsys):
 
 
 def test_a_partial_file_of_another_kind_is_left_alone(run, capsys):
-    for content in ("notes\n", '{"line": 1}\n', '[1]\n{"li'):
+    for content in ("notes", "notes\n", '{"line": 1}\n', '[1]\n{"li'):
         run.partial.write_text(content)
         for flags in ([], ["--overwrite"]):
             assert run(['{"prompt": "a"}'], *flags) == 2
@@ -370,7 +410,7 @@ def test_a_dying_engine_costs_only_what_was_not_finished(run, capsys):
 
     lines = [batch_line(f"id-{i}", prompt=f"prompt {i}") for i in range(20)]
     assert run(lines, on_result=stumble, healthy=False) == 1
-    num_done = len(run.partial.read_text().splitlines())
+    num_done = len(read_records(run.partial)) - 1
     assert 0 < num_done < 20
     assert "has died" in capsys.readouterr().err
     assert run(lines) == 0
@@ -393,5 +433,8 @@ def test_flags_that_make_no_sense_are_refused(run, capsys):
     assert command.main(["--input", "no-such-file", "--output", str(run.output)]) == 2
 
 
-def test_a_digest_knows_text_model_and_defaults_apart():
-    assert len({digest("a", "m"), digest("b", "m"), digest("a", "n"), digest("\udcff", "m")}) == 4
+def test_digests_know_texts_and_their_places_apart():
+    a, b = digest("a"), digest("b")
+    assert len({a, b, digest("\udcff")}) == 3
+    inputs = ([(1, a), (2, b)], [(1, a)], [(2, a)], [(1, b), (2, a)], [(1, a), (3, b)])
+    assert len({input_digest(lines) for lines in inputs}) == len(inputs)
