@@ -23,7 +23,15 @@ from batcher.errors import EngineDeadError
 from model.inputs.paths import place_argument
 from model.inputs.remote import RemotePath
 from scripts.llm import LLM
-from scripts.offline.batch_file import Line, answer_record, digest, input_digest, parse_line, problem_record
+from scripts.offline.batch_file import (
+    Line,
+    answer_record,
+    digest,
+    input_digest,
+    num_output_tokens,
+    parse_line,
+    problem_record,
+)
 from scripts.offline.batch_input import BatchInput
 from scripts.offline.journal import Header, Journal
 from scripts.offline.output import Output
@@ -100,7 +108,7 @@ def generate(
         number, line = asked[index]
         asked[index] = (number, Line(custom_id=None))  # drops the body, which is no longer needed
         journal.add(number, answer_record(line, status, answer))
-        num_tokens += answer.get("usage", {}).get("completion_tokens", 0)
+        num_tokens += num_output_tokens(answer)
         bar.set_postfix_str(f"{num_tokens} tokens out", refresh=False)
         bar.update()
 

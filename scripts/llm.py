@@ -7,28 +7,37 @@
             print(result.text)
         print(llm.chat([[{"role": "user", "content": "What is 47 + 35?"}]], {"temperature": 0})[0].text)
 
-`params` are the fields of an OpenAI request body (`max_tokens`, `temperature`, `n`, `stop`, `seed`, `logprobs` and so
-on): one mapping for all prompts, or one for each. Prompts are batched continuously. Results are in the order of the
-prompts. With `enable_embeddings=True`, `llm.embed(["a text"])[0].vector` is the embedding of a text.
+Methods, arguments and results have vLLM's names. Parameters are `SamplingParams`, or a mapping of the fields of an
+OpenAI request body (`max_tokens`, `temperature`, `n`, `stop`, `seed`, `logprobs` and so on): one for all prompts, or
+one for each. Prompts are batched continuously. Results are in the order of the prompts. With `enable_embeddings=True`,
+`llm.embed(["a text"])[0].vector` is the embedding of a text.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
-import sys
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+
+from tqdm import tqdm
 
 from batcher.errors import EngineDeadError
 from batcher.stats import EngineStats
 from model.inputs.paths import place
 from model.loading.source import resolve
+from scripts.offline.arguments import (
+    Message,
+    Params,
+    Prompt,
+    SamplingParams,
+    conversations_of,
+    paired,
+    prompts_of,
+)
 from scripts.offline.in_process import InProcessEngineClient, LoopThread, post
+from scripts.offline.results import Embedding, RequestOutput, embedding, request_output
 from scripts.wiring.engine import build
 from scripts.wiring.settings import EngineSettings
 from scripts.wiring.stand_in_tokenizer import tokenizer_folder
@@ -37,9 +46,14 @@ from server.engine.scratch_folder import ScratchFolder
 from server.settings import GenerationDefaults, Settings
 from server.text.tokenizer import ByteLevelTokenizer
 
+if TYPE_CHECKING:
+    from server.text.transformers_parts import FastTokenizer
+
+__all__ = ["LLM", "Embedding", "RefusedError", "RequestOutput", "SamplingParams"]
+
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+TOKENIZE = "/tokenize"
 NO_LIMIT = 1 << 30
-Params = Mapping[str, Any]
 
 
 class RefusedError(ValueError):
@@ -48,45 +62,6 @@ class RefusedError(ValueError):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """One of the answers to a prompt."""
-
-    text: str
-    token_ids: tuple[int, ...]  # including the token that ended it
-    finish_reason: str
-    stop_reason: str | int | None
-    logprobs: dict[str, Any] | None  # in the API's form
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """The answers to one prompt."""
-
-    choices: tuple[Choice, ...]  # `n` of them
-    num_prompt_tokens: int
-    num_cached_tokens: int  # of the prompt, from the prefix cache
-
-    @property
-    def text(self) -> str:
-        """The text of the first choice."""
-        return self.choices[0].text
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """The token ids of the first choice."""
-        return self.choices[0].token_ids
-
-
-@dataclass(frozen=True, kw_only=True)
-class Embedding:
-    """The vector of one prompt."""
-
-    vector: array[float]  # f32[D], of length 1
-    num_prompt_tokens: int
-    num_cached_tokens: int  # of the prompt, from the prefix cache
 
 
 class LLM:
@@ -119,6 +94,7 @@ class LLM:
         with ScratchFolder() as spare:
             folder = tokenizer_folder(asked, source, spare.path)
             tokens = ByteLevelTokenizer.from_folder(folder, vocab_size=source.config.vocab_size)
+        self._tokens = tokens
         self.engine, info = build(self.settings, report, lambda _vocab_size: tokens)
         self.model_name = served_model_name or model
         self.max_in_flight = (
@@ -133,32 +109,82 @@ class LLM:
         self.engine.start()
 
     def generate(
-        self, prompts: Sequence[str | Sequence[int]], params: Params | Sequence[Params] | None = None
-    ) -> list[Result]:
-        """Continues each prompt, given as text or token ids. Raises RefusedError for the first refused prompt."""
-        bodies = [
-            {"prompt": prompt if isinstance(prompt, str) else list(prompt), **own}
-            for prompt, own in _paired(prompts, params)
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params | Sequence[Params | None] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Continues one prompt or several: texts, token ids, or vLLM's dicts with `prompt` or `prompt_token_ids`.
+
+        Args:
+            use_tqdm: shows a bar on stderr.
+
+        Raises:
+            RefusedError: the server refuses a prompt; the first one is named.
+            ValueError: an argument has another type.
+        """
+        given = paired(prompts_of(prompts, "prompt"), sampling_params, is_chat=False)
+        bodies = [own | prompt | _IDS for prompt, own in given]
+        self._set_open_limits(bodies)
+        answers = self._answers(COMPLETIONS, bodies, use_tqdm)
+        texts = [prompt["prompt"] for prompt, _ in given]
+        return [
+            request_output(answer, text if isinstance(text, str) else None)
+            for answer, text in zip(answers, texts, strict=True)
         ]
-        return [_result(answer) for answer in self._answers(COMPLETIONS, bodies)]
 
     def chat(
-        self, conversations: Sequence[Sequence[Mapping[str, Any]]], params: Params | Sequence[Params] | None = None
-    ) -> list[Result]:
-        """Answers each conversation, a list of messages. Raises RefusedError for the first refused conversation."""
-        bodies = [{"messages": list(messages), **own} for messages, own in _paired(conversations, params)]
-        return [_result(answer) for answer in self._answers(CHAT, bodies)]
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params | Sequence[Params | None] | None = None,
+        *,
+        use_tqdm: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, a list of messages, or several. Errors are those of `generate`.
+
+        Args:
+            use_tqdm: shows a bar on stderr.
+            tools: and the others after it: fields of all request bodies.
+        """
+        fields = {
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        for_all = {name: value for name, value in fields.items() if value is not None} | _IDS
+        given = paired(conversations_of(messages), sampling_params, is_chat=True)
+        bodies = [own | for_all | {"messages": conversation} for conversation, own in given]
+        return [request_output(answer) for answer in self._answers(CHAT, bodies, use_tqdm)]
 
     def embed(
-        self, prompts: Sequence[str | Sequence[int]], params: Params | Sequence[Params] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
+        *,
+        use_tqdm: bool = False,
     ) -> list[Embedding]:
-        """The vectors of prompts, given as text or token ids. Needs `enable_embeddings=True`. Raises RefusedError for
-        the first refused prompt."""
+        """The vectors of one prompt or several, given as to `generate`. Needs `enable_embeddings=True`. Errors are as
+        with `generate`.
+
+        Args:
+            pooling_params: fields of the request bodies.
+            use_tqdm: shows a bar on stderr.
+        """
         bodies = [
-            {"input": prompt if isinstance(prompt, str) else list(prompt), **own, "encoding_format": "base64"}
-            for prompt, own in _paired(prompts, params)
+            own | prompt | {"encoding_format": "base64"}
+            for prompt, own in paired(prompts_of(prompts, "input"), pooling_params, is_chat=False)
         ]
-        return [_embedding(answer) for answer in self._answers(EMBEDDINGS, bodies)]
+        return [embedding(answer) for answer in self._answers(EMBEDDINGS, bodies, use_tqdm)]
+
+    def get_tokenizer(self) -> FastTokenizer:
+        """The tokenizer with its chat template, as a new object of transformers."""
+        return self._tokens.to_transformers()
 
     def post_all(
         self, requests: Iterable[tuple[str, Any]], on_answer: Callable[[int, int, dict[str, Any]], None]
@@ -170,7 +196,10 @@ class LLM:
 
         Raises:
             EngineDeadError: the engine has died. The remaining requests have no answer.
+            RuntimeError: `close` was called.
         """
+        if self._thread.is_closed:
+            raise RuntimeError("this LLM is closed: make another")
         if not self._thread.run(self._post_all(requests, on_answer)):
             raise EngineDeadError(f"the engine has died: {self._client.death}")
 
@@ -179,7 +208,7 @@ class LLM:
         return self.engine.stats()
 
     def close(self) -> None:
-        """Ends the engine and its threads."""
+        """Ends the engine and its threads. May be called again."""
         self.engine.shutdown()
         self._thread.close()
 
@@ -203,11 +232,7 @@ class LLM:
                 if status >= 500 and self._client.death is not None:
                     all_answered = False
                     return
-                answer = json.loads(raw)
-                for choice in answer.get("choices", ()):
-                    request_id = f"{answer['id']}-{choice['index']}"
-                    choice["token_ids"] = self._client.take_token_ids(request_id)
-                on_answer(index, status, answer)
+                on_answer(index, status, json.loads(raw))
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -217,61 +242,35 @@ class LLM:
             raise failed.exceptions[0] from None  # an error of the caller's `requests` or `on_answer`
         return all_answered
 
-    def _answers(self, path: str, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _set_open_limits(self, bodies: list[dict[str, Any]]) -> None:
+        """Where `max_tokens` is None, as many as fit. In the API it would be 16."""
+        bodies = [body for body in bodies if body.get("max_tokens", 0) is None]
+        texts = [body for body in bodies if isinstance(body["prompt"], str)]
+        names = ("prompt", "add_special_tokens")
+        asked = [{name: body[name] for name in names if name in body} for body in texts]
+        counts = iter(answer["count"] for answer in self._answers(TOKENIZE, asked))
+        for body in bodies:
+            num_prompt = next(counts) if isinstance(body["prompt"], str) else len(body["prompt"])
+            kept = body.get("truncate_prompt_tokens") or -1
+            num_prompt = num_prompt if kept < 0 else min(num_prompt, kept)
+            body["max_tokens"] = max(1, self._client.info.max_model_len - num_prompt)
+
+    def _answers(self, path: str, bodies: list[dict[str, Any]], use_tqdm: bool = False) -> list[dict[str, Any]]:
         answers: list[dict[str, Any]] = [{}] * len(bodies)
         refused: list[tuple[int, RefusedError]] = []
 
         def on_answer(index: int, status: int, answer: dict[str, Any]) -> None:
+            bar.update()
             if status == 200:
                 answers[index] = answer
             else:
                 refused.append((index, RefusedError(status, f"request {index}: {answer['error']['message']}")))
 
-        self.post_all([(path, {"model": self.model_name, **body}) for body in bodies], on_answer)
+        with tqdm(total=len(bodies), unit="prompt", disable=not use_tqdm) as bar:
+            self.post_all([(path, {"model": self.model_name, **body}) for body in bodies], on_answer)
         if refused:
             raise min(refused, key=lambda pair: pair[0])[1]
         return answers
 
 
-def _paired(items: Sequence[Any], params: Params | Sequence[Params] | None) -> list[tuple[Any, Params]]:
-    if isinstance(items, str):
-        raise ValueError("give a list of prompts, not one text")
-    if params is None or isinstance(params, Mapping):
-        params = [params or {}] * len(items)
-    if len(params) != len(items):
-        raise ValueError(f"one set of params for all, or one for each: {len(items)=} {len(params)=}")
-    for own in params:
-        if own.get("stream"):
-            raise ValueError("offline results come whole: stream=True is for the HTTP server")
-    return list(zip(items, params, strict=True))
-
-
-def _result(answer: dict[str, Any]) -> Result:
-    usage = answer["usage"]
-    choices = tuple(
-        Choice(
-            text=choice["text"] if "text" in choice else choice["message"]["content"],
-            token_ids=tuple(choice["token_ids"]),
-            finish_reason=choice["finish_reason"],
-            stop_reason=choice["stop_reason"],
-            logprobs=choice["logprobs"],
-        )
-        for choice in answer["choices"]
-    )
-    return Result(
-        choices=choices, num_prompt_tokens=usage["prompt_tokens"], num_cached_tokens=_num_cached_tokens(usage)
-    )
-
-
-def _embedding(answer: dict[str, Any]) -> Embedding:
-    (entry,), usage = answer["data"], answer["usage"]
-    vector = array("f", base64.b64decode(entry["embedding"]))
-    if sys.byteorder == "big":
-        vector.byteswap()
-    return Embedding(
-        vector=vector, num_prompt_tokens=usage["prompt_tokens"], num_cached_tokens=_num_cached_tokens(usage)
-    )
-
-
-def _num_cached_tokens(usage: Mapping[str, Any]) -> int:
-    return usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+_IDS = {"return_token_ids": True}

@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+RESPONSES = "/v1/responses"
+URLS = (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES)
 URL_BY_FIELD = {"prompt": COMPLETIONS, "messages": CHAT, "input": EMBEDDINGS}  # of plain lines
+_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # one field by its names on the routes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +54,8 @@ def parse_line(text: str, number: int, defaults: Mapping[str, Any]) -> Line:
         return Line(custom_id=None, problem=f"line {number}: custom_id must be a text of its own")
     elif item.get("method", "POST") != "POST":
         return Line(custom_id=custom_id, problem=f"line {number}: method must be POST, not {item['method']!r}")
-    elif item.get("url") not in URL_BY_FIELD.values():
-        problem = f"line {number}: url must be {CHAT}, {COMPLETIONS} or {EMBEDDINGS}"
+    elif item.get("url") not in URLS:
+        problem = f"line {number}: url must be {', '.join(URLS[:-1])} or {URLS[-1]}"
         return Line(custom_id=custom_id, problem=problem)
     elif not isinstance(item.get("body"), dict):
         return Line(custom_id=custom_id, problem=f"line {number}: body must be a JSON object")
@@ -62,16 +65,32 @@ def parse_line(text: str, number: int, defaults: Mapping[str, Any]) -> Line:
         return Line(
             custom_id=custom_id, problem=f"line {number}: stream is for the HTTP server; here answers are whole"
         )
-    return Line(custom_id=custom_id, url=url, body={**({} if url == EMBEDDINGS else defaults), **body})
+    return Line(custom_id=custom_id, url=url, body={**_defaults_of(url, body, defaults), **body})
+
+
+def _defaults_of(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields for a body of this route. The limit of the output has the route's name, if the body has none."""
+    if url == EMBEDDINGS:
+        return {}
+    fields = {name: value for name, value in defaults.items() if name not in _LIMITS}
+    limit = next((defaults[name] for name in _LIMITS if name in defaults), None)
+    if limit is not None and not any(name in body for name in _LIMITS):
+        fields["max_output_tokens" if url == RESPONSES else "max_tokens"] = limit
+    return fields
 
 
 def answer_record(line: Line, status: int, answer: dict[str, Any]) -> dict[str, Any]:
     """The record of the server's answer, which may be a refusal."""
-    for choice in answer.get("choices", ()):
-        choice.pop("token_ids", None)
     request_id = answer.get("id") or f"req-{uuid.uuid4().hex}"
     response = {"status_code": status, "request_id": request_id, "body": answer}
     return {"id": _record_id(), "custom_id": line.custom_id, "response": response, "error": None}
+
+
+def num_output_tokens(answer: Mapping[str, Any]) -> int:
+    """The tokens that an answer has cost, by the name of its route."""
+    usage = answer.get("usage") or {}
+    found: int = usage.get("completion_tokens", usage.get("output_tokens", 0))
+    return found
 
 
 def problem_record(line: Line) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-import msgspec
 from starlette.types import ASGIApp, Message
 
 from batcher.delivery import Tokens
@@ -35,8 +34,7 @@ from server.engine.wire import (
 class InProcessEngineClient:
     """`server.engine.client.EngineClient` over an engine in this process, which has its own threads.
 
-    Sinks are called on the event loop's thread, as with an engine in another process. A request's tokens are kept until
-    they are taken, or until the request is aborted or fails.
+    Sinks are called on the event loop's thread, as with an engine in another process.
     """
 
     def __init__(self, engine: Engine, info: EngineInfo, loop: asyncio.AbstractEventLoop) -> None:
@@ -44,7 +42,6 @@ class InProcessEngineClient:
         self._engine = engine
         self._loop = loop
         self._sinks: dict[str, Sink] = {}
-        self._token_ids: dict[str, list[int]] = {}
         self._lock = threading.Lock()
         self._names: dict[int, str] = {}  # number -> id of the requests that the engine has
         self._arrived: list[RequestOutput | Tokens] = []
@@ -67,8 +64,6 @@ class InProcessEngineClient:
         items, sinks = zip(*requests, strict=True)
         for request, sink in zip(requests_from_wire(items), sinks, strict=True):
             self._sinks[request.request_id] = sink
-            if not request.embeds:
-                self._token_ids[request.request_id] = []
             try:
                 self._engine.add_request(request, self._hear)
             except InvalidRequestError as error:
@@ -79,15 +74,9 @@ class InProcessEngineClient:
         for request_id in request_ids:
             if self._sinks.pop(request_id, None) is not None:
                 self._engine.abort(request_id, reason)
-                if reason is FinishReason.ABORT:
-                    self._token_ids.pop(request_id, None)  # embeddings have none
 
     def reset_prefix_cache(self) -> None:
         self._engine.reset_prefix_cache()
-
-    def take_token_ids(self, request_id: str) -> list[int]:
-        """The drawn ids of a finished request, including the one that ended it. Call it once per request."""
-        return self._token_ids.pop(request_id)
 
     def _hear(self, news: RequestOutput | Tokens) -> None:
         """Runs on the engine's thread. All that a step has wakes the event loop once."""
@@ -102,19 +91,11 @@ class InProcessEngineClient:
             arrived, self._arrived = self._arrived, []
         for news in arrived:
             if isinstance(news, RequestOutput):
-                for part in _token_by_token(output_to_wire(news)):
-                    self._deliver(part)
+                self._deliver(output_to_wire(news))
             else:
                 for number, token_ids in tokens_to_wire(news).rows():
-                    self._deliver_tokens(self._names[number], token_ids)
-
-    def _deliver_tokens(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """One by one: after a stop string, which the sink finds, none is taken in."""
-        for token in token_ids:
-            sink = self._sinks.get(request_id)
-            if sink is not None:
-                self._token_ids[request_id].append(token)
-                sink.on_tokens((token,))
+                    if (sink := self._sinks.get(self._names[number])) is not None:
+                        sink.on_tokens(token_ids)
 
     def _deliver(self, output: Output) -> None:
         if output.finish_reason is None:
@@ -124,31 +105,9 @@ class InProcessEngineClient:
         sink = self._sinks.get(output.request_id)
         if sink is None:  # aborted in the meantime
             return
-        if output.token_ids:
-            self._token_ids[output.request_id] += output.token_ids
         if output.finish_reason is not None:
             del self._sinks[output.request_id]
-        if output.error is not None:
-            self._token_ids.pop(output.request_id, None)
         sink.on_output(output)
-
-
-def _token_by_token(output: Output) -> list[Output]:
-    """An output of several tokens as one of each: after a stop string, which the sink finds, none is taken in."""
-    ids, scores = output.token_ids, output.logprobs
-    parts = [
-        Output(
-            output.request_id,
-            [token],
-            num_cached_tokens=output.num_cached_tokens,
-            logprobs=scores and scores[i : i + 1],
-            number=output.number,
-        )
-        for i, token in enumerate(ids[:-1])
-    ]
-    if parts:
-        parts.append(msgspec.structs.replace(output, token_ids=ids[-1:], logprobs=scores and scores[-1:]))
-    return parts or [output]
 
 
 async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
@@ -214,7 +173,14 @@ class LoopThread:
                 ended.wait()
             raise
 
+    @property
+    def is_closed(self) -> bool:
+        return self.loop.is_closed()
+
     def close(self) -> None:
+        """Ends the thread. May be called again."""
+        if self.is_closed:
+            return
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -16,7 +16,7 @@ class Header:
     """The run that a journal belongs to."""
 
     input: str  # a digest of the lines
-    settings: Mapping[str, Any]  # what changes answers, by flag
+    settings: dict[str, Any]  # what changes answers, by flag
     replaces: str | None  # the version of the output that the run may replace; None: it may replace none
 
 

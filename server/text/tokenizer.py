@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
@@ -22,6 +22,9 @@ from model.inputs.words import shown
 from server.text.gguf_tokenizer import read_gguf_tokenizer
 from server.text.tiktoken_model import tokenizer_from_tiktoken
 from server.text.tokenizer_files import chat_template, special_tokens
+
+if TYPE_CHECKING:
+    from server.text.transformers_parts import FastTokenizer
 
 logger = logging.getLogger("pallas_serve")
 
@@ -154,6 +157,13 @@ class ByteLevelTokenizer:
     def with_affixes(self, ids: list[int]) -> list[int]:
         before, after = self._affixes
         return [*before, *ids, *after]
+
+    def to_transformers(self) -> FastTokenizer:
+        """A tokenizer of transformers, with the same vocabulary, named tokens and chat template."""
+        from server.text.transformers_parts import fast_tokenizer
+
+        copied = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        return fast_tokenizer(tokenizer_object=copied, chat_template=self.chat_template, **self.template_variables)
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:

@@ -7,6 +7,10 @@ read no model folder and make no requests to the Hugging Face hub.
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 # On import `transformers` logs advice to install PyTorch. The server does not need it.
 logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
@@ -14,4 +18,11 @@ logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not foun
 from transformers.convert_slow_tokenizer import TikTokenConverter  # noqa: E402
 from transformers.utils.chat_template_utils import _compile_jinja_template as compile_jinja_template  # noqa: E402
 
-__all__ = ["TikTokenConverter", "compile_jinja_template"]
+__all__ = ["FastTokenizer", "TikTokenConverter", "compile_jinja_template", "fast_tokenizer"]
+
+
+def fast_tokenizer(**fields: Any) -> FastTokenizer:
+    """The class is imported here: the server does not use it."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(**fields)

@@ -79,3 +79,24 @@ def test_offline_answers_are_the_servers(server, built, monkeypatch, settings):
         ]
     assert [result.text for result in results] == [answer.choices[0].message.content for answer in online]
     assert [result.num_prompt_tokens for result in results] == [answer.usage.prompt_tokens for answer in online]
+
+
+def test_an_offline_chat_has_its_tool_calls(built, monkeypatch):
+    from scripts import llm
+
+    monkeypatch.setattr(llm, "build", lambda settings, report, tokenizer: (built.engine(), built.info))
+    expression = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
+    calculator = {"name": "calculator", "description": "Evaluates an expression.", "parameters": expression}
+    messages = [{"role": "user", "content": "What is 347 * 21?"}]
+    with llm.LLM("demo") as offline:
+        tools = [{"type": "function", "function": calculator}]
+        (result,) = offline.chat(messages, llm.SamplingParams(temperature=0, max_tokens=60), tools=tools)
+        (call,) = result.tool_calls
+        messages += [
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call["id"], "content": "7287"},
+        ]
+        (answer,) = offline.chat(messages, {"temperature": 0, "tools": tools})
+    assert result.text == "" and result.outputs[0].finish_reason == "tool_calls"
+    assert json.loads(call["function"]["arguments"]) == {"expression": "347 * 21"}
+    assert answer.text == "347 * 21 = 7287." and answer.tool_calls == ()

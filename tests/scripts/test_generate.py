@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from batcher.request import Pooling
 from scripts import generate as command
-from scripts.offline.batch_file import CHAT, COMPLETIONS, EMBEDDINGS, digest, input_digest
+from scripts.offline.batch_file import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, digest, input_digest
 from scripts.offline.journal import Journal
 from tests.scripts.generating import foretold
 
@@ -88,6 +88,38 @@ def test_every_form_of_line_is_answered_in_order(run):
     assert records[0]["response"]["body"]["usage"]["completion_tokens"] == 5
     assert "token_ids" not in texts[0]
     assert not run.partial.exists()
+
+
+def test_responses_are_lines_as_others_are(run, capsys):
+    """The limit of the output has another name there."""
+    lines = [
+        batch_line("chat", CHAT, messages=[{"role": "user", "content": "hi"}]),
+        json.dumps({"custom_id": "r", "url": RESPONSES, "body": {"model": "m", "input": "hi", "temperature": 0}}),
+        json.dumps(
+            {"custom_id": "own", "url": RESPONSES, "body": {"model": "m", "input": "hi", "max_output_tokens": 3}}
+        ),
+        json.dumps({"custom_id": "later", "url": RESPONSES, "body": {"input": "hi", "background": True}}),
+        json.dumps({"custom_id": "other", "url": RESPONSES, "body": {"messages": []}}),
+        json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 2}),
+    ]
+    assert run(lines, "--params", '{"max_tokens": 5}') == 0
+    chat, response, own, later, other, newer = (record["response"] for record in read_records(run.output))
+    (message,) = response["body"]["output"]
+    assert message["content"][0]["text"] == chat["body"]["choices"][0]["message"]["content"] != ""
+    assert response["body"]["object"] == "response"
+    assert [answer["body"]["usage"]["output_tokens"] for answer in (response, own)] == [5, 3]
+    assert newer["body"]["usage"]["completion_tokens"] == 2
+    assert [answer["status_code"] for answer in (later, other)] == [400, 400]
+    assert "background" in later["body"]["error"]["message"]
+    errors = capsys.readouterr().err
+    assert "2 of the records are errors" in errors and "15 tokens out" in errors
+
+
+def test_token_ids_are_told_to_lines_that_ask_for_them(run):
+    assert run([batch_line("a", prompt="abc", return_token_ids=True), batch_line("b", prompt="abc")]) == 0
+    asked, plain = (record["response"]["body"]["choices"][0] for record in read_records(run.output))
+    assert len(asked["token_ids"]) == 5
+    assert "token_ids" not in plain
 
 
 def test_embeddings_are_lines_as_others_are(run):

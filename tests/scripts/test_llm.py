@@ -1,13 +1,14 @@
 """Offline generation in Python, over the real server application and engine with the fake runner beneath."""
 
 import threading
+from array import array
 
 import pytest
 from tokenizers import Tokenizer
 
 from batcher.errors import EngineDeadError
 from batcher.request import Pooling
-from scripts.llm import COMPLETIONS, RefusedError
+from scripts.llm import COMPLETIONS, RefusedError, SamplingParams
 from tests.scripts.generating import foretold
 
 GREEDY = {"temperature": 0, "max_tokens": 12}
@@ -25,23 +26,109 @@ def test_results_come_in_order_and_do_not_depend_on_company(make_llm):
     assert [result.num_prompt_tokens for result in together] == [1 + len(prompt) for prompt in prompts]
 
 
-def test_text_and_token_prompts_are_the_same_prompt(make_llm, model_folder):
-    ids = Tokenizer.from_file(str(model_folder / "tokenizer.json")).encode("abc").ids
+def ids_of(model_folder, text: str) -> list[int]:
+    return Tokenizer.from_file(str(model_folder / "tokenizer.json")).encode(text).ids
+
+
+def test_every_form_of_a_prompt_is_the_same_prompt(make_llm, model_folder):
+    ids = ids_of(model_folder, "abc")
+    with make_llm(pooling=Pooling.LAST) as llm:
+        (expected,) = llm.generate(["abc"], GREEDY)
+        (vector,) = llm.embed(["abc"])
+        assert expected.prompt == "abc" and expected.prompt_token_ids == tuple(ids) and expected.finished
+        one_prompt = [
+            "abc",
+            ids,
+            tuple(ids),
+            {"prompt": "abc"},
+            {"prompt_token_ids": ids},
+            {"prompt_token_ids": array("i", ids), "prompt": "words for people", "multi_modal_data": None},
+            {"prompt": "abc", "cache_salt": "s"},
+        ]
+        for prompt in one_prompt:
+            for several in (prompt, [prompt], [prompt, "abc"]):
+                results = llm.generate(several, GREEDY)
+                assert {result.token_ids for result in results} == {expected.token_ids}
+                assert {result.outputs[0].text for result in results} == {expected.text}
+                assert {result.prompt_token_ids for result in results} == {tuple(ids)}
+                assert {embedded.vector.tobytes() for embedded in llm.embed(several)} == {vector.vector.tobytes()}
+        assert llm.generate([]) == llm.embed([]) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ([{"prompt_tokens": [1]}], "prompt 0: 'prompt_tokens' cannot be served: use 'prompt'"),
+        (["a", {"prompt": "a", "multi_modal_data": {"image": 1}}], "prompt 1: 'multi_modal_data' cannot be served"),
+        ({"prompt": None}, "prompt 0: a dict holds 'prompt' .* not a value of type NoneType as its prompt"),
+        ({"prompt": ["a"]}, "not a value of type list"),
+        ({"prompt_token_ids": "12"}, "prompt_token_ids: a value of type str is no prompt"),
+        ([[1, "a"]], "prompt 0: a token id is an int, not a value of type str"),
+        ([True, False], "a token id is an int, not a value of type bool"),
+        ([1.5], "prompt 0: a value of type float is no prompt"),
+        ([None], "prompt 0: a value of type NoneType is no prompt"),
+        (b"abc", "a value of type bytes is no prompt"),
+        ([b"abc"], "prompt 0: a value of type bytes is no prompt"),
+        ({1, 2}, "a value of type set is no prompt"),
+        (None, "a value of type NoneType is no prompt"),
+        (7, "a value of type int is no prompt"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_by_its_type(prompts, words, make_llm):
     with make_llm() as llm:
-        text, tokens = llm.generate(["abc", ids], GREEDY)
-    assert text.token_ids == tokens.token_ids
-    assert text.text == tokens.text != ""
+        for ask in (llm.generate, llm.embed):
+            with pytest.raises(ValueError, match=words):
+                ask(prompts)
+
+
+def test_sampling_params_have_vllms_names_and_defaults(make_llm):
+    with make_llm() as llm:
+        chat = [{"role": "user", "content": "hi"}]
+        (result,) = llm.generate("abc", SamplingParams(seed=1))
+        assert len(result.token_ids) == 16
+        (whole,) = llm.generate("abc", SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
+        assert len(whole.token_ids) == 256 - len(whole.prompt_token_ids)
+        for prompt, kept in (("abcdefgh", 3), ([5, 6, 7, 8, 9], 3), ("a" * 300, -1)):
+            full = {"temperature": 0, "ignore_eos": True, "max_tokens": None, "truncate_prompt_tokens": kept}
+            (cut,) = llm.generate(prompt, SamplingParams(**full))
+            assert len(cut.token_ids) + len(cut.prompt_token_ids) == 256
+            assert len(cut.prompt_token_ids) == (kept if kept > 0 else 255)
+        params = SamplingParams(temperature=0, max_tokens=4, logprobs=2, prompt_logprobs=1, n=2)
+        same = {"temperature": 0, "max_tokens": 4, "n": 2, "prompt_logprobs": 1}
+        assert [(r.outputs, r.prompt_logprobs) for r in llm.generate("abc", params)] == [
+            (r.outputs, r.prompt_logprobs) for r in llm.generate("abc", same | {"logprobs": 2})
+        ]
+        (told,) = llm.chat(chat, params)
+        assert [told.outputs] == [r.outputs for r in llm.chat([chat], same | {"logprobs": True, "top_logprobs": 2})]
+        assert [len(entry["top_logprobs"]) for entry in told.outputs[0].logprobs["content"]] == [2] * 4
+        assert [output.index for output in told.outputs] == [0, 1]
+        stops = SamplingParams(temperature=0, max_tokens=50, stop_token_ids=[told.token_ids[2]])
+        assert llm.chat(chat, stops)[0].token_ids == told.token_ids[:3]
+        with pytest.raises(RefusedError, match="top_p"):
+            llm.generate("abc", SamplingParams(top_p=2.0))
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams(best_of=2)
 
 
 def test_params_may_differ_by_prompt(make_llm):
     with make_llm() as llm:
-        params = [{"max_tokens": 3, "seed": 1}, {"max_tokens": 5, "n": 2, "seed": 1}]
+        params = [{"max_tokens": 3, "seed": 1}, SamplingParams(max_tokens=5, n=2, seed=1)]
         first, second = llm.generate(["abc", "abc"], params)
-    assert len(first.choices) == 1
-    assert [len(choice.token_ids) for choice in second.choices] == [5, 5]
-    assert second.choices[0].token_ids[:3] == first.token_ids
-    assert second.choices[0].token_ids != second.choices[1].token_ids
-    assert first.choices[0].finish_reason == "length"
+    assert len(first.outputs) == 1
+    assert [len(output.token_ids) for output in second.outputs] == [5, 5]
+    assert second.outputs[0].token_ids[:3] == first.token_ids
+    assert second.outputs[0].token_ids != second.outputs[1].token_ids
+    assert first.outputs[0].finish_reason == "length"
+
+
+def test_a_stop_string_ends_the_token_ids_also_inside_a_step_of_several(make_llm):
+    """The token in which the text ends is the last one."""
+    with make_llm() as llm:
+        (whole,) = llm.generate("abc", GREEDY)
+        stop = llm.get_tokenizer().decode(whole.token_ids[5])
+        (cut,) = llm.generate("abc", GREEDY | {"stop": stop})
+    assert cut.token_ids == whole.token_ids[: whole.token_ids.index(whole.token_ids[5]) + 1]
+    assert cut.outputs[0].stop_reason == stop
 
 
 def test_more_work_than_slots_refuses_nobody(make_llm):
@@ -56,7 +143,22 @@ def test_chat_goes_through_the_template(make_llm):
         header = "<|start_header_id|>{}<|end_header_id|>\n\n"
         raw = "".join((header.format("user"), "hi<|eot_id|>", header.format("assistant")))
         (same,) = llm.generate([raw], GREEDY)
+        assert [result.token_ids] == [r.token_ids for r in llm.chat([{"role": "user", "content": "hi"}], GREEDY)]
+        for messages, words in (
+            ("hi", "a value of type str is no conversation"),
+            (["hi"], "conversation 0: a value of type str is no message"),
+            ([[]], "request 0: messages"),
+            ([[{"role": "user", "content": "hi"}], ["hi"]], "conversation 1: a value of type str is no message"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                llm.chat(messages, GREEDY)
+        tokenizer = llm.get_tokenizer()
     assert result.token_ids == same.token_ids
+    assert result.prompt is None
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], add_generation_prompt=True)
+    assert tuple(rendered["input_ids"]) == result.prompt_token_ids
+    assert tokenizer.decode(result.prompt_token_ids).endswith(raw)
+    assert tokenizer.encode("<|eot_id|>", add_special_tokens=False) == [tokenizer.convert_tokens_to_ids("<|eot_id|>")]
 
 
 def test_prompts_are_embedded_in_order_next_to_generation(make_llm, model_folder):
@@ -68,7 +170,6 @@ def test_prompts_are_embedded_in_order_next_to_generation(make_llm, model_folder
         assert llm.generate(["abc"], GREEDY)[0].token_ids
         with pytest.raises(RefusedError, match="request 1: input"):
             llm.embed(["abc", []])
-        assert not llm._client._token_ids  # of requests that have ended
     prompts = [tokenizer.encode(text).ids for text in texts]
     for found, prompt in zip([*embedded, ids], [*prompts, [9, 8, 7]], strict=True):
         assert found.vector.tolist() == pytest.approx(foretold(prompt, Pooling.LAST), abs=1e-6)
@@ -87,15 +188,33 @@ def test_a_refused_request_is_named(make_llm):
 
 def test_prompts_and_params_must_fit_together(make_llm):
     with make_llm() as llm:
-        with pytest.raises(ValueError, match="not one text"):
-            llm.generate("abc")
-        with pytest.raises(ValueError, match="one for each"):
-            llm.generate(["a", "b"], [{}])
-        with pytest.raises(ValueError, match="stream"):
-            llm.generate(["a"], {"stream": True})
+        for params, words in (
+            ([{}], "one for each"),
+            ({"stream": True}, "stream"),
+            (5, "a value of type int is no set of parameters"),
+            ([{}, "greedy"], "a value of type str is no set of parameters"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                llm.generate(["a", "b"], params)
 
 
-def test_what_is_given_up_leaves_no_tokens_behind(make_llm):
+def test_a_bar_is_shown_to_who_asks_for_one(make_llm, capsys):
+    with make_llm() as llm:
+        llm.generate(["a", "b"], GREEDY)
+        assert capsys.readouterr().err == ""
+        llm.generate(["a", "b"], GREEDY, use_tqdm=True)
+    assert "2/2" in capsys.readouterr().err
+
+
+def test_closing_again_is_harmless_and_asking_afterwards_is_refused(make_llm):
+    with make_llm() as llm:
+        llm.close()
+        llm.close()
+        with pytest.raises(RuntimeError, match="this LLM is closed"):
+            llm.generate("a")
+
+
+def test_what_is_given_up_is_aborted(make_llm):
     go_on = threading.Event()
 
     def hold(number: int) -> None:
@@ -110,9 +229,10 @@ def test_what_is_given_up_leaves_no_tokens_behind(make_llm):
         try:
             with pytest.raises(RuntimeError, match="nobody wants"):
                 llm.post_all([(COMPLETIONS, body) for body in bodies], fail)
-            assert llm._client._token_ids == {}
         finally:
             go_on.set()
+        assert len(llm.generate(["a"], GREEDY)) == 1
+        assert llm.stats().num_pages_used == 0
 
 
 def test_a_dead_engine_is_said_and_not_waited_for(make_llm):

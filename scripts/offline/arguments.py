@@ -1,0 +1,144 @@
+"""What `LLM`'s methods take, as request bodies: prompts, conversations and parameters in the forms that vLLM knows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+_PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+@dataclass(kw_only=True)
+class SamplingParams:
+    """vLLM's parameters of a request, with vLLM's names and defaults. The server's checks are made of the values.
+
+    A mapping of an OpenAI body's fields may stand in its place: then the model's own defaults (generation_config) are
+    taken for what it does not hold.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: all tokens
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # None: as many as fit
+    min_tokens: int = 0
+    logprobs: int | None = None  # the most likely tokens to be told with each token
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    allowed_token_ids: list[int] | None = None
+    logit_bias: dict[int, float] | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+    def body(self, *, is_chat: bool) -> dict[str, Any]:
+        """The fields of a request body."""
+        # Not `asdict`, which would copy long lists.
+        values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+        fields = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
+        if is_chat and self.logprobs is not None:
+            fields |= {"logprobs": True, "top_logprobs": self.logprobs}
+        return fields
+
+
+Params = SamplingParams | Mapping[str, Any]
+
+
+def prompts_of(asked: Prompt | Sequence[Prompt], name: str) -> list[dict[str, Any]]:
+    """One prompt or several, each as the fields of its body: text or ids in the field `name`, and perhaps `cache_salt`.
+
+    Raises ValueError, with the type or the field, for what is no prompt.
+    """
+    several: Any = asked
+    if isinstance(asked, str | Mapping) or (_is_list(asked) and len(asked) > 0 and isinstance(asked[0], int)):
+        several = [asked]
+    if not _is_list(several):
+        raise ValueError(f"{_type(asked)} is no prompt: give a text, token ids, a dict of them, or a list of prompts")
+    return [_prompt(prompt, index, name) for index, prompt in enumerate(several)]
+
+
+def conversations_of(asked: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Message]]:
+    """One conversation or several. Raises ValueError for what is none."""
+    is_one = _is_list(asked) and len(asked) > 0 and isinstance(asked[0], Mapping)
+    several: Any = [asked] if is_one else asked
+    if not _is_list(several):
+        raise ValueError(f"{_type(asked)} is no conversation: give a list of messages, or a list of such lists")
+    for index, messages in enumerate(several):
+        wrong = messages if not _is_list(messages) else next((m for m in messages if not isinstance(m, Mapping)), None)
+        if wrong is not None:
+            raise ValueError(f"conversation {index}: {_type(wrong)} is no message: a message is a dict")
+    return [list(messages) for messages in several]
+
+
+def paired(items: Sequence[Any], params: Params | Sequence[Params | None] | None, *, is_chat: bool) -> list[Any]:
+    """Each item with the body fields of its parameters, which are one for all or one for each."""
+    if params is None or isinstance(params, SamplingParams | Mapping):
+        own = [_fields(params, is_chat)] * len(items)
+    elif _is_list(params):
+        own = [_fields(one, is_chat) for one in params]
+    else:
+        raise ValueError(f"{_type(params)} is no set of parameters: give SamplingParams, or a dict of body fields")
+    if len(own) != len(items):
+        raise ValueError(f"one set of parameters for all, or one for each: {len(items)=} {len(own)=}")
+    return list(zip(items, own, strict=True))
+
+
+def _prompt(prompt: Any, index: int, name: str) -> dict[str, Any]:
+    if isinstance(prompt, str):
+        return {name: prompt}
+    if not isinstance(prompt, Mapping):
+        return {name: _ids(prompt, f"prompt {index}")}
+    others = [field for field, value in prompt.items() if field not in _PROMPT_FIELDS and value is not None]
+    if others:
+        raise ValueError(f"prompt {index}: {', '.join(map(repr, others))} cannot be served: use {_either()}")
+    ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+    if ids is None and not isinstance(text, str):
+        raise ValueError(f"prompt {index}: a dict holds {_either()}, not {_type(text)} as its prompt")
+    found = {name: text if ids is None else _ids(ids, f"prompt {index}: prompt_token_ids")}
+    return found if prompt.get("cache_salt") is None else found | {"cache_salt": prompt["cache_salt"]}
+
+
+def _ids(ids: Any, where: str) -> list[int]:
+    if not _is_list(ids):
+        raise ValueError(f"{where}: {_type(ids)} is no prompt: give a text, a list of token ids, or a dict of them")
+    wrong = next((entry for entry in ids if not isinstance(entry, int) or isinstance(entry, bool)), None)
+    if wrong is not None:
+        raise ValueError(f"{where}: a token id is an int, not {_type(wrong)}")
+    return list(ids)
+
+
+def _fields(params: Any, is_chat: bool) -> dict[str, Any]:
+    if isinstance(params, SamplingParams):
+        return params.body(is_chat=is_chat)
+    if params is not None and not isinstance(params, Mapping):
+        raise ValueError(f"{_type(params)} is no set of parameters: give SamplingParams, or a dict of body fields")
+    fields = dict(params or {})
+    if fields.get("stream"):
+        raise ValueError("offline results come whole: stream=True is for the HTTP server")
+    return fields
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
+
+
+def _type(value: Any) -> str:
+    return f"a value of type {type(value).__name__}"
+
+
+def _either() -> str:
+    return "'prompt' (a text) or 'prompt_token_ids' (a list of ids)"

@@ -1,0 +1,108 @@
+"""What `LLM`'s methods return, read from the server's answers. The names are vLLM's."""
+
+from __future__ import annotations
+
+import base64
+import sys
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionOutput:
+    """One of the answers to a prompt."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]  # including the token that ended it
+    finish_reason: str
+    stop_reason: str | int | None
+    logprobs: dict[str, Any] | None  # in the API's form
+    tool_calls: tuple[dict[str, Any], ...]  # of a chat, in the API's form
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOutput:
+    """The answers to one prompt."""
+
+    request_id: str
+    prompt: str | None  # None: it was given as ids or as a conversation
+    prompt_token_ids: tuple[int, ...]
+    prompt_logprobs: list[Any] | None  # in the API's form
+    outputs: tuple[CompletionOutput, ...]  # `n` of them
+    num_cached_tokens: int  # of the prompt, from the prefix cache
+    finished: bool = True
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The length of `prompt_token_ids`."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def text(self) -> str:
+        """The text of the first output."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The token ids of the first output."""
+        return self.outputs[0].token_ids
+
+    @property
+    def tool_calls(self) -> tuple[dict[str, Any], ...]:
+        """The tool calls of the first output."""
+        return self.outputs[0].tool_calls
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embedding:
+    """The vector of one prompt."""
+
+    vector: array[float]  # f32[D], of length 1
+    num_prompt_tokens: int
+    num_cached_tokens: int  # of the prompt, from the prefix cache
+
+
+def request_output(answer: Mapping[str, Any], prompt: str | None = None) -> RequestOutput:
+    """From the answer of a chat or a completion that had one prompt and `return_token_ids`."""
+    first = answer["choices"][0]
+    told = first if "prompt_token_ids" in first else answer  # of a completion, each choice has its prompt
+    return RequestOutput(
+        request_id=answer["id"],
+        prompt=prompt,
+        prompt_token_ids=tuple(told["prompt_token_ids"]),
+        prompt_logprobs=told["prompt_logprobs"],
+        outputs=tuple(map(_completion_output, answer["choices"])),
+        num_cached_tokens=_num_cached_tokens(answer["usage"]),
+    )
+
+
+def embedding(answer: Mapping[str, Any]) -> Embedding:
+    """From the answer with one vector in base64."""
+    (entry,), usage = answer["data"], answer["usage"]
+    vector = array("f", base64.b64decode(entry["embedding"]))
+    if sys.byteorder == "big":
+        vector.byteswap()
+    return Embedding(
+        vector=vector, num_prompt_tokens=usage["prompt_tokens"], num_cached_tokens=_num_cached_tokens(usage)
+    )
+
+
+def _completion_output(choice: Mapping[str, Any]) -> CompletionOutput:
+    message = choice.get("message", {})
+    return CompletionOutput(
+        index=choice["index"],
+        text=choice["text"] if "text" in choice else message["content"] or "",
+        token_ids=tuple(choice["token_ids"]),
+        finish_reason=choice["finish_reason"],
+        stop_reason=choice["stop_reason"],
+        logprobs=choice["logprobs"],
+        tool_calls=tuple(message.get("tool_calls", ())),
+    )
+
+
+def _num_cached_tokens(usage: Mapping[str, Any]) -> int:
+    found: int = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+    return found
