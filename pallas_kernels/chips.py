@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+HOST_CHIPS = 4  # TPUs of each host of a slice that has several hosts
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,9 @@ class TpuChip:
     """One generation of TPUs."""
 
     name: str
-    memory_gib: float  # Google Cloud's page of the generation ("HBM capacity"), which writes GB for GiB
+    # What a program may use, by the message of libtpu's compiler for one that needs more: less than the "HBM capacity"
+    # of Google Cloud's page of the generation (16, 95, 32, 96), except for the v5p.
+    memory_gib: float
     memory_bytes_per_s: float  # the same page ("HBM bandwidth")
     clock_hz: float  # not published: the published peak FLOP/s divided by `flops_per_cycle`
     flops_per_cycle: int  # bf16, of all the device's matrix units
@@ -42,6 +45,13 @@ class TpuChip:
     # "int8" or "fp8" -> the rows of a step from which its products with inputs rounded to that type, and the rounding,
     # take less time than its products with inputs in bfloat16: scripts/benchmarks/results/2026-11-22-rounded-inputs.md.
     rounded_rows: Mapping[str, int] = field(default_factory=dict, hash=False)
+    devices_per_chip: int = 1  # a process has all devices of its chips
+    max_host_chips: int = HOST_CHIPS  # the largest slice of one host
+
+    def devices_per_host(self, num_devices: int) -> int:
+        """Of a slice of so many devices."""
+        chips = num_devices // self.devices_per_chip
+        return num_devices if chips <= self.max_host_chips else HOST_CHIPS * self.devices_per_chip
 
     @property
     def memory_bytes_per_cycle(self) -> float:
@@ -52,11 +62,13 @@ class TpuChip:
 TPUS = {
     chip.name: chip
     for chip in (
-        #       name     GiB bytes/s clock  FLOP/cycle  VMEM     page
-        TpuChip("v5e",   16,  819e9, 1.50e9, 131072, 128 * MIB,  64, rounded_rows={"int8": 1}),
-        TpuChip("v5p",   95, 2765e9, 1.75e9, 262144,  64 * MIB, 256, cores=2, rounded_rows={"int8": 1}),
-        TpuChip("v6e",   32, 1638e9, 1.75e9, 524288, 128 * MIB, 128, reads_int4=True, rounded_rows={"int8": 512}),
-        TpuChip("tpu7x", 96, 3690e9, 2.20e9, 524288,  64 * MIB, 256, reads_fp8=True, rounded_rows={"fp8": 512}),
+        #       name     GiB    bytes/s clock  FLOP/cycle  VMEM     page
+        TpuChip("v5e",   15.75,  819e9, 1.50e9, 131072, 128 * MIB,  64, rounded_rows={"int8": 1}, max_host_chips=8),
+        TpuChip("v5p",   95.73, 2765e9, 1.75e9, 262144,  64 * MIB, 256, cores=2, rounded_rows={"int8": 1}),
+        TpuChip("v6e",   31.24, 1638e9, 1.75e9, 524288, 128 * MIB, 128, reads_int4=True, rounded_rows={"int8": 512},
+                max_host_chips=8),
+        TpuChip("tpu7x", 94.74, 3690e9, 2.20e9, 524288,  64 * MIB, 256, reads_fp8=True, rounded_rows={"fp8": 512},
+                devices_per_chip=2),
     )
 }  # fmt: skip
 
@@ -65,6 +77,9 @@ def tpu_name(chip_version: str) -> str:
     """The table's key for jax's `TpuInfo.chip_version`, where jax leaves out `tpu` (`7x`, but `v6e`)."""
     return chip_version if chip_version.startswith("v") else f"tpu{chip_version}"
 
+
+# Products of two numbers of 8 bits, as a multiple of bfloat16's rate, where `rounded_rows` has the type: data sheets.
+EIGHT_BIT_SPEED = 2.0
 
 # As `TpuChip.rounded_rows`, of CPUs with the C code: scripts/benchmarks/results/2026-11-23-cpu-int8.md.
 CPU_ROUNDED_ROWS: Mapping[str, int] = {"int8": 1}

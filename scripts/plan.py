@@ -47,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     price = p.add_argument_group("cost")
     price.add_argument("--price-per-hour", type=float, help="of all chips of the target together")
     price.add_argument("--api-price", type=float, help="of a million tokens, in and out: when does it pay?")
+    price.add_argument("--currency", metavar="NAME", help="of both prices, as the report writes it (default: USD)")
     report = p.add_argument_group("report")
     report.add_argument("--shapes", action="store_true", help="list the padded shapes of the programs")
     report.add_argument("--json", action="store_true", help="print one JSON object in place of the lines")
@@ -73,8 +74,9 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is not simulated: leave it out of a plan with --workload")
     if args.request_rate is not None and args.max_concurrency is not None:
         raise ValueError("--request-rate and --max-concurrency exclude each other")
-    if args.api_price is not None and args.price_per_hour is None:
-        raise ValueError("--api-price needs --price-per-hour")
+    for name in ("api_price", "currency"):
+        if getattr(args, name) is not None and args.price_per_hour is None:
+            raise ValueError(f"--{name.replace('_', '-')} needs --price-per-hour")
     if args.plot is not None:
         check_installed()
 

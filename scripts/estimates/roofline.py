@@ -1,7 +1,8 @@
 """How long a step takes, estimated from the bytes and the operations of its parts.
 
 Every part of a step is limited by the memory or by the matrix units, and parts follow one another: the projections
-read all weights and multiply the padded tokens; attention reads the K/V of every row; the head multiplies the rows.
+read all weights and multiply the padded tokens, in 8 bits where the engine rounds their inputs; attention reads the K/V
+of every row; the head multiplies the rows.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 
 from batcher.scheduling.plan import StepPlan
 from model.config import LlamaConfig
+from model.quantization.forms import Rounding
+from pallas_kernels.chips import EIGHT_BIT_SPEED
 from scripts.estimates.target import Target
 
 # The shares of the published figures that a step is expected to reach. Other engines' whole decode steps reach 0.77 of
@@ -42,6 +45,7 @@ class Roofline:
     hidden_bytes: float  # of one token's hidden state
     num_reduces: int  # per step
     num_devices: int
+    rounding: Rounding | None = None  # of the inputs of projections
 
     def __call__(self, plan: StepPlan) -> float:
         pairs, tokens = 0.0, 0
@@ -59,9 +63,9 @@ class Roofline:
             pairs: of a query and a token that it attends to.
         """
         return (
-            self._part(self.layers_bytes, num_tokens * self.layers_flops)
+            self._part(self.layers_bytes, num_tokens * self.layers_flops / self._speed(num_tokens))
             + self._part(kv_tokens * self.kv_token_bytes, pairs * self.pair_flops)
-            + self._part(self.head_bytes, num_rows * self.head_flops)
+            + self._part(self.head_bytes, num_rows * self.head_flops / self._speed(num_rows, is_head=True))
             + self.num_reduces * self._reduce(num_tokens * self.hidden_bytes)
         )
 
@@ -69,6 +73,13 @@ class Roofline:
         """Of a decode of rows of one length."""
         tokens = num_rows * context
         return self.seconds(num_rows, num_rows, kv_tokens=tokens, pairs=tokens)
+
+    def _speed(self, num_rows: int, *, is_head: bool = False) -> float:
+        """Of a product with so many rows, as a multiple of bfloat16's."""
+        rounding = self.rounding
+        if rounding is None or num_rows < rounding.min_rows or (is_head and not rounding.with_head):
+            return 1.0
+        return EIGHT_BIT_SPEED
 
     def _part(self, num_bytes: float, flops: float) -> float:
         return max(num_bytes / self.memory_bytes_per_s, flops / self.flops_per_s)
@@ -86,6 +97,7 @@ def roofline(
     weight_itemsize: float,
     kv_token_bytes: float,
     chips: int,
+    rounding: Rounding | None = None,
 ) -> Roofline:
     """Of a model in its stored form over `chips` devices.
 
@@ -93,6 +105,7 @@ def roofline(
         weights_read: bytes of one device that a step reads (`step_bytes`).
         weight_itemsize: bytes of one weight of the projections and of the head.
         kv_token_bytes: of one device and all layers.
+        rounding: of the inputs of projections, as the engine chooses it.
     """
     attention = config.hidden_size * (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     mlp = 3 * config.hidden_size * config.intermediate_size
@@ -112,4 +125,5 @@ def roofline(
         hidden_bytes=config.hidden_size * ITEMSIZE,
         num_reduces=2 * config.num_layers + 1 if chips > 1 else 0,
         num_devices=chips,
+        rounding=rounding,
     )

@@ -41,7 +41,7 @@ LINKS = {
 class Target:
     """Devices as jax counts them."""
 
-    name: str  # as it was asked for
+    name: str  # as it was asked for, in lower case
     chip: TpuChip | GpuChip
     num_devices: int | None  # None: as many as one replica takes
 
@@ -49,6 +49,18 @@ class Target:
     def platform(self) -> str:
         """tpu or gpu."""
         return "tpu" if isinstance(self.chip, TpuChip) else "gpu"
+
+    @property
+    def devices_per_process(self) -> int:
+        """At least: what a process has, it has by whole chips."""
+        return self.chip.devices_per_chip if isinstance(self.chip, TpuChip) else 1
+
+    @property
+    def devices_per_host(self) -> int | None:
+        """Of the target; None: all, or not known."""
+        if self.num_devices is None or not isinstance(self.chip, TpuChip):
+            return None
+        return self.chip.devices_per_host(self.num_devices)
 
     @property
     def link(self) -> Link:
@@ -64,16 +76,17 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """`v6e:2x4`, `8xh100`, or a chip alone, such as `l4`. Raises ValueError for anything else."""
-    tpu = re.fullmatch(r"(\w+):(\d+(?:x\d+){1,2})", text)
-    gpu = re.fullmatch(r"(\d+)x(\w+)", text)
+    """`v6e:2x4`, `8xh100`, or a chip alone, such as `l4`, in any case. Raises ValueError for anything else."""
+    lower = text.lower()
+    tpu = re.fullmatch(r"(\w+):(\d+(?:x\d+){1,2})", lower)
+    gpu = re.fullmatch(r"(\d+)x(\w+)", lower)
     if tpu and tpu[1] in TPUS:
-        count = math.prod(map(int, tpu[2].split("x"))) * (2 if tpu[1] == "tpu7x" else 1)
-        name, num_devices = tpu[1], count
+        name = tpu[1]
+        num_devices = math.prod(map(int, tpu[2].split("x"))) * TPUS[name].devices_per_chip
     elif gpu and gpu[2] in GPUS:
         name, num_devices = gpu[2], int(gpu[1])
-    elif text in CHIPS:
-        return Target(name=text, chip=CHIPS[text], num_devices=None)
+    elif lower in CHIPS:
+        return Target(name=lower, chip=CHIPS[lower], num_devices=None)
     else:
         num_devices = 0
     if not num_devices:
@@ -81,4 +94,4 @@ def parse_target(text: str) -> Target:
             f"--target {text}: it is a TPU and its topology (v6e:2x4; {', '.join(TPUS)}), GPUs (8xh100; "
             f"{', '.join(GPUS)}), or one of these names alone"
         )
-    return Target(name=text, chip=CHIPS[name], num_devices=num_devices)
+    return Target(name=lower, chip=CHIPS[name], num_devices=num_devices)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from model.config import LlamaConfig
     from model.execution.memory_plan import MemoryNeeds
     from model.network.llama import Llama
+    from model.quantization.forms import Rounding
     from pallas_kernels.api import PagedAttention
 
 GIB = 1 << 30
@@ -76,6 +77,7 @@ class Sizes:
     dtype: str
     kv_dtype: str
     quantization: str | None  # as `forms.form_named` reads it
+    rounding: Rounding | None  # of the inputs of projections
     max_model_len: int
     pool_share: float  # of the device's memory that is JAX's
 
@@ -121,6 +123,7 @@ class Sizes:
             weight_itemsize=1 if self.quantization else jnp.dtype(self.dtype).itemsize,
             kv_token_bytes=page_bytes / self.attention.spec.page_size,
             chips=self.chips,
+            rounding=self.rounding,
         )
 
 
@@ -154,7 +157,13 @@ def size_up(
     from pallas_kernels.layout import default_page_size
     from pallas_kernels.spec import Backend
     from scripts.wiring.backends import paged_attention
-    from scripts.wiring.choices import choose_dtype, choose_kv_dtype, choose_model_len, choose_quantization
+    from scripts.wiring.choices import (
+        choose_dtype,
+        choose_kv_dtype,
+        choose_model_len,
+        choose_quantization,
+        choose_rounding,
+    )
     from scripts.wiring.device import GPU_POOL_SHARE
 
     platform, chip = target.platform, target.chip
@@ -171,12 +180,13 @@ def size_up(
         rounded_rows=chip.rounded_rows,
         reads_int4=chip.reads_int4,
     )
+    rounding, _ = choose_rounding(quantization, stored, reads_fp8=chip.reads_fp8, rounded_rows=chip.rounded_rows)
     if num_layers is not None:
         config = replace(config, num_layers=num_layers)
     mesh = mesh or AbstractMesh((chips,), (TENSOR_AXIS,))
     dtype, _ = choose_dtype(settings.dtype, config.checkpoint_dtype, platform)
     max_model_len = choose_model_len(settings.max_model_len, config.max_position_embeddings)
-    model = abstract_model(config, dtype=dtype, mesh=mesh, quantization=quantization)
+    model = abstract_model(config, dtype=dtype, mesh=mesh, quantization=quantization, rounding=rounding)
     backend = Backend(platform)
     arch = GPUS[chip.name].arch if platform == "gpu" else None
     kv_dtype, _ = choose_kv_dtype(settings.kv_cache_dtype, dtype, backend, arch)
@@ -195,6 +205,7 @@ def size_up(
         dtype=dtype,
         kv_dtype=kv_dtype,
         quantization=None if quantization is None else str(quantization),
+        rounding=rounding,
         max_model_len=max_model_len,
         pool_share=GPU_POOL_SHARE if platform == "gpu" else 1.0,
     )

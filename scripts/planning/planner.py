@@ -12,7 +12,7 @@ from typing import Any
 
 from batcher.buckets import BucketLadder
 from model.loading.source import resolve
-from scripts.estimates.target import parse_target
+from scripts.estimates.target import Target, parse_target
 from scripts.planning.compiled import compiled_account, obstacle
 from scripts.planning.cost import Cost, cost
 from scripts.planning.memory import Account, Sizes, size_up
@@ -21,6 +21,7 @@ from scripts.planning.report import (
     COUNTED,
     ESTIMATED,
     best_lines,
+    chips_lines,
     command,
     cost_lines,
     marked,
@@ -39,6 +40,7 @@ from scripts.planning.sweep import (
     Load,
     Outcome,
     Search,
+    capacity,
     search,
     static_against_continuous,
 )
@@ -64,7 +66,7 @@ class Planner:
             raise ValueError(
                 f"--tensor-parallel-size {asked} does not divide the {devices} devices of --target {self.target.name}"
             )
-        self._parallel = [asked] if asked is not None else _powers_of_two(devices or 1)
+        self._parallel = [asked] if asked is not None else _replica_sizes(self.target)
         self._settings = self._read_settings()
         self._sizes: dict[int, Sizes] = {}
         self.account: Account | None = None  # of `chosen`, if it is compiled
@@ -174,12 +176,10 @@ class Planner:
         settings = replace(self._settings, tensor_parallel_size=chips, max_num_seqs=rows, max_num_batched_tokens=budget)
         if chips not in self._sizes:
             self._sizes[chips] = size_up(settings, self.target, chips, self.args.device_memory)
-        return Candidate(
-            sizes=self._sizes[chips],
-            settings=settings,
-            memory=self._sizes[chips].memory(settings),
-            num_replicas=(self.target.num_devices or chips) // chips,
+        one = Candidate(
+            sizes=self._sizes[chips], settings=settings, memory=self._sizes[chips].memory(settings), num_replicas=1
         )
+        return replace(one, num_replicas=(self.target.num_devices or one.num_claimed) // one.num_claimed)
 
     @cached_property
     def compared(self) -> dict[str, float]:
@@ -192,8 +192,15 @@ class Planner:
         """At the best settings; None without a price."""
         if self.args.price_per_hour is None:
             return None
+        assert self.workload is not None
+        best, is_capacity = self._best, self._load == Load()
+        able = best.total_tokens_per_s
+        if not is_capacity:
+            able = capacity(best.candidate, self.workload, self.objectives, best)
         return cost(
             self.args.price_per_hour,
+            currency=self.args.currency or "USD",
+            capacity_tokens_per_s=able,
             output_tokens_per_s=self._best.output_tokens_per_s,
             total_tokens_per_s=self._best.total_tokens_per_s,
             api_price=self.args.api_price,
@@ -205,6 +212,7 @@ class Planner:
         """The report."""
         candidate = self.chosen
         yield from memory_lines(candidate.sizes, candidate.memory, self.account, self.uncompiled)
+        yield from chips_lines(candidate)
         if self.args.shapes:
             for b in BucketLadder(candidate.memory.buckets).buckets():
                 drafts = f", {b.num_drafts} drafts a row" if b.num_drafts else ""
@@ -229,6 +237,8 @@ class Planner:
         answer: dict[str, Any] = {
             "model": candidate.sizes.name,
             "target": self.target.name,
+            "replicas": candidate.num_replicas,
+            "idle_devices": candidate.num_idle,
             "memory": memory_json(candidate.sizes, candidate.memory, self.account, self.uncompiled),
         }
         if self.args.shapes:
@@ -269,9 +279,13 @@ def _context(model: str, workload: Workload) -> int:
     return min(-(-(workload.longest() + 1) // CONTEXT_STEP) * CONTEXT_STEP, trained)
 
 
-def _powers_of_two(most: int) -> list[int]:
-    """Numbers of chips of a replica, of which as many as possible share `most` devices without a rest."""
-    return [1 << i for i in range(most.bit_length()) if most % (1 << i) == 0]
+def _replica_sizes(target: Target) -> list[int]:
+    """Numbers of devices of a replica to try: powers of two, of whole chips. Those that leave no device of the target
+    idle come first."""
+    devices = target.num_devices or 1
+    sizes = [1 << i for i in range(devices.bit_length())]
+    whole = [size for size in sizes if size >= target.devices_per_process] if target.num_devices else sizes
+    return sorted(whole, key=lambda size: (devices % size > 0, size))
 
 
 def _progress(line: str) -> None:

@@ -64,6 +64,24 @@ def memory_lines(sizes: Sizes, memory: MemoryPlan, account: Account | None, unco
     )
 
 
+def chips_lines(candidate: Candidate) -> Iterator[str]:
+    """What the devices do that one replica does not use."""
+    target, replicas = candidate.sizes.target, candidate.num_replicas
+    if target.num_devices is None:
+        return
+    if replicas > 1:
+        chips, on_host = candidate.sizes.chips, candidate.replicas_per_host
+        hosts_of_one = chips // (target.devices_per_host or chips)
+        where = f", --data-parallel-size {on_host}" if on_host > 1 else ""
+        if hosts_of_one > 1:
+            where = f", each over {hosts_of_one} hosts; a load balancer shares the requests"
+        elif replicas > on_host:
+            where += f" on each of {replicas // on_host} hosts; a load balancer shares the requests"
+        yield marked(COUNTED, f"{target.num_devices} devices: {replicas} replicas of {chips}{where}")
+    if candidate.num_idle:
+        yield marked(COUNTED, f"{candidate.num_idle} of the {target.num_devices} devices are idle")
+
+
 def step_lines(candidate: Candidate, context: int) -> Iterator[str]:
     """How long typical steps take."""
     line, buckets = candidate.sizes.roofline(), candidate.memory.buckets
@@ -126,19 +144,23 @@ def static_line(compared: dict[str, float]) -> str:
 
 
 def cost_lines(cost: Cost) -> Iterator[str]:
-    """Prices at the simulated throughput, all day."""
+    """Prices at the simulated load, all day."""
     yield marked(
         ESTIMATED,
-        f"{cost.per_month:,.0f} per month; a million output tokens {cost.per_million_output:.3f}, a million tokens in "
-        f"and out {cost.per_million_total:.3f}",
+        f"{cost.per_month:,.0f} {cost.currency} per month; at this load a million output tokens "
+        f"{cost.per_million_output:.3f} {cost.currency}, a million tokens in and out {cost.per_million_total:.3f}",
     )
     if cost.break_even is not None and cost.break_even_share is not None:
         ending = (
-            f"{cost.break_even_share:.0%} of what it can serve"
+            f"{cost.break_even_share:.0%} of"
             if cost.break_even_share <= 1
-            else f"more than it can serve ({cost.break_even_share:.1f} times): the API is cheaper"
+            else f"the API is always cheaper, for that is {cost.break_even_share:.1f} times"
         )
-        yield marked(ESTIMATED, f"cheaper than the API from {cost.break_even:,.0f} million tokens a month on: {ending}")
+        yield marked(
+            ESTIMATED,
+            f"cheaper than the API from {cost.break_even:,.0f} million tokens a month on: {ending} what "
+            f"it can serve, {cost.capacity:,.0f} million",
+        )
 
 
 def command(candidate: Candidate, account: Account | None) -> str:
@@ -157,8 +179,8 @@ def command(candidate: Candidate, account: Account | None) -> str:
     words += ["--tensor-parallel-size", str(candidate.sizes.chips)]
     if account is not None or settings.num_pages is not None:
         words += ["--num-pages", str(candidate.memory.num_pages)]
-    if candidate.num_replicas > 1:
-        words += ["--data-parallel-size", str(candidate.num_replicas)]
+    if candidate.replicas_per_host > 1:
+        words += ["--data-parallel-size", str(candidate.replicas_per_host)]
     if not settings.enable_prefix_caching:
         words.append("--no-enable-prefix-caching")
     return shlex.join(words)

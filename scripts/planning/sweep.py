@@ -33,6 +33,25 @@ class Candidate:
     num_replicas: int
 
     @property
+    def replicas_per_host(self) -> int:
+        """`--data-parallel-size` of each host's server."""
+        on_host = self.sizes.target.devices_per_host
+        if on_host is None:
+            return self.num_replicas
+        return min(self.num_replicas, max(on_host // self.num_claimed, 1))
+
+    @property
+    def num_claimed(self) -> int:
+        """The devices of one replica's process: as many as the model is split over, by whole chips."""
+        return max(self.sizes.chips, self.sizes.target.devices_per_process)
+
+    @property
+    def num_idle(self) -> int:
+        """Devices of the target on which nothing runs."""
+        devices = self.sizes.target.num_devices
+        return 0 if devices is None else devices - self.num_replicas * self.sizes.chips
+
+    @property
     def machine(self) -> Machine:
         """What is simulated of it."""
         buckets = self.memory.buckets
@@ -205,6 +224,19 @@ def best_rate(
         outcome = measure(candidate, workload, rate=middle, objectives=objectives)
         yield outcome
         low, high = (middle, high) if outcome.meets else (low, middle)
+
+
+def capacity(candidate: Candidate, workload: Workload, objectives: Objectives | None, reached: Outcome) -> float:
+    """Tokens in and out per second at the highest load that meets the objectives; without them, with all rows in use.
+
+    Args:
+        reached: a load that the candidate serves.
+    """
+    if objectives is None:
+        outcomes = [measure(candidate, workload, rate=None, objectives=None)]
+    else:
+        outcomes = [outcome for outcome in best_rate(candidate, workload, objectives) if outcome.meets]
+    return max(outcome.total_tokens_per_s for outcome in (*outcomes, reached))
 
 
 def search(

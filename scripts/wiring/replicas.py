@@ -9,10 +9,12 @@ from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from pallas_kernels.chips import TPUS
 from scripts.wiring.settings import EngineSettings, ServedSettings
 
 # Chips of one TPU process -> their arrangement, as libtpu wants it.
 TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
+GOOGLE, TPU7X = "0x1ae0", "0x0076"  # on the PCI bus: vendor and device, as jax has them
 
 
 def add_replica_flags(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +48,7 @@ def claim_chips(
     device: str,
     environment: MutableMapping[str, str] = os.environ,
     find_chips: Callable[[str], Sequence[str]] | None = None,
+    pci: Path = Path("/sys/bus/pci/devices"),
 ) -> EngineSettings:
     """Leaves only this engine's chips visible to this process. Call it before jax is imported.
 
@@ -55,6 +58,7 @@ def claim_chips(
     Args:
         device: as of `EngineSettings`, but not "auto".
         find_chips: the numbers of all chips of a device.
+        pci: the folder in which Linux lists them.
 
     Returns:
         The engine's settings.
@@ -68,10 +72,13 @@ def claim_chips(
     if device == "cpu":
         return replace(settings, memory_utilization=settings.memory_utilization / number)
     chips = (find_chips or chips_of_this_host)(device)
-    each = settings.tensor_parallel_size or len(chips) // number
+    in_chip = _devices_per_chip(pci, len(chips)) if device == "tpu" else 1
+    asked = settings.tensor_parallel_size
+    each = len(chips) // number if asked is None else -(-asked // in_chip)
     if each < 1 or each * number > len(chips):
+        of_devices = f" of {in_chip} devices, which one engine has" if in_chip > 1 else ""
         raise ValueError(
-            f"--data-parallel-size {number} with {max(each, 1)} chip(s) each: there are {len(chips)} chips"
+            f"--data-parallel-size {number} with {max(each, 1)} chip(s) each: there are {len(chips)} chips{of_devices}"
         )
     own = chips[served.replica * each : (served.replica + 1) * each]
     if device == "cuda":
@@ -83,6 +90,18 @@ def claim_chips(
     environment["TPU_CHIPS_PER_PROCESS_BOUNDS"] = TPU_BOUNDS[each]
     environment["TPU_PROCESS_BOUNDS"] = "1,1,1"
     return settings
+
+
+def _devices_per_chip(pci: Path, num_chips: int) -> int:
+    """Devices, as jax counts them, of each TPU that the driver lists. It is asked before jax is imported."""
+    chip = TPUS["tpu7x"]
+    is_one = any(_text(entry / "vendor") == GOOGLE and _text(entry / "device") == TPU7X for entry in pci.glob("*"))
+    # No host has more of these chips: a driver that lists more lists devices.
+    return chip.devices_per_chip if is_one and num_chips <= chip.max_host_chips else 1
+
+
+def _text(file: Path) -> str:
+    return file.read_text().strip() if file.is_file() else ""
 
 
 def chips_of_this_host(device: str) -> list[str]:

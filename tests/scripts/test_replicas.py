@@ -40,6 +40,28 @@ def test_tpus_are_divided():
     assert claimed(2, "tpu")[1]["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "2,2,1"
 
 
+@pytest.mark.parametrize(
+    ("num_chips", "tensor_parallel_size", "own"),
+    [(4, 2, ["0", "1", "2", "3"]), (4, None, ["0", "1", "2", "3"]), (4, 1, ["0", "1", "2", "3"]),
+     (8, 2, ["0,1", "2,3", "4,5", "6,7"])],
+)  # fmt: skip
+def test_devices_are_divided_by_whole_chips(num_chips, tensor_parallel_size, own, tmp_path):
+    """A tpu7x chip is two devices. A driver that lists eight of a host lists devices."""
+    (tmp_path / "chip").mkdir()
+    (tmp_path / "chip" / "vendor").write_text("0x1ae0\n")
+    (tmp_path / "chip" / "device").write_text("0x0076\n")
+    chips, found = [str(number) for number in range(num_chips)], []
+    for replica in replicas_of(served(tensor_parallel_size=tensor_parallel_size), 4):
+        environment: dict[str, str] = {}
+        claim_chips(replica, "tpu", environment, lambda device: chips, tmp_path)
+        found.append(environment["TPU_VISIBLE_CHIPS"])
+    assert found == own
+    if num_chips == 4:
+        eighth = replicas_of(served(tensor_parallel_size=1), 8)[7]
+        with pytest.raises(ValueError, match="there are 4 chips of 2 devices, which one engine has"):
+            claim_chips(eighth, "tpu", {}, lambda device: chips, tmp_path)
+
+
 def test_engines_of_a_cpu_share_the_memory():
     replica = replicas_of(served(memory_utilization=0.8), 4)[2]
     assert claim_chips(replica, "cpu", {}).memory_utilization == pytest.approx(0.2)
