@@ -94,8 +94,8 @@ class LLM:
         with ScratchFolder() as spare:
             folder = tokenizer_folder(asked, source, spare.path)
             tokens = ByteLevelTokenizer.from_folder(folder, vocab_size=source.config.vocab_size)
-        self._tokens = tokens
-        self.engine, info = build(self.settings, report, lambda _vocab_size: tokens)
+            self._tokens = tokens
+            self.engine, info = build(self.settings, report, lambda _vocab_size: tokens, tokenizer_folder=folder)
         self.model_name = served_model_name or model
         self.max_in_flight = (
             2 * self.engine.ladder.config.max_num_seqs

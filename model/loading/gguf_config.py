@@ -9,7 +9,7 @@ import struct
 from typing import Any
 
 from model.config import ARCHITECTURE, LlamaConfig
-from model.inputs.gguf import CONTROL, GgufFile
+from model.inputs.gguf import GgufFile
 from model.inputs.words import shown
 
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
@@ -29,9 +29,7 @@ _OPTIONAL = {
 }
 # Metadata that change what is computed, each with the value that does not.
 _NEUTRAL = {"llama.expert_count": 0, "llama.attention.causal": True, "llama.logit_scale": 1.0}
-# A turn ends with these ids and, as in llama.cpp, with the tokens of these names.
 _END_IDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-_END_TOKENS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
 
 
 def gguf_model_config(file: GgufFile) -> LlamaConfig:
@@ -70,7 +68,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         "head_dim": min(head_dims, default=None),
         "rope_scaling": _rope_scaling(file),
         "tie_word_embeddings": HEAD not in file.tensors,
-        "eos_token_id": _end_ids(file),
+        "eos_token_id": sorted({metadata[name] for name in _END_IDS if isinstance(metadata.get(name), int)}),
     }
 
 
@@ -96,12 +94,3 @@ def _rope_scaling(file: GgufFile) -> dict[str, Any] | None:
     if kind == "none":
         return None
     return {"rope_type": kind, "factor": _shortest(file.metadata.get("llama.rope.scaling.factor"))}
-
-
-def _end_ids(file: GgufFile) -> list[int]:
-    tokens, types = (file.metadata.get(f"tokenizer.ggml.{name}") or [] for name in ("tokens", "token_type"))
-    listed = {file.metadata[name] for name in _END_IDS if isinstance(file.metadata.get(name), int)}
-    if isinstance(tokens, list) and isinstance(types, list):
-        pairs = zip(tokens, types, strict=False)
-        listed |= {id for id, (token, type) in enumerate(pairs) if type == CONTROL and token in _END_TOKENS}
-    return sorted(listed)

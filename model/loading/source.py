@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 from huggingface_hub import constants
@@ -46,7 +47,8 @@ class ModelSource:
     name: str  # as it was given
     kind: Kind
     config: LlamaConfig
-    eos_token_ids: tuple[int, ...]  # every id that ends a turn, not only the tokenizer's one
+    eos_token_ids: tuple[int, ...]  # that these files state; the tokenizer may add some
+    eos_origin: str  # the file that states them
     path: Path | None  # the folder or GGUF file of config and tokenizer; None for a preset, which has none
     weights: Place | None  # where the weights are: `path`, or the folder in a bucket that `path` is a copy from
 
@@ -67,16 +69,17 @@ def resolve(name: str, *, revision: str | None = None, weights: bool = True) -> 
     kind = _kind(name, where)
     if revision is not None and kind is not Kind.HUB:
         raise ValueError(f"a revision is for hub models only: {revision=} {name=}")
+    found = partial(ModelSource, name=name, kind=kind)
     match kind:
         case Kind.PRESET:
             config = presets.preset(name.removeprefix(presets.PREFIX))
             ends = config.eos_token_ids
-            return ModelSource(name=name, kind=kind, config=config, eos_token_ids=ends, path=None, weights=None)
+            return found(config=config, eos_token_ids=ends, eos_origin="the preset", path=None, weights=None)
         case Kind.GGUF:
             path = local_file(where)
             config = gguf_model_config(GgufFile.read(path))
             ends = config.eos_token_ids
-            return ModelSource(name=name, kind=kind, config=config, eos_token_ids=ends, path=path, weights=path)
+            return found(config=config, eos_token_ids=ends, eos_origin="the file's metadata", path=path, weights=path)
         case Kind.DEMO:
             where = folder = DEMO_FOLDER
         case Kind.FOLDER:
@@ -88,8 +91,9 @@ def resolve(name: str, *, revision: str | None = None, weights: bool = True) -> 
                 folder = _from_hub(name, revision, [*SMALL_FILES, *_WEIGHT_FILES])
             where = folder
     config = LlamaConfig.from_file(folder)
-    ends = _end_ids(folder, config)
-    return ModelSource(name=name, kind=kind, config=config, eos_token_ids=ends, path=folder, weights=where)
+    stated = _end_ids(folder / "generation_config.json", config)
+    ends, origin = (config.eos_token_ids, "config.json") if stated is None else (stated, "generation_config.json")
+    return found(config=config, eos_token_ids=ends, eos_origin=origin, path=folder, weights=where)
 
 
 def local_folder(folder: Place) -> Path:
@@ -160,14 +164,11 @@ def _from_hub(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
     return download(name, revision, patterns)
 
 
-def _end_ids(folder: Path, config: LlamaConfig) -> tuple[int, ...]:
-    """The end ids of `generation_config.json`; those of `config` if the file or its field is missing."""
-    path = folder / "generation_config.json"
+def _end_ids(path: Path, config: LlamaConfig) -> tuple[int, ...] | None:
+    """The end ids of `generation_config.json`; None if the file or its field is missing."""
     if not path.exists():
-        return config.eos_token_ids
+        return None
     listed = end_ids(read_fields(path, GenerationFile))
-    if listed is None:
-        return config.eos_token_ids
-    if problems := end_id_problems(listed, config.vocab_size):
+    if listed is not None and (problems := end_id_problems(listed, config.vocab_size)):
         raise ValueError(f"{path}: {'; '.join(problems)}")
     return listed

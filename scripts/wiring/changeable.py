@@ -19,6 +19,8 @@ from server.engine.weights import Weights
 from server.engine.wire import ChangeWeights, WeightsChange
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from model.execution.host_copy import HostCopy
 
 
@@ -48,14 +50,23 @@ class RunnerWeights:
     Args:
         loader: loads weights into the runner.
         weights: those of the start.
+        tokenizer: the server's, which a reload does not change; None: the model's own.
     """
 
-    def __init__(self, loader: Loader, settings: EngineSettings, weights: ChosenWeights, platform: str) -> None:
+    def __init__(
+        self,
+        loader: Loader,
+        settings: EngineSettings,
+        weights: ChosenWeights,
+        platform: str,
+        tokenizer: Path | None = None,
+    ) -> None:
         self._runner = loader.runner
         self._loader = loader
         self._settings = settings
         self._weights = weights
         self._platform = platform
+        self._tokenizer = tokenizer
         self._change = WeightsChange.WAKE_UP
         self._found = weights  # of a reload
         self._loaded: Loaded | None = None  # of a reload that is prepared
@@ -127,12 +138,12 @@ class RunnerWeights:
             if not place(model, "model").exists():
                 where = "in the bucket" if is_url(model) else "on this machine"
                 raise ValueError(f"model {model!r}: there is no such folder or file {where}")
-        weights = choose_weights(settings, self._platform)
+        weights = choose_weights(settings, self._platform, self._tokenizer)
         for name in ("config", "dtype", "quantization", "rounding"):
             if getattr(weights, name) != getattr(self._weights, name):
                 differing = _differing(getattr(self._weights, name), getattr(weights, name))
                 raise ValueError(f"model {settings.model!r}: it is not a model of the same shapes: {name} {differing}")
-        if weights.source.eos_token_ids != self._weights.source.eos_token_ids:
+        if {token.id for token in weights.end_tokens} != {token.id for token in self._weights.end_tokens}:
             raise ValueError(f"model {settings.model!r}: it ends its answers with other tokens")
         return weights
 

@@ -26,6 +26,7 @@ from scripts.wiring.choices import choose_later_programs, choose_model_len, choo
 from scripts.wiring.compile_turn import CompileTurn
 from scripts.wiring.device import compile_cache_folder, export_cache_folder, find_device, start_jax
 from scripts.wiring.draft import ChosenDraft, choose_draft
+from scripts.wiring.end_tokens import listed
 from scripts.wiring.head import ChosenHead
 from scripts.wiring.limits import bucket_config, even_context, long_prompts, runner_config
 from scripts.wiring.load import Loader, Report, phase
@@ -66,10 +67,11 @@ class Built:
     weights: ChosenWeights
     platform: str
     loader: Loader  # of other weights
+    tokenizer: Path | None  # as of `build_runner`
 
     def changeable_weights(self) -> RunnerWeights:
         """The runner's weights, as an engine changes them."""
-        return RunnerWeights(self.loader, self.settings, self.weights, self.platform)
+        return RunnerWeights(self.loader, self.settings, self.weights, self.platform, self.tokenizer)
 
     def engine(
         self,
@@ -126,7 +128,8 @@ def build_served(served: ServedSettings, report: Report) -> tuple[ChangeableEngi
         settings = claim_chips(served, find_device() if settings.device == "auto" else settings.device)
     turn = None if served.compile_turn is None else CompileTurn(served.compile_turn, is_first=served.replica == 0)
     with turn.compiling() if turn is not None and turn.is_first else nullcontext():
-        built = build_runner(settings, report, compile_meanwhile=turn is None or turn.is_first)
+        meanwhile = turn is None or turn.is_first
+        built = build_runner(settings, report, tokenizer=served.tokenizer, compile_meanwhile=meanwhile)
         if turn is not None and not turn.is_first:
             with phase("wait", report) as say:
                 turn.wait()
@@ -152,15 +155,17 @@ def build(
     tokenizer: Callable[[int], Tokenizer] | None = None,
     *,
     read_tokens: bool = False,
+    tokenizer_folder: Path | None = None,
     backends: Backends | None = None,
 ) -> tuple[Engine, EngineInfo]:
     """A warmed-up engine, not started. Raises ValueError if a setting, the model or the device cannot be used.
 
     Args:
         tokenizer, read_tokens: as for `warm_engine`.
+        tokenizer_folder: `tokenizer` of `build_runner`.
         backends: as for `build_runner`.
     """
-    built = build_runner(settings, report, compile_meanwhile=True, backends=backends)
+    built = build_runner(settings, report, tokenizer=tokenizer_folder, compile_meanwhile=True, backends=backends)
     return warm_engine(built, report, tokenizer, read_tokens=read_tokens), built.info
 
 
@@ -181,7 +186,7 @@ def warm_engine(
         runner: as for `Built.engine`.
     """
     grammars = None
-    if tokenizer is not None:
+    if tokenizer is not None and built.eos_token_ids:  # the text of a grammar ends with an end token
         size, ends = built.info.vocab_size, built.eos_token_ids
         grammars = TokenGrammars(lambda: vocabulary_of(tokenizer(size), vocab_size=size, end_ids=ends))
         if read_tokens:
@@ -195,6 +200,7 @@ def build_runner(
     settings: EngineSettings,
     report: Report,
     *,
+    tokenizer: Path | None = None,
     compile_meanwhile: bool = False,
     backends: Backends | None = None,
     others: OtherHosts | None = None,
@@ -202,6 +208,7 @@ def build_runner(
     """A runner with its weights on the device and its pages allocated.
 
     Args:
+        tokenizer: a folder or a GGUF file, whose end tokens end an answer; None: the model's own.
         compile_meanwhile: the programs of all buckets but `Built.may_wait` are being compiled for the warm-up;
             otherwise nothing is compiled yet.
         backends: the candidates for the attention backend, if not those of `pallas_kernels.api`.
@@ -218,7 +225,8 @@ def build_runner(
         say(f"jax on {num_devices} x {kind}" + ("" if others is None else f" of {num_hosts} hosts"))
     backends = backends or own_backends()
     candidates = backends.candidates(settings.attention_backend, platform)
-    weights = choose_weights(settings, platform)
+    weights = choose_weights(settings, platform, tokenizer)
+    report(f"  end tokens        {listed(weights.end_tokens)}")
     max_model_len = choose_model_len(settings.max_model_len, weights.config.max_position_embeddings)
     draft = choose_draft(settings, weights, platform, max_model_len)
     buckets = bucket_config(settings, platform)
@@ -285,9 +293,10 @@ def build_runner(
         weights=weights,
         platform=platform,
         loader=loader,
+        tokenizer=tokenizer,
         ladder=ladder,
         may_wait=tuple(later),
-        eos_token_ids=weights.source.eos_token_ids,
+        eos_token_ids=tuple(token.id for token in weights.end_tokens),
         settings=settings,
         step_timeout_s=choose_step_timeout(settings.step_timeout, platform),
         step_times=choose_step_times(

@@ -163,7 +163,7 @@ class ServedSettings:
     """The settings that the engine's process gets."""
 
     engine: EngineSettings
-    tokenizer: Path  # a folder; grammars use the server's tokenizer
+    tokenizer: Path  # a folder or a GGUF file, for grammars and end tokens
     cluster: Cluster | None = None  # the hosts of one engine; None: this host alone
     replica: int = 0  # the engine's number among `num_replicas` engines, which divide this host's chips
     num_replicas: int = 1

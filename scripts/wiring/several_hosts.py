@@ -36,7 +36,7 @@ def build_leader(served: ServedSettings, report: Reporter) -> tuple[LeadingEngin
     with _telling(leader.fail):
         leader.gather(_settings(served.engine), report)
         others = OtherHosts(num_hosts=cluster.num_hosts, join=partial(_join, cluster), agree=leader.agree)
-        built = build_runner(served.engine, report, compile_meanwhile=True, others=others)
+        built = build_runner(served.engine, report, tokenizer=served.tokenizer, compile_meanwhile=True, others=others)
         runner = BroadcastRunner(built.runner, leader)
         engine = warm_engine(built, report, served_tokenizer(served), read_tokens=True, runner=runner)
     changeable = ChangeableEngine(engine, AllWeights(built.changeable_weights(), leader))
@@ -50,7 +50,7 @@ def build_follower(served: ServedSettings, report: Reporter) -> tuple[FollowingE
     with _telling(follower.fail):
         follower.arrive(_settings(served.engine), report)
         others = OtherHosts(num_hosts=cluster.num_hosts, join=partial(_join, cluster), agree=partial(_follow, follower))
-        built = build_runner(served.engine, report, compile_meanwhile=True, others=others)
+        built = build_runner(served.engine, report, tokenizer=served.tokenizer, compile_meanwhile=True, others=others)
         command = follower.next_command()
         if not isinstance(command, Compile):
             raise HostsError(f"the leader sent {type(command).__name__} where the programs to compile were due")

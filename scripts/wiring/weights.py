@@ -15,9 +15,12 @@ from scripts.wiring.choices import (
     eight_bit_products,
     reads_int4,
 )
+from scripts.wiring.end_tokens import EndToken, find_end_tokens
 from scripts.wiring.settings import EngineSettings
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from model.config import LlamaConfig
     from model.loading.stored_weights import StoredWeights
     from model.network.llama import Llama
@@ -29,6 +32,7 @@ class ChosenWeights:
     """Weights that are found and checked, but not loaded yet."""
 
     source: ModelSource
+    end_tokens: tuple[EndToken, ...]
     stored: StoredWeights | None  # None: they are random
     config: LlamaConfig  # the checkpoint's own
     dtype: str  # of the computation
@@ -54,8 +58,12 @@ class ChosenWeights:
         yield from filter(None, (self.quantization_remark, self.rounding_remark, self.stored and self.stored.remark))
 
 
-def choose_weights(settings: EngineSettings, platform: str) -> ChosenWeights:
-    """Finds the model's weights. Raises ValueError if there are none, or they cannot be used as the settings say."""
+def choose_weights(settings: EngineSettings, platform: str, tokenizer: Path | None = None) -> ChosenWeights:
+    """Finds the model's weights. Raises ValueError if there are none, or they cannot be used as the settings say.
+
+    Args:
+        tokenizer: as for `find_end_tokens`.
+    """
     source = resolve(settings.model, weights=settings.load_format != "dummy")
     stored = _find(settings, source)
     config = source.config if stored is None else stored.config
@@ -68,6 +76,7 @@ def choose_weights(settings: EngineSettings, platform: str) -> ChosenWeights:
     rounding, rounding_remark = choose_rounding(quantization, stored, **chip)
     return ChosenWeights(
         source=source,
+        end_tokens=find_end_tokens(source, tokenizer),
         stored=stored,
         config=config,
         dtype=dtype,

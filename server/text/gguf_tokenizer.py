@@ -50,6 +50,22 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
         raise ValueError(f"{path}: {error}") from error
 
 
+def added_gguf_tokens(path: Path) -> tuple[dict[str, int], tuple[str, int] | None]:
+    """The ids of control tokens and of the user's tokens, by text, and the `eos_token` with its id. Both are empty if
+    the file has no tokenizer. ValueError if the metadata are damaged."""
+    metadata = GgufFile.read(path).metadata
+    if "tokenizer.ggml.tokens" not in metadata:
+        return {}, None
+    try:
+        tokens, types = _list(metadata, "tokens", str), _list(metadata, "token_type", int)
+        eos = _id(metadata, "eos", tokens)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    typed = enumerate(zip(tokens, types, strict=False))
+    added = {token: id for id, (token, type) in typed if type in (CONTROL, USER_DEFINED)}
+    return added, None if eos is None else (tokens[eos], eos)
+
+
 def _vocabulary(metadata: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, str]], list[int]]:
     """Tokens by id, merges, and the types of the tokens."""
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")

@@ -26,6 +26,7 @@ NAMED_SPECIAL_TOKENS = (
     "<|eot_id|>",
     "<|python_tag|>",
 )
+DEFAULT_TOKENS = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}  # where no file names others
 MAX_TOKEN_BYTES = 1024  # Llama 3's longest has 128; the conversion tries every split of a token into two
 
 
@@ -47,6 +48,11 @@ def special_tokens() -> list[str]:
     """The 256 special tokens in the order of their ids, which follow those of the file."""
     reserved = [f"<|reserved_special_token_{i}|>" for i in range(3, NUM_SPECIAL_TOKENS)]
     return [*NAMED_SPECIAL_TOKENS, *reserved][:NUM_SPECIAL_TOKENS]
+
+
+def special_ids(path: Path) -> dict[str, int]:
+    """The special tokens' ids. Raises ValueError as `tokenizer_from_tiktoken`."""
+    return {token: id for id, token in enumerate(special_tokens(), start=len(_read_ranks(path)))}
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:

@@ -20,7 +20,7 @@ from model.inputs.json_file import check_size
 from model.inputs.limits import MAX_TOKENIZER_BYTES, MAX_VOCAB_SIZE
 from model.inputs.words import shown
 from server.text.gguf_tokenizer import read_gguf_tokenizer
-from server.text.tiktoken_model import tokenizer_from_tiktoken
+from server.text.tiktoken_model import DEFAULT_TOKENS, tokenizer_from_tiktoken
 from server.text.tokenizer_files import chat_template, special_tokens
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class ByteLevelTokenizer:
             path, read, variables = folder / "tokenizer.json", _read_backend, {}
         elif (folder / "tokenizer.model").is_file():
             path, read = folder / "tokenizer.model", tokenizer_from_tiktoken
-            variables = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+            variables = dict(DEFAULT_TOKENS)
         else:
             raise ValueError(f"{folder} holds neither tokenizer.json nor tokenizer.model")
         variables |= special_tokens(folder)

@@ -28,7 +28,7 @@ def make_llm(monkeypatch, model_folder):
     """A function like LLM's constructor; `nan_token`, `healthy` and the like are the fake runner's."""
 
     def make(**runner_options: object) -> LLM:
-        def build(settings, report, tokenizer):
+        def build(settings, report, tokenizer, *, tokenizer_folder):
             return build_fake(settings.max_queue, report, **runner_options)
 
         monkeypatch.setattr(llm_module, "build", build)
