@@ -23,6 +23,7 @@ VERSIONS = (2, 3)
 MAX_ENTRIES = 1 << 16  # of the metadata, and as many tensors
 MAX_DIMENSIONS = 4
 DEFAULT_ALIGNMENT = 32
+MAX_ALIGNMENT = 1 << 20
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # types of tokens in `tokenizer.ggml.token_type`
 _MAGIC = b"GGUF"
 # The types of metadata by their numbers.
@@ -45,7 +46,9 @@ class GgufFile:
 
     path: Path
     metadata: Mapping[str, Any]  # arrays are lists
-    tensors: Mapping[str, GgufTensor]
+    tensors: Mapping[str, GgufTensor]  # in the order of the file
+    start: int  # of the first tensor, in bytes from the start of the file
+    alignment: int  # of every tensor, in bytes
 
     @classmethod
     def read(cls, path: Path) -> GgufFile:
@@ -97,11 +100,11 @@ def _read(path: Path, data: mmap.mmap) -> GgufFile:
         raise ValueError(f"it is one of {shown(parts)} parts: join them with llama-gguf-split --merge")
     described = dict(cursor.distinct(num_tensors, cursor.tensor))
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-    if not isinstance(alignment, int) or not 0 < alignment <= MAX_TOKENIZER_BYTES:
-        raise ValueError(f"general.alignment={shown(alignment)} is not a number of bytes")
+    if type(alignment) is not int or not 0 < alignment <= MAX_ALIGNMENT or alignment.bit_count() != 1:
+        raise ValueError(f"general.alignment={shown(alignment)} is not a power of two up to {MAX_ALIGNMENT}")
     start = -(-cursor.position // alignment) * alignment
     tensors = {name: GgufTensor(shape, type, start + offset) for name, (shape, type, offset) in described.items()}
-    return GgufFile(path=path, metadata=metadata, tensors=tensors)
+    return GgufFile(path=path, metadata=metadata, tensors=tensors, start=start, alignment=alignment)
 
 
 class _Cursor:
@@ -158,8 +161,8 @@ class _Cursor:
 
     def tensor(self) -> tuple[tuple[int, ...], int, int]:
         """Shape, type and offset."""
-        if (dimensions := self.number("I")) > MAX_DIMENSIONS:
-            raise ValueError(f"a tensor has {dimensions} dimensions; at most {MAX_DIMENSIONS} are read")
+        if not 1 <= (dimensions := self.number("I")) <= MAX_DIMENSIONS:
+            raise ValueError(f"a tensor has {dimensions} dimensions; from 1 to {MAX_DIMENSIONS} are read")
         shape = tuple(reversed(self._numbers("Q", dimensions)))
         return shape, self.number("I"), self.number("Q")
 

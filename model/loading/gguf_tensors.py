@@ -64,13 +64,15 @@ class GgufTensors:
     def __init__(self, path: Path, config: LlamaConfig):
         self._path = path
         self._config = config
-        self._tensors: Mapping[str, GgufTensor] = {}
+        self._tensors: Mapping[str, GgufTensor] = {}  # in the order of the file
         self._bytes: np.ndarray = np.empty(0, np.uint8)
 
     def __enter__(self) -> Self:
-        self._tensors = GgufFile.read(self._path).tensors
+        file = GgufFile.read(self._path)
+        self._tensors = file.tensors
         self._bytes = np.memmap(self._path, np.uint8, "r")
         self._check()
+        self._check_places(file)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -196,7 +198,19 @@ class GgufTensors:
             problems += [f"{name} {problem}" for problem in self._problems(self._tensors[name], expected[name])]
         if problems:
             raise ValueError(f"{self._path} does not hold this model's weights: {'; '.join(problems)}")
-        end = max(tensor.offset + _num_bytes(tensor) for tensor in map(self._tensors.get, expected) if tensor)
+
+    def _check_places(self, file: GgufFile) -> None:
+        """By the format, a tensor begins at the first aligned byte after the tensor before it. A tensor at another
+        place would be read from the bytes of other tensors."""
+        begin = end = file.start
+        for name, tensor in file.tensors.items():
+            if tensor.offset != begin:
+                raise ValueError(
+                    f"{self._path}: {name} is at byte {tensor.offset} and should be at {begin}, next to the tensor "
+                    "before it: the file is damaged, download it again"
+                )
+            end = begin + _num_bytes(tensor)
+            begin = -(-end // file.alignment) * file.alignment
         if end > len(self._bytes):
             raise ValueError(f"{self._path} is cut off: it has {len(self._bytes)} bytes, and its tensors end at {end}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import struct
 
 import gguf
 import jax
@@ -199,7 +200,16 @@ def test_a_file_that_is_cut_off_is_refused_wherever_it_ends(tmp_path):
 
 @pytest.fixture(scope="module")
 def a_file(tmp_path_factory):
-    path, _, _ = write(tmp_path_factory.mktemp("gguf"), "llama3_rope", tokenizer=DEMO_FOLDER)
+    folder = tmp_path_factory.mktemp("gguf")
+    config = LlamaConfig.from_file(checkpoints.write(folder / "source", "llama3_rope"))
+    of_demo = LlamaConfig.from_file(DEMO_FOLDER).vocab_size
+    tensors = {
+        key: np.resize(value, (of_demo, value.shape[1])) if value.shape[0] == config.vocab_size else value
+        for key, value in checkpoints.tensors("llama3_rope").items()
+    }
+    config = dataclasses.replace(config, vocab_size=of_demo)
+    path = gguf_files.write(folder / "model.gguf", config, tensors, tokenizer=DEMO_FOLDER)
+    find_weights(path, resolve(str(path)).config)
     return path
 
 
@@ -220,6 +230,64 @@ def test_a_damaged_head_is_read_or_refused(a_file, tmp_path, data):
     except ValueError as error:
         problem = str(error)
     assert problem is None or str(path) in problem
+
+
+def moved(whole: bytes, offsets: dict[str, int]) -> bytes:
+    """The file with other offsets of these tensors, counted from the first tensor."""
+    changed = bytearray(whole)
+    for name, offset in offsets.items():
+        at = changed.index(struct.pack("<Q", len(name)) + name.encode()) + 8 + len(name)
+        (dimensions,) = struct.unpack_from("<I", changed, at)
+        struct.pack_into("<Q", changed, at + 4 + 8 * dimensions + 4, offset)
+    return bytes(changed)
+
+
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_tensors_at_other_places_than_the_format_says_are_refused(a_file, tmp_path, data):
+    file = GgufFile.read(a_file)
+    places = {name: tensor.offset - file.start for name, tensor in file.tensors.items()}
+    first, second = data.draw(st.lists(st.sampled_from(sorted(places)), min_size=2, max_size=2, unique=True))
+    kind = data.draw(st.sampled_from(["overlap", "exchange", "misalign", "hole", "far"]))
+    if kind == "exchange":
+        offsets = {first: places[second], second: places[first]}
+    else:
+        step = {"overlap": places[second] - places[first], "misalign": data.draw(st.integers(1, 31)), "hole": 32}
+        offsets = {first: places[first] + step.get(kind, 1 << 60)}
+    path = tmp_path / "moved.gguf"
+    path.write_bytes(moved(a_file.read_bytes(), offsets))
+    with pytest.raises(ValueError, match=r"moved\.gguf") as caught:
+        find_weights(path, resolve(str(path)).config)
+    named = first if kind != "exchange" else min(first, second, key=places.__getitem__)
+    assert f"{named} is at byte" in str(caught.value) or "rope_freqs.weight" in offsets
+
+
+@pytest.mark.parametrize(
+    ("alignment", "refused"), [(64, None), (8, None), (48, "48 is not a power of two"), (0, "0 is not a power of two")]
+)
+def test_the_alignment_is_the_files_own(tmp_path, alignment, refused):
+    def aligned(writer):
+        writer.add_custom_alignment(32 if refused else alignment)
+
+    folder = checkpoints.write(tmp_path / "source", "gqa2")
+    config, tensors = LlamaConfig.from_file(folder), checkpoints.tensors("gqa2")
+    path = gguf_files.write(tmp_path / "model.gguf", config, tensors, more=aligned)
+    key = b"general.alignment" + struct.pack("<I", gguf.GGUFValueType.UINT32)
+    path.write_bytes(path.read_bytes().replace(key + struct.pack("<I", 32), key + struct.pack("<I", alignment)))
+    if refused is None:
+        assert_equal(load(path), load(folder))
+        return
+    with pytest.raises(ValueError, match=rf"model\.gguf: general\.alignment={refused}"):
+        resolve(str(path))
+
+
+def test_a_tensor_without_dimensions_is_refused(tmp_path):
+    path, _, _ = write(tmp_path)
+    whole = bytearray(path.read_bytes())
+    at = whole.index(b"token_embd.weight") + len(b"token_embd.weight")
+    path.write_bytes(bytes(whole[:at]) + bytes(4) + bytes(whole[at + 20 :]))
+    with pytest.raises(ValueError, match=r"model\.gguf: a tensor has 0 dimensions; from 1 to 4 are read"):
+        resolve(str(path))
 
 
 @pytest.mark.parametrize(
