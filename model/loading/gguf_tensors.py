@@ -31,7 +31,10 @@ FLOATS: Mapping[Type, np.dtype] = {
     Type.F16: np.dtype("<f2"),
     Type.BF16: np.dtype(ml_dtypes.bfloat16),
 }
-BLOCKS = (Type.Q8_0, Type.Q4_0, Type.Q4_K, Type.Q5_K, Type.Q6_K)
+BLOCKS = (
+    Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.IQ4_NL,
+    Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_XS,
+)  # fmt: skip
 _TOP = {
     EMBEDDING.key: gguf_config.EMBEDDING,
     HEAD.key: gguf_config.HEAD,

@@ -19,6 +19,9 @@ from model.quantization.forms import Activations, EightBit
 from model.quantization.packed_form import Layout, PackedForm, Zeros
 
 MAX_BLOCK = 1 << 16
+# Of `actorder`: the inputs were quantised in another order and stay where they are, or a tensor gives their groups.
+_IN_PLACE = (None, False, "weight", "static")
+_BY_GROUP = ("group", "dynamic")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +119,8 @@ def _in_bytes(
         problems.append("weights must be of 8 bits, type float or int")
     if weights.get("symmetric", True) is not True:
         problems.append("weights with zero points (symmetric: false) are not supported")
-    if weights.get("actorder"):
-        problems.append("weights.actorder is not supported")
+    if weights.get("actorder") not in _IN_PLACE:
+        problems.append(f"weights.actorder={shown(weights['actorder'])} is not supported (only weight and static)")
     strategy, block = weights.get("strategy"), None
     if strategy == "block":
         block, problem = _block(weights.get("block_structure"), "weights.block_structure")
@@ -134,7 +137,7 @@ def _packed_rows(weights: Mapping[str, Any]) -> tuple[PackedForm | None, list[st
     symmetric, order, strategy = (weights.get(name) for name in ("symmetric", "actorder", "strategy"))
     if symmetric not in (None, True, False):
         problems.append(f"weights.symmetric={shown(symmetric)} is neither true nor false")
-    if order not in (None, False, "group", "dynamic", "weight", "static"):
+    if order not in (*_IN_PLACE, *_BY_GROUP):
         problems.append(f"weights.actorder={shown(order)} is not supported (only group and weight)")
     group = None
     if strategy == "group":
@@ -149,7 +152,7 @@ def _packed_rows(weights: Mapping[str, Any]) -> tuple[PackedForm | None, list[st
         bits=weights["num_bits"],
         group=group,
         zeros=Zeros.STORED if symmetric is False else Zeros.MIDDLE,
-        is_ordered=order in ("group", "dynamic"),
+        is_ordered=order in _BY_GROUP,
     ), []
 
 

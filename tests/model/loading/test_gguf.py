@@ -29,7 +29,7 @@ from scripts.convert_checkpoint import convert
 from scripts.wiring.end_tokens import find_end_tokens
 from server.text.gguf_tokenizer import read_gguf_tokenizer
 from tests.examples import examples
-from tests.model import checkpoints, gguf_files
+from tests.model import checkpoints, gguf_blocks, gguf_files
 from tests.model.dense_attention import dense_logits
 from tests.model.gguf_files import Type
 from tests.model.goldens.make import FOLDER
@@ -64,7 +64,7 @@ def assert_equal(found, wanted):
 
 
 @pytest.mark.parametrize("num_shards", [1, 4])  # KV heads are repeated for four, and blocks cross the cuts
-@pytest.mark.parametrize("type", [Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0])
+@pytest.mark.parametrize("type", [Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1])
 def test_every_weight_is_the_one_that_was_written(tmp_path, type, num_shards):
     path, _, values = write(tmp_path, type=type)
     for form in (None, EightBit.INT8):
@@ -72,22 +72,26 @@ def test_every_weight_is_the_one_that_was_written(tmp_path, type, num_shards):
         assert_equal(found, load_wide(tmp_path / "source", values, form, num_shards))
 
 
-K_TYPES = {Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,)}  # where the scales of a block are
+# Where the float16 scales and minima of a block are.
+HALVES = {
+    Type.Q4_1: (0, 2), Type.Q5_0: (0,), Type.Q5_1: (0, 2), Type.IQ4_NL: (0,), Type.IQ4_XS: (0,),
+    Type.Q2_K: (80, 82), Type.Q3_K: (108,), Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,),
+}  # fmt: skip
 
 
 def random_blocks(rng, shape, type):
     """Any bytes are a block, if its float16 scales are finite."""
     per_block, num_bytes = gguf.GGML_QUANT_SIZES[type]
     blocks = rng.integers(0, 256, (shape[0], shape[1] // per_block, num_bytes), dtype=np.uint8)
-    for place in K_TYPES[type]:
+    for place in HALVES[type]:
         scales = rng.uniform(1e-4, 1e-3, blocks.shape[:2]).astype(np.float16)
         blocks[..., place : place + 2] = scales[..., None].view(np.uint8)
     return blocks.reshape(shape[0], -1)
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])
-@pytest.mark.parametrize("type", K_TYPES)
-def test_k_blocks_are_read(tmp_path, type, num_shards):
+@pytest.mark.parametrize("type", HALVES)
+def test_blocks_are_read(tmp_path, type, num_shards):
     folder = checkpoints.write(tmp_path / "source", "gqa2")
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_layers": 1}
     config = dataclasses.replace(LlamaConfig.from_file(folder), **sizes)
@@ -114,6 +118,34 @@ def test_k_blocks_are_read(tmp_path, type, num_shards):
     stored = find_weights(path, resolve(str(path)).config)
     assert (stored.quantization, stored.packing) == (EightBit.INT8, f"GGUF {type.name}")
     assert stored.dtypes == ("float32",) if stored.config.tie_word_embeddings else (type.name, "float32")
+
+
+@pytest.mark.parametrize("type", gguf_blocks.DECODERS)
+def test_the_package_decodes_a_block_as_the_format_says(type):
+    _, num_bytes = gguf.GGML_QUANT_SIZES[type]
+    blocks = random_blocks(np.random.default_rng(1), (1, 256 * 40), type).reshape(-1, num_bytes)
+    found = np.asarray(gguf.quants.dequantize(blocks, type))
+    wanted = np.array([gguf_blocks.DECODERS[type](bytes(block)) for block in blocks], np.float32)
+    np.testing.assert_array_equal(found.view(np.uint32), wanted.view(np.uint32))
+
+
+def test_a_file_of_q4_0_with_q4_1_in_its_first_layers_is_read(tmp_path):
+    """What llama-quantize makes of Q4_0 with an importance matrix."""
+
+    def type_of(key):
+        return Type.Q4_1 if "layers.0.mlp.down" in key else Type.Q4_0
+
+    def packed(key, rows):
+        return gguf.quants.quantize(rows, type_of(key)), type_of(key)
+
+    path, _, _ = write(tmp_path, packed=packed)
+    values = {
+        key: gguf_files.values_of({key: value}, type_of(key))[key] for key, value in checkpoints.tensors("gqa2").items()
+    }
+    stored = find_weights(path, resolve(str(path)).config)
+    assert (stored.quantization, stored.packing) == (EightBit.INT8, "GGUF Q4_0 and Q4_1")
+    assert stored.four_bit is None
+    assert_equal(load(path, EightBit.INT8), load_wide(tmp_path / "source", values, EightBit.INT8))
 
 
 @pytest.mark.parametrize("variant", ["gqa2", "tied", "mha", "eps", "theta", "head_dim_128", "narrow_heads"])
@@ -319,10 +351,10 @@ def test_missing_metadata_are_named(tmp_path):
 
 def test_types_that_are_not_read_are_named(tmp_path):
     def packed(key, rows):
-        return (gguf.quants.quantize(rows, Type.Q5_0), Type.Q5_0) if "down" in key else (rows, Type.F32)
+        return (gguf.quants.quantize(rows, Type.MXFP4), Type.MXFP4) if "down" in key else (rows, Type.F32)
 
     path, _, _ = write(tmp_path, packed=packed)
-    with pytest.raises(ValueError, match=r"blk.0.ffn_down.weight has type Q5_0, not one of F32, F16, BF16, Q8_0"):
+    with pytest.raises(ValueError, match=r"blk.0.ffn_down.weight has type MXFP4, not one of F32, F16, BF16, Q8_0"):
         find_weights(path, resolve(str(path)).config)
 
 

@@ -15,7 +15,7 @@ from model.config import LlamaConfig, projections
 from model.loading.stored_weights import find_weights
 from model.loading.weights import load_hf
 from model.quantization.eight_bit import dequantize, quantize
-from model.quantization.forms import FourBit
+from model.quantization.forms import EightBit, FourBit
 from model.quantization.four_bit import dequantize_groups
 from tests.model import checkpoints
 from tests.model.goldens import make as make_goldens
@@ -88,6 +88,19 @@ def test_4_bits_are_kept(tmp_path, name):
     parts = [found.get(f"layers.0.mlp.down.{part}") for part in ("kernel", "scale", "zero")]
     assert parts[0].dtype == jnp.int4
     np.testing.assert_allclose(dequantize_groups(*parts), weights, rtol=2.0**-8)
+
+
+def test_the_order_in_which_inputs_were_quantised_changes_no_weight(tmp_path):
+    """GPTQ of llm-compressor writes `actorder: static` and no tensor of it."""
+    write(tmp_path, "ct int8")
+    wanted = load(tmp_path, EightBit.INT8)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] = "static"
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    found = load(tmp_path, EightBit.INT8)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(found[name], value)
 
 
 @pytest.mark.parametrize("name", IN_BYTES)

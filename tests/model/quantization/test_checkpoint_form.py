@@ -72,6 +72,9 @@ BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128],
         (compressed(strategy="tensor"), CheckpointForm(form=FP8)),
         (compressed(strategy="block", block_structure=[128, 64]), CheckpointForm(form=FP8, block=(128, 64))),
         (compressed("int-quantized", type="int"), CheckpointForm(form=INT8)),
+        # GPTQ of llm-compressor writes the order in which it has quantised the inputs. They are where they were.
+        (compressed("int-quantized", type="int", actorder="static"), CheckpointForm(form=INT8)),
+        (compressed("float-quantized", actorder="weight"), CheckpointForm(form=FP8)),
         (compressed("naive-quantized", ignore=["re:.*lm_head"]), CheckpointForm(form=FP8)),
         (
             {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
@@ -127,6 +130,7 @@ def test_these_are_read(raw, wanted):
         (packed(type="float"), "weights.type='float'"),
         (packed(group_size=None), "weights.group_size=None is neither -1 nor an integer"),
         (packed(actorder="block"), "weights.actorder='block'"),
+        (compressed("int-quantized", type="int", actorder="group"), "weights.actorder='group' is not supported (only"),
         (packed() | {"ignore": ["lm_head", "re:.*v_proj"]}, "leaves out 2 projections"),
         (GPTQ | {"bits": 3}, "bits=3 is not supported (only 4 and 8)"),
         (GPTQ | {"group_size": 0}, "group_size=0 is neither -1 nor an integer from 1"),
