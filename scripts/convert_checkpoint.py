@@ -15,12 +15,11 @@ import argparse
 import json
 import sys
 import time
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from model.config import read_object
 from model.inputs.fetched import SMALL_FILES
+from model.inputs.json_file import check_size, read_object
+from model.inputs.limits import MAX_TOKENIZER_BYTES
 from model.inputs.paths import Place, place_argument, write_whole
 from model.loading.source import Kind, ModelSource, resolve
 from scripts.wiring.errors import add_debug_flag, failed
@@ -39,7 +38,9 @@ def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a folder, a GGUF file or a hub name")
-    parser.add_argument("folder", type=place_argument, help="where to write, also gs://bucket/folder; new or empty")
+    parser.add_argument(
+        "folder", type=place_argument, help="where to write, also gs://bucket/folder: new, or unfinished"
+    )
     parser.add_argument("--revision", help="of a hub model")
     parser.add_argument("--dtype", choices=DTYPES, help="what to store (default: what keeps every value exactly)")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="8 or 4 bits a weight, for projections and head")
@@ -63,14 +64,35 @@ def convert(
     dtype: str | None,
     quantization: str | None = None,
 ) -> None:
-    """Converts `source` into `folder`. `origin` is the place of its weights."""
-    assert source.path is not None, "a preset has no weights"
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is not an empty folder")
+    """Converts `source` into `folder`. `origin` is the place of its weights.
+
+    The small files are read before the weights, and everything is checked before the first byte is written.
+    `config.json` is written last: a folder without it is unfinished.
+
+    Raises:
+        ValueError: the model or its tokenizer cannot be read, or the folder cannot be used, see `claimed`.
+    """
+    from scripts.wiring.conversion_folder import claimed
+
+    raw, files = _small_files(source)
+    with claimed(folder, list(files)):
+        _convert(source, origin, folder, raw, files, dtype=dtype, quantization=quantization)
+
+
+def _convert(
+    source: ModelSource,
+    origin: Place,
+    folder: Place,
+    raw: dict[str, Any],
+    files: dict[str, bytes],
+    *,
+    dtype: str | None,
+    quantization: str | None,
+) -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from model.loading.orbax_format import save_orbax
+    from model.loading.orbax_format import check_place, save_orbax
     from model.loading.stored_weights import CONVERTED, find_weights
     from model.quantization.forms import INT4, Activations, FourBit, Rounding, form_named
 
@@ -85,18 +107,13 @@ def convert(
     if activations is Activations.STATIC and form != stored.quantization:
         activations = Activations.DYNAMIC  # the stored scales of inputs are for the stored type
     rounding = Rounding(is_static=True) if activations is Activations.STATIC else None
+    kv_ranges = stored.kv_ranges()
+    check_place(folder / CONVERTED)
     model = stored.load(dtype=kept, quantization=form, rounding=rounding)
     loaded = time.perf_counter()
-    save_orbax(model, folder / CONVERTED, stored.config, stored.kv_ranges(), activations)
-    if source.kind is Kind.GGUF:
-        from scripts.wiring.gguf_files import write_small_files
-
-        with TemporaryDirectory(prefix="pallas-serve-") as made:
-            raw = write_small_files(source.path, Path(made))
-            _copy(Path(made), folder)
-    else:
-        raw = read_object(source.path / "config.json")
-        _copy(source.path, folder)
+    save_orbax(model, folder / CONVERTED, stored.config, kv_ranges, activations)
+    for name, content in files.items():
+        write_whole(folder / name, content)
     write_config(raw, folder, stored.config, kept)
     written = time.perf_counter()
     print(f"{folder}: read in {loaded - started:.1f} s, written in {written - loaded:.1f} s as {kept} ({reason})")
@@ -121,11 +138,18 @@ def choose_dtype(asked: str | None, stored: StoredWeights) -> tuple[str, str]:
     return "float32", f"which holds {held} exactly, as bfloat16 does not; --dtype bfloat16 rounds and takes half"
 
 
-def _copy(small_files: Path, folder: Place) -> None:
-    for pattern in SMALL_FILES:
-        for path in sorted(small_files.glob(pattern)):
-            if path.name not in _NOT_COPIED:
-                write_whole(folder / path.name, path.read_bytes())
+def _small_files(source: ModelSource) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The content of `config.json`, and the other small files by name. ValueError or OSError if they cannot be read."""
+    assert source.path is not None, "a preset has no weights"
+    if source.kind is Kind.GGUF:
+        from scripts.wiring.gguf_files import small_files
+
+        return small_files(source.path)
+    paths = {path.name: path for pattern in SMALL_FILES for path in sorted(source.path.glob(pattern))}
+    for path in paths.values():
+        check_size(path, MAX_TOKENIZER_BYTES)
+    files = {name: path.read_bytes() for name, path in paths.items() if name not in _NOT_COPIED}
+    return read_object(source.path / "config.json"), files
 
 
 def write_config(raw: dict[str, Any], folder: Place, config: LlamaConfig, dtype: str) -> None:

@@ -237,6 +237,11 @@ class _StoredArray:
         return f"part {numbers.start + 1}{last} of {self.parts.count} of {self.name}"
 
 
+def check_place(folder: Place) -> None:
+    """Raises ValueError if no converted weights can be at this place."""
+    _store(_absolute(folder))
+
+
 def _absolute(folder: Place | str) -> Place:
     where = place(folder, "the folder")
     return where if isinstance(where, RemotePath) else where.absolute()

@@ -25,6 +25,8 @@ DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 COPIES = Path(constants.HF_HOME) / "pallas-serve"  # of files in buckets, next to what comes from the hub
 
+UNFINISHED = "unfinished-conversion.json"  # in a folder that scripts/convert_checkpoint.py has not finished
+
 _WEIGHT_FILES = ["*.safetensors"]
 _TORCH_FILE = "pytorch_model.bin"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -154,6 +156,8 @@ def _kind(name: str, path: Place) -> Kind:
 
 
 def _instead(folder: Place) -> str:
+    if (folder / UNFINISHED).exists():
+        return ": its conversion has not ended; scripts.convert_checkpoint replaces what a killed one has left"
     found = sorted(path.name for path in folder.iterdir() if is_gguf(path))
     return f"; name a GGUF file in it, such as {found[0]}" if found else ""
 

@@ -1,4 +1,4 @@
-"""The small files of a model's folder, written from the metadata of a GGUF file."""
+"""The small files of a model's folder, made of the metadata of a GGUF file."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from model.loading.gguf_config import hf_config
 from server.text.gguf_tokenizer import read_gguf_tokenizer
 
 
-def write_small_files(path: Path, folder: Path) -> dict[str, Any]:
-    """Writes the tokenizer's files to `folder`. Returns the content of its `config.json`, which is not written."""
+def small_files(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The content of `config.json`, and the tokenizer's files by name. ValueError if the metadata cannot be used."""
     tokenizer = read_gguf_tokenizer(path)
-    tokenizer.backend.save(str(folder / "tokenizer.json"))
     settings = tokenizer.variables | ({"chat_template": tokenizer.chat_template} if tokenizer.chat_template else {})
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    return hf_config(GgufFile.read(path))
+    files = {
+        "tokenizer.json": tokenizer.backend.to_str(pretty=True).encode(),
+        "tokenizer_config.json": (json.dumps(settings, indent=2) + "\n").encode(),
+    }
+    return hf_config(GgufFile.read(path)), files

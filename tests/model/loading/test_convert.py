@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -15,12 +17,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from model.config import LlamaConfig
 from model.loading.orbax_format import load_orbax
 from model.loading.source import resolve
 from model.loading.weights import load_hf
 from model.network.sharding import make_mesh
 from scripts import convert_checkpoint
-from tests.model import checkpoints
+from tests.model import checkpoints, gguf_files
 from tests.model.dense_attention import dense_logits
 from tests.model.loading.test_orbax_format import same
 
@@ -78,6 +81,83 @@ def test_no_bit_of_a_logit_changes_unless_a_type_is_asked_for(variant, file_dtyp
         )
     )
     np.testing.assert_array_equal(ours.view(np.uint32), original.view(np.uint32))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def killed(source: Path, folder: Path, where: str) -> None:
+    """A conversion by a process that is killed as it calls `where`."""
+    code = (
+        "import os, signal, sys\n"
+        "from scripts import convert_checkpoint as command\n"
+        f"command.{where} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "command.main(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", code, str(source), str(folder)]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("where", ["choose_dtype", "write_whole", "write_config"])
+def test_what_a_killed_conversion_has_left_is_replaced(where, tmp_path):
+    source = checkpoints.write(tmp_path / "hf", "gqa2")
+    (source / "tokenizer.json").write_text("{}")
+    killed(source, tmp_path / "out", where)
+    with pytest.raises(ValueError, match=r"out has no config\.json: its conversion has not ended"):
+        resolve(str(tmp_path / "out"))
+    (tmp_path / "out" / "tokenizer.json.4711").write_text("{")  # as `write_whole` leaves it
+    assert convert_checkpoint.main([str(source), str(tmp_path / "out")]) == 0
+    assert convert_checkpoint.main([str(source), str(tmp_path / "new")]) == 0
+    found, wanted = contents(tmp_path / "out"), contents(tmp_path / "new")
+    assert [name for name in found if "/" not in name] == [name for name in wanted if "/" not in name]
+    assert found["orbax/stored.json"] == wanted["orbax/stored.json"]
+    config = resolve(str(source)).config
+    same(*(load_orbax(tmp_path / name / "orbax", config, dtype=jnp.float32) for name in ("out", "new")))
+
+
+def test_a_folder_with_anything_else_is_not_touched(tmp_path, capsys):
+    source, out = checkpoints.write(tmp_path / "hf", "gqa2"), tmp_path / "out"
+    killed(source, out, "write_config")
+    (out / "notes.txt").write_text("mine")
+    before = contents(out)
+    assert convert_checkpoint.main([str(source), str(out)]) == 2
+    assert "holds an unfinished conversion and other files (['notes.txt']): name another" in capsys.readouterr().err
+    assert contents(out) == before
+    (out / "unfinished-conversion.json").unlink()
+    before = contents(out)
+    assert convert_checkpoint.main([str(source), str(out)]) == 2
+    assert "is not an empty folder" in capsys.readouterr().err
+    assert contents(out) == before
+
+
+def test_a_conversion_that_runs_is_not_touched(tmp_path, capsys):
+    source, out = checkpoints.write(tmp_path / "hf", "gqa2"), tmp_path / "out"
+    killed(source, out, "write_config")
+    before = contents(out)
+    with (out / "unfinished-conversion.json").open() as mark:
+        fcntl.flock(mark, fcntl.LOCK_EX)
+        assert convert_checkpoint.main([str(source), str(out)]) == 2
+    assert f"another process converts into {out}" in capsys.readouterr().err
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize("exists", [True, False])
+@pytest.mark.parametrize("fault", ["tokenizer", "weights"])
+def test_what_is_refused_leaves_nothing_behind(fault, exists, tmp_path, capsys):
+    source, out = checkpoints.write(tmp_path / "hf", "gqa2"), tmp_path / "out"
+    if fault == "tokenizer":  # this file has none
+        source = gguf_files.write(tmp_path / "m.gguf", LlamaConfig.from_file(source), checkpoints.tensors("gqa2"))
+    else:
+        (source / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:-8])
+    if exists:
+        out.mkdir()
+    assert convert_checkpoint.main([str(source), str(out)]) == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert ("tokenizer.ggml.model=None is not supported" if fault == "tokenizer" else "download it again") in said
+    assert out.exists() == exists
+    assert not exists or not [*out.iterdir()]
 
 
 def test_rounding_has_to_be_asked_for_and_is_said(tmp_path, capsys):
