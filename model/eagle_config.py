@@ -79,7 +79,7 @@ class EagleConfig:
     def from_file(cls, folder: Path, form: EagleForm, model: LlamaConfig) -> EagleConfig:
         """Reads `config.json` in the folder of a head. Raises ValueError as `from_hf` does."""
         path = folder / "config.json"
-        if not path.is_file():
+        if not path.exists():
             raise ValueError(f"there is no {path}: a head is a folder with its config.json and weights")
         try:
             return cls.from_hf(read_object(path), form, model)

@@ -80,7 +80,7 @@ async def _run(
         await serving
         return EXIT_OK if client.death is None else EXIT_FAILED
     except EngineFailedError as error:
-        raise EngineFailedError(f"The engine could not start: {error}") from error
+        raise error.after("The engine could not start") from error
     finally:
         await client.stop()
 

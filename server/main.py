@@ -104,7 +104,7 @@ async def _run(
 
             return await serve(state, client, server, signalled, listener, on_started)
     except EngineFailedError as error:
-        raise EngineFailedError(f"The engine could not start: {error}") from error
+        raise error.after("The engine could not start") from error
     finally:
         await client.stop()
 

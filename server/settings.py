@@ -60,7 +60,7 @@ class GenerationDefaults:
         Raises ValueError, with the file's name and all wrong fields, for values that a request may not have.
         """
         path = folder / "generation_config.json"
-        if not path.is_file():
+        if not path.exists():
             return cls()
         file = msgspec.structs.asdict(read_fields(path, _GenerationFile))
         greedy = file.pop("do_sample") is False

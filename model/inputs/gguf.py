@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from model.inputs.json_file import check_is_file
 from model.inputs.limits import MAX_TOKENIZER_BYTES, MAX_VOCAB_SIZE
 from model.inputs.paths import Place
 from model.inputs.words import shown
@@ -55,9 +56,10 @@ class GgufFile:
         """Reads the head of the file.
 
         Raises:
-            ValueError: it is not GGUF, one of several parts, of another version, or cut off within its head.
+            ValueError: it is no file, not GGUF, one of several parts, of another version, or cut off within its head.
             OSError: it cannot be opened.
         """
+        check_is_file(path)
         with path.open("rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
                 raise ValueError(f"{path} is not a GGUF file: it does not begin with {_MAGIC.decode()}")

@@ -51,10 +51,16 @@ def read_text(path: Place, max_bytes: int) -> str:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
-def check_size(path: Place, max_bytes: int) -> None:
-    """Raises ValueError if `path` is not a regular file of at most `max_bytes`, OSError if it does not exist."""
-    size = path.stat().st_size
+def check_is_file(path: Place) -> None:
+    """Raises ValueError if `path` is a folder, pipe, socket or device: reading one may wait without end. Raises OSError
+    if nothing is there."""
+    path.stat()
     if not path.is_file():
         raise ValueError(f"{path} is not a file")
-    if size > max_bytes:
+
+
+def check_size(path: Place, max_bytes: int) -> None:
+    """Raises ValueError if `path` is not a regular file of at most `max_bytes`, OSError if it does not exist."""
+    check_is_file(path)
+    if (size := path.stat().st_size) > max_bytes:
         raise ValueError(f"{path} has {size} bytes; at most {max_bytes} are read")

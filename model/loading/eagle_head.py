@@ -132,8 +132,8 @@ class HeadFiles:
         return True
 
     def _stored(self) -> list[tuple[str, Any]]:
-        has_safetensors = any((self._folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
-        if not has_safetensors and (self._folder / TORCH_FILE).is_file():
+        has_safetensors = any((self._folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
+        if not has_safetensors and (self._folder / TORCH_FILE).exists():
             return list(read_torch_file(self._folder / TORCH_FILE).items())
         found = []
         for name in files_in(self._folder):

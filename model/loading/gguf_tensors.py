@@ -167,7 +167,8 @@ class GgufTensors:
             first, end = first * group, end * group
         blocks = _blocks(self._bytes, tensor)
         chosen = (rows[start : start + _ROWS_AT_ONCE] for start in range(0, len(rows), _ROWS_AT_ONCE))
-        return np.concatenate([four_bit_part(name, Type(tensor.type), blocks[part], first, end) for part in chosen])
+        with np.errstate(invalid="ignore", over="ignore"):  # as in `_values`
+            return np.concatenate([four_bit_part(name, Type(tensor.type), blocks[part], first, end) for part in chosen])
 
     def _stored_rows(self, key: str, rows: np.ndarray) -> np.ndarray:
         """In q and k, llama.cpp rotates pairs of neighbouring rows of a head, and Hugging Face its two halves."""
@@ -261,6 +262,7 @@ def _values(file: np.ndarray, tensor: GgufTensor, rows: np.ndarray, first: int, 
     for start in range(0, len(rows), _ROWS_AT_ONCE):
         part = np.array(stored[rows[start : start + _ROWS_AT_ONCE], first_block:end_block])
         flat = part.reshape(len(part), -1)
-        wide = flat.view(FLOATS[type]) if type in FLOATS else dequantize(flat, type)
+        with np.errstate(invalid="ignore", over="ignore"):  # of infinite scales, which make NaN as in other formats
+            wide = flat.view(FLOATS[type]) if type in FLOATS else dequantize(flat, type)
         parts.append(np.asarray(wide)[:, within])
     return np.concatenate(parts)

@@ -6,11 +6,15 @@ import re
 from dataclasses import dataclass
 
 from model.config import LlamaConfig, projections
+from model.inputs.json_file import read_object
+from model.inputs.paths import Place
+from model.inputs.words import shown
 from model.quantization.checkpoint_form import CheckpointForm
 from model.quantization.packed_form import PackedForm, Part
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+_ADAPTER_CONFIG, _ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,20 @@ IGNORED = re.compile(
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
     r"|.*\.(input_scale|input_global_scale|output_scale|activation_scale|[qkv]_scale|kv_scale|weight_shape)"
 )
+
+
+def is_adapter(folder: Place) -> bool:
+    """Whether the folder holds changes to the weights of a model, such as LoRA's, and no weights of its own."""
+    others = (path.name for path in folder.glob("*.safetensors") if path.name != _ADAPTER_FILE)
+    return (folder / _ADAPTER_CONFIG).exists() and not any(others)
+
+
+def adapter_fault(folder: Place) -> str:
+    """The rest of a sentence that begins with the name of an adapter's folder. ValueError if its config is damaged."""
+    base = read_object(folder / _ADAPTER_CONFIG).get("base_model_name_or_path")
+    of_base = f" of the model {shown(base)}" if isinstance(base, str) and base else ""
+    how = "merge the two (`merge_and_unload` of the package peft), and name the folder of the result"
+    return f"is an adapter{of_base} and no model: {how}"
 
 
 def sources(path: str) -> tuple[Source, ...]:

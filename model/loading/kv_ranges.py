@@ -12,6 +12,7 @@ import zlib
 import numpy as np
 
 from model.config import LlamaConfig
+from model.inputs.json_file import check_is_file
 from model.inputs.paths import Place
 from model.loading.tensor_files import TensorFiles
 
@@ -67,6 +68,7 @@ def save_kv_ranges(folder: Place, ranges: np.ndarray) -> int:
 def load_kv_ranges(folder: Place, checksum: int) -> np.ndarray:
     """The ranges that `save_kv_ranges` wrote. Raises ValueError if the file is missing or damaged."""
     try:
+        check_is_file(folder / FILE)
         content = (folder / FILE).read_bytes()
     except OSError as error:
         raise ValueError(f"{folder / FILE} cannot be read: convert again ({error.strerror})") from error

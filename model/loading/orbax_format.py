@@ -24,6 +24,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from model.config import LlamaConfig, read_object
+from model.inputs.json_file import check_is_file
 from model.inputs.paths import Place, place, write_whole
 from model.inputs.remote import GCS, RemotePath
 from model.loading.kv_ranges import save_kv_ranges
@@ -156,6 +157,10 @@ def load_orbax(
             part if there are several.
     """
     folder = _absolute(folder)
+    if not isinstance(folder, RemotePath):
+        for path in (folder / _ARRAYS).rglob("*"):
+            if not path.is_dir():
+                check_is_file(path)  # TensorStore would wait for the end of a pipe
     description = Description.read(folder)
     description.check(folder, config)
     form = form_named(description.quantization, config.projection_inputs) if description.quantization else None

@@ -20,6 +20,7 @@ from model.inputs.json_file import read_fields
 from model.inputs.paths import Place, is_url, place
 from model.inputs.remote import RemotePath
 from model.loading.gguf_config import gguf_model_config
+from model.loading.hf_format import adapter_fault, is_adapter
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
@@ -88,6 +89,7 @@ def resolve(name: str, *, revision: str | None = None, weights: bool = True) -> 
             folder = local_folder(where)
         case Kind.HUB:
             folder = _from_hub(name, revision, SMALL_FILES)
+            _check_config(folder, name)
             LlamaConfig.from_file(folder)  # refuses an unsupported model before its weights are downloaded
             if weights:
                 folder = _from_hub(name, revision, [*SMALL_FILES, *_WEIGHT_FILES])
@@ -138,12 +140,11 @@ def _kind(name: str, path: Place) -> Kind:
     if name.startswith(presets.PREFIX):
         return Kind.PRESET
     if is_gguf(path):
-        if not path.is_file():
+        if not path.exists():
             raise ValueError(f"there is no file {name}")
         return Kind.GGUF
     if path.is_dir():
-        if not (path / "config.json").exists():
-            raise ValueError(f"the folder {name} has no config.json{_instead(path)}")
+        _check_config(path, name)
         return Kind.FOLDER
     if is_url(name):
         raise ValueError(f"there is no folder and no GGUF file {name}")
@@ -153,6 +154,14 @@ def _kind(name: str, path: Place) -> Kind:
         f"no model {name!r}: it can be {DEMO!r}, a folder, a GGUF file, a hub name (org/model), "
         f"or one of {', '.join(presets.PREFIX + preset for preset in presets.PRESETS)}"
     )
+
+
+def _check_config(folder: Place, name: str) -> None:
+    if (folder / "config.json").exists():
+        return
+    if is_adapter(folder):
+        raise ValueError(f"{name} {adapter_fault(folder)}")
+    raise ValueError(f"the folder {name} has no config.json{_instead(folder)}")
 
 
 def _instead(folder: Place) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from model.config import LlamaConfig, read_object
+from model.inputs.json_file import check_is_file
 from model.inputs.paths import Place
 from model.inputs.remote import RemotePath
 from model.loading.float8_slice import FLOAT8, Float8Slice
@@ -24,9 +25,11 @@ from model.loading.hf_format import (
     IGNORED,
     INDEX_FILE,
     SINGLE_FILE,
+    adapter_fault,
     expected_kernels,
     expected_shapes,
     input_scale_key,
+    is_adapter,
     part_keys,
     scale_key,
 )
@@ -315,6 +318,7 @@ class TensorFiles:
 
 def opened(path: Path) -> Any:
     """The open safetensors file. Raises ValueError, with what is wrong with it, if it is none."""
+    check_is_file(path)
     try:
         return safe_open(path, framework="numpy")
     except SafetensorError as error:
@@ -330,10 +334,12 @@ def slice_of(file: Any, path: Path, key: str) -> Any:
 def files_in(folder: Place) -> dict[str, list[str] | None]:
     """File name -> the keys that the index lists in it. None: no index is used, and all keys are read."""
     index = folder / INDEX_FILE
-    if (folder / SINGLE_FILE).is_file():
+    if (folder / SINGLE_FILE).exists():
         return {SINGLE_FILE: None}
-    if index.is_file():
+    if index.exists():
         return dict(_promises(index))
+    if is_adapter(folder):
+        raise ValueError(f"{folder} {adapter_fault(folder)}")
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     if not names:
         raise ValueError(f"no safetensors files in {folder} (other weight formats are not read)")
@@ -350,7 +356,7 @@ def _promises(index: Place) -> dict[str, list[str]]:
         if not isinstance(name, str) or not _is_plain(name):
             raise ValueError(f"{index} must name files next to it, and for {key!r} it has {name!r}")
         promised[name].append(key)
-    there = {path.name for path in index.parent.iterdir() if path.is_file()}
+    there = {path.name for path in index.parent.iterdir()}
     if absent := promised.keys() - there:
         raise ValueError(f"{index} names files that are not there: {', '.join(sorted(absent))}")
     return promised

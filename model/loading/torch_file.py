@@ -1,25 +1,29 @@
 """Reads `pytorch_model.bin`: tensors that torch.save wrote as a ZIP archive of a pickle and raw buffers.
 
 A pickle can run any code. Here it can only build tensors: every other name in it is refused. The buffers are mapped and
-read by slices, as those of safetensors are.
+read by slices, as those of safetensors are. As with safetensors, no checksum of them is compared.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
+import pickletools
 import zipfile
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Never
 
 import ml_dtypes
 import numpy as np
 
+from model.inputs.json_file import check_is_file
 from model.inputs.words import shown
 
-_MAX_PICKLE_BYTES = 64 << 20
+_MAX_PICKLE_BYTES = 1 << 20  # of 10,000 tensors
 _LOCAL_HEADER_BYTES = 30  # of a ZIP entry, before its name; the last four bytes are the lengths of name and extra field
+_MEMO_WRITES = ("PUT", "BINPUT", "LONG_BINPUT")
 
 # torch's storages -> safetensors' names of their types
 _TYPES: dict[str, tuple[str, Any]] = {
@@ -32,8 +36,15 @@ _TYPES: dict[str, tuple[str, Any]] = {
 }
 
 
+class _Built:
+    """An object that a pickle builds with the functions of this module only, and cannot change afterwards."""
+
+    def __setstate__(self, state: object) -> Never:
+        raise pickle.UnpicklingError("it changes a tensor that it has built")
+
+
 @dataclass(frozen=True)
-class TorchTensor:
+class TorchTensor(_Built):
     """One mapped tensor, with those methods of safetensors' slices that are used here."""
 
     values: np.ndarray
@@ -50,19 +61,40 @@ class TorchTensor:
 
 
 def read_torch_file(path: Path) -> dict[str, TorchTensor]:
-    """The tensors of a state dict, by name. Raises ValueError if the file is not one."""
-    if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is not a ZIP archive of torch.save: download it again, or store it as safetensors")
-    with zipfile.ZipFile(path) as archive:
+    """The tensors of a state dict, by name. ValueError if the file is not one, OSError if it cannot be opened."""
+    check_is_file(path)
+    with path.open("rb") as file:
+        try:
+            if zipfile.is_zipfile(file):
+                return _read(path, file)
+        except Exception as error:  # of any type: a damaged archive or pickle runs into many
+            raise ValueError(f"{path} holds no state dict: {str(error) or type(error).__name__}") from error
+    raise ValueError(f"{path} is not a ZIP archive of torch.save: download it again, or store it as safetensors")
+
+
+def _read(path: Path, opened: BinaryIO) -> dict[str, TorchTensor]:
+    with zipfile.ZipFile(opened) as archive:
         names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-        if len(names) != 1 or archive.getinfo(names[0]).file_size > _MAX_PICKLE_BYTES:
-            raise ValueError(f"{path} holds no state dict: {len(names)} pickles in the archive")
-        storages = _Storages(path, archive, names[0].removesuffix("data.pkl"))
+        if len(names) != 1:
+            raise ValueError(f"{len(names)} pickles in the archive")
         with archive.open(names[0]) as file:
-            found = _Unpickler(file, path, storages).load_tensors()
-    if not isinstance(found, dict) or not all(isinstance(value, TorchTensor) for value in found.values()):
-        raise ValueError(f"{path} holds other things than tensors by name")
-    return {str(name): value for name, value in found.items()}
+            content = file.read(_MAX_PICKLE_BYTES + 1)
+        _check_pickle(content)
+        storages = _Storages(path, archive, names[0].removesuffix("data.pkl"))
+        found = _Unpickler(io.BytesIO(content), storages).load()
+        if not isinstance(found, dict) or not all(isinstance(value, TorchTensor) for value in found.values()):
+            raise ValueError("it holds other things than tensors by name")
+        return {str(name): value for name, value in found.items()}
+
+
+def _check_pickle(content: bytes) -> None:
+    """Raises ValueError for what would make the unpickler ask for much memory: long values that are not there, and
+    places in its memo that are far beyond its end."""
+    if len(content) > _MAX_PICKLE_BYTES:
+        raise ValueError(f"its pickle has more than {_MAX_PICKLE_BYTES} bytes")
+    for operation, value, _ in pickletools.genops(content):  # reads the values, too
+        if operation.name in _MEMO_WRITES and (not isinstance(value, int) or value > len(content)):
+            raise ValueError(f"its pickle has no room for memo {shown(value)}")
 
 
 class _Storages:
@@ -76,10 +108,12 @@ class _Storages:
         try:
             entry = self._archive.getinfo(name)
         except KeyError as error:
-            raise ValueError(f"{self._path} lacks the buffer {name}: download it again") from error
+            raise ValueError(f"it lacks the buffer {shown(name)}: download it again") from error
         size = count * np.dtype(dtype).itemsize
-        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size < size:
-            raise ValueError(f"{self._path}: the buffer {name} has {entry.file_size} bytes and should have {size}")
+        if entry.compress_type != zipfile.ZIP_STORED or not 0 <= size <= entry.file_size:
+            raise ValueError(f"the buffer {shown(name)} has {entry.file_size} bytes and should have {shown(size)}")
+        with self._archive.open(entry):  # checks that it is not encrypted and overlaps no other entry
+            pass
         with self._path.open("rb") as file:
             file.seek(entry.header_offset + _LOCAL_HEADER_BYTES - 4)
             lengths = file.read(4)
@@ -91,21 +125,15 @@ class _Storages:
 
 
 @dataclass(frozen=True)
-class _Storage:
+class _Storage(_Built):
     values: np.ndarray
     type_name: str
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: Any, path: Path, storages: _Storages) -> None:
+    def __init__(self, file: io.BytesIO, storages: _Storages) -> None:
         super().__init__(file)
-        self._path, self._storages = path, storages
-
-    def load_tensors(self) -> Any:
-        try:
-            return self.load()
-        except (pickle.UnpicklingError, EOFError, TypeError, AttributeError, IndexError, KeyError) as error:
-            raise ValueError(f"{self._path} holds no state dict: {error}") from error
+        self._storages = storages
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in _TYPES:
@@ -116,15 +144,13 @@ class _Unpickler(pickle.Unpickler):
             ("torch._utils", "_rebuild_parameter"): _parameter,
         }
         if (module, name) not in allowed:
-            raise ValueError(
-                f"{self._path} needs {shown(f'{module}.{name}')}, which is not read: store it as safetensors"
-            )
+            raise ValueError(f"it needs {shown(f'{module}.{name}')}, which is not read: store it as safetensors")
         return allowed[module, name]
 
     def persistent_load(self, pid: Any) -> _Storage:
         kind, type_name, key, _, count = pid
         if kind != "storage" or type_name not in _TYPES:
-            raise ValueError(f"{self._path} holds {shown(kind)} of type {shown(type_name)}, which is not read")
+            raise ValueError(f"it holds {shown(kind)} of type {shown(type_name)}, which is not read")
         name, dtype = _TYPES[type_name]
         return _Storage(self._storages.map(str(key), dtype, int(count)), name)
 
@@ -132,7 +158,10 @@ class _Unpickler(pickle.Unpickler):
 def _tensor(storage: _Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: Any) -> TorchTensor:
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     if min((offset, *shape, *strides), default=0) < 0 or (0 not in shape and last >= storage.values.size):
-        raise ValueError(f"a tensor of shape {shape} does not fit into its buffer of {storage.values.size} values")
+        raise ValueError(
+            f"a tensor of shape {shown(shape)} and strides {shown(strides)} does not fit into its buffer of "
+            f"{storage.values.size} values"
+        )
     steps = tuple(stride * storage.values.itemsize for stride in strides)
     values = np.lib.stride_tricks.as_strided(storage.values[offset:], shape, steps, writeable=False)
     return TorchTensor(values, storage.type_name)

@@ -40,6 +40,8 @@ def failed(command: str, error: BaseException, *, debug: bool) -> int:
     match error:
         case KeyboardInterrupt():
             code, line = EXIT_INTERRUPTED, "interrupted"
+        case EngineFailedError(is_refusal=True):
+            code, line = EXIT_REFUSED, one_line(str(error))
         case FailedError() | EngineFailedError() | EngineDeadError():
             code, line = EXIT_FAILED, one_line(str(error))
         case _:

@@ -165,8 +165,8 @@ class ProcessEngineClient(EngineLink):
         if not self._stopping:
             self.die(f"the engine process has ended (exit code {self.process.exitcode})")
 
-    def die(self, reason: str) -> None:
-        super().die(reason)
+    def die(self, reason: str, *, is_refusal: bool = False) -> None:
+        super().die(reason, is_refusal=is_refusal)
         self._answer_change(f"the engine has failed: {reason}")
 
 

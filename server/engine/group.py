@@ -43,7 +43,7 @@ class EngineGroup[E: (ProcessEngineClient, DoorClient)]:
             infos = await asyncio.gather(*starting)
         except EngineFailedError as error:
             number = next(i for i, task in enumerate(starting) if task.done() and task.exception() is error)
-            raise EngineFailedError(f"engine {number}: {error}") from error
+            raise error.after(f"engine {number}") from error
         finally:
             for task in starting:
                 if not task.cancel() and not task.cancelled():

@@ -32,7 +32,19 @@ SHORT_FOLDERS = ("/tmp", "/var/tmp")  # if the system's temporary folder has too
 
 
 class EngineFailedError(RuntimeError):
-    """The engine could not start, or has died."""
+    """The engine could not start, or has died.
+
+    Args:
+        is_refusal: because a setting, a path or a checkpoint cannot be used.
+    """
+
+    def __init__(self, message: str, *, is_refusal: bool = False) -> None:
+        super().__init__(message)
+        self.is_refusal = is_refusal
+
+    def after(self, words: str) -> EngineFailedError:
+        """The same failure, with words before its message."""
+        return EngineFailedError(f"{words}: {self}", is_refusal=self.is_refusal)
 
 
 class EngineLink:
@@ -141,18 +153,18 @@ class EngineLink:
                 self._is_ready = True
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result(info)
-            case wire.Failed(message=message):
-                self.die(message)
+            case wire.Failed(message=message, is_refusal=is_refusal):
+                self.die(message, is_refusal=is_refusal)
             case wire.Ended():
                 self.died.set()
 
-    def die(self, reason: str) -> None:
+    def die(self, reason: str, *, is_refusal: bool = False) -> None:
         """Ends every open request with an error, and sets `died`. Only the first call counts."""
         if self.death is not None:
             return
         self.death = reason
         if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(EngineFailedError(reason))  # `start` raises it
+            self._ready.set_exception(EngineFailedError(reason, is_refusal=is_refusal))  # `start` raises it
         else:
             logger.error("engine failure: %s", reason)
         self._sinks.fail_all(f"The engine has failed: {reason}")

@@ -133,7 +133,9 @@ def main(addresses: Addresses, target: str, engine_args: object, debug: bool) ->
     except Exception as error:
         if debug:
             traceback.print_exc()
-        sender.put(wire.Failed(described(error)))
+        # An error of the system without a file's name is of no setting: a host that does not come, a lost socket.
+        is_refusal = isinstance(error, ValueError) or (isinstance(error, OSError) and error.filename is not None)
+        sender.put(wire.Failed(described(error), is_refusal=is_refusal))
         sender.close()
         sys.exit(EXIT_FAILED)
     sender.put(wire.Ready(info))

@@ -190,6 +190,7 @@ class Failed(msgspec.Struct, tag=True):
     """The engine could not start, or has died. `message` may be shown to clients."""
 
     message: str
+    is_refusal: bool = False  # a setting, a path or a checkpoint cannot be used
 
 
 class Ended(msgspec.Struct, tag=True):

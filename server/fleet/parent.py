@@ -102,7 +102,7 @@ async def _run(
     except ApiServerFailedError:
         raise
     except EngineFailedError as error:
-        raise EngineFailedError(f"The engine could not start: {error}") from error
+        raise error.after("The engine could not start") from error
     finally:
         members.kill()
         inside.should_exit = True

@@ -48,9 +48,9 @@ def read_named_tokens(path: Path) -> NamedTokens:
     if is_gguf(path):
         added, eos = added_gguf_tokens(path)
         return NamedTokens(added=added, eos=eos)
-    if (file := path / "tokenizer.json").is_file():
+    if (file := path / "tokenizer.json").exists():
         return _from_json(file, special_tokens(path).get("eos_token"))
-    if (file := path / "tokenizer.model").is_file():
+    if (file := path / "tokenizer.model").exists():
         check_size(file, MAX_TOKENIZER_BYTES)
         added = special_ids(file)
         eos_token = (DEFAULT_TOKENS | special_tokens(path)).get("eos_token", "")

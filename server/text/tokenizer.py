@@ -118,9 +118,9 @@ class ByteLevelTokenizer:
         if is_gguf(folder):
             found = read_gguf_tokenizer(folder)
             return cls._checked(folder, found.backend, found.variables, found.chat_template, vocab_size)
-        if (folder / "tokenizer.json").is_file():
+        if (folder / "tokenizer.json").exists():
             path, read, variables = folder / "tokenizer.json", _read_backend, {}
-        elif (folder / "tokenizer.model").is_file():
+        elif (folder / "tokenizer.model").exists():
             path, read = folder / "tokenizer.model", tokenizer_from_tiktoken
             variables = dict(DEFAULT_TOKENS)
         else:

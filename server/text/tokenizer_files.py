@@ -67,16 +67,16 @@ class _TokenizerConfigFile(_SpecialTokensFile):
 def special_tokens(folder: Path) -> dict[str, str]:
     """bos_token, eos_token and so on, from both files. `tokenizer_config.json` overrides `special_tokens_map.json`."""
     path = folder / "special_tokens_map.json"
-    tokens = read_fields(path, _SpecialTokensFile).by_name() if path.is_file() else {}
+    tokens = read_fields(path, _SpecialTokensFile).by_name() if path.exists() else {}
     return tokens | _tokenizer_config(folder).by_name()
 
 
 def chat_template(folder: Path) -> str | None:
     """The template of `chat_template.jinja`; if there is no such file, that of `tokenizer_config.json`."""
     path = folder / "chat_template.jinja"
-    return read_text(path, MAX_TEMPLATE_BYTES) if path.is_file() else _tokenizer_config(folder).template()
+    return read_text(path, MAX_TEMPLATE_BYTES) if path.exists() else _tokenizer_config(folder).template()
 
 
 def _tokenizer_config(folder: Path) -> _TokenizerConfigFile:
     path = folder / "tokenizer_config.json"
-    return read_fields(path, _TokenizerConfigFile) if path.is_file() else _TokenizerConfigFile()
+    return read_fields(path, _TokenizerConfigFile) if path.exists() else _TokenizerConfigFile()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,7 @@ ROOT = Path(__file__).parents[2]
         (TypeError("no\n  len()"), 1, "x: internal error: TypeError: no len(); run with --debug for the traceback"),
         (RecursionError(), 1, "x: internal error: RecursionError: ; run with --debug for the traceback"),
         (EngineFailedError("no room"), 1, "x: no room"),
+        (EngineFailedError("no weights", is_refusal=True).after("Sorry"), 2, "x: Sorry: no weights"),
         (EngineDeadError("gone"), 1, "x: gone"),
         (KeyboardInterrupt(), 130, "x: interrupted"),
         (ValueError("a\x1b[2Jb\ud800"), 2, "x: a\\x1b[2Jb\\ud800"),
@@ -92,10 +94,18 @@ def test_a_bad_checkpoint_is_one_line(name, text, words, broken):
 def test_weights_that_cannot_be_read_are_one_line_from_the_engines_process(broken):
     (broken / "model.safetensors").write_bytes(b"\0" * 64)
     result = serve("--model", broken)
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert len(result.stderr.splitlines()) == 1, result.stderr
     assert result.stderr.startswith("scripts/serve: The engine could not start: ")
     assert str(broken / "model.safetensors") in result.stderr
+
+
+def test_weights_that_are_a_pipe_end_the_start(broken):
+    (broken / "model.safetensors").unlink()
+    os.mkfifo(broken / "model.safetensors")
+    result = serve("--model", broken)
+    assert result.returncode == 2
+    assert result.stderr == f"scripts/serve: The engine could not start: {broken / 'model.safetensors'} is not a file\n"
 
 
 def test_debug_shows_the_place_of_a_failure_in_the_engines_process(broken):
@@ -103,7 +113,7 @@ def test_debug_shows_the_place_of_a_failure_in_the_engines_process(broken):
     (broken / "orbax").mkdir()
     (broken / "orbax" / "stored.json").write_text("5")
     shown = serve("--model", broken, "--debug")
-    assert shown.returncode == 1
+    assert shown.returncode == 2
     assert "Traceback" in shown.stderr
     assert "model/loading/orbax_format.py" in shown.stderr
     assert shown.stderr.splitlines()[-1].startswith("scripts/serve: The engine could not start: ")
