@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from model.inputs.json_file import read_text
+from model.inputs.words import shown
 
 CONFIG = "--config"
 MAX_CONFIG_BYTES = 2**20
@@ -42,10 +43,11 @@ def with_config(argv: Sequence[str]) -> list[str]:
 
 
 def _arguments(file: Path, given: Collection[str]) -> Iterator[str]:
+    text = read_text(file, MAX_CONFIG_BYTES)
     try:
-        settings = yaml.safe_load(read_text(file, MAX_CONFIG_BYTES))
-    except yaml.YAMLError as error:
-        raise ValueError(f"--config {file} is not YAML: {error}") from error
+        settings = yaml.safe_load(text)
+    except Exception as error:  # of any type: yaml's readers of dates, numbers and truth values raise their own
+        raise ValueError(f"--config {file} is not YAML: {str(error) or type(error).__name__}") from error
     if settings is None:
         return
     if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
@@ -67,10 +69,10 @@ def _flag(name: str, value: Any, file: Path) -> Iterator[str]:
                 yield f"--no-{name}"
         case None:
             return
-        case list():
+        case list() if all(isinstance(entry, str | int | float) for entry in value):
             yield f"--{name}"
             yield from map(str, value)
         case str() | int() | float():
             yield f"--{name}={value}"
         case _:
-            raise ValueError(f"--config {file}: {name} must be a value or a list of them, not {type(value).__name__}")
+            raise ValueError(f"--config {file}: {name} must be a value or a list of them, not {shown(value)}")

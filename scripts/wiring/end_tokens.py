@@ -50,7 +50,7 @@ def find_end_tokens(source: ModelSource, tokenizer: Path | None = None) -> tuple
     found += [(added[name], name, "its name") for name in NAMES if name in added]
     first: dict[int, EndToken] = {}
     for id, text, origin in found:
-        if id < source.config.vocab_size:  # the model never draws another one
+        if 0 <= id < source.config.vocab_size:  # the model never draws another one
             first.setdefault(id, EndToken(id=id, text=text, origin=origin))
     return tuple(first.values())
 

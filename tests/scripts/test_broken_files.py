@@ -322,6 +322,27 @@ def test_archives_that_cannot_be_unpacked_are_refused_in_words(tmp_path, fault):
     assert said is not None and said.startswith(f"{path} holds no state dict: ")
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: " + "[" * 50_000, "is not YAML: maximum recursion depth exceeded"),
+        ("a: " + "9" * 5000, "is not YAML: Exceeds the limit"),
+        ("a: 2020-99-99", "is not YAML: month must be in 1..12"),
+        ("a: !!bool x", "is not YAML: 'x'"),
+        ("a: !!timestamp x", "is not YAML: "),
+        ("a: !!python/object:os.system x", "is not YAML: could not determine a constructor"),
+        ("a: [[1], [2]]", "a must be a value or a list of them, not [[1], [2]]"),
+        ("a: &a [*a]", "a must be a value or a list of them, not "),
+        ("x: &x [1, 1]\ny: &y [*x, *x]\nz: [*y, *y]", "y must be a value or a list of them"),
+    ],
+)
+def test_a_config_file_that_cannot_be_used_is_refused_in_words(tmp_path, text, words):
+    path = tmp_path / "serve.yaml"
+    path.write_text(text)
+    said = refusal(lambda: with_config(["--config", str(path)]))
+    assert said is not None and said.startswith((f"--config {path} {words}", f"--config {path}: {words}"))
+
+
 def test_an_adapter_is_named_with_its_base(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "meta-llama/Llama-3.1-8B", "r": 16}')
     wanted = rf"{tmp_path} is an adapter of the model 'meta-llama/Llama-3\.1-8B' and no model: merge the two"

@@ -19,6 +19,7 @@ from model.config import Llama3Scaling, LlamaConfig
 from model.inputs.words import one_line
 from model.loading.source import DEMO_FOLDER, resolve
 from model.network.rope import inverse_frequencies
+from scripts.wiring.end_tokens import find_end_tokens
 from server.settings import GenerationDefaults
 from server.text.chat_template import ChatTemplate, TemplateError
 from server.text.tokenizer import ByteLevelTokenizer
@@ -237,6 +238,9 @@ def compact(tokenizer: dict[str, Any]) -> dict[str, Any]:
 @given(raw=mutated(compact(original("tokenizer.json"))))
 def test_tokenizer_json(raw, replaced):
     folder = replaced("tokenizer.json", raw)
+    ends, message = refusal(lambda: find_end_tokens(resolve(str(folder))))
+    assert message is None or str(folder / "tokenizer.json") in message
+    assert all(0 <= token.id < VOCAB_SIZE for token in ends or ())
     read, message = refusal(lambda: read_tokenizer(folder))
     if message is None:
         check_tokenizer(read[0])
