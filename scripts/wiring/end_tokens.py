@@ -45,8 +45,8 @@ def find_end_tokens(source: ModelSource, tokenizer: Path | None = None) -> tuple
     texts = {id: text for text, id in added.items()}
     found = [(id, texts.get(id), source.eos_origin) for id in source.eos_token_ids]
     if named is not None and named.eos is not None:
-        text, id = named.eos
-        found.append((id, text, "the tokenizer's eos_token"))
+        eos_token, eos_id = named.eos
+        found.append((eos_id, eos_token, "the tokenizer's eos_token"))
     found += [(added[name], name, "its name") for name in NAMES if name in added]
     first: dict[int, EndToken] = {}
     for id, text, origin in found:
