@@ -21,7 +21,7 @@ from model.inputs.fetched import SMALL_FILES
 from model.inputs.json_file import check_size, read_object
 from model.inputs.limits import MAX_TOKENIZER_BYTES
 from model.inputs.paths import Place, place_argument, write_whole
-from model.loading.source import Kind, ModelSource, resolve
+from model.loading.source import UNFINISHED, Kind, ModelSource, resolve
 from scripts.wiring.errors import add_debug_flag, failed
 from scripts.wiring.settings import QUANTIZATIONS
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("bfloat16", "float32")
 # The index names files that are not copied; the configuration is written again.
-_NOT_COPIED = ("model.safetensors.index.json", "config.json")
+_NOT_COPIED = ("model.safetensors.index.json", "config.json", UNFINISHED)
 
 
 def main(arguments: list[str] | None = None) -> int:

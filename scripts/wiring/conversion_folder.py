@@ -19,6 +19,7 @@ from model.loading.source import UNFINISHED
 from model.loading.stored_weights import CONVERTED
 
 CONFIG = "config.json"
+_UNCERTAIN = "holds an unfinished conversion, which may be running: delete it if not, or name another folder"
 
 
 @contextmanager
@@ -26,8 +27,8 @@ def claimed(folder: Place, names: Sequence[str]) -> Iterator[None]:
     """Makes the folder, for a conversion that writes the weights, the files `names` and at last `CONFIG`.
 
     Until the end the folder holds the file `UNFINISHED`, which lists the names and which this process has locked. After
-    an error the folder is as it was. A folder in a bucket must be new: there are no locks, so an unfinished conversion
-    cannot be told from one that runs.
+    an error the folder is as it was. Buckets, and some file systems, have no locks. An unfinished conversion cannot be
+    told there from one that runs, and the folder must be new.
 
     Raises:
         ValueError: the folder holds something else than an unfinished conversion, or another process converts into it.
@@ -65,7 +66,7 @@ def _check_new(folder: RemotePath) -> None:
         return
     found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if CONVERTED in found and CONFIG not in found:
-        raise ValueError(f"{folder} holds an unfinished conversion: delete it, or name another folder")
+        raise ValueError(f"{folder} {_UNCERTAIN}")
     raise ValueError(f"{folder} is not an empty folder")
 
 
@@ -77,6 +78,10 @@ def _lock(mark: BinaryIO, folder: Path) -> None:
         raise ValueError(f"another process converts into {folder}") from error
     except FileNotFoundError:
         is_there = False
+    except OSError as error:  # a file system without locks
+        if mark.seek(0, os.SEEK_END):
+            raise ValueError(f"{folder} {_UNCERTAIN}") from error
+        is_there = True
     if not is_there:  # another process has ended its conversion since it was opened
         raise ValueError(f"{folder} is not an empty folder")
 
@@ -87,7 +92,7 @@ def _listed(mark: BinaryIO) -> list[str]:
     mark.seek(0)
     try:
         listed = json.loads(mark.read())
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
     return [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -140,6 +141,21 @@ def test_a_conversion_that_runs_is_not_touched(tmp_path, capsys):
         assert convert_checkpoint.main([str(source), str(out)]) == 2
     assert f"another process converts into {out}" in capsys.readouterr().err
     assert contents(out) == before
+
+
+def test_without_locks_only_a_new_folder_is_written(tmp_path, capsys, monkeypatch):
+    source, out = checkpoints.write(tmp_path / "hf", "gqa2"), tmp_path / "out"
+    killed(source, out, "write_config")
+    before = contents(out)
+
+    def flock(file, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert convert_checkpoint.main([str(source), str(out)]) == 2
+    assert "holds an unfinished conversion, which may be running" in capsys.readouterr().err
+    assert contents(out) == before
+    assert convert_checkpoint.main([str(source), str(tmp_path / "new")]) == 0
 
 
 @pytest.mark.parametrize("exists", [True, False])
