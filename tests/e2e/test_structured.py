@@ -182,7 +182,7 @@ def test_hostile_grammars_cost_their_senders_only(server):
 def test_offline_and_batch_files_take_the_same_fields(built, monkeypatch):
     from scripts import llm
 
-    def build(settings, report, tokenizer):
+    def build(settings, report, tokenizer, **_):
         size, ends = built.info.vocab_size, built.eos_token_ids
         grammars = TokenGrammars(lambda: vocabulary_of(tokenizer(size), vocab_size=size, end_ids=ends))
         return built.engine(grammars=grammars), built.info

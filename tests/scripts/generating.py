@@ -91,7 +91,7 @@ def main() -> int:
     count, name, *flags = sys.argv[1:]
     SignallingJournal.num_left, SignallingJournal.signal = int(count), signal.Signals[name]
     generate.Journal = SignallingJournal
-    llm_module.build = lambda settings, report, tokenizer: build_fake(settings.max_queue, report)
+    llm_module.build = lambda settings, report, tokenizer, **_: build_fake(settings.max_queue, report)
     return generate.main(["--load-format", "dummy", "--served-model-name", "m", *flags])
 
 
