@@ -1,0 +1,1 @@
+"""Short programs that use the server or the engine. The server must run: `scripts/serve`."""
