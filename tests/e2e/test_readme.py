@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -54,24 +53,11 @@ def test_the_official_client_talks_to_the_server(server, capsys):
     assert "82" in capsys.readouterr().out
 
 
-def test_a_tool_is_called(server, capsys):
-    run_against(server, example("tool_calls"))
-    assert capsys.readouterr().out == "347 * 21 = 7287.\n"
-
-
 def test_offline_generation_from_python(settings, built, monkeypatch, capsys):
     # The same shapes as the other tests', so that no program is compiled anew.
     monkeypatch.setattr(llm, "LLM", partial(llm.LLM, device="cpu", compile_cache=settings.compile_cache, **LIMITS))
     exec(example("from scripts.llm import LLM"), {})
     assert "82" in capsys.readouterr().out
-
-
-def test_a_batch_file(engine_flags, tmp_path):
-    flags = " ".join(["--output answers.jsonl --device cpu", *engine_flags])
-    run_in(tmp_path, example("scripts.generate"), ("--output answers.jsonl", flags))
-    answers = [json.loads(line)["response"]["body"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
-    assert "82" in answers[0]["choices"][0]["message"]["content"]
-    assert answers[1]["usage"]["completion_tokens"] == 20
 
 
 def test_a_benchmark_run(server, tmp_path):
@@ -80,4 +66,4 @@ def test_a_benchmark_run(server, tmp_path):
 
 
 def test_every_example_is_run_here():
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) == 3
