@@ -145,7 +145,8 @@ def _small_files(source: ModelSource) -> tuple[dict[str, Any], dict[str, bytes]]
         from scripts.wiring.gguf_files import small_files
 
         return small_files(source.path)
-    paths = {path.name: path for pattern in SMALL_FILES for path in sorted(source.path.glob(pattern))}
+    found = [path for pattern in SMALL_FILES for path in sorted(source.path.glob(pattern))]
+    paths = {str(path.relative_to(source.path)): path for path in found}
     for path in paths.values():
         check_size(path, MAX_TOKENIZER_BYTES)
     files = {name: path.read_bytes() for name, path in paths.items() if name not in _NOT_COPIED}

@@ -211,6 +211,7 @@ class LLM:
         """Ends the engine and its threads. May be called again."""
         self.engine.shutdown()
         self._thread.close()
+        self._state.close()
 
     def __enter__(self) -> Self:
         return self

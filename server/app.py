@@ -33,19 +33,26 @@ from server.engine.client import EngineClient
 from server.engine.group import EngineGroup
 from server.http.errors import NOT_FOUND, RequestError
 from server.settings import Settings
-from server.text.chat_template import ChatTemplate
+from server.text.template_runner import ServedTemplate, TemplateRunner
 from server.text.tokenizer import Tokenizer
+from server.text.tokenizer_files import ChatTemplates
 from server.text.tool_calls.formats import DEFAULT_FORMAT, FORMATS, format_in
 
 logger = logging.getLogger("pallas_serve")
 
 
-def create_state(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> ServerState:
-    """Raises TemplateError if the chat template is not valid Jinja."""
-    source = settings.chat_template or tokenizer.chat_template or ""
-    template = None
-    if source:
-        template = ChatTemplate(source, special_tokens=tokenizer.special_tokens, variables=tokenizer.template_variables)
+def create_state(
+    settings: Settings, client: EngineClient, tokenizer: Tokenizer, runner: TemplateRunner | None = None
+) -> ServerState:
+    """Close the state in the end. It has a `runner` of its own if none is given. Raises TemplateError if a chat
+    template is not valid Jinja."""
+    runner = runner or TemplateRunner()
+    replacement = settings.chat_template
+    sources = ChatTemplates(default=replacement) if replacement else tokenizer.chat_templates
+    template, tool_template = (
+        ServedTemplate(source, tokenizer, runner, timeout_s=settings.template_timeout_s) if source else None
+        for source in (sources.default, sources.tool_use)
+    )
     engines: Sequence[EngineClient] = client.engines if isinstance(client, EngineGroup) else [client]
     return ServerState(
         settings=settings,
@@ -53,8 +60,10 @@ def create_state(settings: Settings, client: EngineClient, tokenizer: Tokenizer)
         engines=engines,
         tokenizer=tokenizer,
         chat_template=template,
+        tool_template=tool_template or template,
+        templates=runner,
         history=StatsHistory(lambda: client.stats),
-        call_format=FORMATS[_call_format(settings, source)],
+        call_format=FORMATS[_call_format(settings, sources.tool_use or sources.default or "")],
         metrics=ServerMetrics(engines, prefix=settings.metrics_prefix, model_name=settings.model_names[0]),
     )
 

@@ -102,7 +102,8 @@ async def _run(
                 if on_ready is not None:
                     on_ready(url_of(listener, settings))
 
-            return await serve(state, client, server, signalled, listener, on_started)
+            with contextlib.closing(state):
+                return await serve(state, client, server, signalled, listener, on_started)
     except EngineFailedError as error:
         raise error.after("The engine could not start") from error
     finally:

@@ -140,7 +140,7 @@ class Settings:
     max_embedding_inputs: int = 2048  # of one HTTP request
     max_choices: int = 128  # sequences of one HTTP request: prompts times n
     max_request_logprobs: int = DEFAULT_MAX_REQUEST_LOGPROBS  # of one HTTP request: see score_limit
-    template_timeout_s: float = 10.0  # for the chat template of one long conversation, or of one with variables
+    template_timeout_s: float = 10.0  # for the chat template of one conversation
     grace_period_s: float = 30.0  # after SIGTERM, for running requests
     heartbeat_timeout_s: float = 60.0  # an engine silent for longer is reported as unhealthy
     death_linger_s: float = 3.0  # after the engine's death /health answers 503 for this time, then the server exits

@@ -11,14 +11,15 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from model.inputs.limits import MAX_TOKENIZER_BYTES
 from model.inputs.remote import RemotePath
 
-SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model")
+TOOL_USE_FILE = "additional_chat_templates/tool_use.jinja"
+SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model", TOOL_USE_FILE)
 _IN_USE_S = 3600.0  # a copy that was used so recently stays: another start may be reading it
 _FILES_AT_ONCE = 8
 
@@ -29,7 +30,7 @@ def fetched_folder(
     patterns: Sequence[str] = SMALL_FILES,
     max_bytes: int | None = MAX_TOKENIZER_BYTES,
 ) -> Path:
-    """The folder with copies of those files in `folder` whose names match.
+    """The folder with copies of those files in `folder` whose names match. A pattern with a slash is a path.
 
     Args:
         copies: where all copies are kept.
@@ -37,35 +38,39 @@ def fetched_folder(
     Raises:
         FileNotFoundError, ValueError: as `RemotePath`; also if a file is longer than `max_bytes`.
     """
-    entries = [entry for entry in folder.iterdir() if any(Path(entry.name).match(pattern) for pattern in patterns)]
+    named = [pattern for pattern in patterns if "/" not in pattern]
+    entries = {entry.name: entry for entry in folder.iterdir() if any(Path(entry.name).match(one) for one in named)}
+    entries |= {pattern: folder / pattern for pattern in patterns if pattern not in named}
     with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-        files = [
-            entry for entry, is_file in zip(entries, pool.map(RemotePath.is_file, entries), strict=True) if is_file
-        ]
+        are_files = pool.map(RemotePath.is_file, entries.values())
+        files = {name: file for (name, file), is_file in zip(entries.items(), are_files, strict=True) if is_file}
     return _copied(folder, files, copies, max_bytes=max_bytes)
 
 
 def fetched_file(file: RemotePath, copies: Path, max_bytes: int | None = None) -> Path:
     """The copy of one file. Otherwise as `fetched_folder`."""
-    return _copied(file, [file], copies, max_bytes=max_bytes) / file.name
+    return _copied(file, {file.name: file}, copies, max_bytes=max_bytes) / file.name
 
 
-def _copied(url: RemotePath, files: Sequence[RemotePath], copies: Path, max_bytes: int | None) -> Path:
+def _copied(url: RemotePath, files: Mapping[str, RemotePath], copies: Path, max_bytes: int | None) -> Path:
+    """`files`: by their paths in the folder of copies."""
     with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-        versions = list(pool.map(RemotePath.version, files))
-        sizes = list(pool.map(lambda file: file.stat().st_size, files))
-        for file, size in zip(files, sizes, strict=True):
+        versions = list(pool.map(RemotePath.version, files.values()))
+        sizes = list(pool.map(lambda file: file.stat().st_size, files.values()))
+        for file, size in zip(files.values(), sizes, strict=True):
             if max_bytes is not None and size > max_bytes:
                 raise ValueError(f"{file} has {size} bytes; at most {max_bytes} are read")
         of_url = copies / _digest(str(url))
-        found = of_url / _digest(*(f"{file.name} {version}" for file, version in zip(files, versions, strict=True)))
+        found = of_url / _digest(*(f"{name} {version}" for name, version in zip(files, versions, strict=True)))
         if found.is_dir():
             os.utime(found)
             return found
         of_url.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(prefix="part-", dir=of_url))
         try:
-            list(pool.map(lambda file: file.copy_to(part / file.name), files))
+            for name in files:
+                (part / name).parent.mkdir(exist_ok=True)
+            list(pool.map(lambda item: item[1].copy_to(part / item[0]), files.items()))
             try:
                 part.rename(found)
             except OSError:

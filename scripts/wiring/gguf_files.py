@@ -14,7 +14,8 @@ from server.text.gguf_tokenizer import read_gguf_tokenizer
 def small_files(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The content of `config.json`, and the tokenizer's files by name. ValueError if the metadata cannot be used."""
     tokenizer = read_gguf_tokenizer(path)
-    settings = tokenizer.variables | ({"chat_template": tokenizer.chat_template} if tokenizer.chat_template else {})
+    template = tokenizer.chat_templates.for_transformers()
+    settings = tokenizer.variables | ({"chat_template": template} if template else {})
     files = {
         "tokenizer.json": tokenizer.backend.to_str(pretty=True).encode(),
         "tokenizer_config.json": (json.dumps(settings, indent=2) + "\n").encode(),

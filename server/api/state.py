@@ -20,7 +20,7 @@ from server.http.body import BodyLimits
 from server.http.errors import RequestError, model_not_found
 from server.http.turns import Turns
 from server.settings import Settings
-from server.text.chat_template import ChatTemplate
+from server.text.template_runner import ServedTemplate, TemplateRunner
 from server.text.tokenizer import Tokenizer
 from server.text.tool_calls.parser import CallParser
 
@@ -35,7 +35,9 @@ class ServerState:
     client: EngineClient
     engines: Sequence[EngineClient]  # the client, or the engines of its group
     tokenizer: Tokenizer
-    chat_template: ChatTemplate | None  # None: the tokenizer has none
+    chat_template: ServedTemplate | None  # None: the tokenizer has none
+    tool_template: ServedTemplate | None  # for conversations with tools
+    templates: TemplateRunner
     call_format: type[CallParser]  # of the model's tool calls
     metrics: ServerMetrics
     history: StatsHistory
@@ -85,6 +87,10 @@ class ServerState:
                 generation.fail(error)
                 ended.append(id)
         return ended
+
+    def close(self) -> None:
+        """Ends the processes that run templates."""
+        self.templates.close()
 
     def check_model(self, name: str | None) -> str:
         """The model's name in answers; without `name`, the server's first name. Raises RequestError 404."""

@@ -100,7 +100,8 @@ class _Member:
                 await self._tell("/started", Started(given.door), timeout_s=None)
                 self._row.set_connections(0)
                 counting = asyncio.create_task(self._count(state))
-                code = await serve(state, client, server, self._ending, given.listener, lambda: None)
+                with contextlib.closing(state):
+                    code = await serve(state, client, server, self._ending, given.listener, lambda: None)
                 counting.cancel()
             inside.should_exit = True
             await serving_inside

@@ -1,19 +1,22 @@
 """Renders a conversation with the tokenizer's chat template. The users' text never becomes a control token.
 
+This runs in a process that may be killed (`template_process`), never in the server's own.
+
 A template is a program that joins its own control tokens and the users' text into one string. In that string the two
 look the same. So the template runs twice: on the conversation itself, and on the conversation with its text masked.
 The mask replaces every character that occurs in a special token by one character that occurs in none. Then all special
 tokens in the masked rendering are the template's own, even if the template trims, joins or cuts the text. Masking keeps
 lengths, so the control tokens have the same positions in the plain rendering. The rest is encoded as plain text.
 
-A template that inspects the text (`if '</think>' in content`) may render the masked text differently. A comparison of
-the two renderings shows this. Then a lighter mask is tried: a mark before each character that can begin a special
-token. It is used only if it gives the plain rendering and the control tokens of the masked rendering. If this fails
-too, the text is rendered under a mask that can be undone afterwards. On all paths the users' text stays plain text.
+Templates branch on text (`if '</think>' in content`, `if schema.type == 'array'`). A masked text answers such
+questions as the text itself (`MaskedText`), so both renderings take the same branches. This does not reach texts that
+the template has made of several (`content ~ ''`). A comparison of the two renderings shows where they differ. Then a
+lighter mask is tried: a mark before each character that can begin a special token. It is used only if it gives the
+plain rendering and the control tokens of the masked rendering. If this fails too, the text is rendered under a mask
+that can be undone afterwards. On all paths the users' text stays plain text.
 
 Roles that every template knows (ROLES), and roles that this template compares with, are not masked. All other roles are
-masked like text. The field names that templates look up in messages, tools and documents (FIELDS) are not masked
-either. All other keys are masked like text.
+masked like text.
 """
 
 from __future__ import annotations
@@ -24,20 +27,13 @@ from typing import Any
 import jinja2.nodes
 
 from model.inputs.limits import MAX_TEMPLATE_BYTES
-from server.text.masking import Change, Mask, Substitution, free_characters, map_strings, translated
+from server.text.masking import Change, Mask, MaskedText, Substitution, free_characters, masked_strings, translated
 from server.text.special_tokens import Part, SpecialTokens
 from server.text.template_environment import template_environment
+from server.text.template_messages import TemplateError
 
-FIELDS = frozenset(
-    "role content name tool_calls tool_call_id id type function description parameters arguments strict return "
-    "properties required items enum default anyOf additionalProperties title text doc_id".split()
-)
 ROLES = frozenset({"system", "user", "assistant", "tool", "ipython"})
 _TWO_CALLS = [{"type": "function", "id": id, "function": {"name": "f", "arguments": {}}} for id in ("call_1", "call_2")]
-
-
-class TemplateError(ValueError):
-    """The template refuses the conversation or cannot be run. The message may be shown to the client."""
 
 
 class ChatTemplate:
@@ -53,9 +49,9 @@ class ChatTemplate:
             self._template = environment.from_string(source)
             tree = environment.parse(source)
             names = tree.find_all(jinja2.nodes.Name)
-            self._reads = frozenset(name.name for name in names if name.ctx == "load")
+            self.variables_read = frozenset(name.name for name in names if name.ctx == "load")
             self._roles = ROLES | _compared_names(tree)
-        except Exception as error:  # Jinja's errors, and Python's errors in the code that Jinja generates
+        except Exception as error:  # Jinja's errors, and Python's in the code that Jinja generates: a MemoryError, too
             raise TemplateError(f"The chat template is not valid: {error or type(error).__name__}") from error
         self._variables = dict(variables)
         special_tokens = list(special_tokens)
@@ -63,10 +59,6 @@ class ChatTemplate:
         self._letters = sorted({char for token in special_tokens for char in token if not char.isspace()})
         self._initials = {token[0] for token in special_tokens}
         self._mask = Mask(self._letters)
-
-    def reads(self, variable: str) -> bool:
-        """Whether the template uses a variable, such as `tools` or `documents`."""
-        return variable in self._reads
 
     def render(
         self,
@@ -90,11 +82,11 @@ class ChatTemplate:
             (end,) = self._free_characters([messages, extra], 1)
             messages = [*messages[:-1], _with_end(messages[-1], end)]
 
-        def rendering(change: Change) -> str:
+        def rendering(change: Change | None) -> str:
             text = self._run(messages, add_generation_prompt, extra, change)
             return _cut_at(text, end) if end else text
 
-        plain = rendering(lambda text: text)
+        plain = rendering(None)
         masked = _try(rendering, self._mask)
         if masked is not None:
             parts = self._cut_like(plain, masked)
@@ -134,26 +126,30 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool,
         extra: Mapping[str, Any],
-        change: Change,
+        change: Change | None,
     ) -> str:
-        """Renders the conversation with `change` applied to every string except known roles and field names."""
-
-        def changed_role(role: str) -> str:
-            return role if role in self._roles else change(role)
-
-        changed = [_change_fields(message, change) | {"role": changed_role(message["role"])} for message in messages]
-        own = {"messages": changed, "add_generation_prompt": add_generation_prompt}
-        variables = {"tools": None, "documents": None} | _change_fields(extra, change) | self._variables | own
+        """Renders the conversation, with all strings but known roles under the mask `change`, if there is one."""
+        own: dict[str, Any] = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
+            if change is not None:
+                own["messages"] = [self._masked_message(message, change) for message in messages]
+                extra = _masked_fields(extra, change)
+            variables = {"tools": None, "documents": None, **extra} | self._variables | own
             return self._template.render(variables)  # not as keywords: a variable may be called `self`
+        except MemoryError:
+            raise
         except Exception as error:  # templates are untrusted: every exception is a refusal
             raise TemplateError(f"The chat template cannot render this conversation: {error}") from error
+
+    def _masked_message(self, message: Mapping[str, Any], change: Change) -> dict[str, Any]:
+        role = message["role"]
+        return _masked_fields(message, change) | {"role": role if role in self._roles else MaskedText(role, change)}
 
     def _takes_two_calls(self) -> bool:
         """Whether a message may have several tool calls. Llama 3.1's template raises an error for more than one."""
         asked: dict[str, Any] = {"role": "user", "content": ""}
         messages = [asked, {"role": "assistant", "content": "", "tool_calls": _TWO_CALLS}]
-        return _try(lambda change: self._run(messages, True, {}, change), str) is not None
+        return _try(lambda change: self._run(messages, True, {}, change), None) is not None
 
 
 def _compared_names(tree: jinja2.nodes.Template) -> frozenset[str]:
@@ -164,15 +160,15 @@ def _compared_names(tree: jinja2.nodes.Template) -> frozenset[str]:
     return frozenset(value for value in compared if isinstance(value, str) and value.isidentifier())
 
 
-def _try(rendering: Callable[[Change], str], change: Change) -> str | None:
+def _try(rendering: Callable[[Change | None], str], change: Change | None) -> str | None:
     try:
         return rendering(change)
     except TemplateError:
         return None
 
 
-def _change_fields(fields: Mapping[str, Any], change: Change) -> dict[str, Any]:
-    return {name: map_strings(value, change, FIELDS) for name, value in fields.items()}
+def _masked_fields(fields: Mapping[str, Any], change: Change) -> dict[str, Any]:
+    return {name: masked_strings(value, change) for name, value in fields.items()}
 
 
 def _with_single_calls(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

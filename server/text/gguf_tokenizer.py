@@ -1,4 +1,4 @@
-"""The tokenizer and the chat template in the metadata of a GGUF file.
+"""The tokenizer and the chat templates in the metadata of a GGUF file.
 
 The file names its pre-tokenizer instead of describing it. Only Llama 3's is known here.
 """
@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from model.inputs.gguf import CONTROL, UNUSED, USER_DEFINED, GgufFile
 from model.inputs.limits import MAX_TEMPLATE_BYTES
 from model.inputs.words import shown
+from server.text.tokenizer_files import TOOL_USE, ChatTemplates
 
 # Three names of one pre-tokenizer in llama.cpp. A word of the vocabulary is not merged, and BOS begins every text.
 LLAMA_3 = ("llama-bpe", "llama3", "llama-v3")
@@ -31,7 +32,7 @@ class GgufTokenizer:
 
     backend: Tokenizer
     variables: dict[str, str]  # bos_token, eos_token and so on
-    chat_template: str | None
+    chat_templates: ChatTemplates
 
 
 def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
@@ -44,7 +45,10 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
             variables={
                 name: tokens[id] for name, key in _NAMED.items() if (id := _id(metadata, key, tokens)) is not None
             },
-            chat_template=_template(metadata),
+            chat_templates=ChatTemplates(
+                default=_template(metadata, "tokenizer.chat_template"),
+                tool_use=_template(metadata, f"tokenizer.chat_template.{TOOL_USE}"),
+            ),
         )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -147,10 +151,10 @@ def _id(metadata: Mapping[str, Any], name: str, tokens: list[str]) -> int | None
     return id
 
 
-def _template(metadata: Mapping[str, Any]) -> str | None:
-    template = metadata.get("tokenizer.chat_template")
+def _template(metadata: Mapping[str, Any], key: str) -> str | None:
+    template = metadata.get(key)
     if template is None:
         return None
     if not isinstance(template, str) or len(template.encode()) > MAX_TEMPLATE_BYTES:
-        raise ValueError(f"tokenizer.chat_template is not a text of at most {MAX_TEMPLATE_BYTES} bytes")
+        raise ValueError(f"{key} is not a text of at most {MAX_TEMPLATE_BYTES} bytes")
     return template

@@ -1,4 +1,4 @@
-"""Masks for text: each replaces single characters by single characters, so lengths stay the same."""
+"""Masks for text, and texts that a template sees as they are and shows masked."""
 
 from __future__ import annotations
 
@@ -12,6 +12,55 @@ SLICE_CHARS = 32 * 1024
 _STAND_IN = re.compile("[\U00100000-\U0010fffd]")
 
 Change = Callable[[str], str]
+
+
+class MaskedText(str):
+    """A text that is shown masked and compared unmasked: a template takes the same branches as for the text itself.
+
+    Everything that joins, prints or encodes strings reads the masked text, as does all of C. Comparisons, hashes and
+    searches are answered for the text. A piece of the text (a slice, a strip, a split) is such a text again. The names
+    begin with an underscore, which the sandbox forbids to templates.
+    """
+
+    __slots__ = ("_change", "_text")
+    _change: Change
+    _text: str
+
+    def __new__(cls, text: str, change: Change) -> MaskedText:
+        masked = super().__new__(cls, change(text))
+        masked._change, masked._text = change, text
+        return masked
+
+    def __iter__(self) -> Iterator[str]:
+        return (MaskedText(char, self._change) for char in self._text)
+
+
+def _unmasked(value: Any) -> Any:
+    if isinstance(value, tuple):  # of `startswith`
+        return tuple(map(_unmasked, value))
+    return value._text if isinstance(value, MaskedText) else value
+
+
+def _on_the_text(name: str) -> Callable[..., Any]:
+    """A method of `str` that works on the unmasked text. Strings in its result are masked."""
+    method = getattr(str, name)
+
+    def of_text(self: MaskedText, *args: Any, **kwargs: Any) -> Any:
+        result = method(self._text, *map(_unmasked, args), **{name: _unmasked(arg) for name, arg in kwargs.items()})
+        if isinstance(result, (list, tuple)):
+            return type(result)(MaskedText(piece, self._change) for piece in result)
+        return MaskedText(result, self._change) if isinstance(result, str) else result
+
+    return of_text
+
+
+for _name in (
+    "__contains__ __eq__ __ge__ __getitem__ __gt__ __hash__ __le__ __len__ __lt__ __ne__ capitalize casefold count "
+    "endswith find index isalnum isalpha isascii isdecimal isdigit isidentifier islower isnumeric isprintable isspace "
+    "istitle isupper lower lstrip partition removeprefix removesuffix rfind rindex rpartition rsplit rstrip split "
+    "splitlines startswith strip swapcase title upper"
+).split():
+    setattr(MaskedText, _name, _on_the_text(_name))
 
 
 class Mask:
@@ -83,12 +132,12 @@ def strings_of(value: Any) -> Iterator[str]:
             stack += item
 
 
-def map_strings(value: Any, change: Change, fields: Collection[str] = ()) -> Any:
-    """A JSON-like value with `change` applied to every string, and to every key that is not in `fields`."""
+def masked_strings(value: Any, change: Change) -> Any:
+    """A JSON-like value with every string and every key as a MaskedText."""
     if isinstance(value, str):
-        return change(value)
+        return MaskedText(value, change)
     if isinstance(value, Mapping):
-        return {key if key in fields else change(key): map_strings(item, change, fields) for key, item in value.items()}
+        return {MaskedText(key, change): masked_strings(item, change) for key, item in value.items()}
     if isinstance(value, Sequence):
-        return [map_strings(item, change, fields) for item in value]
+        return [masked_strings(item, change) for item in value]
     return value

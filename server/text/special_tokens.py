@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from server.text.tokenizer import Tokenizer
+if TYPE_CHECKING:  # the processes that run templates need no tokenizer
+    from server.text.tokenizer import Tokenizer
 
 WINDOW = 8192  # characters per search; a search holds the interpreter's lock, for a few milliseconds at most
 

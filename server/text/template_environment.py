@@ -1,52 +1,88 @@
-"""The Jinja environment that Hugging Face chat templates are written for: `transformers`' own, sandboxed."""
+"""The Jinja environment that Hugging Face chat templates are written for, with the tags, filters and globals that
+`transformers` gives to templates. It is made anew here because the import of `transformers` takes most of a second."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from typing import Any, NoReturn
 
-from jinja2.compiler import CodeGenerator
-from jinja2.nodes import Expr, Impossible, TemplateData
-from jinja2.runtime import Context
+from jinja2 import Environment, TemplateRuntimeError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-MAX_BITS = 100_000  # of a power or product of integers
-MAX_REPEATED = 1_000_000  # items of a string or list that is repeated with `*`
+from jinja2.utils import Namespace
 
 
-def template_environment() -> ImmutableSandboxedEnvironment:
-    """The environment of `transformers`, with its tags, filters and globals. It computes nothing at compile time."""
-    from server.text.transformers_parts import compile_jinja_template
-
-    # No function returns the environment, so it is read from a compiled template. The overlay is a copy to change.
-    environment: ImmutableSandboxedEnvironment = compile_jinja_template("").environment.overlay(optimized=False)
-    environment.code_generator_class = _CodeGenerator
-    environment.intercepted_binops = frozenset(("**", "*"))
-    setattr(environment, "call_binop", _bounded_operation)  # noqa: B010 - mypy rejects an assignment to a method
+def template_environment() -> Environment:
+    """A sandbox: templates reach no attribute of Python's own and change no value that they are given."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, LoopControlExtension]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda format: datetime.now().strftime(format),
+        "dict": _Dict(),
+        "namespace": _namespace,
+    }
     return environment
 
 
-def _bounded_operation(context: Context, operator: str, left: Any, right: Any) -> Any:
-    """`left ** right` or `left * right`. Raises OverflowError if the result is too large.
+class _GenerationTag(Extension):
+    """`{% generation %}`, which marks the assistant's text for training: here it means nothing."""
 
-    Such an operation is one call into C. It holds the interpreter's lock, and no time limit interrupts it.
-    """
-    if operator == "**":
-        if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MAX_BITS:
-            raise OverflowError(f"{operator}: the result has more than {MAX_BITS} bits")
-        return left**right
-    for repeated, count in ((left, right), (right, left)):
-        if isinstance(count, int):
-            if isinstance(repeated, int) and repeated.bit_length() + count.bit_length() > MAX_BITS:
-                raise OverflowError(f"{operator}: the result has more than {MAX_BITS} bits")
-            if isinstance(repeated, (str, bytes, list, tuple)) and len(repeated) * count > MAX_REPEATED:
-                raise OverflowError(f"{operator}: the result has more than {MAX_REPEATED} items")
-    return left * right
+    tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_text"), [], [], body).set_lineno(line)
+
+    def _text(self, caller: Callable[[], str]) -> str:
+        return caller()
 
 
-class _CodeGenerator(CodeGenerator):
-    """Computes no expression at compile time: `{{ 10 ** (10 ** 10) }}` would block the start forever."""
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes `<`, `>`, `&` and `'`."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    def _output_child_to_const(self, node: Expr, frame: Any, finalize: Any) -> str:
-        if not isinstance(node, TemplateData):
-            raise Impossible
-        return super()._output_child_to_const(node, frame, finalize)
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateRuntimeError(message)
+
+
+class _Dict:
+    """`dict` without the attributes of the class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
+
+def _namespace(*args: Any, **kwargs: Any) -> Namespace:
+    values = dict(*args, **kwargs)
+    for name in values:
+        _check_name(name)
+    return _Namespace(values)
+
+
+class _Namespace(Namespace):
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace has no names that begin with an underscore, such as {name!r}")

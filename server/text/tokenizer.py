@@ -21,7 +21,7 @@ from model.inputs.limits import MAX_TOKENIZER_BYTES, MAX_VOCAB_SIZE
 from model.inputs.words import shown
 from server.text.gguf_tokenizer import read_gguf_tokenizer
 from server.text.tiktoken_model import DEFAULT_TOKENS, tokenizer_from_tiktoken
-from server.text.tokenizer_files import chat_template, special_tokens
+from server.text.tokenizer_files import ChatTemplates, chat_templates, special_tokens
 
 if TYPE_CHECKING:
     from server.text.transformers_parts import FastTokenizer
@@ -41,7 +41,7 @@ class Tokenizer(Protocol):
     special_tokens: dict[str, int]
     max_token_chars: int  # no token stands for more characters of text than this
     template_variables: dict[str, str]  # bos_token, eos_token and so on
-    chat_template: str | None
+    chat_templates: ChatTemplates
 
     def encode_plain(self, texts: list[str]) -> list[list[int]]:
         """Each text's ids. The text of a special token is encoded as plain text. Releases the GIL."""
@@ -67,7 +67,7 @@ class ByteLevelTokenizer:
         backend: tokenizers.Tokenizer,
         *,
         config: Mapping[str, str],
-        chat_template: str | None,
+        chat_template: str | ChatTemplates | None,
         vocab_size: int = MAX_VOCAB_SIZE,
     ) -> None:
         if not isinstance(backend.decoder, tokenizers.decoders.ByteLevel):
@@ -78,7 +78,9 @@ class ByteLevelTokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self.chat_template = chat_template
+        if not isinstance(chat_template, ChatTemplates):
+            chat_template = ChatTemplates(default=chat_template)
+        self.chat_templates: ChatTemplates = chat_template
         added = backend.get_added_tokens_decoder()
         self.special_tokens = {token.content: id for id, token in added.items() if token.special}
         self.special_ids = frozenset(self.special_tokens.values())
@@ -109,7 +111,7 @@ class ByteLevelTokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path, *, vocab_size: int = MAX_VOCAB_SIZE) -> ByteLevelTokenizer:
-        """Reads `tokenizer.json` (or a tiktoken-style `tokenizer.model`), `tokenizer_config.json` and the template.
+        """Reads `tokenizer.json` (or a tiktoken-style `tokenizer.model`), `tokenizer_config.json` and the templates.
 
         In place of a folder there may be a GGUF file, which holds all of them.
 
@@ -117,7 +119,7 @@ class ByteLevelTokenizer:
         """
         if is_gguf(folder):
             found = read_gguf_tokenizer(folder)
-            return cls._checked(folder, found.backend, found.variables, found.chat_template, vocab_size)
+            return cls._checked(folder, found.backend, found.variables, found.chat_templates, vocab_size)
         if (folder / "tokenizer.json").exists():
             path, read, variables = folder / "tokenizer.json", _read_backend, {}
         elif (folder / "tokenizer.model").exists():
@@ -126,9 +128,9 @@ class ByteLevelTokenizer:
         else:
             raise ValueError(f"{folder} holds neither tokenizer.json nor tokenizer.model")
         variables |= special_tokens(folder)
-        template = chat_template(folder)
+        templates = chat_templates(folder)
         check_size(path, MAX_TOKENIZER_BYTES)
-        return cls._checked(path, read(path), variables, template, vocab_size)
+        return cls._checked(path, read(path), variables, templates, vocab_size)
 
     @classmethod
     def _checked(
@@ -136,12 +138,12 @@ class ByteLevelTokenizer:
         path: Path,
         backend: tokenizers.Tokenizer,
         variables: Mapping[str, str],
-        template: str | None,
+        templates: ChatTemplates,
         vocab_size: int,
     ) -> ByteLevelTokenizer:
         """With the file's path in the error."""
         try:
-            return cls(backend, config=variables, chat_template=template, vocab_size=vocab_size)
+            return cls(backend, config=variables, chat_template=templates, vocab_size=vocab_size)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
@@ -159,11 +161,12 @@ class ByteLevelTokenizer:
         return [*before, *ids, *after]
 
     def to_transformers(self) -> FastTokenizer:
-        """A tokenizer of transformers, with the same vocabulary, named tokens and chat template."""
+        """A tokenizer of transformers, with the same vocabulary, named tokens and chat templates."""
         from server.text.transformers_parts import fast_tokenizer
 
         copied = tokenizers.Tokenizer.from_str(self._backend.to_str())
-        return fast_tokenizer(tokenizer_object=copied, chat_template=self.chat_template, **self.template_variables)
+        template = self.chat_templates.for_transformers()
+        return fast_tokenizer(tokenizer_object=copied, chat_template=template, **self.template_variables)
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:

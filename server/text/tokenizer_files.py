@@ -1,4 +1,4 @@
-"""The small files next to a tokenizer: the tokens that templates use by name, and the chat template.
+"""The small files next to a tokenizer: the tokens that templates use by name, and the chat templates.
 
 `transformers.AutoTokenizer` does not replace this: it refuses a token that is an object without `__type`, its errors do
 not name the file, and it parses `tokenizer.json` in Python before `tokenizers` reads it (Llama 3: 0.26 s and 80 MB).
@@ -6,14 +6,38 @@ not name the file, and it parses `tokenizer.json` in Python before `tokenizers` 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
+from model.inputs.fetched import TOOL_USE_FILE
 from model.inputs.json_file import read_fields, read_text
 from model.inputs.limits import MAX_TEMPLATE_BYTES
 from model.inputs.schema import TEXT, described_as
+
+TOOL_USE = "tool_use"  # the name of the template for conversations with tools
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatTemplates:
+    """The sources of a model's chat templates, as `transformers` chooses among named ones."""
+
+    default: str | None = None
+    tool_use: str | None = None  # for conversations with tools; None: the default one
+
+    @classmethod
+    def named(cls, templates: Mapping[str, str]) -> ChatTemplates:
+        """Of several templates: those called "default" and "tool_use"."""
+        return cls(default=templates.get("default"), tool_use=templates.get(TOOL_USE))
+
+    def for_transformers(self) -> str | dict[str, str] | None:
+        """The value of `chat_template` in `tokenizer_config.json` and of a tokenizer of `transformers`."""
+        if self.tool_use is None:
+            return self.default
+        return {"default": self.default, TOOL_USE: self.tool_use} if self.default else {TOOL_USE: self.tool_use}
 
 
 class _SpecialToken(msgspec.Struct):
@@ -45,7 +69,7 @@ class _NamedTemplate(msgspec.Struct):
 
 
 class _TokenizerConfigFile(_SpecialTokensFile):
-    """`tokenizer_config.json`. If it has several templates, the one called "default" is for plain conversations."""
+    """`tokenizer_config.json`."""
 
     chat_template: (
         Annotated[
@@ -57,11 +81,11 @@ class _TokenizerConfigFile(_SpecialTokensFile):
         | None
     ) = None
 
-    def template(self) -> str | None:
+    def templates(self) -> ChatTemplates:
         template = self.chat_template
         if isinstance(template, list):
             template = {entry.name: entry.template for entry in template}
-        return template.get("default") if isinstance(template, dict) else template
+        return ChatTemplates.named(template) if isinstance(template, dict) else ChatTemplates(default=template)
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
@@ -71,10 +95,12 @@ def special_tokens(folder: Path) -> dict[str, str]:
     return tokens | _tokenizer_config(folder).by_name()
 
 
-def chat_template(folder: Path) -> str | None:
-    """The template of `chat_template.jinja`; if there is no such file, that of `tokenizer_config.json`."""
-    path = folder / "chat_template.jinja"
-    return read_text(path, MAX_TEMPLATE_BYTES) if path.exists() else _tokenizer_config(folder).template()
+def chat_templates(folder: Path) -> ChatTemplates:
+    """The templates of `chat_template.jinja` and `additional_chat_templates/`. If there is no such file, those of
+    `tokenizer_config.json`."""
+    paths = {"default": folder / "chat_template.jinja", TOOL_USE: folder / TOOL_USE_FILE}
+    files = {name: read_text(path, MAX_TEMPLATE_BYTES) for name, path in paths.items() if path.exists()}
+    return ChatTemplates.named(files) if files else _tokenizer_config(folder).templates()
 
 
 def _tokenizer_config(folder: Path) -> _TokenizerConfigFile:

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
 
 from transformers.convert_slow_tokenizer import TikTokenConverter  # noqa: E402
-from transformers.utils.chat_template_utils import _compile_jinja_template as compile_jinja_template  # noqa: E402
 
-__all__ = ["FastTokenizer", "TikTokenConverter", "compile_jinja_template", "fast_tokenizer"]
+__all__ = ["FastTokenizer", "TikTokenConverter", "fast_tokenizer"]
 
 
 def fast_tokenizer(**fields: Any) -> FastTokenizer:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from model.inputs import remote
-from model.inputs.fetched import fetched_file, fetched_folder
+from model.inputs.fetched import TOOL_USE_FILE, fetched_file, fetched_folder
 from model.inputs.paths import place, write_whole
 from model.inputs.remote import RemotePath, filesystem
 from tests.examples import examples
@@ -199,10 +199,19 @@ def test_a_copy_of_a_file_that_changes_meanwhile_is_refused(store, folder, tmp_p
 @both
 def test_copies_are_made_once_for_each_version(kind, request, tmp_path):
     remote_folder = request.getfixturevalue(kind)
-    for name in ("config.json", "chat_template.jinja", "tokenizer.model", "model.safetensors", "sub/other.json"):
+    for name in (
+        "config.json",
+        "chat_template.jinja",
+        "tokenizer.model",
+        "model.safetensors",
+        "sub/other.json",
+        TOOL_USE_FILE,
+    ):
         (remote_folder / name).write_bytes(name.encode())
     first = fetched_folder(remote_folder, tmp_path)
-    assert sorted(path.name for path in first.iterdir()) == ["chat_template.jinja", "config.json", "tokenizer.model"]
+    copied = sorted(str(path.relative_to(first)) for path in first.rglob("*") if path.is_file())
+    assert copied == [TOOL_USE_FILE, "chat_template.jinja", "config.json", "tokenizer.model"]
+    assert (first / TOOL_USE_FILE).read_text() == TOOL_USE_FILE
     assert fetched_folder(remote_folder, tmp_path) == first
     (remote_folder / "config.json").write_bytes(b"other")
     second = fetched_folder(remote_folder, tmp_path)

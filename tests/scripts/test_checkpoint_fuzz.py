@@ -193,8 +193,8 @@ def read_tokenizer(folder: Path) -> tuple[ByteLevelTokenizer, ChatTemplate | Non
     tokenizer = ByteLevelTokenizer.from_folder(folder, vocab_size=VOCAB_SIZE)
     variables = tokenizer.template_variables
     template = None
-    if tokenizer.chat_template:
-        template = ChatTemplate(tokenizer.chat_template, special_tokens=tokenizer.special_tokens, variables=variables)
+    if source := tokenizer.chat_templates.default:
+        template = ChatTemplate(source, special_tokens=tokenizer.special_tokens, variables=variables)
     return tokenizer, template
 
 

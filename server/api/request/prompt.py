@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import msgspec
 
-from server.api.aside import LONG_WORK
 from server.api.request.limits import check_num_messages, check_text_length
 from server.api.request.schemas import ChatRequest, Message, TokenizeRequest
+from server.api.request.template import template_errors
 from server.api.request.template_input import num_characters, template_messages, template_variables
 from server.api.request.tools import Tools
 from server.api.state import ServerState
-from server.http.errors import RequestError, invalid
-from server.text.chat_template import ChatTemplate, TemplateError
-from server.text.special_tokens import encode_parts
-from server.text.time_limit import Overtime, time_limit
+from server.http.errors import invalid
+from server.text.special_tokens import Part, encode_parts
+from server.text.template_runner import Lane, ServedTemplate
 
 CHARS_OF_A_MESSAGE = 40  # about the characters that a template adds to a message; an estimate of work
 
 
 async def encode_chat(
-    state: ServerState, body: ChatRequest | TokenizeRequest, template: ChatTemplate, tools: Tools | None = None
+    state: ServerState, body: ChatRequest | TokenizeRequest, template: ServedTemplate, tools: Tools | None = None
 ) -> list[int]:
     """The prompt's ids. Raises RequestError 400 for messages or variables that the template cannot render."""
     if not body.messages:
@@ -37,29 +34,26 @@ async def encode_chat(
     if continues and generates:
         raise invalid("continue_final_message", "cannot be combined with `add_generation_prompt`")
     extra = await state.aside.run(_raw_size(body), template_variables, body, template)
+    lane = Lane.SPECIAL if body.chat_template or extra.keys() - {"documents"} else Lane.ORDINARY
     if tools is not None:
         extra["tools"] = tools.for_template()
+    max_chars = state.tokenizer.max_token_chars * state.client.info.max_model_len
 
-    def render_and_encode() -> list[int]:
-        with time_limit(limit_s) if is_long else contextlib.nullcontext():
-            parts = template.render(
-                messages, add_generation_prompt=generates, continue_final_message=continues, extra=extra
-            )
-        ids = encode_parts(state.tokenizer, parts)
-        return state.tokenizer.with_affixes(ids) if body.add_special_tokens else ids  # templates write their own
+    def render() -> tuple[int, list[Part]]:
+        return template.render(
+            max_chars,
+            messages=messages,
+            add_generation_prompt=generates,
+            continue_final_message=continues,
+            extra=extra,
+        )
 
-    # the size of variables does not bound the template's work: it may loop up to a number
-    size = LONG_WORK if extra or body.chat_template else num_chars + CHARS_OF_A_MESSAGE * len(messages)
-    is_long, limit_s = size >= LONG_WORK, state.settings.template_timeout_s
-    try:
-        return await state.aside.run(size, render_and_encode)
-    except TemplateError as error:
-        raise RequestError(400, str(error), param="messages") from error
-    except Overtime as error:
-        message = f"The chat template took longer than {limit_s:g} s for this conversation and was stopped."
-        raise RequestError(400, message, param="chat_template_kwargs" if extra else "messages") from error
-    except RecursionError as error:
-        raise invalid("chat_template_kwargs" if extra else "messages", "is nested too deeply") from error
+    costly = ("chat_template" if body.chat_template else "chat_template_kwargs") if lane is Lane.SPECIAL else "messages"
+    with template_errors("messages", limits_param=costly):
+        num_chars, parts = await state.templates.run(lane, render)
+    check_text_length(num_chars, state.tokenizer, state.client.info.max_model_len)
+    ids = await state.aside.run(num_chars, encode_parts, state.tokenizer, parts)
+    return state.tokenizer.with_affixes(ids) if body.add_special_tokens else ids  # templates write their own
 
 
 def _size(message: Message) -> int:

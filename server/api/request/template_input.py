@@ -11,7 +11,7 @@ from server.api.request.raw_json import RawField, is_deeper_than, read_raw
 from server.api.request.schemas import ChatRequest, ContentPart, FunctionCall, Message, TokenizeRequest
 from server.api.request.tools import MAX_DEPTH
 from server.http.errors import RequestError, invalid, unsupported
-from server.text.chat_template import ChatTemplate
+from server.text.template_runner import ServedTemplate
 
 # Llama 3 has no role `developer`, which is OpenAI's newer name for `system`. `function` is OpenAI's older name for
 # `tool`. All other roles go to the template as they are.
@@ -26,7 +26,7 @@ _variables = msgspec.json.Decoder(dict[str, Any] | None)
 _documents = msgspec.json.Decoder(list[dict[str, Any]] | None)
 
 
-def template_variables(body: ChatRequest | TokenizeRequest, template: ChatTemplate) -> dict[str, Any]:
+def template_variables(body: ChatRequest | TokenizeRequest, template: ServedTemplate) -> dict[str, Any]:
     """`chat_template_kwargs` and `documents`. Raises RequestError 400 if they are not valid for the template."""
     variables = read_raw("chat_template_kwargs", body.chat_template_kwargs, _variables, max_bytes=MAX_VARIABLES_BYTES)
     reserved = RESERVED_VARIABLES.intersection(variables or ())
@@ -36,7 +36,7 @@ def template_variables(body: ChatRequest | TokenizeRequest, template: ChatTempla
     return (variables or {}) | ({"documents": documents} if documents else {})
 
 
-def _read_documents(raw: RawField, template: ChatTemplate) -> list[dict[str, Any]] | None:
+def _read_documents(raw: RawField, template: ServedTemplate) -> list[dict[str, Any]] | None:
     documents = read_raw("documents", raw, _documents, max_bytes=MAX_DOCUMENTS_BYTES)
     if documents and not template.reads("documents"):
         raise RequestError(400, "documents: this model's chat template does not show them.", param="documents")

@@ -15,7 +15,6 @@ from server.api.request.raw_json import RawField, is_deeper_than, read_raw
 from server.api.request.schemas import ChatRequest, FunctionSpec, ToolSpec
 from server.api.state import ServerState
 from server.http.errors import RequestError, invalid, unsupported
-from server.text.chat_template import ChatTemplate
 from server.text.tool_calls.json_calls import JsonCallParser
 from server.text.tool_calls.parser import CallParser
 
@@ -80,8 +79,8 @@ def read_tools(raw: RawField, choice: str | Mapping[str, Any] | None, *, paralle
     return Tools(specs=tuple(specs), choice=kind, parallel=parallel is not False and kind is not ToolChoice.NAMED)
 
 
-async def usable_tools(state: ServerState, body: ChatRequest, template: ChatTemplate) -> Tools | None:
-    """The tools that the template shows and the model may call. None: there are none, or no tool may be called.
+async def usable_tools(state: ServerState, body: ChatRequest) -> Tools | None:
+    """The tools that the model may call. None: there are none, or no tool may be called.
 
     Raises RequestError 400 if the fields are invalid or not supported by this server.
     """
@@ -90,7 +89,6 @@ async def usable_tools(state: ServerState, body: ChatRequest, template: ChatTemp
     tools = await state.aside.run(size, read_tools, raw, body.tool_choice, parallel=body.parallel_tool_calls)
     if tools is None:
         return None
-    check_template(template)
     if tools.choice is ToolChoice.AUTO and not state.settings.enable_auto_tool_choice:
         message = "tool_choice: `auto` is switched off on this server (--no-enable-auto-tool-choice)."
         raise RequestError(400, message, param="tool_choice")
@@ -113,13 +111,6 @@ def call_parsers(state: ServerState, tools: Tools | None, answer: str | None) ->
     if tools is None:
         return None
     return partial(call_format(state, tools, answer), tools.names, most_calls=None if tools.parallel else 1)
-
-
-def check_template(template: ChatTemplate) -> None:
-    """Raises RequestError 400 if the template does not show tools."""
-    if not template.reads("tools"):
-        message = "tools: this model's chat template has no place for tools; --chat-template FILE gives it another."
-        raise RequestError(400, message, param="tools")
 
 
 def _read_specs(raw: RawField) -> list[FunctionSpec] | None:

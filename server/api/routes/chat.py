@@ -68,8 +68,8 @@ async def start_chat(state: ServerState, body: ChatRequest, head: AnswerHead) ->
     check_counts(asked, body.min_tokens, param=param)
     check_num_choices(state, 1, body.n)
 
-    template = await template_of(state, body)
-    tools = await usable_tools(state, body, template)
+    tools = await usable_tools(state, body)
+    template = await template_of(state, body, tools)
     answer = await requested_grammar(state, body)
     grammar = await grammar_with_tools(state, tools, answer)
     prompt = await encode_chat(state, body, template, tools)

@@ -17,7 +17,7 @@ from server.api.request.prompt import encode_chat
 from server.api.request.sampling import check_ids
 from server.api.request.schemas import DetokenizeRequest, TokenizeRequest
 from server.api.request.template import template_of
-from server.api.request.tools import check_template, read_tools
+from server.api.request.tools import read_tools
 from server.api.route import Access, ApiRoute
 from server.api.state import ServerState
 from server.engine.health import fault_of
@@ -136,11 +136,9 @@ class Info:
         body = await self._tokenize.read(request, state.body_limits, state.aside)
         state.check_model(body.model)
         if body.messages is not None and body.prompt is None:
-            template = await template_of(state, body)
             size = 0 if body.tools is msgspec.UNSET else len(body.tools)
             tools = await state.aside.run(size, read_tools, body.tools, None, parallel=None)
-            if tools is not None:
-                check_template(template)
+            template = await template_of(state, body, tools)
             ids = await encode_chat(state, body, template, tools)
         elif body.prompt is not None and body.messages is None:
             check_text_length(len(body.prompt), state.tokenizer, state.client.info.max_model_len)
@@ -170,7 +168,7 @@ class Info:
             "model_max_length": self._state.client.info.max_model_len,
             "vocab_size": len(tokenizer.token_bytes),
             "special_tokens": tokenizer.special_tokens,
-            "chat_template": settings.chat_template or tokenizer.chat_template,
+            "chat_template": settings.chat_template or tokenizer.chat_templates.default,
         }
         return LongJson(self._state.turns, json_pieces(answer))
 

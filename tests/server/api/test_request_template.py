@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from server.engine.wire import packed
+from server.engine.wire import packed, unpacked
+from server.text.tokenizer_files import ChatTemplates
+from server.text.tool_calls.formats import FORMATS
 from tests.server.support.stub_app import DONE, StubClient, call, state_of
 from tests.server.support.tokenizers import EOT
 
@@ -39,6 +41,48 @@ def test_it_may_take_the_place_of_none():
     state = trusting(template=None)
     assert call(state, "POST", CHAT, json=HELLO).status_code == 400
     assert call(state, "POST", CHAT, json=HELLO | {"chat_template": TEMPLATE}).status_code == 200
+
+
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+TWO = ChatTemplates(default="D{{ messages[0].content }}", tool_use="T" + TEMPLATE)
+
+
+def tokens_of(state, **fields) -> bytes:
+    return bytes(id for id in call(state, "POST", "/tokenize", json=HELLO | fields).json()["tokens"] if id < 256)
+
+
+def test_the_template_for_tools_is_taken_if_there_are_tools():
+    state = state_of(StubClient(DONE), template=TWO)
+    assert tokens_of(state) == b"Dhi"
+    assert tokens_of(state, tools=TOOLS) == b"Thi|f"
+    assert call(state, "POST", CHAT, json=HELLO | {"tools": TOOLS}).status_code == 200
+    assert call(state, "POST", CHAT, json=HELLO | {"tools": TOOLS, "tool_choice": "none"}).status_code == 200
+    assert [bytes([*unpacked(request.prompt)][:2]) for request in state.client.submitted] == [b"Th", b"Dh"]
+
+
+def test_the_template_for_tools_tells_the_format_of_calls():
+    two = ChatTemplates(default=TEMPLATE, tool_use="<tool_call>" + TEMPLATE)
+    assert state_of(StubClient(DONE), template=two).call_format is FORMATS["hermes"]
+    assert state_of(StubClient(DONE), template=TEMPLATE).call_format is FORMATS["llama3_json"]
+
+
+def test_a_template_that_replaces_the_models_replaces_both():
+    state = state_of(StubClient(DONE), template=TWO, chat_template="O{{ tools | length if tools else 0 }}")
+    assert (tokens_of(state), tokens_of(state, tools=TOOLS)) == (b"O0", b"O1")
+
+
+def test_a_template_for_tools_only_says_so():
+    state = state_of(StubClient(DONE), template=ChatTemplates(tool_use="T" + TEMPLATE))
+    assert tokens_of(state, tools=TOOLS) == b"Thi|f"
+    response = call(state, "POST", CHAT, json=HELLO)
+    assert response.status_code == 400
+    assert "for requests with tools only" in response.json()["error"]["message"]
+
+
+def test_the_template_for_tools_is_the_one_that_must_show_them():
+    state = state_of(StubClient(DONE), template=ChatTemplates(default=TEMPLATE, tool_use="{{ messages[0].content }}"))
+    response = call(state, "POST", CHAT, json=HELLO | {"tools": TOOLS})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
 
 
 @pytest.mark.parametrize("path", [CHAT, "/tokenize"])

@@ -206,8 +206,9 @@ def test_a_tag_that_is_taken_out_leaves_no_control_token_behind():
 
 
 def test_what_cannot_be_told_apart_is_rendered_under_a_mask():
-    """The text decides about a control token: the template does not get to see it, and its text comes out as it was."""
-    source = "{% if 'x' in messages[0].content %}<|python_tag|>{% endif %}{{ messages[0].content }}<|eot_id|>"
+    """What the template has joined decides about a control token: it does not get to see it, and the text comes out as
+    it was."""
+    source = "{% if 'x' in (messages[0].content ~ '') %}<|python_tag|>{% endif %}{{ messages[0].content }}<|eot_id|>"
     parts = template(source).render(conversation("x <|eot_id|>"))
     assert parts == [Part("x <|eot_id|>", False), Part("<|eot_id|>", True)]
 
@@ -288,38 +289,6 @@ DEEP = 10_000
 def test_a_template_that_cannot_be_compiled_is_refused_at_once(source):
     with pytest.raises(TemplateError, match=r"The chat template (is not valid|has 1\d{6} characters)"):
         template(source)
-
-
-@pytest.mark.parametrize(
-    "source", ["{{ 10 ** (10 ** 10) }}", "{% set x = 'a' * 10**12 %}", "{{ 'a' | center(10**12) }}"]
-)
-def test_no_expression_is_computed_before_a_conversation_comes(source):
-    template(source)
-
-
-CANNOT = "The chat template cannot render this conversation: "
-
-
-@pytest.mark.parametrize(
-    ("expression", "message"),
-    [
-        ("10 ** (10 ** 10)", "**: the result has more than 100000 bits"),
-        ("(-3) ** 100000", "**: the result has more than 100000 bits"),
-        ("'ab' * 500001", "*: the result has more than 1000000 items"),
-        ("10 ** 10 * [1]", "*: the result has more than 1000000 items"),
-        ("2 ** 45000 * 2 ** 45000 * 2 ** 45000", "*: the result has more than 100000 bits"),
-        ("10.0 ** 400", "(34, 'Numerical result out of range')"),
-    ],
-)
-def test_an_operation_too_large_for_one_call_is_refused(expression, message):
-    with pytest.raises(TemplateError) as error:
-        template("{{ " + expression + " }}").render(conversation("hi"))
-    assert str(error.value) == CANNOT + message
-
-
-def test_ordinary_operations_are_computed():
-    source = "{{ 2 ** 10 }} {{ 2 ** -1 }} {{ 6 * 7 }} {{ 'ab' * 3 }} {{ 2 * [1] }} {{ 0.5 * 4 }} {{ -1 * 'a' }}"
-    assert text_of(template(source).render(conversation("hi"))) == "1024 0.5 42 ababab [1, 1] 2.0 "
 
 
 @pytest.mark.parametrize("messages", [conversation("a", ""), [{"role": "assistant", "content": None}]])

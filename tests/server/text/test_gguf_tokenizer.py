@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from model.loading.source import DEMO_FOLDER
 from server.text.gguf_tokenizer import LLAMA_3
 from server.text.tokenizer import ByteLevelTokenizer
+from server.text.tokenizer_files import ChatTemplates
 from tests.model.gguf_files import tokenizer_of
 
 VOCAB_SIZE = 1536
@@ -75,7 +76,7 @@ def test_all_else_is_the_same(both):
     assert found.token_bytes == wanted.token_bytes
     assert found.special_tokens == wanted.special_tokens
     assert found.with_affixes([5]) == wanted.with_affixes([5]) == [1520, 5]
-    assert found.chat_template == wanted.chat_template
+    assert found.chat_templates == wanted.chat_templates
     assert found.template_variables == wanted.template_variables
     assert [found.vocabulary_string(id) for id in range(VOCAB_SIZE)] == [
         wanted.vocabulary_string(id) for id in range(VOCAB_SIZE)
@@ -102,6 +103,18 @@ def test_others_are_refused_in_words(tmp_path, values, words):
         ByteLevelTokenizer.from_folder(path, vocab_size=VOCAB_SIZE)
     assert words in str(error.value)
     assert str(path) in str(error.value)
+
+
+def test_named_templates_are_read(tmp_path):
+    named = [{"name": name, "template": name.upper()} for name in ("default", "tool_use", "rag")]
+
+    def change(writer):
+        for part in writer.kv_data:
+            part.pop("tokenizer.chat_template", None)
+        writer.add_chat_template(named)
+
+    found = ByteLevelTokenizer.from_folder(write(tmp_path / "x.gguf", change), vocab_size=VOCAB_SIZE)
+    assert found.chat_templates == ChatTemplates(default="DEFAULT", tool_use="TOOL_USE")
 
 
 @pytest.mark.parametrize("pre", LLAMA_3)

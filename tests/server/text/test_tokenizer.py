@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from server.text.special_tokens import WINDOW, Part, SpecialTokens, encode_parts
 from server.text.tokenizer import LONG_TEXT_CHARS, ByteLevelTokenizer
+from server.text.tokenizer_files import ChatTemplates
 from tests.server.conftest import LLAMA3
 from tests.server.support.tokenizers import BOS, EOT, SPECIAL_TOKENS, VOCAB_SIZE, write_folder
 
@@ -21,21 +23,49 @@ def test_a_folder_gives_bytes_special_tokens_and_template_variables(tmp_path):
     assert list(tokenizer.special_tokens) == list(SPECIAL_TOKENS)
     assert tokenizer.special_ids == frozenset(range(256, 262))
     assert tokenizer.template_variables == {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
-    assert tokenizer.chat_template == "T"
+    assert tokenizer.chat_templates == ChatTemplates(default="T")
     assert tokenizer.with_affixes([1, 2]) == [BOS, 1, 2]
 
 
 def test_the_template_file_wins_over_the_field(tmp_path):
     write_folder(tmp_path, template="field")
     (tmp_path / "chat_template.jinja").write_text("file")
-    assert ByteLevelTokenizer.from_folder(tmp_path).chat_template == "file"
+    assert ByteLevelTokenizer.from_folder(tmp_path).chat_templates == ChatTemplates(default="file")
 
 
-def test_of_several_templates_the_default_is_taken(tmp_path):
-    write_folder(tmp_path)
-    config = {"chat_template": [{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}]}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert ByteLevelTokenizer.from_folder(tmp_path).chat_template == "D"
+NAMED = {"rag": "R", "default": "D", "tool_use": "T"}
+
+
+@pytest.mark.parametrize("without", [[], ["tool_use"], ["default"], ["default", "rag"]])
+@pytest.mark.parametrize("form", ["list", "object", "files"])
+def test_of_several_templates_those_of_transformers_are_taken(without, form, tmp_path):
+    write_folder(tmp_path, template="X" if form == "files" else None)
+    templates = {name: template for name, template in NAMED.items() if name not in without}
+    if form == "files":
+        (tmp_path / "additional_chat_templates").mkdir()
+        for name, template in templates.items():
+            path = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
+            (tmp_path / path).write_text(template)
+    else:
+        listed = [{"name": name, "template": template} for name, template in templates.items()]
+        (tmp_path / "tokenizer_config.json").write_text(
+            json.dumps({"chat_template": listed if form == "list" else templates})
+        )
+    wanted = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+
+    def chosen(tools: list[dict] | None) -> str | None:
+        try:
+            return wanted.get_chat_template(tools=tools)
+        except ValueError:  # no default among those with names
+            return None
+
+    found = ByteLevelTokenizer.from_folder(tmp_path).chat_templates
+    assert (found.default, found.tool_use or found.default) == (chosen(None), chosen([{}]))
+    again = {"chat_template": found.for_transformers()}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(again))
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").unlink(missing_ok=True)
+    assert ByteLevelTokenizer.from_folder(tmp_path).chat_templates == found
 
 
 def test_special_tokens_map_and_token_objects_are_read(tmp_path):

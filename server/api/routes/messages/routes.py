@@ -74,8 +74,8 @@ class Messages:
         body = await self._count_reader.read(request, state.body_limits, state.aside)
         state.check_model(body.model)
         chat = await self._translated(body)
-        template = await template_of(state, chat)
-        ids = await encode_chat(state, chat, template, await usable_tools(state, chat, template))
+        tools = await usable_tools(state, chat)
+        ids = await encode_chat(state, chat, await template_of(state, chat, tools), tools)
         return Response(encode_json({"input_tokens": len(ids)}), media_type="application/json")
 
     async def _translated(self, body: CountRequest) -> ChatRequest:

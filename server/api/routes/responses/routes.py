@@ -140,8 +140,8 @@ class Responses:
         tools, messages, _ = await self._conversation(body, self._earlier(body.previous_response_id))
         chat = chat_request(body, tools, messages)
         with own_names():
-            template = await template_of(state, chat)
-            ids = await encode_chat(state, chat, template, await usable_tools(state, chat, template))
+            usable = await usable_tools(state, chat)
+            ids = await encode_chat(state, chat, await template_of(state, chat, usable), usable)
         return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
     async def _keeper(self, request: Request, id: str | None) -> Path | None:
