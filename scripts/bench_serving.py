@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
+from model.inputs.json_file import json_argument
 from model.inputs.paths import local_path
 from scripts.benchmarks.load.arrivals import arrival_times, at_rate
 from scripts.benchmarks.load.client import Outcome, Target, run
@@ -32,10 +33,10 @@ GOODPUT_SHARE = 0.9  # of the requests of a rate that must meet the objectives
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Parses a flag's value. Raises ValueError if it is not a JSON object."""
-    value = json.loads(text)
+    """Parses a flag's value. Raises ArgumentTypeError if it is not a JSON object."""
+    value = json_argument(text)
     if not isinstance(value, dict):
-        raise ValueError(f"not a JSON object: {text}")
+        raise argparse.ArgumentTypeError(f"not a JSON object: {text}")
     return value
 
 

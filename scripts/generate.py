@@ -11,7 +11,6 @@ the new one is complete. Input and output may be in a bucket.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 from tqdm import tqdm
 
 from batcher.errors import EngineDeadError
+from model.inputs.json_file import json_argument
 from model.inputs.paths import place_argument
 from model.inputs.remote import RemotePath
 from scripts.llm import LLM
@@ -35,8 +35,8 @@ from scripts.offline.batch_file import (
 from scripts.offline.batch_input import BatchInput
 from scripts.offline.journal import Header, Journal
 from scripts.offline.output import Output
-from scripts.wiring.device import users_cache_folder
 from scripts.wiring.errors import add_debug_flag, failed
+from scripts.wiring.kept_folders import users_cache_folder
 from scripts.wiring.settings import EngineSettings, add_engine_flags, flag
 
 Key = tuple[int, str]  # a line's number and its digest
@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--output", type=place_argument, required=True, metavar="FILE")
     p.add_argument("--overwrite", action="store_true", help="redo an output that is there, and drop a partial one")
     p.add_argument(
-        "--params", type=json.loads, default={}, metavar="JSON",
+        "--params", type=json_argument, default={}, metavar="JSON",
         help='fields for lines that generate and do not set them, such as \'{"max_tokens": 128, "temperature": 0}\'',
     )  # fmt: skip
     p.add_argument("--tokenizer", type=place_argument, metavar="DIR", help="default: the model's own")

@@ -30,10 +30,13 @@ from scripts.wiring.settings import EngineSettings, ServedSettings, add_engine_f
 from scripts.wiring.stand_in_tokenizer import tokenizer_folder
 from scripts.wiring.tls import add_tls_flags, tls_files
 from server.engine.scratch_folder import ScratchFolder
+from server.http.descriptors import open_standard_streams
 from server.logs import FORMAT as LOG_FORMAT
 from server.main import run
 from server.settings import DEFAULT_MAX_REQUEST_LOGPROBS, DEFAULT_METRICS_PREFIX, GenerationDefaults, Settings
 from server.text.tool_calls.formats import FORMATS
+
+logger = logging.getLogger("pallas_serve")
 
 ENGINE = "scripts.wiring.engine:build_served"
 LEADER = "scripts.wiring.several_hosts:build_leader"
@@ -230,6 +233,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     started = time.perf_counter()
+    open_standard_streams()
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
     except (ValueError, OSError) as error:
@@ -269,8 +273,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def say(line: str) -> None:
-    """Prints a line at once, also into a pipe."""
-    print(line, flush=True)
+    """Prints a line at once, also into a pipe. The server goes on if it cannot be written."""
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        logger.warning("standard output cannot be written to (%s); not printed: %s", error, line)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

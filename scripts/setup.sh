@@ -44,14 +44,13 @@ usable_python() {
 sys.exit(sys.version_info[:2] < (3, 12) or bool(sysconfig.get_config_var("Py_GIL_DISABLED")))' >/dev/null 2>&1
 }
 
-# The newest usable Python on the PATH, under pyenv or kept by uv.
+# The newest usable Python on the PATH or under pyenv.
 find_python() {
     local version candidate
     for version in $PYTHONS; do
         for candidate in "python$version" \
-            $(ls -d "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$version".*/bin/python"$version" 2>/dev/null | sort -rV) \
-            "$(uv python find --no-python-downloads "$version" 2>/dev/null)"; do
-            if [ -n "$candidate" ] && candidate=$(command -v "$candidate") && usable_python "$candidate"; then
+            $(ls -d "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/"$version".*/bin/python"$version" 2>/dev/null | sort -rV); do
+            if candidate=$(command -v "$candidate") && usable_python "$candidate"; then
                 echo "$candidate"
                 return
             fi
@@ -60,19 +59,24 @@ find_python() {
     return 1
 }
 
+# uv on the PATH, or where its installer and `pip install --user` put it: a PATH need not lead there.
+find_uv() {
+    command -v uv || command -v "${HOME:-}/.local/bin/uv" || command -v "${HOME:-}/.cargo/bin/uv"
+}
+
 make_venv() {
-    local python
-    if ! python=$(find_python); then
-        if command -v uv >/dev/null && say "no Python 3.12 to 3.14 here: uv fetches one" && uv python install 3.13 >&2; then
-            python=$(find_python)
-        fi
-    fi
-    if [ -z "$python" ]; then
-        say "pallas-serve needs Python 3.12, 3.13 or 3.14 with its venv module. Type:  pip install uv && $0"
+    local python uv
+    if python=$(find_python); then
+        say "set-up: .venv with $("$python" --version) ($python)"
+        "$python" -m venv --clear .venv
+    elif uv=$(find_uv); then
+        say "set-up: no Python 3.12 to 3.14 with its venv module here: uv makes the .venv"
+        "$uv" venv --quiet --clear --seed --python '>=3.12,<3.15' .venv
+    else
+        say "pallas-serve needs Python 3.12, 3.13 or 3.14 with its venv module, or uv, which fetches one. Type:" \
+            "curl -LsSf https://astral.sh/uv/install.sh | sh && $0"
         return 1
     fi
-    say "set-up: .venv with $("$python" --version) ($python)"
-    "$python" -m venv --clear .venv
 }
 
 # A client that tests use, and that needs older packages than the other clients: these are in a folder of their own.

@@ -18,6 +18,7 @@ from server.engine.client import EngineClient, ProcessEngineClient
 from server.engine.health import fault_of
 from server.engine.link import EngineFailedError
 from server.http.address import BACKLOG, bind, removed, url_of
+from server.http.descriptors import raise_limit
 from server.http.errors import NOT_FOUND, RequestError, unavailable
 from server.http.server import HttpServer, connection_limits
 from server.http.signals import Signals, first_of
@@ -44,8 +45,10 @@ def run_follower(
     After a signal the leader, which gets one too, has `settings.grace_period_s` to end this host. A second signal ends
     it at once, and with it the leader.
 
-    Raises OSError if the address is not available. Raises EngineFailedError if the engine cannot start.
+    Raises OSError if the address is not available, and ValueError for too few descriptors. Raises EngineFailedError if
+    the engine cannot start.
     """
+    raise_limit()
     with bind(settings) as listener, removed(settings.uds):
         return uvloop.run(_run(settings, engine_target, engine_args, listener, report, on_ready))
 

@@ -75,6 +75,8 @@ class GenerationDefaults:
             values = msgspec.structs.asdict(msgspec.json.decode(text, type=_GenerationFile))
         except msgspec.DecodeError as error:
             raise ValueError(f"{where} {text!r}: {error}") from error
+        except RecursionError as error:
+            raise ValueError(f"{where} is nested too deeply") from error
         if unknown := sorted(names - values.keys()):
             raise ValueError(f"{where}: unknown fields {', '.join(unknown)}; there are {', '.join(values)}")
         greedy = {"temperature": 0.0} if values.pop("do_sample") is False else {}

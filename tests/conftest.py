@@ -62,6 +62,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     is_first = not hasattr(session.config, "workerinput")
     if is_first and sum(path.stat().st_size for path in COMPILED.rglob("*")) > MAX_COMPILED_BYTES:
         shutil.rmtree(COMPILED)
+    COMPILED.mkdir(parents=True, exist_ok=True)
+    COMPILED.chmod(0o700)  # a server refuses a folder that others can write to
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

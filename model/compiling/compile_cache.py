@@ -6,36 +6,81 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import override
 
 import jax
+import jaxlib
+from jax._src import compilation_cache as jax_cache  # private: JAX has no public name for a cache of one's own
+from jax._src.compilation_cache_interface import CacheInterface
 from jax.experimental.compilation_cache import compilation_cache
 
+from model.compiling.program_files import ProgramFiles, check_private
 from model.inputs.paths import Place
 from model.inputs.remote import RemotePath
 
+_JAX_FILE_CACHE = jax_cache.get_file_cache
 COMPILED = "/jax/core/compile/backend_compile_duration"  # also recorded if the executable came from the disk
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
-
-
 BUCKETS = ("gs", "s3")  # schemes of the object stores that JAX reaches
+
+
+class CheckedCache(CacheInterface):
+    """JAX's cache of compiled programs in a folder, with checksums: a damaged program is made again.
+
+    JAX's own writes an entry in place, and never replaces one that it cannot read.
+
+    Args:
+        folder: of this user alone, because a compiled program runs as code.
+
+    Raises:
+        ValueError: another user could write to the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if folder.is_dir():
+            check_private(folder, "--compile-cache")
+        self._files = ProgramFiles(
+            folder / "xla", jaxlib.__version__, kind="compiled program", suffix=".xla", private_to="--compile-cache"
+        )
+        self._path = folder
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the folder can be written to."""
+        return self._files.keeps
+
+    @override
+    def get(self, key: str) -> bytes | None:
+        return self._files.read(self._files.path(key))
+
+    @override
+    def put(self, key: str, value: bytes) -> None:
+        self._files.write(self._files.path(key), value)
 
 
 def keep_compilations(folder: Place) -> None:
     """Stores every program that this process compiles from now on in `folder`, and looks programs up there.
 
-    By default JAX keeps only programs that took a second or more. A start compiles many shorter ones.
+    By default JAX keeps only programs that took a second or more. A start compiles many shorter ones. A folder that
+    cannot be written to is a warning.
 
     Raises:
-        ValueError: JAX does not reach the object store, there is no such bucket, or access is denied.
-        OSError: the folder cannot be made.
+        ValueError: JAX does not reach the object store, there is no such bucket, access is denied, or another user
+            could write to the folder.
     """
     if isinstance(folder, RemotePath):
         if folder.scheme not in BUCKETS:
             kinds = " and ".join(f"{scheme}://" for scheme in BUCKETS)
             raise ValueError(f"{folder}: JAX keeps programs in a folder or on {kinds} only")
         folder.check_bucket()
+        jax_cache.get_file_cache = _JAX_FILE_CACHE
     else:
-        folder.mkdir(parents=True, exist_ok=True)
+        cache = CheckedCache(folder)
+        if not cache.keeps:  # XLA's own cache of a GPU's autotuning must be writable
+            jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+        jax_cache.get_file_cache = lambda path: (cache, path)
+    compilation_cache.reset_cache()  # JAX makes its cache once
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

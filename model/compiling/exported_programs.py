@@ -1,15 +1,12 @@
 """Keeps executables on disk between starts: a start that finds them neither traces nor compiles.
 
-JAX serialises an executable as a pickle, and whoever writes the file decides what code the next start runs. So the
-folder must belong to this user and be closed to the writing of others. An executable runs only on the machine and
-under the versions that it was compiled for, which its fingerprint holds.
+JAX serialises an executable as a pickle, and whoever writes the file decides what code the next start runs. An
+executable runs only on the machine and under the versions that it was compiled for, which its fingerprint holds.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import stat
 import threading
 from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
@@ -24,22 +21,18 @@ from model.compiling.traced_programs import Program, fingerprint
 
 logger = logging.getLogger(__name__)
 
-_PRIVATE = 0o700
-_WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-
 
 class ExportedPrograms[K: Hashable]:
     """The executables of one fingerprint.
 
     Args:
-        folder: for the executables of all fingerprints; made for this user alone if absent.
+        folder: for the executables of all fingerprints, as for `ProgramFiles`; made for this user alone if absent.
         fingerprint: of all that decides the executables besides names and arguments, see `executable_fingerprint`.
         programs: all that may be asked for.
         names: of the same programs.
 
     Raises:
         ValueError: another user could write to the folder.
-        OSError: the folder cannot be made or read.
     """
 
     def __init__(self, folder: Path, fingerprint: str, programs: Mapping[K, Program], names: Mapping[K, str]) -> None:
@@ -47,22 +40,17 @@ class ExportedPrograms[K: Hashable]:
         self._programs = programs
         self._names = names
         self._lock = threading.Lock()
-        folder.mkdir(parents=True, exist_ok=True, mode=_PRIVATE)
-        check_private(folder)
-        self._files = ProgramFiles(folder, fingerprint, kind="exported program", suffix=".exe", mode=_PRIVATE)
-        check_private(folder / fingerprint)
+        self._files = ProgramFiles(
+            folder, fingerprint, kind="exported program", suffix=".exe", private_to="--export-cache"
+        )
 
     def load(self, key: K) -> jax.stages.Compiled | None:
         """The executable; None if it is not there or cannot be used."""
         path = self._path(key)
-        if not path.exists():
+        program, serialized = self._programs[key], self._files.read(path)
+        if serialized is None:
             return None
-        program = self._programs[key]
         try:
-            check_private(path)
-            serialized = self._files.read(path)
-            if serialized is None:
-                return None
             executable = serialize_executable.deserialize_and_load(
                 serialized,
                 jax.tree.structure((program.arguments, {})),
@@ -92,21 +80,6 @@ class ExportedPrograms[K: Hashable]:
         path = self._files.path(self._names[key], *self._programs[key].shapes)
         assert isinstance(path, Path)
         return path
-
-
-def check_private(path: Path) -> None:
-    """Raises ValueError if another user owns the file or folder, or could write to it."""
-    status = path.stat()
-    if status.st_uid != os.geteuid():
-        raise ValueError(
-            f"--export-cache: {path} belongs to another user, who could run code here through it: name a folder of "
-            "your own"
-        )
-    if status.st_mode & _WRITTEN_BY_OTHERS:
-        raise ValueError(
-            f"--export-cache: other users may write to {path}, and could run code here through it: `chmod 700` it if "
-            "you trust what it holds, or name another folder"
-        )
 
 
 def executable_fingerprint(

@@ -1,5 +1,9 @@
 """Files of programs on a disk or in a bucket: one folder for each fingerprint, written as a whole and read with a
-checksum."""
+checksum.
+
+Reading an executable runs code that its file decides. So a folder of executables must belong to this user and be closed
+to the writing of others.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import hashlib
 import logging
 import os
 import shutil
+import stat
 import time
 from pathlib import Path
 
@@ -18,33 +23,49 @@ logger = logging.getLogger(__name__)
 _KEPT_SETS = 32  # folders of programs; the one that was not used for the longest time is deleted first
 _IN_USE_S = 3600.0  # a folder that was used so recently stays: another start may be at it
 _DIGEST_SIZE = hashlib.sha256().digest_size
+PRIVATE = 0o700  # of a folder
+_WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class ProgramFiles:
     """The files of the programs of one fingerprint.
 
     Args:
-        folder: of the programs of all fingerprints; made if absent. Raises OSError if it cannot be made, and ValueError
-            if it is in a bucket that cannot be read. A folder in a bucket is listed once, and nothing is deleted there.
+        folder: of the programs of all fingerprints; made if absent. One that cannot be written to is a warning: what
+            it holds is read, and nothing is kept. A folder in a bucket is listed once, and nothing is deleted there.
         fingerprint: of all that decides the programs besides what `key` is made from.
         kind: what the files hold, in words for messages, such as "traced program".
         suffix: of the files' names.
-        mode: of the folders that are made.
+        private_to: the flag that names a local folder which must be this user's alone, see `check_private`; None:
+            others may write to it.
+
+    Raises:
+        ValueError: the folder is in a bucket that cannot be read, or another user could write to it.
     """
 
-    def __init__(self, folder: Place, fingerprint: str, *, kind: str, suffix: str, mode: int = 0o777) -> None:
+    def __init__(
+        self, folder: Place, fingerprint: str, *, kind: str, suffix: str, private_to: str | None = None
+    ) -> None:
         self.folder = folder / fingerprint
         self._kind = kind
         self._suffix = suffix
+        self._private_to = private_to
+        self.keeps = True  # False: the folder cannot be written to
         self._listed: set[str] | None = None  # the files of a folder in a bucket
         if isinstance(folder, RemotePath):
             self._listed = {path.name for path in (folder / fingerprint).glob(f"*{suffix}")}
             return
-        folder.mkdir(parents=True, exist_ok=True, mode=mode)
         local = folder / fingerprint
-        local.mkdir(exist_ok=True, mode=mode)
-        os.utime(local)
-        _delete_unused(folder)
+        try:
+            make_folder(local, 0o777 if private_to is None else PRIVATE)
+            os.utime(local)
+            _delete_unused(folder)
+        except OSError as error:
+            self.keeps = False
+            logger.warning("%ss cannot be kept: %s", kind, error)
+        for path in (folder, local):
+            if private_to is not None and path.is_dir():
+                check_private(path, private_to)
 
     def path(self, *key: object) -> Place:
         """The file of the program that `key` identifies. The `repr` of each object shows all its values."""
@@ -55,16 +76,18 @@ class ProgramFiles:
         return path.is_file() if self._listed is None else path.name in self._listed
 
     def read(self, path: Place) -> bytes | None:
-        """None if there is no such file, or if it is not as it was written, or cannot be read from a bucket, which is a
-        warning."""
+        """None if there is no such file, or if it is not as it was written, could have been written by others or cannot
+        be read, which is a warning."""
         try:
-            content = path.read_bytes() if self.has(path) else None
+            if not self.has(path):
+                return None
+            if self._private_to is not None and isinstance(path, Path):
+                check_private(path, self._private_to)
+            content = path.read_bytes()
         except FileNotFoundError:
             return None
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             logger.warning("the %s is made again: %s", self._kind, error)
-            return None
-        if content is None:
             return None
         digest, program = content[:_DIGEST_SIZE], content[_DIGEST_SIZE:]
         if hashlib.sha256(program).digest() != digest:
@@ -74,6 +97,8 @@ class ProgramFiles:
 
     def write(self, path: Place, program: bytes | bytearray) -> None:
         """Replaces the file as a whole: several servers may start at once. A failure is a warning."""
+        if not self.keeps:
+            return
         try:
             write_whole(path, hashlib.sha256(program).digest() + program)
         except (OSError, ValueError) as error:
@@ -81,6 +106,26 @@ class ProgramFiles:
             return
         if self._listed is not None:
             self._listed.add(path.name)
+
+
+def make_folder(folder: Path, mode: int) -> None:
+    """Makes the folder and those above it, all with the same mode. Raises OSError if it cannot be made."""
+    for path in (*reversed(folder.parents), folder):
+        path.mkdir(exist_ok=True, mode=mode)
+
+
+def check_private(path: Path, flag: str) -> None:
+    """Raises ValueError if another user owns the file or folder, or could write to it. `flag` names the folder."""
+    status = path.stat()
+    if status.st_uid != os.geteuid():
+        raise ValueError(
+            f"{flag}: {path} belongs to another user, who could run code here through it: name a folder of your own"
+        )
+    if status.st_mode & _WRITTEN_BY_OTHERS:
+        raise ValueError(
+            f"{flag}: other users may write to {path}, and could run code here through it: `chmod 700` it if you trust "
+            "what it holds, or name another folder"
+        )
 
 
 def _delete_unused(folder: Path) -> None:

@@ -112,7 +112,7 @@ class TracedPrograms:
         self._files: ProgramFiles | None = None
         try:
             self._files = ProgramFiles(folder, fingerprint, kind="traced program", suffix=".stablehlo")
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             logger.warning("traced programs cannot be kept: %s", error)
 
     def has(self, name: str, program: Program) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from typing import Any
 
@@ -19,15 +20,7 @@ def read_object(path: Place) -> dict[str, Any]:
         ValueError: the file holds no JSON object, is larger than MAX_JSON_BYTES, or is nested too deeply.
         OSError: the file cannot be opened.
     """
-    text = read_text(path, MAX_JSON_BYTES)
-    try:
-        raw = json.loads(text)
-    except RecursionError as error:
-        raise ValueError(f"{path} is nested too deeply") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: {error}") from error
-    except ValueError as error:  # Python's limit
-        raise ValueError(f"{path} holds an integer of thousands of digits") from error
+    raw = _parsed(read_text(path, MAX_JSON_BYTES), str(path))
     if not isinstance(raw, dict):
         raise ValueError(f"{path} does not hold a JSON object")
     return raw
@@ -40,6 +33,25 @@ def read_fields[S: msgspec.Struct](path: Place, schema: type[S]) -> S:
         return decode(raw, schema)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def json_argument(text: str) -> Any:
+    """The `type` of every command line argument that is JSON."""
+    try:
+        return _parsed(text, "the JSON")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error  # argparse names the flag
+
+
+def _parsed(text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"{name} is nested too deeply") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name}: {error}") from error
+    except ValueError as error:  # Python's limit
+        raise ValueError(f"{name} holds an integer of thousands of digits") from error
 
 
 def read_text(path: Place, max_bytes: int) -> str:

@@ -95,8 +95,14 @@ def write_whole(path: Place, content: bytes) -> None:
         path.write_bytes(content)  # an object is there once its upload is complete
         return
     temporary = path.with_name(f"{path.name}.{os.getpid()}")  # several processes may write the same
-    temporary.write_bytes(content)
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _refusal(path: str | Path) -> str:

@@ -1,25 +1,29 @@
 """Compiles the C sources for this machine's CPU, and registers their functions with XLA.
 
 The library is made where it runs, so its instructions are those of the CPU: a few seconds once, and then it is found in
-its folder. Its name is a digest of all that decides its content: a checkout or a folder that moves to another CPU gets
-another library.
+its folder. Its name begins with a digest of all that decides its content: a checkout or a folder that moves to another
+CPU gets another library. Its name ends with a digest of its content, so that a damaged file is never loaded.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import jax
 
 from pallas_kernels.spec import UnavailableError
+
+logger = logging.getLogger(__name__)
 
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-fPIC", "-shared", "-Wall", "-Wextra")
@@ -38,7 +42,8 @@ def load(folder: Path | None) -> None:
     """Registers the functions with XLA, once per process. Compiles the library if `folder` does not have it.
 
     Args:
-        folder: where libraries are kept; None: the library is compiled for this process alone.
+        folder: where libraries are kept, closed to the writing of others: a library is code. None, or a folder that
+            cannot be written to: the library is compiled for this process alone.
 
     Raises:
         UnavailableError: there is no compiler, or it fails.
@@ -48,11 +53,8 @@ def load(folder: Path | None) -> None:
         if _loaded is not None:
             return
         compiler = find_compiler()
-        if folder is None:
-            with tempfile.TemporaryDirectory(prefix="pallas-serve-") as temporary:
-                library = _open(_built(compiler, Path(temporary)))
-        else:
-            library = _open(_built(compiler, folder))
+        with tempfile.TemporaryDirectory(prefix="pallas-serve-") as temporary:
+            library = _open(_built(compiler, folder, Path(temporary)))
         for name in NAMES:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library[name]), platform="cpu")
         _loaded = library
@@ -79,11 +81,13 @@ def compile_library(compiler: str, path: Path, *options: str, sources: Path = SO
     files = [str(source) for source in sorted(sources.glob("*.c"))]
     command = [compiler, *FLAGS, *options, f"-I{jax.ffi.include_dir()}", *files, "-o", str(part)]
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
         if done.returncode:
             said = (done.stderr.strip().splitlines() or ["no message"])[0]
             raise UnavailableError(f"{compiler} could not compile the C code: {said[:300]}")
+        part.chmod(0o700)
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
         part.replace(path)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UnavailableError(f"{compiler} could not compile the C code into {path.parent}: {error}") from error
@@ -91,13 +95,30 @@ def compile_library(compiler: str, path: Path, *options: str, sources: Path = SO
         part.unlink(missing_ok=True)
 
 
-def _built(compiler: str, folder: Path) -> Path:
-    """The library in `folder`, compiled if it is not there."""
-    path = folder / f"{_digest(compiler)}.so"
-    if not path.is_file():
-        is_arm = platform.machine() in ("aarch64", "arm64")
-        compile_library(compiler, path, "-mcpu=native" if is_arm else "-march=native")
-    return path
+def _built(compiler: str, folder: Path | None, temporary: Path) -> Path:
+    """The library in `folder`, compiled if it is not there as it was written."""
+    made_from = _digest(compiler)
+    for path in () if folder is None else folder.glob(f"{made_from}-*.so"):
+        with suppress(OSError):
+            if path == _named(path, made_from):
+                return path
+            logger.warning("%s is damaged: the C code is compiled again", path)
+            path.unlink()
+    if folder is not None:
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            logger.warning("%s cannot be written to: the C code is compiled for this process alone", folder)
+            folder = None
+    made = (folder or temporary) / f"{made_from}.{os.getpid()}.so"
+    is_arm = platform.machine() in ("aarch64", "arm64")
+    compile_library(compiler, made, "-mcpu=native" if is_arm else "-march=native")
+    return made.replace(_named(made, made_from))
+
+
+def _named(path: Path, made_from: str) -> Path:
+    """What the file's name must be."""
+    return path.with_name(f"{made_from}-{hashlib.sha256(path.read_bytes()).hexdigest()[:32]}.so")
 
 
 def _open(path: Path) -> ctypes.CDLL:

@@ -2,6 +2,7 @@
 # Cloud TPUs: creates a slice, installs this checkout on its hosts, and serves.
 #   tpu_vm.sh create|setup|serve|status|logs|ssh|delete --name NAME --zone ZONE --target v6e:2x4 [OPTIONS]
 # Two APIs have TPUs: the Cloud TPU API (v5e, v5p, v6e) and Compute Engine (v5p, v6e, tpu7x).
+# It runs in bash 3.2, which macOS has: no mapfile, and an array that may be empty is read as ${x[@]+"${x[@]}"}.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -26,6 +27,8 @@ options
                      queued: waits in the Cloud TPU API's queue. flex-start: waits, and runs for --run-for at most
   --wait-for 2h      how long a queued or flex-start request stays in the queue
   --run-for 24h      of flex-start
+  --boot-disk-size 200GB
+                     of a Compute Engine host: 70B from the hub takes 400GB, from a bucket 200GB
   --dry-run          prints every command and runs none
 END
 }
@@ -41,15 +44,16 @@ case "$verb" in
     -h | --help) usage; exit 0 ;;
     *) usage >&2; refuse "${verb:-no verb}: it can be create, setup, serve, status, logs, ssh or delete" ;;
 esac
-name='' zone='' target='' project='' api='' provisioning=on-demand wait_for=2h run_for=24h dry_run='' more=()
+name='' zone='' target='' project='' api='' provisioning=on-demand wait_for=2h run_for=24h boot_disk_size=200GB dry_run='' more=()
 while [ $# -gt 0 ]; do
     case "$1" in
         --dry-run) dry_run=1; shift ;;
-        --name | --zone | --target | --project | --api | --provisioning | --wait-for | --run-for)
+        --name | --zone | --target | --project | --api | --provisioning | --wait-for | --run-for | --boot-disk-size)
             [ $# -ge 2 ] || refuse "$1 needs a value"
             case "$1" in
                 --name) name=$2 ;; --zone) zone=$2 ;; --target) target=$2 ;; --project) project=$2 ;; --api) api=$2 ;;
                 --provisioning) provisioning=$2 ;; --wait-for) wait_for=$2 ;; --run-for) run_for=$2 ;;
+                --boot-disk-size) boot_disk_size=$2 ;;
             esac
             shift 2 ;;
         --) shift; more=("$@"); break ;;
@@ -82,6 +86,8 @@ place=(--zone "$zone")
 [ -z "$project" ] || place+=(--project "$project")
 
 # --- running commands ---
+
+exec 4>&1 # for commands that a dry run prints where the output is read
 
 # Prints a command in a dry run, else runs it.
 run() {
@@ -139,7 +145,7 @@ create_tpu() {
             local spot=()
             [ "$provisioning" = on-demand ] || spot=(--spot)
             cloud compute tpus tpu-vm create "$name" "${place[@]}" --accelerator-type "$(accelerator_type)" \
-                --version "$(runtime_version)" "${spot[@]}" ;;
+                --version "$(runtime_version)" ${spot[@]+"${spot[@]}"} ;;
         queued) cloud "${queue[@]}" --valid-until-duration "$wait_for" ;;
         flex-start)
             cloud alpha "${queue[@]}" --provisioning-model=flex-start --max-run-duration "$run_for" \
@@ -152,7 +158,7 @@ machine() {
     local family=ubuntu-accel-2204-amd64-tpu-v5e-v5p-v6e disk=()
     [ "$chip" != tpu7x ] || { family=ubuntu-accel-2404-amd64-tpu-tpu7x; disk=(--boot-disk-type hyperdisk-balanced); }
     printf '%s\n' --machine-type "$(machine_type)" --image-project ubuntu-os-accelerator-images --image-family "$family" \
-        --maintenance-policy TERMINATE --boot-disk-size 200GB "${disk[@]}" --scopes cloud-platform
+        --maintenance-policy TERMINATE --boot-disk-size "$boot_disk_size" ${disk[@]+"${disk[@]}"} --scopes cloud-platform
     case "$provisioning" in
         spot) printf '%s\n' --provisioning-model SPOT --instance-termination-action DELETE ;;
         flex-start)
@@ -162,17 +168,18 @@ machine() {
 }
 
 create_compute() {
-    local flags region=${zone%-*} global=()
+    local flag flags=() bulk=() region=${zone%-*} global=()
     [ -z "$project" ] || global=(--project "$project")
-    mapfile -t flags < <(machine)
+    while IFS= read -r flag; do flags+=("$flag"); done < <(machine)
     if [ "$num_hosts" = 1 ]; then
-        cloud compute instances create "$name" "${place[@]}" "${flags[@]}"
+        cloud compute instances create "$name" "${place[@]}" ${flags[@]+"${flags[@]}"}
         return
     fi
-    cloud compute resource-policies create workload-policy "$name" --region "$region" "${global[@]}" \
+    [ "$provisioning" != flex-start ] || bulk=(--target-size-policy-mode bulk) # all hosts at once, or none yet
+    cloud compute resource-policies create workload-policy "$name" --region "$region" ${global[@]+"${global[@]}"} \
         --type HIGH_THROUGHPUT --accelerator-topology "$topology"
-    cloud compute instance-templates create "$name" "${global[@]}" "${flags[@]}"
-    cloud compute instance-groups managed create "$name" "${place[@]}" --size "$num_hosts" --template "$name" \
+    cloud compute instance-templates create "$name" ${global[@]+"${global[@]}"} ${flags[@]+"${flags[@]}"}
+    cloud compute instance-groups managed create "$name" "${place[@]}" --size "$num_hosts" --template "$name" ${bulk[@]+"${bulk[@]}"} \
         --workload-policy "projects/$(project_id)/regions/$region/resourcePolicies/$name"
 }
 
@@ -192,8 +199,8 @@ delete_slice() {
         cloud compute instances delete "$name" "${place[@]}" --quiet
     else
         cloud compute instance-groups managed delete "$name" "${place[@]}" --quiet
-        cloud compute instance-templates delete "$name" "${global[@]}" --quiet
-        cloud compute resource-policies delete "$name" --region "$region" "${global[@]}" --quiet
+        cloud compute instance-templates delete "$name" ${global[@]+"${global[@]}"} --quiet
+        cloud compute resource-policies delete "$name" --region "$region" ${global[@]+"${global[@]}"} --quiet
     fi
 }
 
@@ -211,6 +218,27 @@ hosts() {
     fi
 }
 
+# The same in the order of their worker numbers, which their metadata servers have: the group lists them in another.
+hosts_in_order() {
+    local host names number lines='' ask='curl --silent --fail --header Metadata-Flavor:Google '
+    ask+='metadata.google.internal/computeMetadata/v1/instance/attributes/agent-worker-number'
+    names=$(hosts)
+    if [ -n "$dry_run" ]; then
+        for host in $names; do run gcloud compute ssh "$host" "${place[@]}" --command "$ask" >&4; done
+        echo "$names"
+        return
+    fi
+    for host in $names; do
+        if ! number=$(gcloud compute ssh "$host" "${place[@]}" --command "$ask") || [ -z "$number" ]; then
+            say "$host does not tell its worker number: the hosts are taken in the order of the group"
+            echo "$names"
+            return
+        fi
+        lines+="$number $host"$'\n'
+    done
+    printf '%s' "$lines" | sort -n | cut -d' ' -f2
+}
+
 # Runs a command on every host. With a second argument, Compute Engine's hosts get the flags of their places in it:
 # the Cloud TPU API's find each other through their metadata server.
 on_hosts() {
@@ -219,7 +247,7 @@ on_hosts() {
         run gcloud compute tpus tpu-vm ssh "$name" "${place[@]}" --worker=all --command "$1"
         return
     fi
-    names=$(hosts)
+    names=$(if [ -n "${2:-}" ]; then hosts_in_order; else hosts; fi)
     [ -n "$names" ] || { say "$name has no hosts yet"; return 1; }
     first=${names%%$'\n'*}
     for host in $names; do
@@ -282,10 +310,12 @@ case "$verb" in
     setup) setup ;;
     serve) serve ${more[@]+"${more[@]}"} ;;
     status) status ;;
-    logs) on_hosts "sudo journalctl --no-pager --unit pallas-serve@0 $(printf '%q ' "${more[@]:---lines=100}")" ;;
+    logs)
+        [ ${#more[@]} -gt 0 ] || more=(--lines=100)
+        on_hosts "sudo journalctl --no-pager --unit pallas-serve@0 $(printf '%q ' ${more[@]+"${more[@]}"})" ;;
     ssh)
         if [ ${#more[@]} -gt 0 ]; then
-            on_hosts "$(printf '%q ' "${more[@]}")"
+            on_hosts "$(printf '%q ' ${more[@]+"${more[@]}"})"
         elif [ "$api" = tpu ]; then
             run gcloud compute tpus tpu-vm ssh "$name" "${place[@]}" --worker=0
         else

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scripts.wiring.child import ChildError, in_child
-from scripts.wiring.device import native_folder, start_jax
+from scripts.wiring.device import start_jax
 from scripts.wiring.settings import EngineSettings
 from server.engine.wire import AttentionInfo
 
@@ -69,6 +69,7 @@ def choose_attention(
     *,
     platform: str,
     max_model_len: int,
+    native_folder: Path | None,
     make_tested: Callable[[Backend], PagedAttention] | None = None,
     limit_s: float = LIMIT_S,
 ) -> Chosen:
@@ -76,6 +77,7 @@ def choose_attention(
 
     Args:
         make: the attention of the model over a backend. Its ValueErrors are raised.
+        native_folder: where compiled C code is kept; None: it is compiled for this process alone.
         make_tested: the attention that is tested in its place; None: that of `make` itself.
         limit_s: seconds of a test.
 
@@ -89,7 +91,7 @@ def choose_attention(
     for backend in candidates:
         try:
             attention = make(backend)
-            _load_native(backend, native_folder(settings.compile_cache))
+            _load_native(backend, native_folder)
             test = _Test(
                 attention=attention if make_tested is None else make_tested(backend),
                 settings=settings,

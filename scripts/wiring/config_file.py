@@ -46,6 +46,8 @@ def _arguments(file: Path, given: Collection[str]) -> Iterator[str]:
     text = read_text(file, MAX_CONFIG_BYTES)
     try:
         settings = yaml.safe_load(text)
+    except RecursionError as error:
+        raise ValueError(f"--config {file} is nested too deeply") from error
     except Exception as error:  # of any type: yaml's readers of dates, numbers and truth values raise their own
         raise ValueError(f"--config {file} is not YAML: {str(error) or type(error).__name__}") from error
     if settings is None:

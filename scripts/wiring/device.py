@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from model.inputs.paths import Place, check_local, expanded, place
+from scripts.wiring.kept_folders import KeptFolders, kept_folders
 from scripts.wiring.settings import EngineSettings
 
-PLATFORMS = ("cpu", "gpu", "tpu")
+PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}  # by device, as jax names them
+CUDA = 13  # of jax's packages
 # The share of a GPU's memory for JAX's pool. --memory-utilization is a share of the pool. CUDA's context, the loaded
 # programs and NCCL's buffers are outside the pool (scripts/benchmarks/results/decisions.md).
 GPU_POOL_SHARE = 0.92
 ROOT = Path(__file__).parents[2]
 
 
-def start_jax(settings: EngineSettings, join: Callable[[], None] | None = None, *, num_hosts: int = 1) -> str:
+def start_jax(
+    settings: EngineSettings,
+    join: Callable[[], None] | None = None,
+    *,
+    num_hosts: int = 1,
+    folders: KeptFolders | None = None,
+) -> str:
     """'cpu', 'gpu' or 'tpu': the platform of this process. Raises ValueError if the wanted device is missing.
 
     Args:
         join: joins the other hosts' processes. It is called before the devices are asked for.
+        folders: those of `kept_folders`, if the caller has asked for them already.
     """
     import jax
 
@@ -31,20 +40,45 @@ def start_jax(settings: EngineSettings, join: Callable[[], None] | None = None, 
     jax.config.update("jax_platforms", device if device == "cpu" else f"{device},cpu")
     if device == "cpu" and settings.tensor_parallel_size is not None and settings.tensor_parallel_size > num_hosts:
         jax.config.update("jax_num_cpu_devices", settings.tensor_parallel_size // num_hosts)
+    if device == "cuda":
+        check_cuda()
     if join is not None:
         join()
     try:
         platform = jax.devices()[0].platform
     except RuntimeError as error:
         raise ValueError(f"no {device} device can be used: {error}") from error
-    if platform not in PLATFORMS:
-        raise ValueError(f"jax runs on {platform!r} here; this engine runs on {', '.join(PLATFORMS)}")
-    folder = compile_cache_folder(settings.compile_cache)
+    if platform != PLATFORMS[device]:  # jax leaves out a platform whose devices it does not see
+        raise ValueError(f"no {device} device can be used: jax finds only {jax.devices()[0].device_kind} here")
+    folder = (folders or kept_folders(settings)).compiled
     if folder is not None:
         from model.compiling.compile_cache import keep_compilations
 
         keep_compilations(folder)
     return platform
+
+
+def check_cuda() -> None:
+    """Raises ValueError, with the reason in words, if CUDA reaches no GPU."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise ValueError(
+            f"no cuda device can be used: there is no NVIDIA driver here ({error}): install one for CUDA {CUDA}, start "
+            "the container with `--gpus all`, or choose --device cpu"
+        ) from error
+    version, count = ctypes.c_int(), ctypes.c_int()
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    if version.value < CUDA * 1000:
+        has = f"{version.value // 1000}.{version.value % 1000 // 10}"
+        raise ValueError(
+            f"no cuda device can be used: the NVIDIA driver is for CUDA {has}, and CUDA {CUDA} is needed: install "
+            "driver 580 or a later one"
+        )
+    failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    if failed or not count.value:
+        reason = f"CUDA's error {failed}" if failed else "CUDA_VISIBLE_DEVICES hides all"
+        raise ValueError(f"no cuda device can be used: no GPU is visible ({reason}); `nvidia-smi -L` lists GPUs")
 
 
 def find_device() -> str:
@@ -59,30 +93,3 @@ def find_device() -> str:
 def runs_on_tpu(settings: EngineSettings) -> bool:
     """Whether the engine's device is a TPU. Does not start jax."""
     return settings.device == "tpu" or (settings.device == "auto" and find_device() == "tpu")
-
-
-def compile_cache_folder(asked: str | None) -> Place | None:
-    """The folder of compiled programs; None: they are not kept."""
-    if asked == "none":
-        return None
-    return users_cache_folder() / "compiled" if asked is None else place(asked, "--compile-cache")
-
-
-def native_folder(asked: str | None) -> Path | None:
-    """The folder of compiled C code, which is loaded from this machine only; None: it is not kept."""
-    folder = compile_cache_folder(asked)
-    if folder is None:
-        return None
-    return (folder if isinstance(folder, Path) else users_cache_folder() / "compiled") / "native"
-
-
-def users_cache_folder() -> Path:
-    """This program's folder in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    check_local(base, "XDG_CACHE_HOME")
-    return Path(base) / "pallas-serve"
-
-
-def export_cache_folder(asked: str | None) -> Path | None:
-    """The folder of executables; None: they are not kept."""
-    return None if asked is None else expanded(asked, "--export-cache")

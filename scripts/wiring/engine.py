@@ -24,10 +24,11 @@ from scripts.wiring.backends import Backends, own_backends
 from scripts.wiring.changeable import ChangeableEngine, RunnerWeights
 from scripts.wiring.choices import choose_later_programs, choose_model_len, choose_step_timeout
 from scripts.wiring.compile_turn import CompileTurn
-from scripts.wiring.device import compile_cache_folder, export_cache_folder, find_device, start_jax
+from scripts.wiring.device import find_device, start_jax
 from scripts.wiring.draft import ChosenDraft, choose_draft
 from scripts.wiring.end_tokens import listed
 from scripts.wiring.head import ChosenHead
+from scripts.wiring.kept_folders import KeptFolders, kept_folders
 from scripts.wiring.limits import bucket_config, even_context, long_prompts, runner_config
 from scripts.wiring.load import Loader, Report, phase
 from scripts.wiring.model_on_chips import ModelOnChips
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 
     from model.execution.memory_plan import RunnerConfig
     from model.execution.runner import ModelRunner
-    from model.inputs.paths import Place
     from model.network.eagle import EagleHead
     from model.network.llama import Llama
     from pallas_kernels.api import PagedAttention
@@ -100,14 +100,6 @@ class Built:
             seed=settings.seed,
         )
         return Engine(runner or self.runner, config, self.ladder, on_death=on_death, grammars=grammars)
-
-
-@dataclass(frozen=True)
-class Folders:
-    """Where programs are kept between starts; None: nowhere."""
-
-    compiled: Place | None
-    exported: Path | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,8 +211,10 @@ def build_runner(
     num_hosts = 1 if others is None else others.num_hosts
     if others is not None and settings.export_cache is not None:
         raise ValueError("--export-cache: programs of several hosts cannot be exported; --compile-cache keeps them")
+    folders = kept_folders(settings)
     with phase("start", report) as say:
-        platform = start_jax(settings, None if others is None else others.join, num_hosts=num_hosts)
+        join = None if others is None else others.join
+        platform = start_jax(settings, join, num_hosts=num_hosts, folders=folders)
         num_devices, kind = jax.device_count(), jax.devices()[0].device_kind
         say(f"jax on {num_devices} x {kind}" + ("" if others is None else f" of {num_hosts} hosts"))
     backends = backends or own_backends()
@@ -247,7 +241,6 @@ def build_runner(
     )
     report(f"  chips             {describe_idle(num_chips, num_devices)}")
     chips = on_chips(num_chips)
-    folders = Folders(compile_cache_folder(settings.compile_cache), export_cache_folder(settings.export_cache))
     with phase("self-test", report) as say:
         chosen = choose_attention(
             settings,
@@ -256,6 +249,7 @@ def build_runner(
             buckets,
             platform=platform,
             max_model_len=max_model_len,
+            native_folder=folders.native,
             # A host cannot read the results of the other hosts' chips.
             make_tested=None if others is None else partial(chips.share_of_a_chip, backends.make),
         )
@@ -362,7 +356,7 @@ def _make_runner(
     planned: Llama,
     attention: PagedAttention,
     limits: RunnerConfig,
-    folders: Folders,
+    folders: KeptFolders,
     draft: tuple[Llama | EagleHead, PagedAttention] | None,
 ) -> ModelRunner:
     """A runner without weights. Raises ValueError if its programs cannot be exported."""

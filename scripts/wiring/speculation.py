@@ -64,6 +64,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
             fields = msgspec.json.decode(value) if isinstance(value, str) else dict(value)
         except msgspec.DecodeError as error:
             raise ValueError(f"{FLAG} {value!r} is not JSON ({error}); give an object {example}") from error
+        except RecursionError as error:
+            raise ValueError(f"{FLAG} is nested too deeply; give an object {example}") from error
         if not isinstance(fields, dict):
             raise ValueError(f"{FLAG} is a JSON object {example}, not {value!r}")
         method = fields.get("method")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from batcher.request import FinishReason
 from server.engine import wire
 from server.engine.client import EngineClient
-from server.http.errors import RequestError, internal, overloaded, unavailable
+from server.http.errors import RequestError, internal, invalid, overloaded, unavailable
 from server.text.stream import TextStream
 from server.text.tool_calls.parser import CallParser
 from server.text.tool_calls.pieces import CallDelta, Content, Piece
@@ -137,7 +137,7 @@ class Choice:
         if output.expired:
             self._generation.on_limit("deadline_waiting")
         if output.error is not None or output.finish_reason == FinishReason.ABORT:
-            self._generation.fail(error_of(output))
+            self._generation.fail(error_of(output, self._generation.grammar_field))
             return
         self._take_in(self._read, output)
 
@@ -234,6 +234,7 @@ class Generation:
 
     `on_limit` is called for each choice that a deadline has ended, with `deadline_waiting` or `deadline_running`.
     `on_end` is called when all choices have finished, with the number of tokens of the longest.
+    `grammar_field` names the request's field with the grammar, for the error of a grammar that costs too much.
     """
 
     def __init__(
@@ -244,7 +245,9 @@ class Generation:
         stream: bool,
         on_limit: Callable[[str], None] = lambda limit: None,
         on_end: Callable[[int], None] = lambda num_tokens: None,
+        grammar_field: Callable[[], str] | None = None,
     ) -> None:
+        self.grammar_field = grammar_field
         self.request_id = request_id
         self.choices: list[Choice] = []
         self.error: Exception | None = None  # a RequestError, or the error of a disconnected client
@@ -315,8 +318,8 @@ class Generation:
             self._progress.set()
 
 
-def error_of(output: wire.Output) -> RequestError:
-    """Why a request has ended without all of its output."""
+def error_of(output: wire.Output, grammar_field: Callable[[], str] | None = None) -> RequestError:
+    """Why a request has ended without all of its output. `grammar_field` is as of `Generation`."""
     if output.error is None:
         return unavailable("The server is shutting down.")
     message = output.error
@@ -325,6 +328,8 @@ def error_of(output: wire.Output) -> RequestError:
             return overloaded(message)
         case 503:
             return unavailable(message, retry_after_s=1)
+        case 400 if output.param is None and grammar_field is not None:
+            return invalid(grammar_field(), message)
         case 400:
             return RequestError(400, message, param=output.param)
         case _:

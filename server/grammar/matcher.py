@@ -77,9 +77,19 @@ class TokenMatcher:
         matcher, vocabulary = self._matcher, self._grammars.load()
         for token in tokens:
             if not matcher.consume_token(token):
-                raise GrammarError(f"a token that the grammar does not allow was drawn: {error_of(matcher)}")
+                raise GrammarError(_reason(matcher))
         mask = np.zeros(num_mask_words(vocabulary.size), np.int32)
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if matcher.is_error():
-            raise GrammarError(f"the grammar costs too much to go on with: {error_of(matcher)}")
+            raise GrammarError(_reason(matcher))
         return Permit(mask, matcher.is_stopped())
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """Why a matcher cannot go on. Its own words for a limit of its work are those of its parser."""
+    error = error_of(matcher)
+    if "satisfy the grammar" in error:
+        return f"a token that the grammar does not allow was drawn: {error}"
+    if "NoExtensionBias" in error:
+        return "the grammar is too costly, or it contradicts itself: it allows no token here; make it simpler"
+    return f"the grammar is too costly; make it simpler, for example with fewer optional properties: {error}"

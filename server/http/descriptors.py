@@ -1,20 +1,35 @@
-"""The process's limit of open files and sockets, and the number of connections that fit into it."""
+"""The process's open files and sockets: the standard streams, the limit, and the connections that fit into it."""
 
 from __future__ import annotations
 
 import logging
 import os
 import resource
+import sys
 
 logger = logging.getLogger("pallas_serve")
 
 MOST_DESCRIPTORS = 2**20  # even if the system sets no limit
+LEAST_DESCRIPTORS = 64  # of a server and of its engine; with fewer, ZeroMQ ends the process
 RESERVE = 16  # for the engine's connections, and for files that are open for a moment
 MOST_CONNECTIONS = 8192  # the default is at most this: connections take memory too
 
 
+def open_standard_streams() -> None:
+    """Opens the standard streams that the process was started without. Otherwise a file or a socket would get the
+    descriptor of one, and what libraries print would be written into it."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+
+
 def raise_limit() -> None:
-    """Raises the process's own limit of descriptors as far as the system allows."""
+    """Raises the process's own limit of descriptors as far as the system allows. Raises ValueError if it is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -22,6 +37,9 @@ def raise_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         except (OSError, ValueError) as error:  # the kernel's own limit may be lower than the "hard" one
             logger.warning("the limit of open files stays at %d: %s", soft, error)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < LEAST_DESCRIPTORS:
+        raise ValueError(f"{soft} open files are allowed, and a server needs {LEAST_DESCRIPTORS}: raise `ulimit -n`")
 
 
 def connection_limit(asked: int | None, num_refusals: int) -> int:

@@ -14,6 +14,7 @@ from tests.e2e.conftest import DemoServer, serve
 pytestmark = pytest.mark.e2e
 
 LIMITS = ["--max-num-seqs", "1", "--max-num-batched-tokens", "16", "--max-model-len", "128", "--num-pages", "16"]
+KERNELS = ["--attention-backend", "reference"]  # those in C would be compiled anew, too
 LEFT = re.compile(r"compiled 6 programs in .*; 1 more come while serving")
 
 
@@ -30,8 +31,7 @@ def answers(server: DemoServer) -> list[str]:
 )
 def test_it_serves_while_programs_are_compiled(tmp_path, compiled) -> None:
     flags = [*LIMITS, "--model", str(one_layer(tmp_path / "model")), "--served-model-name", "demo"]
-    # Without the kernels in C, which would be compiled anew, too.
-    flags += ["--attention-backend", "reference", "--compile-cache", str(tmp_path / "programs")]
+    flags += [*KERNELS, "--compile-cache", str(tmp_path / "programs")]
     with serve(*flags, env=os.environ | compiled) as server:
         assert any(LEFT.match(line) for line in server.lines), server.lines
         first = answers(server)
@@ -46,3 +46,18 @@ def test_it_serves_while_programs_are_compiled(tmp_path, compiled) -> None:
         assert answers(warm) == first
         metrics = warm.wait_for_metrics(lambda m: m["num_steps_total"] > 0)
         assert metrics["num_stand_in_steps_total"] == metrics["num_compiles_after_warm_up_total"] == 0
+
+
+def test_no_optional_folder_stops_a_start(tmp_path, capfd) -> None:
+    """Below a file no folder can be made, whoever the user is."""
+    (tmp_path / "file").touch()
+    nowhere = tmp_path / "file" / "folder"
+    homeless = {name: value for name, value in os.environ.items() if name != "XDG_CACHE_HOME"}
+    homeless |= {"HOME": str(nowhere), "HF_HOME": str(nowhere)}
+    flags = [*LIMITS, *KERNELS, "--model", str(one_layer(tmp_path / "model")), "--export-cache", str(nowhere)]
+    with serve(*flags, "--served-model-name", "demo", env=homeless) as server:
+        assert all(answers(server))
+    assert server.process.returncode == 0
+    said = capfd.readouterr().err
+    assert "programs are not kept for the next start: " in said
+    assert "exported programs cannot be kept: " in said

@@ -179,6 +179,15 @@ def test_hostile_grammars_cost_their_senders_only(server):
         assert json.loads(text_of(ask(client, guided_json=SUM)))
 
 
+def test_a_costly_grammar_names_its_field(server):
+    schema = {"type": "object", "properties": {f"f{i}": {"type": "integer"} for i in range(1500)}}
+    with server.client() as client:
+        for field, value in {"response_format": as_schema(schema), "guided_json": schema}.items():
+            with pytest.raises(openai.BadRequestError, match=f"{field}: the grammar is too costly") as error:
+                ask(client, **{field: value})
+            assert error.value.param == field
+
+
 def test_offline_and_batch_files_take_the_same_fields(built, monkeypatch):
     from scripts import llm
 

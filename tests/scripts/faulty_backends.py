@@ -134,5 +134,6 @@ def _choose(kind: type[Faulty], settings: EngineSettings, candidates: tuple[Back
         BucketConfig(max_num_batched_tokens=2, max_num_seqs=1),
         platform="cpu",
         max_model_len=32,
+        native_folder=None,
         limit_s=limit_s,
     )

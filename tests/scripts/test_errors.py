@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,11 +17,12 @@ from model.inputs.words import MAX_LINE_CHARS
 from model.loading.source import DEMO_FOLDER
 from scripts import bench_offline, bench_serving, convert_checkpoint, generate, launch, plan
 from scripts.llm import LLM
-from scripts.wiring.device import compile_cache_folder
 from scripts.wiring.errors import failed
+from scripts.wiring.kept_folders import compile_cache_folder
 from scripts.wiring.settings import EngineSettings
 from server.engine.link import EngineFailedError
 from tests.conftest import COMPILED
+from tests.server.support.requests import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,12 +61,14 @@ def test_debug_prints_the_traceback_and_the_line(capsys):
     assert shown.splitlines()[-1].startswith("x: internal error: TypeError: ")
 
 
+SERVE = [sys.executable, "-m", "scripts.launch", *"--device cpu --port 0 --compile-cache".split(), str(COMPILED)]
+SERVE += "--max-num-seqs 1 --max-num-batched-tokens 2 --max-model-len 16".split()  # few programs
+
+
 def serve(*flags: object) -> subprocess.CompletedProcess[str]:
     """The serving command in a process of its own; it is to end by itself."""
-    command = [sys.executable, "-m", "scripts.launch", *"--device cpu --port 0 --compile-cache".split(), str(COMPILED)]
-    command += "--max-num-seqs 1 --max-num-batched-tokens 2 --max-model-len 16".split()  # few programs
     return subprocess.run(
-        [*command, *map(str, flags)], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        [*SERVE, *map(str, flags)], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
 
 
@@ -117,6 +121,72 @@ def test_debug_shows_the_place_of_a_failure_in_the_engines_process(broken):
     assert "Traceback" in shown.stderr
     assert "model/loading/orbax_format.py" in shown.stderr
     assert shown.stderr.splitlines()[-1].startswith("scripts/serve: The engine could not start: ")
+
+
+DEEP = "[" * 50_000
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "words"),
+    [
+        (launch, ["--speculative-config", DEEP], "--speculative-config is nested too deeply; give an object such as"),
+        (
+            launch,
+            ["--override-generation-config", '{"temperature": ' + DEEP],
+            "--override-generation-config is nested too deeply",
+        ),
+        (generate, ["--params", DEEP], "argument --params: the JSON is nested too deeply"),
+        (bench_serving, ["--extra-body", DEEP], "argument --extra-body: the JSON is nested too deeply"),
+    ],
+)
+def test_brackets_without_end_are_one_line(command, flags, words, capsys):
+    try:
+        code = command.main(flags)
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_file_of_flags_that_is_nested_without_end_is_one_line(tmp_path, capsys):
+    (tmp_path / "flags.yaml").write_text(f"model: {DEEP}")
+    assert launch.main(["--config", str(tmp_path / "flags.yaml")]) == 2
+    assert capsys.readouterr().err == f"scripts/serve: --config {tmp_path / 'flags.yaml'} is nested too deeply\n"
+
+
+@pytest.mark.parametrize("limit", [20, 40, 63])
+def test_too_few_descriptors_are_one_line(limit):
+    """ZeroMQ would end the process by a signal."""
+    command = [sys.executable, "-m", "scripts.launch", "--device", "cpu", "--port", "0"]
+    limited = ["bash", "-c", f'ulimit -n {limit} && exec "$@"', "bash", *command]
+    result = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    said = f"scripts/serve: {limit} open files are allowed, and a server needs 64: raise `ulimit -n`\n"
+    assert (result.returncode, result.stderr) == (2, said)
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["its reader has gone", "closed"])
+def test_a_server_needs_no_standard_output(closed, tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [*SERVE, "--uds", tmp_path / "socket"]
+    if closed:
+        command = ["bash", "-c", 'exec "$@" >&-', "bash", *command]
+    server = subprocess.Popen(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    try:
+        wait_until(lambda: is_ready(tmp_path / "socket") or server.poll() is not None, timeout_s=120)
+        output = Path(f"/proc/{server.pid}/fd/1").resolve()
+    finally:
+        server.terminate()
+        said = server.communicate(timeout=60)[1]
+    assert server.returncode == 0, said
+    assert output == Path(os.devnull)  # or a file or a socket would get the descriptor
+    assert ("standard output cannot be written to ([Errno 32] Broken pipe)" in said) != closed
+
+
+def is_ready(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        return client.connect_ex(str(path)) == 0
 
 
 URL = "gs://bucket/folder"

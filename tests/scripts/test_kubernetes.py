@@ -92,8 +92,8 @@ def test_selectors_find_the_pods_that_serve(overlay):
         assert all("leaderworkerset.sigs.k8s.io/worker-index" in selector for selector in selectors)
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_the_server_accepts_the_arguments(overlay):
+def arguments(overlay: str) -> argparse.Namespace:
+    """The flags of the server, as it reads them."""
     config = of_kind(overlay, "ConfigMap")["data"]
     (container,) = workload(overlay)["spec"]["containers"]
     given = []
@@ -101,8 +101,19 @@ def test_the_server_accepts_the_arguments(overlay):
         for name, value in config.items():
             argument = argument.replace(f"$({name})", value)
         given.append(argument)
-    args = launch.parser().parse_args(given)
-    assert isinstance(args, argparse.Namespace)
+    return launch.parser().parse_args(given)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_idle_connections_outlive_those_of_load_balancers(overlay):
+    """Google's keep idle connections for 600 s. A request on one that the server is closing would be a 502."""
+    assert arguments(overlay).idle_timeout_s > 600
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_server_accepts_the_arguments(overlay):
+    args = arguments(overlay)
+    (container,) = workload(overlay)["spec"]["containers"]
     assert args.tensor_parallel_size == CHIPS[overlay]
     assert args.metrics_prefix == "vllm:"
     assert args.port == container["ports"][0]["containerPort"]

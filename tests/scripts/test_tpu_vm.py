@@ -49,6 +49,8 @@ def cloud(tmp_path):
 [ -z "$FAKE_ERROR" ] || {{ printf '%s\\n' "$FAKE_ERROR" >&2; exit 1; }}
 case "$*" in
 *list-instances*) printf 'slice-abcd\\nslice-efgh\\n' ;;
+*"ssh slice-abcd"*agent-worker-number) echo 1 ;;
+*"ssh slice-efgh"*agent-worker-number) echo 0 ;;
 "config get-value project") echo my-project ;;
 esac""",
     )
@@ -118,6 +120,21 @@ def test_several_hosts_of_compute_engine_are_a_group_with_a_topology(cloud):
     ]  # fmt: skip
 
 
+def test_the_hosts_of_a_slice_that_waits_come_all_at_once(cloud):
+    """Only flex-start has this mode."""
+    _, calls = cloud("create", "--target", "v6e:4x4", *PLACE, "--provisioning", "flex-start")
+    assert value(calls[-1], "--target-size-policy-mode") == "bulk"
+    _, calls = cloud("create", "--target", "v6e:4x4", *PLACE, "--provisioning", "spot")
+    assert "--target-size-policy-mode" not in calls[-1]
+
+
+@pytest.mark.parametrize("target", ["v6e:2x4", "v6e:4x4"])
+def test_a_boot_disk_has_the_size_that_is_asked_for(cloud, target):
+    for flags, size in (((), "200GB"), (("--boot-disk-size", "400GB"), "400GB")):
+        _, calls = cloud("create", "--target", target, *PLACE, *flags)
+        assert [value(call, "--boot-disk-size") for call in calls if "--boot-disk-size" in call] == [size]
+
+
 @pytest.mark.parametrize("verb", ["create", "setup", "serve", "status", "logs", "ssh", "delete"])
 @pytest.mark.parametrize("target", ["v5e:2x4", "v6e:2x4"])
 def test_a_dry_run_prints_the_commands_and_runs_none(cloud, verb, target):
@@ -136,11 +153,11 @@ def test_every_host_serves_and_knows_its_place(cloud):
     assert done.returncode == 0, done.stderr
     commands = {call[2]: value(call, "--command") for call in calls if call[:2] == ["compute", "ssh"]}
     assert commands == {
-        host: f"{serve} --coordinator slice-abcd --num-hosts 4 --host-id {i}"
-        for i, host in enumerate(("slice-abcd", "slice-efgh"))
+        host: f"{serve} --coordinator slice-efgh --num-hosts 4 --host-id {i}"
+        for i, host in enumerate(("slice-efgh", "slice-abcd"))  # by their worker numbers, not as the group lists them
     }
-    args = launch.parser().parse_args(commands["slice-efgh"].split()[2:])
-    assert (args.coordinator, args.num_hosts, args.host_id) == ("slice-abcd", 4, 1)
+    args = launch.parser().parse_args(commands["slice-abcd"].split()[2:])
+    assert (args.coordinator, args.num_hosts, args.host_id) == ("slice-efgh", 4, 1)
     for target, api in (("v6e:2x4", "compute"), ("v6e:4x4", "tpu")):  # alone, or found by the metadata server
         _, calls = cloud("serve", "--target", target, *PLACE, "--api", api, "--", "--model", "m")
         assert [value(call, "--command") for call in calls] == [serve]
@@ -213,19 +230,9 @@ def host(machine):  # noqa: F811
 
 
 def test_a_host_with_python_3_10_gets_another_through_uv(host):
-    uv, python = host / "home/.local/bin/uv", host / "home/uv/python3.13"
-    fake_command(
-        host / "uv",
-        f"""case "$1 $2" in
-"python find") [ -e {python} ] && [ "$4" = 3.13 ] && echo {python} || exit 1 ;;
-"python install") install -D -m 755 {host}/python3.13 {python} ;;
-esac""",
-    )
-    fake_command(
-        host / "python3.13",
-        f"""echo "$@" >>{host}/pip-calls
-case "$*" in "-m venv"*) install -D -m 755 {host}/python3.13 .venv/bin/python ;; esac""",
-    )
+    uv = host / "home/.local/bin/uv"
+    fake_command(host / "uv", f'case "$*" in "venv "*) install -D -m 755 {host}/python3.13 .venv/bin/python ;; esac')
+    fake_command(host / "python3.13", f'echo "$@" >>{host}/pip-calls')
     fake_command(
         host / "bin/python3",
         f"""case "$*" in
@@ -277,6 +284,31 @@ def test_the_unit_is_valid(tmp_path):
     done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False)
     ours = [line for line in done.stderr.splitlines() if "pallas-serve" in line]
     assert (done.returncode, ours) == (0, [])
+
+
+def test_the_unit_of_a_host_that_its_leader_has_ended_starts_again():
+    """A follower then exits with code 0. It may wait for the leader for as long as the maintenance takes."""
+    unit = dict(re.findall(r"^(\w+)=(.*)$", (DEPLOY / "host/pallas-serve@.service").read_text(), re.MULTILINE))
+    assert unit["Restart"] == "always"
+    waits_s = launch.parser().parse_args([]).hosts_timeout + int(unit["RestartSec"])
+    interval_s = 60 * int(unit["StartLimitIntervalSec"].removesuffix("min"))
+    assert interval_s < int(unit["StartLimitBurst"]) * waits_s
+
+
+# Those that run on a user's own machine, which may be a Mac with bash 3.2.
+@pytest.mark.parametrize("name", ["deploy/tpu_vm.sh", "setup.sh", "serve", "test", "check"])
+def test_scripts_run_in_bash_3(name):
+    text = (ROOT / "scripts" / name).read_text()
+    code = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    newer = re.compile(
+        r"\b(mapfile|readarray|coproc)\b|\b(declare|local|typeset) -[a-z]*[Agn]|\$\{\w+(\[@\])?(,|\^|@)|\|&|&>>|;;?&"
+        r"|\[\[ -v|wait -n|%\([^)]*\)T|\$\{\w+\[-|\$\{\w+: -"
+    )
+    assert [line for line in code.splitlines() if newer.search(line)] == []
+    # Where `set -u` counts an empty array as unset.
+    may_be_empty = set(re.findall(r"(\w+)=\(\)", code))
+    bare = re.findall(r'(?<!\+)"\$\{(\w+)\[@\]\}"', code)
+    assert may_be_empty.intersection(bare) == set()
 
 
 @pytest.mark.parametrize("script", sorted(DEPLOY.rglob("*.sh")), ids=lambda path: path.name)

@@ -4,9 +4,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
 device=${1:?setup.sh tpu|cuda}
-export PATH="$HOME/.local/bin:$PATH"
 . scripts/setup.sh
-if ! find_python >/dev/null && ! command -v uv >/dev/null; then
+if ! find_python >/dev/null && ! find_uv >/dev/null; then
     say "no Python 3.12 to 3.14 here ($(python3 --version 2>&1)): installing uv"
     python3 -m pip install --user --quiet uv || curl --fail --silent --show-error --location https://astral.sh/uv/install.sh | sh
 fi

@@ -38,6 +38,11 @@ async def requested_grammar(state: ServerState, body: SamplingFields) -> str | N
     return await state.grammars.make(made, param=param)
 
 
+def field_of_grammar(body: SamplingFields) -> str:
+    """The field that has given the grammar of a request that has been checked."""
+    return next((field for field, _ in _asked(body)), "tools")
+
+
 def _asked(body: SamplingFields) -> list[tuple[str, Made]]:
     """(field, function that makes its grammar) for every constraint on the output."""
     asked = []

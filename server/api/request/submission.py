@@ -15,6 +15,7 @@ from server.api.request.bad_words import bad_word_ids
 from server.api.request.body_reader import BodyReader
 from server.api.request.sampling import check_sampling, sampling_params, stop_strings
 from server.api.request.schemas import SamplingFields
+from server.api.request.structured import field_of_grammar
 from server.api.state import ServerState
 from server.api.tracing import current_trace
 from server.engine import wire
@@ -123,6 +124,7 @@ async def start_generation(
         stream=bool(body.stream),
         on_limit=state.metrics.observe_limit,
         on_end=state.metrics.observe_end,
+        grammar_field=None if grammar is None else lambda: field_of_grammar(body),
     )
     include_stop = bool(body.include_stop_str_in_output)
     bad_words = await bad_word_ids(state, body.bad_words)

@@ -18,7 +18,8 @@ from batcher.step import Bucket, Variant
 from model.compiling.compilation import Compilation
 from model.compiling.compile_cache import CompileCounter
 from model.compiling.compiler_options import compiler_options
-from model.compiling.exported_programs import ExportedPrograms, check_private, executable_fingerprint
+from model.compiling.exported_programs import ExportedPrograms, executable_fingerprint
+from model.compiling.program_files import check_private
 from model.compiling.traced_programs import Program
 from model.execution.memory_plan import RunnerConfig
 from model.execution.runner import ModelRunner
@@ -108,7 +109,7 @@ def test_a_folder_of_another_user_is_refused(tmp_path):
         os.chown(tmp_path, 12345, 12345)
     foreign = tmp_path if os.geteuid() == 0 else Path("/usr")
     with pytest.raises(ValueError, match=f"--export-cache: {foreign} belongs to another user"):
-        check_private(foreign)
+        check_private(foreign, "--export-cache")
 
 
 def test_the_fingerprint_is_of_code_facts_options_and_devices(tmp_path):

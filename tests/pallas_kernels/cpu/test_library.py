@@ -77,3 +77,33 @@ def test_a_compiler_that_fails_is_quoted(tmp_path):
     own = script(tmp_path / "cc", f'test "$1" = --version && exec {CC} "$@"; echo "no such target" >&2; exit 1')
     assert load(str(tmp_path), CC=own) == f"{own} could not compile the C code: no such target"
     assert [path.name for path in tmp_path.iterdir()] == ["cc"]
+
+
+def cut(library: Path) -> None:
+    os.truncate(library, library.stat().st_size // 2)
+
+
+def empty(library: Path) -> None:
+    os.truncate(library, 0)
+
+
+def foreign(library: Path) -> None:
+    """A library of other functions."""
+    subprocess.run([CC, "-shared", "-fPIC", "-x", "c", "-", "-o", library], input=b"int other;", check=True)
+
+
+@pytest.mark.parametrize("damage", [cut, empty, foreign])
+def test_a_damaged_library_is_made_again(tmp_path, damage):
+    """Loading a library that was cut off ends the process by a signal."""
+    folder, quickly = tmp_path / "native", script(tmp_path / "cc", f'exec {CC} "$@" -O0')
+    assert load(str(folder), CC=quickly) == "loaded"
+    (kept,) = folder.iterdir()
+    whole = kept.read_bytes()
+    damage(kept)
+    assert load(str(folder), CC=quickly) == "loaded"
+    assert [path.read_bytes() for path in folder.iterdir()] == [whole]
+
+
+def test_a_folder_that_cannot_be_written_to_is_done_without(tmp_path):
+    (tmp_path / "file").touch()
+    assert load(str(tmp_path / "file" / "native"), CC=script(tmp_path / "cc", f'exec {CC} "$@" -O0')) == "loaded"

@@ -14,7 +14,7 @@ from jsonschema import validate
 
 from batcher.grammar import GrammarError
 from server.grammar.compiler import Vocabulary
-from server.grammar.forms import json_schema_grammar, regex_grammar
+from server.grammar.forms import json_schema_grammar, lark_grammar, regex_grammar
 from server.grammar.matcher import CACHE_SIZE, TokenGrammars, vocabulary_of
 from server.text.tokenizer import ByteLevelTokenizer
 from tests.examples import examples
@@ -88,6 +88,25 @@ def test_a_token_that_the_mask_bars_is_an_error() -> None:
     matcher.advance(())
     with pytest.raises(GrammarError, match="does not allow"):
         matcher.advance((tokenizer.special_tokens["<|start_header_id|>"],))
+
+
+def properties(number: int) -> str:
+    return json_schema_grammar({"type": "object", "properties": {f"f{i}": {"type": "integer"} for i in range(number)}})
+
+
+@pytest.mark.parametrize("number", [1500, 2000])
+def test_a_grammar_that_costs_too_much_says_so(number: int) -> None:
+    tokenizer, grammars, _ = demo()
+    matcher = grammars.matcher(properties(number))
+    matcher.advance(())
+    with pytest.raises(GrammarError, match=r"^the grammar is too costly; make it simpler.*row has \d+ items"):
+        matcher.advance(tokenizer.encode_plain(["{"])[0])
+
+
+def test_a_grammar_that_allows_no_token_says_so() -> None:
+    _, grammars, _ = demo()
+    with pytest.raises(GrammarError, match="it allows no token here"):
+        grammars.matcher(lark_grammar("start: B\nB: /x/ & /y/")).advance(())
 
 
 def test_matchers_of_one_grammar_go_their_own_ways() -> None:

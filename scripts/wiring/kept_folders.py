@@ -1,0 +1,82 @@
+"""The folders in which programs are kept between starts. They only make starts faster: none of them stops one.
+
+A folder of programs holds code that the next start runs. So one that other users could write to is not used: if a flag
+names it, it is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from model.inputs.paths import Place, check_local, expanded, place
+from model.inputs.remote import RemotePath
+from scripts.wiring.settings import EngineSettings
+
+logger = logging.getLogger("pallas_serve")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptFolders:
+    """Where programs are kept between starts; None: nowhere."""
+
+    compiled: Place | None
+    native: Path | None  # of C code, which is loaded from this machine only
+    exported: Path | None
+
+
+def kept_folders(settings: EngineSettings) -> KeptFolders:
+    """The folders of a start, which are made; the log names one that cannot be used. Raises ValueError if a flag names
+    a folder that other users could write to."""
+    asked = settings.compile_cache
+    compiled = compile_cache_folder(asked)
+    if isinstance(compiled, Path) and not _is_private(compiled, asked=asked is not None):
+        compiled = None
+    native = None
+    if compiled is not None:
+        native = (users_cache_folder() / "compiled" if isinstance(compiled, RemotePath) else compiled) / "native"
+        native = native if _is_private(native, asked=False) else None
+    return KeptFolders(compiled=compiled, native=native, exported=export_cache_folder(settings.export_cache))
+
+
+def compile_cache_folder(asked: str | None) -> Place | None:
+    """The folder of compiled programs; None: they are not kept."""
+    if asked == "none":
+        return None
+    return users_cache_folder() / "compiled" if asked is None else place(asked, "--compile-cache")
+
+
+def users_cache_folder() -> Path:
+    """This program's folder in the user's cache folder, or in the temporary one for a user without a home."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    if not base:
+        try:
+            base = str(Path.home() / ".cache")
+        except RuntimeError:  # the container's user has a number and no name
+            base = f"{tempfile.gettempdir()}/cache-of-{os.geteuid()}"
+    check_local(base, "XDG_CACHE_HOME")
+    return Path(base) / "pallas-serve"
+
+
+def export_cache_folder(asked: str | None) -> Path | None:
+    """The folder of executables; None: they are not kept."""
+    return None if asked is None else expanded(asked, "--export-cache")
+
+
+def _is_private(folder: Path, *, asked: bool) -> bool:
+    """Makes the folder. Whether it is there, and other users cannot write to it; if a flag names it and they can,
+    raises ValueError."""
+    from model.compiling.program_files import PRIVATE, check_private, make_folder
+
+    try:
+        make_folder(folder, PRIVATE)
+        check_private(folder, "--compile-cache")
+    except (OSError, ValueError) as error:
+        if asked and isinstance(error, ValueError):
+            raise
+        logger.warning("programs are not kept for the next start: %s", error)
+        return False
+    return True

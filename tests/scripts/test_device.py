@@ -1,0 +1,74 @@
+"""Which device jax is started on, in processes of their own, with NVIDIA drivers made for the test."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.c_compiler import compiler
+
+START = """
+import sys
+from scripts.wiring.device import start_jax
+from scripts.wiring.settings import EngineSettings
+try:
+    print(start_jax(EngineSettings(device=sys.argv[1], compile_cache="none")))
+except ValueError as error:
+    print(error)
+"""
+
+
+def start(device: str, drivers: Path) -> str:
+    """The platform, or why there is none."""
+    command, environment = [sys.executable, "-c", START, device], {"LD_LIBRARY_PATH": str(drivers)}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def make_driver(folder: Path, *, version: int, init: int, count: int) -> None:
+    code = f"""int cuDriverGetVersion(int *version) {{ *version = {version}; return 0; }}
+int cuInit(unsigned flags) {{ return {init}; }}
+int cuDeviceGetCount(int *count) {{ *count = {count}; return 0; }}"""
+    command = [compiler(), "-shared", "-fPIC", "-x", "c", "-", "-o", str(folder / "libcuda.so.1")]
+    subprocess.run(command, input=code, text=True, check=True)
+
+
+def test_without_a_driver_cuda_is_refused(tmp_path):
+    if Path("/proc/driver/nvidia").exists():
+        pytest.skip("this machine has a driver")
+    said = start("cuda", tmp_path)
+    assert said.startswith("no cuda device can be used: there is no NVIDIA driver here (libcuda.so.1: ")
+    assert "start the container with `--gpus all`" in said
+
+
+@pytest.mark.parametrize(
+    ("driver", "words"),
+    [
+        ({"version": 12080, "init": 0, "count": 1}, "the NVIDIA driver is for CUDA 12.8, and CUDA 13 is needed"),
+        ({"version": 13000, "init": 100, "count": 0}, "no GPU is visible (CUDA's error 100)"),
+        ({"version": 13000, "init": 0, "count": 0}, "no GPU is visible (CUDA_VISIBLE_DEVICES hides all)"),
+        ({"version": 13000, "init": 0, "count": 1}, "jax finds only cpu here"),  # and has no plug-in that works
+    ],
+)
+def test_a_gpu_that_cannot_be_used_is_refused_in_words(tmp_path, driver, words):
+    make_driver(tmp_path, **driver)
+    assert start("cuda", tmp_path).startswith(f"no cuda device can be used: {words}")
+
+
+def test_a_server_for_gpus_does_not_serve_without_one(tmp_path):
+    make_driver(tmp_path, version=13000, init=100, count=0)
+    command = [sys.executable, "-m", "scripts.launch", "--device", "cuda", "--port", "0"]
+    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert (done.returncode, "ready after" in done.stdout) == (2, False)
+    said = "scripts/serve: The engine could not start: no cuda device can be used: no GPU is visible"
+    assert done.stderr.startswith(said) and done.stderr.count("\n") == 1
+
+
+def test_a_cpu_needs_no_driver(tmp_path):
+    assert start("cpu", tmp_path) == "cpu"
