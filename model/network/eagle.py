@@ -68,8 +68,8 @@ class EagleLayer(nnx.Module):
             inputs = jnp.concatenate([self.embedding_norm(embedded), normed], axis=-1)
             x = normed if self.norms_residual else x
         attended, kv = self.attention(inputs, cos, sin, kv, attend)
-        x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), kv
+        x, normed = self.mlp_norm.of_sum(x, attended)
+        return x + self.mlp(normed), kv
 
 
 class EagleHead(nnx.Module):

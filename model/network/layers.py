@@ -19,6 +19,7 @@ from flax import nnx
 from model.config import LlamaConfig
 from model.network.linear import Linear
 from model.network.rope import rotate
+from pallas_kernels.cpu import per_token
 
 
 @dataclass(frozen=True)
@@ -36,17 +37,31 @@ MakeLinear = Callable[[tuple[int, int], tuple[str, str]], Linear]
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm (arXiv 1910.07467): statistics in float32, the scale in the model's dtype."""
+    """Root-mean-square norm (arXiv 1910.07467): statistics in float32, the scale in the model's dtype.
+
+    Attributes:
+        in_c: C computes it (`packed.pack`), in an order of its own that does not depend on the number of tokens.
+    """
 
     def __init__(self, config: LlamaConfig, *, dtype: Any):
+        self.in_c = False
         self.eps = config.rms_norm_eps
         self.scale = nnx.Param(jnp.ones((config.hidden_size,), dtype), axes=("embed",))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [T, D] -> the same."""
+        if self.in_c:
+            return per_token.norm(x, self.scale[...], self.eps)
         x32 = x.astype(jnp.float32)
         normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
         return normed.astype(x.dtype) * self.scale[...]
+
+    def of_sum(self, x: jax.Array, added: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x + added, [T, D] each, and the norm of the sum."""
+        if self.in_c:
+            return per_token.norm_of_sum(x, added, self.scale[...], self.eps)
+        x = x + added
+        return x, self(x)
 
 
 class Attention(nnx.Module):
@@ -55,9 +70,13 @@ class Attention(nnx.Module):
     The rows of `qkv` are [queries | keys | values] of the first chip's heads, then of the second's, and so on
     (`num_shards` groups). Each chip computes one product and splits it in three without moving data. With rows grouped
     by head, the TPU compiler changed the layout of the activations. Three small products would leave a GPU half idle.
+
+    Attributes:
+        in_c: C rotates and splits the heads (`packed.pack`), of one group.
     """
 
     def __init__(self, config: LlamaConfig, linear: MakeLinear, *, num_shards: int, input_width: int | None = None):
+        self.in_c = False
         self.head_dim = config.head_dim
         self.num_shards = num_shards
         self.query_width = config.num_heads * config.head_dim // num_shards  # rows of one group
@@ -73,20 +92,31 @@ class Attention(nnx.Module):
         if isinstance(attend, AttendProjected):
             attended, kv = attend.attend(columns, cos, sin, kv)
             return self.out(attended), kv
-        groups = columns.reshape(x.shape[0], self.num_shards, -1)
+        attended, kv = attend(*self._rotated(columns, cos, sin), kv)
+        return self.out(attended.reshape(x.shape[0], -1)), kv
+
+    def _rotated(self, columns: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The queries [T, N, H], keys and values [T, K, H]."""
+        if self.in_c:
+            return per_token.rotate(columns, cos, sin, self.query_width // self.head_dim)
+        groups = columns.reshape(columns.shape[0], self.num_shards, -1)
         cuts = (self.query_width, self.query_width + self.kv_width)
         queries, keys, values = (self._heads(part) for part in jnp.split(groups, cuts, axis=-1))
-        attended, kv = attend(rotate(queries, cos, sin), rotate(keys, cos, sin), values, kv)
-        return self.out(attended.reshape(x.shape[0], -1)), kv
+        return rotate(queries, cos, sin), rotate(keys, cos, sin), values
 
     def _heads(self, columns: jax.Array) -> jax.Array:
         return columns.reshape(columns.shape[0], -1, self.head_dim)  # [T, N or K, H]
 
 
 class Mlp(nnx.Module):
-    """SwiGLU (arXiv 2002.05202). The rows of `gate_up` are [gate | up] of the first chip's part of F, and so on."""
+    """SwiGLU (arXiv 2002.05202). The rows of `gate_up` are [gate | up] of the first chip's part of F, and so on.
+
+    Attributes:
+        in_c: C computes what is between the products (`packed.pack`), of one group.
+    """
 
     def __init__(self, config: LlamaConfig, linear: MakeLinear, *, num_shards: int):
+        self.in_c = False
         embed, mlp = config.hidden_size, config.intermediate_size
         self.num_shards = num_shards
         self.gate_up = linear((2 * mlp, embed), ("mlp", "embed"))
@@ -94,6 +124,8 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         tokens = x.shape[0]
+        if self.in_c:
+            return self.down(per_token.gate(self.gate_up(x)))
         groups = self.gate_up(x).reshape(tokens, self.num_shards, -1)
         if self.gate_up.for_cpu:  # in bfloat16 a CPU rounds after every operation, which takes most of its time
             groups = groups.astype(jnp.float32)
@@ -115,5 +147,5 @@ class DecoderLayer(nnx.Module):
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, kv: Any, attend: Attend | AttendProjected
     ) -> tuple[jax.Array, Any]:
         attended, kv = self.attention(self.attention_norm(x), cos, sin, kv, attend)
-        x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), kv
+        x, normed = self.mlp_norm.of_sum(x, attended)
+        return x + self.mlp(normed), kv

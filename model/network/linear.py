@@ -91,8 +91,8 @@ class Linear(nnx.Module):
         if kernel.ndim == 3 and self.rounding is not None:
             return products.multiply_rounded(inputs, kernel, self.scale[...], input_scale, out_dtype)
         if kernel.ndim == 3:
-            product = products.multiply(inputs, kernel)
-        elif self.rounding is not None and inputs.shape[0] >= self.rounding.min_rows:
+            return products.multiply(inputs, kernel, out_dtype, self.scale[...])
+        if self.rounding is not None and inputs.shape[0] >= self.rounding.min_rows:
             product = multiply_narrow(inputs, kernel, input_scale)
         elif self.for_cpu and kernel.dtype == jnp.int8:
             product = multiply_int8(inputs, kernel)

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from model.network.eagle import EagleHead
+from model.network.layers import Attention, Mlp, RMSNorm
 from model.network.linear import Linear
 from model.network.llama import Llama
 from model.network.sharding import RULES, sharding_of
@@ -25,7 +26,8 @@ from pallas_kernels.cpu import products
 def pack[M: Llama | EagleHead](model: M) -> M:
     """Packs the kernels of the projections and of the head for C, in place and one by one; of an abstract model, their
     shapes. Kernels that have no packed form, such as those whose outputs are not whole panels, stay as they are, and
-    XLA multiplies them. Returns the model. An embedding that is also the head is packed, too.
+    XLA multiplies them. Returns the model. An embedding that is also the head is packed, too. What is between the
+    products is then also computed in C, so that the bits of a token do not depend on the others.
 
     Raises:
         ValueError: inputs are rounded in some steps only. The packed kernels are for all steps or for none.
@@ -37,6 +39,9 @@ def pack[M: Llama | EagleHead](model: M) -> M:
         value = kernel.get_value()
         if products.can_pack(value, together):
             kernel.set_value(_packed(value, together))
+    for _, module in nnx.iter_graph(model):
+        if isinstance(module, Attention | Mlp | RMSNorm):
+            module.in_c = True
     return model
 
 

@@ -26,11 +26,13 @@ from pallas_kernels.spec import UnavailableError
 logger = logging.getLogger(__name__)
 
 COMPILERS = ("cc", "gcc", "clang")
-FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-fPIC", "-shared", "-Wall", "-Wextra")
+FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-Wall", "-Wextra")
 # Names of functions in the sources, and of custom calls in programs.
 ATTEND, MULTIPLY = "pallas_serve_attend", "pallas_serve_multiply"
 MULTIPLY_ROUNDED = "pallas_serve_multiply_rounded"
-NAMES = (ATTEND, MULTIPLY, MULTIPLY_ROUNDED)
+NORM, GATE, ROTATE = "pallas_serve_norm", "pallas_serve_gate", "pallas_serve_rotate"
+LOG_SUM_EXP = "pallas_serve_log_sum_exp"
+NAMES = (ATTEND, MULTIPLY, MULTIPLY_ROUNDED, NORM, GATE, ROTATE, LOG_SUM_EXP)
 COMPILE_TIMEOUT_S = 300
 SOURCES = Path(__file__).parent
 
@@ -79,7 +81,7 @@ def compile_library(compiler: str, path: Path, *options: str, sources: Path = SO
     """
     part = path.with_suffix(f".{os.getpid()}")  # several servers may start at once
     files = [str(source) for source in sorted(sources.glob("*.c"))]
-    command = [compiler, *FLAGS, *options, f"-I{jax.ffi.include_dir()}", *files, "-o", str(part)]
+    command = [compiler, *FLAGS, *options, f"-I{jax.ffi.include_dir()}", *files, "-lm", "-o", str(part)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
         if done.returncode:

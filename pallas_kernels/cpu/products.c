@@ -27,7 +27,7 @@ typedef struct {
   const char* kernel;  // [panels, depth, PANEL], of what one input is multiplied with
   char* out;           // [rows, panels * PANEL]
   const Rounding* of_inputs;  // QUADS
-  const float* scales;        // [panels * PANEL]; QUADS
+  const float* scales;        // [panels * PANEL]; NULL: the sums are not multiplied
   int kind;
   enum Kind of_out;
   int64_t rows, depth, panels, panels_of_part;
@@ -74,9 +74,12 @@ INLINE void multiply_rows(int64_t rows, const word* inputs, int64_t stride, cons
 
 // LANES sums of a row, from an output on, as they are stored.
 INLINE floats finished(const Product* p, floats sums, int64_t row, int64_t output, const int kind) {
-  if (kind != QUADS) return sums;
-  words exact = (words)sums - WEIGHT_OFFSET * (uint32_t)p->of_inputs->sums[row];
-  return __builtin_convertvector((ints)exact, floats) * p->of_inputs->scales[row] * *(const floats*)(p->scales + output);
+  if (kind == QUADS) {
+    words exact = (words)sums - WEIGHT_OFFSET * (uint32_t)p->of_inputs->sums[row];
+    sums = __builtin_convertvector((ints)exact, floats) * p->of_inputs->scales[row];
+  }
+  if (p->scales) sums *= *(const floats*)(p->scales + output);
+  return sums;
 }
 
 INLINE void multiply_panel(const Product* p, int64_t panel, int64_t row, int64_t rows, const int kind) {
@@ -134,11 +137,13 @@ static void multiply_all(XLA_FFI_CallFrame* frame, const Product* p) {
   in_parallel(frame, (p->panels + p->panels_of_part - 1) / p->panels_of_part, multiply, p);
 }
 
-// (inputs [T, in], kernel [out / PANEL, in, PANEL]) -> [T, out], which is of float32 or bfloat16. The inputs are of
-// float32; with a kernel [out / PANEL, in / 2, PANEL * 2] of bfloat16, they are of bfloat16.
+// (inputs [T, in], kernel [out / PANEL, in, PANEL], perhaps scales of its outputs f32[out]) -> [T, out], which is of
+// float32 or bfloat16. The inputs are of float32; with a kernel [out / PANEL, in / 2, PANEL * 2] of bfloat16, they are of
+// bfloat16.
 XLA_FFI_Error* pallas_serve_multiply(XLA_FFI_CallFrame* frame) {
   if (answers_metadata(frame)) return NULL;
   Product product = product_of(frame);
+  if (frame->args.size == 3) product.scales = argument(frame, 2)->data;
   multiply_all(frame, &product);
   return NULL;
 }

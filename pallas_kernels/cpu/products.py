@@ -40,18 +40,22 @@ def pack(kernel: jax.Array, together: int | None = None) -> jax.Array:
     return panels.reshape(*panels.shape[:2], PANEL * together)
 
 
-def multiply(inputs: jax.Array, panels: jax.Array, out_dtype: Any = jnp.float32) -> jax.Array:
+def multiply(
+    inputs: jax.Array, panels: jax.Array, out_dtype: Any = jnp.float32, scale: jax.Array | None = None
+) -> jax.Array:
     """inputs [T, in] times the transpose of the packed kernel: [T, out], added up in float32. The bits of a row do not
     depend on T.
 
     Args:
         inputs: of bfloat16 if the kernel is; they are rounded to it.
         out_dtype: float32 or bfloat16.
+        scale: f32[out], with which the outputs are multiplied before they are rounded.
     """
     library.load(None)  # an engine has loaded it already, from its folder
     of_inputs = jnp.bfloat16 if panels.dtype == jnp.bfloat16 else jnp.float32
     result = jax.ShapeDtypeStruct((inputs.shape[0], panels.shape[0] * PANEL), out_dtype)
-    return jax.ffi.ffi_call(MULTIPLY, result)(inputs.astype(of_inputs), panels)
+    scales = () if scale is None else (scale,)
+    return jax.ffi.ffi_call(MULTIPLY, result)(inputs.astype(of_inputs), panels, *scales)
 
 
 def multiply_rounded(

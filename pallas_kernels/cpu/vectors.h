@@ -69,14 +69,21 @@ INLINE floats load(const void* from, int64_t index, const enum Kind kind) {
   return __builtin_convertvector(widened_bytes((const int8_t*)from + index), floats);
 }
 
-// Stores LANES floats from the index on, as bfloat16 rounded to nearest, ties to even; a NaN stays one.
-INLINE void store(void* to, int64_t index, floats x, const enum Kind kind) {
-  if (kind == FLOAT32) {
-    *(floats*)((float*)to + index) = x;
-    return;
-  }
+// Bfloat16s in the upper halves of words, rounded to nearest, ties to even; a NaN stays one.
+INLINE words bfloat16_of(floats x) {
   words bits = (words)x, rounded = bits + 0x7fff + (bits >> 16 & 1), is_nan = (words)(x != x);
-  *(halves*)((uint16_t*)to + index) = narrowed(((is_nan & (bits | 0x400000)) | (~is_nan & rounded)) >> 16);
+  return (is_nan & (bits | 0x400000)) | (~is_nan & rounded);
+}
+
+// The nearest numbers that can be stored as float32 or bfloat16.
+INLINE floats rounded_to(floats x, const enum Kind kind) {
+  return kind == FLOAT32 ? x : (floats)(bfloat16_of(x) & 0xffff0000u);
+}
+
+// Stores LANES floats from the index on, as float32 or bfloat16.
+INLINE void store(void* to, int64_t index, floats x, const enum Kind kind) {
+  if (kind == FLOAT32) *(floats*)((float*)to + index) = x;
+  else *(halves*)((uint16_t*)to + index) = narrowed(bfloat16_of(x) >> 16);
 }
 
 // Words hold two neighbouring bfloat16s. A term of a pair is what one multiplication takes of it: the pair itself if the

@@ -1,0 +1,113 @@
+"""What a step computes of each token besides products and attention, in C. The bits of a token do not depend on the
+number of tokens: XLA's sums, exponentials and roots do.
+
+Shape legend: `T` tokens, `D` embed, `F` mlp, `N` query heads, `K` KV heads, `H` head dim, `S` rows, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.cpu import library
+from pallas_kernels.cpu.library import GATE, LOG_SUM_EXP, NORM, ROTATE
+
+LOGITS_OF_CHUNK = 4096  # per_token.c
+TESTED = ((3, 40),)  # tokens and width of the self-test's rows
+TOLERANCE = {jnp.dtype(jnp.float32): 2e-6, jnp.dtype(jnp.bfloat16): 2e-2}  # of the self-test, of the largest number
+
+
+def norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    """The root-mean-square norm of x [T, D], rounded to its type and multiplied with scale [D] of that type, float32 or
+    bfloat16. Statistics are in float32."""
+    return _call(NORM, _like(x.shape, x))(x, scale.astype(x.dtype), epsilon=np.float32(epsilon))
+
+
+def norm_of_sum(x: jax.Array, added: jax.Array, scale: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
+    """x + added, [T, D] each, and `norm` of the sum."""
+    call = _call(NORM, (_like(x.shape, x), _like(x.shape, x)))
+    normed, sums = call(x, scale.astype(x.dtype), added.astype(x.dtype), epsilon=np.float32(epsilon))
+    return sums, normed
+
+
+def gate(columns: jax.Array) -> jax.Array:
+    """silu of the first half of each row of [T, 2 F], times the second half: [T, F] of the same type, float32 or
+    bfloat16, computed in float32."""
+    return _call(GATE, _like((columns.shape[0], columns.shape[1] // 2), columns))(columns)
+
+
+def rotate(
+    columns: jax.Array, cos: jax.Array, sin: jax.Array, num_heads: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries [T, N, H], keys and values [T, K, H] of columns [T, (N + 2 K) * H], float32 or bfloat16. Each pair
+    (i, i + H / 2) of queries and keys is turned, in float32.
+
+    Args:
+        cos, sin: f32[T, 1, H / 2].
+        num_heads: N.
+    """
+    dim, rows = 2 * cos.shape[-1], columns.shape[0]
+    num_kv_heads = (columns.shape[1] // dim - num_heads) // 2
+    keys = _like((rows, num_kv_heads, dim), columns)
+    queries, keys, values = _call(ROTATE, (_like((rows, num_heads, dim), columns), keys, keys))(columns, cos, sin)
+    return queries, keys, values
+
+
+def log_sum_exp(logits: jax.Array) -> jax.Array:
+    """The logarithm of the sum of e^logit, f32[S] of f32[S, V]."""
+    rows, chunks = logits.shape[0], -(-logits.shape[1] // LOGITS_OF_CHUNK)
+    of_chunks = _like((rows, chunks), logits)  # what the C code works in
+    found, *_ = _call(LOG_SUM_EXP, (_like((rows,), logits), of_chunks, of_chunks))(logits)
+    return found
+
+
+def fault(shapes: Sequence[tuple[int, int]] = TESTED) -> str | None:
+    """The first wrong result of this machine's C code, in words; None: all agree with float64.
+
+    Args:
+        shapes: tokens and width of each test; the widths are even.
+    """
+    rng = np.random.default_rng(0)
+    for rows, width in shapes:
+        half = width // 2
+        turn = np.exp(1j * rng.standard_normal((rows, 1, half)))
+        for dtype, tolerance in TOLERANCE.items():
+            x, added, scale = rng.standard_normal((3, rows, width)).astype(dtype)
+            wide, total, scale64 = (y.astype(np.float64) for y in (x, x + added, scale[0]))
+            turned = (wide[:, :half] + 1j * wide[:, half:]) * turn[:, 0]
+            expected = {
+                "norm": total * scale64 / np.sqrt((total**2).mean(axis=1)[:, None]),
+                "gate": wide[:, :half] / (1 + np.exp(-wide[:, :half])) * wide[:, half:],
+                "rotation": np.concatenate([turned.real, turned.imag], axis=1)[:, None],
+                "sum of exponentials": np.log(np.exp(wide).sum(axis=1)),
+            }
+            cos, sin, columns = turn.real.astype(np.float32), turn.imag.astype(np.float32), np.tile(x, 3)
+            found = _tested(x, added, scale[0], columns, cos, sin)
+            for name, result in zip(expected, found, strict=True):
+                error = np.abs(np.asarray(result, np.float64) - expected[name]).max()
+                if not error <= tolerance * np.abs(expected[name]).max():
+                    return f"the {name} of {rows} rows of {width} numbers in {dtype} is wrong"
+    return None
+
+
+def _tested(x: Any, added: Any, scale: Any, columns: Any, cos: Any, sin: Any) -> tuple[jax.Array, ...]:
+    """What `fault` compares, compiled as one program."""
+
+    def compute(x: jax.Array, added: jax.Array, scale: jax.Array, columns: jax.Array) -> tuple[jax.Array, ...]:
+        keys = rotate(columns, jnp.asarray(cos), jnp.asarray(sin), 1)[1]
+        return norm_of_sum(x, added, scale, 0)[1], gate(x), keys, log_sum_exp(x.astype(jnp.float32))
+
+    return jax.jit(compute)(x, added, scale, columns)
+
+
+def _call(name: str, results: object) -> Callable[..., Any]:
+    library.load(None)  # an engine has loaded it already, from its folder
+    return jax.ffi.ffi_call(name, results)
+
+
+def _like(shape: tuple[int, ...], x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, x.dtype)
