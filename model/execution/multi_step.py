@@ -28,10 +28,10 @@ from model.execution.step import (
     draw,
     forward,
     named,
+    vocabulary_of,
 )
 from model.network.llama import Llama
 from model.sampling.greedy import all_finite, greedy_and_finite
-from model.sampling.vocab_split import VocabSplit
 from pallas_kernels.api import PagedAttention
 
 Outputs = dict[str, jax.Array]
@@ -48,7 +48,7 @@ def make_multi_step(
         model = rebuild(weights)
         sent = {name: packed[part] for name, part in PackedLayout(bucket).sections().items()}
         slots = apply_patches(state.slots, jnp.stack([sent["patch_indices"], sent["patch_values"]]))
-        vocabulary = VocabSplit(state.history.shape[1], attention.mesh)
+        vocabulary = vocabulary_of(state.history, attention)
         counts, num_rows = sent["q_lens"], sent["header"][1]
         layout = OutputLayout(bucket, 0)
 

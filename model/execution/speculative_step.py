@@ -27,7 +27,15 @@ from model.execution.draft_pages import DraftPages
 from model.execution.drafter import NO_TOKEN, Drafter, Draw
 from model.execution.prompt_lookup import PromptLookup, propose
 from model.execution.rows import StepRows, advance, ragged_batch, read_once, step_rows
-from model.execution.step import DeviceState, KvScales, OutputLayout, apply_patches, named, run_model
+from model.execution.step import (
+    DeviceState,
+    KvScales,
+    OutputLayout,
+    apply_patches,
+    named,
+    run_model,
+    vocabulary_of,
+)
 from model.network.eagle import DraftVocabulary
 from model.network.llama import Llama
 from model.sampling import sampling
@@ -47,7 +55,7 @@ def make_speculative_step(
         sent = {name: packed[part] for name, part in PackedLayout(bucket).sections().items()}
         slots = apply_patches(state.slots, jnp.stack([sent["patch_indices"], sent["patch_values"]]))
         rows = read_once(step_rows(slots, sent))
-        vocabulary = VocabSplit(state.history.shape[1], attention.mesh)
+        vocabulary = vocabulary_of(state.history, attention)
         draw = partial(_draw_draft, state, vocabulary, rows, bucket)
         proposed, pages = _propose(drafter, weights, state, rows, sent["header"][1], draw, bucket.num_drafts)
         has_room = jnp.arange(bucket.num_drafts, dtype=jnp.int32) < (jnp.diff(rows.starts) - 1)[:, None]

@@ -37,6 +37,7 @@ from model.sampling.greedy import all_finite, greedy_and_finite
 from model.sampling.logprobs import Logprobs, find_ranked, if_asked, logprobs, merge_ranked
 from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabShard, VocabSplit
 from pallas_kernels.api import PagedAttention
+from pallas_kernels.spec import Backend
 
 SCORE_BLOCK = 64  # rows of logits computed at a time when prompt tokens are scored
 HISTORY_BLOCK = 4096  # prompt tokens, and as many output tokens, per dispatch of `reset_history`
@@ -172,7 +173,7 @@ def make_step(
         last = hidden if bucket.decode_only else hidden[jnp.maximum(rows.starts[1:] - 1, 0)]
         logits = model.logits(last)  # f32[S, V]
         history = state.history
-        vocabulary = VocabSplit(history.shape[1], attention.mesh)
+        vocabulary = vocabulary_of(history, attention)
         outputs: dict[str, jax.Array] = {}
         if bucket.variant is Variant.GREEDY:
             drawn, is_finite = greedy_and_finite(logits)
@@ -261,6 +262,11 @@ def _tokens(rows: StepRows, sent: jax.Array, bucket: Bucket) -> tuple[jax.Array,
     tokens = jnp.where(sent < 0, last[row], sent)
     positions = rows.past[row] + index - rows.starts[row]
     return jnp.where(is_real, tokens, 0), jnp.where(is_real, positions, 0)
+
+
+def vocabulary_of(history: jax.Array, attention: PagedAttention) -> VocabSplit:
+    """The vocabulary of a state's history, i32[num_slots, V]."""
+    return VocabSplit(history.shape[1], attention.mesh, in_c=attention.backend is Backend.CPU)
 
 
 def draw(

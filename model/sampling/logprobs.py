@@ -18,6 +18,7 @@ from jax import lax
 
 from batcher.request import MAX_LOGPROBS
 from model.sampling.vocab_split import VocabShard
+from pallas_kernels.cpu import per_token
 
 
 @partial(jax.tree_util.register_dataclass)
@@ -37,7 +38,7 @@ class Found:
 
     top: jax.Array  # f32[S, k], the greatest logits
     top_ids: jax.Array  # i32[S, k]
-    greatest: jax.Array  # f32[S, 1]
+    greatest: jax.Array  # f32[S, 1], of the logits; from C, the logarithm of the sum of exp(logit)
     mass: jax.Array  # f32[S, 1], sum of exp(logit - greatest)
     chosen: jax.Array  # f32[S, 1], the logit of the row's own token; 0 if another chip has it
 
@@ -68,14 +69,15 @@ def if_asked[T](asking: jax.Array, compute: Callable[[], T]) -> T:
 def find(shard: VocabShard, logits: jax.Array, tokens: jax.Array) -> Found:
     """`logprobs` without the exchange, which `merge` makes."""
     top, top_ids = lax.top_k(logits, min(MAX_LOGPROBS, shard.size))
-    greatest = jnp.max(logits, axis=-1, keepdims=True)
+    # The bits of XLA's sums depend on the number of rows, on a CPU.
+    greatest = per_token.log_sum_exp(logits)[:, None] if shard.in_c else jnp.max(logits, axis=-1, keepdims=True)
     own = shard.locate(jnp.clip(tokens, 0, shard.vocab_size - 1))[:, None]
     chosen = jnp.take_along_axis(logits, jnp.minimum(own, shard.size - 1), axis=1)
     return Found(
         top=top,
         top_ids=top_ids + shard.start,
         greatest=greatest,
-        mass=jnp.sum(jnp.exp(logits - greatest), axis=-1, keepdims=True),
+        mass=jnp.ones_like(greatest) if shard.in_c else jnp.sum(jnp.exp(logits - greatest), axis=-1, keepdims=True),
         chosen=jnp.where(own < shard.size, chosen, 0),
     )
 

@@ -28,6 +28,7 @@ class VocabShard:
 
     vocab_size: int
     num_shards: int = 1
+    in_c: bool = False  # as in `VocabSplit`
 
     @property
     def size(self) -> int:
@@ -69,17 +70,22 @@ class VocabShard:
 
 @dataclass(frozen=True)
 class VocabSplit:
-    """The split of the vocabulary over `mesh`; None is one device."""
+    """The split of the vocabulary over `mesh`; None is one device.
+
+    Attributes:
+        in_c: the C code of CPUs is there, and takes the sums of log-probabilities.
+    """
 
     vocab_size: int
     mesh: Mesh | None = None
+    in_c: bool = False
 
     def run(self, function: Callable[..., Any], *args: Any, in_specs: Sequence[P], out_specs: Any) -> Any:
         """Calls `function(shard, *args)` on every chip, with the chip's parts of arguments that are split `BY_VOCAB`.
 
         `out_specs`: results are either concatenated (`BY_VOCAB`), or must be the same on all chips (`REPLICATED`).
         """
-        shard = VocabShard(vocab_size=self.vocab_size, num_shards=num_shards_of(self.mesh))
+        shard = VocabShard(vocab_size=self.vocab_size, num_shards=num_shards_of(self.mesh), in_c=self.in_c)
         if shard.num_shards == 1:
             return function(shard, *args)
         return jax.shard_map(
