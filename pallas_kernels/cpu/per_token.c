@@ -133,7 +133,8 @@ INLINE void gate_row(const Gate* g, int64_t row, const enum Kind kind) {
     int64_t count = at_most_block(g->width - i), from = 2 * row * g->width + i;
     Block gate = load_block(g->inputs, from, count, kind), up = load_block(g->inputs, from + g->width, count, kind);
     EACH_VECTOR {
-      floats x = gate.of[v], power = exponential((floats)((words)x | 0x80000000u));  // e^-|x|: it cannot overflow
+      floats x = gate.of[v], low = (floats)((words)x | 0x80000000u);  // -|x|: its power cannot overflow
+      floats power = (floats)((words)exponential(low) & (words)(low > all(-87.0f)));
       ints is_negative = x < all(0);
       floats share = (floats)((is_negative & (ints)power) | (~is_negative & (ints)all(1)));
       gate.of[v] = x * (share / (1 + power)) * up.of[v];

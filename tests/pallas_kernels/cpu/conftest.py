@@ -9,11 +9,16 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-from pallas_kernels.cpu import attention, library, products
+from pallas_kernels.cpu import attention, library, per_token, products
 from tests.c_compiler import NATIVE, compiler
 
 # The vectors of other CPUs, on one that has them, too.
 TARGETS = {"native": None, "avx2": "-march=haswell", "sse2": "-march=x86-64"}
+CALLS = {
+    attention: ["ATTEND"],
+    products: ["MULTIPLY", "MULTIPLY_ROUNDED"],
+    per_token: ["NORM", "GATE", "ROTATE", "LOG_SUM_EXP"],
+}
 
 
 @pytest.fixture(scope="package")
@@ -38,7 +43,7 @@ def target(request, folder) -> Iterator[str]:
         library.compile_library(compiler(), path, option)
     functions = ctypes.CDLL(str(path))
     with pytest.MonkeyPatch.context() as patch:
-        for module, constant in ((attention, "ATTEND"), (products, "MULTIPLY"), (products, "MULTIPLY_ROUNDED")):
+        for module, constant in ((module, constant) for module, constants in CALLS.items() for constant in constants):
             name = getattr(library, constant)
             jax.ffi.register_ffi_target(f"{name}_{request.param}", jax.ffi.pycapsule(functions[name]), platform="cpu")
             patch.setattr(module, constant, f"{name}_{request.param}")

@@ -1,0 +1,144 @@
+"""What C computes of each token, against float64, on this CPU's vectors and on narrower ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.cpu import per_token
+
+pytestmark = pytest.mark.usefixtures("target")
+
+# Of the largest number of a row: roundings of float32, and one or two to bfloat16.
+TOLERANCE = {np.dtype(np.float32): 1e-6, np.dtype(jnp.bfloat16): 2.0**-7}
+EPSILON = 1e-5
+DTYPES = list(TOLERANCE)
+SHAPES = {"rows": st.integers(1, 70), "half": st.integers(1, 600), "seed": st.integers(0, 99)}
+Operation = Callable[..., tuple[jax.Array, ...]]
+
+
+def drawn(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> np.ndarray:
+    """Numbers of very different sizes."""
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal(shape) * np.exp2(rng.integers(-6, 6, shape))).astype(dtype)
+
+
+def turns(rows: int, half: int, seed: int = 0) -> np.ndarray:
+    """cos and sin, f32[2, rows, 1, half]."""
+    angles = np.random.default_rng(seed).uniform(-9, 9, (rows, 1, half))
+    return np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
+
+
+def norms(x: np.ndarray, added: np.ndarray, scale: np.ndarray) -> tuple[jax.Array, ...]:
+    return (per_token.norm(x, scale, EPSILON), *per_token.norm_of_sum(x, added, scale, EPSILON))
+
+
+def call(operation: Operation, *arguments: np.ndarray) -> list[np.ndarray]:
+    # Traced anew: under another target the custom call has another name.
+    return [np.asarray(x) for x in jax.tree.leaves(jax.jit(lambda *x: operation(*x))(*arguments))]
+
+
+def check(found: np.ndarray, expected: np.ndarray, dtype: Any) -> None:
+    assert found.dtype == dtype
+    largest = np.abs(expected).max(axis=-1, keepdims=True)
+    assert (np.abs(found.astype(np.float64) - expected) <= TOLERANCE[np.dtype(dtype)] * largest).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(deadline=None, max_examples=10)
+@given(**SHAPES)
+def test_norms(dtype, rows, half, seed):
+    x, added = (drawn((rows, 2 * half), dtype, seed + i) for i in (0, 1))
+    scale = drawn((2 * half,), dtype, seed)
+    alone, sums, of_sums = call(norms, x, added, scale)
+    total = (x.astype(np.float32) + added.astype(np.float32)).astype(dtype)
+    np.testing.assert_array_equal(sums, total)
+    for found, inputs in ((alone, x), (of_sums, total)):
+        wide = inputs.astype(np.float64)
+        normed = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + EPSILON)
+        check(found, normed * scale.astype(np.float64), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(deadline=None, max_examples=10)
+@given(**SHAPES)
+def test_gates(dtype, rows, half, seed):
+    columns = drawn((rows, 2 * half), dtype, seed)
+    (found,) = call(per_token.gate, columns)
+    gate, up = np.split(columns.astype(np.float64), 2, axis=1)
+    assert found.dtype == dtype
+    error = np.abs(found.astype(np.float64) - gate / (1 + np.exp(-gate)) * up)
+    assert (error <= TOLERANCE[dtype] * np.abs(gate * up)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(deadline=None, max_examples=10)
+@given(
+    rows=st.integers(1, 40), half=st.integers(1, 70), heads=st.integers(1, 7), kv=st.integers(1, 3), seed=st.integers(0)
+)
+def test_rotations(dtype, rows, half, heads, kv, seed):
+    columns, (cos, sin) = drawn((rows, (heads + 2 * kv) * 2 * half), dtype, seed % 100), turns(rows, half, seed % 100)
+    found = call(lambda *x: per_token.rotate(*x, heads), columns, cos, sin)
+    queries, keys, values = np.split(columns.reshape(rows, -1, 2 * half), [heads, heads + kv], axis=1)
+    np.testing.assert_array_equal(found[2], values)
+    for result, before in zip(found, (queries, keys), strict=False):
+        first, second = np.split(before.astype(np.float64), 2, axis=-1)
+        check(result, np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1), dtype)
+
+
+@settings(deadline=None, max_examples=20)
+@given(rows=st.integers(1, 20), width=st.integers(1, 20_000), shift=st.sampled_from([0, -300, 300]))
+def test_sums_of_exponentials(rows, width, shift):
+    logits = (drawn((rows, width), np.float64) + shift).astype(np.float32)
+    (found,) = call(per_token.log_sum_exp, logits)
+    wide = logits.astype(np.float64)
+    greatest = wide.max(axis=1)
+    expected = greatest + np.log(np.exp(wide - greatest[:, None]).sum(axis=1))
+    assert (np.abs(found - expected) <= 2e-6 + 1e-7 * np.abs(expected)).all()
+
+
+OPERATIONS: dict[str, tuple[Operation, Callable[[Any], list[np.ndarray]]]] = {
+    "norm": (
+        lambda x, added: norms(x, added, jnp.asarray(drawn((x.shape[1],), x.dtype))),
+        lambda dtype: [drawn((300, 1000), dtype), drawn((300, 1000), dtype, 1)],
+    ),
+    "gate": (per_token.gate, lambda dtype: [drawn((300, 1400), dtype)]),
+    "rotation": (
+        lambda *x: per_token.rotate(*x, 6),
+        lambda dtype: [drawn((300, 10 * 80), dtype), *turns(300, 40)],
+    ),
+    "sum of exponentials": (per_token.log_sum_exp, lambda _: [drawn((300, 9001), np.float32)]),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_bits_of_a_row_do_not_depend_on_the_others(name, dtype):
+    operation, make = OPERATIONS[name]
+    arguments = make(dtype)
+    whole = call(operation, *arguments)
+    for rows in (1, 2, 7, 8, 9, 16, 33, 64, 193):
+        for part, of_all in zip(call(operation, *(x[-rows:] for x in arguments)), whole, strict=True):
+            assert part.tobytes() == of_all[-rows:].tobytes()
+
+
+def test_what_is_not_finite_shows_in_its_own_row():
+    x = drawn((4, 40), np.float32)
+    x[1, 3], x[2, 39] = np.nan, np.inf
+    normed, _, of_sums = call(norms, x, np.ones_like(x), np.ones(40, np.float32))
+    gated, exponentials = call(per_token.gate, x), call(per_token.log_sum_exp, x)
+    for found in (normed, of_sums, *gated, exponentials[0][:, None]):
+        assert [bool(np.isfinite(row).all()) for row in found] == [True, False, False, True]
+
+
+def test_a_gate_far_from_zero_is_its_number_or_nothing():
+    gates = np.array([[-3e38, -1e4, -100, -88, 88, 100, 1e4, 3e38]], np.float32)
+    (found,) = call(per_token.gate, np.concatenate([gates, np.ones_like(gates)], axis=1))
+    np.testing.assert_allclose(found, [[0, 0, 0, 0, 88, 100, 1e4, 3e38]], rtol=1e-6, atol=1e-30)
