@@ -1,4 +1,4 @@
-"""The texts and log-probabilities of some prompts of the demo: each alone, then all together in too few pages, then each
+"""Texts and log-probabilities of some prompts of the demo: each alone, then all together in too few pages, then each
 alone again, over cached pages. `python -m tests.e2e.company FOLDER SETTINGS`, with a folder of programs, and engine
 settings in JSON. Prints JSON.
 """

@@ -1,7 +1,8 @@
-"""A text and its log-probabilities have the same bits alone and together, in one chunk and in several, over cached pages
-and after preemption: the demo by the whole engine, compiled as for users, with the C code of CPUs.
+"""A text and its log-probabilities have the same bits alone and together, in one chunk and in several, over cached
+pages, after preemption, with drafts and without: the demo by the whole engine, with the C code of CPUs.
 
-Where tests compile quickly, XLA forms no vectors, and bits that depend on the number of rows would not show.
+The programs are compiled as for users. Where tests compile quickly, XLA forms no vectors, and bits that depend on the
+number of rows would not show.
 """
 
 from __future__ import annotations
@@ -10,35 +11,44 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
+from typing import Any
 
 import pytest
 
 from tests.c_compiler import compiler
 from tests.conftest import AS_FOR_USERS, COMPILED
 
-DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+INT8 = {"quantization": "int8"}
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
+
+
+@cache
+def answers(settings: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.e2e.company", str(COMPILED), settings]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | AS_FOR_USERS, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings",
+    ("form", "steps"),
     [
-        {"quantization": "int8"},
-        {"dtype": "float32"},
-        {"dtype": "bfloat16"},
-        {"quantization": "int8", "num_scheduler_steps": 4},
-        {"quantization": "int8", **DRAFTS},
+        (INT8, {}),
+        ({"dtype": "float32"}, {}),
+        ({"dtype": "bfloat16"}, {}),
+        (INT8, {"num_scheduler_steps": 4}),
+        (INT8, {"speculative_config": DRAFTS}),
     ],
     ids=["int8", "float32", "bfloat16", "several steps", "drafts"],
 )
-def test_company_changes_no_bit(settings):
+def test_company_changes_no_bit(form, steps):
     compiler()
-    command = [sys.executable, "-m", "tests.e2e.company", str(COMPILED), json.dumps(settings)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | AS_FOR_USERS, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["together"] == found["alone"]
-    assert found["cached"] == found["alone"]
+    found, expected = answers(json.dumps(form | steps)), answers(json.dumps(form))["alone"]
+    assert found["alone"] == expected
+    assert found["together"] == expected
+    assert found["cached"] == expected
     assert found["figures"]["hits"] > 0
     assert found["figures"]["preemptions"] > 0

@@ -1,5 +1,5 @@
-"""A token's bits do not depend on the number of rows, from the embedding to its log-probability, where C computes what is
-between the products. The programs are compiled as for users: where tests compile quickly, XLA forms no vectors."""
+"""A token's bits do not depend on the number of rows, from the embedding to its log-probability, where C computes what
+is between the products. The programs are compiled as for users: where tests compile quickly, XLA forms no vectors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Runs the C code with the compiler's sanitizers: `python sanitized.py LIBRARY`, with their libraries preloaded.
 
-It prints every kind of pages that has passed, the products, and what is computed of each token. Then it runs a library whose check of page ids is gone,
-over a page that does not exist, in a process of its own: the sanitizer must end it, or this test sees nothing.
+It prints every kind of pages that has passed, the products, and what is computed of each token. Then it runs a library
+whose check of page ids is gone, over a page that does not exist, in a process of its own: the sanitizer must end it, or
+this test sees nothing.
 """
 
 from __future__ import annotations
