@@ -25,6 +25,7 @@ from batcher.slots import SlotLayout, sampling_columns
 from model.sampling.categorical import categorical
 from model.sampling.threshold import kept_threshold
 from model.sampling.vocab_split import VocabShard, first_of_greatest
+from pallas_kernels.cpu import per_token
 
 IN_PROMPT = 1 << 30  # bit of a token's history entry: it occurs in the prompt. The lower bits count outputs
 
@@ -85,7 +86,7 @@ def sample(
     draws = asking & (rows.temperature > 0)
 
     def draw() -> jax.Array:
-        weights = tempered_weights(adjusted, greatest, jnp.where(draws, rows.temperature, 1))
+        weights = tempered_weights(shard, adjusted, greatest, jnp.where(draws, rows.temperature, 1))
         threshold = kept_threshold(shard, weights, top_k=rows.top_k, top_p=rows.top_p, min_p=rows.min_p, asking=draws)
         kept = jnp.where(weights >= threshold[:, None], weights, 0)
         return jnp.where(draws, categorical(shard, kept, rows.seed, positions), best)
@@ -160,10 +161,13 @@ def allowed(shard: VocabShard, masks: jax.Array) -> jax.Array:  # i32[S, num_mas
 
 
 def tempered_weights(
+    shard: VocabShard,
     logits: jax.Array,  # f32[S, V]
     greatest: jax.Array,  # f32[S], over the whole vocabulary
     temperature: jax.Array,  # f32[S]
 ) -> jax.Array:
     """f32[S, V], exp of (logit - greatest) / temperature: the tempered distribution, scaled to a greatest weight of
     1."""
+    if shard.in_c:  # the bits of XLA's exponentials depend on the number of rows, on a CPU
+        return per_token.temper(logits, greatest, temperature)
     return jnp.exp((logits - greatest[:, None]) / temperature[:, None])

@@ -73,7 +73,7 @@ class VocabSplit:
     """The split of the vocabulary over `mesh`; None is one device.
 
     Attributes:
-        in_c: the C code of CPUs is there, and takes the sums of log-probabilities.
+        in_c: the C code of CPUs is there, and computes the exponentials of logits.
     """
 
     vocab_size: int

@@ -269,3 +269,38 @@ XLA_FFI_Error* pallas_serve_log_sum_exp(XLA_FFI_CallFrame* frame) {
   }
   return NULL;
 }
+
+typedef struct {
+  const float *logits, *greatest, *temperatures;  // [S, V], [S], [S]
+  float* weights;                                 // [S, V]
+  int64_t width;
+} Tempering;
+
+static void do_tempering(const void* tempering, int64_t row) {
+  const Tempering* t = tempering;
+  for (int64_t i = 0; i < t->width; i += BLOCK) {
+    int64_t count = at_most_block(t->width - i);
+    Block x = load_block(t->logits, row * t->width + i, count, FLOAT32);
+    EACH_VECTOR {
+      x.of[v] = (x.of[v] - t->greatest[row]) / t->temperatures[row];
+      x.of[v] = (floats)((words)exponential(x.of[v]) & (words)(x.of[v] > all(-87.0f)));  // a banned token: no weight
+    }
+    store_block(t->weights, row * t->width + i, count, x, FLOAT32);
+  }
+}
+
+// (logits f32[S, V], the greatest of each row f32[S], temperatures f32[S]) -> e^((logit - greatest) / temperature),
+// f32[S, V]; 0 below e^-87.
+XLA_FFI_Error* pallas_serve_temper(XLA_FFI_CallFrame* frame) {
+  if (answers_metadata(frame)) return NULL;
+  XLA_FFI_Buffer* logits = argument(frame, 0);
+  Tempering tempering = {
+      .logits = logits->data,
+      .greatest = argument(frame, 1)->data,
+      .temperatures = argument(frame, 2)->data,
+      .weights = result(frame, 0)->data,
+      .width = logits->dims[1],
+  };
+  for_rows(frame, logits->dims[0], tempering.width, do_tempering, &tempering);
+  return NULL;
+}

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cpu import library
-from pallas_kernels.cpu.library import GATE, LOG_SUM_EXP, NORM, ROTATE
+from pallas_kernels.cpu.library import GATE, LOG_SUM_EXP, NORM, ROTATE, TEMPER
 
 LOGITS_OF_CHUNK = 4096  # per_token.c
 TESTED = ((3, 40),)  # tokens and width of the self-test's rows
@@ -63,6 +63,11 @@ def log_sum_exp(logits: jax.Array) -> jax.Array:
     of_chunks = _like((rows, chunks), logits)  # what the C code works in
     found, *_ = _call(LOG_SUM_EXP, (_like((rows,), logits), of_chunks, of_chunks))(logits)
     return found
+
+
+def temper(logits: jax.Array, greatest: jax.Array, temperature: jax.Array) -> jax.Array:
+    """exp of (logit - greatest) / temperature, f32[S, V] of f32[S, V] and two f32[S]; 0 below e^-87."""
+    return _call(TEMPER, _like(logits.shape, logits))(logits, greatest, temperature)
 
 
 def fault(shapes: Sequence[tuple[int, int]] = TESTED) -> str | None:

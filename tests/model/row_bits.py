@@ -22,6 +22,7 @@ from model.network.llama import Llama
 from model.network.packed import pack
 from model.quantization.forms import EightBit, Rounding
 from model.sampling.logprobs import logprobs
+from model.sampling.sampling import most_likely, tempered_weights
 from model.sampling.vocab_split import VocabShard
 from pallas_kernels.cpu import library
 from tests.c_compiler import NATIVE
@@ -64,7 +65,10 @@ def stages_of(graph: Any) -> Callable[..., dict[str, jax.Array]]:
         logits = model.logits(hidden)
         shard = VocabShard(vocab_size=logits.shape[1], in_c=True)
         scores = logprobs(shard, logits, tokens, tokens >= 0)
-        return found | {"hidden": hidden, "logits": logits, "logprobs": scores.chosen, "top logprobs": scores.top}
+        greatest, _ = most_likely(shard, logits)
+        weights = tempered_weights(shard, logits, greatest, 1 + positions.astype(jnp.float32) / 100)
+        found |= {"hidden": hidden, "logits": logits, "logprobs": scores.chosen, "top logprobs": scores.top}
+        return found | {"weights": weights}
 
     return stages
 

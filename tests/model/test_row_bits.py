@@ -24,4 +24,4 @@ def test_no_stage_has_bits_that_depend_on_the_number_of_rows():
     assert {of["form"]: of["differing"] for of in found} == {
         "float32": {}, "bfloat16": {}, "int8 weights": {}, "int8": {},
     }  # fmt: skip
-    assert {of["stages"] for of in found} == {17}
+    assert {of["stages"] for of in found} == {18}

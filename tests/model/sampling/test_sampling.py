@@ -77,7 +77,9 @@ def whole(logits):
 
 
 def _kept(logits, rows, asking):
-    weights = sampling.tempered_weights(logits, jnp.max(logits, axis=-1), rows.temperature)
+    weights = sampling.tempered_weights(
+        VocabShard(vocab_size=logits.shape[-1]), logits, jnp.max(logits, axis=-1), rows.temperature
+    )
     asked = {"top_k": rows.top_k, "top_p": rows.top_p, "min_p": rows.min_p}
     return weights, weights >= kept_threshold(whole(logits), weights, **asked, asking=asking)[:, None]
 

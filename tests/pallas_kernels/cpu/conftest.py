@@ -17,7 +17,7 @@ TARGETS = {"native": None, "avx2": "-march=haswell", "sse2": "-march=x86-64"}
 CALLS = {
     attention: ["ATTEND"],
     products: ["MULTIPLY", "MULTIPLY_ROUNDED"],
-    per_token: ["NORM", "GATE", "ROTATE", "LOG_SUM_EXP"],
+    per_token: ["NORM", "GATE", "ROTATE", "LOG_SUM_EXP", "TEMPER"],
 }
 
 

@@ -104,6 +104,22 @@ def test_sums_of_exponentials(rows, width, shift):
     assert (np.abs(found - expected) <= 2e-6 + 1e-7 * np.abs(expected)).all()
 
 
+@settings(deadline=None, max_examples=10)
+@given(rows=st.integers(1, 40), width=st.integers(1, 5000), seed=st.integers(0, 99))
+def test_tempered_weights(rows, width, seed):
+    """Of the greatest logit 1; of a banned one, whose logit is negative infinity, 0."""
+    logits = drawn((rows, width + 1), np.float32, seed)
+    logits[:, 0] = -np.inf
+    temperature = np.random.default_rng(seed).uniform(0.1, 2, rows).astype(np.float32)
+    greatest = logits.max(axis=1)
+    (found,) = call(per_token.temper, logits, greatest, temperature)
+    exponent = (logits.astype(np.float64) - greatest[:, None]) / temperature[:, None]
+    # an exponent is rounded twice, and then e^x to float32
+    bound = np.exp(exponent) * (3e-7 + 2.0**-22 * np.where(np.isfinite(exponent), np.abs(exponent), 0)) + 2e-38
+    assert (np.abs(found - np.exp(exponent)) <= bound).all()
+    assert (found[:, 0] == 0).all() and (found.max(axis=1) == 1).all()
+
+
 OPERATIONS: dict[str, tuple[Operation, Callable[[Any], list[np.ndarray]]]] = {
     "norm": (
         lambda x, added: norms(x, added, jnp.asarray(drawn((x.shape[1],), x.dtype))),
@@ -113,6 +129,10 @@ OPERATIONS: dict[str, tuple[Operation, Callable[[Any], list[np.ndarray]]]] = {
     "rotation": (
         lambda *x: per_token.rotate(*x, 6),
         lambda dtype: [drawn((300, 10 * 80), dtype), *turns(300, 40)],
+    ),
+    "tempered weights": (
+        lambda x: (per_token.temper(x, x.max(axis=1), abs(x[:, 0]) + 1),),
+        lambda _: [drawn((300, 1001), np.float32)],
     ),
     "sum of exponentials": (per_token.log_sum_exp, lambda _: [drawn((300, 9001), np.float32)]),
 }

@@ -59,6 +59,15 @@ def test_an_output_in_bfloat16_is_that_in_float32_rounded(kind, rows):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_scales_of_the_outputs(kind):
+    inputs, kernel = random_inputs((30, 66), kind), random_kernel((5 * PANEL, 66), kind)
+    scale = np.random.default_rng(1).uniform(1e-3, 1e2, 5 * PANEL).astype(np.float32)
+    multiply = jax.jit(lambda x, panels, scale: products.multiply(x, panels, jnp.bfloat16, scale))
+    found = np.asarray(multiply(inputs, products.pack(jnp.asarray(kernel)), scale))
+    np.testing.assert_array_equal(found, (product(inputs, kernel) * scale).astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_values_at_the_edges_of_a_float(kind):
     """Sums halfway between two bfloat16s, infinite ones, and not a number."""
     ones = np.ones((PANEL, 2)).astype(KINDS[kind])

@@ -90,12 +90,13 @@ def test_it_rounds_as_the_products_of_chips_do():
     np.testing.assert_array_equal(product(inputs, kernel, scale), found)
 
 
-def test_the_bits_of_a_row_do_not_depend_on_the_others():
+@pytest.mark.parametrize("stored", [None, np.float32(0.03)])
+def test_the_bits_of_a_row_do_not_depend_on_the_others(stored):
     kernel, scale = kernel_of(70 * PANEL, 1200)
     inputs = inputs_of(300, 1200)
-    whole = product(inputs, kernel, scale)
+    whole = product(inputs, kernel, scale, stored)
     for rows in (1, 2, 3, 4, 5, 8, 11, 12, 13, 24, 25, 96, 97, 193):
-        np.testing.assert_array_equal(product(inputs[-rows:], kernel, scale), whole[-rows:])
+        np.testing.assert_array_equal(product(inputs[-rows:], kernel, scale, stored), whole[-rows:])
 
 
 @pytest.mark.parametrize("stored", [None, ONE])
