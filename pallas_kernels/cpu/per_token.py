@@ -109,7 +109,7 @@ def _tested(x: Any, added: Any, scale: Any, columns: Any, cos: Any, sin: Any) ->
     return jax.jit(compute)(x, added, scale, columns)
 
 
-def _call(name: str, results: object) -> Callable[..., Any]:
+def _call(name: str, results: Any) -> Callable[..., Any]:
     library.load(None)  # an engine has loaded it already, from its folder
     return jax.ffi.ffi_call(name, results)
 
