@@ -89,6 +89,7 @@ def fault(shapes: Sequence[tuple[int, int]] = TESTED) -> str | None:
                 "gate": wide[:, :half] / (1 + np.exp(-wide[:, :half])) * wide[:, half:],
                 "rotation": np.concatenate([turned.real, turned.imag], axis=1)[:, None],
                 "sum of exponentials": np.log(np.exp(wide).sum(axis=1)),
+                "weights": np.exp(wide - wide.max(axis=1, keepdims=True)),
             }
             cos, sin, columns = turn.real.astype(np.float32), turn.imag.astype(np.float32), np.tile(x, 3)
             found = _tested(x, added, scale[0], columns, cos, sin)
@@ -103,8 +104,9 @@ def _tested(x: Any, added: Any, scale: Any, columns: Any, cos: Any, sin: Any) ->
     """What `fault` compares, compiled as one program."""
 
     def compute(x: jax.Array, added: jax.Array, scale: jax.Array, columns: jax.Array) -> tuple[jax.Array, ...]:
-        keys = rotate(columns, jnp.asarray(cos), jnp.asarray(sin), 1)[1]
-        return norm_of_sum(x, added, scale, 0)[1], gate(x), keys, log_sum_exp(x.astype(jnp.float32))
+        keys, logits = rotate(columns, jnp.asarray(cos), jnp.asarray(sin), 1)[1], x.astype(jnp.float32)
+        weights = temper(logits, logits.max(axis=1), jnp.ones(logits.shape[0], jnp.float32))
+        return norm_of_sum(x, added, scale, 0)[1], gate(x), keys, log_sum_exp(logits), weights
 
     return jax.jit(compute)(x, added, scale, columns)
 
