@@ -4,21 +4,24 @@
 
 Starts a server on this machine, and waits until it has compiled all of its programs. Ordinary clients send greedy
 requests whose answers are known: chats, structured output and tool calls, streamed and whole, and embeddings.
-Attackers run `benchmarks/load/attacks.py`. At the end no request may run, no page may be used, no program may have
-been compiled, and the memory of both processes must not have grown. The log must have only the warnings that the
-attacks provoke. If one of these conditions fails, the exit code is 1.
+Attackers run `benchmarks/load/attacks.py` with another API key. At the end no request may run, no page may be used, no
+program may have been compiled, and both processes must have as many descriptors as before. Their memory must not have
+grown. All child processes must end with the server. The log must have only the warnings that the attacks provoke. If
+one of these conditions fails, the exit code is 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -28,18 +31,26 @@ import aiohttp
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from scripts.benchmarks.load.attacks import ATTACKS, Attack, Victim
+from scripts.benchmarks.load.attacks import ATTACKS, Attack
 from scripts.benchmarks.load.questions import CONSTRAINED, TEXTS, TEXTS_TO_EMBED, Answer, Question, ask, same
+from scripts.benchmarks.load.victim import Victim
 
 ROOT = Path(__file__).parent.parent
 START_S = 600.0
 IDLE_S = 60.0  # for requests that still run at the end
 SAMPLE_S = 2.0  # between two readings of the memory
-# Growth of a process's memory from the second quarter to the last. In a short run caches still fill in these quarters.
+# Growth of a process's memory from the second quarter to the last. In a short run these quarters have attacks that
+# come for the first time: an allocator keeps some of what each has taken.
 GROWTH_MIB = 6
-SHORT_S, SHORT_GROWTH_MIB = 100.0, 24
+SHORT_S, SHORT_GROWTH_MIB = 300.0, 100
+NUM_TEMPLATE_PROCESSES = 3  # children that the server may start when it needs them
+ENDING_S = 10.0  # for children, after the server's end
+KEY, ATTACKERS_KEY = "ordinary", "attackers"
+# Limits that attackers reach in seconds, and the templates of requests, which are attacks as well.
+LIMITS = ("--max-model-len=512", "--body-timeout=5", "--max-body-memory=32")
+FLAGS = ("--port=0", "--trust-request-chat-template", *LIMITS)
 # Lines at WARNING or above that attacks provoke.
-PROVOKED = re.compile(r"WARNING pallas_serve: 400 to ")
+PROVOKED = re.compile(r"WARNING pallas_serve: (400|408|503) to ")
 _SEVERE = re.compile(r" (WARNING|ERROR|CRITICAL) |Traceback")
 
 
@@ -52,6 +63,33 @@ class Account:
     problems: list[str] = field(default_factory=list)
     health_s: list[float] = field(default_factory=list)  # seconds that GET /health took
     memory: dict[str, list[int]] = field(default_factory=lambda: {"http": [], "engine": []})  # bytes
+    children: set[psutil.Process] = field(default_factory=set)  # all that were seen
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The server's processes, after its start."""
+
+    server: psutil.Process
+    engine: psutil.Process  # its largest child
+    num_children: int
+
+    @classmethod
+    def of(cls, server: psutil.Process) -> Processes:
+        """Raises ValueError if the server has no child."""
+        children = server.children(recursive=True)
+        return cls(server, max(children, key=lambda child: child.memory_info().rss), len(children))
+
+    def descriptors(self) -> dict[str, int]:
+        """The open descriptors of each process, without the one of the server for each child."""
+        own = self.server.num_fds() - len(self.server.children(recursive=True))
+        return {"descriptors of the http process": own, "descriptors of the engine": self.engine.num_fds()}
+
+    def left(self, before: dict[str, int]) -> dict[str, int]:
+        """What there is more of than at the start; `before` are the descriptors that were open then."""
+        left = {name: number - before[name] for name, number in self.descriptors().items() if number > before[name]}
+        num_new = len(self.server.children(recursive=True)) - self.num_children
+        return left | ({"child processes": num_new} if num_new > NUM_TEMPLATE_PROCESSES else {})
 
 
 async def ordinary_client(
@@ -78,15 +116,21 @@ async def ordinary_client(
             account.problems.append(f"{question} was answered {answer!r}, not {right!r}")
 
 
-async def attacker(victim: Victim, account: Account, random: Random, until: float) -> None:
-    """Attacks the server until `until`, one random attack after the other."""
+def attacks_in_rounds(random: Random) -> Iterator[Attack]:
+    """All attacks in a random order, again and again."""
+    while True:
+        yield from random.sample(ATTACKS, len(ATTACKS))
+
+
+async def attacker(victim: Victim, attacks: Iterator[Attack], account: Account, random: Random, until: float) -> None:
+    """Attacks the server until `until`. `attacks` are shared by all attackers."""
     while time.monotonic() < until:
-        attack: Attack = random.choice(ATTACKS)
+        attack = next(attacks)
         name = attack.__name__
         try:
             await attack(victim, random)
             account.attacks[name] += 1
-        except (AssertionError, TimeoutError, OSError) as error:
+        except (AssertionError, TimeoutError, OSError, ValueError) as error:
             account.problems.append(f"{name}: {error!r}")
 
 
@@ -100,12 +144,12 @@ async def canary(session: aiohttp.ClientSession, account: Account, until: float)
         await asyncio.sleep(0.05)
 
 
-async def watch_memory(server: psutil.Process, account: Account, until: float) -> None:
-    """Notes the memory of both processes, in bytes, every SAMPLE_S seconds until `until`."""
+async def watch(processes: Processes, account: Account, until: float) -> None:
+    """Notes the memory of both processes, in bytes, and the children, every SAMPLE_S seconds until `until`."""
     while time.monotonic() < until:
-        engine = max((child.memory_info().rss for child in server.children(recursive=True)), default=0)
-        account.memory["http"].append(server.memory_info().rss)
-        account.memory["engine"].append(engine)
+        account.memory["http"].append(processes.server.memory_info().rss)
+        account.memory["engine"].append(processes.engine.memory_info().rss)
+        account.children.update(processes.server.children(recursive=True))
         await asyncio.sleep(SAMPLE_S)
 
 
@@ -130,13 +174,15 @@ async def compiled_all(session: aiohttp.ClientSession) -> None:
         await asyncio.sleep(SAMPLE_S)
 
 
-async def settle(session: aiohttp.ClientSession, account: Account) -> None:
-    """Waits until the engine is idle, and notes what it has not let go of."""
+async def settle(
+    session: aiohttp.ClientSession, processes: Processes, before: dict[str, int], account: Account
+) -> None:
+    """Waits until the server is idle, and notes what it has not let go of. `before`: the descriptors at the start."""
     deadline = time.monotonic() + IDLE_S
     wanted = {"num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_usage_perc": 0}
     while True:
         now = await metrics(session)
-        left = {name: now[name] for name, value in wanted.items() if now[name] != value}
+        left = {name: now[name] for name, value in wanted.items() if now[name] != value} | processes.left(before)
         if not left or time.monotonic() > deadline:
             break
         await asyncio.sleep(0.2)
@@ -149,22 +195,27 @@ async def settle(session: aiohttp.ClientSession, account: Account) -> None:
 async def soak(url: str, server: psutil.Process, model: str, args: argparse.Namespace) -> Account:
     """Runs clients and attackers for `args.seconds`. Returns the account of the run, with the problems found."""
     host, _, port = url.removeprefix("http://").partition(":")
-    victim = Victim(host=host, port=int(port), model=model)
+    victim = Victim(host=host, port=int(port), model=model, pid=server.pid, key=ATTACKERS_KEY, other_key=KEY)
     account = Account()
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(url, connector=connector) as session:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with aiohttp.ClientSession(url, headers=headers, connector=aiohttp.TCPConnector(limit=0)) as session:
         await compiled_all(session)
         questions = [*TEXTS, *CONSTRAINED, *(TEXTS_TO_EMBED if args.embeddings else [])]
         expected = [(question, await ask(session, question, model, stream=False)) for question in questions]
+        processes = Processes.of(server)
+        before = processes.descriptors()
         until = time.monotonic() + args.seconds
         async with asyncio.TaskGroup() as group:
             for i in range(args.clients):
                 group.create_task(ordinary_client(session, model, expected, account, Random(i), until))
+            attacks = attacks_in_rounds(Random(1000))
             for i in range(args.attackers):
-                group.create_task(attacker(victim, account, Random(1000 + i), until))
+                group.create_task(attacker(victim, attacks, account, Random(1001 + i), until))
             group.create_task(canary(session, account, until))
-            group.create_task(watch_memory(server, account, until))
-        await settle(session, account)
+            group.create_task(watch(processes, account, until))
+    async with aiohttp.ClientSession(url, headers=headers) as session:
+        await settle(session, processes, before, account)
+    account.children.update(server.children(recursive=True))
     return account
 
 
@@ -187,6 +238,15 @@ def check_memory(account: Account, seconds: float) -> None:
     for name, samples in account.memory.items():
         if (growth := growth_mib(samples)) > most:
             account.problems.append(f"the {name} process grew by {growth:.0f} MiB")
+
+
+def check_children(account: Account) -> None:
+    """Adds a problem for each child process that has not ended with the server."""
+    _, alive = psutil.wait_procs(account.children, timeout=ENDING_S)
+    for child in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.status() != psutil.STATUS_ZOMBIE:
+                account.problems.append(f"a child process is left: {child.cmdline()}")
 
 
 def check_log(log: Path, account: Account) -> None:
@@ -237,7 +297,7 @@ def wait_for_url(server: subprocess.Popen[str]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     args = parser().parse_args(argv)
-    command = [sys.executable, "-m", "scripts.launch", "--port", "0", "--max-model-len", "512", *args.flags]
+    command = [sys.executable, "-m", "scripts.launch", "--api-key", KEY, ATTACKERS_KEY, *FLAGS, *args.flags]
     if args.embeddings:
         command.append("--enable-embeddings")
     with tempfile.TemporaryDirectory() as folder:
@@ -256,6 +316,7 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             server.kill()
             server.communicate()
+        check_children(account)
         check_memory(account, args.seconds)
         check_log(log, account)
     print(report(account))

@@ -19,7 +19,7 @@ _SCHEMA = {
     "additionalProperties": False,
 }
 _FORMAT = {"type": "json_schema", "json_schema": {"name": "fox", "schema": _SCHEMA}}
-_TOOL = {
+ADD_TOOL = {
     "type": "function",
     "function": {
         "name": "add",
@@ -57,7 +57,7 @@ CONSTRAINED = [
     _chat(
         "Describe a fox.", response_format={"type": "json_schema", "json_schema": {"name": "fox", "schema": _SCHEMA}}
     ),
-    _chat("What is 12 + 9?", tools=[_TOOL], tool_choice="required"),
+    _chat("What is 12 + 9?", tools=[ADD_TOOL], tool_choice="required"),
     _chat("Yes or no?", structured_outputs={"choice": ["yes", "no"]}),
 ]
 TEXTS_TO_EMBED = [Question(EMBEDDINGS, {"input": text}) for text in ("a fox", "What is 47 + 35?", "word " * 200)]
