@@ -24,6 +24,7 @@ from scripts.wiring.completion import PrintCompletion
 from scripts.wiring.config_file import CONFIG, with_config
 from scripts.wiring.device import runs_on_tpu
 from scripts.wiring.errors import add_debug_flag, failed
+from scripts.wiring.grouped_help import add_grouped_help
 from scripts.wiring.repeated import EachCounts
 from scripts.wiring.replicas import add_replica_flags, replicas_of
 from scripts.wiring.settings import EngineSettings, ServedSettings, add_engine_flags
@@ -42,13 +43,23 @@ ENGINE = "scripts.wiring.engine:build_served"
 LEADER = "scripts.wiring.several_hosts:build_leader"
 FOLLOWER = "scripts.wiring.several_hosts:build_follower"
 KEY_VARIABLE = "PALLAS_SERVE_API_KEY"
+# Those of `--help` without a group.
+COMMON_FLAGS = (
+    "--model --max-model-len --quantization --kv-cache-dtype --tensor-parallel-size --data-parallel-size "
+    "--memory-utilization --max-num-seqs --host --port --api-key --config"
+).split()
 CONNECTION_FLAGS = {
-    "max_connections": ("N", int, "more are answered 503 (default: `ulimit -Hn`, to 8192)"),
-    "head_timeout_s": ("S", float, "for a request's head, and for the first byte on a connection"),
-    "body_timeout_s": ("S", float, "in which a body must come at 1 KiB/s"),
-    "idle_timeout_s": ("S", float, "between a connection's requests"),
-    "send_timeout_s": ("S", float, "for a client to read any of what waits for it"),
-    "max_body_memory_mib": ("N", int, "MiB of requests being read; then 503"),
+    "max_connections": (
+        "N",
+        int,
+        "Connections. For one more, the one that has waited longest is closed, or the new one is answered 503 "
+        "(default: what `ulimit -Hn` allows, at most 8192).",
+    ),
+    "head_timeout_s": ("S", float, "Seconds for the head of a request, and for the first byte on a connection"),
+    "body_timeout_s": ("S", float, "Seconds within each of which a body must come at 1 KiB/s"),
+    "idle_timeout_s": ("S", float, "Seconds between the requests of a connection; a load balancer's must be shorter"),
+    "send_timeout_s": ("S", float, "Seconds in which a client must read some of what waits for it"),
+    "max_body_memory_mib": ("N", int, "MiB of all requests that are being read. Beyond it they are answered 503"),
 }
 
 
@@ -59,77 +70,145 @@ def parser() -> argparse.ArgumentParser:
         description="Serves a Llama 3 behind an OpenAI-compatible endpoint; without flags, the demo on 127.0.0.1:8000.",
         usage="%(prog)s [MODEL] [flags]",
         allow_abbrev=False,
+        add_help=False,
     )
-    p.add_argument("positional_model", nargs="?", metavar="MODEL", help="as --model")
-    p.add_argument(CONFIG, metavar="FILE", help="YAML of `flag: value`; the command line wins")
+    add_grouped_help(p, common=COMMON_FLAGS)
+    p.add_argument("positional_model", nargs="?", metavar="MODEL", help="The model, as --model names it.")
+    p.add_argument(CONFIG, metavar="FILE", help="A YAML file of `flag: value` lines; the command line counts first.")
+    add_debug_flag(p)
+    p.add_argument(
+        "--print-completion", action=PrintCompletion, help="Prints a completion of flags for bash and zsh to `eval`."
+    )
     add_engine_flags(p)
     add_replica_flags(p)
     add_cluster_flags(p)
     add_compatibility_flags(p)
-    server = p.add_argument_group("server")
-    server.add_argument("--host", default="127.0.0.1")
-    server.add_argument("--port", type=int, default=8000, help="0: any free one")
-    server.add_argument("--api-server-count", type=int, default=1, metavar="N", help="HTTP processes (default: 1)")
-    server.add_argument("--uds", type=local_path, metavar="PATH", help="a Unix socket in place of host and port")
-    add_tls_flags(server)
-    server.add_argument("--root-path", default="", metavar="PATH", help="where a proxy serves this, for /openapi.json")
-    server.add_argument(
-        "--api-key",
-        nargs="+",
-        action=EachCounts,
-        default=[],
-        metavar="KEY",
-        help="asked for, but not by probes and /metrics",
-    )
-    server.add_argument("--api-key-all-routes", action="store_true", help="asked for by these, too")
-    server.add_argument(
-        "--admin-api-key", nargs="+", action=EachCounts, default=[], metavar="KEY", help="for administrators' routes"
-    )
-    server.add_argument("--enable-tokenizer-info-endpoint", action="store_true", help="serve /tokenizer_info")
-    file_help = f"one key a line, not shown by `ps`; nor is ${KEY_VARIABLE}"
-    server.add_argument("--api-key-file", type=local_path, action="append", default=[], metavar="FILE", help=file_help)
-    server.add_argument("--served-model-name", nargs="+", action=EachCounts, metavar="NAME", help="default: --model")
-    server.add_argument("--tokenizer", type=place_argument, metavar="DIR", help="default: the model's own")
-    server.add_argument(
-        "--chat-template", type=place_argument, metavar="FILE", help="a Jinja file in place of the model's own"
-    )
-    server.add_argument("--trust-request-chat-template", action="store_true", help="run templates of requests")
-    generation_help = "vllm: not the model's; or a folder with one"
-    server.add_argument("--generation-config", default="auto", metavar="FROM", help=generation_help)
-    server.add_argument(
-        "--override-generation-config", metavar="JSON", help="""defaults of requests: '{"temperature": 0.5}'"""
-    )
-    parser_help = "the form of tool calls (default: hermes if the chat template has <tool_call>, else llama3_json)"
-    server.add_argument("--tool-call-parser", choices=FORMATS, help=parser_help)
-    server.add_argument("--no-enable-auto-tool-choice", dest="enable_auto_tool_choice", action="store_false")
-    server.add_argument("--enable-auto-tool-choice", action="store_true", default=True, help=argparse.SUPPRESS)
-    server.add_argument(
-        "--allowed-origins", nargs="+", action=EachCounts, default=["*"], metavar="ORIGIN", help="CORS (default: all)"
-    )
-    server.add_argument("--enable-force-include-usage", action="store_true", help="usage at the end of all streams")
-    server.add_argument("--strict-fields", action="store_true", help="refuse fields of a request that are unknown")
-    server.add_argument("--max-concurrent-per-key", type=int, metavar="N", help="requests of one API key; then 429")
-    server.add_argument("--prefix-caching-per-key", action="store_true", help="of prompts of the same API key only")
-    server.add_argument("--queue-timeout", type=float, metavar="S", help="refuse requests that waited so long")
-    server.add_argument(
-        "--max-request-logprobs", type=int, default=DEFAULT_MAX_REQUEST_LOGPROBS, metavar="N",
-        help="n x max_tokens x (logprobs + 1) of a request, its prompt's likewise (default: %(default)s)",
+    _add_server_flags(p.add_argument_group("server", "The address, the processes and the log."))
+    _add_access_flags(p.add_argument_group("access", "API keys and origins."))
+    add_tls_flags(p.add_argument_group("tls", "HTTPS in place of HTTP."))
+    _add_request_flags(p.add_argument_group("requests", "Defaults and limits of requests."))
+    _add_connection_flags(p.add_argument_group("connections", "What a client may take, for the server's own sake."))
+    return p
+
+
+def _add_server_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--host", default="127.0.0.1", help="The address to listen on (default: 127.0.0.1).")
+    group.add_argument("--port", type=int, default=8000, help="The port; 0: any free one (default: 8000).")
+    group.add_argument(
+        "--api-server-count", type=int, default=1, metavar="N",
+        help="HTTP processes that share the address and the engines (default: 1).",
     )  # fmt: skip
+    group.add_argument("--uds", type=local_path, metavar="PATH", help="A Unix socket in place of host and port.")
+    group.add_argument(
+        "--root-path", default="", metavar="PATH",
+        help="The path under which a proxy serves this server, for /openapi.json (default: none).",
+    )  # fmt: skip
+    group.add_argument(
+        "--served-model-name", nargs="+", action=EachCounts, metavar="NAME",
+        help="The names of the model for clients; answers have the first (default: as --model).",
+    )  # fmt: skip
+    group.add_argument("--no-ui", dest="ui", action="store_false", help="There is no page at /.")
+    group.add_argument(
+        "--metrics-prefix", metavar="P", default=DEFAULT_METRICS_PREFIX,
+        help="The prefix of the metrics' names; `vllm:` keeps existing dashboards (default: %(default)s).",
+    )  # fmt: skip
+    group.add_argument(
+        "--otlp-traces-endpoint", metavar="URL",
+        help="The collector that gets an OpenTelemetry span of each request. It needs the extra `otel` "
+        "(default: none).",
+    )  # fmt: skip
+    group.add_argument(
+        "--enable-tokenizer-info-endpoint", action="store_true", help="The server answers /tokenizer_info."
+    )
+    group.add_argument(
+        "--log-level", default="info", choices=("debug", "info", "warning", "error"),
+        help="The least severe lines of the log (default: info).",
+    )  # fmt: skip
+
+
+def _add_access_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--api-key", nargs="+", action=EachCounts, default=[], metavar="KEY",
+        help="The keys that open the routes, all but probes, /metrics and /docs (default: open to all).",
+    )  # fmt: skip
+    group.add_argument(
+        "--api-key-file", type=local_path, action="append", default=[], metavar="FILE",
+        help=f"A file with one key a line. Unlike --api-key, `ps` shows neither it nor ${KEY_VARIABLE}.",
+    )  # fmt: skip
+    group.add_argument("--api-key-all-routes", action="store_true", help="Probes, /metrics and /docs need a key, too.")
+    group.add_argument(
+        "--admin-api-key", nargs="+", action=EachCounts, default=[], metavar="KEY",
+        help="The keys of the administrators' routes (default: these routes are closed).",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-concurrent-per-key", type=int, metavar="N",
+        help="Requests that one API key may have running. One more is answered 429 (default: any number).",
+    )  # fmt: skip
+    group.add_argument(
+        "--prefix-caching-per-key", action="store_true",
+        help="An API key finds cached prefixes of its own requests only.",
+    )  # fmt: skip
+    group.add_argument(
+        "--allowed-origins", nargs="+", action=EachCounts, default=["*"], metavar="ORIGIN",
+        help="The origins that browsers may call from, CORS (default: all).",
+    )  # fmt: skip
+
+
+def _add_request_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--tokenizer", type=place_argument, metavar="DIR",
+        help="A folder with the tokenizer (default: the model's own).",
+    )  # fmt: skip
+    group.add_argument(
+        "--chat-template", type=place_argument, metavar="FILE",
+        help="A Jinja file in place of the model's chat templates (default: the model's own).",
+    )  # fmt: skip
+    group.add_argument(
+        "--trust-request-chat-template", action="store_true", help="A request may have a chat template of its own."
+    )
+    group.add_argument(
+        "--generation-config", default="auto", metavar="FROM",
+        help="Defaults of requests: `auto` (the model's), `vllm` (none of the model's) or a folder's "
+        "generation_config.json (default: auto).",
+    )  # fmt: skip
+    group.add_argument(
+        "--override-generation-config", metavar="JSON",
+        help="""Defaults of requests that count before those, such as '{"temperature": 0.5}'.""",
+    )  # fmt: skip
+    group.add_argument(
+        "--tool-call-parser", choices=FORMATS,
+        help="The form in which the model writes tool calls (default: hermes if the template has <tool_call>, else "
+        "llama3_json).",
+    )  # fmt: skip
+    group.add_argument(
+        "--no-enable-auto-tool-choice", dest="enable_auto_tool_choice", action="store_false",
+        help="A request with tools must say by `tool_choice` whether one is called.",
+    )  # fmt: skip
+    group.add_argument("--enable-auto-tool-choice", action="store_true", default=True, help=argparse.SUPPRESS)
+    group.add_argument(
+        "--enable-force-include-usage", action="store_true", help="Every stream ends with its usage, asked for or not."
+    )
+    group.add_argument(
+        "--strict-fields", action="store_true", help="A request with an unknown field is refused, not only logged."
+    )
+    group.add_argument(
+        "--queue-timeout", type=float, metavar="S",
+        help="Seconds that a request may wait for its first step before it is answered 503 (default: any time).",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-request-logprobs", type=int, default=DEFAULT_MAX_REQUEST_LOGPROBS, metavar="N",
+        help="Log-probabilities of one request: n x max_tokens x (logprobs + 1), and those of its prompt "
+        "(default: %(default)s).",
+    )  # fmt: skip
+
+
+def _add_connection_flags(group: argparse._ArgumentGroup) -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(Settings)}
     for name, (metavar, kind, text) in CONNECTION_FLAGS.items():
         default = defaults[name]
-        text = text if default is None else f"{text} (default: {default:g})"
+        text = text if default is None else f"{text} (default: {default:g})."
         flag = f"--{name.removesuffix('_s').removesuffix('_mib').replace('_', '-')}"
-        server.add_argument(flag, dest=name, type=kind, default=default, metavar=metavar, help=text)
-    server.add_argument(
-        "--metrics-prefix", metavar="P", default=DEFAULT_METRICS_PREFIX, help="vllm: keeps existing dashboards"
-    )
-    server.add_argument("--otlp-traces-endpoint", metavar="URL", help="OpenTelemetry: spans go there (extra `otel`)")
-    server.add_argument("--no-ui", dest="ui", action="store_false", help="no page at /")
-    server.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
-    add_debug_flag(p)
-    p.add_argument("--print-completion", action=PrintCompletion, help="of flags, for bash and zsh to `eval`")
-    return p
+        group.add_argument(flag, dest=name, type=kind, default=default, metavar=metavar, help=text)
 
 
 def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Path) -> Settings:

@@ -30,15 +30,20 @@ class Place:
 
 def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `cluster_of`."""
-    hosts = parser.add_argument_group("several hosts")
-    hosts.add_argument("--coordinator", metavar="ADDR", help="HOST:PORT of host 0 (default: as their manager says)")
-    hosts.add_argument("--num-hosts", type=int, metavar="N", help="1: this host alone; the environment is not read")
-    hosts.add_argument("--host-id", type=int, metavar="I", help="0 to N - 1; host 0 serves")
-    file_help = f"the common secret, or ${SECRET_VARIABLE}"
+    hosts = parser.add_argument_group("hosts", "Several hosts that serve one model.")
+    hosts.add_argument("--coordinator", metavar="ADDR", help="HOST:PORT of host 0 (default: as their manager says).")
+    hosts.add_argument(
+        "--num-hosts",
+        type=int,
+        metavar="N",
+        help="The number of hosts; 1: this one alone, and the environment is not read.",
+    )
+    hosts.add_argument("--host-id", type=int, metavar="I", help="This host's number from 0 on; host 0 serves.")
+    file_help = f"A file with the hosts' common secret (default: ${SECRET_VARIABLE})."
     hosts.add_argument("--hosts-secret-file", type=local_path, action=Once, metavar="FILE", help=file_help)
     hosts.add_argument(
         "--hosts-timeout", type=float, default=TIMEOUT_S, metavar="S",
-        help="for all hosts to arrive at the start (default: %(default)g)",
+        help="Seconds for all hosts to arrive at the start (default: %(default)g).",
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ class FailedError(RuntimeError):
 
 def add_debug_flag(parser: argparse.ArgumentParser) -> None:
     """Adds `--debug`, which every command has."""
-    parser.add_argument("--debug", action="store_true", help="print the traceback of what goes wrong")
+    parser.add_argument("--debug", action="store_true", help="The traceback of a failure is printed, too.")
 
 
 def run_command(command: str, body: Callable[[], int], *, debug: bool) -> int:

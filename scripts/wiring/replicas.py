@@ -21,7 +21,7 @@ def add_replica_flags(parser: argparse.ArgumentParser) -> None:
     """Adds `--data-parallel-size`."""
     parser.add_argument(
         "--data-parallel-size", "-dp", type=int, default=1, metavar="N",
-        help="engines, each on its share of the chips (default: 1)",
+        help="Engines behind this server, each on its share of the chips (default: 1).",
     )  # fmt: skip
 
 

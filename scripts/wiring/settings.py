@@ -177,81 +177,150 @@ def flag(name: str) -> str:
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of every command that runs an engine. Flags with a counterpart in vLLM have vLLM's names."""
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--model",
-        default=DEMO,
-        help="a checkpoint folder, a Hugging Face name, preset:NAME with --load-format dummy (default: the demo)",
-    )
-    model.add_argument("--load-format", default="auto", choices=LOAD_FORMATS, help="dummy: random weights")
-    model.add_argument("--dtype", default="auto", choices=DTYPES, help="auto: the checkpoint's; float32 on a CPU")
-    model.add_argument("--quantization", "-q", choices=QUANTIZATIONS, help="8 or 4 bits a weight (default: as stored)")
-    model.add_argument(
+    _add_model_flags(parser.add_argument_group("model", "The checkpoint, and the types it is computed in."))
+    _add_batching_flags(parser.add_argument_group("batching", "What the requests of one step share."))
+    _add_device_flags(parser.add_argument_group("device", "The chips, their memory, and the programs for them."))
+
+
+def _add_model_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--model", default=DEMO,
+        help="A checkpoint folder, a GGUF file, a Hugging Face name, a folder in a bucket, or preset:NAME with "
+        "--load-format dummy (default: the demo).",
+    )  # fmt: skip
+    group.add_argument(
+        "--load-format", default="auto", choices=LOAD_FORMATS,
+        help="The form of the weights. `auto` finds it, `dummy` draws random weights on the device (default: auto).",
+    )  # fmt: skip
+    group.add_argument(
+        "--dtype", default="auto", choices=DTYPES,
+        help="The type of the computation. `auto` is the checkpoint's own, and float32 on a CPU (default: auto).",
+    )  # fmt: skip
+    group.add_argument(
+        "--quantization", "-q", choices=QUANTIZATIONS,
+        help="The weights are quantised to 8 or 4 bits at load (default: they stay as they are stored).",
+    )  # fmt: skip
+    group.add_argument(
         "--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES,
-        help="fp8, int8: twice the tokens (auto: as computed)",
+        help="The type of the K/V pages. 8 bits hold twice the tokens; `auto` is that of the computation "
+        "(default: auto).",
     )  # fmt: skip
-    model.add_argument(
-        "--calculate-kv-scales", action="store_true", help="of 8-bit K/V, although the checkpoint brings some"
-    )
-    model.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and output together")
-    engine = parser.add_argument_group("engine")
-    engine.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences that run at once")
-    engine.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens of one step")
-    engine.add_argument(
-        "--long-prefill-token-threshold", type=int, default=0, metavar="N", help="tokens of one prompt in one step"
+    group.add_argument(
+        "--calculate-kv-scales", action="store_true",
+        help="The scales of 8-bit K/V are measured at the start, also if the checkpoint has some.",
     )  # fmt: skip
-    engine.add_argument("--max-num-partial-prefills", type=int, metavar="N", help="longer prompts computed at once")
-    engine.add_argument("--step-budget", default="tokens", metavar="KIND", help="tokens (the default) or time")
-    engine.add_argument("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")
-    engine.add_argument("--enable-prefix-caching", action="store_true", default=True, help=argparse.SUPPRESS)
-    engine.add_argument("--scheduling", default="continuous", choices=SCHEDULING)
-    engine.add_argument(
+    group.add_argument(
+        "--max-model-len", type=int, metavar="N",
+        help="Tokens of prompt and output together (default: the length that the model was trained for).",
+    )  # fmt: skip
+    group.add_argument(
+        "--enable-embeddings", action="store_true", help="The server answers /v1/embeddings, too."
+    )  # fmt: skip
+    group.add_argument(
+        "--pooling-type", default=Pooling.LAST.value, choices=POOLING_TYPES, metavar="TYPE",
+        help="An embedding is the vector of the `last` token or the `mean` of all (default: last).",
+    )  # fmt: skip
+
+
+def _add_batching_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--max-num-seqs", type=int, metavar="N",
+        help="Sequences that run at once (default: 64 on a CPU, 256 on a chip).",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-num-batched-tokens", type=int, metavar="N",
+        help="Tokens of one step, those of prompts and of decodes together (default: 512 on a CPU, 2048 on a chip).",
+    )  # fmt: skip
+    group.add_argument(
+        "--long-prefill-token-threshold", type=int, default=0, metavar="N",
+        help="Tokens of one prompt that a step computes at most; 0: a prompt may take a whole step (default: 0).",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-num-partial-prefills", type=int, metavar="N",
+        help="Longer prompts that are computed at once; shorter ones do not wait for them (default: any number).",
+    )  # fmt: skip
+    group.add_argument(
+        "--step-budget", default="tokens", metavar="KIND",
+        help="The budget of a step counts `tokens` or estimated `time`, which a long context makes longer "
+        "(default: tokens).",
+    )  # fmt: skip
+    group.add_argument(
+        "--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false",
+        help="Pages of earlier prompts are not used again.",
+    )  # fmt: skip
+    group.add_argument("--enable-prefix-caching", action="store_true", default=True, help=argparse.SUPPRESS)
+    group.add_argument(
+        "--scheduling", default="continuous", choices=SCHEDULING,
+        help="Each step is planned anew (`continuous`), or a batch runs until its longest request ends (`static`, a "
+        "baseline for measurements) (default: continuous).",
+    )  # fmt: skip
+    group.add_argument(
         "--speculative-config", metavar="JSON",
-        help="drafts; or --spec-method, --spec-model, --spec-tokens",
+        help="Drafts of several tokens a step, such as "
+        """'{"method": "ngram", "num_speculative_tokens": 3}' (default: none).""",
     )  # fmt: skip
-    for name, kind in (("method", str), ("model", str), ("tokens", int)):
-        engine.add_argument(f"--spec-{name}", type=kind, help=argparse.SUPPRESS)
-    engine.add_argument(
-        "--num-scheduler-steps", type=int, default=1, metavar="N", help="most decode steps of one program (default: 1)"
-    )
-    engine.add_argument("--enable-embeddings", action="store_true", help="serve /v1/embeddings, too")
-    engine.add_argument(
-        "--pooling-type",
-        default=Pooling.LAST.value,
-        choices=POOLING_TYPES,
-        metavar="TYPE",
-        help="of embeddings: last, mean",
-    )
-    engine.add_argument("--max-queue", type=int, default=1024, metavar="N", help="requests that may wait; then 429")
-    engine.add_argument(
-        "--pipeline-depth", type=int, default=2, metavar="N", help="steps in flight (default: 2; 1: no overlap)"
-    )
-    engine.add_argument(
-        "--step-timeout", type=float, metavar="S",
-        help="of a step on a chip (default: 30; on a CPU 0: never)",
+    group.add_argument("--spec-method", help="The `method` of --speculative-config, as a plain flag.")
+    group.add_argument("--spec-model", help="The `model` of --speculative-config, as a plain flag.")
+    group.add_argument(
+        "--spec-tokens", type=int, help="The `num_speculative_tokens` of --speculative-config, as a plain flag."
     )  # fmt: skip
-    engine.add_argument("--seed", type=int, help="of requests that bring none (default: random)")
-    device = parser.add_argument_group("device")
-    device.add_argument("--device", default="auto", choices=DEVICES)
-    device.add_argument(
+    group.add_argument(
+        "--num-scheduler-steps", type=int, default=1, metavar="N",
+        help="Decode steps of one program at most, while no request waits (default: 1).",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-queue", type=int, default=1024, metavar="N",
+        help="Requests that may wait. One more is answered 429 (default: 1024).",
+    )  # fmt: skip
+    group.add_argument(
+        "--pipeline-depth", type=int, default=2, metavar="N",
+        help="Steps in flight. With 1, the host and the device take turns (default: 2).",
+    )  # fmt: skip
+    group.add_argument(
+        "--seed", type=int, help="The seed of the draws of requests without a seed of their own (default: random)."
+    )  # fmt: skip
+
+
+def _add_device_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--device", default="auto", choices=DEVICES, help="Where the model runs (default: auto, the machine's chips)."
+    )  # fmt: skip
+    group.add_argument(
         "--tensor-parallel-size", "-tp", type=int, metavar="N",
-        help="chips that share the model (default: what it needs)",
+        help="Chips that share the model (default: the least power of two on which it fits).",
     )  # fmt: skip
-    device.add_argument(
-        "--attention-backend",
-        default="auto",
-        metavar="B",
-        help="tpu, gpu, gpu-mma (also -interpret), cpu, reference",
-    )
-    device.add_argument(
+    group.add_argument(
+        "--attention-backend", default="auto", metavar="B",
+        help="The kernels: tpu, gpu, gpu-mma, cpu or reference; `-interpret` after one of the first three interprets "
+        "them on a CPU (default: auto).",
+    )  # fmt: skip
+    group.add_argument(
         "--memory-utilization", "--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE",
-        help="share of the device's memory to use for everything",
+        help="The share of the device's memory for weights, programs and K/V pages together (default: 0.9).",
     )  # fmt: skip
-    device.add_argument(
+    group.add_argument(
         "--page-size", "--block-size", type=int, metavar="N",
-        help="tokens of one K/V page (default: said at start)",
+        help="Tokens of one K/V page (default: by the device, and said at the start).",
     )  # fmt: skip
-    device.add_argument("--num-pages", "--num-gpu-blocks-override", type=int, metavar="N", help="K/V pages")
-    device.add_argument("--compile-all-first", action="store_true", help="a CPU leaves no program for later, either")
-    device.add_argument("--compile-cache", metavar="DIR", help="compiled programs are kept here; none: nowhere")
-    device.add_argument("--export-cache", metavar="DIR", help="executables are kept here: starts without compiling")
+    group.add_argument(
+        "--num-pages", "--num-gpu-blocks-override", type=int, metavar="N",
+        help="K/V pages (default: as many as the memory has room for).",
+    )  # fmt: skip
+    group.add_argument(
+        "--step-timeout", type=float, metavar="S",
+        help="Seconds after which a step that does not return ends the server; 0: never (default: 30 on a chip, 0 on "
+        "a CPU).",
+    )  # fmt: skip
+    group.add_argument(
+        "--compile-all-first", action="store_true",
+        help="All programs are compiled before the server is ready. By default a CPU compiles most of them while it "
+        "serves.",
+    )  # fmt: skip
+    group.add_argument(
+        "--compile-cache", metavar="DIR",
+        help="The folder of compiled programs; `none` keeps none (default: in the user's cache folder).",
+    )  # fmt: skip
+    group.add_argument(
+        "--export-cache", metavar="DIR",
+        help="The folder of loaded executables, with which later starts do not compile (default: none).",
+    )  # fmt: skip

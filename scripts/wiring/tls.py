@@ -10,15 +10,29 @@ from server.settings import TlsFiles
 
 
 def add_tls_flags(group: argparse._ArgumentGroup) -> None:
-    """Adds the flags to the server's. The files are in PEM form."""
-    group.add_argument("--ssl-certfile", type=local_path, metavar="FILE", help="HTTPS, with this certificate")
-    group.add_argument("--ssl-keyfile", type=local_path, metavar="FILE", help="its key (default: in --ssl-certfile)")
-    group.add_argument("--ssl-keyfile-password", action=Once, metavar="TEXT", help="opens an encrypted key")
-    group.add_argument("--ssl-ca-certs", type=local_path, metavar="FILE", help="authorities of clients' certificates")
-    reqs_help = "of clients: 0 not asked for, 1 checked, 2 required"
-    group.add_argument("--ssl-cert-reqs", type=int, default=0, choices=(0, 1, 2), metavar="N", help=reqs_help)
-    group.add_argument("--ssl-ciphers", metavar="NAMES", help="of TLS 1.2, in OpenSSL's notation")
-    group.add_argument("--enable-ssl-refresh", action="store_true", help="load these files again when they change")
+    """Adds the flags. The files are in PEM form."""
+    group.add_argument(
+        "--ssl-certfile", type=local_path, metavar="FILE", help="The server's certificate; with it, HTTPS is served."
+    )
+    group.add_argument(
+        "--ssl-keyfile", type=local_path, metavar="FILE", help="The certificate's key (default: in --ssl-certfile)."
+    )
+    group.add_argument(
+        "--ssl-keyfile-password", action=Once, metavar="TEXT", help="The password of an encrypted --ssl-keyfile."
+    )
+    group.add_argument(
+        "--ssl-ca-certs", type=local_path, metavar="FILE", help="The authorities that sign clients' certificates."
+    )
+    group.add_argument(
+        "--ssl-cert-reqs", type=int, default=0, choices=(0, 1, 2), metavar="N",
+        help="A client's certificate is not asked for (0), checked if there is one (1) or required (2) (default: 0).",
+    )  # fmt: skip
+    group.add_argument(
+        "--ssl-ciphers", metavar="NAMES", help="The ciphers of TLS 1.2, in OpenSSL's notation (default: Python's)."
+    )
+    group.add_argument(
+        "--enable-ssl-refresh", action="store_true", help="These files are loaded again when they change."
+    )
 
 
 def tls_files(args: argparse.Namespace) -> TlsFiles | None:

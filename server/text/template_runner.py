@@ -91,6 +91,9 @@ class TemplateRunner:
             try:
                 with self._process() as process:
                     return process.ask(frame, job)
+            except ChildProcessError:  # killed by others at its start, or it can never start
+                if is_last:
+                    raise
             except _EndedError as error:
                 # An idle process may have been killed by others. Two that die are killed by the template.
                 if is_last:

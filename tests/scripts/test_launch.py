@@ -54,8 +54,38 @@ def test_several_steps_of_a_program_are_plain_ones(others):
         EngineSettings(num_scheduler_steps=0)
 
 
-def test_the_help_fits_on_two_screens():
-    assert len(launch.parser().format_help().splitlines()) <= 140
+def visible_flags():
+    return [action for action in launch.parser()._actions if action.help is not argparse.SUPPRESS]
+
+
+@pytest.mark.parametrize("action", visible_flags(), ids=lambda action: action.dest)
+def test_the_help_of_a_flag_is_a_sentence(action):
+    assert action.help[0].isupper()
+    assert action.help.endswith(".")
+
+
+def printed_help(capsys, *flags):
+    with pytest.raises(SystemExit) as exit:
+        launch.parser().parse_args(["--help", *flags])
+    assert exit.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_the_help_has_the_most_important_flags_and_names_the_groups(capsys):
+    text = printed_help(capsys)
+    assert "--tensor-parallel-size" in text and "--ssl-certfile" not in text
+    assert len(text.splitlines()) < 60
+    names = [line.split()[0] for line in text.rpartition("`--help GROUP`:")[2].splitlines() if line]
+    *in_groups, everything = [printed_help(capsys, name) for name in names]
+    assert sum("--ssl-certfile" in group for group in in_groups) == 1
+    for flag in {flag for action in visible_flags() for flag in action.option_strings}:
+        assert flag in everything
+
+
+def test_the_help_of_an_unknown_group_names_those_that_there_are(capsys):
+    with pytest.raises(SystemExit):
+        launch.parser().parse_args(["--help", "nonsense"])
+    assert "--help nonsense: there are model, batching, device" in capsys.readouterr().err
 
 
 def test_flags_of_vllm_mean_the_same_here():

@@ -6,6 +6,7 @@ import asyncio
 import os
 import resource
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -201,6 +202,20 @@ def test_it_has_no_descriptors_and_no_secrets(runner, monkeypatch):
     finally:
         os.close(read)
         os.close(write)
+
+
+def test_a_process_that_is_killed_at_its_start_is_replaced(runner, monkeypatch, tmp_path):
+    served = template(runner)
+    for process in processes():
+        process.kill()
+        process.wait()
+    first = tmp_path / "first"  # a program that ends at once the first time, as one that was killed
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\n[ -e {first} ] || {{ : >{first}; kill -9 $$; }}\nexec {sys.executable} "$@"\n')
+    program.chmod(0o700)
+    monkeypatch.setattr(template_runner.sys, "executable", str(program))
+    assert render(served) == SHOWN
+    assert first.exists()
 
 
 def test_where_no_process_can_be_started_it_says_so(runner, monkeypatch):
