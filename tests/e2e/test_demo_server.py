@@ -84,7 +84,7 @@ def test_offline_answers_are_the_servers(server, built, monkeypatch, settings):
 def test_an_offline_chat_has_its_tool_calls(built, monkeypatch):
     from scripts import llm
 
-    monkeypatch.setattr(llm, "build", lambda settings, report, tokenizer: (built.engine(), built.info))
+    monkeypatch.setattr(llm, "build", lambda settings, report, tokenizer, **_: (built.engine(), built.info))
     expression = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
     calculator = {"name": "calculator", "description": "Evaluates an expression.", "parameters": expression}
     messages = [{"role": "user", "content": "What is 347 * 21?"}]
