@@ -34,7 +34,14 @@ from server.engine.scratch_folder import ScratchFolder
 from server.http.descriptors import open_standard_streams
 from server.logs import FORMAT as LOG_FORMAT
 from server.main import run
-from server.settings import DEFAULT_MAX_REQUEST_LOGPROBS, DEFAULT_METRICS_PREFIX, GenerationDefaults, Settings
+from server.settings import (
+    DEFAULT_MAX_REQUEST_LOGPROBS,
+    DEFAULT_METRICS_PREFIX,
+    GenerationDefaults,
+    Settings,
+    check_range,
+    flag_of,
+)
 from server.text.tool_calls.formats import FORMATS
 
 logger = logging.getLogger("pallas_serve")
@@ -42,6 +49,7 @@ logger = logging.getLogger("pallas_serve")
 ENGINE = "scripts.wiring.engine:build_served"
 LEADER = "scripts.wiring.several_hosts:build_leader"
 FOLLOWER = "scripts.wiring.several_hosts:build_follower"
+MOST_REPLICAS = 1024
 KEY_VARIABLE = "PALLAS_SERVE_API_KEY"
 # Those of `--help` without a group.
 COMMON_FLAGS = (
@@ -207,8 +215,7 @@ def _add_connection_flags(group: argparse._ArgumentGroup) -> None:
     for name, (metavar, kind, text) in CONNECTION_FLAGS.items():
         default = defaults[name]
         text = text if default is None else f"{text} (default: {default:g})."
-        flag = f"--{name.removesuffix('_s').removesuffix('_mib').replace('_', '-')}"
-        group.add_argument(flag, dest=name, type=kind, default=default, metavar=metavar, help=text)
+        group.add_argument(flag_of(name), dest=name, type=kind, default=default, metavar=metavar, help=text)
 
 
 def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Path) -> Settings:
@@ -302,6 +309,7 @@ def curl_line(url: str, settings: Settings) -> str:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The flags of the command line and of `--config`. Raises ValueError or OSError for an unreadable file."""
     args = parser().parse_args(with_config(argv))
+    check_range("--data-parallel-size", args.data_parallel_size, 1, MOST_REPLICAS)
     if args.positional_model is not None:
         if args.model not in (DEMO, args.positional_model):
             raise ValueError(f"two models are named: {args.positional_model} and --model {args.model}")

@@ -17,6 +17,7 @@ from model.inputs.schema import TRUTH, integer, number, number_above
 DEFAULT_METRICS_PREFIX = "pallas_serve:"
 DEFAULT_MAX_REQUEST_LOGPROBS = 4 * 2**20
 MOST_SECONDS = 10**6
+MOST_COUNT = 2**62  # of anything: a larger number overflows
 MOST_API_SERVERS = 64
 TOP_K_OFF = -1  # in requests and files; for the engine 0 is off
 
@@ -155,12 +156,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
-            raise ValueError(f"the served model needs a name: {self.model_names=}")
+            raise ValueError(f"--served-model-name: a name is empty, or there is none: {', '.join(self.model_names)!r}")
         if not 1 <= self.api_server_count <= MOST_API_SERVERS:
             message = f"--api-server-count is 1 to {MOST_API_SERVERS}, not {self.api_server_count}"
             raise ValueError(f"{message}: the HTTP processes that share the address")
-        if not 0 <= self.port < 65536:
-            raise ValueError(f"no such port: {self.port=}")
+        check_range("--port", self.port, 0, 65535)
         keys = (*self.api_keys, *self.admin_api_keys)
         if not all(keys):
             raise ValueError("an API key is empty: everybody would have it")
@@ -169,29 +169,35 @@ class Settings:
         if self.otlp_traces_endpoint is not None and not _is_url(self.otlp_traces_endpoint):
             message = "is the address of a collector, such as http://localhost:4318/v1/traces"
             raise ValueError(f"--otlp-traces-endpoint {message}, not {self.otlp_traces_endpoint!r}")
-        if self.queue_timeout_s is not None and not self.queue_timeout_s > 0:
-            raise ValueError(f"a request must be allowed to wait for some time: {self.queue_timeout_s=}")
         for name in ("grace_period_s", "heartbeat_timeout_s", "death_linger_s", "template_timeout_s"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is not negative: {getattr(self, name)}")
-        for name in ("max_body_bytes", "max_embedding_inputs", "max_choices", "max_request_logprobs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"limits are at least 1: {name} is {getattr(self, name)}")
-        for name in ("head_timeout_s", "body_timeout_s", "idle_timeout_s", "send_timeout_s"):
-            if not 0 < getattr(self, name) <= MOST_SECONDS:
-                raise ValueError(f"{name} is above 0 and at most {MOST_SECONDS} seconds: {getattr(self, name)}")
+            check_range(name, getattr(self, name), 0, MOST_SECONDS)
+        for name in ("max_body_bytes", "max_embedding_inputs", "max_choices"):
+            check_range(name, getattr(self, name), 1, MOST_COUNT)
+        for name in ("max_request_logprobs", "max_concurrent_per_key", "max_connections"):
+            check_range(flag_of(name), getattr(self, name), 1, MOST_COUNT)
+        for name in ("head_timeout_s", "body_timeout_s", "idle_timeout_s", "send_timeout_s", "queue_timeout_s"):
+            seconds = getattr(self, name)
+            if seconds is not None and not 0 < seconds <= MOST_SECONDS:
+                raise ValueError(f"{flag_of(name)} must be above 0 and at most {MOST_SECONDS} seconds, not {seconds:g}")
+        check_range("--max-body-memory", self.max_body_memory_mib, 1, MOST_COUNT)
         if not 2 * self.max_body_bytes <= self.max_body_memory_mib * 2**20:
             least = -(-2 * self.max_body_bytes // 2**20)
             raise ValueError(f"--max-body-memory is at least {least} MiB, two bodies, not {self.max_body_memory_mib}")
-        if self.max_concurrent_per_key is not None:
-            if self.max_concurrent_per_key < 1:
-                raise ValueError(f"--max-concurrent-per-key must be at least 1, not {self.max_concurrent_per_key}")
-            if not self.api_keys:
-                raise ValueError("--max-concurrent-per-key counts requests by their API key: it needs --api-key")
-        if self.prefix_caching_per_key and not self.api_keys:
-            raise ValueError("--prefix-caching-per-key tells clients apart by their API key: it needs --api-key")
-        if self.max_connections is not None and self.max_connections < 1:
-            raise ValueError(f"at least one connection is needed: {self.max_connections=}")
+        if self.max_concurrent_per_key is not None and not self.api_keys:
+            raise ValueError("--max-concurrent-per-key counts requests by their API key: it needs --api-key")
+
+
+def flag_of(name: str) -> str:
+    """The command-line flag of a field of `Settings`."""
+    return "--" + name.removesuffix("_s").removesuffix("_mib").replace("_", "-")
+
+
+def check_range(name: str, value: float | None, least: float, most: float) -> None:
+    """Raises ValueError, with the name of the flag or field, for a number that is out of range. None is no number."""
+    if value is None or least <= value <= most:
+        return
+    limit = f"at most {most}" if value > most else f"at least {least}"
+    raise ValueError(f"{name} must be {limit}, not {value}")
 
 
 def _is_url(text: str) -> bool:

@@ -15,6 +15,7 @@ from model.loading.source import DEMO
 from model.quantization.forms import FORM_NAMES
 from scripts.wiring.speculation import SpeculativeConfig, merged
 from server.engine.hosts.cluster import Cluster
+from server.settings import MOST_SECONDS, check_range
 
 DEVICES = ("auto", "cpu", "tpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float32")
@@ -24,6 +25,23 @@ LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
 STEP_BUDGETS = ("tokens", "time")
 SCHEDULING = ("continuous", "static")
 POOLING_TYPES = tuple(Pooling)
+_MANY = 2**31 - 1
+# The least and the greatest value of each number. None of them reaches what a machine has: they tell a slip of the pen
+# before it becomes an error of memory.
+RANGES = {
+    "max_model_len": (1, _MANY),
+    "max_num_seqs": (1, 2**16),
+    "max_num_batched_tokens": (1, 2**20),
+    "long_prefill_token_threshold": (0, _MANY),
+    "max_num_partial_prefills": (1, _MANY),
+    "page_size": (1, 2**16),
+    "num_pages": (1, _MANY),
+    "tensor_parallel_size": (1, 2**16),
+    "num_scheduler_steps": (1, 1024),
+    "max_queue": (0, _MANY),
+    "pipeline_depth": (1, 64),
+    "step_timeout": (0, MOST_SECONDS),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,30 +102,16 @@ class EngineSettings:
                 f"--export-cache {self.export_cache!r}: executables run as this user's code, so they are kept in a "
                 "folder of this machine that only this user can write to; --compile-cache may be in a bucket"
             )
-        counts = (
-            "num_scheduler_steps",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "page_size",
-            "num_pages",
-            "tensor_parallel_size",
-        )
-        for name in ("max_model_len", *counts):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{flag(name)} must be at least 1, not {value}")
+        for name, limits in RANGES.items():
+            check_range(flag(name), getattr(self, name), *limits)
+        tokens, rows = self.max_num_batched_tokens, self.max_num_seqs
+        if tokens is not None and rows is not None and tokens <= rows:
+            raise ValueError(
+                f"--max-num-batched-tokens {tokens} must be above --max-num-seqs {rows}: a step takes a token of every "
+                "running request, and at least one of a prompt"
+            )
         if not 0 < self.memory_utilization <= 1:
             raise ValueError(f"--memory-utilization is a share above 0 and at most 1, not {self.memory_utilization}")
-        if self.pipeline_depth < 1:
-            raise ValueError(f"--pipeline-depth must be at least 1, not {self.pipeline_depth}")
-        if self.step_timeout is not None and self.step_timeout < 0:
-            raise ValueError(f"--step-timeout must not be negative, not {self.step_timeout:g}")
-        if self.long_prefill_token_threshold < 0:
-            raise ValueError(
-                f"--long-prefill-token-threshold must not be negative, not {self.long_prefill_token_threshold}"
-            )
-        if self.max_num_partial_prefills is not None and self.max_num_partial_prefills < 1:
-            raise ValueError(f"--max-num-partial-prefills must be at least 1, not {self.max_num_partial_prefills}")
         if self.step_budget not in STEP_BUDGETS:
             raise ValueError(f"--step-budget is one of {', '.join(STEP_BUDGETS)}, not {self.step_budget!r}")
         if self.scheduling == "static" and self.step_budget != "tokens":
@@ -117,8 +121,6 @@ class EngineSettings:
                 "--long-prefill-token-threshold and --max-num-partial-prefills need --scheduling continuous: static "
                 "batches compute all their prompts first"
             )
-        if self.max_queue < 0:
-            raise ValueError(f"--max-queue must not be negative, not {self.max_queue}")
         if self.num_scheduler_steps > 1 and (self.speculation is not None or self.scheduling == "static"):
             raise ValueError(
                 "--num-scheduler-steps needs --scheduling continuous and no --speculative-config: drafts and static "

@@ -118,4 +118,8 @@ def merged(
         raise ValueError(
             f"{FLAG} is given, and so are --spec-method, --spec-model or --spec-tokens: give one form only"
         )
+    if plain and method is None:
+        raise ValueError(f"--spec-model and --spec-tokens need --spec-method, one of {', '.join(_METHODS)}")
+    if tokens is not None and tokens < 1:
+        raise ValueError(f"--spec-tokens must be at least 1, not {tokens}")
     return plain or config

@@ -64,6 +64,35 @@ def test_the_help_of_a_flag_is_a_sentence(action):
     assert action.help.endswith(".")
 
 
+NUMBERS = [action for action in visible_flags() if action.type in (int, float) and action.choices is None]
+WITH = {
+    "--spec-tokens": ["--spec-method", "ngram"],
+    "--max-concurrent-per-key": ["--api-key", "k"],
+    "--num-hosts": ["--coordinator", "a:1", "--host-id", "0"],
+    "--host-id": ["--coordinator", "a:1", "--num-hosts", "2"],
+    "--hosts-timeout": ["--coordinator", "a:1", "--num-hosts", "2", "--host-id", "0"],
+}
+
+
+@pytest.mark.parametrize("action", NUMBERS, ids=lambda action: action.dest)
+def test_a_number_out_of_range_is_refused_by_the_name_of_its_flag(action, monkeypatch, capsys):
+    monkeypatch.setenv("PALLAS_SERVE_HOSTS_SECRET", "0" * 64)
+    flag = action.option_strings[0]
+    wrong = ["-1", "nan"] if action.type is float else ["-1"]
+    for value in wrong if flag != "--seed" else ():
+        assert launch.main([f"{flag}={value}", "--device", "cpu", *WITH.get(flag, ())]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert flag in line and value in line and "self." not in line
+
+
+def test_a_number_that_no_machine_has_is_refused_too(capsys):
+    for flag in ("--max-num-seqs", "--max-num-batched-tokens", "--page-size", "--data-parallel-size", "--port"):
+        assert launch.main([f"{flag}=1000000000000", "--device", "cpu"]) == 2
+        assert f"{flag} must be at most" in capsys.readouterr().err
+    assert launch.main("--device cpu --max-num-seqs 8 --max-num-batched-tokens 8".split()) == 2
+    assert "--max-num-batched-tokens 8 must be above --max-num-seqs 8" in capsys.readouterr().err
+
+
 def printed_help(capsys, *flags):
     with pytest.raises(SystemExit) as exit:
         launch.parser().parse_args(["--help", *flags])
@@ -129,7 +158,7 @@ def test_drafts_have_plain_flags_too(flags, config):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--spec-tokens", "3"], "--speculative-config has no method"),
+        (["--spec-tokens", "3"], "--spec-model and --spec-tokens need --spec-method"),
         (["--spec-method", "ngram"], "num_speculative_tokens"),
         (["--spec-method", "ngram", "--speculative-config", "{}"], "give one form only"),
     ],
@@ -269,8 +298,8 @@ def test_server_settings_come_from_flags_and_checkpoint(model_folder, tmp_path):
         (["--api-key-file", "/nonexistent.keys"], "nonexistent"),
         (["--api-key-file", "/dev/null"], "--api-key-file /dev/null: there is no key in it"),
         (["--api-key", "a "], "an API key begins or ends"),
-        (["--head-timeout", "0"], "head_timeout_s"),
-        (["--max-connections", "0"], "max_connections"),
+        (["--head-timeout", "0"], "--head-timeout must be above 0"),
+        (["--max-connections", "0"], "--max-connections must be at least 1, not 0"),
     ],
 )
 def test_a_start_that_cannot_be_says_so_in_one_line(flags, words, capsys):
