@@ -30,6 +30,12 @@ def test_an_offset_in_other_units_is_found(shift, fits):
     assert offsets_not_in_granules(place + COPY) == ([] if fits else ["%s5_s1 = scalar_lea.hbm %s2_s3, %s4_s9 "])
 
 
+@pytest.mark.parametrize(("shift", "fits"), [("sshll.u32 %s3_s4, 4", True), ("sshll.u32 %s3_s4, 2", False)])
+def test_a_sum_of_base_and_offset_in_other_units_is_found(shift, fits):
+    place = f"{{ %s3_s4 = scalar_lea.hbm %s2_s3, %s1_s1 ;; %s4_s9 = {shift}  ;; %s5_s1 = int_to_ptr.hbm %s4_s9 }}\n"
+    assert bool(offsets_not_in_granules(place + COPY)) != fits
+
+
 @pytest.mark.parametrize(("bundles", "alone"), [(HEAD + LEAVES, True), (HEAD, False), ("", True)])
 def test_a_kernel_of_both_cores_is_found(bundles, alone):
     assert runs_on_the_first_core(bundles + COPY) == alone
