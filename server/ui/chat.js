@@ -290,6 +290,7 @@ class MessageView {
       });
       card.append(form);
     });
+    this.root.scrollIntoView({ block: "end" });
   }
 
   fail(message) {

@@ -117,6 +117,8 @@ def test_a_tool_call_is_shown_as_such_and_its_result_is_answered(server: Running
     card = page.locator(".message.assistant .card")
     assert card.locator("b").inner_text() == "calculator"
     assert json.loads(card.locator("pre").inner_text()) == {"expression": "347 * 21"}
+    field, composer = page.get_by_label("Result of calculator").bounding_box(), page.locator("#composer").bounding_box()
+    assert field["y"] + field["height"] <= composer["y"]
     page.get_by_label("Result of calculator").fill("7287")
     page.keyboard.press("Enter")
     page.locator(DONE).nth(1).wait_for()

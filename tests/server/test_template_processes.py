@@ -1,4 +1,4 @@
-"""Servers whose templates do their worst, in real processes: nobody else waits, and what dies is replaced."""
+"""Servers whose templates cost much, in real processes: others do not wait, and a process that dies is replaced."""
 
 from __future__ import annotations
 
