@@ -185,6 +185,8 @@ class Settings:
             raise ValueError(f"--max-body-memory is at least {least} MiB, two bodies, not {self.max_body_memory_mib}")
         if self.max_concurrent_per_key is not None and not self.api_keys:
             raise ValueError("--max-concurrent-per-key counts requests by their API key: it needs --api-key")
+        if self.prefix_caching_per_key and not self.api_keys:
+            raise ValueError("--prefix-caching-per-key tells clients apart by their API key: it needs --api-key")
 
 
 def flag_of(name: str) -> str:

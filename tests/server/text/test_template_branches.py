@@ -122,9 +122,15 @@ HOSTILE = st.lists(st.sampled_from((*FRAGMENTS, *HERMES_TOKENS)), max_size=4).ma
 @given(chat=conversations(ORDINARY))
 def test_texts_and_schemas_without_special_tokens_give_the_ids_of_transformers(name, chat):
     messages, tools = chat
-    rendered = template(name).render(messages, extra={"tools": tools} if tools else {})
     options = {"add_generation_prompt": True, "tools": tools or None}
-    assert encode_parts(TOKENIZER, rendered) == transformers_ids(backend(), TEMPLATES[name], messages, **options)
+    try:
+        expected = transformers_ids(backend(), TEMPLATES[name], messages, **options)
+    except TypeError:  # "looking" looks up the type of a schema, which may be a list
+        with pytest.raises(TemplateError, match="unhashable"):
+            template(name).render(messages, extra={"tools": tools})
+        return
+    rendered = template(name).render(messages, extra={"tools": tools} if tools else {})
+    assert encode_parts(TOKENIZER, rendered) == expected
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "looking"])
