@@ -211,8 +211,8 @@ def build_runner(
     num_hosts = 1 if others is None else others.num_hosts
     if others is not None and settings.export_cache is not None:
         raise ValueError("--export-cache: programs of several hosts cannot be exported; --compile-cache keeps them")
-    folders = kept_folders(settings)
     with phase("start", report) as say:
+        folders = kept_folders(settings)
         join = None if others is None else others.join
         platform = start_jax(settings, join, num_hosts=num_hosts, folders=folders)
         num_devices, kind = jax.device_count(), jax.devices()[0].device_kind
