@@ -46,7 +46,7 @@ async def connected(victim: Victim) -> AsyncIterator[tuple[asyncio.StreamReader,
 
 async def answered(victim: Victim, request: bytes) -> tuple[int, bytes]:
     """The status and the body of the answer. The status is 0 if the connection is closed without one, and the body is
-    empty if it is streamed or cut."""
+    empty if it has events or is cut."""
     async with connected(victim) as (reader, writer):
         with contextlib.suppress(ConnectionError):
             writer.write(request)
@@ -57,10 +57,20 @@ async def answered(victim: Victim, request: bytes) -> tuple[int, bytes]:
             return 0, b""
         body = b""
         for line in head.lower().split(b"\r\n"):
-            if line.startswith(b"content-length:"):
-                with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                if line.startswith(b"content-length:"):
                     body = await asyncio.wait_for(reader.readexactly(int(line.split(b":")[1])), PATIENCE_S)
+                elif line == b"transfer-encoding: chunked" and b"text/event-stream" not in head:
+                    body = await asyncio.wait_for(_chunks(reader), PATIENCE_S)
         return int(head.split(b" ", 2)[1]), body
+
+
+async def _chunks(reader: asyncio.StreamReader) -> bytes:
+    """A chunked body: the server sends a long answer so, and any answer while it is busy."""
+    body = b""
+    while size := int(await reader.readuntil(b"\r\n"), 16):
+        body += (await reader.readexactly(size + 2))[:-2]
+    return body
 
 
 async def answer(victim: Victim, request: bytes) -> int:
