@@ -14,7 +14,7 @@ from server.grammar.compiler import Vocabulary, compile_grammar
 from server.http.errors import RequestError, invalid, overloaded
 
 NUM_THREADS = 2
-MAX_WAITING = 64  # grammars that wait for a thread; each takes half a second at worst
+MAX_WAITING = 64  # grammars that wait for a thread; each takes two seconds at worst
 CACHE_SIZE = 1024  # verdicts, of at most a thousand characters each
 
 

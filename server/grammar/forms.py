@@ -20,7 +20,7 @@ from batcher.grammar import GrammarError
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-MAX_GRAMMAR_CHARS = 2**16  # half a second to compile, at worst
+MAX_GRAMMAR_CHARS = 2**16  # two seconds to compile, at worst: 6,000 optional properties
 MAX_NESTING = 128  # brackets inside brackets, in a pattern or a grammar; JSON has the same limit
 # White space between JSON's marks is bounded, because a model might otherwise repeat it without end. `lenient` would
 # ignore keywords of a schema that the compiler does not know; a schema's own options cannot turn it on.
