@@ -26,7 +26,8 @@ def offsets_not_in_granules(bundles: str) -> list[str]:
         content = made.get(place, "")
         if pointer := _POINTER.match(content):
             shift = _SHIFT.match(made.get(pointer[1], ""))
-            return bool(shift and int(shift[2]) >= 4 and _PLACE.match(made.get(shift[1], "")))
+            rows = made.get(shift[1], "") if shift and int(shift[2]) >= 4 else ""
+            return bool(_PLACE.match(rows)) or "operand" in rows
         computed = _PLACE.match(content)
         if computed is None:
             return "operand" in content
