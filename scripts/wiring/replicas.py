@@ -19,7 +19,8 @@ GOOGLE, TPU7X = "0x1ae0", "0x0076"  # on the PCI bus: vendor and device, as jax 
 
 def add_replica_flags(parser: argparse.ArgumentParser) -> None:
     """Adds `--data-parallel-size`."""
-    parser.add_argument(
+    group = parser.add_argument_group("replicas", "Several engines behind one server.")
+    group.add_argument(
         "--data-parallel-size", "-dp", type=int, default=1, metavar="N",
         help="Engines behind this server, each on its share of the chips (default: 1).",
     )  # fmt: skip
