@@ -31,19 +31,19 @@ class TpuChip:
     # Tokens. Starting the copy of a page takes some 30 bundles at any page size. The chosen size is the smallest with
     # which a decode of one KV head, whose pages have the fewest bytes, takes fewer bundles than its copies take cycles.
     # With the fastest memories (v5p, tpu7x) even the largest pages only come close to that. Smaller pages waste less at
-    # a sequence's end and share more prefixes. The counts are in scripts/benchmarks/results/2026-11-21-tpu-static.md.
+    # a sequence's end and share more prefixes. The counts are in scripts/lab/results/2026-11-21-tpu-static.md.
     page_size: int
     # Cores that share the device's matrix units. XLA's products use all of them. A kernel whose grid has no parallel
     # dimension, as those of attention, runs on the first: by its final bundles the other jumps to the kernel's end.
     cores: int = 1
     # True if weights in fp8 are widened inside a product at the memory's speed. Other chips convert fp8 slowly and int8
-    # quickly: the compilers' accounts are in scripts/benchmarks/results/decisions.md.
+    # quickly: the compilers' accounts are in scripts/lab/results/decisions.md.
     reads_fp8: bool = False
     # True if `tpu.int4_product` takes little longer than its weights are read at 16 rows, and no longer than a product
-    # with int8 at 512, by the compiler's account: scripts/benchmarks/results/2026-11-23-int4.md.
+    # with int8 at 512, by the compiler's account: scripts/lab/results/2026-11-23-int4.md.
     reads_int4: bool = False
     # "int8" or "fp8" -> the rows of a step from which its products with inputs rounded to that type, and the rounding,
-    # take less time than its products with inputs in bfloat16: scripts/benchmarks/results/2026-11-22-rounded-inputs.md.
+    # take less time than its products with inputs in bfloat16: scripts/lab/results/2026-11-22-rounded-inputs.md.
     rounded_rows: Mapping[str, int] = field(default_factory=dict, hash=False)
     devices_per_chip: int = 1  # a process has all devices of its chips
     max_host_chips: int = HOST_CHIPS  # the largest slice of one host
@@ -81,7 +81,7 @@ def tpu_name(chip_version: str) -> str:
 # Products of two numbers of 8 bits, as a multiple of bfloat16's rate, where `rounded_rows` has the type: data sheets.
 EIGHT_BIT_SPEED = 2.0
 
-# As `TpuChip.rounded_rows`, of CPUs with the C code: scripts/benchmarks/results/2026-11-23-cpu-int8.md.
+# As `TpuChip.rounded_rows`, of CPUs with the C code: scripts/lab/results/2026-11-23-cpu-int8.md.
 CPU_ROUNDED_ROWS: Mapping[str, int] = {"int8": 1}
 
 
@@ -112,7 +112,7 @@ def arch_reads_fp8(arch: tuple[int, int]) -> bool:
 
 def arch_reads_int4(arch: tuple[int, int]) -> bool:
     """Whether int4 kernels with scales of groups are dequantised inside a product: XLA's compiler does it for every
-    architecture that is compiled for, see scripts/benchmarks/results/2026-11-23-int4.md."""
+    architecture that is compiled for, see scripts/lab/results/2026-11-23-int4.md."""
     return arch >= (8, 0)
 
 

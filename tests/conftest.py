@@ -42,17 +42,12 @@ KERNELS = Path(__file__).parent / "pallas_kernels"
 COMPILING_FOR_CHIPS = ("test_compile.py", "test_compile_gpu_step.py")
 INTERPRETED = "test_interpreted.py"
 E2E = Path(__file__).parent / "e2e"
-SCRIPTS = Path(__file__).parent / "scripts"
+LAB = Path(__file__).parent / "lab"
 # Whole folders and files that have a mark. Where the mark is left out they are not imported: other people's clients
 # take seconds to import, in every process.
 OF_ONE_MARK = {
-    "kernels": [
-        KERNELS,
-        *(
-            SCRIPTS / f"test_{name}.py"
-            for name in ("bench_kernels_gpu", "gpu_prediction", "jax_attention", "tpu_peers")
-        ),
-    ],
+    "kernels": [KERNELS],
+    "lab": [LAB],
     "clients": [E2E / f"test_{name}.py" for name in ("langchain", "litellm", "page", "pydantic_ai")],
 }
 MAX_PROCESSES = 4  # each imports JAX and holds programs: up to two gigabytes

@@ -11,7 +11,7 @@ that drafts into larger tiles before its loops, in every step.
 On CPUs XLA may change the order of additions, so that it can vectorise loops. The order is the same in every run. The
 other liberties of "fast math" are switched off: NaN and infinity are kept.
 
-The figures behind each choice are in `scripts/benchmarks/results/decisions.md`.
+The figures behind each choice are in `scripts/lab/results/decisions.md`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from model.network.llama import Llama
 
 NUM_TOKENS = 512
 # Text can have larger values than random tokens. Clipping them costs more quality than a larger scale does: the figures
-# are in scripts/benchmarks/results/decisions.md.
+# are in scripts/lab/results/decisions.md.
 MARGIN = 1.5
 
 

@@ -2,7 +2,7 @@
 
 The streamed form needs `xla_cpu_enable_fast_math` (see `compiler_options`). Without it XLA must keep the order of
 additions; the loop is then not vectorised, and slower than a plain product. The speeds are in
-`scripts/benchmarks/results/decisions.md`.
+`scripts/lab/results/decisions.md`.
 """
 
 from __future__ import annotations

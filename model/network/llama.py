@@ -23,7 +23,7 @@ from model.quantization.forms import EightBit, FourBit, Rounding, WeightForm
 
 
 class Llama(nnx.Module):
-    """The decoder. Its layers are unrolled, not scanned (`scripts/benchmarks/results/decisions.md`).
+    """The decoder. Its layers are unrolled, not scanned (`scripts/lab/results/decisions.md`).
 
     Args:
         config: with the stored number of KV heads, after replication over chips (`sharding.stored_config`).

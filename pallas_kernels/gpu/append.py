@@ -1,7 +1,7 @@
 """Append: a scatter by XLA writes the step's new keys and values to their places in the pages, in place.
 
 XLA fuses it with the end of the QKV product and the rotation of the keys: one kernel per layer. A Pallas kernel needs
-its operands in memory first, and took two more launches. The counts are in scripts/benchmarks/results/decisions.md.
+its operands in memory first, and took two more launches. The counts are in scripts/lab/results/decisions.md.
 """
 
 from __future__ import annotations

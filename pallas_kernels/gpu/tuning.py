@@ -38,7 +38,7 @@ def decode_ctas(gpu: Gpu, spec: AttentionSpec) -> int:
     return gpu.num_multiprocessors * min(by_registers, gpu.multiprocessor_shared_memory // cta_bytes)
 
 
-MIN_DECODE_KEYS = 384  # of a part: by the model of scripts/benchmarks/accounts/gpu_prediction.py, for the shapes there
+MIN_DECODE_KEYS = 384  # of a part: by the model of scripts/lab/accounts/gpu_prediction.py, for the shapes there
 LONG_DECODE_KEYS, MIN_LONG_DECODE_KEYS = 16384, 256  # of a long row, and of its parts
 MAX_DECODE_PARTS = 192  # of a row: merging more takes longer than it gains, by the same model
 

@@ -17,7 +17,7 @@ UNKNOWN_PAGE_SIZE = 128  # tokens, on a generation that is not in the table: the
 FEW_TILE_TOKENS = 1024  # KV tokens that are computed on at a time, where every row has few queries
 SLOTS = (4, 8, 16)  # queries of a row that are computed at a time, where every row has few
 # Query rows of a tile. A larger one spills in a quarter of its bundles: where VMEM is short, tiles of half the rows
-# take less time than a block of half the queries (scripts/benchmarks/results/2026-11-25-spills.md).
+# take less time than a block of half the queries (scripts/lab/results/2026-11-25-spills.md).
 LARGEST_TILE = 2304
 LONGEST = 1 << 20  # tokens: no block is shortened for a sequence of this length
 SMALLEST_VMEM = min(chip.vmem_bytes for chip in chips.TPUS.values())

@@ -20,7 +20,7 @@ verbs
   delete             the slice, with all that create made
 
 options
-  --target TARGET    v5e:2x2, v6e:1x1, v6e:2x4, v6e:4x4, v5p:2x2x1, tpu7x:2x2x1, ... as in scripts.plan
+  --target TARGET    v5e:2x2, v6e:1x1, v6e:2x4, v6e:4x4, v5p:2x2x1, tpu7x:2x2x1, ... as in scripts/plan
   --project ID       default: gcloud's
   --api tpu|compute  default: compute where it has the chip, else tpu
   --provisioning on-demand|spot|flex-start|queued

@@ -20,7 +20,7 @@ from scripts.estimates.target import Target
 MEMORY_EFFICIENCY = 0.8
 FLOPS_EFFICIENCY = 0.6
 LINK_EFFICIENCY = 0.5
-# Of the host, per step and per row of it: scheduling, packing, dispatch and results (scripts.bench_host, and the
+# Of the host, per step and per row of it: scheduling, packing, dispatch and results (scripts.lab.host, and the
 # dispatch of a program). They delay a step only if they take longer than the step before it.
 HOST_STEP_S = 0.0005
 HOST_ROW_S = 2e-6

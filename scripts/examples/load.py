@@ -1,6 +1,6 @@
 """Many streams at once, and what each client sees: `python -m scripts.examples.load [BASE_URL]`.
 
-`python -m scripts.bench_serving` measures more: arrival processes, percentiles, service objectives.
+`python -m scripts.lab serving` measures more: arrival processes, percentiles, service objectives.
 """
 
 import asyncio

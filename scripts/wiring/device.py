@@ -14,7 +14,7 @@ from scripts.wiring.settings import EngineSettings
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}  # by device, as jax names them
 CUDA = 13  # of jax's packages
 # The share of a GPU's memory for JAX's pool. --memory-utilization is a share of the pool. CUDA's context, the loaded
-# programs and NCCL's buffers are outside the pool (scripts/benchmarks/results/decisions.md).
+# programs and NCCL's buffers are outside the pool (scripts/lab/results/decisions.md).
 GPU_POOL_SHARE = 0.92
 ROOT = Path(__file__).parents[2]
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 MOST_TOKENS = 1024  # in the table of a chip
 # Milliseconds of the demo on two cores, with products in C: plain steps of one and two rows, and steps of one, two and
-# four rows with three drafts each (scripts/benchmarks/results/2026-11-22-speculative.md). Where the weights do not fit
+# four rows with three drafts each (scripts/lab/results/2026-11-22-speculative.md). Where the weights do not fit
 # into a cache, longer steps take less of a short one's time than these, so the table is a cautious one.
 CPU_TIMES = StepTimes(num_tokens=(1, 2, 4, 8, 16), times=(0.26, 0.28, 0.36, 0.42, 0.66))
 

@@ -18,7 +18,7 @@ def event(data: bytes) -> bytes:
 
 class ChunkTemplate:
     """A chunk with a hole for a string. The rest of the chunk is encoded once for the whole stream, which takes a third
-    of the time (`scripts/benchmarks/results/decisions.md`)."""
+    of the time (`scripts/lab/results/decisions.md`)."""
 
     __slots__ = ("_after", "_before")
 

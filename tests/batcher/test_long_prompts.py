@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from batcher.config import EngineConfig
 from batcher.long_prompts import ANY_LENGTH, LongPrompts
-from scripts.benchmarks.simulation.machine import Machine, SimulatedRequest, simulate
+from scripts.lab.simulation.machine import Machine, SimulatedRequest, simulate
 from tests.batcher.harness import EOS, Drive, make_capacity, make_request
 from tests.batcher.test_properties import Scenario, play, quick, scenarios
 from tests.examples import examples

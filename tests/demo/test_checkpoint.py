@@ -13,10 +13,10 @@ from tokenizers import Tokenizer
 from model.config import LlamaConfig
 from model.loading.weights import load_hf
 from model.network.llama import Llama
-from scripts.demo import evaluate, facts
-from scripts.demo.arithmetic import NUM_HELD_OUT, held_out_pairs, larger_answer, sum_answer
-from scripts.demo.evaluate import Prompt
-from scripts.demo.tokenizer import SPECIAL_TOKENS, SampleEncoder
+from scripts.lab.demo import evaluate, facts
+from scripts.lab.demo.arithmetic import NUM_HELD_OUT, held_out_pairs, larger_answer, sum_answer
+from scripts.lab.demo.evaluate import Prompt
+from scripts.lab.demo.tokenizer import SPECIAL_TOKENS, SampleEncoder
 
 FOLDER = Path(__file__).parents[2] / "model" / "demo"
 MEGABYTE = 1_000_000

@@ -13,10 +13,10 @@ from model.network.llama import Llama
 from model.network.packed import pack
 from model.quantization.forms import EightBit, FourBit, Rounding, WeightForm
 from pallas_kernels.cpu import library
-from scripts.demo import evaluate
-from scripts.demo.agreement import agreement
-from scripts.demo.narrow_kv import with_narrow_kv
-from scripts.demo.tokenizer import SampleEncoder
+from scripts.lab.demo import evaluate
+from scripts.lab.demo.agreement import agreement
+from scripts.lab.demo.narrow_kv import with_narrow_kv
+from scripts.lab.demo.tokenizer import SampleEncoder
 from tests.c_compiler import NATIVE, compiler
 
 NUM_STORIES = 12  # 1,500 tokens: enough for a divergence, and for some other most likely tokens

@@ -83,7 +83,7 @@ def serve_exported(*flags: str) -> contextlib.AbstractContextManager[DemoServer]
 
 @pytest.fixture(scope="session")
 def engine_flags() -> list[str]:
-    """What `scripts.launch`, `scripts.generate` and `scripts.soak` take alike."""
+    """What `scripts.launch`, `scripts.generate` and `tests.soak.__main__` take alike."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in LIMITS.items()]
     return [*flags, "--compile-cache", os.environ["JAX_COMPILATION_CACHE_DIR"]]
 

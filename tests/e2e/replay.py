@@ -10,7 +10,7 @@ import numpy as np
 
 from batcher.engine import Engine
 from batcher.request import Request, RequestOutput, SamplingParams
-from scripts.benchmarks.load.lengths import Lengths
+from scripts.lab.load.lengths import Lengths
 from scripts.wiring.engine import Built
 
 LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 512, "seed": 0}

@@ -61,7 +61,7 @@ def test_offline_generation_from_python(settings, built, monkeypatch, capsys):
 
 
 def test_a_benchmark_run(server, tmp_path):
-    report = run_in(tmp_path, example("scripts.bench_serving"), ("http://127.0.0.1:8000", server.url))
+    report = run_in(tmp_path, example("scripts.lab.serving"), ("http://127.0.0.1:8000", server.url))
     assert "32 requests, closed loop, at most 8 in flight" in report
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from batcher.request import Request
 from model.loading.source import DEMO_FOLDER
-from scripts.benchmarks.load.client import Target, run
-from scripts.benchmarks.load.workload import BenchRequest
+from scripts.lab.load.client import Target, run
+from scripts.lab.load.workload import BenchRequest
 from server.text.stream import TextStream
 from server.text.tokenizer import ByteLevelTokenizer
 from tests.e2e import replay

@@ -11,8 +11,8 @@ from random import Random
 import psutil
 import pytest
 
-from scripts import soak
-from scripts.benchmarks.load.attacks import ATTACKS
+from tests.soak import __main__ as soak
+from tests.soak.attacks import ATTACKS
 
 pytestmark = pytest.mark.e2e
 

@@ -24,8 +24,8 @@ from model.loading.stored_weights import find_weights
 from model.loading.weights import load_hf
 from model.network.llama import Llama
 from model.network.sharding import make_mesh
-from scripts import plan
 from scripts.convert_checkpoint import convert
+from scripts.lab import plan
 from tests.model import checkpoints
 from tests.model.loading.test_convert import convert as convert_in_a_process
 from tests.model.loading.test_packed_checkpoints import FORMATS

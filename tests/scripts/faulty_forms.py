@@ -7,7 +7,7 @@ import signal
 from typing import Any
 
 from pallas_kernels.api import PagedAttention
-from scripts.checks import kernels
+from scripts.lab.chip import kernels
 
 
 def test_form(model: str, backend: Any, kv_dtype: str, options: Any) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from batcher.errors import EngineDeadError
 from model.compiling.compile_cache import keep_compilations
 from model.inputs.words import MAX_LINE_CHARS
 from model.loading.source import DEMO_FOLDER
-from scripts import bench_offline, bench_serving, convert_checkpoint, generate, launch, plan
+from scripts import convert_checkpoint, generate, launch
+from scripts.lab import offline, plan, serving
 from scripts.llm import LLM
 from scripts.wiring.errors import failed
 from scripts.wiring.kept_folders import compile_cache_folder
@@ -136,7 +137,7 @@ DEEP = "[" * 50_000
             "--override-generation-config is nested too deeply",
         ),
         (generate, ["--params", DEEP], "argument --params: the JSON is nested too deeply"),
-        (bench_serving, ["--extra-body", DEEP], "argument --extra-body: the JSON is nested too deeply"),
+        (serving, ["--extra-body", DEEP], "argument --extra-body: the JSON is nested too deeply"),
     ],
 )
 def test_brackets_without_end_are_one_line(command, flags, words, capsys):
@@ -197,8 +198,8 @@ URL = "gs://bucket/folder"
     [
         (launch, "--ssl-keyfile"),
         (launch, "--api-key-file"),
-        (bench_serving, "--dataset-path"),
-        (bench_offline, "--output-json"),
+        (serving, "--dataset-path"),
+        (offline, "--output-json"),
     ],
 )
 @pytest.mark.parametrize("url", [URL, "s3://b/f", "http://h/f", "file:///f"])

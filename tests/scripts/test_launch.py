@@ -27,7 +27,7 @@ def parse(*flags: str) -> argparse.Namespace:
     ("modules", "absent"),
     [
         ("scripts.launch", {"jax", "transformers", "gguf"}),
-        ("scripts.check", {"jax", "transformers", "gguf"}),
+        ("scripts.lab.check", {"jax", "transformers", "gguf"}),
         ("scripts.wiring.engine, model.execution.runner", {"transformers", "gguf"}),
     ],
     ids=["server", "check", "engine"],

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from scripts import launch
-from scripts.checks import PARTS
+from scripts.lab.chip import PARTS
 from scripts.wiring.repeated import EachCounts, Once
 
+SCRIPTS = Path(launch.__file__).parent
 COMMANDS = sorted(
-    path.stem
-    for path in Path(launch.__file__).parent.glob("*.py")
+    ".".join(path.relative_to(SCRIPTS).with_suffix("").parts)
+    for path in [*SCRIPTS.glob("*.py"), *SCRIPTS.glob("lab/*.py")]
     if "\ndef parser() -> argparse.ArgumentParser:" in path.read_text()
 )
 TEXTS = ["1", "2", "a={port}", "b={port}", "4:12", "8:16", '{"a": 1}', '{"b": 2}', *PARTS[:2]]
@@ -66,7 +67,9 @@ def names(cases: list[tuple[str, argparse.Action]]) -> list[str]:
 
 
 def test_the_flags_that_are_known_are_found():
-    assert {"launch:--api-key", "launch:--api-key-file", "launch:--admin-api-key", "check:--model"} <= {*names(LISTS)}
+    assert {"launch:--api-key", "launch:--api-key-file", "launch:--admin-api-key", "lab.check:--model"} <= {
+        *names(LISTS)
+    }
     assert "launch:--port" in names(VALUES)
     assert not [name for name, (_, action) in zip(names(VALUES), VALUES, strict=True) if is_list(action)]
 

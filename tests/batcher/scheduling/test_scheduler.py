@@ -11,7 +11,7 @@ from batcher.scheduling.plan import StepPlan
 from batcher.scheduling.scheduler import _MAX_STALLS, Scheduler
 from batcher.scheduling.sequence import Sequence, State
 from batcher.step import Capacity
-from scripts.benchmarks.simulation.policies import AdmitIfFree
+from scripts.lab.simulation.policies import AdmitIfFree
 from tests.batcher.harness import Drive, make_capacity, make_request
 
 

@@ -17,7 +17,7 @@ from model.execution import speculative_step, step
 from model.execution.rows import StepRows
 from model.network.sharding import make_mesh
 from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabSplit
-from scripts.benchmarks.accounts.targets import tpu_target
+from scripts.lab.accounts.targets import tpu_target
 
 NUM_ROWS, NUM_DRAFTS, NUM_SLOTS, VOCAB_SIZE = 8, 3, 64, 128256
 NUM_PLACES = NUM_ROWS * (1 + NUM_DRAFTS)

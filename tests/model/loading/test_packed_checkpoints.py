@@ -24,8 +24,8 @@ from model.network.sharding import make_mesh
 from model.quantization.eight_bit import quantize
 from model.quantization.forms import EightBit
 from scripts.convert_checkpoint import convert
-from scripts.demo.agreement import agreement
-from scripts.demo.tokenizer import SampleEncoder
+from scripts.lab.demo.agreement import agreement
+from scripts.lab.demo.tokenizer import SampleEncoder
 from tests.model import checkpoints, packers
 from tests.model.loading.test_weights import flat
 

@@ -22,7 +22,7 @@ from model.network.linear import Linear
 from model.network.packed import pack_for_tpu
 from model.quantization.forms import EightBit, FourBit, Rounding, WeightForm
 from pallas_kernels.chips import GPUS, GpuChip, TpuChip
-from scripts.benchmarks.accounts.targets import gpu_target, tpu_target
+from scripts.lab.accounts.targets import gpu_target, tpu_target
 
 SHAPE = (14336, 4096)  # of Llama 3.1 8B: half of gate_up
 ROWS = (1, 16, 64, 512)

@@ -91,7 +91,7 @@ def test_a_wide_copy_of_a_weight_is_found_where_the_compiler_writes_one():
 @cache
 def compile_step(target: str, *flags: str, rows: int = 64) -> dict:
     """Of two layers of Llama 3.1 8B. Each is compiled once: several forms are held to the same one of bfloat16."""
-    command = [sys.executable, "-m", "scripts.benchmarks.accounts.compile_gpu_step", "--target", target]
+    command = [sys.executable, "-m", "scripts.lab.accounts.compile_gpu_step", "--target", target]
     process = subprocess.run(
         [*command, "--layers", "2", "--rows", str(rows), *flags],
         env=os.environ | ENVIRONMENT,

@@ -22,9 +22,9 @@ from pallas_kernels.api import PagedAttention
 from pallas_kernels.layout import default_page_size
 from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
 from pallas_kernels.tpu import blocks, layout
-from scripts.benchmarks.accounts.bundles import bundle_dumps, read_loops, read_vmem
-from scripts.benchmarks.accounts.targets import tpu_target
-from scripts.benchmarks.accounts.tpu_static import BATCHES, KERNELS, Compiled
+from scripts.lab.accounts.bundles import bundle_dumps, read_loops, read_vmem
+from scripts.lab.accounts.targets import tpu_target
+from scripts.lab.accounts.tpu_static import BATCHES, KERNELS, Compiled
 from tests.pallas_kernels.tpu.bundle_facts import offsets_not_in_granules, runs_on_the_first_core
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from scripts.benchmarks.accounts.bundles import dump_flags
+from scripts.lab.accounts.bundles import dump_flags
 from tests.pallas_kernels.tpu.compile_for import shapes
 
 TARGETS = ("v5e:1x1", "v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1")
-KERNELS, STEPS = "tests.pallas_kernels.tpu.compile_for", "scripts.benchmarks.accounts.compile_tpu_step"
-PRODUCTS = "scripts.benchmarks.accounts.compile_tpu_product"
+KERNELS, STEPS = "tests.pallas_kernels.tpu.compile_for", "scripts.lab.accounts.compile_tpu_step"
+PRODUCTS = "scripts.lab.accounts.compile_tpu_product"
 MOST_GLUE_CYCLES = (8_000, 60_000)  # of a layer, by XLA's estimate: in a decode step of 64 rows, in 2,048 tokens
 # Cycles by the floor, which is reading K and V once, of the chips of which it is said: results/2026-11-23-kernels.md.
 MOST_OF_THE_FLOOR = {
@@ -136,7 +136,7 @@ def test_steps_with_a_head_that_drafts_update_all_pages_in_place() -> None:
     acceptance of 0.7, three drafts read less than 0.55 of the weights of a plain step of all 32 layers. On a tpu7x,
     whose compiler would copy the head's 849 MiB of weights before its loops."""
     flags = ("--target", "tpu7x:1x1x1", "--layers", "3", "--drafts", "eagle3")
-    plain, drafts = compile_in_a_process_of_its_own("scripts.benchmarks.accounts.compile_drafts_step", *flags)
+    plain, drafts = compile_in_a_process_of_its_own("scripts.lab.accounts.compile_drafts_step", *flags)
     for result in (plain, drafts):
         assert result["alias_bytes"] >= result["state_bytes"], result
         assert result["temp_bytes"] < 16 << 20, result  # the features' pages alone are 512 MiB

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from scripts.demo.tokenizer import CHAT_TEMPLATE as DEMO_TEMPLATE
+from scripts.lab.demo.tokenizer import CHAT_TEMPLATE as DEMO_TEMPLATE
 from server.text.chat_template import ChatTemplate, TemplateError
 from server.text.special_tokens import encode_parts
 from server.text.tokenizer import ByteLevelTokenizer

@@ -1,1 +1,0 @@
-"""Timings and checks of the attention kernels on the attached GPU, compared with other implementations."""

@@ -1,0 +1,103 @@
+"""Compiles one layer's append and attention for a GPU that is not here: a child process of `kernels_gpu`.
+
+    python -m scripts.lab.accounts.compile_gpu_layer h200 '[32, 8, 128]' bfloat16 DUMP_FOLDER [CUDA_ROOT]
+
+The dtype is that of the pages.
+
+The folder gets Mosaic's dump of every kernel, with its SASS if CUDA_ROOT has bin/nvdisasm. A process can compile for
+one target only: the first compilation fixes the PTX version.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as _mosaic  # noqa: F401, sets MOSAIC_GPU_CUDA_ROOT: ours must come after
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.api import PagedAttention
+from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
+from scripts.lab.accounts.targets import gpu_target
+
+PAGE_SIZE = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """The static sizes of a step's attention."""
+
+    num_rows: int = 64
+    num_tokens: int = 2048
+    pages_per_seq: int = 128
+    num_pages: int = 8192
+    decode_only: bool = False
+    few_queries: bool = False
+
+
+def lower_layer(
+    mesh: Mesh, spec: AttentionSpec, shape: StepShape, backend: Backend = Backend.GPU
+) -> tuple[jax.stages.Lowered, jax.ShapeDtypeStruct]:
+    """The layer, and the shape of its pages, which are donated. `mesh` has the devices of the target that is compiled
+    for (`GpuTarget.compiling`)."""
+    attention = PagedAttention(spec, backend, mesh)
+
+    def layer(
+        batch: RaggedBatch, queries: jax.Array, keys: jax.Array, values: jax.Array, kv: jax.Array, *scales: jax.Array
+    ) -> object:
+        metadata = attention.make_metadata(
+            batch, num_tokens=shape.num_tokens, decode_only=shape.decode_only, few_queries=shape.few_queries
+        )
+        return attention(queries, keys, values, kv, metadata, jnp.int32(0), *scales)
+
+    def abstract(*sizes: int, dtype: object = jnp.int32) -> Any:  # which stands for an array
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, P()))
+
+    batch = RaggedBatch(
+        page_table=abstract(shape.num_rows, shape.pages_per_seq),
+        kv_lens=abstract(shape.num_rows),
+        query_starts=abstract(shape.num_rows + 1),
+        num_singles=abstract(),
+        num_rows=abstract(),
+    )
+    kv = attention.kv_pages(shape.num_pages)
+    queries, keys = (
+        abstract(shape.num_tokens, heads, spec.head_dim, dtype=spec.dtype)
+        for heads in (spec.num_query_heads, spec.num_kv_heads)
+    )
+    scales = [abstract(2, spec.num_kv_heads, dtype=jnp.float32)] if spec.has_kv_scales else []
+    return jax.jit(layer, donate_argnums=4).lower(batch, queries, keys, keys, kv, *scales), kv
+
+
+def make_spec(
+    heads: tuple[int, int, int], page_size: int = PAGE_SIZE, dtype: Any = jnp.bfloat16, kv_dtype: Any = None
+) -> AttentionSpec:
+    """`heads`: query heads, KV heads and head dim on one chip. `kv_dtype`: of the pages (default: `dtype`)."""
+    return AttentionSpec(
+        num_query_heads=heads[0], num_kv_heads=heads[1], head_dim=heads[2], page_size=page_size, dtype=dtype,
+        kv_dtype=dtype if kv_dtype is None else kv_dtype,
+    )  # fmt: skip
+
+
+def main(target_name: str, heads: str, kv_dtype: str, folder: str, cuda_root: str | None = None) -> None:
+    """Compiles the layer of a mixed step, while Mosaic dumps its kernels into `folder`."""
+    os.environ["MOSAIC_GPU_DUMP_TO"] = folder
+    if cuda_root:
+        os.environ["MOSAIC_GPU_CUDA_ROOT"] = cuda_root
+    target = gpu_target(target_name)
+    mesh = Mesh(np.array(target.devices()), ("tensor",))
+    # A mixed step has all kernels.
+    with target.compiling(mesh):
+        lowered, _ = lower_layer(mesh, make_spec(tuple(json.loads(heads)), kv_dtype=jnp.dtype(kv_dtype)), StepShape())
+        lowered.compile()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

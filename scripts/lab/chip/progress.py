@@ -1,0 +1,102 @@
+"""Runs the parts, each in a process of its own with a time limit, and keeps their results in a folder.
+
+This process does not import JAX. A part that crashes or hangs on the device does not stop the next part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from scripts.lab.chip import PARTS
+from scripts.lab.chip.options import ROOT, Options
+from scripts.lab.chip.result import Result
+from scripts.wiring.child import how_it_ended
+
+# Seconds of each part at most; a part also ends when all time is used. Their sum is more: few parts need their limit.
+LIMITS_S = {
+    "versions": 60, "kernels": 200, "pool": 100, "text": 120, "engines": 120, "speed": 150, "steps": 200, "load": 240,
+}  # fmt: skip
+# In a rehearsal the GPU kernels' interpreter needs threads, of which XLA's CPU client has as many as devices.
+REHEARSAL = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+REHEARSAL_PATIENCE = 3  # a busy CPU is no finding
+TAIL_LINES = 12
+
+
+class Progress:
+    """The results of the parts, in `folder`. Those of another device, or of other models, are removed."""
+
+    def __init__(self, folder: Path, options: Options) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder.resolve()
+        self._options = options
+        subject = json.dumps([options.device, options.rehearse, options.models])
+        file = self._folder / "subject"
+        if not file.exists() or file.read_text() != subject:
+            self.forget(PARTS)
+            file.write_text(subject)
+
+    def forget(self, parts: tuple[str, ...]) -> None:
+        """Removes the results of `parts`."""
+        for part in parts:
+            self._path(part).unlink(missing_ok=True)
+
+    def run(self, parts: tuple[str, ...]) -> dict[str, Result]:
+        """Runs those of `parts` that have no result, and returns the results of all parts that have one."""
+        deadline = time.monotonic() + self._options.limit_s
+        for part in parts:
+            if self._path(part).exists() and not Result.read(self._path(part)).is_bad:
+                continue
+            own_limit_s = LIMITS_S[part] * (REHEARSAL_PATIENCE if self._options.rehearse else 1)
+            limit_s = min(own_limit_s, deadline - time.monotonic())
+            if limit_s > 0:
+                print(f"{part}: running, for at most {limit_s:.0f} s", flush=True)
+                result = self._run_part(part, limit_s)
+            else:
+                result = Result(status="late", problems=["there was no time left for it; --resume runs it"])
+            result.write(self._path(part))
+            print(f"{part}: {result.status} after {result.seconds:.0f} s", flush=True)
+        return {part: Result.read(self._path(part)) for part in PARTS if self._path(part).exists()}
+
+    def _run_part(self, part: str, limit_s: float) -> Result:
+        path, log = self._path(part), self._folder / f"{part}.log"
+        command = [sys.executable, "-m", "scripts.lab.chip", part, self._options.to_json(), str(path)]
+        env = os.environ | (REHEARSAL if self._options.rehearse else {})
+        started = time.monotonic()
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                code = process.wait(limit_s)
+                result = Result.read(path) if path.exists() else Result(status="late")
+                if result.status == "late":  # it has stored its last line, but not its end
+                    result.status = "failed"
+                    result.problems.append(how_it_ended(code))
+            except subprocess.TimeoutExpired:
+                result = Result.read(path) if path.exists() else Result()
+                result.status = "late"
+                result.problems.append(f"it was stopped after {limit_s:.0f} s")
+            finally:
+                _end_group(process)
+        result.seconds = time.monotonic() - started
+        if result.status in ("failed", "late"):
+            tail = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+            result.lines += ["The end of its log:", "", *(f"    {line}" for line in tail)]
+        return result
+
+    def _path(self, part: str) -> Path:
+        return self._folder / f"{part}.json"
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Kills what is left of the part: it may have started servers."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

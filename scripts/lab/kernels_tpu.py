@@ -1,0 +1,305 @@
+"""What the TPU compiler says about the attention kernels, ours and the one that jax ships, on the same batches.
+
+    python -m scripts.lab kernels --target v6e:1x1 --static             every Llama shape, the chosen block sizes
+    python -m scripts.lab kernels --target v6e:1x1 --static --sweep     tries block sizes, keeps the best in tuned/
+    python -m scripts.lab kernels --target v6e:1x1 --static --step llama-3.1-8b --quantization int8 --kv-dtype int8
+
+The last compiles a whole decode step of a model, and the same in bfloat16, and prints what each reads. It also prints
+what one layer does besides its kernels, in a decode step and in a prefill.
+What is counted, and how far it can be trusted, is said in `benchmarks.tpu_static`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import shlex
+import sys
+from typing import Any
+
+from model.inputs.paths import local_path
+from model.quantization.forms import FORM_NAMES
+from scripts.lab.accounts import step_table
+from scripts.lab.accounts.tpu_static import (
+    BATCHES,
+    KERNELS,
+    MODELS,
+    PAGE,
+    CompileError,
+    Estimate,
+    Kernel,
+    Row,
+    compile_kernels,
+)
+
+SHIPPED_BLOCKS = [(8, 8), (16, 8), (8, 32), (8, 64), (16, 64)]  # pages of KV, queries
+# Lengths as in serving: an item of a decode or a tile of a chunk has its full cost, even if it is mostly padding.
+TUNED_FOR = {
+    "decode": [Row(1, kv_len) for kv_len in (100, 300, 700, 1500, 2500, 4000, 6000, 8000)] * 8,
+    "mixed": [Row(2048, 2048), Row(512, 4096), Row(300, 300)],
+}
+FEW_QUERIES, MOST_FEW_QUERIES = 4, 16  # tokens of a row with drafts: that the kernel is compiled for, and at most
+KV_BYTES = {"bfloat16": 2, "int8": 1}
+CONTEXT = 128 << 10  # tokens: no block is shortened
+
+
+def measure(target: str, static: bool, rest: list[str]) -> None:
+    """`lab kernels` for a TPU; `rest` are the flags that it has not read."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.lab kernels --target TPU",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", choices=MODELS, action="append", help="may be given again (default: all)")
+    parser.add_argument("--decode", action="append", help="KV_BLOCK,ITEMS to try (default: the chosen one)")
+    parser.add_argument("--mixed", action="append", help="Q_BLOCK,KV_BLOCK,TILE_ROWS,TILE_TOKENS,UNITS to try")
+    parser.add_argument("--few", action="append", help="Q_BLOCK,KV_BLOCK,TILE_TOKENS,SLOTS to try for few queries")
+    parser.add_argument("--kv-dtype", choices=KV_BYTES, default="bfloat16", help="of our pages (default: bfloat16)")
+    parser.add_argument("--no-shipped", action="store_true", help="leave out the kernel that jax ships")
+    parser.add_argument("--sweep", action="store_true", help="try the block sizes of a grid, keep the best in tuned/")
+    parser.add_argument("--step", metavar="PRESET", help="a whole decode step of this model, next to bfloat16's")
+    parser.add_argument("--quantization", choices=FORM_NAMES, help="of the step's weights (default: bfloat16)")
+    parser.add_argument("--markdown", type=local_path, help="also append the tables here")
+    args = parser.parse_args(rest)
+    if not static:
+        raise ValueError("use --static; scripts/check --parts speed measures, on a machine with a TPU")
+    if args.step:
+        kv_flags = ["--kv-dtype", args.kv_dtype]
+        print(step_table.table(target, args.step, args.quantization, kv_flags))
+        weights = ["--quantization", args.quantization] if args.quantization else []
+        print(step_table.glue_table(target, args.step, weights + kv_flags))
+        return
+    models = args.model or list(MODELS)
+    if args.sweep:
+        if args.model or args.kv_dtype != "bfloat16":
+            parser.error("--sweep is of all models in bfloat16: their entries have one source")
+        sweep(target)
+        return
+    text = "\n".join(
+        Report(
+            target,
+            model,
+            _tuples(args.decode),
+            _tuples(args.mixed),
+            _tuples(args.few),
+            shipped=not args.no_shipped,
+            kv_dtype=args.kv_dtype,
+        ).text()
+        for model in models
+    )
+    print(text)
+    if args.markdown:
+        with args.markdown.open("a") as file:
+            file.write(text + "\n")
+
+
+def _tuples(texts: list[str] | None) -> list[tuple[int, ...]]:
+    return [tuple(int(n) for n in text.split(",")) for text in texts or []]
+
+
+def geometry(model: str, kv_dtype: str = "bfloat16") -> Any:
+    """The TPU kernels' geometry of a model's heads."""
+    import jax.numpy as jnp
+
+    from pallas_kernels.spec import AttentionSpec
+    from pallas_kernels.tpu import layout
+
+    num_query_heads, num_kv_heads, head_dim = MODELS[model]
+    spec = AttentionSpec(
+        num_query_heads=num_query_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=PAGE,
+        dtype=jnp.bfloat16,
+        kv_dtype=jnp.dtype(kv_dtype),
+    )
+    return layout.geometry(spec)
+
+
+def compiled(
+    target: str, model: str, jobs: list[tuple[str, tuple[int, ...]]], kv_dtype: str = "bfloat16"
+) -> list[Kernel]:
+    """The kernels of `jobs` that compile; errors of the others are printed. The kernel of jax has bfloat16 pages."""
+    from scripts.lab.accounts.targets import tpu_target
+
+    kernels = []
+    dtypes = ["bfloat16" if kind == "shipped" else kv_dtype for kind, _ in jobs]
+    described = [(*job, MODELS[model], dtype) for job, dtype in zip(jobs, dtypes, strict=True)]
+    results = compile_kernels(target, described)
+    for (kind, sizes, _, dtype), result in zip(described, results, strict=True):
+        if isinstance(result, CompileError):
+            print(f"{model}: {kind} {sizes} does not compile for {target}: {result}", file=sys.stderr)
+        else:
+            kernels.append(KERNELS[kind](tpu_target(target), model, sizes, result, KV_BYTES[dtype]))
+    return kernels
+
+
+class Report:
+    """One model's table of iterations, and one of batches."""
+
+    def __init__(
+        self,
+        target: str,
+        model: str,
+        decode: list[tuple[int, ...]],
+        mixed: list[tuple[int, ...]],
+        few: list[tuple[int, ...]],
+        *,
+        shipped: bool,
+        kv_dtype: str,
+    ) -> None:
+        from pallas_kernels.tpu import blocks
+        from scripts.lab.accounts.targets import tpu_target
+
+        self.target, self.model, self.kv_dtype = tpu_target(target), model, kv_dtype
+        chosen, of_few_queries = (
+            blocks.choose(geometry(model, kv_dtype), CONTEXT // PAGE, self.target.chip.name, few_queries=queries)
+            for queries in (0, FEW_QUERIES)
+        )
+        jobs = [("decode", sizes) for sizes in decode or [tuple(vars(chosen.decode).values())]]
+        jobs += [("mixed", sizes) for sizes in mixed or [tuple(vars(chosen.mixed).values())]]
+        jobs += [("few", sizes) for sizes in few or [tuple(vars(of_few_queries.mixed).values())]]
+        jobs += [("shipped", sizes) for sizes in SHIPPED_BLOCKS if shipped]
+        self.kernels = compiled(target, model, jobs, kv_dtype)
+
+    def text(self) -> str:
+        """The tables in Markdown."""
+        heads = "{} query heads, {} KV heads, head dim {}".format(*MODELS[self.model])
+        title = f"\n### {self.target.name}, {self.model}: {heads}; pages of {PAGE} in {self.kv_dtype}\n"
+        return "\n".join([title, *self._iterations(), "", *self._batches()])
+
+    def _iterations(self) -> list[str]:
+        lines = [
+            "| kernel | block sizes | bundles of one inner iteration | bytes | DMA floor | MXU floor | bundles per KV "
+            "token (DMA floor) | bundles per query x 1k KV (MXU floor) | VMEM MiB (spilled KiB) |",
+            "|---|---|---|---|---|---|---|---|---|",
+        ]
+        for kernel in self.kernels:
+            i, vmem = kernel.iteration(), kernel.compiled.vmem
+            pairs = i.kv_tokens * i.queries
+            dma, mxu = kernel.dma_cycles(i.num_bytes), kernel.mxu_cycles(pairs)
+            lines.append(
+                f"| {kernel.name} | {', '.join(map(str, kernel.sizes))} | {i.bundles} | {i.num_bytes:.0f} | {dma:.0f} "
+                f"| {mxu:.0f} | {i.bundles / i.kv_tokens:.2f} ({dma / i.kv_tokens:.2f}) "
+                f"| {i.bundles * 1024 / pairs:.1f} ({mxu * 1024 / pairs:.1f}) "
+                f"| {vmem.used / 2**20:.1f} ({vmem.spilled / 2**10:.0f}) |"
+            )
+        return lines
+
+    def _batches(self) -> list[str]:
+        lines = [
+            "| batch | ours, us | shipped, us | ours is faster by | ours: bundles, DMA floor | inner bundles per query "
+            "x 1k KV computed (of the causal ones, everything included) | shipped |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for name, rows in BATCHES.items():
+            ours, theirs = self._best("ours", rows), self._best("shipped", rows)
+            micros = ours.cycles / self.target.chip.clock_hz * 1e6
+            shipped = "" if theirs is None else f"{theirs.cycles / self.target.chip.clock_hz * 1e6:.1f}"
+            ratio = "" if theirs is None else f"{theirs.cycles / ours.cycles:.2f}x"
+            lines.append(
+                f"| {name} | {micros:.1f} | {shipped} | {ratio} | {ours.bundles:.0f}, {ours.dma_cycles:.0f} "
+                f"| {_per_pair(ours, rows)} | {_per_pair(theirs, rows)} |"
+            )
+        return lines
+
+    def _best(self, kernel: str, rows: Any) -> Any:
+        """The estimate of a batch. For the kernel of jax, it is that of the best block sizes for this batch."""
+        if kernel == "shipped":
+            estimates = [k.estimate(rows) for k in self.kernels if k.name == "shipped"]
+            return min(estimates, key=lambda estimate: estimate.cycles, default=None)
+        is_few = all(1 < row.query_len <= MOST_FEW_QUERIES for row in rows)
+        parts = [
+            min((k.estimate(rows) for k in self.kernels if k.name == name), key=lambda estimate: estimate.cycles)
+            for name in ("ours, decode", "ours, few queries" if is_few else "ours, mixed")
+        ]
+        return sum(parts, Estimate())
+
+
+def _per_pair(estimate: Estimate | None, rows: list[Row]) -> str:
+    """Bundles per 1,024 pairs, of prompts only: in a decode the matrix unit multiplies padding."""
+    if estimate is None or any(row.query_len == 1 for row in rows):
+        return ""
+    causal = sum(row.query_len * (2 * row.kv_len - row.query_len + 1) / 2 for row in rows)
+    return f"{estimate.inner_bundles * 1024 / estimate.pairs:.1f} ({estimate.bundles * 1024 / causal:.1f})"
+
+
+# ---- block sizes ----
+
+
+def candidates(g: Any) -> dict[str, list[tuple[int, ...]]]:
+    """The block sizes to try, by kind of kernel. Those of `blocks.choose` come first: the result is no worse."""
+    from pallas_kernels.tpu import blocks
+
+    rule = blocks.choose(g, CONTEXT // PAGE)
+    queries = 1024 // g.queries_per_plane  # of one tile
+    mixed: list[tuple[int, ...]] = [
+        (queries * tiles, kv_block, 1024, 256, 8)
+        for tiles in ((1, 2) if g.num_k_planes > 4 else (2, 4))
+        for kv_block in (1024, 2048)
+    ]
+    others: dict[str, list[tuple[int, ...]]] = {"decode": [(256, 8), (512, 4), (1024, 4), (2048, 4)], "mixed": mixed}
+    return {
+        kind: list(dict.fromkeys([tuple(vars(getattr(rule, kind)).values()), *sizes])) for kind, sizes in others.items()
+    }
+
+
+def sweep(target: str) -> None:
+    """Stores the best sizes per geometry and kind: for `TUNED_FOR`, the fewest cycles, then bundles, then VMEM."""
+    from pallas_kernels import tuning
+    from pallas_kernels.tpu import blocks
+    from pallas_kernels.tpu.decode_memory import DecodeBlocks
+    from pallas_kernels.tpu.tiles import MixedBlocks
+    from scripts.lab.accounts.targets import tpu_target
+
+    path = tuning.FOLDER / f"{tpu_target(target).chip.name}.json"
+    entries: dict[str, Any] = {}
+    for model in MODELS:
+        g = geometry(model)
+        if blocks.key(g) in entries:  # the 3B's heads, padded, are the 8B's
+            continue
+        tried = candidates(g)
+        kernels = compiled(target, model, [(kind, sizes) for kind in tried for sizes in tried[kind]])
+        entries[blocks.key(g)] = {
+            kind: dict(zip(fields, _kept(kernels, kind, tried[kind][0]).sizes, strict=True))
+            for kind, fields in (
+                ("decode", DecodeBlocks.__dataclass_fields__),
+                ("mixed", MixedBlocks.__dataclass_fields__),
+            )
+        }
+    source = f"{command()}; {versions()}; the compiler's account, not checked on a chip"
+    path.write_text(json.dumps({"source": source, "entries": entries}, indent=2) + "\n")
+
+
+def _kept(kernels: list[Kernel], kind: str, by_rule: tuple[int, ...]) -> Kernel:
+    """The best kernel of a kind; prints a line for each. At most half of the VMEM: XLA keeps weights in the rest."""
+    tried = [k for k in kernels if isinstance(k, KERNELS[kind])]
+    fitting = [k for k in tried if k.compiled.vmem.used <= k.compiled.vmem.capacity // 2]
+    best = min(fitting, key=lambda k: (_cost(k.estimate(TUNED_FOR[kind])), k.compiled.vmem.used))
+    for k in tried:
+        cycles, bundles = _cost(k.estimate(TUNED_FOR[kind]))
+        marks = ["by rule"] * (k.sizes == by_rule) + ["kept"] * (k is best)
+        print(
+            f"{k.target.name} {k.model} {kind} {k.sizes}: {cycles} cycles, {bundles} bundles, "
+            f"{k.compiled.vmem.used / 2**20:.1f} MiB of VMEM",
+            *marks,
+            sep=", ",
+        )
+    return best
+
+
+def _cost(estimate: Estimate) -> tuple[int, int]:
+    return round(estimate.cycles), round(estimate.bundles)
+
+
+def command() -> str:
+    """The command as it was typed."""
+    return "python -m scripts.lab kernels " + shlex.join(sys.argv[1:])
+
+
+def versions() -> str:
+    """Today's date and the versions of the compiler's packages."""
+    packages = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "libtpu")]
+    return f"{datetime.date.today().isoformat()}; {', '.join(packages)}"

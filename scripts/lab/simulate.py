@@ -1,0 +1,224 @@
+"""Compares admission policies in simulated time: the real scheduler over a device that only costs time.
+
+    python -m scripts.lab simulate --long-prompts 512 2048 [--trace FILE] [--even-context 26600]
+    python -m scripts.lab simulate [--trace FILE] [--num-requests 600] [--pools 16384 65536] [--contexts 8192 131072]
+
+All requests of a workload arrive at once. A step takes 8 ms, and 0.02 ms more per padded token. Three policies are
+compared: the scheduler's own forecast; admission as soon as the pages of the known tokens are free, with a preemption
+as soon as a page is missing; and a clairvoyant policy that knows every output's length and never runs out of pages.
+
+With --long-prompts, values of --long-prefill-token-threshold are compared on prompts of 100,000 tokens among short
+ones: latencies of the short ones, and the time to the first token of the long ones. With --even-context a step also
+takes the time of its chunks' attention, and each threshold is shown with both kinds of --step-budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from batcher.long_prompts import LongPrompts
+from scripts.lab.load.arrivals import arrival_times
+from scripts.lab.load.lengths import Trace
+from scripts.lab.load.presets import TRAFFIC
+from scripts.lab.simulation.machine import Machine, Result, SimulatedRequest, WithAttention, simulate
+from scripts.lab.simulation.policies import AdmitIfFree, Clairvoyant
+from scripts.wiring.repeated import EachCounts
+
+PAGE_SIZE = 64  # tokens
+LONG = 100_000  # tokens of a long prompt
+LIMITS = ("none", "2048", "exact", "mixed")
+# (prompt, output): "conversation" has the distribution of Azure's trace; "code" has longer prompts and short outputs.
+_SYNTHETIC = {"conversation": TRAFFIC["chat"], "code": TRAFFIC["code"]}
+Row = dict[str, Result]
+
+
+def lengths(kind: str, count: int, trace: Path | None) -> tuple[np.ndarray, np.ndarray]:
+    """i64[count], i64[count]: tokens of prompts and outputs. `trace` replaces the synthetic conversation."""
+    if kind == "conversation" and trace is not None:
+        window = Trace.read(trace).window(0, count)
+        return window.input_lens, window.output_lens
+    random = np.random.default_rng(0)
+    traffic = _SYNTHETIC[kind]
+    return traffic.prompts.draw(count, random), traffic.outputs.draw(count, random)
+
+
+def backlog(prompts: np.ndarray, outputs: np.ndarray, *, limit: str, max_model_len: int) -> list[SimulatedRequest]:
+    """Requests that all arrive at once.
+
+    Args:
+        limit: the `max_tokens` of the requests: "none", a number, "exact" (the output's own length), or "mixed" (16 for
+            every second request, none for the others).
+    """
+    requests = []
+    for i, (prompt, output) in enumerate(zip(prompts.tolist(), outputs.tolist(), strict=True)):
+        num_prompt = min(prompt, max_model_len - 2)
+        num_output = min(output, max_model_len - num_prompt)
+        match limit:
+            case "none":
+                max_tokens = None
+            case "exact":
+                max_tokens = num_output
+            case "mixed":
+                max_tokens = 16 if i % 2 else None
+            case _:
+                max_tokens = int(limit)
+        requests.append(
+            SimulatedRequest(arrival_s=0.0, num_prompt=num_prompt, num_output=num_output, max_tokens=max_tokens)
+        )
+    return requests
+
+
+def short_then_long(outputs: np.ndarray) -> np.ndarray:
+    """A change of regime: a tenth of each length in the first half, four times it in the second."""
+    half = len(outputs) // 2
+    return np.concatenate([np.maximum(outputs[:half] // 10, 1), outputs[half:] * 4])
+
+
+def chats_after_short_answers() -> list[SimulatedRequest]:
+    """Twenty requests that are cut off at 16 tokens, then 64 chats of 1,000 + 300 tokens without a limit."""
+    short = SimulatedRequest(arrival_s=0.0, num_prompt=100, num_output=1000, max_tokens=16)
+    chat = SimulatedRequest(arrival_s=10.0, num_prompt=1000, num_output=300)
+    return [short] * 20 + [chat] * 64
+
+
+def compare(requests: list[SimulatedRequest], machine: Machine) -> Row:
+    """Policy -> result."""
+    output_lens = {str(i): request.num_output for i, request in enumerate(requests)}
+    return {
+        "forecast": simulate(requests, machine),
+        "admit if free": simulate(requests, machine, forecast=AdmitIfFree(), max_stalls=0),
+        "clairvoyant": simulate(requests, machine, forecast=Clairvoyant(output_lens)),
+    }
+
+
+def cases(args: argparse.Namespace) -> Iterator[tuple[str, list[SimulatedRequest], Machine]]:
+    """(description, requests, machine) of each case."""
+    for context in args.contexts:
+        machines = [
+            Machine(max_model_len=context, num_pages=pool // PAGE_SIZE, page_size=PAGE_SIZE)
+            for pool in args.pools
+            if pool >= context
+        ]
+        for machine in machines:
+            place = f"context {context:,}, pool {machine.num_pages * PAGE_SIZE:,}"
+            for kind in ("conversation", "code"):
+                prompts, outputs = lengths(kind, args.num_requests, args.trace)
+                for limit in args.limits:
+                    requests = backlog(prompts, outputs, limit=limit, max_model_len=context)
+                    yield f"{kind}, limits {limit}, {place}", requests, machine
+            prompts, outputs = lengths("conversation", args.num_requests, args.trace)
+            changed = backlog(prompts, short_then_long(outputs), limit="none", max_model_len=context)
+            yield f"short then long, {place}", changed, machine
+    chats = Machine(max_model_len=131072, num_pages=524288 // PAGE_SIZE, page_size=PAGE_SIZE)
+    yield "64 chats after 20 short answers, context 131,072, pool 524,288", chats_after_short_answers(), chats
+
+
+def burst_behind_a_long_prompt() -> list[SimulatedRequest]:
+    """A prompt of 100,000 tokens, then 50 short ones."""
+    short = SimulatedRequest(arrival_s=0.1, num_prompt=200, num_output=50)
+    return [SimulatedRequest(arrival_s=0.0, num_prompt=LONG, num_output=50)] + [short] * 50
+
+
+def chats_among_long_prompts(count: int, trace: Path | None) -> list[SimulatedRequest]:
+    """Chats at four a second, and a prompt of 100,000 tokens every ten seconds."""
+    prompts, outputs = lengths("conversation", count, trace)
+    times = arrival_times(count, rate=4.0, burstiness=1.0, random=np.random.default_rng(1))
+    requests = [
+        SimulatedRequest(arrival_s=float(at), num_prompt=int(prompt), num_output=int(output))
+        for at, prompt, output in zip(times, prompts, outputs, strict=True)
+    ]
+    long = [
+        SimulatedRequest(arrival_s=float(at), num_prompt=LONG, num_output=50) for at in np.arange(0.0, times[-1], 10.0)
+    ]
+    return sorted(requests + long, key=lambda request: request.arrival_s)
+
+
+def long_prompt_rows(
+    thresholds: Iterable[int], num_requests: int, trace: Path | None, even_context: float | None
+) -> Iterator[str]:
+    """Lines of Markdown: latencies in seconds with each threshold, and with none.
+
+    Args:
+        even_context: of the machine, see `WithAttention`; None: attention takes no time.
+    """
+    machine = Machine(max_model_len=131072, num_pages=1048576 // PAGE_SIZE, page_size=PAGE_SIZE)
+    budgets = {"tokens": math.inf}
+    if even_context is not None:
+        machine = replace(machine, cost=WithAttention(0.008, 0.00002, even_context))
+        budgets["time"] = even_context
+    workloads = {
+        "50 prompts of 200 behind one of 100,000": burst_behind_a_long_prompt(),
+        "chats among prompts of 100,000": chats_among_long_prompts(num_requests, trace),
+    }
+    if even_context is not None:
+        among = workloads["chats among prompts of 100,000"]
+        workloads["chats alone"] = [request for request in among if request.num_prompt < LONG]
+    yield "| workload | threshold | budget | steps | TTFT p50 / p99 | ITL p50 / p99 | TTFT of long prompts p50 / p99 |"
+    yield "|---|---|---|---|---|---|---|"
+    for name, requests in workloads.items():
+        for threshold, budget in product((0, *thresholds), budgets):
+            limits = LongPrompts(threshold=threshold)
+            result = simulate(requests, machine, long_prompts=limits, even_context=budgets[budget])
+            short = [served.ttft for served in result.served if served.num_prompt < LONG]
+            long = [served.ttft for served in result.served if served.num_prompt == LONG]
+            figures = [_percentiles(times) for times in (short, result.itl, long)]
+            yield f"| {' | '.join([name, str(threshold or 'none'), budget, f'{result.num_steps:,}', *figures])} |"
+
+
+def _percentiles(seconds: list[float]) -> str:
+    return " / ".join(f"{seconds:.3f}" for seconds in np.percentile(seconds, [50, 99])) if seconds else "-"
+
+
+def table_row(name: str, row: Row) -> str:
+    """A line of Markdown: steps, preemptions, recomputed tokens and worst inter-token latency of each policy."""
+    steps = [f"{result.num_steps:,}" for result in row.values()]
+    costs = [f"{r.num_preemptions} / {r.recomputed_tokens:,} / {r.worst_itl:.2f}" for r in row.values()]
+    return f"| {' | '.join([name, *steps, *costs])} |"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    p = argparse.ArgumentParser(prog="python -m scripts.lab simulate", description=__doc__.splitlines()[0])
+    p.add_argument("--trace", type=Path, metavar="FILE", help="Azure's conversation trace, for the synthetic one")
+    p.add_argument("--num-requests", type=int, default=600, metavar="N")
+    p.add_argument("--contexts", type=int, nargs="+", action=EachCounts, default=[8192, 131072], metavar="TOKENS")
+    p.add_argument(
+        "--pools", type=int, nargs="+", action=EachCounts, default=[16384, 65536, 131072, 524288], metavar="TOKENS"
+    )
+    p.add_argument("--limits", nargs="+", action=EachCounts, choices=LIMITS, default=LIMITS)
+    p.add_argument(
+        "--long-prompts",
+        type=int,
+        nargs="+",
+        action=EachCounts,
+        metavar="TOKENS",
+        help="compare these thresholds instead",
+    )
+    p.add_argument(
+        "--even-context", type=float, metavar="TOKENS", help="of context, with attention as dear as products"
+    )
+    args = p.parse_args(argv)
+    try:
+        if args.long_prompts:
+            for line in long_prompt_rows(args.long_prompts, args.num_requests, args.trace, args.even_context):
+                print(line, flush=True)
+            return 0
+        print(
+            "| workload | steps: forecast | admit if free | clairvoyant "
+            "| preemptions / recomputed tokens / worst ITL, s: forecast | admit if free | clairvoyant |"
+        )
+        print("|---|---|---|---|---|---|---|")
+        for name, requests, machine in cases(args):
+            print(table_row(name, compare(requests, machine)), flush=True)
+    except (ValueError, OSError) as error:
+        print(f"simulate: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,150 @@
+"""Starts servers from empty and from filled caches: seconds of each phase until ready, CPU seconds, peak memory.
+
+    python -m scripts.lab startup
+    python -m scripts.lab startup --kinds warm exported --starts 5 -- --model ~/ckpt/1b --dtype bfloat16
+
+`cold`: an empty --compile-cache. `warm`: a --compile-cache with all programs. `exported`: an --export-cache with all
+programs. The caches lie in a temporary folder, and the starts that fill them are not counted. The phases are those that
+the server prints; some overlap. CPU seconds and the peak of resident memory are those of all its processes when it is
+ready.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+from model.inputs.paths import local_path
+from scripts.wiring.errors import FailedError, add_debug_flag, run_command
+from scripts.wiring.repeated import EachCounts
+
+ROOT = Path(__file__).parent.parent
+# Lines that the server prints at its start. Each phase is named by its line.
+_PHASE = re.compile(r"^  (\w[\w -]*?) +(\d+\.\d) s ")
+_PROGRAMS = re.compile(r"^  (compiled|ran) .*?programs (?:once )?in (\d+\.\d) s")
+_READY = re.compile(r"^ready after (\d+\.\d) s: ")
+_PEAK = re.compile(r"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What one start took until the server was ready."""
+
+    phases: dict[str, float]  # seconds, in the order in which they ended
+    ready: float  # seconds of wall time
+    cpu: float  # seconds of all processes
+    http_mib: float  # peak of resident memory, of the process that answers HTTP
+    engine_mib: float  # the same of all others
+
+
+KINDS: dict[str, Callable[[Path], list[str]]] = {
+    "cold": lambda folder: ["--compile-cache", str(folder)],
+    "warm": lambda folder: ["--compile-cache", str(folder)],
+    "exported": lambda folder: ["--export-cache", str(folder)],
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    p = argparse.ArgumentParser(prog="python -m scripts.lab startup", description=__doc__.splitlines()[0])
+    p.add_argument("--kinds", nargs="+", action=EachCounts, choices=KINDS, default=list(KINDS), help="default: all")
+    p.add_argument("--starts", type=int, default=3, help="of each kind (default: 3)")
+    p.add_argument("--output-json", type=local_path)
+    p.add_argument("flags", nargs="*", metavar="FLAG", help="of scripts/serve, after --")
+    add_debug_flag(p)
+    return p
+
+
+def phase_of(line: str) -> tuple[str, float] | None:
+    """Name and seconds of the phase that the line reports."""
+    found = _PHASE.match(line) or _PROGRAMS.match(line)
+    return None if found is None else (found[1], float(found[2]))
+
+
+@contextmanager
+def _launched(flags: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "scripts.launch", "--port", "0", *flags]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            yield server
+        finally:
+            server.terminate()
+            server.communicate()
+
+
+def start(flags: Sequence[str]) -> Start:
+    """Starts a server, waits until it is ready, and stops it. Raises FailedError if it ends before."""
+    phases: dict[str, float] = {}
+    with _launched(flags) as server:
+        assert server.stdout is not None
+        for line in server.stdout:
+            if (phase := phase_of(line)) is not None:
+                phases |= [phase]
+            elif found := _READY.match(line):
+                http = psutil.Process(server.pid)
+                others = http.children(recursive=True)
+                cpu = sum(sum(process.cpu_times()[:2]) for process in (http, *others))
+                return Start(phases, float(found[1]), cpu, _peak_mib(http), sum(map(_peak_mib, others)))
+    raise FailedError(f"the server ended with code {server.returncode} before it was ready")
+
+
+def _peak_mib(process: psutil.Process) -> float:
+    """Linux's record of a process's largest resident memory."""
+    found = _PEAK.search(Path(f"/proc/{process.pid}/status").read_text())
+    return int(found[1]) / 1024 if found else 0.0
+
+
+def starts(kind: str, count: int, flags: Sequence[str], say: Callable[[str], None]) -> list[Start]:
+    """`count` starts of one kind, each of which is reported. A kind with filled caches needs one start more."""
+    results = []
+    with tempfile.TemporaryDirectory() as shared:
+        if kind != "cold":
+            start([*KINDS[kind](Path(shared)), "--compile-all-first", *flags])
+        for _ in range(count):
+            with tempfile.TemporaryDirectory() as own:
+                result = start([*KINDS[kind](Path(own if kind == "cold" else shared)), *flags])
+            phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in result.phases.items())
+            say(f"{kind}: ready after {result.ready:.1f} s, {result.cpu:.1f} CPU s ({phases})")
+            results.append(result)
+    return results
+
+
+def table(results: dict[str, list[Start]]) -> str:
+    """The medians of each kind."""
+    names = list(dict.fromkeys(name for of_kind in results.values() for result in of_kind for name in result.phases))
+    rows = [["median", *names, "ready s", "CPU s", "HTTP MiB", "engine MiB"]]
+    for kind, of_kind in results.items():
+        seconds = [[result.phases.get(name, 0.0) for result in of_kind] for name in names]
+        seconds += [[result.ready for result in of_kind], [result.cpu for result in of_kind]]
+        memory = [[result.http_mib for result in of_kind], [result.engine_mib for result in of_kind]]
+        rows.append([kind, *(f"{median(some):.1f}" for some in seconds), *(f"{median(some):.0f}" for some in memory)])
+    return "\n".join(f"{kind:<9}" + "".join(f"{cell:>11}" for cell in cells) for kind, *cells in rows)
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Starts the servers, prints the table, and returns the exit code."""
+    if args.starts < 1:
+        raise ValueError(f"--starts {args.starts}: it is at least 1")
+    results = {kind: starts(kind, args.starts, args.flags, lambda line: print(line, flush=True)) for kind in args.kinds}
+    print(table(results))
+    if args.output_json:
+        of_kinds = {kind: [asdict(result) for result in of_kind] for kind, of_kind in results.items()}
+        args.output_json.write_text(json.dumps(of_kinds, indent=2) + "\n")
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    args = parser().parse_args(argv)
+    return run_command("startup", lambda: bench(args), debug=args.debug)

@@ -1,0 +1,155 @@
+"""Times the compiled step itself, without engine, server or tokens of meaning, next to what its products cost alone.
+
+python -m scripts.lab step --model FOLDER --load-format dummy --dtype float32 --rows 1,4,16,64 --context 256
+python -m scripts.lab step --model preset:llama-3.2-1b --load-format dummy --prefill 128,512 --variant sample
+python -m scripts.lab step --rows 1,4,16 --in-engine      # decodes alone, and the same in an engine with its threads
+python -m scripts.lab step --dispatch llama-3.1-8b,llama-3.1-70b   # what a call with so many arguments costs the host
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from batcher.step import Bucket, Variant
+from model.inputs.paths import local_path
+from scripts.lab.step_timing import Timing, time_bucket
+from scripts.wiring.errors import add_debug_flag, run_command
+from scripts.wiring.settings import EngineSettings, add_engine_flags
+
+if TYPE_CHECKING:
+    from model.execution.runner import ModelRunner
+    from scripts.lab.in_engine import InEngine
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    p = argparse.ArgumentParser(prog="python -m scripts.lab step", description=__doc__.splitlines()[0])
+    add_engine_flags(p)
+    step = p.add_argument_group("steps")
+    step.add_argument("--rows", type=_ints, default=[1, 4, 16, 64], help="decode steps of so many rows")
+    step.add_argument("--prefill", type=_ints, default=[128, 512], help="steps of one prompt chunk of so many tokens")
+    step.add_argument("--context", type=int, default=256, help="tokens already in pages")
+    step.add_argument("--variant", type=Variant, default=Variant.GREEDY, choices=[Variant.GREEDY, Variant.SAMPLE])
+    step.add_argument("--temperature", type=float, default=1.0, help="with --variant sample")
+    step.add_argument("--top-p", type=float, default=1.0, help="with --variant sample")
+    step.add_argument("--top-k", type=int, default=0, help="with --variant sample")
+    step.add_argument("--steps", type=int, default=20)
+    step.add_argument("--in-engine", action="store_true", help="print decode steps as the engine sees them, too")
+    step.add_argument("--dispatch", type=_names, help="time only calls with the arguments of these presets' steps")
+    step.add_argument("--json", type=local_path, help="write the figures here, too")
+    add_debug_flag(p)
+    return p
+
+
+def bench(args: argparse.Namespace, argv: list[str]) -> int:
+    """Times each step and its matrix products alone, prints them, and returns the exit code."""
+    if args.dispatch:
+        return bench_dispatch(args.dispatch)
+    from scripts.lab.in_engine import num_drawn
+    from scripts.wiring.engine import build_runner
+
+    budget = max([*args.prefill, max(args.rows) + 1])
+    drawn = num_drawn(max(args.rows), args.context, args.steps, budget) if args.in_engine else args.steps + 8
+    needed = args.context + max([*args.prefill, drawn])
+    settings = EngineSettings.from_namespace(args)
+    settings = EngineSettings.from_keywords(
+        **asdict(settings)
+        | {
+            "max_model_len": settings.max_model_len or needed,
+            "max_num_seqs": max(args.rows),
+            "max_num_batched_tokens": budget,
+        }
+    )
+    built = build_runner(settings, print)
+    runner = built.runner
+    prefills = [Bucket(n, 1, args.variant) for n in args.prefill if n > 1]
+    shapes = [*(Bucket(n, n, args.variant) for n in args.rows), *prefills]
+    runner.warm_up(shapes, print)
+    sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+    timings = []
+    print(f"{'':18}{'step ms':>9}{'slowest':>9}{'tok/s':>9}{'dispatch ms':>13}{'products ms':>13}{'ratio':>7}")
+    for bucket in shapes:
+        timing = time_bucket(runner, bucket, context=args.context, steps=args.steps, sampling=sampling)
+        timings.append(timing)
+        name = f"decode {bucket.num_rows}" if bucket.decode_only else f"prefill {bucket.num_tokens}"
+        print(
+            f"{name:18}{timing.step_ms:9.2f}{timing.slowest_ms:9.2f}{timing.tokens_per_s:9.0f}"
+            f"{timing.dispatch_ms:13.3f}{timing.products_ms:13.2f}{timing.ratio:7.2f}",
+            flush=True,
+        )
+    inside = in_engine(args, runner, timings) if args.in_engine else []
+    if args.json:
+        figures: list[dict[str, Any]] = [
+            asdict(t) | {"tokens_per_s": t.tokens_per_s, "ratio": t.ratio} for t in timings
+        ]
+        told = {"command": argv, "steps": figures, "in_engine": [asdict(figures) for figures in inside]}
+        args.json.write_text(json.dumps(told, indent=1))
+    return 0
+
+
+def in_engine(args: argparse.Namespace, runner: ModelRunner, alone: list[Timing]) -> list[InEngine]:
+    """Times the decode steps again, in an engine, and prints them next to those of the runner alone."""
+    from scripts.lab.in_engine import time_in_engine
+
+    temperature = args.temperature if args.variant is Variant.SAMPLE else 0.0
+    sampling = {"temperature": temperature, "top_p": args.top_p, "top_k": args.top_k}
+    print("\nin the engine, ms from result to result and their parts (delivery and next overlap with the device):")
+    print(
+        f"{'':18}{'alone':>9}{'step':>9}{'ratio':>7}{'dispatch':>10}{'device':>9}{'idle':>9}{'delivery':>10}{'next':>8}"
+    )
+    found = []
+    for timing in alone:
+        if timing.num_tokens != timing.num_rows:
+            continue
+        inside = time_in_engine(
+            runner,
+            timing.num_rows,
+            context=args.context,
+            steps=args.steps,
+            sampling=sampling,
+            pipeline_depth=args.pipeline_depth,
+        )
+        found.append(inside)
+        ratio = inside.step_ms / timing.step_ms
+        print(
+            f"decode {inside.num_rows:<11}{timing.step_ms:9.2f}{inside.step_ms:9.2f}{ratio:7.2f}"
+            f"{inside.dispatch_ms:10.3f}{inside.device_ms:9.2f}{inside.idle_ms:9.3f}{inside.delivery_ms:10.3f}"
+            f"{inside.next_ms:8.3f}",
+            flush=True,
+        )
+    return found
+
+
+def bench_dispatch(presets: list[str]) -> int:
+    """Times a call with the arguments of each preset's step, on one device and on all of them."""
+    import jax
+
+    from scripts.lab.dispatch import time_dispatch
+
+    print(f"{'':18}{'devices':>9}{'layers':>9}{'arguments':>11}{'wall us':>9}{'CPU us':>9}")
+    for name in presets:
+        for num_devices in sorted({1, len(jax.devices())}):
+            call = time_dispatch(name, num_devices)
+            print(
+                f"{name:18}{num_devices:9}{call.num_layers:9}{call.num_arguments:11}{call.wall_us:9.0f}{call.cpu_us:9.0f}",
+                flush=True,
+            )
+    return 0
+
+
+def _names(text: str) -> list[str]:
+    return [part for part in text.split(",") if part]
+
+
+def _ints(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    args = parser().parse_args(argv)
+    return run_command("step", lambda: bench(args, argv or sys.argv[1:]), debug=args.debug)

@@ -1,0 +1,224 @@
+"""`scripts/check`: its parts' arithmetic and verdicts, its report, what it does about parts that fail, and its kit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from model.config import LlamaConfig
+from model.presets import preset
+from pallas_kernels.api import PagedAttention
+from pallas_kernels.spec import Backend
+from scripts.lab import check
+from scripts.lab.chip import PARTS, kernels, pool
+from scripts.lab.chip.activity import activity
+from scripts.lab.chip.bounds import work_of_step
+from scripts.lab.chip.kit import make_kit, missing_packages
+from scripts.lab.chip.options import Options
+from scripts.lab.chip.progress import Progress
+from scripts.lab.chip.report import write_report
+from scripts.lab.chip.result import Result
+from scripts.lab.chip.text import compare
+from tests.scripts import faulty_forms
+
+OPTIONS = Options.make(device="cpu", rehearse=True, models=(), seed=1, limit_s=100.0)
+
+
+def test_the_bound_of_a_step_by_hand():
+    config: LlamaConfig = replace(
+        preset("llama-3.1-8b"), vocab_size=100, hidden_size=8, intermediate_size=16, num_layers=3, num_heads=4,
+        num_kv_heads=2, head_dim=2, eos_token_ids=(7,), bos_token_id=5,
+    )  # fmt: skip
+    layer = 8 * 2 * (4 + 2 + 2 + 4) + 3 * 8 * 16
+    decode = work_of_step(config, num_tokens=5, num_rows=5, context=9)
+    assert decode.num_bytes == 2 * (3 * layer + 8 * 100) + 3 * 5 * 10 * 2 * 2 * 2 * 2
+    assert decode.flops == 2 * 5 * (3 * layer + 8 * 100) + 3 * 5 * 10 * 4 * (4 * 2)
+    prefill = work_of_step(config, num_tokens=6, num_rows=1, context=0)
+    assert prefill.flops == 2 * (6 * 3 * layer + 8 * 100) + 3 * (1 + 2 + 3 + 4 + 5 + 6) * 4 * (4 * 2)
+    assert decode.least_s(decode.num_bytes, 1e30) == 1.0
+    assert decode.least_s(1e30, decode.flops / 2) == 2.0
+
+
+def test_a_device_is_busy_while_any_of_its_streams_is():
+    found = activity([(0, 10), (5, 8), (9, 12), (20, 30)])
+    assert (found.num_events, found.busy_s, found.span_s) == (4, 22e-9, 30e-9)
+    assert found.busy_share == pytest.approx(22 / 30)
+
+
+def token(text: str, **others: float) -> dict:
+    top = [{"token": text, "logprob": -0.5}, *({"token": name, "logprob": value} for name, value in others.items())]
+    return {"token": text, "logprob": -0.5, "top_logprobs": top}
+
+
+def test_texts_may_part_at_a_near_tie_only():
+    expected = [token("a"), token("b", c=-0.6, d=-2.0), token("e")]
+    assert compare(expected, expected) == "equal"
+    assert compare(expected, [token("a"), token("c"), token("x")]) == "equal until a near tie at token 1 (0.10 nats)"
+    for wrong in ("d", "z"):
+        verdict = compare(expected, [token("a"), token(wrong)])
+        assert verdict == f"WRONG: token 1 is '{wrong}', on the CPU 'b'"
+    assert compare(expected, expected[:2]).startswith("WRONG")
+
+
+def test_a_part_that_fails_or_hangs_is_a_line_and_the_others_go_on(tmp_path):
+    impossible = replace(OPTIONS, models=("no-such-model",))
+    results = Progress(tmp_path, impossible).run(("versions", "steps"))
+    assert results["versions"].status == "right"
+    assert results["steps"].status == "failed"
+    assert "unknown preset" in results["steps"].problems[0]
+    assert any("no-such-model" in line for line in results["steps"].lines)  # the end of the log
+    again = Progress(tmp_path, replace(impossible, limit_s=0.2)).run(("versions", "steps"))
+    assert again["versions"] == results["versions"]  # it has a result
+    assert again["steps"].status == "late"
+    assert "it was stopped after 0 s" in again["steps"].problems[-1]
+    late = Progress(tmp_path, replace(impossible, limit_s=0.0)).run(("steps",))["steps"]
+    assert (late.status, late.problems) == ("late", ["there was no time left for it; --resume runs it"])
+    assert Progress(tmp_path, OPTIONS).run(()) == {}  # of other models
+
+
+def test_a_process_that_ends_without_a_result_has_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr("scripts.lab.chip.progress.ROOT", tmp_path)  # there is no such module
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    progress = Progress(tmp_path / "state", OPTIONS)
+    result = progress._run_part("nonesuch", 30)
+    assert result.status == "failed"
+
+
+def test_a_form_that_is_wrong_or_dies_is_named_and_the_next_is_tested(tmp_path, monkeypatch):
+    """In real processes: the fault is in that of the form."""
+    monkeypatch.setattr(kernels, "chip_backends", lambda *_, **__: [Backend.REFERENCE])
+    monkeypatch.setattr(kernels, "_kv_dtypes", lambda *_, **__: ("int8", "float16", "bfloat16"))
+    monkeypatch.setattr(kernels, "test_form", faulty_forms.test_form)
+    path = tmp_path / "kernels.json"
+    result = Result.begun(path)
+    kernels.run(OPTIONS, result)
+    assert result.status == "wrong"
+    wrong, dead = result.problems
+    assert wrong.startswith("demo, reference, K/V in int8: mixed step of 16 tokens in 2 rows: ")
+    assert "is wrong: off by" in wrong
+    assert dead == "demo, reference, K/V in float16: its process died of SIGSEGV"
+    seen = [("problem" in form, "largest_error" in form) for form in result.figures["forms"]]
+    assert seen == [(True, False), (True, False), (False, True)]
+    assert Result.read(path).figures == result.figures  # also without an end
+    assert Result.read(path).status == "late"
+
+
+def test_a_run_that_is_broken_off_goes_on_where_it_was(tmp_path, monkeypatch):
+    forms = [{"model": "demo", "backend": "reference", "kv_dtype": name} for name in ("bfloat16", "int8", "float16")]
+    right = {"largest_error": 0.125, "steps": 5, "seconds": 1.0}
+    stopped = Result(status="late", figures={"forms": [forms[0] | right, forms[1] | {"problem": "died"}]})
+    stopped.write(tmp_path / "kernels.json")
+    monkeypatch.setattr(kernels, "chip_backends", lambda *_, **__: [Backend.REFERENCE])
+    monkeypatch.setattr(kernels, "_kv_dtypes", lambda *_, **__: ("bfloat16", "int8", "float16"))
+    tested: list[str] = []
+
+    def in_child(work, model, backend, kv_dtype, options, *, limit_s):
+        tested.append(kv_dtype)
+        return right | {"largest_error": 0.25}
+
+    monkeypatch.setattr(kernels, "in_child", in_child)
+    result = Result.begun(tmp_path / "kernels.json")
+    kernels.run(OPTIONS, result)
+    assert tested == ["int8", "float16"]
+    assert [form["largest_error"] for form in result.figures["forms"]] == [0.125, 0.25, 0.25]
+    assert result.status == "right"
+    for status in ("right", "wrong"):  # a run that has finished begins again
+        replace(stopped, status=status).write(tmp_path / "kernels.json")
+        assert Result.begun(tmp_path / "kernels.json").before == {}
+
+
+def test_the_likeliest_forms_are_tested_first():
+    options = Options.make(device="cuda", rehearse=False, models=(), seed=1, limit_s=1.0)
+    forms = [(model[-2:], str(backend), kv_dtype) for model, backend, kv_dtype in kernels.forms(options)]
+    assert forms[:3] == [("8b", "gpu", "bfloat16"), ("1b", "gpu", "bfloat16"), ("8b", "gpu", "int8")]
+    assert [backend for _, backend, _ in forms] == ["gpu"] * 6 + ["gpu-mma"] * 6 + ["reference"] * 4
+
+
+def test_a_pool_of_serving_size_has_pages_past_31_bits():
+    model, backend = "llama-3.1-8b", Backend.GPU
+    elements = PagedAttention(kernels.spec_of(model, backend, "bfloat16"), backend).kv_pages(1).size
+    assert pool.first_page_of(elements) * elements > 1 << 31
+
+
+def test_the_report_says_what_is_wrong(tmp_path):
+    bad = Result(lines=["| table |"], figures={"x": 1.5}, seconds=3.2)
+    bad.wrong("8b, gpu: decode of 64 rows is off")
+    versions = Result(figures={"device": "NVIDIA H100 80GB HBM3"})
+    markdown, figures = write_report(tmp_path, replace(OPTIONS, rehearse=False), {"versions": versions, "kernels": bad})
+    assert markdown.name.startswith("check-nvidia-h100-80gb-hbm3-20")
+    text = markdown.read_text()
+    assert "| Kernels against float32 | WRONG | 3 |" in text
+    assert "| Throughput | not run | 0 |" in text
+    assert "- **8b, gpu: decode of 64 rows is off**" in text
+    assert json.loads(figures.read_text())["parts"]["kernels"]["figures"] == {"x": 1.5}
+
+
+def test_the_command_checks_the_asked_parts_and_resumes(tmp_path, capsys):
+    flags = ["--rehearse", "--parts", "versions", "--output", str(tmp_path)]
+    assert check.main(flags) == 0
+    (report,) = tmp_path.glob("check-rehearsal-*.md")
+    assert "no figure here is a chip's" in report.read_text()
+    assert "packages: jax 0." in report.read_text()
+    first = (tmp_path / "check-state/versions.json").read_text()
+    assert check.main([*flags, "--resume"]) == 0
+    assert (tmp_path / "check-state/versions.json").read_text() == first
+    Result(status="wrong").write(tmp_path / "check-state/text.json")
+    assert check.main([*flags, "--resume"]) == 1
+    assert "not in order: text" in capsys.readouterr().err
+
+
+def test_without_a_chip_it_says_what_to_do(monkeypatch, capsys):
+    monkeypatch.setenv("PALLAS_SERVE_DEVICE", "cpu")
+    assert check.main([]) == 2
+    assert "--rehearse runs every part on a CPU" in capsys.readouterr().err
+
+
+def test_a_kit_lacks_nothing_but_jax_and_flax():
+    names = {distribution.name.lower() for distribution in missing_packages()}
+    assert {"starlette", "msgspec", "pyzmq", "httptools", "llguidance", "transformers", "tokenizers"} <= names
+    assert not {"jax", "jaxlib", "flax", "numpy"} & names
+
+
+@pytest.mark.kernels
+@pytest.mark.slow
+def test_an_unpacked_kit_runs(tmp_path):
+    said = make_kit(tmp_path / "kit.tgz")
+    assert "packages for Python" in said
+    with tarfile.open(tmp_path / "kit.tgz") as tar:
+        tar.extractall(tmp_path, filter="data")
+    root = tmp_path / "pallas-serve"
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"PYTHON": sys.executable}
+    command = [root / "scripts/check", "--rehearse", "--parts", "versions", "--output", tmp_path]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (figures,) = tmp_path.glob("check-rehearsal-*.json")
+    assert json.loads(figures.read_text())["parts"]["versions"]["figures"]["commit"]
+    env["PYTHONPATH"] = f"{root}:{root / 'kit/packages'}"
+    code = "import starlette, scripts.launch as l; print(starlette.__file__, l.__file__, l.version())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+    )
+    server, launch, version = done.stdout.split()
+    assert Path(server).is_relative_to(root / "kit/packages")
+    assert Path(launch).is_relative_to(root)
+    assert version
+
+
+@pytest.mark.kernels
+@pytest.mark.slow
+def test_a_rehearsal_runs_every_part_to_its_end(tmp_path):
+    command = [sys.executable, "-m", "scripts.lab", "check", "--rehearse", "--output", tmp_path]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    (report,) = tmp_path.glob("check-rehearsal-*.md")
+    assert done.returncode == 0, done.stdout + done.stderr + report.read_text()
+    parts = json.loads(report.with_suffix(".json").read_text())["parts"]
+    assert list(parts) == list(PARTS)
+    assert all(part["status"] == "right" and part["lines"] for part in parts.values())

@@ -1,0 +1,216 @@
+"""The whole step, compiled for GPUs that are not here: one CUDA graph, nothing copied. And how the dumps are read."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from scripts.lab.accounts.compile_gpu_step import read_buffers, read_program, read_thunks
+from scripts.lab.accounts.sass import read_loops
+
+needs_plugin = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="the CUDA plug-in is not installed"
+)
+
+
+# Of a greedy decode step of 8B; `results/2026-11-23-kernels.md` lists them.
+LAUNCHES_PER_LAYER = 13
+LAUNCHES_AROUND = 24
+
+
+def compiled(*flags: str, account: str = "compile_gpu_step") -> dict[str, Any]:
+    """In a process of its own: the PTX version is fixed by the first target that a process compiles for."""
+    process = subprocess.run(
+        [sys.executable, "-m", f"scripts.lab.accounts.{account}", *flags],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+@needs_plugin
+@pytest.mark.targets
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("account", "flags"),
+    [
+        ("compile_gpu_step", ["--variant", "sample", "--rows", "8"]),
+        ("compile_drafts_step", ["--drafts", "eagle", "--drafts-only"]),
+    ],
+    ids=["sampled", "drafts"],
+)
+def test_loops_and_branches_are_in_the_graph(account, flags):
+    """Outside of it, the host would wait for the device in each of their passes."""
+    result = compiled("--target", "h200", "--layers", "1", *flags, account=account)
+    assert (result["command_buffers"], result["outside"]) == (1, {}), result
+    assert result["inside"]["kWhile"] >= 2
+    if account == "compile_drafts_step":
+        assert result["kernels"] > 0 == result["spill_bytes"]
+
+
+@needs_plugin
+@pytest.mark.targets
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "kernels_per_layer", "max_temp_mib"),
+    [
+        ([], 2, 100),  # decode and combine; of the temporaries 31 MiB are the logits
+        (["--quantization", "fp8", "--kv-cache-dtype", "fp8"], 2, 100),
+        (["--tokens", "2048"], 3, 256),  # and prefill; 168 MiB are the MLP's activations
+    ],
+    ids=["decode", "decode in fp8", "mixed"],
+)
+def test_an_8b_step_is_one_cuda_graph_and_copies_nothing(flags, kernels_per_layer, max_temp_mib):
+    result = compiled("--target", "h200", "--preset", "llama-3.1-8b", *flags)
+    assert (result["layers"], result["command_buffers"]) == (32, 1)
+    assert result["outside"] == {}
+    assert result["inside"]["kCustomCall"] == 32 * kernels_per_layer
+    if not flags:
+        assert sum(result["inside"].values()) <= 32 * LAUNCHES_PER_LAYER + LAUNCHES_AROUND
+    # Of the new K/V there is one kernel a layer: rotated, scattered in place, and fused with what comes before.
+    assert result["kv_writes"] == 32
+    assert result["copies"] == {}
+    assert result["copied_arguments"] == []
+    assert result["alias_bytes"] >= result["kv_bytes"]
+    assert result["temp_mib"] < max_temp_mib
+    read = 15_009_849_344 + 17_179_869_184  # 64 rows of 2k in bfloat16: weights, and K/V
+    assert result["weights_read"] + result["kv_read"] == pytest.approx(read * (0.5 if "fp8" in flags else 1), rel=0.01)
+
+
+@needs_plugin
+@pytest.mark.targets
+@pytest.mark.slow
+def test_70b_on_eight_gpus_reduces_twice_a_layer_between_graphs():
+    result = compiled("--target", "h200", "--preset", "llama-3.1-70b", "--chips", "8")
+    assert result["layers"] == 80
+    # Two a layer; the embedding's, and the greedy token's.
+    assert 2 * 80 < result["outside"]["kAllReduce"] <= 2 * 80 + 4
+    assert result["inside"]["kCustomCall"] == 2 * 80
+    assert "kCustomCall" not in result["outside"]
+    assert result["command_buffers"] <= 2 * 80 + 2
+    assert result["copies"] == {}
+    assert result["copied_arguments"] == []
+    assert result["alias_bytes"] >= result["kv_bytes"]
+    assert result["temp_mib"] < 100
+
+
+THUNKS = """\
+000: kCopy         [source | next=001 (1)]
+001: kCommandBuffer [prev=000 (1) | next=004 (1)]
+    002: kCustomKernel [source | next=003 (1)] input_scatter_fusion grid: [2, 1, 1]
+    003: kCustomCall   [prev=002 (1) | sink]
+004: kAllReduce    [prev=001 (1) | next=005 (1)]
+005: kCommandBuffer [prev=004 (1) | sink]
+    006: kCustomKernel [source | sink] loop_add_fusion grid: [1, 1, 1]
+"""
+
+
+def test_thunks_in_and_out_of_graphs():
+    assert read_thunks(THUNKS) == {
+        "command_buffers": 2,
+        "inside": {"kCustomKernel": 2, "kCustomCall": 1},
+        "outside": {"kCopy": 1, "kAllReduce": 1},
+    }
+
+
+BUFFERS = """\
+BufferAssignment:
+allocation 0: size 2097152, page 0, parameter 1, shape |bf16[1024,1,1024]| at ShapeIndex {}, maybe-live-out:
+ value: <1 w @0> (size=2097152,offset=0): bf16[1024,1,1024]{2,1,0}
+allocation 1: size 64, page 0, parameter 0, shape |s32[16]| at ShapeIndex {}:
+ value: <2 x @0> (size=64,offset=0): s32[16]{0}
+allocation 2: size 6291456, page 0, preallocated-temp:
+ value: <3 a @0> (size=4194304,offset=0): f32[1024,1024]{1,0}
+ value: <4 b @0> (size=2097152,offset=4194304): bf16[1024,1024]{0,1}
+ value: <5 c @0> (size=64,offset=0): s32[16]{0}
+
+Total bytes used: 8388672
+"""
+
+
+def test_a_temporary_with_the_shape_of_a_large_argument_is_a_copy():
+    assert read_buffers(BUFFERS) == {
+        "largest_temporaries": {"f32[1024,1024]": 4.0, "bf16[1024,1024]": 2.0, "s32[16]": 0.0},
+        "copied_arguments": ["bf16[1024,1024]"],
+    }
+
+
+def test_copies_and_kv_writes_of_a_program():
+    kv = jax.ShapeDtypeStruct((8, 2), jnp.bfloat16, sharding=SingleDeviceSharding(jax.devices()[0]))
+    program = """
+      %copy.7 = s32[64,760]{1,0} copy(%bitcast.3.0), metadata={}
+      %copy.8 = s32[64,760]{0,1} copy(%x)
+      %copy_fusion = bf16[2]{0} fusion(%y), calls=%copied
+      %start = (bf16[8]{0}, bf16[8]{0}) copy-start(%z)
+      %input_scatter_fusion.2 = bf16[8,2]{1,0} fusion(%kv, %k), kind=kInput
+      %input_scatter_fusion.3 = s32[8,2]{1,0} fusion(%slots), kind=kInput
+    """
+    assert read_program(program, kv) == {"copies": {"s32[64,760]": 2, "bf16[8]": 1}, "kv_writes": 1}
+
+
+SASS = """\
+.text.kernel:
+   -:-:-:Y:02        /*0000*/                   MOV R1, c[0x0][0x28]
+.L_x_1:
+   -:-:-:Y:04        /*0010*/                   SYNCS.PHASECHK P1, [R2]
+   0:-:-:Y:05        /*0020*/              @!P1 BRA `(.L_x_9)
+.L_x_2:
+   -:-:-:Y:10        /*0030*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4
+   -:-:-:Y:03        /*0040*/               @P0 MUFU.EX2 R3, R3
+   -:-:-:Y:05        /*0050*/               @P2 BRA `(.L_x_1)
+   -:-:-:Y:05        /*0060*/              @!P3 BRA `(.L_x_0)
+   -:-:-:Y:05        /*0070*/               @P4 EXIT
+.L_x_0:
+   -:-:-:Y:05        /*0080*/                   EXIT
+.L_x_9:
+   -:-:-:Y:07        /*0090*/                   SYNCS.PHASECHK P1, [R2]
+   1:-:-:Y:05        /*00a0*/              @!P1 BRA `(.L_x_9)
+   -:-:-:Y:06        /*00b0*/                   BRA `(.L_x_2)
+"""
+
+
+def test_a_loop_is_counted_without_the_spinning_half_of_a_wait():
+    """The spin behind the end jumps back into the loop, which makes no loop of what lies between."""
+    (loop,) = read_loops(SASS)
+    assert loop.instructions == 6  # five, and the jump back from the spin
+    assert loop.stall_cycles == 4 + 5 + 10 + 3 + 5 + 6
+    assert loop.operations == {"SYNCS": 1, "BRA": 3, "HMMA": 1, "MUFU": 1}
+    assert loop.overlapped == 0
+
+
+# A block's scores, an exponential, and its product with the values: in turns, or with the next block's scores started
+# ahead of the exponential. Only the loop has both products.
+WAIT, EXPONENTIAL = "WARPGROUP.DEPBAR.LE gsb0, 0x0", "MUFU.EX2 R3, R3"
+SCORES, VALUES = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], !UPT", "HGMMA.64x128x16.F32.BF16 R56, R8, gdesc[UR4], R56"
+
+
+@pytest.mark.parametrize(
+    ("before", "turn", "overlapped"),
+    [
+        ([], [SCORES, WAIT, EXPONENTIAL, VALUES, WAIT], 0),
+        ([], [SCORES, WAIT, EXPONENTIAL, VALUES], 0),
+        ([SCORES, WAIT], [EXPONENTIAL, SCORES, EXPONENTIAL, EXPONENTIAL, WAIT, EXPONENTIAL, VALUES], 2),
+        ([SCORES, WAIT], [SCORES, EXPONENTIAL, WAIT, VALUES, WAIT], 0),
+    ],
+    ids=["in turns", "values under way", "both under way", "scores under way"],
+)
+def test_exponentials_overlap_if_both_products_are_under_way(before, turn, overlapped):
+    code = [*map(sass, before), ".L_x_1:", *map(sass, [*turn, "@P2 BRA `(.L_x_1)", "EXIT"])]
+    (loop,) = read_loops("\n".join(code))
+    assert loop.overlapped == overlapped
+
+
+def sass(text: str) -> str:
+    return f"   -:-:-:Y:02        /*0000*/                   {text}"

@@ -1,0 +1,46 @@
+"""The bench "startup" with a real start, of one layer."""
+
+import json
+
+import pytest
+
+from scripts.lab import startup
+from tests.demo.one_layer import one_layer
+
+
+def test_phases_memory_and_cpu_time_of_a_start(tmp_path, capfd):
+    few = ["--max-num-seqs", "1", "--max-num-batched-tokens", "16", "--max-model-len", "32"]
+    # Without the kernels in C, which would be compiled anew, too.
+    few += ["--model", str(one_layer(tmp_path / "model")), "--attention-backend", "reference"]
+    out = tmp_path / "out.json"
+    arguments = ["--kinds", "cold", "--starts", "1", "--output-json", str(out), "--", "--device", "cpu", *few]
+    assert startup.main(arguments) == 0
+    [result] = json.loads(out.read_text())["cold"]
+    assert {"start", "load", "allocate", "compiled", "ran"} <= result["phases"].keys()
+    assert max(result["phases"].values()) <= result["ready"]
+    assert result["cpu"] > 0
+    assert result["engine_mib"] > result["http_mib"] > 10
+    printed, errors = capfd.readouterr()
+    head, row = printed.splitlines()[-2:]
+    assert head.split()[:2] == ["median", "start"]
+    assert row.split()[0] == "cold"
+    assert "Broken pipe" not in errors
+
+
+def test_a_server_that_refuses_its_flags_is_said(capfd):
+    assert startup.main(["--kinds", "warm", "--", "--no-such-flag"]) == 1
+    assert "startup: the server ended with code 2 before it was ready" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "phase"),
+    [
+        ("  self-test   1.3 s  attention backend cpu agrees\n", ("self-test", 1.3)),
+        ("  chips             1 of 1 chip\n", None),
+        ("  compiled 7 programs in 6.9 s, 3.8 s of them after loading (7 came from the disk)\n", ("compiled", 6.9)),
+        ("  ran 4 of 4 programs once in 0.3 s\n", ("ran", 0.3)),
+        ("ready after 16.0 s: http://127.0.0.1:40097/v1\n", None),
+    ],
+)
+def test_phases_of_the_lines(line, phase):
+    assert startup.phase_of(line) == phase

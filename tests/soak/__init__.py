@@ -1,0 +1,1 @@
+"""A soak of a running server: right answers under attacks, and nothing left behind."""
