@@ -37,7 +37,7 @@ from server.settings import Settings
 from server.text.tokenizer import ByteLevelTokenizer
 
 ENGINE = "scripts.lab.instant_engine:build"
-TOKENIZER = Path(__file__).parents[1] / "model/demo"
+TOKENIZER = Path(__file__).parents[2] / "model/demo"
 TEXT = "The sum of 47 and 35 is 82. Once upon a time there was a small town by the sea."
 TIMEOUT_S = 120.0
 PROBE_EVERY_S = 0.05

@@ -29,7 +29,7 @@ from model.inputs.paths import local_path
 from scripts.wiring.errors import FailedError, add_debug_flag, run_command
 from scripts.wiring.repeated import EachCounts
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 # Lines that the server prints at its start. Each phase is named by its line.
 _PHASE = re.compile(r"^  (\w[\w -]*?) +(\d+\.\d) s ")
 _PROGRAMS = re.compile(r"^  (compiled|ran) .*?programs (?:once )?in (\d+\.\d) s")

@@ -11,7 +11,7 @@ from pathlib import Path
 from scripts.wiring.settings import EngineSettings
 
 DEFAULT_MODELS = ("llama-3.2-1b", "llama-3.1-8b")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True, kw_only=True)
