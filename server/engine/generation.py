@@ -245,7 +245,7 @@ class Generation:
         stream: bool,
         on_limit: Callable[[str], None] = lambda limit: None,
         on_end: Callable[[int], None] = lambda num_tokens: None,
-        grammar_field: Callable[[], str] | None = None,
+        grammar_field: str | None = None,
     ) -> None:
         self.grammar_field = grammar_field
         self.request_id = request_id
@@ -318,7 +318,7 @@ class Generation:
             self._progress.set()
 
 
-def error_of(output: wire.Output, grammar_field: Callable[[], str] | None = None) -> RequestError:
+def error_of(output: wire.Output, grammar_field: str | None = None) -> RequestError:
     """Why a request has ended without all of its output. `grammar_field` is as of `Generation`."""
     if output.error is None:
         return unavailable("The server is shutting down.")
@@ -329,7 +329,7 @@ def error_of(output: wire.Output, grammar_field: Callable[[], str] | None = None
         case 503:
             return unavailable(message, retry_after_s=1)
         case 400 if output.param is None and grammar_field is not None:
-            return invalid(grammar_field(), message)
+            return invalid(grammar_field, message)
         case 400:
             return RequestError(400, message, param=output.param)
         case _:

@@ -17,7 +17,7 @@ _AT = re.compile(r" - at `(?P<key>key in )?\$(?P<path>.*)`$", re.DOTALL)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BodyLimits:
     """Limits of a body. Decoding holds the interpreter's lock: about 1 ms per megabyte of text, and twenty times as
-    long per megabyte of small entries. So a long body's marks are counted first, see `server.api.request.long_body`."""
+    long per megabyte of small entries. So a long body's marks are counted first, see `server.api.request.body`."""
 
     max_bytes: int
     max_marks: int  # brackets, colons and commas outside strings

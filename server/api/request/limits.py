@@ -1,9 +1,38 @@
-"""Checks that a prompt and its output fit into the model's context, and computes the output limit."""
+"""Whether prompts and their outputs fit: the model's context, the output limits, and the log-probabilities asked for.
+
+Each log-probability takes about eighty bytes of the answer. Each output token of each choice counts `logprobs` (or
+`top_logprobs`) + 1. Prompt tokens count in the same way if `prompt_logprobs`, or `echo` with `logprobs`, is given. A
+request without `max_tokens` is not refused for its output: the output ends at the limit, as with a full context.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Self, cast
+
 from server.http.errors import RequestError, invalid, too_long
 from server.text.tokenizer import Tokenizer
+
+Side = Literal["left", "right"]
+Given = str | Sequence[str | int | list[int]] | None
+
+
+def listed(param: str, given: Given) -> list[str | list[int]]:
+    """As a list of texts and lists of ids; `check_kinds` looks at the rest. Raises RequestError 400."""
+    if given is None:
+        raise RequestError(400, f"{param}: is missing", param=param)
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise invalid(param, "must not be an empty list")
+    return cast("list[str | list[int]]", [given] if isinstance(given[0], int) else given)
+
+
+def check_kinds(param: str, given: Given) -> None:
+    """Raises RequestError 400 where a list holds items of several kinds."""
+    if isinstance(given, list) and len(set(map(type, given))) > 1:
+        raise invalid(param, "must be a text, a list of texts, a list of token ids or a list of such lists")
 
 
 def check_text_length(num_chars: int, tokenizer: Tokenizer, max_model_len: int) -> None:
@@ -27,26 +56,36 @@ def check_num_messages(count: int, max_model_len: int) -> None:
         )
 
 
-def truncation(
-    wanted: int | None, side: str | None, *, default_side: str = "left", max_model_len: int, least_output: int
-) -> slice:
-    """The part of a prompt that is kept: `prompt[truncation(...)]`. `side` is the end that is cut.
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """The part of a prompt that is kept: `wanted` tokens, all of them (None), or as many as fit (-1).
 
-    `wanted` is the number of tokens. None keeps all; -1 keeps as many as fit, with room for `least_output` tokens of
-    output. Raises RequestError 400.
+    `side` is the end that is cut.
     """
-    if side not in (None, "left", "right"):
-        raise invalid("truncation_side", f"must be left or right, got {side[:40]!r}")
-    if wanted is None:
-        return slice(None)
-    if wanted < -1 or wanted == 0:
-        raise invalid("truncate_prompt_tokens", f"must be at least 1, or -1 for as many as fit, got {wanted}")
-    if wanted > max_model_len:
-        raise invalid(
-            "truncate_prompt_tokens", f"must not be above the context of {max_model_len} tokens, got {wanted}"
-        )
-    kept = max(1, max_model_len - least_output) if wanted == -1 else wanted
-    return slice(kept) if (side or default_side) == "right" else slice(-kept, None)
+
+    wanted: int | None
+    side: Side
+    max_model_len: int
+
+    @classmethod
+    def of(cls, wanted: int | None, side: str | None, max_model_len: int, *, default: Side = "left") -> Self:
+        """From the fields of a request. Raises RequestError 400."""
+        if side not in (None, "left", "right"):
+            raise invalid("truncation_side", f"must be left or right, got {side[:40]!r}")
+        if wanted is not None and (wanted < -1 or wanted == 0):
+            raise invalid("truncate_prompt_tokens", f"must be at least 1, or -1 for as many as fit, got {wanted}")
+        if wanted is not None and wanted > max_model_len:
+            raise invalid(
+                "truncate_prompt_tokens", f"must not be above the context of {max_model_len} tokens, got {wanted}"
+            )
+        return cls(wanted, default if side is None else cast("Side", side), max_model_len)
+
+    def kept(self, *, least_output: int) -> slice:
+        """The slice of the prompt. With -1, `least_output` tokens of output fit after it."""
+        if self.wanted is None:
+            return slice(None)
+        kept = max(1, self.max_model_len - least_output) if self.wanted == -1 else self.wanted
+        return slice(kept) if self.side == "right" else slice(-kept, None)
 
 
 def output_limit(num_prompt: int, asked: int | None, max_model_len: int, *, param: str) -> int:
@@ -73,9 +112,30 @@ def output_limit(num_prompt: int, asked: int | None, max_model_len: int, *, para
     return max_model_len - num_prompt if asked is None else asked
 
 
-def check_counts(max_tokens: int | None, min_tokens: int | None, *, param: str, least: int = 1) -> None:
-    """Raises RequestError 400 if the numbers of tokens are too small or contradict each other."""
-    if max_tokens is not None and max_tokens < least:
-        raise invalid(param, f"must be at least {least}, got {max_tokens}")
-    if max_tokens is not None and min_tokens is not None and min_tokens > max_tokens:
-        raise invalid("min_tokens", f"must not be greater than {param}, {min_tokens} > {max_tokens}")
+def limit_scores(
+    limits: Sequence[int], *, n: int, logprobs: int | None, num_prompt_scores: int, fixed: bool, most: int
+) -> list[int]:
+    """The prompts' output limits. They are lowered if there would be more than `most` log-probabilities, unless they
+    are `fixed` by the request. Raises RequestError 400 if the log-probabilities are still too many."""
+    per_token = 0 if logprobs is None else n * (logprobs + 1)
+    num_scores = num_prompt_scores + per_token * sum(limits)
+    if num_scores <= most:
+        return list(limits)
+    room = (most - num_prompt_scores) // (per_token * len(limits)) if per_token else 0
+    if fixed or room < 1:
+        raise RequestError(
+            400,
+            f"The request asks for {num_scores} log-probabilities in all: {num_prompt_scores} of prompt tokens and "
+            f"{per_token * sum(limits)} of output tokens, n x max_tokens x (logprobs + 1) for each prompt. This server "
+            f"allows {most} per request (--max-request-logprobs). Please ask for less of max_tokens, n, logprobs, "
+            "top_logprobs, prompt_logprobs or echo.",
+            param="prompt_logprobs" if num_prompt_scores > most else "logprobs",
+        )
+    return [min(limit, room) for limit in limits]
+
+
+def check_min_tokens(min_tokens: int | None, limit: int) -> None:
+    """Raises RequestError 400 if `min_tokens` exceeds the tokens that fit."""
+    if (min_tokens or 0) > limit:
+        message = f"min_tokens: {min_tokens} is more than the {limit} tokens that fit."
+        raise RequestError(400, message, param="min_tokens")

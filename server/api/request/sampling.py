@@ -1,92 +1,112 @@
-"""From a request's sampling fields to the engine's SamplingParams: defaults, ranges and contradictions."""
+"""Checks a request's sampling fields, and turns them into the engine's SamplingParams."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from batcher.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from batcher.sampling_table import PARAMETERS
 from server.api.request.schemas import SamplingFields
+from server.api.state import ServerState
 from server.http.errors import invalid
 from server.settings import TOP_K_OFF, GenerationDefaults
+from server.text.tokenizer import Tokenizer
 
 GREEDY_BELOW = 1e-5  # a lower temperature is greedy: dividing by it would overflow, and no draw would differ
 MAX_STOP_CHARS = 1024
+MAX_BAD_WORD_CHARS = 256
 SEED_BITS = 63
-# the routes spell these differently
-READ_BY_ROUTES = {"max_tokens", "logprobs", "prompt_logprobs", "grammar", "bad_words", "allowed_token_ids"}
+# these depend on the prompt, or the routes spell them differently
+LATER = {"max_tokens", "logprobs", "prompt_logprobs", "grammar"}
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
+Ids = tuple[tuple[int, ...], ...]
 
-def check_sampling(body: SamplingFields, *, vocab_size: int) -> None:
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How a request's tokens are drawn, and where its texts end."""
+
+    values: Mapping[str, Any]  # of SamplingParams, without `LATER`
+    seed: int | None  # None: the engine draws one
+    stops: tuple[str, ...]
+    include_stop: bool
+    skip_special_tokens: bool
+
+    def params(self, choice: int, **later: Any) -> SamplingParams:
+        """The parameters of choice number `choice`; `later` are those of `LATER`.
+
+        Choice i of a request with a seed gets the seed + i: choices differ, and a repeated request gives the same ones.
+        """
+        seed = None if self.seed is None else (self.seed + choice) % 2**SEED_BITS
+        return SamplingParams(**self.values, seed=seed, **later)
+
+
+async def read_sampling(state: ServerState, body: SamplingFields) -> Sampling:
     """Raises RequestError 400 for the first value that is out of range. Lengths are checked with the prompt."""
-    for name, parameter in PARAMETERS.items():
-        value = None if name in READ_BY_ROUTES else getattr(body, name)
-        if parameter.range is None or not isinstance(value, int | float):
-            continue
-        if value not in parameter.range and not (name == "top_k" and value == TOP_K_OFF):
-            raise invalid(name, f"must be {parameter.range}, got {value}")
+    vocab_size = state.client.info.vocab_size
+    sampling = checked_sampling(body, state.settings.generation_defaults, vocab_size=vocab_size)
+    if not body.bad_words:
+        return sampling
+    bad_words = await _bad_word_ids(state, body.bad_words)
+    return replace(sampling, values={**sampling.values, "bad_words": bad_words})
+
+
+def checked_sampling(body: SamplingFields, defaults: GenerationDefaults, *, vocab_size: int) -> Sampling:
+    """As `read_sampling`, without `bad_words`, which take the tokenizer."""
+    values: dict[str, Any] = {}
+    for name in PARAMETERS.keys() - LATER - {"seed", "bad_words"}:
+        given = getattr(body, name)
+        _check_range(name, given)
+        value = getattr(defaults, name, None) if given is None else given
+        if value is not None:
+            values[name] = value
     if body.n is not None and body.n < 1:
         raise invalid("n", f"must be at least 1, got {body.n}")
     check_priority(body.priority)
     _check_seed(body.seed)
-    _check_stops(body.stop)
     check_ids("stop_token_ids", body.stop_token_ids or (), vocab_size)
-    parse_logit_bias(body.logit_bias, vocab_size)
-    if body.allowed_token_ids is not None:
-        if not body.allowed_token_ids:
-            raise invalid("allowed_token_ids", "must have at least one token id")
-        if len(body.allowed_token_ids) > vocab_size:
-            raise invalid("allowed_token_ids", f"at most {vocab_size} are allowed, the size of the vocabulary")
-        check_ids("allowed_token_ids", body.allowed_token_ids, vocab_size)
+    values["logit_bias"] = parse_logit_bias(body.logit_bias, vocab_size)
+    values["stop_token_ids"] = tuple(dict.fromkeys(body.stop_token_ids or ()))
+    values["allowed_token_ids"] = _allowed_ids(body.allowed_token_ids, vocab_size)
+    if values["temperature"] < GREEDY_BELOW:
+        values["temperature"] = 0.0
+    if values["top_k"] >= vocab_size or values["top_k"] == TOP_K_OFF:
+        values["top_k"] = 0
+    return Sampling(
+        values=values,
+        seed=None if body.seed == -1 else body.seed,
+        stops=_stop_strings(body.stop),
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+    )
+
+
+def _check_range(name: str, value: Any) -> None:
+    bounds = PARAMETERS[name].range
+    if bounds is None or not isinstance(value, int | float):
+        return
+    if value not in bounds and not (name == "top_k" and value == TOP_K_OFF):
+        raise invalid(name, f"must be {bounds}, got {value}")
+
+
+def _allowed_ids(ids: Sequence[int] | None, vocab_size: int) -> tuple[int, ...] | None:
+    if ids is None:
+        return None
+    if not ids:
+        raise invalid("allowed_token_ids", "must have at least one token id")
+    if len(ids) > vocab_size:
+        raise invalid("allowed_token_ids", f"at most {vocab_size} are allowed, the size of the vocabulary")
+    check_ids("allowed_token_ids", ids, vocab_size)
+    return tuple(dict.fromkeys(ids))
 
 
 def check_priority(priority: int | None) -> None:
     """Raises RequestError 400 where it is out of range."""
     if priority is not None and abs(priority) > 2**31:
         raise invalid("priority", f"must fit in 32 bits, got {priority}")
-
-
-def stop_strings(body: SamplingFields) -> tuple[str, ...]:
-    """A body's `stop` as a tuple."""
-    if body.stop is None:
-        return ()
-    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
-
-
-def sampling_params(
-    body: SamplingFields,
-    defaults: GenerationDefaults,
-    *,
-    max_tokens: int,
-    vocab_size: int,
-    choice: int,
-    logprobs: int | None,
-    prompt_logprobs: int | None,
-    grammar: str | None = None,
-    bad_words: tuple[tuple[int, ...], ...] = (),
-    allowed_token_ids: tuple[int, ...] | None = None,
-) -> SamplingParams:
-    """The parameters of choice number `choice` of a body that `check_sampling` has passed.
-
-    Choice i of a body with a seed gets the seed + i: choices differ, and a repeated request gives the same ones.
-    """
-    values: dict[str, Any] = {}
-    for name in PARAMETERS.keys() - READ_BY_ROUTES:
-        value = _or(getattr(body, name), getattr(defaults, name, None))
-        if value is not None:
-            values[name] = value
-    values |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
-    values |= {"grammar": grammar, "bad_words": bad_words, "allowed_token_ids": allowed_token_ids}
-    values["logit_bias"] = parse_logit_bias(body.logit_bias, vocab_size)
-    values["seed"] = None if body.seed in (None, -1) else (body.seed + choice) % 2**SEED_BITS
-    values["stop_token_ids"] = tuple(dict.fromkeys(body.stop_token_ids or ()))
-    if values["temperature"] < GREEDY_BELOW:
-        values["temperature"] = 0.0
-    if values["top_k"] >= vocab_size or values["top_k"] == TOP_K_OFF:
-        values["top_k"] = 0
-    return SamplingParams(**values)
 
 
 def check_top_logprobs(param: str, value: int) -> None:
@@ -119,6 +139,21 @@ def check_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
             raise invalid(param, f"a token id must be between 0 and {vocab_size - 1}, got {id}")
 
 
+def check_counts(max_tokens: int | None, min_tokens: int | None, *, param: str, least: int = 1) -> None:
+    """Raises RequestError 400 if the numbers of tokens are too small or contradict each other."""
+    if max_tokens is not None and max_tokens < least:
+        raise invalid(param, f"must be at least {least}, got {max_tokens}")
+    if max_tokens is not None and min_tokens is not None and min_tokens > max_tokens:
+        raise invalid("min_tokens", f"must not be greater than {param}, {min_tokens} > {max_tokens}")
+
+
+def check_num_choices(num_prompts: int, n: int | None, *, most: int) -> None:
+    """Raises RequestError 400. Call it before prompts are encoded: a body has room for millions of prompts."""
+    if num_prompts * (n or 1) > most:
+        param = "n" if num_prompts == 1 else "prompt"
+        raise invalid(param, f"at most {most} sequences per request are allowed, prompts times n")
+
+
 def _check_seed(seed: int | None) -> None:
     # The words in parentheses are pydantic's names of the constraints, which programs look for.
     if seed is not None and seed < INT64_MIN:
@@ -127,14 +162,39 @@ def _check_seed(seed: int | None) -> None:
         raise invalid("seed", f"must be at most {INT64_MAX} (less_than_equal), got {seed}")
 
 
-def _check_stops(stop: str | list[str] | None) -> None:
-    stops = [stop] if isinstance(stop, str) else stop or []
+def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     for text in stops:
         if not text:
             raise invalid("stop", "a stop string must not be empty")
         if len(text) > MAX_STOP_CHARS:
             raise invalid("stop", f"a stop string has at most {MAX_STOP_CHARS} characters, got {len(text)}")
+    return stops
 
 
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
+async def _bad_word_ids(state: ServerState, words: Sequence[str] | None) -> Ids:
+    """`bad_words` as token ids. Raises RequestError 400 for words that cannot be barred."""
+    if not words:
+        return ()
+    for word in words:
+        if not word.strip():
+            raise invalid("bad_words", "a word must not be empty")
+        if len(word) > MAX_BAD_WORD_CHARS:
+            raise invalid("bad_words", f"a word has at most {MAX_BAD_WORD_CHARS} characters, got {len(word)}")
+    return await state.aside.run(2 * sum(map(len, words)), _encoded_bad_words, state.tokenizer, words)
+
+
+def _encoded_bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> Ids:
+    """In vLLM's way, each word as it stands where a text begins, and after a space.
+
+    The form after a space counts where it begins with another token and is no longer: otherwise the space is a token
+    of its own, and the word after it is barred already."""
+    bare = [word.lstrip() for word in words]
+    at_start = tokenizer.encode_plain(bare)
+    after_space = tokenizer.encode_plain([" " + word for word in bare])
+    found: list[tuple[int, ...]] = []
+    for one, other in zip(at_start, after_space, strict=True):
+        found.append(tuple(one))
+        if len(other) == len(one) and other[0] != one[0]:
+            found.append(tuple(other))
+    return tuple(dict.fromkeys(found))

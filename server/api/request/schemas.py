@@ -60,7 +60,7 @@ class JsonSchemaFormat(Declared):
 
 
 class ResponseFormat(Declared):
-    """The fields of `response_format`, of all its types. `server.api.request.structured` reads them."""
+    """The fields of `response_format`, of all its types. `server.api.request.grammars` reads them."""
 
     type: Any = None
     json_schema: Any = None
@@ -106,7 +106,7 @@ class SamplingFields(Declared, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_draft_counts: bool | None = None
-    # `server.api.request.structured` reads these
+    # `server.api.request.grammars` reads these
     response_format: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     structured_outputs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     guided_json: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET

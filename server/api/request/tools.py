@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
 
-from server.api.request.raw_json import RawField, is_deeper_than, read_raw
+from server.api.request.body import RawField, is_deeper_than, read_raw
 from server.api.request.schemas import ChatRequest, FunctionSpec, ToolSpec
 from server.api.state import ServerState
 from server.http.errors import RequestError, invalid, unsupported
@@ -50,6 +49,17 @@ class Tools:
     def are_strict(self) -> bool:
         """Whether some tool is strict: its arguments must be valid by its schema, even if the model may choose."""
         return any(spec.strict for spec in self.specs)
+
+    def call_format(self, own: type[CallParser], *, is_free: bool) -> type[CallParser]:
+        """The format of calls: the model's `own` if it may choose between calls and free text, or if its own is JSON.
+        Otherwise it is Llama 3's JSON. `is_free`: no grammar constrains an answer without calls."""
+        chooses = self.choice is ToolChoice.AUTO and is_free
+        return own if chooses or issubclass(own, JsonCallParser) else JsonCallParser
+
+    def new_parser(self, own: type[CallParser], *, is_free: bool) -> CallParser:
+        """A parser of the calls of one answer."""
+        most_calls = None if self.parallel else 1
+        return self.call_format(own, is_free=is_free)(self.names, most_calls=most_calls)
 
     def for_template(self) -> list[dict[str, Any]]:
         """The tools in OpenAI's form, which templates print, without fields that were not given."""
@@ -93,24 +103,6 @@ async def usable_tools(state: ServerState, body: ChatRequest) -> Tools | None:
         message = "tool_choice: `auto` is switched off on this server (--no-enable-auto-tool-choice)."
         raise RequestError(400, message, param="tool_choice")
     return tools
-
-
-def call_format(state: ServerState, tools: Tools, answer: str | None) -> type[CallParser]:
-    """The format of calls: the model's own if it may choose between text and calls, or if its own is JSON. Otherwise it
-    is Llama 3's JSON.
-
-    `answer` is the grammar of an answer without calls; None: it is free text.
-    """
-    own = state.call_format
-    is_free = tools.choice is ToolChoice.AUTO and answer is None
-    return own if is_free or issubclass(own, JsonCallParser) else JsonCallParser
-
-
-def call_parsers(state: ServerState, tools: Tools | None, answer: str | None) -> Callable[[], CallParser] | None:
-    """Makes parsers of tool calls; None: no tool may be called. `answer` as in `call_format`."""
-    if tools is None:
-        return None
-    return partial(call_format(state, tools, answer), tools.names, most_calls=None if tools.parallel else 1)
 
 
 def _read_specs(raw: RawField) -> list[FunctionSpec] | None:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from server.api.answers.answer import json_response
 from server.api.peers import Peers
-from server.api.request.body_reader import BodyReader
+from server.api.request.body import BodyReader
 from server.api.request.fields import FieldTable
 from server.api.request.schemas import ITEMS
 from server.api.route import Access, ApiRoute

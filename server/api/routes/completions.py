@@ -16,15 +16,21 @@ from starlette.responses import Response
 
 from server.api.answers.answer import GenerationAnswer
 from server.api.answers.completion_writer import CompletionOptions, CompletionWriter, Prompt
-from server.api.request.body_reader import BodyReader
+from server.api.request.body import BodyReader
 from server.api.request.fields import COMPLETION_FIELDS
-from server.api.request.limits import check_counts, check_text_length, output_limit, truncation
-from server.api.request.sampling import check_ids, check_top_logprobs
+from server.api.request.grammars import asked_constraint, compiled
+from server.api.request.limits import (
+    Truncation,
+    check_kinds,
+    check_min_tokens,
+    check_text_length,
+    limit_scores,
+    listed,
+    output_limit,
+)
+from server.api.request.plan import TIMEOUT_HEADER, check_generation, submit
+from server.api.request.sampling import check_counts, check_ids, check_num_choices, check_top_logprobs
 from server.api.request.schemas import CompletionRequest
-from server.api.request.score_limit import limit_scores
-from server.api.request.structured import requested_grammar
-from server.api.request.submission import check_min_tokens, check_num_choices, read_generation, start_generation
-from server.api.request.token_prompts import check_kinds, listed
 from server.api.route import EVENTS, JSON, ApiRoute
 from server.api.state import ServerState
 from server.text.special_tokens import SpecialTokens, encode_all
@@ -58,30 +64,32 @@ class Completions:
 
     async def __call__(self, request: Request) -> Response:
         state = self._state
-        body, head = await read_generation(state, request, self._reader, id_prefix="cmpl")
+        body = await self._reader.read(request, state.body_limits, state.aside)
+        header = request.headers.get(TIMEOUT_HEADER)
+        plan = await check_generation(state, body, id_prefix="cmpl", timeout_header=header)
+        head = plan.head
         for param, value in (("logprobs", body.logprobs), ("prompt_logprobs", body.prompt_logprobs)):
             if value is not None:
                 check_top_logprobs(param, value)
         echo = bool(body.echo)
         check_counts(body.max_tokens, body.min_tokens, param="max_tokens", least=0 if echo else 1)
 
-        grammar = await requested_grammar(state, body)
+        constraint = asked_constraint(body)
+        plan.grammar = await compiled(state, constraint)
+        plan.grammar_field = "" if constraint is None else constraint.field
         given = listed("prompt", body.prompt)
-        check_num_choices(state, len(given), body.n)
+        check_num_choices(len(given), body.n, most=state.settings.max_choices)
         for prompt in given:
             self._check_length(body, prompt)  # first: a prompt that is too long is not read
         check_kinds("prompt", body.prompt)
-        kept = truncation(
-            body.truncate_prompt_tokens,
-            body.truncation_side,
-            max_model_len=state.client.info.max_model_len,
-            least_output=body.max_tokens or 1,
-        )
+        max_model_len = state.client.info.max_model_len
+        truncation = Truncation.of(body.truncate_prompt_tokens, body.truncation_side, max_model_len)
+        kept = truncation.kept(least_output=body.max_tokens or 1)
         prompts = await state.aside.run(sum(map(len, given)), self._encode, body, given, kept)
         # max_tokens 0 (with echo): one hidden step computes the prompt's log-probabilities
         limits = [self._limit(body, len(prompt.ids)) for prompt in prompts]
         for limit in limits:
-            check_min_tokens(body, limit)
+            check_min_tokens(body.min_tokens, limit)
         wants_scores = [value for value in (body.logprobs if echo else None, body.prompt_logprobs) if value is not None]
         num_prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         limit_scores(
@@ -92,16 +100,9 @@ class Completions:
             fixed=True,
             most=state.settings.max_request_logprobs,
         )
-        generation = await start_generation(
-            state,
-            body,
-            head,
-            [prompt.ids for prompt in prompts],
-            limits,
-            logprobs=body.logprobs,
-            prompt_logprobs=max(wants_scores, default=None),
-            grammar=grammar,
-        )
+        plan.prompts, plan.limits = [prompt.ids for prompt in prompts], limits
+        plan.logprobs, plan.prompt_logprobs = body.logprobs, max(wants_scores, default=None)
+        generation = await submit(state, plan)
         options = CompletionOptions(
             prompts=prompts,
             echo=echo,

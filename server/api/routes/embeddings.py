@@ -20,13 +20,12 @@ from starlette.types import Receive, Scope, Send
 
 from batcher.request import SamplingParams
 from server.api.answers.answer import ClientGone, LongJson, watched
-from server.api.request.body_reader import BodyReader
+from server.api.request.body import BodyReader
 from server.api.request.fields import EMBEDDING_FIELDS
-from server.api.request.limits import check_text_length, truncation
+from server.api.request.limits import Truncation, check_kinds, check_text_length, listed
+from server.api.request.plan import LEAST_LEFT_S, TIMEOUT_HEADER, cache_salt_of, deadline_of
 from server.api.request.sampling import check_ids, check_priority
 from server.api.request.schemas import EmbeddingRequest
-from server.api.request.submission import LEAST_LEFT_S, TIMEOUT_HEADER, cache_salt_of, deadline_of
-from server.api.request.token_prompts import check_kinds, listed
 from server.api.route import ApiRoute
 from server.api.state import ServerState
 from server.engine import wire
@@ -94,7 +93,7 @@ class EmbeddingRoute:
             if isinstance(prompt, str):
                 check_text_length(len(prompt), state.tokenizer, max_model_len)
         wanted, side = body.truncate_prompt_tokens, body.truncation_side
-        kept = truncation(wanted, side, default_side="right", max_model_len=max_model_len, least_output=1)
+        kept = Truncation.of(wanted, side, max_model_len, default="right").kept(least_output=1)
         return await state.aside.run(sum(map(len, given)), self._encode, body, given, kept)
 
     def _encode(self, body: EmbeddingRequest, given: Sequence[str | list[int]], kept: slice) -> list[list[int]]:

@@ -10,13 +10,12 @@ from starlette.responses import Response
 
 from server.api.answers.answer import LongJson, json_response
 from server.api.metrics import CONTENT_TYPE
-from server.api.request.body_reader import BodyReader
+from server.api.request.body import BodyReader
+from server.api.request.conversation import Conversation, encode_conversation
 from server.api.request.fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 from server.api.request.limits import check_text_length
-from server.api.request.prompt import encode_chat
 from server.api.request.sampling import check_ids
 from server.api.request.schemas import DetokenizeRequest, TokenizeRequest
-from server.api.request.template import template_of
 from server.api.request.tools import read_tools
 from server.api.route import Access, ApiRoute
 from server.api.state import ServerState
@@ -138,8 +137,7 @@ class Info:
         if body.messages is not None and body.prompt is None:
             size = 0 if body.tools is msgspec.UNSET else len(body.tools)
             tools = await state.aside.run(size, read_tools, body.tools, None, parallel=None)
-            template = await template_of(state, body, tools)
-            ids = await encode_chat(state, body, template, tools)
+            ids = await encode_conversation(state, Conversation.of(body), tools)
         elif body.prompt is not None and body.messages is None:
             check_text_length(len(body.prompt), state.tokenizer, state.client.info.max_model_len)
             affixes = body.add_special_tokens is not False

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.api.request import fields as tables
-from server.api.request.body_reader import MAX_NAMES, BodyReader
+from server.api.request.body import MAX_NAMES, BodyReader
 from server.api.request.fields import CHAT_FIELDS, COMPLETION_FIELDS, TOKENIZE_FIELDS, FieldTable
 from server.api.request.schemas import ChatRequest
 from server.api.routes.messages.schemas import MESSAGES_FIELDS

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.api.request import long_body
-from server.api.request.long_body import LONG_BODY, LongBodyReader, count_marks
+from server.api.request import body as long_body
+from server.api.request.body import LONG_BODY, LongBodyReader, count_marks
 from server.api.request.schemas import MAX_ITEMS, MAX_TOKEN_IDS, CompletionRequest
 from server.api.state import ServerState
 from tests.server.support.stub_app import COMPLETIONS, DONE, StubClient, call, post_all, state_of

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher.request import SamplingParams
-from server.api.request.sampling import check_sampling, sampling_params, stop_strings
+from server.api.request.sampling import checked_sampling
 from server.api.request.schemas import CompletionRequest
 from server.settings import GenerationDefaults
 
@@ -15,9 +15,8 @@ VOCAB = 1000
 
 
 def params(body: CompletionRequest, defaults: GenerationDefaults | None = None, **options) -> SamplingParams:
-    check_sampling(body, vocab_size=VOCAB)
-    fields = {"max_tokens": 10, "choice": 0, "logprobs": None, "prompt_logprobs": None} | options
-    return sampling_params(body, defaults or GenerationDefaults(), vocab_size=VOCAB, **fields)
+    later = {"max_tokens": 10, "choice": 0, "logprobs": None, "prompt_logprobs": None} | options
+    return checked_sampling(body, defaults or GenerationDefaults(), vocab_size=VOCAB).params(**later)
 
 
 def test_nothing_said_gives_openais_defaults():
@@ -40,7 +39,7 @@ def test_everything_said_arrives():
         ignore_eos=True,
         allowed_token_ids=[9, 8],
     )
-    assert params(body, logprobs=3, prompt_logprobs=4, allowed_token_ids=(9, 8)) == SamplingParams(
+    assert params(body, logprobs=3, prompt_logprobs=4) == SamplingParams(
         max_tokens=10,
         min_tokens=2,
         temperature=0.5,
@@ -96,7 +95,8 @@ def test_a_biased_token_written_twice_counts_once():
 
 @pytest.mark.parametrize(("stop", "stops"), [(None, ()), ("a", ("a",)), (["a", "b"], ("a", "b")), ([], ())])
 def test_stop_strings(stop, stops):
-    assert stop_strings(CompletionRequest(stop=stop)) == stops
+    sampling = checked_sampling(CompletionRequest(stop=stop), GenerationDefaults(), vocab_size=VOCAB)
+    assert sampling.stops == stops
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.api.request.score_limit import limit_scores
+from server.api.request.limits import limit_scores
 from server.engine import wire
 from server.http.errors import RequestError
 from server.settings import DEFAULT_MAX_REQUEST_LOGPROBS

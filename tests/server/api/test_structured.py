@@ -8,8 +8,8 @@ import json
 import msgspec
 import pytest
 
+from server.api.request.grammars import MAX_BYTES, asked_constraint, compiled
 from server.api.request.schemas import ChatRequest, CompletionRequest
-from server.api.request.structured import MAX_BYTES, requested_grammar
 from server.grammar.checker import GrammarChecker
 from server.grammar.forms import (
     choice_grammar,
@@ -35,7 +35,8 @@ class State:
 
 def grammar_of(body: dict[str, object], kind: type = ChatRequest) -> str | None:
     required = {"messages": []} if kind is ChatRequest else {}
-    return asyncio.run(requested_grammar(State(), msgspec.json.decode(json.dumps(required | body), type=kind)))
+    constraint = asked_constraint(msgspec.json.decode(json.dumps(required | body), type=kind))
+    return asyncio.run(compiled(State(), constraint))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from jsonschema import validate
 
 from batcher.grammar import GrammarError
+from server.api.request.grammars import tool_grammar
 from server.api.request.schemas import FunctionSpec
-from server.api.request.tool_grammar import tool_grammar
 from server.api.request.tools import ToolChoice, Tools
 from server.grammar.compiler import Vocabulary, compile_grammar
 from server.grammar.forms import json_schema_grammar, lark_grammar, regex_grammar

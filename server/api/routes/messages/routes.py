@@ -6,14 +6,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.answers.answer import GenerationAnswer
-from server.api.request.body_reader import BodyReader
-from server.api.request.prompt import encode_chat
+from server.api.request.body import BodyReader
+from server.api.request.chat import count_tokens, start_chat
 from server.api.request.schemas import ChatRequest
-from server.api.request.submission import TIMEOUT_HEADER, check_generation
-from server.api.request.template import template_of
-from server.api.request.tools import usable_tools
 from server.api.route import EVENTS, JSON, ApiRoute
-from server.api.routes.chat import start_chat
 from server.api.routes.messages.schemas import COUNT_FIELDS, MESSAGES_FIELDS, CountRequest, MessagesRequest
 from server.api.routes.messages.translation import chat_request
 from server.api.routes.messages.writer import ANTHROPIC_ERRORS, MessagesWriter
@@ -63,9 +59,8 @@ class Messages:
         state = self._state
         body = await self._reader.read(request, state.body_limits, state.aside)
         chat = await self._translated(body)
-        head = check_generation(state, chat, id_prefix="msg", timeout_header=request.headers.get(TIMEOUT_HEADER))
-        generation, _ = await start_chat(state, chat, head)
-        writer = MessagesWriter(generation, head)
+        generation, plan = await start_chat(state, chat, request, id_prefix="msg")
+        writer = MessagesWriter(generation, plan.generation.head)
         return GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream))
 
     async def count_tokens(self, request: Request) -> Response:
@@ -74,9 +69,8 @@ class Messages:
         body = await self._count_reader.read(request, state.body_limits, state.aside)
         state.check_model(body.model)
         chat = await self._translated(body)
-        tools = await usable_tools(state, chat)
-        ids = await encode_chat(state, chat, await template_of(state, chat, tools), tools)
-        return Response(encode_json({"input_tokens": len(ids)}), media_type="application/json")
+        answer = {"input_tokens": await count_tokens(state, chat)}
+        return Response(encode_json(answer), media_type="application/json")
 
     async def _translated(self, body: CountRequest) -> ChatRequest:
         num_blocks = sum(len(turn.content) if isinstance(turn.content, list) else 1 for turn in body.messages)

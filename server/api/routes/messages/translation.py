@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from server.api.request.raw_json import read_raw
+from server.api.request.body import read_raw
 from server.api.request.schemas import ChatRequest, FunctionCall, Message, ToolCall
 from server.api.request.tools import MAX_TOOLS_BYTES
 from server.api.routes.messages.schemas import (

@@ -19,14 +19,10 @@ from starlette.types import Receive, Scope, Send
 from server.api.answers.answer import GenerationAnswer, LongJson, json_response
 from server.api.answers.forwarded import ForwardedAnswer
 from server.api.peers import FORWARDED
-from server.api.request.body_reader import BodyReader
-from server.api.request.prompt import encode_chat
+from server.api.request.body import BodyReader
+from server.api.request.chat import count_tokens, start_chat
 from server.api.request.schemas import ChatRequest, Message
-from server.api.request.submission import TIMEOUT_HEADER, check_generation
-from server.api.request.template import template_of
-from server.api.request.tools import usable_tools
 from server.api.route import EVENTS, JSON, ApiRoute
-from server.api.routes.chat import start_chat
 from server.api.routes.responses.input_items import items_page
 from server.api.routes.responses.record import CANCELLED, ResponseRecord
 from server.api.routes.responses.schemas import RESPONSES_FIELDS, FunctionTool, ResponsesRequest
@@ -105,10 +101,10 @@ class Responses:
         tools, messages, num_bytes = await self._conversation(body, earlier)
         chat = chat_request(body, tools, messages)
         with own_names():
-            head = check_generation(state, chat, id_prefix="resp", timeout_header=request.headers.get(TIMEOUT_HEADER))
-            generation, options = await start_chat(state, chat, head)
+            generation, plan = await start_chat(state, chat, request, id_prefix="resp")
+        head = plan.generation.head
         num_bytes += _other_bytes(chat, body.instructions) + (0 if earlier is None else earlier.num_bytes)
-        scores = ScoreWriter(state.tokenizer, options.top_logprobs or 0)
+        scores = ScoreWriter(state.tokenizer, plan.generation.logprobs or 0)
         record = ResponseRecord(
             head.id, current_key.get(), _repeated(body, tools, head.model, state), messages, num_bytes, scores
         )
@@ -140,9 +136,8 @@ class Responses:
         tools, messages, _ = await self._conversation(body, self._earlier(body.previous_response_id))
         chat = chat_request(body, tools, messages)
         with own_names():
-            usable = await usable_tools(state, chat)
-            ids = await encode_chat(state, chat, await template_of(state, chat, usable), usable)
-        return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
+            count = await count_tokens(state, chat)
+        return json_response({"object": "response.input_tokens", "input_tokens": count})
 
     async def _keeper(self, request: Request, id: str | None) -> Path | None:
         """The other process that keeps the response. None: this one does, or none."""

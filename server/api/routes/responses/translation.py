@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 from starlette.datastructures import QueryParams
 
-from server.api.request.raw_json import read_raw
+from server.api.request.body import read_raw
+from server.api.request.conversation import check_role
 from server.api.request.schemas import ChatRequest, ContentPart, FunctionCall, Message, ToolCall
-from server.api.request.template_input import check_role
 from server.api.request.tools import MAX_TOOLS_BYTES
 from server.api.routes.responses.schemas import FunctionTool, InputItem, InputPart, ResponsesRequest, TextFormat
 from server.http.errors import RequestError, invalid, unsupported

@@ -1,4 +1,4 @@
-"""Grammars that constrain tool calls: the model must make one, or the arguments must be valid by their schemas.
+"""The grammar of an output: structured output in OpenAI's or vLLM's fields, tool calls, or both.
 
 A call that must be made is JSON: `{"name": "f", "parameters": {...}}` as Llama 3 writes it, or as Hermes does,
 `{"name": "f", "arguments": {...}}` between tags. A model that may choose writes calls in its own format.
@@ -8,26 +8,59 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from server.api.request.schemas import FunctionSpec
-from server.api.request.tools import ToolChoice, Tools, call_format
+import msgspec
+
+from server.api.request.body import RawField, read_raw
+from server.api.request.schemas import FunctionSpec, SamplingFields
+from server.api.request.tools import ToolChoice, Tools
 from server.api.state import ServerState
+from server.grammar import forms
 from server.grammar.forms import JSON_OPTIONS, lark_grammar
 from server.grammar.python_literals import SHARED_RULES, PythonArguments
 from server.grammar.references import moved
+from server.http.errors import RequestError, invalid, unsupported
 from server.text.tool_calls.json_calls import CALL_END_TAG, CALL_TAG, HermesCallParser, JsonCallParser
 from server.text.tool_calls.parser import CallParser
 from server.text.tool_calls.pythonic_calls import PythonicCallParser
 
+MAX_BYTES = 4 * forms.MAX_GRAMMAR_CHARS  # of one field
+FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")  # of `structured_outputs`
 ONE_LINE = JSON_OPTIONS | {"whitespace_pattern": " ?"}
 ANY_TEXT = r"(.|\n)*"
 SPACE = r"[ \t\r\n]"  # JSON's
 
+Made = Callable[[], str]
 
-async def grammar_with_tools(state: ServerState, tools: Tools | None, answer: str | None) -> str | None:
+_decode_any: msgspec.json.Decoder[Any | None] = msgspec.json.Decoder(Any)
+
+
+class Constraint(NamedTuple):
+    """The field that asks for a form of the output, and the function that makes its grammar."""
+
+    field: str
+    make: Made
+
+
+def asked_constraint(body: SamplingFields) -> Constraint | None:
+    """None: the output is free. Raises RequestError 400 if there are several constraints, or one is invalid."""
+    asked = _constraints(body)
+    if len(asked) > 1:
+        message = f"{asked[1].field}: there is {asked[0].field} already; one constraint on the output is allowed."
+        raise RequestError(400, message, param=asked[1].field)
+    return asked[0] if asked else None
+
+
+async def compiled(state: ServerState, constraint: Constraint | None) -> str | None:
+    """The constraint's grammar, which is compiled once in a thread to check it. Raises RequestError 400 with the field:
+    the compiler's message has the place in the schema."""
+    return None if constraint is None else await state.grammars.make(constraint.make, param=constraint.field)
+
+
+async def with_calls(state: ServerState, tools: Tools | None, answer: str | None) -> str | None:
     """The grammar of an answer that may contain, or must be, tool calls. `answer` is that of an answer without calls.
 
     Raises RequestError 400 for a schema that is not supported.
@@ -36,8 +69,95 @@ async def grammar_with_tools(state: ServerState, tools: Tools | None, answer: st
         return answer
     if tools.choice is ToolChoice.AUTO and answer is None and not tools.are_strict:
         return None
-    form = call_format(state, tools, answer)
+    form = tools.call_format(state.call_format, is_free=answer is None)
     return await state.grammars.make(partial(tool_grammar, tools, answer, form), param="tools")
+
+
+def _constraints(body: SamplingFields) -> list[Constraint]:
+    asked: list[Constraint] = []
+    value = _read("response_format", body.response_format)
+    if value is not None and (made := _response_format(value)) is not None:
+        asked.append(Constraint("response_format", made))
+    value = _read("structured_outputs", body.structured_outputs)
+    if value is not None:
+        asked += [Constraint("structured_outputs", made) for made in _structured_outputs(value)]
+    for form in ("json", "regex", "choice", "grammar"):
+        field = f"guided_{form}"
+        value = _read(field, getattr(body, field))
+        if value is not None:
+            asked.append(Constraint(field, _made(field, form, value)))
+    return asked
+
+
+def _read(param: str, raw: RawField) -> Any:
+    return read_raw(param, raw, _decode_any, max_bytes=MAX_BYTES)
+
+
+def _response_format(value: Any) -> Made | None:
+    """None for the type `text`: the output is free."""
+    param = "response_format"
+    match value:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object", "schema": schema} if schema is not None:  # llama.cpp's older form
+            return _made(param, "json", schema)
+        case {"type": "json_object"}:
+            return forms.json_object_grammar
+        case {"type": "json_schema", "json_schema": {"schema": schema}} if schema is not None:
+            return _made(param, "json", schema)
+        case {"type": "json_schema"}:
+            raise invalid(param, "the type `json_schema` needs a `json_schema` with a `schema`")
+        case {"type": "structural_tag"}:
+            return _made(param, "structural_tag", value)
+        case {"type": str(kind)}:
+            raise unsupported(param, f"the type `{kind[:40]}` is")
+    raise invalid(param, "must be an object with a `type`")
+
+
+def _structured_outputs(value: Any) -> list[Made]:
+    param = "structured_outputs"
+    if not isinstance(value, Mapping):
+        raise invalid(param, "must be an object")
+    given = {form: content for form, content in value.items() if content not in (None, False)}
+    unknown = sorted(given.keys() - set(FORMS))
+    if unknown:
+        raise unsupported(param, f"the option `{unknown[0][:40]}` is")
+    if len(given) != 1:
+        raise invalid(param, f"must have exactly one of {', '.join(FORMS)}, got {len(given)}")
+    return [_made(param, form, content) for form, content in given.items()]
+
+
+def _made(param: str, form: str, content: Any) -> Made:
+    match form, content:
+        case "json_object", True:
+            return forms.json_object_grammar
+        case "json", str() | dict() | bool():
+            schema = _from_text(param, content)
+            return lambda: forms.json_schema_grammar(schema)
+        case "regex", str(pattern):
+            return lambda: forms.regex_grammar(pattern)
+        case "grammar", str(text):
+            return lambda: forms.lark_grammar(text)
+        case "choice", list(choices) if all(isinstance(choice, str) for choice in choices):
+            return lambda: forms.choice_grammar(choices)
+        case "structural_tag", str() | dict():
+            tag = _from_text(param, content)
+            match tag:
+                case {"structures": list(structures), "triggers": list(triggers)}:
+                    return lambda: forms.structural_tag_grammar(structures, triggers)
+            raise invalid(param, "a structural tag needs a list of `structures` and a list of `triggers`")
+    kinds = {"json": "a schema", "choice": "a list of texts", "structural_tag": "an object", "json_object": "true"}
+    raise invalid(param, f"`{form}` must be {kinds.get(form, 'a text')}")
+
+
+def _from_text(param: str, content: Any) -> Any:
+    """A schema or tag may be given as JSON text."""
+    if not isinstance(content, str):
+        return content
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise invalid(param, f"is not JSON: {error}") from error
 
 
 def tool_grammar(tools: Tools, answer: str | None = None, form: type[CallParser] = JsonCallParser) -> str:

@@ -1,0 +1,299 @@
+"""Decodes request bodies: the first step of a request.
+
+Declared fields are decoded; a table decides about all other fields. Fields of arbitrary JSON are kept as they came, and
+`read_raw` decodes them within their own bounds.
+
+The entries of a long body are counted before it is decoded, and its lists of numbers are decoded in pieces. Decoding is
+one call that holds the interpreter's lock, in a thread too. So a call decodes no more entries than a body may have
+marks: brackets, colons and commas outside strings. The commas of lists of numbers do not count. Such a list has its
+type's bound, and each call decodes PIECE_BYTES of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+from starlette.requests import Request
+
+from server.api.aside import Aside
+from server.api.request.fields import FieldTable
+from server.http.body import BodyLimits, UnknownFieldError, decode_body, read_body
+from server.http.errors import INVALID_BODY, RequestError, invalid
+
+logger = logging.getLogger("pallas_serve")
+
+MAX_NAMES = 200  # unknown fields that one route warns of; clients choose their names
+MAX_NAME_CHARS = 80
+MAX_HARMLESS_BYTES = 64  # a longer value is never a harmless one
+
+_decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_decode_list = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+_decode_value = msgspec.json.Decoder(Any)
+LONG_BODY = 64 * 1024  # bytes; a shorter body has few entries
+PIECE_BYTES = 64 * 1024
+_MARKS = (b"[", b"{", b":", b",")
+_NO_BACKSLASH = re.compile(rb"[^\\]")
+
+RawField = msgspec.Raw | msgspec.UnsetType
+
+
+class BodyReader[T: msgspec.Struct]:
+    """Reads bodies of the struct `kind`, which must be that of the table.
+
+    A body with only declared fields is decoded once. Any other body is decoded again without its undeclared fields.
+    Fields that are kept as they came (`msgspec.Raw`) are looked through if the table has their types.
+    """
+
+    def __init__(self, kind: type[T], table: FieldTable, *, strict: bool) -> None:
+        if kind is not table.kind:
+            raise ValueError(f"the table is of another type: {kind=} {table.kind=}")
+        self._decoder = msgspec.json.Decoder(kind, strict=False)
+        self._long = LongBodyReader(kind)
+        self._table = table
+        self._strict = strict
+        self._warned: set[str] = set()
+
+    async def read(self, request: Request, limits: BodyLimits, aside: Aside) -> T:
+        """Raises RequestError for an unreadable body, a refused field, or a value of a wrong type."""
+        return (await self.read_with_bytes(request, limits, aside))[0]
+
+    async def read_with_bytes(self, request: Request, limits: BodyLimits, aside: Aside) -> tuple[T, bytes]:
+        """As `read`, and the body as it came."""
+        body = await read_body(request, limits)
+        if len(body) >= LONG_BODY:
+            return await aside.run(len(body), self._read_long, body, limits.max_marks), body
+        try:
+            read = decode_body(self._decoder, body)
+        except UnknownFieldError:
+            known = await aside.run(len(body), self._declared, body, self._table, "")
+            return decode_body(self._decoder, known), body
+        size = sum(len(raw) for raw in self._raw_objects(read).values())
+        await aside.run(size, self._clean, read)
+        return read, body
+
+    def _read_long(self, body: bytes, max_marks: int) -> T:
+        self._long.check(body, max_marks)
+        try:
+            read = self._long.decode(body)
+        except UnknownFieldError:
+            return self._long.decode(self._declared(body, self._table, ""))
+        self._clean(read)
+        return read
+
+    def _raw_objects(self, read: T) -> dict[str, msgspec.Raw]:
+        """The fields kept as they came whose types the table has."""
+        given = {name: getattr(read, name) for name in self._table.inner}
+        return {name: raw for name, raw in given.items() if isinstance(raw, msgspec.Raw)}
+
+    def _clean(self, read: T) -> None:
+        """Removes undeclared fields from these."""
+        for name, raw in self._raw_objects(read).items():
+            setattr(read, name, msgspec.Raw(self._declared(bytes(raw), self._table.inner[name], f"{name}.")))
+
+    def _declared(self, value: bytes, table: FieldTable, path: str) -> bytes:
+        """The JSON of an object, or of a list of objects, without the fields that their type does not declare.
+
+        Anything else comes back as it is: what reads it reports the wrong type.
+        """
+        value = value.lstrip()
+        try:
+            if value.startswith(b"["):
+                items = _decode_list.decode(value)
+                return _list(self._kept(item, table, f"{path}{i}.") for i, item in enumerate(items))
+            if value.startswith(b"{"):
+                return self._kept(_decode_object.decode(value), table, path)
+        except msgspec.DecodeError:
+            return value
+        return value
+
+    def _kept(self, fields: dict[str, msgspec.Raw], table: FieldTable, path: str) -> bytes:
+        names = table.kind.__struct_fields__
+        kept: dict[str, msgspec.Raw] = {}
+        for name, raw in fields.items():
+            if name not in names:
+                self._judge(name, raw, table, path)
+            elif name in table.inner:
+                kept[name] = msgspec.Raw(self._declared(bytes(raw), table.inner[name], f"{path}{name}."))
+            else:
+                kept[name] = raw
+        return msgspec.json.encode(kept)
+
+    def _judge(self, name: str, raw: msgspec.Raw, table: FieldTable, path: str) -> None:
+        if name in table.without_effect:
+            return
+        refused = table.refused.get(name)
+        param = f"{path}{name[:MAX_NAME_CHARS]}"
+        if refused is None:
+            self._unknown(param, name)
+            return
+        value = decode_body(_decode_value, bytes(raw)) if len(raw) <= MAX_HARMLESS_BYTES else raw
+        if refused.concerns(value):
+            raise RequestError(400, f"{param}: {refused.why}.", param=param, code="unsupported_parameter")
+
+    def _unknown(self, param: str, name: str) -> None:
+        if self._strict:
+            message = f"{param}: this server does not know the field, and it refuses such fields (--strict-fields)."
+            raise RequestError(400, message, param=param, code="unknown_parameter")
+        if name in self._warned or len(self._warned) >= MAX_NAMES:
+            return
+        self._warned.add(name)
+        note = "" if len(self._warned) < MAX_NAMES else "; further fields are ignored without a warning"
+        logger.warning("the unknown field %r is ignored (--strict-fields refuses such fields)%s", param, note)
+
+
+def _list(items: Any) -> bytes:
+    return b"[" + b",".join(items) + b"]"
+
+
+class LongBodyReader[T: msgspec.Struct]:
+    """Decodes long bodies of the struct `kind`. The work is for a thread: the lock is free between two calls.
+
+    Raises ValueError for a list of numbers without a bound.
+    """
+
+    def __init__(self, kind: type[T]) -> None:
+        self._kind = kind
+        fields = {field.name: field for field in msgspec.structs.fields(kind)}
+        types = {field.name: field.type for field in inspect.type_info(kind).fields}  # type: ignore[attr-defined]
+        self._bounds = {name: bound for name, type in types.items() if (bound := _bound_of_numbers(type)) is not None}
+        # every field as it came; the others are skipped
+        raw = [(name, RawField, msgspec.UNSET) for name in fields]
+        self._fields = msgspec.json.Decoder(msgspec.defstruct("Fields", raw, kw_only=True))
+        # all fields but lists of numbers; with the type's name, which errors have
+        rest = [
+            (name, RawField if name in self._bounds else field.type, *_default(field)) for name, field in fields.items()
+        ]
+        without = msgspec.defstruct(kind.__name__, rest, kw_only=True, forbid_unknown_fields=True)
+        self._rest = msgspec.json.Decoder(without, strict=False)
+        self._decoders = {name: msgspec.json.Decoder(fields[name].type, strict=False) for name in self._bounds}
+
+    def check(self, body: bytes, max_marks: int) -> None:
+        """Raises RequestError 400, with the field's name, for too many entries."""
+        split = msgspec.structs.asdict(decode_body(self._fields, body))
+        given = {name: bytes(raw) for name, raw in split.items() if raw is not msgspec.UNSET}
+        free = dict.fromkeys(given, 0)  # commas that do not count
+        for name in self._bounds.keys() & given:
+            if _is_list_of_numbers(given[name]):
+                free[name] = given[name].count(b",")
+                if free[name] >= self._bounds[name]:
+                    raise invalid(name, f"at most {self._bounds[name]} entries are allowed, got {free[name] + 1}")
+        most = max_marks + sum(free.values())
+        if count_marks(body, most) <= most:
+            return
+        counts = {name: count_marks(raw, max_marks + free[name]) - free[name] for name, raw in given.items()}
+        largest = max(counts, key=counts.__getitem__, default="")
+        param = largest if 2 * counts.get(largest, 0) > max_marks else None
+        where = "The body" if param is None else f"{param}: the body"
+        message = f"{where} has more than {max_marks} brackets, colons and commas outside of texts. Please send fewer."
+        raise RequestError(400, message, type=INVALID_BODY, param=param)
+
+    def decode(self, body: bytes) -> T:
+        """The body, which `check` has accepted. Raises as `decode_body`."""
+        rest = decode_body(self._rest, body)
+        values = {name: getattr(rest, name) for name in self._kind.__struct_fields__}
+        for name in self._bounds:
+            if isinstance(raw := values[name], msgspec.Raw):
+                values[name] = self._numbers(name, bytes(raw))
+            elif raw is msgspec.UNSET:
+                del values[name]
+        return self._kind(**values)
+
+    def _numbers(self, name: str, raw: bytes) -> Any:
+        decoder = self._decoders[name]
+        if not _is_list_of_numbers(raw):
+            return decode_body(decoder, raw, field=name)
+        found: list[Any] = []
+        depth = 0
+        for piece in _pieces_at_commas(raw):
+            before = depth
+            depth += piece.count(b"[") - piece.count(b"]")
+            try:
+                items = decoder.decode(b"[" * before + piece + b"]" * depth)
+            except msgspec.ValidationError as error:  # its index counts from the beginning of the piece
+                text = str(error).partition(" - at ")[0]
+                raise RequestError(400, f"{name}: {text}", type=INVALID_BODY, param=name) from error
+            if before > 1 and found:
+                found[-1] += items.pop(0)
+            found += items
+        return found
+
+
+def count_marks(json: bytes, most: int) -> int:
+    """The brackets, colons and commas outside strings. Counting ends above `most`."""
+    count, in_string = 0, False
+    start = 0
+    while start < len(json) and count <= most:
+        cut = _NO_BACKSLASH.search(json, start + PIECE_BYTES - 1)  # a backslash and what it escapes stay together
+        end = len(json) if cut is None else cut.end()
+        parts = json[start:end].replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        outside = b"".join(parts[in_string::2])
+        count += sum(map(outside.count, _MARKS))
+        in_string ^= len(parts) % 2 == 0
+        start = end
+    return count
+
+
+def _pieces_at_commas(raw: bytes) -> Iterator[bytes]:
+    """The pieces of a list of numbers, without the commas between them."""
+    start = 0
+    while start < len(raw):
+        end = raw.find(b",", start + PIECE_BYTES)
+        end = len(raw) if end < 0 else end
+        yield raw[start:end]
+        start = end + 1
+
+
+def _is_list_of_numbers(raw: bytes) -> bool:
+    """Whether it is a list without any string. There may be lists in it."""
+    return raw.lstrip()[:1] == b"[" and b'"' not in raw
+
+
+def _bound_of_numbers(type: inspect.Type) -> int | None:
+    """The most entries of the list of whole numbers that a field may have; None: it may have none."""
+    if isinstance(type, inspect.UnionType):
+        return next((bound for option in type.types if (bound := _bound_of_numbers(option)) is not None), None)
+    if not isinstance(type, inspect.ListType):
+        return None
+    items = type.item_type.types if isinstance(type.item_type, inspect.UnionType) else (type.item_type,)
+    if not any(isinstance(item, inspect.IntType) for item in items):
+        return None
+    if type.max_length is None:
+        raise ValueError(f"a list of numbers needs a bound: {type=}")
+    return type.max_length
+
+
+def _default(field: Any) -> tuple[Any, ...]:
+    return () if field.required else (field.default,)
+
+
+def read_raw[T](param: str, raw: RawField, decoder: msgspec.json.Decoder[T | None], *, max_bytes: int) -> T | None:
+    """None if the field was not given. Raises RequestError 400."""
+    if raw is msgspec.UNSET:
+        return None
+    if len(raw) > max_bytes:
+        raise invalid(param, f"is larger than {max_bytes} bytes")
+    try:
+        return decoder.decode(raw)
+    except RecursionError as error:
+        raise invalid(param, "is nested too deeply") from error
+    except ValueError as error:
+        raise RequestError(400, f"{param}: {error}", type=INVALID_BODY, param=param) from error
+
+
+def is_deeper_than(most: int, value: Any) -> bool:
+    """Whether lists and objects are nested more than `most` deep."""
+    level = [value]
+    for _ in range(most + 1):
+        level = [inner for item in level for inner in _items(item)]
+    return bool(level)
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list) else ()

@@ -1,0 +1,137 @@
+"""The steps of a chat, from its decoded body to a running generation: check, render, constrain, fit, submit.
+
+Chat completions, the Responses API and Anthropic's Messages API take them. Each step reads the plan and adds its part.
+Nothing after the first step reads the body.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from server.api.answers.chat_writer import ChatOptions
+from server.api.request.conversation import Conversation, content_text, encode_conversation
+from server.api.request.grammars import Constraint, asked_constraint, compiled, with_calls
+from server.api.request.limits import Truncation, check_min_tokens, limit_scores, output_limit
+from server.api.request.plan import TIMEOUT_HEADER, GenerationPlan, check_generation, submit
+from server.api.request.sampling import check_counts, check_num_choices, check_top_logprobs
+from server.api.request.schemas import ChatRequest
+from server.api.request.tools import ToolChoice, Tools, usable_tools
+from server.api.state import ServerState
+from server.engine.generation import Generation
+from server.http.errors import invalid
+
+
+@dataclass(kw_only=True, slots=True)
+class ChatPlan:
+    """A chat on its way to the engine."""
+
+    generation: GenerationPlan
+    conversation: Conversation
+    tools: Tools | None  # those that the model may call
+    constraint: Constraint | None  # on an answer without calls
+    truncation: Truncation
+    max_tokens: int | None  # None: up to the end of the context
+    max_tokens_field: str
+    echo: str
+
+    @property
+    def options(self) -> ChatOptions:
+        """What the answer is written with."""
+        return ChatOptions(
+            prompt=self.generation.prompts[0],
+            top_logprobs=self.generation.logprobs,
+            num_prompt_logprobs=self.generation.prompt_logprobs,
+            echo=self.echo,
+            is_named_call=self.tools is not None and self.tools.choice is ToolChoice.NAMED,
+        )
+
+
+async def start_chat(
+    state: ServerState, body: ChatRequest, request: Request, *, id_prefix: str
+) -> tuple[Generation, ChatPlan]:
+    """Makes the checks of a chat, renders the prompt and submits it. Raises RequestError."""
+    plan = await check_chat(state, body, id_prefix=id_prefix, timeout_header=request.headers.get(TIMEOUT_HEADER))
+    await render(state, plan)
+    await constrain(state, plan)
+    fit(state, plan)
+    return await submit(state, plan.generation), plan
+
+
+async def check_chat(
+    state: ServerState, body: ChatRequest, *, id_prefix: str, timeout_header: str | None = None
+) -> ChatPlan:
+    """Reads all fields of the body. Raises RequestError for the first that is invalid."""
+    generation = await check_generation(state, body, id_prefix=id_prefix, timeout_header=timeout_header)
+    generation.logprobs = _top_logprobs(body)
+    generation.prompt_logprobs = body.prompt_logprobs
+    if body.prompt_logprobs is None and body.echo and not body.stream:
+        generation.prompt_logprobs = generation.logprobs  # as in vLLM
+    field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    check_counts(max_tokens, body.min_tokens, param=field)
+    check_num_choices(1, body.n, most=state.settings.max_choices)
+    return ChatPlan(
+        generation=generation,
+        tools=await usable_tools(state, body),
+        conversation=Conversation.of(body),
+        constraint=asked_constraint(body),
+        truncation=Truncation.of(body.truncate_prompt_tokens, body.truncation_side, state.client.info.max_model_len),
+        max_tokens=max_tokens,
+        max_tokens_field=field,
+        echo=_echo(body),
+    )
+
+
+async def count_tokens(state: ServerState, body: ChatRequest) -> int:
+    """The tokens of the prompt that the same body would give. Raises RequestError."""
+    tools = await usable_tools(state, body)
+    return len(await encode_conversation(state, Conversation.of(body), tools))
+
+
+async def render(state: ServerState, plan: ChatPlan) -> None:
+    """The conversation becomes the prompt."""
+    prompt = await encode_conversation(state, plan.conversation, plan.tools)
+    plan.generation.prompts = [prompt[plan.truncation.kept(least_output=plan.max_tokens or 1)]]
+
+
+async def constrain(state: ServerState, plan: ChatPlan) -> None:
+    """The form of the output becomes a grammar, and a parser of tool calls."""
+    answer = await compiled(state, plan.constraint)
+    plan.generation.grammar = await with_calls(state, plan.tools, answer)
+    plan.generation.grammar_field = "tools" if plan.constraint is None else plan.constraint.field
+    if (tools := plan.tools) is not None:
+        plan.generation.new_call_parser = lambda: tools.new_parser(state.call_format, is_free=answer is None)
+
+
+def fit(state: ServerState, plan: ChatPlan) -> None:
+    """Prompt and output must fit into the context, and the log-probabilities into the answer."""
+    generation = plan.generation
+    num_prompt = len(generation.prompts[0])
+    limit = output_limit(num_prompt, plan.max_tokens, state.client.info.max_model_len, param=plan.max_tokens_field)
+    (limit,) = generation.limits = limit_scores(
+        [limit],
+        n=generation.head.n,
+        logprobs=generation.logprobs,
+        num_prompt_scores=0 if generation.prompt_logprobs is None else num_prompt * (generation.prompt_logprobs + 1),
+        fixed=plan.max_tokens is not None,
+        most=state.settings.max_request_logprobs,
+    )
+    check_min_tokens(generation.sampling.values.get("min_tokens"), limit)
+
+
+def _echo(body: ChatRequest) -> str:
+    """With `echo`, the text of the last message if it is the assistant's: the answer continues it."""
+    last = body.messages[-1]
+    return content_text(last) if body.echo and last.role == "assistant" else ""
+
+
+def _top_logprobs(body: ChatRequest) -> int | None:
+    if body.top_logprobs is not None:
+        if not body.logprobs:
+            raise invalid("top_logprobs", "is only allowed when `logprobs` is true")
+        check_top_logprobs("top_logprobs", body.top_logprobs)
+    if body.prompt_logprobs is not None:
+        check_top_logprobs("prompt_logprobs", body.prompt_logprobs)
+    return (body.top_logprobs or 0) if body.logprobs else None

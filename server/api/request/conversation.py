@@ -1,0 +1,274 @@
+"""Renders a conversation: checks roles and contents, runs the chat template, and encodes what it writes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import msgspec
+
+from server.api.request.body import RawField, is_deeper_than, read_raw
+from server.api.request.limits import check_num_messages, check_text_length
+from server.api.request.schemas import ChatRequest, ContentPart, FunctionCall, Message, TokenizeRequest
+from server.api.request.tools import MAX_DEPTH, Tools
+from server.api.state import ServerState
+from server.http.errors import RequestError, invalid, overloaded, unavailable, unsupported
+from server.text.special_tokens import Part, encode_parts
+from server.text.template_messages import TemplateError
+from server.text.template_runner import Lane, ServedTemplate, TemplateLimitError, TooManyTemplatesError
+
+CHARS_OF_A_MESSAGE = 40  # about the characters that a template adds to a message; an estimate of work
+# Llama 3 has no role `developer`, which is OpenAI's newer name for `system`. `function` is OpenAI's older name for
+# `tool`. All other roles go to the template as they are.
+TEMPLATE_NAMES = {"developer": "system", "function": "tool"}
+MAX_ROLE_CHARS = 64
+MAY_BE_EMPTY = ("assistant", "tool", "ipython")  # roles whose content may be null
+MAX_VARIABLES_BYTES = 64 * 1024  # the template reads every string of them, several times
+MAX_DOCUMENTS_BYTES = 2 * 2**20
+RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
+
+_variables = msgspec.json.Decoder(dict[str, Any] | None)
+_documents = msgspec.json.Decoder(list[dict[str, Any]] | None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """The fields of a request that its prompt is made of."""
+
+    messages: Sequence[Message]
+    generates: bool  # the template opens the assistant's message
+    continues: bool  # the prompt ends within the last message
+    template: str | None  # the request's own
+    variables: RawField
+    documents: RawField
+    adds_affixes: bool  # templates write their own; this adds the tokenizer's, too
+
+    @classmethod
+    def of(cls, body: ChatRequest | TokenizeRequest) -> Self:
+        """Raises RequestError 400 if there are no messages, or fields contradict each other."""
+        if not body.messages:
+            raise invalid("messages", "must not be empty")
+        continues = bool(body.continue_final_message)
+        generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+        if continues and generates:
+            raise invalid("continue_final_message", "cannot be combined with `add_generation_prompt`")
+        return cls(
+            messages=body.messages,
+            generates=generates,
+            continues=continues,
+            template=body.chat_template or None,
+            variables=body.chat_template_kwargs,
+            documents=body.documents,
+            adds_affixes=bool(body.add_special_tokens),
+        )
+
+    @property
+    def raw_size(self) -> int:
+        """The bytes of the fields that are not decoded."""
+        return sum(len(field) for field in (self.variables, self.documents) if field is not msgspec.UNSET)
+
+
+async def encode_conversation(state: ServerState, conversation: Conversation, tools: Tools | None = None) -> list[int]:
+    """The prompt's ids. Raises RequestError 400 for messages or variables that the template cannot render."""
+    template = await _template_of(state, conversation, tools)
+    max_model_len = state.client.info.max_model_len
+    check_num_messages(len(conversation.messages), max_model_len)
+    most = CHARS_OF_A_MESSAGE * len(conversation.messages)
+    size = await state.aside.run(most, lambda: sum(map(_work_of, conversation.messages)))
+    messages = await state.aside.run(size, template_messages, conversation.messages)
+    num_chars = await state.aside.run(size, lambda: sum(map(num_characters, messages)))
+    check_text_length(num_chars, state.tokenizer, max_model_len)
+    extra = await state.aside.run(conversation.raw_size, template_variables, conversation, template)
+    lane = Lane.SPECIAL if conversation.template or extra.keys() - {"documents"} else Lane.ORDINARY
+    if tools is not None:
+        extra["tools"] = tools.for_template()
+    max_chars = state.tokenizer.max_token_chars * max_model_len
+
+    def render() -> tuple[int, list[Part]]:
+        return template.render(
+            max_chars,
+            messages=messages,
+            add_generation_prompt=conversation.generates,
+            continue_final_message=conversation.continues,
+            extra=extra,
+        )
+
+    costly = "messages"
+    if lane is Lane.SPECIAL:
+        costly = "chat_template" if conversation.template else "chat_template_kwargs"
+    with _template_errors("messages", limits_param=costly):
+        num_chars, parts = await state.templates.run(lane, render)
+    check_text_length(num_chars, state.tokenizer, max_model_len)
+    ids = await state.aside.run(num_chars, encode_parts, state.tokenizer, parts)
+    return state.tokenizer.with_affixes(ids) if conversation.adds_affixes else ids
+
+
+async def _template_of(state: ServerState, conversation: Conversation, tools: Tools | None) -> ServedTemplate:
+    """Raises RequestError 400 if there is no template, if it does not show the tools, or if the request's own is not
+    allowed or not valid."""
+    own = conversation.template
+    template = _of_the_model(state, tools) if own is None else await _own(state, own)
+    if tools is not None and not template.reads("tools"):
+        message = "tools: this model's chat template has no place for tools; --chat-template FILE gives it another."
+        raise RequestError(400, message, param="tools")
+    return template
+
+
+def _of_the_model(state: ServerState, tools: Tools | None) -> ServedTemplate:
+    template = state.chat_template if tools is None else state.tool_template
+    if template is None:
+        message = "This model has no chat template: use /v1/completions."
+        if state.tool_template is not None:
+            message = "This model has a chat template for requests with tools only: give tools, or use /v1/completions."
+        raise RequestError(400, message)
+    return template
+
+
+async def _own(state: ServerState, source: str) -> ServedTemplate:
+    if not state.settings.trust_request_chat_template:
+        message = "is a program, and this server runs those of requests only with --trust-request-chat-template"
+        raise invalid("chat_template", message)
+    timeout_s = state.settings.template_timeout_s
+    with _template_errors("chat_template"):
+        return await state.templates.run(
+            Lane.SPECIAL, lambda: ServedTemplate(source, state.tokenizer, state.templates, timeout_s=timeout_s)
+        )
+
+
+@contextlib.contextmanager
+def _template_errors(param: str, limits_param: str | None = None) -> Iterator[None]:
+    """Raises the errors of running a template as RequestError. `limits_param`: of too much work; by default `param`."""
+    try:
+        yield
+    except TemplateLimitError as error:
+        raise RequestError(400, str(error), param=limits_param or param) from error
+    except TemplateError as error:
+        raise RequestError(400, str(error), param=param) from error
+    except RecursionError as error:
+        raise invalid(limits_param or param, "is nested too deeply") from error
+    except TooManyTemplatesError as error:
+        raise overloaded("Too many conversations wait to be rendered.") from error
+    except OSError as error:
+        raise unavailable(f"No process can be started to render the conversation: {error}") from error
+
+
+def _work_of(message: Message) -> int:
+    """The size, in characters, of work on the message's parts. Text content does not count: it is not copied."""
+    num_parts = len(message.content) if isinstance(message.content, list) else 1
+    calls = [call.function.arguments for call in message.tool_calls or ()]
+    return CHARS_OF_A_MESSAGE * (num_parts + len(calls)) + sum(len(text) for text in calls if isinstance(text, str))
+
+
+def template_variables(conversation: Conversation, template: ServedTemplate) -> dict[str, Any]:
+    """`chat_template_kwargs` and `documents`. Raises RequestError 400 if they are not valid for the template."""
+    variables = read_raw("chat_template_kwargs", conversation.variables, _variables, max_bytes=MAX_VARIABLES_BYTES)
+    reserved = RESERVED_VARIABLES.intersection(variables or ())
+    if reserved:
+        raise invalid("chat_template_kwargs", f"must not set {', '.join(sorted(reserved))}")
+    documents = _read_documents(conversation.documents, template)
+    return (variables or {}) | ({"documents": documents} if documents else {})
+
+
+def _read_documents(raw: RawField, template: ServedTemplate) -> list[dict[str, Any]] | None:
+    documents = read_raw("documents", raw, _documents, max_bytes=MAX_DOCUMENTS_BYTES)
+    if documents and not template.reads("documents"):
+        raise RequestError(400, "documents: this model's chat template does not show them.", param="documents")
+    if is_deeper_than(MAX_DEPTH, documents):
+        raise invalid("documents", f"are nested more than {MAX_DEPTH} deep")
+    return documents
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """All messages in the form that templates expect."""
+    return [template_message(i, message) for i, message in enumerate(messages)]
+
+
+def template_message(index: int, message: Message) -> dict[str, Any]:
+    """A message in the form that templates expect. Its content is one string, and the
+    arguments of its tool calls are objects.
+
+    Text parts are joined by line feeds. Raises RequestError 400.
+    """
+    where = f"messages.{index}"
+    check_role(f"{where}.role", message.role)
+    role = TEMPLATE_NAMES.get(message.role, message.role)
+    fields: dict[str, Any] = {"role": role, "content": _content(where, role, message)}
+    if message.name is not None:
+        fields["name"] = message.name
+    if message.tool_call_id is not None:
+        fields["tool_call_id"] = message.tool_call_id
+    calls = _tool_calls(message)
+    if calls and role != "assistant":
+        raise invalid(f"{where}.tool_calls", "are only allowed in messages of the assistant")
+    return fields | ({"tool_calls": calls} if calls else {})
+
+
+def check_role(param: str, role: str) -> None:
+    """Raises RequestError 400 for a role that no template has."""
+    if not 0 < len(role) <= MAX_ROLE_CHARS:
+        raise invalid(param, f"must have 1 to {MAX_ROLE_CHARS} characters, got {len(role)}")
+
+
+def content_text(message: Message) -> str:
+    """The text of a message that `template_message` accepts."""
+    return _content("", TEMPLATE_NAMES.get(message.role, message.role), message)
+
+
+def num_characters(message: dict[str, Any]) -> int:
+    """The approximate number of characters that the message adds to a prompt."""
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return len(message["content"]) + sum(len(call["name"]) + _size(call["arguments"]) for call in calls)
+
+
+def _size(arguments: Any) -> int:
+    return len(arguments) if isinstance(arguments, str) else len(msgspec.json.encode(arguments))
+
+
+def _content(where: str, role: str, message: Message) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    if message.content is None:
+        if role not in MAY_BE_EMPTY:
+            raise invalid(f"{where}.content", "must be a string or a list of text parts")
+        return message.refusal or ""
+    return "\n".join(_part_text(f"{where}.content.{i}", part) for i, part in enumerate(message.content))
+
+
+def _part_text(where: str, part: ContentPart) -> str:
+    if part.type not in ("text", "refusal"):
+        raise unsupported(where, f"content of the type `{part.type[:40]}` is")
+    text = part.text if part.type == "text" else part.refusal
+    if text is None:
+        raise invalid(f"{where}.{part.type}", "is missing")
+    return text
+
+
+def _tool_calls(message: Message) -> list[dict[str, Any]]:
+    calls = [
+        {"id": call.id or "", "type": "function", "function": _function(call.function)}
+        for call in message.tool_calls or ()
+    ]
+    if message.function_call is not None:
+        calls.append({"id": "", "type": "function", "function": _function(message.function_call)})
+    return calls
+
+
+def _function(call: FunctionCall) -> dict[str, Any]:
+    return {"name": call.name, "arguments": _arguments(call.arguments)}
+
+
+def _arguments(arguments: str | dict[str, Any] | None) -> Any:
+    """The arguments as an object, which templates print as JSON. Text that is not a JSON object stays a string."""
+    value: Any = arguments
+    if isinstance(arguments, str):
+        try:
+            value = msgspec.json.decode(arguments)
+        except (msgspec.DecodeError, RecursionError):
+            return arguments
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or is_deeper_than(MAX_DEPTH, value):
+        return arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+    return value

@@ -1,0 +1,199 @@
+"""The plan of a generation: what a request asks of the engine. It begins with the checks, and ends with `submit`."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from server.api.answers.usage import UsageOptions
+from server.api.answers.writer import AnswerHead
+from server.api.request.sampling import Sampling, read_sampling
+from server.api.request.schemas import SamplingFields
+from server.api.state import ServerState
+from server.api.tracing import current_trace
+from server.engine import wire
+from server.engine.generation import Choice, Generation
+from server.http.auth import current_client, current_key
+from server.http.errors import invalid
+from server.settings import MOST_SECONDS
+from server.text.stop_strings import StopStrings
+from server.text.stream import TextStream
+from server.text.tool_calls.parser import CallParser
+
+MAX_ID_CHARS = 200
+TIMEOUT_HEADER = "X-Request-Timeout"
+MAX_ALLOWED_IDS = 2**20  # of all sequences of a request
+LEAST_LEFT_S = 0.001  # left if the deadline has passed while the prompt was encoded
+
+
+@dataclass(kw_only=True, slots=True)
+class GenerationPlan:
+    """What a request asks of the engine. `check_generation` makes it; the steps after it fill in the rest.
+
+    Without streaming, only the first choice of each prompt has the prompt's log-probabilities.
+    """
+
+    head: AnswerHead
+    sampling: Sampling
+    stream: bool
+    has_own_id: bool  # the request has chosen the answer's id
+    priority: int
+    cache_salt: int
+    counts_drafts: bool
+    # of the prompt
+    prompts: Sequence[list[int]] = ()
+    limits: Sequence[int] = ()  # the prompts' output limits
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    # of the output's form
+    grammar: str | None = None  # one of `state.grammars`; it applies to every sequence
+    grammar_field: str = "tools"  # the field that asks for it
+    new_call_parser: Callable[[], CallParser] | None = None  # None: tool calls are not parsed
+
+
+async def check_generation(
+    state: ServerState, body: SamplingFields, *, id_prefix: str, timeout_header: str | None
+) -> GenerationPlan:
+    """Raises RequestError for an unknown model or an invalid sampling field."""
+    model = state.check_model(body.model)
+    sampling = await read_sampling(state, body)
+    head = AnswerHead(
+        id=f"{id_prefix}-{_own_id(body.request_id)}",
+        model=model,
+        created=int(time.time()),
+        n=body.n or 1,
+        usage=_usage_options(state, body),
+        deadline=deadline_of(body.timeout_s, timeout_header),
+        every_token=bool(body.ignore_eos),
+        token_ids=bool(body.return_token_ids),
+        names_are_ids=bool(body.return_tokens_as_token_ids),
+    )
+    return GenerationPlan(
+        head=head,
+        sampling=sampling,
+        stream=bool(body.stream),
+        has_own_id=body.request_id is not None,
+        priority=body.priority or 0,
+        cache_salt=cache_salt_of(state, body.cache_salt),
+        counts_drafts=bool(body.return_draft_counts),
+    )
+
+
+async def submit(state: ServerState, plan: GenerationPlan) -> Generation:
+    """Submits `head.n` sequences for each prompt, prompt by prompt. Raises RequestError."""
+    head, sampling = plan.head, plan.sampling
+    _check_allowed_ids(sampling, len(plan.prompts) * head.n)
+    generation = Generation(
+        state.client,
+        # An id that the request has chosen may come again while the engine still has outputs of the one before.
+        f"{head.id}-{uuid.uuid4().hex}" if plan.has_own_id else head.id,
+        stream=plan.stream,
+        on_limit=state.metrics.observe_limit,
+        on_end=state.metrics.observe_end,
+        grammar_field=None if plan.grammar is None else plan.grammar_field,
+    )
+    texts = sampling.stops
+    stops = await state.aside.run(sum(map(len, texts)), StopStrings, texts) if texts else None
+    packed = await state.aside.run(sum(map(len, plan.prompts)), wire.packed_prompts, plan.prompts)
+    left_s = None if head.deadline is None else max(LEAST_LEFT_S, head.deadline - time.monotonic())
+    queue_s = min((s for s in (left_s, state.settings.queue_timeout_s) if s is not None), default=None)
+    requests: list[wire.WireRequest] = []
+    for prompt, packed_prompt, max_tokens in zip(plan.prompts, packed, plan.limits, strict=True):
+        for i in range(head.n):
+            stream = TextStream(
+                state.tokenizer,
+                stops=stops,
+                include_stop=sampling.include_stop,
+                skip_special_tokens=sampling.skip_special_tokens,
+                min_tokens=sampling.values.get("min_tokens", 0),
+            )
+            calls = None if plan.new_call_parser is None else plan.new_call_parser()
+            index = len(generation.choices)
+            choice = Choice(generation, index, stream, len(prompt), include_stop=sampling.include_stop, calls=calls)
+            generation.choices.append(choice)
+            requests.append(
+                wire.WireRequest(
+                    choice.request_id,
+                    packed_prompt if i == 0 else b"",  # empty: the same prompt as the request before
+                    sampling.params(
+                        i,
+                        max_tokens=max_tokens,
+                        logprobs=plan.logprobs,
+                        prompt_logprobs=plan.prompt_logprobs if i == 0 or plan.stream else None,
+                        grammar=wire.SAME_GRAMMAR if plan.grammar is not None and requests else plan.grammar,
+                    ),
+                    plan.priority,
+                    plan.cache_salt,
+                    queue_s,
+                    counts_drafts=plan.counts_drafts,
+                    client=current_client(),
+                    group=head.id,
+                )
+            )
+    running = state.generations.get(head.id)
+    if running is not None and not running.finished:
+        raise invalid("request_id", "a request with this id is running already")
+    state.metrics.observe_request(n=head.n, max_tokens=max(plan.limits))
+    if (trace := current_trace.get()) is not None:
+        trace.generation, trace.model, trace.sampling = generation, head.model, requests[0].sampling
+    generation.submit(requests, timeout_s=left_s)
+    state.generations[head.id] = generation
+    return generation
+
+
+def _own_id(id: str | None) -> str:
+    """The part of an answer's id that a request may choose. Raises RequestError 400."""
+    if id is None:
+        return uuid.uuid4().hex
+    if not (0 < len(id) <= MAX_ID_CHARS and id.isprintable()):
+        raise invalid("request_id", f"must have 1 to {MAX_ID_CHARS} characters, all of them printable")
+    return id
+
+
+def deadline_of(timeout_s: float | None, header: str | None) -> float | None:
+    """The earlier deadline of the field and the header, which are in seconds. Raises RequestError 400."""
+    given = {} if timeout_s is None else {"timeout_s": timeout_s}
+    if header is not None:
+        try:
+            given[TIMEOUT_HEADER] = float(header)
+        except ValueError as error:
+            raise invalid(TIMEOUT_HEADER, f"must be a number of seconds, got {header[:40]!r}") from error
+    for name, value in given.items():
+        if not 0 < value <= MOST_SECONDS:
+            raise invalid(name, f"must be above 0 and at most {MOST_SECONDS} seconds, got {value:g}")
+    return time.monotonic() + min(given.values()) if given else None
+
+
+def _usage_options(state: ServerState, body: SamplingFields) -> UsageOptions:
+    options = body.stream_options
+    if options and not body.stream:  # null and absent are the same
+        raise invalid("stream_options", "is only allowed when `stream` is true")
+    if body.stream and body.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs", "is not available when `stream` is true")
+    asked = bool(options and options.include_usage)
+    return UsageOptions(
+        in_stream=asked or state.settings.force_usage,
+        in_every_chunk=asked and bool(options and options.continuous_usage_stats),
+        show_cached=state.settings.show_cached_tokens,
+        show_drafts=bool(body.return_draft_counts),
+    )
+
+
+def _check_allowed_ids(sampling: Sampling, num_sequences: int) -> None:
+    """Raises RequestError 400 if there are too many: each sequence brings its own to the engine."""
+    allowed = sampling.values["allowed_token_ids"]
+    if allowed is not None and len(allowed) * num_sequences > MAX_ALLOWED_IDS:
+        most = MAX_ALLOWED_IDS // num_sequences
+        raise invalid("allowed_token_ids", f"at most {most} are allowed for {num_sequences} sequences")
+
+
+def cache_salt_of(state: ServerState, salt: str | None) -> int:
+    """Requests with different salts share no cached prefixes, so timing a request reveals no other client's prompt.
+    With `prefix_caching_per_key`, the API key is part of the salt."""
+    key = current_key.get() if state.settings.prefix_caching_per_key else b""
+    if not salt and not key:
+        return 0
+    return int.from_bytes(hashlib.blake2b((salt or "").encode(), key=key, digest_size=8).digest()) >> 1
