@@ -35,6 +35,7 @@ class Vocabulary:
         from llguidance import LLTokenizer, TokenizerWrapper
 
         self.size = len(token_bytes)
+        self.token_bytes = token_bytes
         self.end_ids = tuple(end_ids)
         wrapper = TokenizerWrapper(_Wrapped(token_bytes, end_ids[0], encode))
         self.tokenizer: LLTokenizer = LLTokenizer(wrapper, n_vocab=self.size, eos_token=list(end_ids))

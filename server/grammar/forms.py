@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from batcher.grammar import GrammarError
+from server.grammar.schemas import held_schema
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -24,18 +25,21 @@ MAX_GRAMMAR_CHARS = 2**16  # two seconds to compile, at worst: 6,000 optional pr
 MAX_NESTING = 128  # brackets inside brackets, in a pattern or a grammar; JSON has the same limit
 # White space between JSON's marks is bounded, because a model might otherwise repeat it without end. `lenient` would
 # ignore keywords of a schema that the compiler does not know; a schema's own options cannot turn it on.
-JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[ \n]{0,16}", "lenient": False}
+JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[ \n]{0,16}", "lenient": False, "coerce_one_of": True}
 
 
-def json_schema_grammar(schema: Mapping[str, Any] | bool) -> str:
-    """Texts that are JSON and valid by `schema`. Raises GrammarError if the schema is too large or cannot be read."""
+def json_schema_grammar(schema: Mapping[str, Any] | bool, *, strict: bool = False) -> str:
+    """Texts that are JSON and valid by the part of `schema` that a grammar can hold (`server.grammar.schemas`).
+
+    Raises GrammarError if the schema is too large or cannot be read, and if `strict` asks for more than can be held.
+    """
     from llguidance import LLMatcher
 
     if not isinstance(schema, Mapping | bool):
         raise GrammarError("a schema must be an object or a boolean")
     if schema is False:
         raise GrammarError("nothing is valid by the schema `false`")
-    text = "{}" if schema is True else _checked_size(_dumps(schema))
+    text = "{}" if schema is True else _checked_size(_dumps(held_schema(schema, strict=strict).schema))
     try:
         return str(LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS))
     except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from hashlib import blake2b
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from server.text.tokenizer import Tokenizer
 
 CACHE_SIZE = 64  # compiled grammars
+MAX_NUMBER_CHARS = 40  # of a JSON number: `{"type": "integer"}` allows digits without end
+_NUMBER_BYTES = frozenset(b"0123456789.eE+-")
 
 
 def vocabulary_of(tokenizer: Tokenizer, *, vocab_size: int, end_ids: Sequence[int]) -> Vocabulary:
@@ -44,6 +47,10 @@ class TokenGrammars:
                 self._vocabulary = self._load()
             return self._vocabulary
 
+    @cached_property
+    def number_bound(self) -> NumberBound:
+        return NumberBound(self.load().token_bytes)
+
     def matcher(self, grammar: str) -> TokenMatcher:
         """A new matcher of the grammar, at its start."""
         return TokenMatcher(self, grammar)
@@ -63,6 +70,30 @@ class TokenGrammars:
             return matcher.deep_copy()
 
 
+class NumberBound:
+    """Ends JSON numbers: after `MAX_NUMBER_CHARS` characters no token continues one, if anything else may follow."""
+
+    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+        self._token_bytes = token_bytes
+        continues = np.zeros(32 * num_mask_words(len(token_bytes)), bool)
+        continues[: len(token_bytes)] = [token[:1] != b"" and token[0] in _NUMBER_BYTES for token in token_bytes]
+        self._others = ~np.packbits(continues, bitorder="little").view(np.int32)
+        self._quote = token_bytes.index(b'"') if b'"' in token_bytes else None
+
+    def length_after(self, length: int, token: int) -> int:
+        """The number of characters at the end of the text that a number may have; before the token it was `length`."""
+        text = self._token_bytes[token]
+        own = next((i for i, byte in enumerate(reversed(text)) if byte not in _NUMBER_BYTES), len(text))
+        return length + own if own == len(text) else own
+
+    def apply(self, mask: np.ndarray) -> None:
+        """Removes the tokens that continue a number. None is removed in a string, where a quotation mark may follow."""
+        if self._quote is not None and not mask[self._quote // 32] >> (self._quote % 32) & 1:
+            bounded = mask & self._others
+            if bounded.any():
+                mask[:] = bounded
+
+
 class TokenMatcher:
     """`batcher.grammar.Matcher`."""
 
@@ -70,6 +101,8 @@ class TokenMatcher:
         self._grammars = grammars
         self._grammar = grammar
         self._matcher: LLMatcher | None = None
+        self._has_json = "json_schema" in grammar or "%json" in grammar
+        self._number_chars = 0
 
     def advance(self, tokens: Sequence[int]) -> Permit:
         if self._matcher is None:
@@ -78,10 +111,13 @@ class TokenMatcher:
         for token in tokens:
             if not matcher.consume_token(token):
                 raise GrammarError(_reason(matcher))
+            self._number_chars = self._grammars.number_bound.length_after(self._number_chars, token)
         mask = np.zeros(num_mask_words(vocabulary.size), np.int32)
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if matcher.is_error():
             raise GrammarError(_reason(matcher))
+        if self._has_json and self._number_chars >= MAX_NUMBER_CHARS:
+            self._grammars.number_bound.apply(mask)
         return Permit(mask, matcher.is_stopped())
 
 

@@ -15,7 +15,7 @@ from jsonschema import validate
 from batcher.grammar import GrammarError
 from server.grammar.compiler import Vocabulary
 from server.grammar.forms import json_schema_grammar, lark_grammar, regex_grammar
-from server.grammar.matcher import CACHE_SIZE, TokenGrammars, vocabulary_of
+from server.grammar.matcher import CACHE_SIZE, MAX_NUMBER_CHARS, TokenGrammars, vocabulary_of
 from server.text.tokenizer import ByteLevelTokenizer
 from tests.examples import examples
 from tests.server.support.schemas import schemas
@@ -61,6 +61,37 @@ def test_every_text_of_a_schema_is_valid_by_it(schema, seed) -> None:
     text, is_whole = walk(json_schema_grammar(schema), np.random.default_rng(seed))
     if is_whole:
         validate(json.loads(text), schema)
+
+
+@pytest.mark.parametrize("schema", [{"type": "integer"}, {"type": "number"}, {}, {"type": "array"}], ids=str)
+@pytest.mark.parametrize("digit", ["7", "0"])
+def test_a_number_ends_for_a_model_that_writes_digits_only(schema, digit) -> None:
+    tokenizer, grammars, _ = demo()
+    matcher = grammars.matcher(json_schema_grammar(schema))
+    start = {"array": "[3."}.get(schema.get("type"), "3" if schema.get("type") == "integer" else "3.")
+    drawn = tokenizer.encode_plain([start])[0]
+    permit = matcher.advance(drawn)
+    (token,) = tokenizer.encode_plain([digit])[0]
+    while not permit.is_over and token in allowed(permit.mask):
+        drawn.append(token)
+        permit = matcher.advance((token,))
+    text = b"".join(tokenizer.token_bytes[i] for i in drawn).decode()
+    assert MAX_NUMBER_CHARS <= len(text) <= MAX_NUMBER_CHARS + 8
+    assert permit.is_over or allowed(permit.mask)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [json_schema_grammar({"type": "string"}), json_schema_grammar({"pattern": "^[0-9]{90}$", "type": "string"})],
+)
+def test_digits_of_a_string_have_no_bound(grammar) -> None:
+    tokenizer, grammars, _ = demo()
+    matcher = grammars.matcher(grammar)
+    permit = matcher.advance(tokenizer.encode_plain(['"'])[0])
+    (token,) = tokenizer.encode_plain(["7"])[0]
+    for _ in range(90):
+        assert token in allowed(permit.mask)
+        permit = matcher.advance((token,))
 
 
 def test_characters_of_several_tokens_are_whole() -> None:
