@@ -131,7 +131,8 @@ def _write_tokenizer(folder: Path, tokens: dict[str, int], specials: dict[str, i
     bos = {"id": SPECIALS[0], "ids": [specials[SPECIALS[0]]], "tokens": [SPECIALS[0]]}
     tokenizer["post_processor"]["special_tokens"] = {SPECIALS[0]: bos}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    prompt = f"{{{{ bos_token }}}}{{% if tools %}}{{{{ tools | length }}}}{{% endif %}}{COUNT}{{{{ {json.dumps(starts)}[[n, {len(starts) - 1}] | min] }}}}"
+    answer = f"{{{{ {json.dumps(starts)}[[n, {len(starts) - 1}] | min] }}}}"
+    prompt = f"{{{{ bos_token }}}}{{% if tools %}}{{{{ tools | length }}}}{{% endif %}}{COUNT}{answer}"
     fields = {
         "bos_token": SPECIALS[0],
         "eos_token": "<|eot_id|>",

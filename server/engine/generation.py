@@ -235,6 +235,7 @@ class Generation:
     `on_limit` is called for each choice that a deadline has ended, with `deadline_waiting` or `deadline_running`.
     `on_end` is called when all choices have finished, with the number of tokens of the longest.
     `grammar_field` names the request's field with the grammar, for the error of a grammar that costs too much.
+    `unenforced` are the keywords of its schema that the grammar does not hold.
     """
 
     def __init__(
@@ -246,8 +247,10 @@ class Generation:
         on_limit: Callable[[str], None] = lambda limit: None,
         on_end: Callable[[int], None] = lambda num_tokens: None,
         grammar_field: str | None = None,
+        unenforced: Sequence[str] = (),
     ) -> None:
         self.grammar_field = grammar_field
+        self.unenforced = unenforced
         self.request_id = request_id
         self.choices: list[Choice] = []
         self.error: Exception | None = None  # a RequestError, or the error of a disconnected client

@@ -11,6 +11,7 @@ from hashlib import blake2b
 from batcher.grammar import GrammarError
 from batcher.requests.deep_threads import deep_threads
 from server.grammar.compiler import Vocabulary, compile_grammar
+from server.grammar.forms import Grammar
 from server.http.errors import RequestError, invalid, overloaded
 
 NUM_THREADS = 2
@@ -28,13 +29,13 @@ class GrammarChecker:
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()  # "" if it can be compiled; used by the event loop only
         self._num_waiting = 0
 
-    async def make(self, form: Callable[[], str], *, param: str) -> str:
+    async def make(self, form: Callable[[], Grammar], *, param: str) -> Grammar:
         """The grammar that `form` returns, after a check. Raises RequestError 400, which names `param`."""
         try:
             grammar = await self._aside(form, param)
         except GrammarError as error:
             raise invalid(param, str(error)) from error
-        await self.check(grammar, param=param)
+        await self.check(grammar.text, param=param)
         return grammar
 
     async def check(self, grammar: str, *, param: str) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batcher.grammar import GrammarError
 from server.grammar.schemas import held_schema
@@ -28,8 +28,20 @@ MAX_NESTING = 128  # brackets inside brackets, in a pattern or a grammar; JSON h
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[ \n]{0,16}", "lenient": False, "coerce_one_of": True}
 
 
-def json_schema_grammar(schema: Mapping[str, Any] | bool, *, strict: bool = False) -> str:
-    """Texts that are JSON and valid by the part of `schema` that a grammar can hold (`server.grammar.schemas`).
+class Grammar(NamedTuple):
+    """A grammar's text, and the keywords of a JSON schema that it does not hold, with their places."""
+
+    text: str
+    unenforced: tuple[str, ...] = ()
+
+
+def json_schema_grammar(schema: Mapping[str, Any] | bool) -> str:
+    """Texts that are JSON and valid by the part of `schema` that a grammar can hold."""
+    return held_schema_grammar(schema).text
+
+
+def held_schema_grammar(schema: Mapping[str, Any] | bool, *, strict: bool = False) -> Grammar:
+    """As `json_schema_grammar`, and what is not held (`server.grammar.schemas`).
 
     Raises GrammarError if the schema is too large or cannot be read, and if `strict` asks for more than can be held.
     """
@@ -39,9 +51,10 @@ def json_schema_grammar(schema: Mapping[str, Any] | bool, *, strict: bool = Fals
         raise GrammarError("a schema must be an object or a boolean")
     if schema is False:
         raise GrammarError("nothing is valid by the schema `false`")
-    text = "{}" if schema is True else _checked_size(_dumps(held_schema(schema, strict=strict).schema))
+    held = held_schema({} if schema is True else schema, strict=strict)
+    text = _checked_size(_dumps(held.schema))
     try:
-        return str(LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS))
+        return Grammar(str(LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)), held.unenforced)
     except ValueError as error:
         raise GrammarError(f"the schema cannot be read: {error}") from error
 

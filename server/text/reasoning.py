@@ -104,9 +104,11 @@ class ReasoningReader:
         if answer:
             pieces.append(Content(answer, self._answer_start + self._num_taken))
             self._num_taken += len(answer)
-        for piece in [] if self._calls is None else self._calls.take():
-            is_text = isinstance(piece, Content)
-            pieces.append(Content(piece.text, self._answer_start + piece.start) if is_text else piece)
+        for piece in () if self._calls is None else self._calls.take():
+            if isinstance(piece, Content):
+                pieces.append(Content(piece.text, self._answer_start + piece.start))
+            else:
+                pieces.append(piece)
         return pieces
 
     def finish(self, *, cut: bool = False) -> None:

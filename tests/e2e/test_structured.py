@@ -48,6 +48,43 @@ def as_schema(schema) -> dict:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
 
 
+SET = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 3, "uniqueItems": True}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_grammar_cannot_hold_is_said_in_a_header_and_in_the_log(server, stream):
+    asked = {"type": "object", "properties": {"ü": SET}, "required": ["ü"], "additionalProperties": False}
+    body = {"model": "demo", "messages": QUESTION, "stream": stream, "max_tokens": 100}
+    format = {"type": "json_schema", "json_schema": {"name": "a", "schema": asked}}
+    with server.http() as http:
+        answer = http.post("/v1/chat/completions", json={**body, "response_format": format})
+        assert answer.status_code == 200
+        assert answer.headers["x-unenforced-keywords"] == "uniqueItems (at #/properties/%C3%BC)"
+        if not stream:
+            value = json.loads(answer.json()["choices"][0]["message"]["content"])
+            validate(value, {**asked, "properties": {"ü": SET | {"uniqueItems": False}}})
+        format["json_schema"]["strict"] = True
+        refused = http.post("/v1/chat/completions", json={**body, "response_format": format})
+        assert refused.status_code == 400
+        assert "uniqueItems (at #/properties/ü)" in refused.json()["error"]["message"]
+        held = http.post("/v1/chat/completions", json={**body, "response_format": {"type": "json_object"}})
+        assert "x-unenforced-keywords" not in held.headers
+
+
+@pytest.mark.parametrize(("strict", "choice", "status"), [(False, "required", 200), (True, "auto", 400)])
+def test_the_schema_of_a_tool_is_a_hint_unless_it_is_strict(server, strict, choice, status):
+    tool = {"name": "f", "strict": strict, "parameters": {"type": "object", "properties": {"x": SET}}}
+    body = {"model": "demo", "messages": QUESTION, "max_tokens": 60, "tool_choice": choice}
+    with server.http() as http:
+        tools = [{"type": "function", "function": tool}]
+        answer = http.post("/v1/chat/completions", json={**body, "tools": tools})
+        assert answer.status_code == status
+        if status == 200:
+            assert answer.headers["x-unenforced-keywords"] == "f: uniqueItems (at #/properties/x)"
+        else:
+            assert "uniqueItems (at #/properties/x)" in answer.json()["error"]["message"]
+
+
 class Answer(BaseModel):
     sum: Annotated[int, Field(ge=0, le=999)]
     kind: Literal["even", "odd"]

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Protocol
+from urllib.parse import quote
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -26,6 +27,10 @@ STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # proxies that buffer would undo the streaming
 ]
+
+
+UNENFORCED = b"x-unenforced-keywords"  # of the request's JSON schemas
+MAX_HEADER_CHARS = 1000
 
 
 class ClientGone(Exception):  # noqa: N818 - it is not an error
@@ -97,13 +102,21 @@ class GenerationAnswer(Response):
         if isinstance(self._generation.error, ClientGone):
             raise self._generation.error
 
+    def _unenforced(self) -> list[tuple[bytes, bytes]]:
+        """The keywords of the request's schema that the answer may break. Names in it are the client's."""
+        if not self._generation.unenforced:
+            return []
+        text = quote(", ".join(self._generation.unenforced), safe=" ,:()#/$~.[]")
+        return [(UNENFORCED, text[:MAX_HEADER_CHARS].encode())]
+
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._generation.wait()
-        await LongJson(self._turns, self._writer.whole(), self._check_client)(scope, receive, send)
+        answer = LongJson(self._turns, self._writer.whole(), self._check_client, headers=self._unenforced())
+        await answer(scope, receive, send)
 
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         choices = await self._generation.wait()
-        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS, *self._unenforced()]})
         try:
             while True:
                 finished = self._generation.finished  # if so, these are the last events
@@ -131,14 +144,22 @@ class GenerationAnswer(Response):
 class LongJson(Response):
     """A JSON answer, encoded while it is sent in chunks; a short one is sent whole. `check` as in `Turns`."""
 
-    def __init__(self, turns: Turns, pieces: Iterator[bytes], check: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        turns: Turns,
+        pieces: Iterator[bytes],
+        check: Callable[[], None] = lambda: None,
+        *,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> None:
         self._turns = turns
+        self._further_headers = headers
         self._pieces = pieces
         self._check = check
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(b"content-type", b"application/json")]
+        headers = [(b"content-type", b"application/json"), *self._further_headers]
         started = False
         async for body, more in self._turns.blocks(self._pieces, self._check):
             if not started:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,9 +19,10 @@ from server.api.request.schemas import FunctionSpec, SamplingFields
 from server.api.request.tools import ToolChoice, Tools
 from server.api.state import ServerState
 from server.grammar import forms
-from server.grammar.forms import JSON_OPTIONS, lark_grammar
+from server.grammar.forms import JSON_OPTIONS, Grammar, lark_grammar
 from server.grammar.python_literals import SHARED_RULES, PythonArguments
 from server.grammar.references import moved
+from server.grammar.schemas import held_schema
 from server.http.errors import RequestError, invalid, unsupported
 from server.text.tool_calls.json_calls import CALL_END_TAG, CALL_TAG, HermesCallParser, JsonCallParser
 from server.text.tool_calls.parser import CallParser
@@ -33,7 +34,7 @@ ONE_LINE = JSON_OPTIONS | {"whitespace_pattern": " ?"}
 ANY_TEXT = r"(.|\n)*"
 SPACE = r"[ \t\r\n]"  # JSON's
 
-Made = Callable[[], str]
+Made = Callable[[], Grammar]
 
 _decode_any: msgspec.json.Decoder[Any | None] = msgspec.json.Decoder(Any)
 
@@ -54,23 +55,43 @@ def asked_constraint(body: SamplingFields) -> Constraint | None:
     return asked[0] if asked else None
 
 
-async def compiled(state: ServerState, constraint: Constraint | None) -> str | None:
+async def compiled(state: ServerState, constraint: Constraint | None) -> Grammar | None:
     """The constraint's grammar, which is compiled once in a thread to check it. Raises RequestError 400 with the field:
     the compiler's message has the place in the schema."""
     return None if constraint is None else await state.grammars.make(constraint.make, param=constraint.field)
 
 
-async def with_calls(state: ServerState, tools: Tools | None, answer: str | None) -> str | None:
+async def with_calls(state: ServerState, tools: Tools | None, answer: Grammar | None) -> Grammar | None:
     """The grammar of an answer that may contain, or must be, tool calls. `answer` is that of an answer without calls.
 
     Raises RequestError 400 for a schema that is not supported.
     """
     if tools is None:
         return answer
-    if tools.choice is ToolChoice.AUTO and answer is None and not tools.are_strict:
+    is_free = tools.choice is ToolChoice.AUTO and answer is None
+    if is_free and not tools.are_strict:
         return None
     form = tools.call_format(state.call_format, is_free=answer is None)
-    return await state.grammars.make(partial(tool_grammar, tools, answer, form), param="tools")
+
+    def make() -> Grammar:
+        held, unenforced = held_tools(tools, only_strict=is_free)
+        before = Grammar("") if answer is None else answer
+        return Grammar(tool_grammar(held, before.text or None, form), (*before.unenforced, *unenforced))
+
+    return await state.grammars.make(make, param="tools")
+
+
+def held_tools(tools: Tools, *, only_strict: bool) -> tuple[Tools, list[str]]:
+    """The tools with the part of their schemas that a grammar can hold, and what it cannot. `only_strict`: no other
+    tool's schema constrains the answer. Raises GrammarError for a strict tool that asks for more."""
+    specs, unenforced = [], []
+    for spec in tools.specs:
+        if spec.strict or not only_strict:
+            held = held_schema(spec.parameters, strict=bool(spec.strict))
+            unenforced += [f"{spec.name}: {keyword}" for keyword in held.unenforced]
+            spec = msgspec.structs.replace(spec, parameters=held.schema)
+        specs.append(spec)
+    return replace(tools, specs=tuple(specs)), unenforced
 
 
 def _constraints(body: SamplingFields) -> list[Constraint]:
@@ -102,9 +123,9 @@ def _response_format(value: Any) -> Made | None:
         case {"type": "json_object", "schema": schema} if schema is not None:  # llama.cpp's older form
             return _made(param, "json", schema)
         case {"type": "json_object"}:
-            return forms.json_object_grammar
-        case {"type": "json_schema", "json_schema": {"schema": schema}} if schema is not None:
-            return _made(param, "json", schema)
+            return _json_object
+        case {"type": "json_schema", "json_schema": {"schema": schema, **others}} if schema is not None:
+            return _made(param, "json", schema, strict=bool(others.get("strict")))
         case {"type": "json_schema"}:
             raise invalid(param, "the type `json_schema` needs a `json_schema` with a `schema`")
         case {"type": "structural_tag"}:
@@ -127,24 +148,28 @@ def _structured_outputs(value: Any) -> list[Made]:
     return [_made(param, form, content) for form, content in given.items()]
 
 
-def _made(param: str, form: str, content: Any) -> Made:
+def _json_object() -> Grammar:
+    return Grammar(forms.json_object_grammar())
+
+
+def _made(param: str, form: str, content: Any, *, strict: bool = False) -> Made:
     match form, content:
         case "json_object", True:
-            return forms.json_object_grammar
+            return _json_object
         case "json", str() | dict() | bool():
             schema = _from_text(param, content)
-            return lambda: forms.json_schema_grammar(schema)
+            return lambda: forms.held_schema_grammar(schema, strict=strict)
         case "regex", str(pattern):
-            return lambda: forms.regex_grammar(pattern)
+            return lambda: Grammar(forms.regex_grammar(pattern))
         case "grammar", str(text):
-            return lambda: forms.lark_grammar(text)
+            return lambda: Grammar(forms.lark_grammar(text))
         case "choice", list(choices) if all(isinstance(choice, str) for choice in choices):
-            return lambda: forms.choice_grammar(choices)
+            return lambda: Grammar(forms.choice_grammar(choices))
         case "structural_tag", str() | dict():
             tag = _from_text(param, content)
             match tag:
                 case {"structures": list(structures), "triggers": list(triggers)}:
-                    return lambda: forms.structural_tag_grammar(structures, triggers)
+                    return lambda: Grammar(forms.structural_tag_grammar(structures, triggers))
             raise invalid(param, "a structural tag needs a list of `structures` and a list of `triggers`")
     kinds = {"json": "a schema", "choice": "a list of texts", "structural_tag": "an object", "json_object": "true"}
     raise invalid(param, f"`{form}` must be {kinds.get(form, 'a text')}")

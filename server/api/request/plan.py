@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -16,12 +17,16 @@ from server.api.state import ServerState
 from server.api.tracing import current_trace
 from server.engine import wire
 from server.engine.generation import Choice, Generation
+from server.grammar.forms import Grammar
 from server.http.auth import current_client, current_key
 from server.http.errors import invalid
+from server.http.throttled_log import ThrottledLog
 from server.settings import MOST_SECONDS
 from server.text.stop_strings import StopStrings
 from server.text.stream import TextStream
 from server.text.tool_calls.parser import CallParser
+
+_log = ThrottledLog(logging.getLogger("pallas_serve"))
 
 MAX_ID_CHARS = 200
 TIMEOUT_HEADER = "X-Request-Timeout"
@@ -49,7 +54,7 @@ class GenerationPlan:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     # of the output's form
-    grammar: str | None = None  # one of `state.grammars`; it applies to every sequence
+    grammar: Grammar | None = None  # one of `state.grammars`; it applies to every sequence
     grammar_field: str = "tools"  # the field that asks for it
     new_call_parser: Callable[[], CallParser] | None = None  # None: tool calls are not parsed
 
@@ -86,6 +91,10 @@ async def submit(state: ServerState, plan: GenerationPlan) -> Generation:
     """Submits `head.n` sequences for each prompt, prompt by prompt. Raises RequestError."""
     head, sampling = plan.head, plan.sampling
     _check_allowed_ids(sampling, len(plan.prompts) * head.n)
+    grammar = None if plan.grammar is None else plan.grammar.text
+    unenforced = () if plan.grammar is None else plan.grammar.unenforced
+    if unenforced:
+        _log.warning("%s: a grammar cannot hold %s; answers may break it", plan.grammar_field, ", ".join(unenforced))
     generation = Generation(
         state.client,
         # An id that the request has chosen may come again while the engine still has outputs of the one before.
@@ -93,7 +102,8 @@ async def submit(state: ServerState, plan: GenerationPlan) -> Generation:
         stream=plan.stream,
         on_limit=state.metrics.observe_limit,
         on_end=state.metrics.observe_end,
-        grammar_field=None if plan.grammar is None else plan.grammar_field,
+        grammar_field=None if grammar is None else plan.grammar_field,
+        unenforced=unenforced,
     )
     texts = sampling.stops
     stops = await state.aside.run(sum(map(len, texts)), StopStrings, texts) if texts else None
@@ -123,7 +133,7 @@ async def submit(state: ServerState, plan: GenerationPlan) -> Generation:
                         max_tokens=max_tokens,
                         logprobs=plan.logprobs,
                         prompt_logprobs=plan.prompt_logprobs if i == 0 or plan.stream else None,
-                        grammar=wire.SAME_GRAMMAR if plan.grammar is not None and requests else plan.grammar,
+                        grammar=wire.SAME_GRAMMAR if grammar is not None and requests else grammar,
                     ),
                     plan.priority,
                     plan.cache_salt,

@@ -69,14 +69,11 @@ class ResponseFormat(Declared):
     triggers: Any = None
 
 
-class SamplingFields(Declared, kw_only=True):
-    """What chat and completions share. None: not given."""
+class CommonFields(Declared, kw_only=True):
+    """What all routes that generate share, Anthropic's excepted. None: not given."""
 
     model: str | None = None
     stream: bool | None = False
-    stream_options: StreamOptions | msgspec.UnsetType | None = msgspec.UNSET
-    n: int | None = None
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
@@ -93,22 +90,31 @@ class SamplingFields(Declared, kw_only=True):
     stop_token_ids: Annotated[list[int], WORDS] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: int | None = None
     priority: int | None = None
     timeout_s: float | None = None
-    request_id: str | None = None
     cache_salt: str | None = None
-    add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
     allowed_token_ids: Annotated[list[int], TOKENS] | None = None
     bad_words: Annotated[list[str], WORDS] | None = None
+    structured_outputs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET  # `server.api.request.grammars` reads it
+
+
+class SamplingFields(CommonFields, kw_only=True):
+    """What chat and completions share."""
+
+    stream_options: StreamOptions | msgspec.UnsetType | None = msgspec.UNSET
+    n: int | None = None
+    max_tokens: int | None = None
+    # beyond OpenAI's
+    prompt_logprobs: int | None = None
+    request_id: str | None = None
+    add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_draft_counts: bool | None = None
     # `server.api.request.grammars` reads these
     response_format: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    structured_outputs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     guided_json: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     guided_regex: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     guided_choice: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET

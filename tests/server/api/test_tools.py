@@ -359,7 +359,7 @@ REFUSED = [
     ({"tools": [function(description="a" * 2**18)]}, "tools"),
     ({"tools": [function(f"f{i}") for i in range(129)]}, "tools"),
     ({"tools": [function(parameters={"properties": {"a": {"type": "strin"}}}, strict=True)]}, "tools"),
-    ({"tools": [function(parameters={"not": {}})], "tool_choice": "required"}, "tools"),
+    ({"tools": [function(parameters={"properties": {"x": {"type": "y"}}})], "tool_choice": "required"}, "tools"),
     ({"tool_choice": allowed("auto", "get_time", "other")}, "tool_choice"),
     ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "any", "tools": []}}}, "tool_choice"),
     ({"tools": [], "tool_choice": NAMED}, "tool_choice"),

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from server.grammar.checker import CACHE_SIZE, MAX_WAITING, GrammarChecker
-from server.grammar.forms import json_schema_grammar, regex_grammar
+from server.grammar.forms import Grammar, held_schema_grammar, regex_grammar
 from server.http.errors import RequestError
 
 
@@ -27,10 +27,10 @@ def test_a_fault_is_a_400_that_names_the_field_every_time() -> None:
 def test_a_form_that_cannot_be_made_is_a_400() -> None:
     async def make() -> None:
         checker = GrammarChecker()
-        made = await checker.make(lambda: json_schema_grammar({"type": "integer"}), param="response_format")
-        assert "integer" in made
+        made = await checker.make(lambda: held_schema_grammar({"type": "integer"}), param="response_format")
+        assert "integer" in made.text
         with pytest.raises(RequestError, match="response_format: nothing is valid"):
-            await checker.make(lambda: json_schema_grammar(False), param="response_format")
+            await checker.make(lambda: held_schema_grammar(False), param="response_format")
 
     asyncio.run(make())
 
@@ -51,7 +51,7 @@ def test_what_takes_too_long_is_given_up_and_the_loop_goes_on() -> None:
     async def check() -> None:
         checker = GrammarChecker(timeout_s=0.05)
         with pytest.raises(RequestError, match=r"x: it takes longer than 0\.05 s") as caught:
-            await checker.make(lambda: str(release.wait(60)), param="x")
+            await checker.make(lambda: Grammar(str(release.wait(60))), param="x")
         assert caught.value.status == 400
         release.set()
 
@@ -61,9 +61,9 @@ def test_what_takes_too_long_is_given_up_and_the_loop_goes_on() -> None:
 def test_a_flood_of_grammars_is_answered_429() -> None:
     release = threading.Event()
 
-    def blocked() -> str:
+    def blocked() -> Grammar:
         release.wait(60)
-        return regex_grammar("a")
+        return Grammar(regex_grammar("a"))
 
     async def check() -> None:
         checker = GrammarChecker()

@@ -10,6 +10,7 @@ from server.grammar.compiler import Vocabulary, compile_grammar
 from server.grammar.forms import (
     MAX_GRAMMAR_CHARS,
     choice_grammar,
+    held_schema_grammar,
     json_object_grammar,
     json_schema_grammar,
     lark_grammar,
@@ -62,7 +63,7 @@ def nested(levels: int) -> dict[str, object]:
             r"Invalid type: x \(at #/properties/a/items/properties/b~1c\)",
         ),
         (
-            lambda: json_schema_grammar({"anyOf": [{}, {"contains": {}}]}, strict=True),
+            lambda: held_schema_grammar({"anyOf": [{}, {"contains": {}}]}, strict=True).text,
             r"cannot hold the keyword contains \(at #/anyOf/1\)",
         ),
         (lambda: json_schema_grammar({"$ref": "#/nowhere"}), "'/nowhere' does not exist"),

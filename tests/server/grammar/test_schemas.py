@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 
 from batcher.grammar import GrammarError
 from server.grammar.compiler import Vocabulary, compile_grammar
-from server.grammar.forms import json_schema_grammar
+from server.grammar.forms import held_schema_grammar, json_schema_grammar
 from server.grammar.schemas import held_schema
 from tests.examples import examples
 
@@ -131,7 +131,7 @@ def test_what_is_left_out_is_named_and_keeps_out_nothing_that_is_valid(name: str
 def test_strict_asks_for_the_whole_schema(name: str) -> None:
     schema, left_out = UNHELD[name]
     with pytest.raises(GrammarError, match="a grammar cannot hold the keyword") as caught:
-        json_schema_grammar(schema, strict=True)
+        held_schema_grammar(schema, strict=True)
     assert left_out in str(caught.value)
 
 

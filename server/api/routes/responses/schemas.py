@@ -17,7 +17,7 @@ from server.api.request.fields import (
     Refused,
     of_other_routes,
 )
-from server.api.request.schemas import ITEMS, STOPS, TOKENS, WORDS, Declared
+from server.api.request.schemas import ITEMS, STOPS, CommonFields, Declared
 
 
 class InputPart(Declared):
@@ -67,19 +67,15 @@ class FunctionTool(Declared):
     strict: bool | None = None
 
 
-class ResponsesRequest(Declared, kw_only=True):
+class ResponsesRequest(CommonFields, kw_only=True):
     """The body of a request for a response."""
 
     input: str | Annotated[list[InputItem], ITEMS]
-    model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    stream: bool | None = False
     store: bool | None = None  # None: true
     metadata: dict[str, str] | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -87,29 +83,8 @@ class ResponsesRequest(Declared, kw_only=True):
     top_logprobs: int | None = None
     text: TextOptions | None = None
     # beyond OpenAI's
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: str | Annotated[list[str], STOPS] | None = None
-    stop_token_ids: Annotated[list[int], WORDS] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    allowed_token_ids: Annotated[list[int], TOKENS] | None = None
-    bad_words: Annotated[list[str], WORDS] | None = None
-    truncate_prompt_tokens: int | None = None
-    truncation_side: str | None = None
-    priority: int | None = None
-    timeout_s: float | None = None
-    cache_salt: str | None = None
     chat_template_kwargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     documents: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    structured_outputs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 _PART = FieldTable(kind=InputPart, without_effect=frozenset({"annotations", "logprobs"}))

@@ -11,7 +11,7 @@ from starlette.datastructures import QueryParams
 
 from server.api.request.body import read_raw
 from server.api.request.conversation import check_role
-from server.api.request.schemas import ChatRequest, ContentPart, FunctionCall, Message, ToolCall
+from server.api.request.schemas import ChatRequest, CommonFields, ContentPart, FunctionCall, Message, ToolCall
 from server.api.request.tools import MAX_TOOLS_BYTES
 from server.api.routes.responses.schemas import FunctionTool, InputItem, InputPart, ResponsesRequest, TextFormat
 from server.http.errors import RequestError, invalid, unsupported
@@ -27,29 +27,7 @@ LOGPROBS = "message.output_text.logprobs"
 HARMLESS_PARTS = ("reasoning.encrypted_content",)  # there is no reasoning
 _PART_TYPES = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 # fields with the same meaning in both routes
-_SAME = (
-    *("model", "stream", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
-    *(
-        "repetition_penalty",
-        "seed",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-        "priority",
-        "min_tokens",
-        "allowed_token_ids",
-        "bad_words",
-        "truncate_prompt_tokens",
-        "truncation_side",
-        "timeout_s",
-        "cache_salt",
-        "chat_template_kwargs",
-        "documents",
-        "structured_outputs",
-    ),
-    *("parallel_tool_calls", "include_stop_str_in_output", "skip_special_tokens", "logit_bias"),
-)
-
+_SAME = (*CommonFields.__struct_fields__, "parallel_tool_calls", "chat_template_kwargs", "documents")
 
 _tools = msgspec.json.Decoder(list[FunctionTool] | None)
 
