@@ -133,17 +133,24 @@ class BodyReader[T: msgspec.Struct]:
             return
         value = decode_body(_decode_value, bytes(raw)) if len(raw) <= MAX_HARMLESS_BYTES else raw
         if refused.concerns(value):
+            if refused.tunes and not self._strict:
+                self._note(name, "the field %r has no effect here: %s (--strict-fields refuses it)", param, refused.why)
+                return
             raise RequestError(400, f"{param}: {refused.why}.", param=param, code="unsupported_parameter")
 
     def _unknown(self, param: str, name: str) -> None:
         if self._strict:
             message = f"{param}: this server does not know the field, and it refuses such fields (--strict-fields)."
             raise RequestError(400, message, param=param, code="unknown_parameter")
+        self._note(name, "the unknown field %r is ignored (--strict-fields refuses such fields)", param)
+
+    def _note(self, name: str, message: str, *args: object) -> None:
+        """Logs a line about a field, once."""
         if name in self._warned or len(self._warned) >= MAX_NAMES:
             return
         self._warned.add(name)
         note = "" if len(self._warned) < MAX_NAMES else "; further fields are ignored without a warning"
-        logger.warning("the unknown field %r is ignored (--strict-fields refuses such fields)%s", param, note)
+        logger.warning(message + note, *args)
 
 
 def _list(items: Any) -> bytes:

@@ -35,6 +35,7 @@ class ChatPlan:
     max_tokens: int | None  # None: up to the end of the context
     max_tokens_field: str
     echo: str
+    lowers_max_tokens: bool = False
 
     @property
     def options(self) -> ChatOptions:
@@ -49,10 +50,14 @@ class ChatPlan:
 
 
 async def start_chat(
-    state: ServerState, body: ChatRequest, request: Request, *, id_prefix: str
+    state: ServerState, body: ChatRequest, request: Request, *, id_prefix: str, lowers_max_tokens: bool = False
 ) -> tuple[Generation, ChatPlan]:
-    """Makes the checks of a chat, renders the prompt and submits it. Raises RequestError."""
+    """Makes the checks of a chat, renders the prompt and submits it. Raises RequestError.
+
+    `lowers_max_tokens`: where the context has less room than `max_tokens`, the output ends with the context.
+    """
     plan = await check_chat(state, body, id_prefix=id_prefix, timeout_header=request.headers.get(TIMEOUT_HEADER))
+    plan.lowers_max_tokens = lowers_max_tokens
     await render(state, plan)
     await constrain(state, plan)
     fit(state, plan)
@@ -108,8 +113,11 @@ async def constrain(state: ServerState, plan: ChatPlan) -> None:
 def fit(state: ServerState, plan: ChatPlan) -> None:
     """Prompt and output must fit into the context, and the log-probabilities into the answer."""
     generation = plan.generation
-    num_prompt = len(generation.prompts[0])
-    limit = output_limit(num_prompt, plan.max_tokens, state.client.info.max_model_len, param=plan.max_tokens_field)
+    num_prompt, max_model_len = len(generation.prompts[0]), state.client.info.max_model_len
+    asked = plan.max_tokens
+    if asked is not None and plan.lowers_max_tokens:
+        asked = min(asked, max(1, max_model_len - num_prompt))
+    limit = output_limit(num_prompt, asked, max_model_len, param=plan.max_tokens_field)
     (limit,) = generation.limits = limit_scores(
         [limit],
         n=generation.head.n,

@@ -22,6 +22,7 @@ from server.text.template_runner import Lane, ServedTemplate, TemplateLimitError
 CHARS_OF_A_MESSAGE = 40  # about the characters that a template adds to a message; an estimate of work
 # Llama 3 has no role `developer`, which is OpenAI's newer name for `system`. `function` is OpenAI's older name for
 # `tool`. All other roles go to the template as they are.
+LEFT_OUT_IN_WORDS = "({} was left out: the model reads text only)"  # in the output of a tool
 TEMPLATE_NAMES = {"developer": "system", "function": "tool"}
 MAX_ROLE_CHARS = 64
 MAY_BE_EMPTY = ("assistant", "tool", "ipython")  # roles whose content may be null

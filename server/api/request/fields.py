@@ -1,8 +1,9 @@
 """Fields that a request type does not declare: they are refused by name, accepted without effect, or unknown.
 
 A field is refused if the answer would be wrong without it. A refused field is accepted with a value that changes
-nothing: null, false, 0, an empty text or list, or a value of `harmless`. A field that is in no table here is ignored,
-with a warning in the log the first time, or refused (`--strict-fields`).
+nothing: null, false, 0, an empty text or list, or a value of `harmless`. A field that only tunes an answer, such as a
+level of effort, is accepted with any value, and has no effect. So is a field that is in no table here. The log names
+both the first time, and a server with `--strict-fields` refuses them.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Refused:
 
     why: str  # ends the sentence "FIELD: ..."
     harmless: tuple[Any, ...] = ()  # values that change nothing, besides null, false, 0 and empty ones
+    tunes: bool = False  # an answer without it is not wrong: only a strict server refuses the field
 
     def concerns(self, value: Any) -> bool:
         """Whether the value changes the answer. An empty object may: it can be a schema."""
@@ -65,7 +67,9 @@ _NO_EFFORT: tuple[dict[str, str | None], ...] = (
     {"effort": "none"},
     {"effort": None, "summary": None},
 )
-NO_REASONING = Refused("reasoning apart from the answer is not supported yet", ("none", *_NO_EFFORT))
+NO_REASONING = Refused("reasoning apart from the answer is not supported yet", ("none", *_NO_EFFORT), tunes=True)
+NO_VERBOSITY = Refused("a level of verbosity is not supported yet: say it in a message", ("medium",), tunes=True)
+NO_SHORTER = Refused("making a conversation shorter is not supported yet", tunes=True)
 _STRUCTURED = Refused("this way to ask for structured output is not supported yet: there is `structured_outputs`")
 _ANOTHER_SAMPLER = "this sampler is not supported yet: there are temperature, top_k, top_p and min_p"
 
@@ -121,7 +125,7 @@ _CHAT = {
     "functions": Refused("this older form of `tools` is not supported yet"),
     "moderation": Refused("moderation is not supported yet"),
     "modalities": Refused("output other than text is not supported yet", (["text"],)),
-    "verbosity": Refused("a level of verbosity is not supported yet: say it in a message", ("medium",)),
+    "verbosity": NO_VERBOSITY,
     "web_search_options": Refused("searching the web is not supported yet"),
 }
 
@@ -176,7 +180,7 @@ def _of_another_route(name: str, declared: Collection[str]) -> Refused:
 _WITHOUT_EFFECT = frozenset(
     {
         *("metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-        *("safety_identifier", "service_tier", "store", "user"),
+        *("client_metadata", "safety_identifier", "service_tier", "store", "user"),
         "guided_decoding_backend",  # there is only one
         *("cache_prompt", "id_slot", "session_id"),  # where K/V is kept
         *("sse_ping_interval", "stream_interval", "timings_per_token"),  # how an answer is cut into events

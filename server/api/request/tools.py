@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,11 @@ from server.api.request.body import RawField, is_deeper_than, read_raw
 from server.api.request.schemas import ChatRequest, FunctionSpec, ToolSpec
 from server.api.state import ServerState
 from server.http.errors import RequestError, invalid, unsupported
+from server.http.throttled_log import ThrottledLog
 from server.text.tool_calls.json_calls import JsonCallParser
 from server.text.tool_calls.parser import CallParser
+
+_log = ThrottledLog(logging.getLogger("pallas_serve"))
 
 MAX_TOOLS = 128  # as in OpenAI's API
 MAX_TOOLS_BYTES = 256 * 1024  # the template reads every string of them, several times
@@ -67,6 +71,13 @@ class Tools:
 
 
 _decoder = msgspec.json.Decoder(list[ToolSpec] | None)
+
+
+def log_left_out(types: Collection[str]) -> None:
+    """Logs which types of a request's tools its prompt does not have."""
+    if types:
+        names = ", ".join(sorted({type[:40] for type in types})[:MAX_TOOLS])
+        _log.warning("tools of these types cannot be served, and are left out of the prompt: %s", names)
 
 
 def read_tools(raw: RawField, choice: str | Mapping[str, Any] | None, *, parallel: bool | None) -> Tools | None:

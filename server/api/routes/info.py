@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -24,6 +25,8 @@ from server.http.errors import RequestError, model_not_found, unavailable
 from server.http.json_pieces import LongText, json_pieces, list_of
 from server.text.special_tokens import SpecialTokens, encode_parts
 from server.text.stream import decode_text
+
+ANTHROPIC_VERSION = "anthropic-version"  # a header that every client of Anthropic's sends
 
 
 def info_routes(state: ServerState) -> list[ApiRoute]:
@@ -118,16 +121,19 @@ class Info:
         return Response(metrics.render(others), headers={"content-type": CONTENT_TYPE})
 
     async def models(self, request: Request) -> Response:
-        """The models that are served."""
-        return json_response(
-            {"object": "list", "data": [self._model(name) for name in self._state.settings.model_names]}
-        )
+        """The models that are served, in Anthropic's form for its clients."""
+        names = self._state.settings.model_names
+        if ANTHROPIC_VERSION not in request.headers:
+            return json_response({"object": "list", "data": [self._model(name) for name in names]})
+        ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return json_response({"data": [self._anthropic_model(name) for name in names], **ends})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name not in self._state.settings.model_names:
             raise model_not_found(name)
-        return json_response(self._model(name))
+        of_client = self._anthropic_model if ANTHROPIC_VERSION in request.headers else self._model
+        return json_response(of_client(name))
 
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a text or of a conversation."""
@@ -181,6 +187,10 @@ class Info:
     def _decode(self, ids: list[int]) -> str:
         check_ids("tokens", ids, self._state.client.info.vocab_size)
         return decode_text(self._state.tokenizer, ids, skip_special_tokens=False)
+
+    def _anthropic_model(self, name: str) -> dict[str, Any]:
+        created = datetime.fromtimestamp(self._state.created, UTC).isoformat().replace("+00:00", "Z")
+        return {"type": "model", "id": name, "display_name": name, "created_at": created}
 
     def _model(self, name: str) -> dict[str, Any]:
         state = self._state

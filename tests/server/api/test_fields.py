@@ -74,7 +74,7 @@ def post(server, path=CHAT, **fields):
 
 @pytest.mark.parametrize("path", TABLES)
 def test_a_field_that_would_change_the_answer_is_refused_by_name(path):
-    names = list(TABLES[path].refused)
+    names = [name for name, refused in TABLES[path].refused.items() if not refused.tunes]
     responses = post_all(state_of(StubClient(DONE)), path, [BASE[path] | {name: NOT_HARMLESS} for name in names])
     for name, response in zip(names, responses, strict=True):
         assert response.status_code == 400
@@ -128,6 +128,24 @@ def test_every_field_of_the_published_schema_is_known(table, name):
     published = properties(schemas[name])
     assert len(published) > 15
     assert published - set(table.kind.__struct_fields__) - table.refused.keys() - table.without_effect == set()
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_a_field_that_only_tunes_is_accepted_unless_the_server_is_strict(path):
+    names = [name for name, refused in TABLES[path].refused.items() if refused.tunes]
+    assert "reasoning_effort" in names
+    fields = [BASE[path] | {name: NOT_HARMLESS} for name in names]
+    answers = post_all(state_of(StubClient(DONE)), path, fields)
+    assert [name for name, answer in zip(names, answers, strict=True) if answer.status_code != 200] == []
+    refused = post_all(state_of(StubClient(DONE), strict_fields=True), path, fields)
+    assert {answer.status_code for answer in refused} == {400}
+
+
+def test_a_field_without_effect_is_named_in_the_log_once(tmp_path):
+    with running_server(tmp_path, ECHO, EchoConfig()) as server:
+        for effort in ("low", "high", "none"):
+            assert post(server, reasoning_effort=effort).status_code == 200
+    assert server.log.count("the field 'reasoning_effort' has no effect here") == 1
 
 
 def test_an_unknown_field_is_ignored_and_warned_of_once(tmp_path):

@@ -46,6 +46,12 @@ def test_models(echo):
     assert (first["object"], first["max_model_len"], first["parent"]) == ("model", 4096, None)
     assert first["permission"][0]["object"] == "model_permission"
     validate("Model", get(echo, "/v1/models/alias").json())
+    own = {"anthropic-version": "2023-06-01"}
+    with echo.http() as http:
+        listed, one = (http.get(path, headers=own).json() for path in ("/v1/models", "/v1/models/alias"))
+    assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "test-model", "alias")
+    assert (listed["data"][1], one["type"], one["id"]) == (one, "model", "alias")
+    assert one["created_at"].endswith("Z")
     assert get(echo, "/v1/models/gpt-0").status_code == 404
     assert [model.id for model in echo.client().models.list()] == ["test-model", "alias"]
 

@@ -179,18 +179,53 @@ def test_a_conversation_goes_on_after_a_call(server):
     assert second["usage"]["input_tokens"] == counted
 
 
+def test_what_a_coding_agent_sends_is_taken(server):
+    """The fields of Claude Code: reasoning, edits of the context, effort, tools of Anthropic's server."""
+    thinking = [
+        {"type": "thinking", "thinking": "Hm.", "signature": "abc"},
+        {"type": "redacted_thinking", "data": "abc"},
+        {"type": "text", "text": "I look.", "cache_control": {"type": "ephemeral"}},
+        {"type": "tool_use", "id": "a", "name": "get_weather", "input": {}},
+    ]
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "5"}, image]}
+    turns = [
+        {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "system", "content": "More tools."},
+        {"role": "assistant", "content": thinking},
+        {"role": "user", "content": [result]},
+    ]
+    answer = created(
+        server,
+        "call",
+        messages=turns,
+        system=[{"type": "text", "text": "You code.", "cache_control": {"type": "ephemeral"}}],
+        tools=[WEATHER, {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}],
+        thinking={"type": "adaptive"},
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        output_config={"effort": "medium"},
+        metadata={"user_id": "u"},
+        max_tokens=32000,
+    )
+    assert (answer["stop_reason"], answer["content"][0]["name"]) == ("tool_use", "get_weather")
+    words = [result | {"content": "5\n(image was left out: the model reads text only)"}]
+    plain = [*turns[:2], {"role": "assistant", "content": thinking[2:]}, {"role": "user", "content": words}]
+    counted = post(server, path=f"{PATH}/count_tokens", messages=plain, system="You code.", tools=[WEATHER]).json()
+    assert answer["usage"]["input_tokens"] == counted["input_tokens"]
+    assert "left out of the prompt: web_search_20250305\n" in server.log
+
+
 REFUSED = [
     {"max_tokens": None},
     {"max_tokens": 0},
     {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
     {"messages": [{"role": "wizard", "content": "a"}]},
-    {"tools": [{"type": "bash_20250124", "name": "bash"}]},
+    {"tools": [{"description": "without a name"}]},
     {"tools": [{"name": "a b"}]},
     {"tool_choice": {"type": "sometimes"}},
     {"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}},
     {"output_config": {"format": {"type": "json_schema"}}},
     {"output_config": {"format": {"type": "json_schema", "schema": {"type": "strin"}}}},
-    {"thinking": {"type": "enabled", "budget_tokens": 1024}},
 ]
 
 

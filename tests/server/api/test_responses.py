@@ -164,6 +164,111 @@ def test_the_official_client_goes_on_after_a_call(server):
     assert apart.usage.input_tokens == second.usage.input_tokens > first.usage.input_tokens
 
 
+PATCH = {"type": "custom", "name": "get_weather", "description": "A text.", "format": {"type": "text"}}
+
+
+def test_a_custom_tool_is_called_with_a_text(server):
+    """The model of the script writes no `input`, so all that it writes is the text."""
+    whole = created(server, "call", tools=[PATCH])
+    (item,) = whole["output"]
+    assert (item["type"], item["name"], item["input"], item["id"][:4]) == (
+        "custom_tool_call", "get_weather", ARGUMENTS, "ctc_",
+    )  # fmt: skip
+    found = events(server, "call", tools=[PATCH])
+    own = [event["type"].removeprefix("response.") for event in found[2:-1]]
+    assert own == [
+        "output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.done", "output_item.done",
+    ]  # fmt: skip
+    assert found[-2]["item"]["input"] == found[3]["delta"] == ARGUMENTS
+
+
+def test_a_custom_tool_is_a_function_with_one_text(server):
+    """The history of its calls is that of such a function's calls."""
+    patterned = PATCH | {"format": {"type": "grammar", "syntax": "regex", "definition": "[a-z]+"}}
+    schema = {
+        "type": "object",
+        "properties": {"input": {"type": "string", "pattern": "^(?:[a-z]+)$"}},
+        "required": ["input"],
+        "additionalProperties": False,
+    }
+    function = {"type": "function", "name": "get_weather", "description": "A text.", "parameters": schema}
+    call = {"call_id": "a", "name": "get_weather"}
+    custom = [
+        {"role": "user", "content": "x"},
+        {"type": "custom_tool_call", **call, "input": "abc"},
+        {"type": "custom_tool_call_output", "call_id": "a", "output": "done"},
+    ]
+    plain = [
+        {"role": "user", "content": "x"},
+        {"type": "function_call", **call, "arguments": '{"input":"abc"}'},
+        {"type": "function_call_output", "call_id": "a", "output": "done"},
+    ]
+    counts = [
+        created(server, input=history, tools=[tool])["usage"]["input_tokens"]
+        for history, tool in ((custom, patterned), (plain, function))
+    ]
+    assert counts[0] == counts[1]
+
+
+def test_what_a_coding_agent_sends_besides_functions_is_left_out(server):
+    """The fields of Codex, with items and tools that only OpenAI's models know."""
+    reasoning = {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": "abc"}
+    search = {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search"}}
+    image = [{"type": "input_text", "text": "seen"}, {"type": "input_image", "image_url": "data:image/png;base64,AA"}]
+    history = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "You code."}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": "function_call", "call_id": "a", "name": "get_weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": image},
+    ]
+    tools = [
+        WEATHER | {"strict": False},
+        {"type": "namespace", "name": "agents", "description": "More.", "tools": [WEATHER]},
+        {"type": "web_search", "external_web_access": False},
+        {"type": "local_shell"},
+        {"type": "image_generation", "output_format": "png"},
+        {"type": "tool_search"},
+        {"type": "mcp", "server_label": "x", "server_url": "http://127.0.0.1"},
+    ]
+    agent = {
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"effort": "high", "summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "k",
+        "client_metadata": {"session_id": "s"},
+        "text": {"verbosity": "low"},
+        "truncation": "auto",
+    }
+    plain = created(server, input=history, tools=[WEATHER])
+    whole = created(server, input=[history[0], reasoning, search, *history[1:]], tools=tools, **agent)
+    assert whole["usage"]["input_tokens"] == plain["usage"]["input_tokens"]
+    assert [tool["type"] for tool in whole["tools"]] == ["function"]
+    assert "input_image was left out" in history_text(server, history)
+    assert (
+        "left out of the prompt: image_generation, local_shell, mcp, namespace, tool_search, web_search\n" in server.log
+    )
+
+
+def history_text(server, history) -> str:
+    """What the template shows of it: the stored input of a response."""
+    response = created(server, input=history, tools=[WEATHER])
+    with server.http() as http:
+        return http.get(f"{PATH}/{response['id']}/input_items").text
+
+
+def test_an_empty_list_of_tools_is_no_tool(server):
+    assert created(server, tools=[], tool_choice="auto", parallel_tool_calls=True)["status"] == "completed"
+
+
+def test_a_prompt_that_is_too_long_is_cut_at_its_beginning_if_asked(server):
+    long = [{"role": "user", "content": "a" * 200}] * 40
+    assert post(server, input=long).status_code == 400
+    cut = created(server, input=long, truncation="auto", max_output_tokens=50)
+    assert (cut["truncation"], cut["status"]) == ("auto", "completed")
+
+
 def test_the_form_of_the_text_and_the_choice_of_a_tool_are_repeated(server):
     text = {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}, "strict": True}}
     named = {"type": "function", "name": "get_weather"}
@@ -305,12 +410,14 @@ def test_a_client_that_goes_away_cancels_its_response(slow):
 
 REFUSED = [
     ({"input": 5}, "input"),
-    ({"input": [{"type": "reasoning"}]}, "input.0.type"),
+    ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0.type"),
     ({"input": [{"content": "a"}]}, "input.0.role"),
     ({"input": [{"type": "function_call", "name": "f"}]}, "input.0"),
     ({"input": [{"type": "function_call_output", "output": "a"}]}, "input.0"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
-    ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+    ({"tools": [{"type": "custom"}]}, "tools.0.name"),
+    ({"input": [{"type": "custom_tool_call", "call_id": "a", "name": "f"}]}, "input.0"),
     ({"tools": [{"type": "function"}]}, "tools.0.name"),
     ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "strin"}}}}, "text.format"),
     ({"text": {"format": {"type": "poem"}}}, "text.format"),
@@ -318,7 +425,7 @@ REFUSED = [
     ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": ["f"]}}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice"),
     ({"background": True}, "background"),
-    ({"truncation": "auto"}, "truncation"),
+    ({"truncation": "sometimes"}, "truncation"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"include": [LOGPROBS], "top_logprobs": 21}, "top_logprobs"),
     ({"include": ["file_search_call.results"]}, "include"),

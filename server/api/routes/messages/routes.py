@@ -58,8 +58,9 @@ class Messages:
         """Answers a conversation, whole or streamed."""
         state = self._state
         body = await self._reader.read(request, state.body_limits, state.aside)
+        strict = state.settings.strict_fields
         chat = await self._translated(body)
-        generation, plan = await start_chat(state, chat, request, id_prefix="msg")
+        generation, plan = await start_chat(state, chat, request, id_prefix="msg", lowers_max_tokens=not strict)
         writer = MessagesWriter(generation, plan.generation.head)
         return GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream))
 
@@ -75,4 +76,4 @@ class Messages:
     async def _translated(self, body: CountRequest) -> ChatRequest:
         num_blocks = sum(len(turn.content) if isinstance(turn.content, list) else 1 for turn in body.messages)
         size = CHARS_OF_A_BLOCK * num_blocks + (len(bytes(body.tools)) if body.tools else 0)
-        return await self._state.aside.run(size, chat_request, body)
+        return await self._state.aside.run(size, chat_request, body, strict=self._state.settings.strict_fields)

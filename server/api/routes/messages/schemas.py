@@ -9,6 +9,7 @@ import msgspec
 from server.api.request.fields import (
     NO_OTHER_INPUT,
     NO_PLUG_INS,
+    NO_SHORTER,
     NO_TRANSFER,
     NO_WATERMARKS,
     TOOL_WITHOUT_EFFECT,
@@ -42,7 +43,7 @@ class InputMessage(Declared):
 class MessageTool(Declared):
     """A tool that the model may call."""
 
-    name: str
+    name: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
@@ -99,28 +100,29 @@ class MessagesRequest(CountRequest, kw_only=True):
     timeout_s: float | None = None
 
 
-_CONTENT = {"cache_control", "citations", "caller"}
-_BLOCK = FieldTable(kind=Block, without_effect=frozenset(_CONTENT | {"source", "signature", "thinking", "data"}))
+_OF_BLOCKS = frozenset({"cache_control", "citations", "caller", "source", "signature", "thinking", "data", "title"})
+_INNER_BLOCK = FieldTable(kind=Block, without_effect=_OF_BLOCKS)  # of what a tool gave
+_BLOCK = FieldTable(kind=Block, without_effect=_OF_BLOCKS, inner={"content": _INNER_BLOCK})
 _INNER = {
     "messages": FieldTable(kind=InputMessage, inner={"content": _BLOCK}),
     "system": _BLOCK,
     "tool_choice": FieldTable(kind=MessageToolChoice),
     "output_config": FieldTable(
         kind=OutputConfig,
-        refused={"effort": Refused("a level of effort is not supported yet", ("high",))},
+        refused={"effort": Refused("a level of effort is not supported yet", ("high",), tunes=True)},
         inner={"format": FieldTable(kind=OutputFormat)},
     ),
     "tools": FieldTable(kind=MessageTool, without_effect=TOOL_WITHOUT_EFFECT),
 }
 _REFUSED = {
     "container": Refused("running code is not supported yet"),
-    "context_management": Refused("making a conversation shorter is not supported yet"),
+    "context_management": NO_SHORTER,
     "ec_transfer_params": NO_TRANSFER,
     "kv_transfer_params": NO_TRANSFER,
     "mcp_servers": Refused("servers of tools are not supported yet"),
     "output_format": Refused("this older form of `output_config.format` is not supported yet"),
     "return_mm_kwargs": NO_OTHER_INPUT,
-    "thinking": Refused("reasoning apart from the answer is not supported yet", ({"type": "disabled"},)),
+    "thinking": Refused("reasoning apart from the answer is not supported yet", ({"type": "disabled"},), tunes=True),
     "vllm_xargs": NO_PLUG_INS,
     "watermarking": NO_WATERMARKS,
 }

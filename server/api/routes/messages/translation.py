@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 
 from server.api.request.body import read_raw
+from server.api.request.conversation import LEFT_OUT_IN_WORDS
 from server.api.request.schemas import ChatRequest, FunctionCall, Message, ToolCall
-from server.api.request.tools import MAX_TOOLS_BYTES
+from server.api.request.tools import MAX_TOOLS_BYTES, log_left_out
 from server.api.routes.messages.schemas import (
     Block,
     CountRequest,
@@ -24,8 +25,8 @@ _tools = msgspec.json.Decoder(list[MessageTool] | None)
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def chat_request(body: CountRequest) -> ChatRequest:
-    """The same request to chat. Raises RequestError 400.
+def chat_request(body: CountRequest, *, strict: bool) -> ChatRequest:
+    """The same request to chat. Raises RequestError 400; a `strict` server refuses tools that it would leave out.
 
     If the last message is the assistant's, the answer continues it. An empty one is no beginning, and is left out.
     """
@@ -42,7 +43,7 @@ def chat_request(body: CountRequest) -> ChatRequest:
         model=body.model,
         messages=system + turns,
         continue_final_message=continues,
-        tools=_chat_tools(body),
+        tools=_chat_tools(body, strict=strict),
         tool_choice=_chat_tool_choice(body.tool_choice),
         parallel_tool_calls=parallel,
         response_format=_response_format(body),
@@ -104,8 +105,11 @@ def _messages(where: str, turn: InputMessage) -> Iterable[Message]:
                 texts.append(_block_text(f"{where}.{i}", block))
             case "tool_use":
                 calls.append(_call(f"{where}.{i}", block))
+            case "thinking" | "redacted_thinking":
+                continue  # templates do not show the reasoning of earlier answers
             case "tool_result":
-                text = _text(f"{where}.{i}.content", block.content or "")
+                content = block.content or ""
+                text = content if isinstance(content, str) else "\n".join(map(_readable, content))
                 results.append(Message("tool", text, tool_call_id=block.tool_use_id))
             case _:
                 raise unsupported(f"{where}.{i}", f"content of the type `{block.type[:40]}` is")
@@ -128,6 +132,11 @@ def _text(where: str, content: str | list[Block]) -> str:
     return "\n".join(_block_text(f"{where}.{i}", block) for i, block in enumerate(content))
 
 
+def _readable(block: Block) -> str:
+    """What a tool gave besides text is left out in words: the rest of its output may be enough."""
+    return block.text or "" if block.type == "text" else LEFT_OUT_IN_WORDS.format(block.type)
+
+
 def _block_text(where: str, block: Block) -> str:
     if block.type != "text":
         raise unsupported(where, f"content of the type `{block.type[:40]}` is")
@@ -136,14 +145,22 @@ def _block_text(where: str, block: Block) -> str:
     return block.text
 
 
-def _chat_tools(body: CountRequest) -> msgspec.Raw | msgspec.UnsetType:
+def _chat_tools(body: CountRequest, *, strict: bool) -> msgspec.Raw | msgspec.UnsetType:
+    """Tools that Anthropic's own server runs, or whose parameters only its models know, are left out."""
     tools = read_raw("tools", body.tools, _tools, max_bytes=MAX_TOOLS_BYTES)
     if not tools:
         return msgspec.UNSET
+    served = []
     for i, tool in enumerate(tools):
         if tool.type not in (None, "custom"):
-            raise unsupported(f"tools.{i}.type", f"tools of the type `{tool.type[:40]}` are")
-    return msgspec.Raw(msgspec.json.encode([_chat_tool(tool) for tool in tools]))
+            if strict:
+                raise unsupported(f"tools.{i}.type", f"tools of the type `{tool.type[:40]}` are")
+            continue
+        if tool.name is None:
+            raise invalid(f"tools.{i}.name", "is missing")
+        served.append(_chat_tool(tool))
+    log_left_out([tool.type for tool in tools if tool.type not in (None, "custom")])
+    return msgspec.Raw(msgspec.json.encode(served))
 
 
 def _chat_tool(tool: MessageTool) -> dict[str, Any]:

@@ -11,10 +11,12 @@ from itertools import groupby
 from sys import getsizeof
 from typing import Any, ClassVar
 
+import msgspec
+
 from batcher.request import FinishReason
 from server.api.request.schemas import Message
 from server.api.routes.responses.scores import ScoreWriter, num_bytes_of
-from server.api.routes.responses.translation import call_message
+from server.api.routes.responses.translation import CUSTOM_INPUT, call_message
 from server.engine.generation import Choice, ScoredToken
 from server.http.errors import RequestError
 from server.http.json_pieces import LongText, NestedList
@@ -93,6 +95,24 @@ class CallItem(_GrowingItem):
         }
 
 
+class CustomCallItem(CallItem):
+    """A call of a custom tool. Its text is the arguments, as those of a function with one parameter."""
+
+    ID_PREFIX = "ctc"
+
+    @property
+    def input(self) -> str:
+        """The text for the tool. Arguments that are cut have no text yet; what else the model wrote is the text."""
+        try:
+            return str(msgspec.json.decode(self.text)[CUSTOM_INPUT])
+        except (ValueError, KeyError, TypeError):
+            return self.text
+
+    def fields(self, status: str) -> dict[str, Any]:
+        call = {"type": "custom_tool_call", "id": self.id, "call_id": self.call_id, "name": self.name}
+        return {**call, "input": "" if status == IN_PROGRESS else LongText(self.input), "status": status}
+
+
 Item = TextItem | CallItem
 
 
@@ -115,6 +135,7 @@ class ResponseRecord:
         messages: the conversation up to the answer, without the instructions.
         num_bytes: the size of `messages` in memory, approximately.
         scores: writes the log-probabilities of the text.
+        custom: the names of the custom tools.
     """
 
     def __init__(
@@ -125,6 +146,7 @@ class ResponseRecord:
         messages: Sequence[Message],
         num_bytes: int,
         scores: ScoreWriter,
+        custom: frozenset[str] = frozenset(),
     ) -> None:
         self.id = id
         self.owner = owner
@@ -134,6 +156,7 @@ class ResponseRecord:
         self._messages = messages
         self._num_bytes = num_bytes
         self._scores = scores
+        self._custom = custom
         self._unclaimed: deque[ScoredToken] = deque()  # tokens whose text has not been added
         self._ends_in_half_call = False
         self._usage: dict[str, Any] | None = None
@@ -163,7 +186,8 @@ class ResponseRecord:
             text = piece.arguments
             if piece.name is not None:
                 is_new = True
-                self.items.append(CallItem(len(self.items), piece.name))
+                kind = CustomCallItem if piece.name in self._custom else CallItem
+                self.items.append(kind(len(self.items), piece.name))
         else:
             text = piece.text
             if is_new:

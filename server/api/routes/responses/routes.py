@@ -31,6 +31,7 @@ from server.api.routes.responses.store import ResponseStore
 from server.api.routes.responses.translation import (
     chat_request,
     check_retrieval,
+    custom_names,
     format_fields,
     input_messages,
     own_names,
@@ -106,7 +107,13 @@ class Responses:
         num_bytes += _other_bytes(chat, body.instructions) + (0 if earlier is None else earlier.num_bytes)
         scores = ScoreWriter(state.tokenizer, plan.generation.logprobs or 0)
         record = ResponseRecord(
-            head.id, current_key.get(), _repeated(body, tools, head.model, state), messages, num_bytes, scores
+            head.id,
+            current_key.get(),
+            _repeated(body, tools, head.model, state),
+            messages,
+            num_bytes,
+            scores,
+            custom_names(tools),
         )
         stores = body.store is not False
         if stores:
@@ -123,7 +130,9 @@ class Responses:
     ) -> tuple[list[FunctionTool], list[Message], int]:
         """The tools, all messages without the instructions, and the size in memory of those that are new."""
         size = len(bytes(body.tools)) if body.tools else 0
-        tools, new, num_bytes = await self._state.aside.run(size + _size(body), _translated, body)
+        tools, new, num_bytes = await self._state.aside.run(
+            size + _size(body), _translated, body, strict=self._state.settings.strict_fields
+        )
         return tools, new if earlier is None else [*earlier.conversation(), *new], num_bytes
 
     async def input_tokens(self, request: Request) -> Response:
@@ -231,10 +240,10 @@ class _Answer(Response):
             self._on_done()
 
 
-def _translated(body: ResponsesRequest) -> tuple[list[FunctionTool], list[Message], int]:
+def _translated(body: ResponsesRequest, *, strict: bool) -> tuple[list[FunctionTool], list[Message], int]:
     """The tools, the messages of the input, and the size of the messages in memory, approximately."""
-    messages = input_messages(body)
-    return read_function_tools(body), messages, sum(map(_message_size, messages))
+    messages = input_messages(body, strict=strict)
+    return read_function_tools(body, strict=strict), messages, sum(map(_message_size, messages))
 
 
 def _size(body: ResponsesRequest) -> int:
@@ -283,6 +292,6 @@ def _repeated(body: ResponsesRequest, tools: list[FunctionTool], model: str, sta
         "reasoning": {"effort": None, "summary": None},
         "store": body.store is not False,
         "top_logprobs": body.top_logprobs or 0,
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "background": False,
     }

@@ -10,7 +10,9 @@ from server.api.request.fields import (
     NO_OTHER_INPUT,
     NO_PLUG_INS,
     NO_REASONING,
+    NO_SHORTER,
     NO_TRANSFER,
+    NO_VERBOSITY,
     NO_WATERMARKS,
     TOOL_WITHOUT_EFFECT,
     FieldTable,
@@ -37,6 +39,7 @@ class InputItem(Declared):
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None  # of a custom tool
     output: str | Annotated[list[InputPart], ITEMS] | None = None
     status: str | None = None  # of a message of the assistant that is not complete: the answer continues it
 
@@ -58,13 +61,14 @@ class TextOptions(Declared):
 
 
 class FunctionTool(Declared):
-    """A tool of a body's `tools`."""
+    """A tool of a body's `tools`: a function, or a custom tool, whose input is a text."""
 
     type: str
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    format: dict[str, Any] | None = None  # of a custom tool's input
 
 
 class ResponsesRequest(CommonFields, kw_only=True):
@@ -82,23 +86,28 @@ class ResponsesRequest(CommonFields, kw_only=True):
     include: Annotated[list[str], STOPS] | None = None
     top_logprobs: int | None = None
     text: TextOptions | None = None
+    truncation: str | None = None
     # beyond OpenAI's
     chat_template_kwargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     documents: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
-_PART = FieldTable(kind=InputPart, without_effect=frozenset({"annotations", "logprobs"}))
-_ITEM = FieldTable(kind=InputItem, without_effect=frozenset({"id", "phase"}), inner={"content": _PART, "output": _PART})
+# The second half is of items that are left out.
+_OF_ITEMS = frozenset({"id", "phase", "summary", "encrypted_content", "action", "queries", "results", "result"})
+_PART = FieldTable(
+    kind=InputPart, without_effect=frozenset({"annotations", "logprobs", "image_url", "file_id", "detail"})
+)
+_ITEM = FieldTable(kind=InputItem, without_effect=_OF_ITEMS, inner={"content": _PART, "output": _PART})
 _WITHOUT_EFFECT = frozenset(
-    "max_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier service_tier "
-    "session_id spaces_between_special_tokens stream_options user".split()
+    "client_metadata max_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier "
+    "service_tier session_id spaces_between_special_tokens stream_options user".split()
 )
 RESPONSES_FIELDS = FieldTable(
     kind=ResponsesRequest,
     refused=of_other_routes(ResponsesRequest, but=_WITHOUT_EFFECT)
     | {
         "background": Refused("answering after the connection has closed is not supported yet"),
-        "context_management": Refused("making a conversation shorter is not supported yet"),
+        "context_management": NO_SHORTER,
         "ec_transfer_params": NO_TRANSFER,
         "enable_response_messages": Refused("messages in the template's form are not shown yet"),
         "conversation": Refused(
@@ -114,7 +123,6 @@ RESPONSES_FIELDS = FieldTable(
         "reasoning": NO_REASONING,
         "request_id": Refused("ids of responses are made by the server: they must be unique"),
         "return_mm_kwargs": NO_OTHER_INPUT,
-        "truncation": Refused("cutting prompts is not supported yet", ("disabled",)),
         "vllm_xargs": NO_PLUG_INS,
         "watermarking": NO_WATERMARKS,
     },
@@ -123,9 +131,7 @@ RESPONSES_FIELDS = FieldTable(
         "input": _ITEM,
         "text": FieldTable(
             kind=TextOptions,
-            refused={
-                "verbosity": Refused("a level of verbosity is not supported yet: say it in a message", ("medium",))
-            },
+            refused={"verbosity": NO_VERBOSITY},
             inner={"format": FieldTable(kind=TextFormat)},
         ),
         "tools": FieldTable(kind=FunctionTool, without_effect=TOOL_WITHOUT_EFFECT),

@@ -10,9 +10,9 @@ import msgspec
 from starlette.datastructures import QueryParams
 
 from server.api.request.body import read_raw
-from server.api.request.conversation import check_role
+from server.api.request.conversation import LEFT_OUT_IN_WORDS, check_role
 from server.api.request.schemas import ChatRequest, CommonFields, ContentPart, FunctionCall, Message, ToolCall
-from server.api.request.tools import MAX_TOOLS_BYTES
+from server.api.request.tools import MAX_TOOLS_BYTES, log_left_out
 from server.api.routes.responses.schemas import FunctionTool, InputItem, InputPart, ResponsesRequest, TextFormat
 from server.http.errors import RequestError, invalid, unsupported
 
@@ -22,6 +22,13 @@ _OTHER_NAMES = {
     "messages": "input",
     "response_format": "text.format",
 }
+# Items of tools that are not served, and of reasoning, which the template does not show.
+LEFT_OUT = frozenset(
+    "reasoning web_search_call file_search_call computer_call computer_call_output image_generation_call "
+    "code_interpreter_call local_shell_call local_shell_call_output mcp_list_tools mcp_call tool_search_call "
+    "tool_search_output".split()
+)
+CUSTOM_INPUT = "input"  # the one parameter of a custom tool
 UNFINISHED = ("in_progress", "incomplete")
 LOGPROBS = "message.output_text.logprobs"
 HARMLESS_PARTS = ("reasoning.encrypted_content",)  # there is no reasoning
@@ -45,15 +52,28 @@ def own_names() -> Iterator[None]:
         raise
 
 
-def read_function_tools(body: ResponsesRequest) -> list[FunctionTool]:
-    """The request's tools. Raises RequestError 400."""
+def read_function_tools(body: ResponsesRequest, *, strict: bool) -> list[FunctionTool]:
+    """The request's functions and custom tools. Tools of other types are left out, or refused by a `strict` server.
+
+    Raises RequestError 400.
+    """
     tools = read_raw("tools", body.tools, _tools, max_bytes=MAX_TOOLS_BYTES) or []
+    served = []
     for i, tool in enumerate(tools):
-        if tool.type != "function":
-            raise unsupported(f"tools.{i}.type", f"tools of the type `{tool.type[:40]}` are")
+        if tool.type not in ("function", "custom"):
+            if strict:
+                raise unsupported(f"tools.{i}.type", f"tools of the type `{tool.type[:40]}` are")
+            continue
         if tool.name is None:
             raise invalid(f"tools.{i}.name", "is missing")
-    return tools
+        served.append(tool)
+    log_left_out({tool.type for tool in tools} - {tool.type for tool in served})
+    return served
+
+
+def custom_names(tools: Iterable[FunctionTool]) -> frozenset[str]:
+    """The names of the custom tools."""
+    return frozenset(tool.name for tool in tools if tool.type == "custom" and tool.name is not None)
 
 
 def asks_for_logprobs(body: ResponsesRequest) -> bool:
@@ -90,11 +110,18 @@ def chat_request(body: ResponsesRequest, tools: Sequence[FunctionTool], messages
         max_completion_tokens=body.max_output_tokens,
         logprobs=asks_for_logprobs(body),
         top_logprobs=body.top_logprobs or None,
-        tools=msgspec.Raw(msgspec.json.encode(list(map(_chat_tool, tools)))) if tools else msgspec.UNSET,
+        tools=_chat_tools(body, tools),
         tool_choice=_tool_choice(body.tool_choice),
         response_format=_response_format(body.text.format if body.text else None),
-        **{name: getattr(body, name) for name in _SAME},
+        **{name: getattr(body, name) for name in _SAME} | _truncation(body),
     )
+
+
+def _truncation(body: ResponsesRequest) -> dict[str, int]:
+    """With `auto`, the beginning of a prompt that is too long is cut off."""
+    if body.truncation not in (None, "auto", "disabled"):
+        raise invalid("truncation", f"must be auto or disabled, got {body.truncation[:40]!r}")
+    return {"truncate_prompt_tokens": -1} if body.truncation == "auto" and body.truncate_prompt_tokens is None else {}
 
 
 def _continues(items: str | list[InputItem]) -> bool:
@@ -105,9 +132,34 @@ def _continues(items: str | list[InputItem]) -> bool:
     return (last.type or "message", last.role) == ("message", "assistant") and last.status in UNFINISHED
 
 
+def _chat_tools(body: ResponsesRequest, tools: Sequence[FunctionTool]) -> msgspec.Raw | msgspec.UnsetType:
+    """An empty list is one: with it, every `tool_choice` is valid."""
+    if body.tools is msgspec.UNSET:
+        return msgspec.UNSET
+    return msgspec.Raw(msgspec.json.encode([*map(_chat_tool, tools)]))
+
+
 def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
-    fields = msgspec.structs.asdict(tool)
-    return {"type": fields.pop("type"), "function": fields}
+    parameters = _input_schema(tool.format or {}) if tool.type == "custom" else tool.parameters
+    function = {"name": tool.name, "description": tool.description, "parameters": parameters, "strict": tool.strict}
+    return {"type": "function", "function": function}
+
+
+def _input_schema(form: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a custom tool: one text. A regular expression constrains it, and the model is told of a Lark
+    grammar."""
+    text = {"type": "string"}
+    match form:
+        case {"type": "grammar", "syntax": "regex", "definition": str(pattern)}:
+            text["pattern"] = f"^(?:{pattern})$"
+        case {"type": "grammar", "syntax": "lark", "definition": str(grammar)}:
+            text["description"] = f"A text of this Lark grammar:\n{grammar}"
+    return {
+        "type": "object",
+        "properties": {CUSTOM_INPUT: text},
+        "required": [CUSTOM_INPUT],
+        "additionalProperties": False,
+    }
 
 
 def _response_format(text_format: TextFormat | None) -> msgspec.Raw | msgspec.UnsetType:
@@ -137,17 +189,20 @@ def _tool_choice(choice: str | Mapping[str, Any] | None) -> str | dict[str, Any]
 def _named_tool(tool: Any) -> Any:
     """A tool that a choice names, in chat's form. Anything else is left for chat to refuse."""
     match tool:
-        case {"type": "function", "name": name}:
+        case {"type": "function" | "custom", "name": name}:
             return {"type": "function", "function": {"name": name}}
     return tool
 
 
-def input_messages(body: ResponsesRequest) -> list[Message]:
-    """The messages of the input. Consecutive calls are put in one message. Raises RequestError 400."""
+def input_messages(body: ResponsesRequest, *, strict: bool) -> list[Message]:
+    """The messages of the input. Consecutive calls are put in one message. Items that only a model of OpenAI's reads,
+    such as reasoning, are left out. Raises RequestError 400; a `strict` server refuses all other items, too."""
     if isinstance(body.input, str):
         return [Message("user", body.input)]
     messages: list[Message] = []
     for i, item in enumerate(body.input):
+        if item.type in LEFT_OUT and not (strict and item.type != "reasoning"):
+            continue
         message = _message(f"input.{i}", item)
         if message.tool_calls and messages and messages[-1].tool_calls:
             messages[-1].tool_calls.extend(message.tool_calls)
@@ -173,11 +228,22 @@ def _message(where: str, item: InputItem) -> Message:
             if item.name is None or item.call_id is None or item.arguments is None:
                 raise invalid(where, "a function_call needs `call_id`, `name` and `arguments`")
             return call_message([(item.call_id, item.name, item.arguments)])
-        case "function_call_output":
+        case "custom_tool_call":
+            if item.name is None or item.call_id is None or item.input is None:
+                raise invalid(where, "a custom_tool_call needs `call_id`, `name` and `input`")
+            arguments = msgspec.json.encode({CUSTOM_INPUT: item.input}).decode()
+            return call_message([(item.call_id, item.name, arguments)])
+        case "function_call_output" | "custom_tool_call_output":
             if item.call_id is None or item.output is None:
-                raise invalid(where, "a function_call_output needs `call_id` and `output`")
-            return Message("tool", _content(f"{where}.output", item.output), tool_call_id=item.call_id)
+                raise invalid(where, f"a {kind} needs `call_id` and `output`")
+            output = item.output if isinstance(item.output, str) else [*map(_readable, item.output)]
+            return Message("tool", _content(f"{where}.output", output), tool_call_id=item.call_id)
     raise unsupported(f"{where}.type", f"items of the type `{kind[:40]}` are")
+
+
+def _readable(part: InputPart) -> InputPart:
+    """What a tool gave besides text is left out in words: the rest of its output may be enough."""
+    return part if part.type in _PART_TYPES else InputPart("text", LEFT_OUT_IN_WORDS.format(part.type))
 
 
 def _content(where: str, content: str | list[InputPart] | None) -> str | list[ContentPart] | None:

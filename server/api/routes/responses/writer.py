@@ -6,7 +6,15 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from server.api.routes.responses.record import IN_PROGRESS, INCOMPLETE, Added, CallItem, Item, ResponseRecord
+from server.api.routes.responses.record import (
+    IN_PROGRESS,
+    INCOMPLETE,
+    Added,
+    CallItem,
+    CustomCallItem,
+    Item,
+    ResponseRecord,
+)
 from server.engine.generation import Choice, Gain, Generation
 from server.http.errors import RequestError
 from server.http.json_pieces import LongText, json_pieces
@@ -82,6 +90,8 @@ class ResponsesWriter:
 
     def _delta(self, added: Added) -> Iterable[bytes]:
         item, text = added.item, LongText(added.text)
+        if isinstance(item, CustomCallItem):
+            return ()  # its input is known when the arguments are complete
         if isinstance(item, CallItem):
             return self._events({"type": "response.function_call_arguments.delta", "delta": text, **_item_place(item)})
         logprobs = item.logprobs_in_event(added.scored)
@@ -92,6 +102,10 @@ class ResponsesWriter:
         whole = LongText(item.text)
         fields = item.fields(self._record.item_status(item))
         done = {"type": "response.output_item.done", "output_index": item.index, "item": fields}
+        if isinstance(item, CustomCallItem):
+            place, kind = _item_place(item), "response.custom_tool_call_input"
+            delta = {"type": f"{kind}.delta", "delta": LongText(item.input), **place}
+            return self._events(delta, {"type": f"{kind}.done", "input": LongText(item.input), **place}, done)
         if isinstance(item, CallItem):
             kind = "response.function_call_arguments.done"
             arguments = {"type": kind, "name": item.name, "arguments": whole, **_item_place(item)}
