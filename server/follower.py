@@ -14,12 +14,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from server.engine.client import EngineClient, ProcessEngineClient
-from server.engine.health import fault_of
+from server.engine.client import EngineClient, ProcessEngineClient, fault_of
 from server.engine.link import EngineFailedError
-from server.http.address import BACKLOG, bind, removed, url_of
 from server.http.descriptors import raise_limit
-from server.http.errors import NOT_FOUND, RequestError, unavailable
+from server.http.listener import BACKLOG, bind, removed, url_of
+from server.http.request_error import NOT_FOUND, RequestError, unavailable
 from server.http.server import HttpServer, connection_limits
 from server.http.signals import Signals, first_of
 from server.settings import Settings

@@ -15,14 +15,14 @@ import uvloop
 
 from server.engine.group import started
 from server.engine.link import EngineFailedError
-from server.http.address import BACKLOG, address_in_error, bind, removed, url_of
 from server.http.descriptors import raise_limit
+from server.http.listener import BACKLOG, address_in_error, bind, removed, url_of
 from server.http.signals import Signals, first_of
 from server.settings import Settings
 
 if TYPE_CHECKING:
     from server.api.tracing import Tracer
-    from server.http.tls.refresh import TlsContexts
+    from server.http.tls_contexts import TlsContexts
 
 
 def run(
@@ -52,9 +52,11 @@ def run(
     """
     raise_limit()
     if settings.api_server_count > 1:
-        from server.fleet.parent import run_fleet
+        from server.api_processes.parent import run_api_processes
 
-        return run_fleet(settings, engine_target, [engine_args, *more_engines], report=report, on_ready=on_ready)
+        return run_api_processes(
+            settings, engine_target, [engine_args, *more_engines], report=report, on_ready=on_ready
+        )
     tls, tracer = _tls(settings), _tracer(settings)
     try:
         with bind(settings) as listener, removed(settings.uds):
@@ -80,7 +82,7 @@ async def _run(
     try:
         from server.app import create_app
         from server.http.server import HttpServer, connection_limits
-        from server.serving import EXIT_OK, load_state, serve
+        from server.serve_until_end import EXIT_OK, load_state, serve
 
         limits = connection_limits(settings)
         starting = asyncio.create_task(client.start())
@@ -113,7 +115,7 @@ async def _run(
 def _tls(settings: Settings) -> TlsContexts | None:
     if settings.tls is None:
         return None
-    from server.http.tls.refresh import TlsContexts
+    from server.http.tls_contexts import TlsContexts
 
     return TlsContexts(settings.tls)
 

@@ -12,12 +12,11 @@ from model.inputs.words import described
 from scripts.wiring.changeable import ChangeableEngine
 from scripts.wiring.engine import OtherHosts, build_runner, served_tokenizer, warm_engine
 from scripts.wiring.settings import EngineSettings, ServedSettings, flag
-from server.engine.hosts.broadcast import BroadcastRunner
 from server.engine.hosts.cluster import LEADER, Cluster, HostsError
+from server.engine.hosts.commands import Compile, bucket_from_wire
 from server.engine.hosts.follower import Follower
 from server.engine.hosts.leader import Leader
-from server.engine.hosts.messages import Compile, bucket_from_wire
-from server.engine.hosts.served import FollowingEngine, LeadingEngine
+from server.engine.hosts.served import BroadcastRunner, FollowingEngine, LeadingEngine
 from server.engine.hosts.weights import AllWeights, FollowersWeights
 from server.engine.process import Reporter
 from server.engine.wire import EngineInfo

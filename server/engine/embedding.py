@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from server.engine import wire
 from server.engine.client import EngineClient
 from server.engine.generation import error_of
-from server.http.errors import unavailable
+from server.http.request_error import unavailable
 
 AT_ONCE = 64  # inputs that the engine has at a time, so that those of one request do not fill its queue
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from batcher.request import FinishReason
 from server.engine import wire
 from server.engine.client import EngineClient
-from server.http.errors import RequestError, internal, invalid, overloaded, unavailable
+from server.http.request_error import RequestError, internal, invalid, overloaded, unavailable
 from server.text.stream import TextStream
 from server.text.tool_calls.parser import CallParser
 from server.text.tool_calls.pieces import CallDelta, Content, Piece

@@ -8,15 +8,18 @@ from collections.abc import Callable, Sequence
 from batcher.request import FinishReason
 from batcher.stats import EngineStats, total_of
 from server.engine import wire
-from server.engine.client import ProcessEngineClient
-from server.engine.door import DoorClient
-from server.engine.group_weights import GroupWeights
-from server.engine.link import EngineFailedError
+from server.engine.client import FrontendClient, ProcessEngineClient, WeightsError
+from server.engine.link import EngineFailedError, Receiver
 from server.engine.routing import Router
-from server.engine.sinks import Sink
+
+_UNDONE_BY = {
+    wire.WeightsChange.SLEEP: wire.WeightsChange.WAKE_UP,
+    wire.WeightsChange.WAKE_UP: wire.WeightsChange.SLEEP,
+    wire.WeightsChange.RELOAD: wire.WeightsChange.RELOAD,
+}
 
 
-class EngineGroup[E: (ProcessEngineClient, DoorClient)]:
+class EngineGroup[E: (ProcessEngineClient, FrontendClient)]:
     """`EngineClient` over engines that all serve the same model.
 
     All requests of one HTTP request go to the same engine, so its choices share their prompt. When an engine dies, only
@@ -70,7 +73,7 @@ class EngineGroup[E: (ProcessEngineClient, DoorClient)]:
         """Of the engine that has been silent for longest."""
         return min([engine.last_heartbeat for engine in self.engines])
 
-    def submit(self, requests: Sequence[tuple[wire.WireRequest, Sink]]) -> None:
+    def submit(self, requests: Sequence[tuple[wire.WireRequest, Receiver]]) -> None:
         first, _ = requests[0]
         prompt = wire.unpacked(first.prompt)
         self.engines[self._router.choose(prompt, first.cache_salt, self._loads())].submit(requests)
@@ -88,7 +91,7 @@ class EngineGroup[E: (ProcessEngineClient, DoorClient)]:
             engine.reset_prefix_cache()
 
     def abort_all(self) -> None:
-        """Ends every open request with ABORT. Its sink gets that output."""
+        """Ends every open request with ABORT. Its receiver gets that output."""
         for engine in self.engines:
             engine.abort_all()
 
@@ -155,3 +158,59 @@ def started(
 
 def _named(number: int, report: Callable[[str], None]) -> Callable[[str], None]:
     return lambda line: report(f"engine {number}: {line.strip()}")
+
+
+class GroupWeights:
+    """The weights of the engines of a group.
+
+    Args:
+        on_split: is called with the reason if engines are left with different weights. They must not go on then: an
+            answer would depend on the engine that gives it.
+    """
+
+    def __init__(self, engines: Sequence[ProcessEngineClient], on_split: Callable[[str], None]) -> None:
+        self._engines = engines
+        self._on_split = on_split
+        self._changes = asyncio.Lock()
+        self._model: str | None = None  # whose weights all engines have; None: those of the start
+
+    @property
+    def are_sleeping(self) -> bool:
+        """Whether the engines sleep; all or none does."""
+        return all(engine.is_sleeping for engine in self._engines)
+
+    async def change(self, change: wire.WeightsChange, model: str | None = None) -> None:
+        """As `ProcessEngineClient.change_weights`, of all engines at once. If one cannot change, those that have
+        changed go back, and the WeightsError names it."""
+        await asyncio.shield(self._change(change, model))  # to its end, also without a caller
+
+    async def _change(self, change: wire.WeightsChange, model: str | None) -> None:
+        async with self._changes:
+            errors = await self._ask(range(len(self._engines)), change, model)
+            if not errors:
+                if change is wire.WeightsChange.RELOAD:
+                    self._model = model
+                return
+            changed = [number for number in range(len(self._engines)) if number not in errors]
+            stuck = await self._ask(changed, _UNDONE_BY[change], self._model)
+            if stuck:
+                self._on_split(f"the engines have different weights: {_listed(stuck)}")
+            raise WeightsError(_listed(errors))
+
+    async def _ask(
+        self, numbers: Sequence[int], change: wire.WeightsChange, model: str | None
+    ) -> dict[int, WeightsError]:
+        """The errors of the engines that could not change, by their numbers."""
+        asked = (self._engines[number].change_weights(change, model) for number in numbers)
+        results = await asyncio.gather(*asked, return_exceptions=True)
+        errors: dict[int, WeightsError] = {}
+        for number, result in zip(numbers, results, strict=True):
+            if isinstance(result, WeightsError):
+                errors[number] = result
+            elif result is not None:
+                raise result
+        return errors
+
+
+def _listed(errors: dict[int, WeightsError]) -> str:
+    return "; ".join(f"engine {number}: {error}" for number, error in errors.items())

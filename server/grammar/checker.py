@@ -12,7 +12,7 @@ from batcher.grammar import GrammarError
 from batcher.requests.deep_threads import deep_threads
 from server.grammar.compiler import Vocabulary, compile_grammar
 from server.grammar.forms import Grammar
-from server.http.errors import RequestError, invalid, overloaded
+from server.http.request_error import RequestError, invalid, overloaded
 
 NUM_THREADS = 2
 MAX_WAITING = 64  # grammars that wait for a thread; each takes two seconds at worst
@@ -32,7 +32,7 @@ class GrammarChecker:
     async def make(self, form: Callable[[], Grammar], *, param: str) -> Grammar:
         """The grammar that `form` returns, after a check. Raises RequestError 400, which names `param`."""
         try:
-            grammar = await self._aside(form, param)
+            grammar = await self._in_thread(form, param)
         except GrammarError as error:
             raise invalid(param, str(error)) from error
         await self.check(grammar.text, param=param)
@@ -43,7 +43,7 @@ class GrammarChecker:
         key = blake2b(grammar.encode(), digest_size=16).digest()
         fault = self._verdicts.get(key)
         if fault is None:
-            fault = await self._aside(lambda: self._fault(grammar), param)
+            fault = await self._in_thread(lambda: self._fault(grammar), param)
             self._verdicts[key] = fault
             if len(self._verdicts) > CACHE_SIZE:
                 self._verdicts.popitem(last=False)
@@ -60,7 +60,7 @@ class GrammarChecker:
             return str(error)
         return ""
 
-    async def _aside[R](self, work: Callable[[], R], param: str) -> R:
+    async def _in_thread[R](self, work: Callable[[], R], param: str) -> R:
         """Runs `work` in a thread. After a timeout the thread goes on until the compiler's own limits end the work."""
         if self._num_waiting >= MAX_WAITING:
             raise overloaded("Too many grammars wait to be compiled.")

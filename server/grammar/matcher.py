@@ -17,14 +17,14 @@ from server.grammar.compiler import Vocabulary, compile_grammar, error_of
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from server.text.tokenizer import Tokenizer
+    from server.text.tokenizer import ByteLevelTokenizer
 
 CACHE_SIZE = 64  # compiled grammars
 MAX_NUMBER_CHARS = 40  # of a JSON number: `{"type": "integer"}` allows digits without end
 _NUMBER_BYTES = frozenset(b"0123456789.eE+-")
 
 
-def vocabulary_of(tokenizer: Tokenizer, *, vocab_size: int, end_ids: Sequence[int]) -> Vocabulary:
+def vocabulary_of(tokenizer: ByteLevelTokenizer, *, vocab_size: int, end_ids: Sequence[int]) -> Vocabulary:
     """The model's tokens without the special ones: of these, a grammar allows only the end tokens."""
     tokens = [b"" if id in tokenizer.special_ids else text for id, text in enumerate(tokenizer.token_bytes)]
     tokens = [*tokens[:vocab_size], *[b""] * (vocab_size - len(tokens))]

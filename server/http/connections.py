@@ -1,4 +1,4 @@
-"""All connections of the server: their limits, which of them wait for a request, and the bytes of those being read."""
+"""All connections of the server: their limits in number, bytes and time, and which of them wait for a request."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from server.http.throttled_log import ThrottledLog
+from server.logs import ThrottledLog
+from server.shared_counts import Row
 
 logger = logging.getLogger("pallas_serve")
 
 LEAST_WAIT_S = 0.1  # a shorter wait is not cut off: a request may have arrived but not been read
+MIN_BODY_RATE = 1024  # bytes a second
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,21 +27,6 @@ class ConnectionLimits:
     idle_timeout_s: float
     send_timeout_s: float
     max_body_memory: int  # bytes, see `UnfinishedRequests`
-
-
-class Neighbours(Protocol):
-    """The other processes that accept connections from the same socket."""
-
-    def set_connections(self, number: int) -> None:
-        """This process serves so many."""
-
-    @property
-    def connections(self) -> int:
-        """Those of all processes."""
-
-    @property
-    def is_first(self) -> bool:
-        """Whether no other process has fewer."""
 
 
 class Connection(Protocol):
@@ -94,14 +81,15 @@ class Connections:
     closed. If none has waited for LEAST_WAIT_S, the new connection is turned away. Up to `num_refusals` connections
     beyond the limit may be open while they are turned away. Then the listener accepts none until one has closed.
 
-    With `neighbours`, the limit holds for all processes together if `is_total`, and else for each.
+    With `neighbours`, the row of this process among those that accept from the same socket, the limit holds for all
+    processes together if `is_total`, and else for each.
     """
 
     def __init__(
         self,
         limits: ConnectionLimits,
         num_refusals: int,
-        neighbours: Neighbours | None = None,
+        neighbours: Row | None = None,
         *,
         is_total: bool = False,
     ) -> None:
@@ -167,3 +155,43 @@ class Connections:
     def end_wait(self, connection: Connection) -> None:
         """Notes that a connection does not wait any more."""
         self._waiting.pop(connection, None)
+
+
+class BodyPace:
+    """Within `timeout_s`, as many bytes must come as at MIN_BODY_RATE. Then the time begins again: bytes that came
+    faster before earn no time."""
+
+    def __init__(self, timeout_s: float, now: float) -> None:
+        self._timeout_s = timeout_s
+        self._since = now
+        self._missing = timeout_s * MIN_BODY_RATE
+
+    def on_bytes(self, num_bytes: int, now: float) -> None:
+        """Counts bytes that came at `now`."""
+        self._missing -= num_bytes
+        if self._missing <= 0:
+            self.restart(now)
+
+    def restart(self, now: float) -> None:
+        """The time begins again at `now`."""
+        self._since = now
+        self._missing = self._timeout_s * MIN_BODY_RATE
+
+    def left_s(self, now: float) -> float:
+        """The time left for the bytes that are missing."""
+        return self._since + self._timeout_s - now
+
+
+class UnreadWatch:
+    """The number of bytes that a client has not read must change within `timeout_s`."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._num_bytes = 0
+        self._since = 0.0
+
+    def is_stuck(self, num_bytes: int, now: float) -> bool:
+        """Whether the number of unread bytes, `num_bytes`, has been the same in all calls for `timeout_s`."""
+        if not num_bytes or num_bytes != self._num_bytes:
+            self._num_bytes, self._since = num_bytes, now
+        return now - self._since >= self._timeout_s

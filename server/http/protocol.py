@@ -24,11 +24,9 @@ import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from server.http.connections import Connections
-from server.http.errors import RequestError, unavailable
-from server.http.exchange import Exchange
-from server.http.messages import head_without_upgrade, refusal
-from server.http.pace import BodyPace, UnreadWatch
+from server.http.connections import BodyPace, Connections, UnreadWatch
+from server.http.exchange import Exchange, head_without_upgrade, refusal
+from server.http.request_error import RequestError, unavailable
 
 MAX_HEAD_BYTES = 64 * 1024  # request line, header fields and trailer fields
 MAX_FIELDS = 256

@@ -11,13 +11,14 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
-from server.http.connections import ConnectionLimits, Connections, Neighbours
+from server.http.connections import ConnectionLimits, Connections
 from server.http.descriptors import connection_limit
 from server.http.listener import Listener
 from server.http.protocol import HttpProtocol
-from server.http.tls.connection import TlsConnection
-from server.http.tls.refresh import TlsContexts
+from server.http.tls_connection import TlsConnection
+from server.http.tls_contexts import TlsContexts
 from server.settings import Settings
+from server.shared_counts import Row
 
 logger = logging.getLogger("pallas_serve")
 
@@ -25,10 +26,13 @@ FLUSH_S = 5.0  # for the last bytes of answers, before connections are cut
 NUM_REFUSALS = 8  # connections beyond the limit that may be open while they are refused
 
 
-def connection_limits(settings: Settings) -> ConnectionLimits:
-    """Call it when all other files are open. Raises ValueError if there are too few descriptors for connections."""
+def connection_limits(settings: Settings, *, most: int | None = None) -> ConnectionLimits:
+    """Call it when all other files are open. `most` replaces the limit of the settings, or of the descriptors.
+
+    Raises ValueError if there are too few descriptors for connections.
+    """
     return ConnectionLimits(
-        max_connections=connection_limit(settings.max_connections, NUM_REFUSALS),
+        max_connections=most or connection_limit(settings.max_connections, NUM_REFUSALS),
         head_timeout_s=settings.head_timeout_s,
         body_timeout_s=settings.body_timeout_s,
         idle_timeout_s=settings.idle_timeout_s,
@@ -45,7 +49,7 @@ class HttpServer(uvicorn.Server):
         app: ASGIApp,
         limits: ConnectionLimits,
         tls: TlsContexts | None = None,
-        neighbours: Neighbours | None = None,
+        neighbours: Row | None = None,
         *,
         limits_are_total: bool = False,
         is_private: bool = False,

@@ -11,9 +11,21 @@ from queue import Empty, SimpleQueue
 import msgspec
 import zmq
 
-from server.engine.hosts import messages
-from server.engine.hosts.cluster import COMMANDS_OFFSET, REPORTS_OFFSET, Cluster, HostsError, keys_of
-from server.engine.hosts.sockets import CONNECTED, LOST, REFUSED, as_follower, make_socket, monitor_of, read_event
+from server.engine.hosts import commands
+from server.engine.hosts.cluster import (
+    COMMANDS_OFFSET,
+    CONNECTED,
+    LOST,
+    REFUSED,
+    REPORTS_OFFSET,
+    Cluster,
+    HostsError,
+    as_follower,
+    keys_of,
+    make_socket,
+    monitor_of,
+    read_event,
+)
 
 SAY_EVERY_S = 10.0
 
@@ -31,9 +43,9 @@ class Follower:
         self._next_number = 0
         self._is_connected = self._is_closed = False
         self._refusals = 0
-        self._received: SimpleQueue[messages.Command | HostsError] = SimpleQueue()
+        self._received: SimpleQueue[commands.Command | HostsError] = SimpleQueue()
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(messages.Numbered).decode
+        self._decode = msgspec.msgpack.Decoder(commands.Numbered).decode
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         keys, leader = keys_of(cluster.secret, "follower"), keys_of(cluster.secret, "leader")
         self._commands = make_socket(self._context, zmq.DEALER)
@@ -55,11 +67,11 @@ class Follower:
         Raises HostsError if that takes more than `Cluster.timeout_s`, or if the leader refuses this host.
         """
         cluster = self._cluster
-        self._send(messages.Hello(cluster.host_id, sockets_of_system.gethostname(), dict(settings)))
+        self._send(commands.Hello(cluster.host_id, sockets_of_system.gethostname(), dict(settings)))
         until = time.monotonic() + cluster.timeout_s
         where = f"the leader at {cluster.coordinator}:{cluster.port}"
         next_line = time.monotonic() + 1.0
-        while not isinstance(self._get(min(until, next_line)), messages.Welcome):
+        while not isinstance(self._get(min(until, next_line)), commands.Welcome):
             if time.monotonic() >= until:
                 raise HostsError(f"{where} did not answer within {cluster.timeout_s:g} s{self._about_refusals()}")
             report(f"  waiting for {where} and the other hosts{self._about_refusals()}")
@@ -67,21 +79,21 @@ class Follower:
 
     def agree(self, num_pages: int, facts: Mapping[str, str]) -> int:
         """Reports what this host has found out; returns the number of pages to use."""
-        self._send(messages.Plan(self._cluster.host_id, num_pages, dict(facts)))
+        self._send(commands.Plan(self._cluster.host_id, num_pages, dict(facts)))
         command = self.next_command()
-        if not isinstance(command, messages.UsePages):
+        if not isinstance(command, commands.UsePages):
             raise HostsError(f"the leader sent {type(command).__name__} where the number of pages was due")
         return command.num_pages
 
     def compiled(self) -> None:
         """Reports that all programs are compiled."""
-        self._send(messages.Compiled(self._cluster.host_id))
+        self._send(commands.Compiled(self._cluster.host_id))
 
     def answer(self, error: str | None, facts: Mapping[str, str] | None = None) -> None:
         """Reports that the work of the last command is done, or why nothing has changed."""
-        self._send(messages.Answer(self._cluster.host_id, error, dict(facts or {})))
+        self._send(commands.Answer(self._cluster.host_id, error, dict(facts or {})))
 
-    def next_command(self, timeout_s: float | None = None) -> messages.Command:
+    def next_command(self, timeout_s: float | None = None) -> commands.Command:
         """Waits for the next command. Raises HostsError if the leader has failed, or after `timeout_s`."""
         command = self._get(None if timeout_s is None else time.monotonic() + timeout_s)
         if command is None:
@@ -91,7 +103,7 @@ class Follower:
     def fail(self, reason: str) -> None:
         """Reports to the leader that this host cannot go on, and closes the connection."""
         if not self._is_closed:
-            self._send(messages.Failed(self._cluster.host_id, reason))
+            self._send(commands.Failed(self._cluster.host_id, reason))
             self.close()
 
     def close(self) -> None:
@@ -110,10 +122,10 @@ class Follower:
 
     # --- within ---
 
-    def _send(self, report: messages.Report) -> None:
+    def _send(self, report: commands.Report) -> None:
         self._reports.send(self._encode(report), zmq.NOBLOCK)
 
-    def _get(self, until: float | None) -> messages.Command | None:
+    def _get(self, until: float | None) -> commands.Command | None:
         try:
             timeout = None if until is None else max(0.0, until - time.monotonic())
             command = self._received.get(timeout=timeout)
@@ -157,10 +169,10 @@ class Follower:
             self._lose(f"the leader's command {numbered.number} came where {self._next_number} was due")
             return
         self._next_number += 1
-        if isinstance(numbered.command, messages.Fail):
+        if isinstance(numbered.command, commands.Fail):
             self._lose(f"the leader has ended: {numbered.command.reason}")
             return
-        if isinstance(numbered.command, messages.Stop):
+        if isinstance(numbered.command, commands.Stop):
             self._ending.set()  # the connection closes next
         self._received.put(numbered.command)
 

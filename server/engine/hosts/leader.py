@@ -10,9 +10,22 @@ from queue import Empty, SimpleQueue
 import msgspec
 import zmq
 
-from server.engine.hosts import messages
-from server.engine.hosts.cluster import COMMANDS_OFFSET, LEADER, REPORTS_OFFSET, Cluster, HostsError, keys_of
-from server.engine.hosts.sockets import LOST, REFUSED, accept_only, as_leader, make_socket, monitor_of, read_event
+from server.engine.hosts import commands
+from server.engine.hosts.cluster import (
+    COMMANDS_OFFSET,
+    LEADER,
+    LOST,
+    REFUSED,
+    REPORTS_OFFSET,
+    Cluster,
+    HostsError,
+    accept_only,
+    as_leader,
+    keys_of,
+    make_socket,
+    monitor_of,
+    read_event,
+)
 
 SAY_EVERY_S = 10.0  # while hosts are missing
 CONNECT_S = 10.0  # between a follower's two connections
@@ -32,7 +45,7 @@ class Leader:
         self._cluster = cluster
         self._on_failure = on_failure
         self._names: dict[int, str] = {}  # of the followers that have arrived
-        self._arrivals: SimpleQueue[messages.Report | HostsError] = SimpleQueue()
+        self._arrivals: SimpleQueue[commands.Report | HostsError] = SimpleQueue()
         self._encode = msgspec.msgpack.Encoder().encode
         self._lock = threading.Lock()  # of the commands' socket, the number, and what follows
         self._number = 0
@@ -84,21 +97,21 @@ class Leader:
                 report(f"  waiting for {_hosts(missing)} of {self._cluster.num_hosts}{self._about_refusals()}")
                 next_line = time.monotonic() + SAY_EVERY_S
             hello = self._next_report(min(until, next_line))
-            if isinstance(hello, messages.Hello):
+            if isinstance(hello, commands.Hello):
                 self._admit(hello, settings)
-        self.send(messages.Welcome())
+        self.send(commands.Welcome())
         report(f"  all {self._cluster.num_hosts} hosts are there: {', '.join(self._names.values())} and this one")
 
     def agree(self, num_pages: int, facts: Mapping[str, str]) -> int:
         """The least number of pages that any host has room for. Raises HostsError if the hosts' facts differ."""
-        plans: dict[int, messages.Plan] = {}
+        plans: dict[int, commands.Plan] = {}
         while len(plans) < len(self._names):
             plan = self._next_report(None)
-            if isinstance(plan, messages.Plan):
+            if isinstance(plan, commands.Plan):
                 self._compare(plan.host_id, plan.facts, facts)
                 plans[plan.host_id] = plan
         least = min(num_pages, *(plan.num_pages for plan in plans.values()))
-        self.send(messages.UsePages(least))
+        self.send(commands.UsePages(least))
         return least
 
     def wait_until_compiled(self) -> None:
@@ -106,17 +119,17 @@ class Leader:
         compiled: set[int] = set()
         while len(compiled) < len(self._names):
             report = self._next_report(None)
-            if isinstance(report, messages.Compiled):
+            if isinstance(report, commands.Compiled):
                 compiled.add(report.host_id)
 
     # --- while the weights are changed ---
 
-    def gather_answers(self) -> list[messages.Answer]:
+    def gather_answers(self) -> list[commands.Answer]:
         """Waits for the answer of every follower to the last command. Raises HostsError if one is lost meanwhile."""
-        answers: dict[int, messages.Answer] = {}
+        answers: dict[int, commands.Answer] = {}
         while len(answers) < len(self._names):
             report = self._next_report(None)
-            if isinstance(report, messages.Answer):
+            if isinstance(report, commands.Answer):
                 answers[report.host_id] = report
         return list(answers.values())
 
@@ -126,18 +139,18 @@ class Leader:
 
     # --- at any time ---
 
-    def send(self, command: messages.Command) -> None:
+    def send(self, command: commands.Command) -> None:
         """Sends a command to every follower, and does not block. After a failure it does nothing."""
         with self._lock:
             self._send(command)
 
     def stop(self) -> None:
         """Tells the followers that the server has been shut down, and closes the connections."""
-        self._finish(messages.Stop())
+        self._finish(commands.Stop())
 
     def fail(self, reason: str) -> None:
         """Tells the followers that the engine is dead, and closes the connections."""
-        self._finish(messages.Fail(reason))
+        self._finish(commands.Fail(reason))
 
     def wait_for_loss(self, timeout_s: float) -> bool:
         """Whether a follower is lost within this time. True: the watcher has called `on_failure`."""
@@ -148,10 +161,10 @@ class Leader:
 
     # --- within ---
 
-    def _send(self, command: messages.Command) -> None:
+    def _send(self, command: commands.Command) -> None:
         if self._is_over:
             return
-        data = self._encode(messages.Numbered(self._number, command))
+        data = self._encode(commands.Numbered(self._number, command))
         self._number += 1
         for host_id in self._names:
             try:
@@ -160,7 +173,7 @@ class Leader:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
 
-    def _finish(self, last: messages.Command) -> bool:
+    def _finish(self, last: commands.Command) -> bool:
         """Sends the last command and closes the connections. False: another thread does so already."""
         with self._lock:
             if self._is_over:
@@ -184,7 +197,7 @@ class Leader:
     def _missing(self) -> list[int]:
         return [number for number in range(self._cluster.num_hosts) if number not in (LEADER, *self._names)]
 
-    def _admit(self, hello: messages.Hello, settings: Mapping[str, str]) -> None:
+    def _admit(self, hello: commands.Hello, settings: Mapping[str, str]) -> None:
         if hello.host_id in self._names:
             raise HostsError(f"two hosts have --host-id {hello.host_id}: {self._names[hello.host_id]} and {hello.name}")
         if hello.host_id not in self._missing():
@@ -216,7 +229,7 @@ class Leader:
             listed = ", ".join(f"{name} ({theirs.get(name)}, not {ours.get(name)})" for name in sorted(differing))
             raise HostsError(f"{self._called(host_id)} differs from the leader in {listed}: all hosts need the same")
 
-    def _next_report(self, until: float | None) -> messages.Report | None:
+    def _next_report(self, until: float | None) -> commands.Report | None:
         """The next one, or None at the time `until`. Raises HostsError if a host has failed meanwhile."""
         try:
             timeout = None if until is None else max(0.0, until - time.monotonic())
@@ -241,7 +254,7 @@ class Leader:
         poller = zmq.Poller()
         poller.register(self._reports, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
-        decode = msgspec.msgpack.Decoder(messages.Report).decode
+        decode = msgspec.msgpack.Decoder(commands.Report).decode
         while not self._ending.is_set():
             ready = dict(poller.poll(100))
             if self._reports in ready:  # before the monitor: a follower's last report has the reason of its end
@@ -250,7 +263,7 @@ class Leader:
                 except msgspec.DecodeError as error:
                     self._lose(f"a host's message cannot be read ({error}): do all hosts run the same version?")
                     return
-                if isinstance(report, messages.Failed):
+                if isinstance(report, commands.Failed):
                     self._lose(f"{self._called(report.host_id)}: {report.reason}")
                 else:
                     self._arrivals.put(report)
@@ -270,7 +283,7 @@ class Leader:
         return None
 
     def _lose(self, reason: str) -> None:
-        if self._finish(messages.Fail(reason)):
+        if self._finish(commands.Fail(reason)):
             self._arrivals.put(HostsError(reason))
             self._on_failure(reason)
 

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from batcher.stats import EngineStats
-from server.engine import link, wire
+from server.engine import scratch_folder, wire
 from server.engine.client import ProcessEngineClient
 from server.engine.link import EngineFailedError
 from tests.server.support.echo_engine import EchoConfig
@@ -119,6 +119,6 @@ def test_where_no_folder_is_short_enough_tmpdir_is_named(tmp_path, monkeypatch):
     long = tmp_path / ("t" * 120)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    monkeypatch.setattr(link, "SHORT_FOLDERS", (str(tmp_path / "none"),))
+    monkeypatch.setattr(scratch_folder, "SHORT_FOLDERS", (str(tmp_path / "none"),))
     with pytest.raises(OSError, match=r"TMPDIR is too long .* set TMPDIR to a shorter folder"):
         ProcessEngineClient(ECHO, EchoConfig(), report=lambda line: None)

@@ -9,7 +9,7 @@ import pytest
 
 from server.grammar.checker import CACHE_SIZE, MAX_WAITING, GrammarChecker
 from server.grammar.forms import Grammar, held_schema_grammar, regex_grammar
-from server.http.errors import RequestError
+from server.http.request_error import RequestError
 
 
 def test_a_fault_is_a_400_that_names_the_field_every_time() -> None:
