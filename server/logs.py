@@ -24,7 +24,6 @@ class ThrottledLog:
         self._num_left_out: dict[str, int] = {}
 
     def warning(self, message: str, *args: object) -> None:
-        """Logs a warning."""
         self._log(logging.WARNING, message, args)
 
     def exception(self, message: str, *args: object) -> None:

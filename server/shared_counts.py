@@ -51,7 +51,6 @@ class SharedCounts:
 
     @property
     def width(self) -> int:
-        """The numbers of one process's row."""
         return FIRST_OTHER + self.num_engines + self.num_keys
 
     def clear(self, process: int) -> None:
@@ -61,7 +60,6 @@ class SharedCounts:
             self.cells[start + column] = ABSENT if column == CONNECTIONS else 0
 
     def column(self, column: int) -> Sequence[int]:
-        """One figure of all processes."""
         cells: Sequence[int] = self.cells[column :: self.width]
         return cells
 
@@ -75,7 +73,6 @@ class Row:
         self._start = process * counts.width
 
     def set_in_flight(self, number: int) -> None:
-        """Writes the number of requests that this process answers."""
         self._cells[self._start + IN_FLIGHT] = number
 
     @property
@@ -84,7 +81,6 @@ class Row:
         return sum(self.counts.column(IN_FLIGHT))
 
     def set_load(self, engine: int, number: int) -> None:
-        """Writes this process's load on an engine."""
         self._cells[self._start + FIRST_OTHER + engine] = number
 
     def loads(self) -> list[int]:
@@ -96,7 +92,6 @@ class Row:
 
     @property
     def connections(self) -> int:
-        """Connections of all processes."""
         return sum(number for number in self.counts.column(CONNECTIONS) if number != ABSENT)
 
     @property

@@ -164,7 +164,6 @@ class _ApiProcess:
         return EngineGroup(engines, Router(PrefixTable(self._args.shared_counts)), self._row.loads)
 
     async def _count(self, state: ServerState) -> None:
-        """Tells the parent at intervals what this process has counted."""
         while True:
             await self._tell("/counts", Counted(self._args.frontend, state.metrics.counts(), asks=False))
             await asyncio.sleep(COUNTS_INTERVAL_S)

@@ -183,8 +183,7 @@ class FrontendClient(EngineLink):
 
     def __init__(self, commands: str, events: Path, frontend: int, on_load: Callable[[int], None]) -> None:
         self._address = f"ipc://{events}"
-        self._on_load = on_load
-        super().__init__(commands, self._address, bind_commands=False, frontend=frontend)
+        super().__init__(commands, self._address, bind_commands=False, frontend=frontend, on_load=on_load)
 
     async def start(self) -> wire.EngineInfo:
         """Waits until the engine is ready. Raises EngineFailedError with the reason if it dies before."""
@@ -197,18 +196,6 @@ class FrontendClient(EngineLink):
     async def stop(self, timeout_s: float = 0.0) -> None:
         """Closes the sockets. The engine goes on."""
         self._close()
-
-    def submit(self, requests: Sequence[tuple[wire.WireRequest, Receiver]]) -> None:
-        super().submit(requests)
-        self._on_load(self.num_open)
-
-    def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
-        super().abort(request_ids, reason)
-        self._on_load(self.num_open)
-
-    def _on_event(self, event: wire.Event) -> None:
-        super()._on_event(event)
-        self._on_load(self.num_open)
 
 
 def fault_of(client: EngineClient, heartbeat_timeout_s: float) -> str | None:

@@ -60,7 +60,6 @@ class EngineGroup[E: (ProcessEngineClient, FrontendClient)]:
 
     @property
     def stats(self) -> EngineStats:
-        """The sums over the engines."""
         return total_of([engine.stats for engine in self.engines])
 
     @property
@@ -91,12 +90,10 @@ class EngineGroup[E: (ProcessEngineClient, FrontendClient)]:
             engine.reset_prefix_cache()
 
     def abort_all(self) -> None:
-        """Ends every open request with ABORT. Its receiver gets that output."""
         for engine in self.engines:
             engine.abort_all()
 
     async def stop(self, timeout_s: float = 10.0) -> None:
-        """Ends all processes, see `ProcessEngineClient.stop`."""
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*(engine.stop(timeout_s) for engine in self.engines))
@@ -107,12 +104,17 @@ class EngineGroup[E: (ProcessEngineClient, FrontendClient)]:
 
 
 class OwnEngines(EngineGroup[ProcessEngineClient]):
-    """The engines that this process has started. Their weights can be changed."""
+    """The engines that this process has started. Their weights can be changed: those of all engines, or of none.
+
+    `split` is set if engines are left with different weights. They must not go on then, although they live: an answer
+    would depend on the engine that gives it.
+    """
 
     def __init__(self, engines: Sequence[ProcessEngineClient], router: Router | None = None) -> None:
         super().__init__(engines, router)
-        self.split: str | None = None  # why the engines must not go on, although they live
-        self._weights = GroupWeights(engines, self._on_split)
+        self.split: str | None = None
+        self._changes = asyncio.Lock()
+        self._model: str | None = None  # whose weights all engines have; None: those of the start
 
     @property
     def death(self) -> str | None:
@@ -120,17 +122,45 @@ class OwnEngines(EngineGroup[ProcessEngineClient]):
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether all engines sleep."""
-        return self._weights.are_sleeping
+        return all(engine.is_sleeping for engine in self.engines)
 
     async def change_weights(self, change: wire.WeightsChange, model: str | None = None) -> None:
-        """Changes the weights of all engines or of none, see `GroupWeights`."""
-        await self._weights.change(change, model)
+        """As `ProcessEngineClient.change_weights`, of all engines at once. If one cannot change, those that have
+        changed go back, and the WeightsError names it."""
+        await asyncio.shield(self._change(change, model))  # to its end, also without a caller
         self._router.forget()  # a change empties the prefix caches
 
-    def _on_split(self, reason: str) -> None:
-        self.split = reason
-        self.died.set()
+    async def _change(self, change: wire.WeightsChange, model: str | None) -> None:
+        async with self._changes:
+            errors = await self._ask(range(len(self.engines)), change, model)
+            if not errors:
+                if change is wire.WeightsChange.RELOAD:
+                    self._model = model
+                return
+            changed = [number for number in range(len(self.engines)) if number not in errors]
+            stuck = await self._ask(changed, _UNDONE_BY[change], self._model)
+            if stuck:
+                self.split = f"the engines have different weights: {_listed(stuck)}"
+                self.died.set()
+            raise WeightsError(_listed(errors))
+
+    async def _ask(
+        self, numbers: Sequence[int], change: wire.WeightsChange, model: str | None
+    ) -> dict[int, WeightsError]:
+        """The errors of the engines that could not change, by their numbers."""
+        asked = (self.engines[number].change_weights(change, model) for number in numbers)
+        results = await asyncio.gather(*asked, return_exceptions=True)
+        errors: dict[int, WeightsError] = {}
+        for number, result in zip(numbers, results, strict=True):
+            if isinstance(result, WeightsError):
+                errors[number] = result
+            elif result is not None:
+                raise result
+        return errors
+
+
+def _listed(errors: dict[int, WeightsError]) -> str:
+    return "; ".join(f"engine {number}: {error}" for number, error in errors.items())
 
 
 Engines = ProcessEngineClient | OwnEngines
@@ -158,59 +188,3 @@ def started(
 
 def _named(number: int, report: Callable[[str], None]) -> Callable[[str], None]:
     return lambda line: report(f"engine {number}: {line.strip()}")
-
-
-class GroupWeights:
-    """The weights of the engines of a group.
-
-    Args:
-        on_split: is called with the reason if engines are left with different weights. They must not go on then: an
-            answer would depend on the engine that gives it.
-    """
-
-    def __init__(self, engines: Sequence[ProcessEngineClient], on_split: Callable[[str], None]) -> None:
-        self._engines = engines
-        self._on_split = on_split
-        self._changes = asyncio.Lock()
-        self._model: str | None = None  # whose weights all engines have; None: those of the start
-
-    @property
-    def are_sleeping(self) -> bool:
-        """Whether the engines sleep; all or none does."""
-        return all(engine.is_sleeping for engine in self._engines)
-
-    async def change(self, change: wire.WeightsChange, model: str | None = None) -> None:
-        """As `ProcessEngineClient.change_weights`, of all engines at once. If one cannot change, those that have
-        changed go back, and the WeightsError names it."""
-        await asyncio.shield(self._change(change, model))  # to its end, also without a caller
-
-    async def _change(self, change: wire.WeightsChange, model: str | None) -> None:
-        async with self._changes:
-            errors = await self._ask(range(len(self._engines)), change, model)
-            if not errors:
-                if change is wire.WeightsChange.RELOAD:
-                    self._model = model
-                return
-            changed = [number for number in range(len(self._engines)) if number not in errors]
-            stuck = await self._ask(changed, _UNDONE_BY[change], self._model)
-            if stuck:
-                self._on_split(f"the engines have different weights: {_listed(stuck)}")
-            raise WeightsError(_listed(errors))
-
-    async def _ask(
-        self, numbers: Sequence[int], change: wire.WeightsChange, model: str | None
-    ) -> dict[int, WeightsError]:
-        """The errors of the engines that could not change, by their numbers."""
-        asked = (self._engines[number].change_weights(change, model) for number in numbers)
-        results = await asyncio.gather(*asked, return_exceptions=True)
-        errors: dict[int, WeightsError] = {}
-        for number, result in zip(numbers, results, strict=True):
-            if isinstance(result, WeightsError):
-                errors[number] = result
-            elif result is not None:
-                raise result
-        return errors
-
-
-def _listed(errors: dict[int, WeightsError]) -> str:
-    return "; ".join(f"engine {number}: {error}" for number, error in errors.items())

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -62,7 +62,6 @@ class Receivers:
 
     @property
     def request_ids(self) -> list[str]:
-        """The requests that have not ended."""
         return list(self._receivers)
 
     def add(self, request_id: str, receiver: Receiver) -> None:
@@ -73,7 +72,6 @@ class Receivers:
         return self._receivers.pop(request_id, None) is not None
 
     def take(self, outputs: wire.Outputs) -> None:
-        """Passes on what one message holds."""
         for output in outputs.outputs:
             self._take_output(output)
         if outputs.tokens is None:
@@ -95,7 +93,6 @@ class Receivers:
             receiver.on_output(output)
 
     def fail_all(self, error: str) -> None:
-        """Ends every open request with the error."""
         receivers, self._receivers = self._receivers, {}
         for request_id, receiver in receivers.items():
             receiver.on_output(wire.failure(request_id, error, status=500))
@@ -106,16 +103,26 @@ class EngineLink:
 
     Args:
         bind_commands: whether this end binds the socket for the commands, too.
-        frontend: of this process at the engine.
+        frontend: the number of this process at the engine.
+        on_load: called with the number of open requests whenever it may have changed.
     """
 
-    def __init__(self, commands: str, events: str, *, bind_commands: bool, frontend: int = 0) -> None:
+    def __init__(
+        self,
+        commands: str,
+        events: str,
+        *,
+        bind_commands: bool,
+        frontend: int = 0,
+        on_load: Callable[[int], None] = lambda num_open: None,
+    ) -> None:
         self.info = wire.EngineInfo(max_model_len=0, vocab_size=0)
         self.stats = EngineStats()
         self.death: str | None = None
         self.died = asyncio.Event()  # also if it has ended as it should, without `death`
         self.last_heartbeat = time.monotonic()
         self._frontend = frontend
+        self._on_load = on_load
         self._receivers = Receivers()
         self._ready: asyncio.Future[wire.EngineInfo] | None = None
         self._is_ready = False
@@ -151,18 +158,19 @@ class EngineLink:
 
     @property
     def num_open(self) -> int:
-        """Requests that have not had their last output."""
         return len(self._receivers)
 
     def submit(self, requests: Sequence[tuple[wire.WireRequest, Receiver]]) -> None:
         for request, receiver in requests:
             self._receivers.add(request.request_id, receiver)
         self._send(wire.Submit([request for request, _ in requests], self._frontend))
+        self._on_load(self.num_open)
 
     def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
         known = [request_id for request_id in request_ids if self._receivers.remove(request_id)]
         if known and self.death is None:
             self._send(wire.Abort(known, reason))
+        self._on_load(self.num_open)
 
     def reset_prefix_cache(self) -> None:
         if self.death is None:
@@ -192,6 +200,7 @@ class EngineLink:
         """Reads messages until `deadline`. Returns whether all that have arrived were read."""
         while int(self._events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._on_event(self._decode(self._events.recv()))
+            self._on_load(self.num_open)
             if time.monotonic() >= deadline:
                 return False
         return True

@@ -32,8 +32,8 @@ class Addressed:
     item: RequestOutput | wire.Output | wire.Event
 
 
-Message = RequestOutput | Tokens | wire.Output | wire.Event  # what a message is made of
-Item = Message | Addressed | wire.AddFrontend | wire.RemoveFrontend
+Item = RequestOutput | Tokens | wire.Output | wire.Event  # what a message is made of
+Queued = Item | Addressed | wire.AddFrontend | wire.RemoveFrontend
 
 
 class Sender:
@@ -46,7 +46,7 @@ class Sender:
     """
 
     def __init__(self, address: str, *, several: bool) -> None:
-        self._queue: SimpleQueue[Item | None] = SimpleQueue()
+        self._queue: SimpleQueue[Queued | None] = SimpleQueue()
         self.put = self._queue.put
         self._thread = threading.Thread(target=self._send_all, args=(address, several), name="sender", daemon=True)
         self._thread.start()
@@ -62,7 +62,7 @@ class Sender:
         sorter = Sorter() if several else None
         encode = msgspec.msgpack.Encoder().encode
 
-        def send(items: list[Item]) -> None:
+        def send(items: list[Queued]) -> None:
             for frontend, own in ({FIRST: items} if sorter is None else sorter.sort(items)).items():
                 for message in messages(own):  # type: ignore[arg-type]  # sorted, or for the only frontend
                     sockets[frontend].send(encode(message))
@@ -71,8 +71,8 @@ class Sender:
         while open_:
             items, open_ = self._gather()
             start = 0
-            for i, item in enumerate(items if sorter is not None else ()):
-                if isinstance(item, wire.AddFrontend | wire.RemoveFrontend):
+            for i, item in enumerate(items):
+                if sorter is not None and isinstance(item, wire.AddFrontend | wire.RemoveFrontend):
                     send(items[start:i])
                     start = i + 1
                     if isinstance(item, wire.AddFrontend):
@@ -85,9 +85,9 @@ class Sender:
             socket.close()
         context.term()
 
-    def _gather(self) -> tuple[list[Item], bool]:
+    def _gather(self) -> tuple[list[Queued], bool]:
         """The queued items, at least one of them, and whether more may follow."""
-        items: list[Item] = []
+        items: list[Queued] = []
         item = self._queue.get()
         try:
             while item is not None:
@@ -106,7 +106,7 @@ def _connected(context: ZmqContext, address: str) -> zmq.Socket[bytes]:
     return socket
 
 
-def messages(items: Iterable[Message]) -> Iterator[wire.Event]:
+def messages(items: Iterable[Item]) -> Iterator[wire.Event]:
     """The messages for `items`. Each request gets its outputs and tokens in their order.
 
     Tokens end a message, because they are read after its outputs. Scores of a prompt are long, and end a message, so
@@ -157,17 +157,17 @@ class Sorter:
         self.frontends: set[int] = {FIRST}  # the connected ones
         self.frontend_of: dict[int, int] = {}  # by number, of requests that have their first output and not the last
 
-    def sort(self, items: Iterable[Item]) -> dict[int, list[Message]]:
+    def sort(self, items: Iterable[Queued]) -> dict[int, list[Item]]:
         """The items of each frontend, in their order. News for all is in the list of each; other events without a
         frontend go to the first."""
-        sorted_: dict[int, list[Message]] = {frontend: [] for frontend in self.frontends}
+        sorted_: dict[int, list[Item]] = {frontend: [] for frontend in self.frontends}
         for item in items:
             for frontend, own in self._parts(item):
                 if frontend in sorted_:  # a removed one's requests may have outputs until they are aborted
                     sorted_[frontend].append(own)
         return sorted_
 
-    def _parts(self, item: Item) -> Iterator[tuple[int, Message]]:
+    def _parts(self, item: Queued) -> Iterator[tuple[int, Item]]:
         match item:
             case Addressed(frontend=frontend, item=own):
                 if isinstance(own, RequestOutput) and own.finish_reason is None:

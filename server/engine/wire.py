@@ -243,23 +243,9 @@ def requests_from_wire(items: Sequence[WireRequest]) -> list[Request]:
         sampling = item.sampling
         if sampling.grammar == SAME_GRAMMAR:
             sampling = replace(sampling, grammar=requests[-1].sampling.grammar)
-        requests.append(_request(item, prompt, sampling))
+        fields = msgspec.structs.asdict(item) | {"prompt": prompt, "sampling": sampling}
+        requests.append(Request(**fields))
     return requests
-
-
-def _request(item: WireRequest, prompt: Sequence[int], sampling: SamplingParams) -> Request:
-    return Request(
-        request_id=item.request_id,
-        prompt=prompt,
-        sampling=sampling,
-        priority=item.priority,
-        cache_salt=item.cache_salt,
-        deadline_s=item.deadline_s,
-        embeds=item.embeds,
-        counts_drafts=item.counts_drafts,
-        client=item.client,
-        group=item.group,
-    )
 
 
 _STATUSES: dict[ErrorCode | None, int] = {
@@ -271,15 +257,6 @@ _STATUSES: dict[ErrorCode | None, int] = {
 
 def output_to_wire(output: RequestOutput) -> Output:
     """An output as a message, its log-probabilities packed."""
-    if output.finish_reason is None and not output.logprobs and output.prompt_logprobs is None:
-        return Output(
-            output.request_id,
-            list(output.token_ids),
-            num_cached_tokens=output.num_cached_tokens,
-            times=output.times,
-            number=output.number,
-            drafts=output.drafts,
-        )
     return Output(
         output.request_id,
         list(output.token_ids),

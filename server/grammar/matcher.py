@@ -52,7 +52,6 @@ class TokenGrammars:
         return NumberBound(self.load().token_bytes)
 
     def matcher(self, grammar: str) -> TokenMatcher:
-        """A new matcher of the grammar, at its start."""
         return TokenMatcher(self, grammar)
 
     def compiled(self, grammar: str) -> LLMatcher:

@@ -111,11 +111,9 @@ class Connections:
         return self._num_open < self._most_open
 
     def enter(self) -> None:
-        """A connection was accepted."""
         self._num_open += 1
 
     def leave(self) -> None:
-        """An accepted connection has closed."""
         had_room = self.has_room
         self._num_open -= 1
         if not had_room and self.on_room is not None:
@@ -149,11 +147,9 @@ class Connections:
         self._tell()
 
     def begin_wait(self, connection: Connection) -> None:
-        """Notes that a connection waits for a request, from now on."""
         self._waiting[connection] = time.monotonic()
 
     def end_wait(self, connection: Connection) -> None:
-        """Notes that a connection does not wait any more."""
         self._waiting.pop(connection, None)
 
 
@@ -167,13 +163,11 @@ class BodyPace:
         self._missing = timeout_s * MIN_BODY_RATE
 
     def on_bytes(self, num_bytes: int, now: float) -> None:
-        """Counts bytes that came at `now`."""
         self._missing -= num_bytes
         if self._missing <= 0:
             self.restart(now)
 
     def restart(self, now: float) -> None:
-        """The time begins again at `now`."""
         self._since = now
         self._missing = self._timeout_s * MIN_BODY_RATE
 

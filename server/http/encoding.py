@@ -26,7 +26,6 @@ class LongList:
         self._items = items
 
     def pieces(self) -> Iterator[bytes]:
-        """The list's JSON."""
         before = b"["
         for batch in batched(self._items, ITEMS):
             yield before + encode_json(batch)[1:-1]
@@ -38,7 +37,6 @@ class NestedList(LongList):
     """A list whose items may hold long parts themselves."""
 
     def pieces(self) -> Iterator[bytes]:
-        """The list's JSON."""
         before = b"["
         for item in self._items:
             yield before
@@ -54,7 +52,6 @@ class LongText:
         self._text = text
 
     def pieces(self) -> Iterator[bytes]:
-        """The text's JSON."""
         yield b'"'
         for start in range(0, len(self._text), CHARS):
             yield encode_json(self._text[start : start + CHARS])[1:-1]

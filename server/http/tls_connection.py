@@ -19,6 +19,7 @@ from server.http.request_error import RequestError
 
 REFUSED_HANDSHAKE_S = 2.0  # for a handshake after which the client is answered 503
 READ_BYTES = 64 * 1024  # decrypted at a time
+_SAME_BELOW = "is_closing is_reading pause_reading resume_reading get_write_buffer_size can_write_eof abort".split()
 
 
 class TlsConnection(asyncio.Protocol):
@@ -121,6 +122,8 @@ class TlsTransport(asyncio.Transport):
     def __init__(self, below: asyncio.Transport, context: ssl.SSLContext) -> None:
         super().__init__({"sslcontext": context})
         self._below = below
+        for name in _SAME_BELOW:
+            setattr(self, name, getattr(below, name))
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
         self._has_ended = False
@@ -168,9 +171,6 @@ class TlsTransport(asyncio.Transport):
             self._tls.write(data)
             self._flush()
 
-    def can_write_eof(self) -> bool:
-        return True
-
     def write_eof(self) -> None:
         self._end()
         self._below.write_eof()
@@ -189,23 +189,3 @@ class TlsTransport(asyncio.Transport):
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         own = super().get_extra_info(name)
         return self._below.get_extra_info(name, default) if own is None else own
-
-    # the same as below
-
-    def is_closing(self) -> bool:
-        return self._below.is_closing()
-
-    def is_reading(self) -> bool:
-        return self._below.is_reading()
-
-    def pause_reading(self) -> None:
-        self._below.pause_reading()
-
-    def resume_reading(self) -> None:
-        self._below.resume_reading()
-
-    def get_write_buffer_size(self) -> int:
-        return self._below.get_write_buffer_size()
-
-    def abort(self) -> None:
-        self._below.abort()

@@ -1,28 +1,17 @@
-"""The hosts of one engine, and their connections: encrypted, both ends authenticated, and nothing dropped."""
+"""The hosts of one engine."""
 
 from __future__ import annotations
 
-import hashlib
 import socket
+import time
 from dataclasses import dataclass, field
-
-import zmq
-from zmq.auth.thread import ThreadAuthenticator
-from zmq.utils import z85
-from zmq.utils.monitor import parse_monitor_message
+from queue import Empty, SimpleQueue
 
 LEADER = 0  # the host's number
 MIN_SECRET_CHARS = 16
 # The leader's ports, counted from the coordinator's, which is JAX's own.
 COMMANDS_OFFSET, REPORTS_OFFSET = 1, 2
-Socket = zmq.Socket[bytes]
-# ZeroMQ's own threads send and answer heartbeats, also while Python is busy. A stopped process does not answer.
-HEARTBEAT_S = 2.0
-SILENCE_S = 10.0
-LINGER_S = 2.0  # at the end, for what has not been sent
-LOST = zmq.EVENT_DISCONNECTED  # also after a refusal
-CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
-REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+SAY_EVERY_S = 10.0  # while hosts are missing
 
 
 class HostsError(ConnectionError):
@@ -58,7 +47,6 @@ class Cluster:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this host plans the steps."""
         return self.host_id == LEADER
 
     def endpoint(self, offset: int = 0) -> str:
@@ -74,80 +62,24 @@ class Cluster:
         return f"{_bracketed(str(found[0][4][0]))}:{self.port + offset}"
 
 
+class Inbox[T]:
+    """What a thread has received for another one."""
+
+    def __init__(self) -> None:
+        self._items: SimpleQueue[T | HostsError] = SimpleQueue()
+        self.put = self._items.put
+
+    def next(self, until: float | None = None) -> T | None:
+        """The next item, or None at the time `until`. Raises the HostsError that has been put in."""
+        try:
+            item = self._items.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
+        except Empty:
+            return None
+        if isinstance(item, HostsError):
+            raise item
+        return item
+
+
 def _bracketed(address: str) -> str:
     """IPv6 in brackets, as before a port."""
     return f"[{address}]" if ":" in address else address
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """A pair of CURVE keys, in Z85."""
-
-    public: bytes
-    secret: bytes = field(repr=False)
-
-
-def keys_of(secret: str, role: str) -> Keys:
-    """The keys of the `leader` or of a `follower`. Who has the secret can compute both.
-
-    The public keys are as secret as the others: no message has them in clear. A host without the secret knows neither
-    the leader's, to which its first message must be encrypted, nor a key that the leader accepts. The derivation is
-    slow (scrypt), because a recorded handshake lets an eavesdropper test guesses of the secret.
-    """
-    seed = hashlib.scrypt(secret.encode(), salt=f"pallas-serve hosts: {role}".encode(), n=2**14, r=8, p=1, dklen=32)
-    encoded = z85.encode(seed)
-    return Keys(public=zmq.curve_public(encoded), secret=encoded)
-
-
-def make_socket(context: zmq.Context[Socket], kind: int) -> Socket:
-    """A socket without keys, which neither blocks nor drops messages."""
-    socket = context.socket(kind)
-    for option in (zmq.SNDHWM, zmq.RCVHWM):
-        socket.setsockopt(option, 0)
-    socket.setsockopt(zmq.IPV6, 1)
-    socket.setsockopt(zmq.LINGER, int(LINGER_S * 1000))
-    socket.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_S * 1000))
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(SILENCE_S * 1000))
-    return socket
-
-
-def as_leader(socket: Socket, keys: Keys) -> None:
-    """Gives the socket the leader's keys. The context must have `accept_only`."""
-    socket.curve_server = True
-    socket.curve_secretkey = keys.secret
-    socket.curve_publickey = keys.public
-
-
-def as_follower(socket: Socket, keys: Keys, leader: Keys) -> None:
-    """Gives the socket a follower's keys, and the leader's key to check the other end."""
-    socket.curve_secretkey = keys.secret
-    socket.curve_publickey = keys.public
-    socket.curve_serverkey = leader.public
-
-
-class _Only:
-    """Says that one public key may connect."""
-
-    def __init__(self, public: bytes) -> None:
-        self._public = public
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._public
-
-
-def accept_only(context: zmq.Context[Socket], follower: Keys) -> ThreadAuthenticator:
-    """Refuses all connections to the context's leader sockets but those with the followers' key. Stop it at the end."""
-    authenticator = ThreadAuthenticator(context)
-    authenticator.start()
-    authenticator.configure_curve_callback(credentials_provider=_Only(follower.public))
-    return authenticator
-
-
-def monitor_of(socket: Socket) -> Socket:
-    """A socket that receives what happens to the connections of `socket`: CONNECTED, LOST and REFUSED."""
-    return socket.get_monitor_socket(CONNECTED | LOST | REFUSED)
-
-
-def read_event(monitor: Socket) -> int:
-    """The next event of a monitor."""
-    return int(parse_monitor_message(monitor.recv_multipart())["event"])

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import socket as sockets_of_system
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from queue import Empty, SimpleQueue
 
 import msgspec
 import zmq
 
 from server.engine.hosts import commands
-from server.engine.hosts.cluster import (
-    COMMANDS_OFFSET,
-    CONNECTED,
-    LOST,
-    REFUSED,
-    REPORTS_OFFSET,
-    Cluster,
-    HostsError,
-    as_follower,
-    keys_of,
-    make_socket,
-    monitor_of,
-    read_event,
-)
-
-SAY_EVERY_S = 10.0
+from server.engine.hosts.cluster import SAY_EVERY_S, Cluster, HostsError, Inbox
+from server.engine.hosts.sockets import CONNECTED, LOST, REFUSED, FollowerSockets
 
 
 class Follower:
@@ -43,18 +28,10 @@ class Follower:
         self._next_number = 0
         self._is_connected = self._is_closed = False
         self._refusals = 0
-        self._received: SimpleQueue[commands.Command | HostsError] = SimpleQueue()
+        self._received = Inbox[commands.Command]()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(commands.Numbered).decode
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        keys, leader = keys_of(cluster.secret, "follower"), keys_of(cluster.secret, "leader")
-        self._commands = make_socket(self._context, zmq.DEALER)
-        self._commands.setsockopt(zmq.ROUTING_ID, f"host {cluster.host_id}".encode())
-        self._reports = make_socket(self._context, zmq.PUSH)
-        self._monitor = monitor_of(self._commands)
-        for socket, offset in ((self._commands, COMMANDS_OFFSET), (self._reports, REPORTS_OFFSET)):
-            as_follower(socket, keys, leader)
-            socket.connect(f"tcp://{cluster.endpoint(offset)}")
+        self.sockets = FollowerSockets(cluster)
         self._ending = threading.Event()
         self._receiver = threading.Thread(target=self._receive, name="hosts-receive", daemon=True)
         self._receiver.start()
@@ -67,11 +44,11 @@ class Follower:
         Raises HostsError if that takes more than `Cluster.timeout_s`, or if the leader refuses this host.
         """
         cluster = self._cluster
-        self._send(commands.Hello(cluster.host_id, sockets_of_system.gethostname(), dict(settings)))
+        self._send(commands.Hello(cluster.host_id, socket.gethostname(), dict(settings)))
         until = time.monotonic() + cluster.timeout_s
         where = f"the leader at {cluster.coordinator}:{cluster.port}"
         next_line = time.monotonic() + 1.0
-        while not isinstance(self._get(min(until, next_line)), commands.Welcome):
+        while not isinstance(self._received.next(min(until, next_line)), commands.Welcome):
             if time.monotonic() >= until:
                 raise HostsError(f"{where} did not answer within {cluster.timeout_s:g} s{self._about_refusals()}")
             report(f"  waiting for {where} and the other hosts{self._about_refusals()}")
@@ -86,7 +63,6 @@ class Follower:
         return command.num_pages
 
     def compiled(self) -> None:
-        """Reports that all programs are compiled."""
         self._send(commands.Compiled(self._cluster.host_id))
 
     def answer(self, error: str | None, facts: Mapping[str, str] | None = None) -> None:
@@ -95,7 +71,7 @@ class Follower:
 
     def next_command(self, timeout_s: float | None = None) -> commands.Command:
         """Waits for the next command. Raises HostsError if the leader has failed, or after `timeout_s`."""
-        command = self._get(None if timeout_s is None else time.monotonic() + timeout_s)
+        command = self._received.next(None if timeout_s is None else time.monotonic() + timeout_s)
         if command is None:
             raise HostsError(f"the leader sent no command within {timeout_s:g} s")
         return command
@@ -114,26 +90,12 @@ class Follower:
         self._ending.set()
         if threading.current_thread() is not self._receiver:
             self._receiver.join()
-        self._commands.disable_monitor()
-        self._monitor.close(0)
-        self._commands.close(0)
-        self._reports.close()
-        self._context.term()
+        self.sockets.close()
 
     # --- within ---
 
     def _send(self, report: commands.Report) -> None:
-        self._reports.send(self._encode(report), zmq.NOBLOCK)
-
-    def _get(self, until: float | None) -> commands.Command | None:
-        try:
-            timeout = None if until is None else max(0.0, until - time.monotonic())
-            command = self._received.get(timeout=timeout)
-        except Empty:
-            return None
-        if isinstance(command, HostsError):
-            raise command
-        return command
+        self.sockets.reports.send(self._encode(report), zmq.NOBLOCK)
 
     def _about_refusals(self) -> str:
         if not self._refusals:
@@ -144,17 +106,19 @@ class Follower:
 
     def _receive(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._commands, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
+        poller.register(self.sockets.commands, zmq.POLLIN)
+        poller.register(self.sockets.monitor, zmq.POLLIN)
         while not self._ending.is_set():
             ready = dict(poller.poll(100))
-            if self._commands in ready:  # before the monitor: the leader's last command has the reason of its end
-                self._take(self._commands.recv())
-            elif self._monitor in ready:
-                event = read_event(self._monitor)
+            if (
+                self.sockets.commands in ready
+            ):  # before the monitor: the leader's last command has the reason of its end
+                self._take(self.sockets.commands.recv())
+            elif self.sockets.monitor in ready:
+                event = self.sockets.read_event()
                 self._is_connected |= event == CONNECTED
                 self._refusals += bool(event & REFUSED)
-                if event == LOST and self._is_connected and not self._commands.poll(0):
+                if event == LOST and self._is_connected and not self.sockets.commands.poll(0):
                     self._lose("the leader has gone: its connection has closed")
 
     def _take(self, data: bytes) -> None:

@@ -63,7 +63,6 @@ class Pieces:
         self._num_calls += 1
 
     def add_arguments(self, text: str) -> None:
-        """Adds to the arguments of the last call."""
         if not self._pieces or isinstance(self._pieces[-1], Content):
             self._close()
             self._pieces.append(CallDelta(self._num_calls - 1, None, ""))

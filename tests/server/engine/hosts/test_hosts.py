@@ -11,10 +11,11 @@ import zmq
 
 from batcher.errors import StepTimeoutError
 from server.engine.hosts import commands
-from server.engine.hosts.cluster import Cluster, HostsError, as_follower, keys_of, make_socket
+from server.engine.hosts.cluster import Cluster, HostsError
 from server.engine.hosts.follower import Follower
 from server.engine.hosts.leader import Leader
 from server.engine.hosts.served import BroadcastRunner, FollowingEngine, LeadingEngine
+from server.engine.hosts.sockets import as_follower, keys_of, make_socket
 from server.engine.hosts.weights import FollowersWeights
 from tests.server.engine.hosts.loopback import (
     BUCKETS,
@@ -203,7 +204,7 @@ def test_a_follower_says_why_it_ends(hosts):
 
 def test_a_command_that_is_missing_is_an_error(hosts):
     leader, _ = hosts.together()
-    leader._number += 1
+    leader.number += 1
     leader.send(commands.Recover())
     assert hosts.failures[1].get(timeout=30) == "the leader's command 2 came where 1 was due"
 
@@ -211,7 +212,7 @@ def test_a_command_that_is_missing_is_an_error(hosts):
 def test_messages_of_another_version_are_an_error(hosts):
     _, follower = hosts.together()
     hosts.open.remove(follower.close)
-    follower._reports.send(b"?")
+    follower.sockets.reports.send(b"?")
     assert "do all hosts run the same version?" in hosts.failures[0].get(timeout=30)
     assert "do all hosts run the same version?" in hosts.failures[1].get(timeout=30)  # the leader has told it
     follower.close()
