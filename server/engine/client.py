@@ -88,7 +88,7 @@ class ProcessEngineClient(EngineLink):
         """Waits until the engine is ready. Raises EngineFailedError with the reason if it cannot start."""
         ready = self._begin()
         asyncio.get_running_loop().add_reader(self.process.sentinel, self._on_exit)
-        self._on_readable()  # the descriptor signals changes only: earlier messages would wait for the next one
+        self.on_readable()  # the descriptor signals changes only: earlier messages would wait for the next one
         self.info = await ready
         return self.info
 
@@ -160,7 +160,7 @@ class ProcessEngineClient(EngineLink):
         self.process.join()
         self._read()
         if self.process.exitcode == engine_process.EXIT_FAILED:  # its Failed message may not have arrived yet
-            while self.death is None and self._events.poll(LAST_WORDS_MS):
+            while self.death is None and self.events.poll(LAST_WORDS_MS):
                 self._read()
         if not self._stopping:
             self.die(f"the engine process has ended (exit code {self.process.exitcode})")
@@ -189,7 +189,7 @@ class FrontendClient(EngineLink):
         """Waits until the engine is ready. Raises EngineFailedError with the reason if it dies before."""
         ready = self._begin()
         self._send(wire.AddFrontend(self._frontend, self._address))
-        self._on_readable()
+        self.on_readable()
         self.info = await ready
         return self.info
 

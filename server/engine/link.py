@@ -132,8 +132,8 @@ class EngineLink:
         self._context = zmq.Context()
         self._commands = self._socket(zmq.PUSH, zmq.SNDHWM)
         (self._commands.bind if bind_commands else self._commands.connect)(commands)
-        self._events = self._socket(zmq.PULL, zmq.RCVHWM)
-        self._events.bind(events)
+        self.events = self._socket(zmq.PULL, zmq.RCVHWM)
+        self.events.bind(events)
 
     def _socket(self, kind: int, high_water_mark: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -145,15 +145,15 @@ class EngineLink:
         """Reads events from now on. The result is set when the engine is ready."""
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
-        loop.add_reader(int(self._events.getsockopt(zmq.FD)), self._on_readable)
+        loop.add_reader(int(self.events.getsockopt(zmq.FD)), self.on_readable)
         return self._ready
 
     def _close(self) -> None:
-        asyncio.get_running_loop().remove_reader(int(self._events.getsockopt(zmq.FD)))
+        asyncio.get_running_loop().remove_reader(int(self.events.getsockopt(zmq.FD)))
         if self._read_on is not None:
             self._read_on.cancel()
         self._commands.close()
-        self._events.close()
+        self.events.close()
         self._context.term()
 
     @property
@@ -187,7 +187,7 @@ class EngineLink:
         except zmq.Again:  # no process is connected; if the engine has died, this will be reported
             logger.warning("the engine process did not take a command: %s", type(command).__name__)
 
-    def _on_readable(self) -> None:
+    def on_readable(self) -> None:
         if self._read_on is None:
             self._read_for_a_while()
 
@@ -198,8 +198,8 @@ class EngineLink:
 
     def _read(self, deadline: float = math.inf) -> bool:
         """Reads messages until `deadline`. Returns whether all that have arrived were read."""
-        while int(self._events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._on_event(self._decode(self._events.recv()))
+        while int(self.events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._on_event(self._decode(self.events.recv()))
             self._on_load(self.num_open)
             if time.monotonic() >= deadline:
                 return False

@@ -26,7 +26,7 @@ class GrammarChecker:
         self._timeout_s = timeout_s
         self._threads: ThreadPoolExecutor | None = None  # from the first grammar on
         self._vocabulary: Vocabulary | None = None
-        self._verdicts: OrderedDict[bytes, str] = OrderedDict()  # "" if it can be compiled; used by the event loop only
+        self.verdicts: OrderedDict[bytes, str] = OrderedDict()  # "" if it can be compiled; used by the event loop only
         self._num_waiting = 0
 
     async def make(self, form: Callable[[], Grammar], *, param: str) -> Grammar:
@@ -41,13 +41,13 @@ class GrammarChecker:
     async def check(self, grammar: str, *, param: str) -> None:
         """Raises RequestError 400 if the grammar cannot be compiled, or not in time."""
         key = blake2b(grammar.encode(), digest_size=16).digest()
-        fault = self._verdicts.get(key)
+        fault = self.verdicts.get(key)
         if fault is None:
             fault = await self._in_thread(lambda: self._fault(grammar), param)
-            self._verdicts[key] = fault
-            if len(self._verdicts) > CACHE_SIZE:
-                self._verdicts.popitem(last=False)
-        self._verdicts.move_to_end(key)
+            self.verdicts[key] = fault
+            if len(self.verdicts) > CACHE_SIZE:
+                self.verdicts.popitem(last=False)
+        self.verdicts.move_to_end(key)
         if fault:
             raise invalid(param, fault)
 

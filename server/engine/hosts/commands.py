@@ -9,10 +9,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from batcher.step import Bucket, PenaltyReset, StepInput, Variant
+from batcher.step import Bucket, PenaltyReset, StepInput
 from server.engine.wire import ChangeWeights
-
-BucketFields = tuple[int, int, str, int, int]  # of `batcher.step.Bucket`, in order
 
 
 class Welcome(msgspec.Struct, tag=True, array_like=True):
@@ -28,13 +26,13 @@ class UsePages(msgspec.Struct, tag=True, array_like=True):
 class Compile(msgspec.Struct, tag=True, array_like=True):
     """Compile the programs of these buckets, and run none."""
 
-    buckets: list[BucketFields]
+    buckets: list[Bucket]
 
 
 class Step(msgspec.Struct, tag=True, array_like=True):
     """`batcher.step.StepInput`. All arrays are int32."""
 
-    bucket: BucketFields
+    bucket: Bucket
     packed: bytes
     patches: list[bytes]  # of [2, n] each
     penalty_resets: list[tuple[int, bytes, bytes]]
@@ -123,21 +121,10 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
 Report = Hello | Plan | Compiled | Answer | Failed
 
 
-def bucket_to_wire(bucket: Bucket) -> BucketFields:
-    """The bucket's fields."""
-    return bucket.num_tokens, bucket.num_rows, bucket.variant.value, bucket.num_drafts, bucket.num_steps
-
-
-def bucket_from_wire(fields: BucketFields) -> Bucket:
-    """The bucket with these fields."""
-    num_tokens, num_rows, variant, num_drafts, num_steps = fields
-    return Bucket(num_tokens, num_rows, Variant(variant), num_drafts, num_steps)
-
-
 def step_to_wire(step: StepInput) -> Step:
     """A step as a message."""
     return Step(
-        bucket_to_wire(step.bucket),
+        step.bucket,
         step.packed.tobytes(),
         [patches.tobytes() for patches in step.patches],
         [(reset.slot, _bytes(reset.prompt), _bytes(reset.output)) for reset in step.penalty_resets],
@@ -148,7 +135,7 @@ def step_to_wire(step: StepInput) -> Step:
 def step_from_wire(step: Step) -> StepInput:
     """The step of a message. Its arrays cannot be written to."""
     return StepInput(
-        bucket=bucket_from_wire(step.bucket),
+        bucket=step.bucket,
         packed=_array(step.packed),
         patches=tuple(_array(patches).reshape(2, -1) for patches in step.patches),
         penalty_resets=tuple(

@@ -194,7 +194,7 @@ class BroadcastRunner:
         It leaves none for later: the leader could use a program only once every host has said that it has it.
         """
         buckets = list(buckets)
-        self._leader.send(commands.Compile([commands.bucket_to_wire(bucket) for bucket in buckets]))
+        self._leader.send(commands.Compile(buckets))
         self._runner.compile(buckets, report)
         self._leader.wait_until_compiled()
         self._runner.run_each(self.execute, report)

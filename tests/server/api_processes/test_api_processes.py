@@ -14,7 +14,7 @@ import pytest
 from tests.server.support.api_processes import http_processes, through_each
 from tests.server.support.owners import check_owner
 from tests.server.support.requests import CHAT, HELLO, LONG, SLOW, wait_until
-from tests.server.support.running import ECHO, RunningServer, running_server
+from tests.server.support.running import server_of
 from tests.server.support.sse_events import parse_events
 
 KEY = {"Authorization": "Bearer key"}
@@ -23,11 +23,9 @@ RESPONSES = "/v1/responses"
 MOST_PER_KEY = 3
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[RunningServer]:
-    keys = {"api_keys": ("key",), "admin_api_keys": ("boss",), "max_concurrent_per_key": MOST_PER_KEY}
-    with running_server(tmp_path_factory.mktemp("fleet"), ECHO, SLOW, api_server_count=2, **keys) as running:
-        yield running
+server = server_of(
+    SLOW, api_server_count=2, api_keys=("key",), admin_api_keys=("boss",), max_concurrent_per_key=MOST_PER_KEY
+)
 
 
 @pytest.fixture

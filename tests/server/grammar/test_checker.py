@@ -40,7 +40,7 @@ def test_the_cache_of_verdicts_is_bounded() -> None:
         checker = GrammarChecker()
         for i in range(CACHE_SIZE + 5):
             await checker.check(regex_grammar(f"a{i}"), param="x")
-        assert len(checker._verdicts) == CACHE_SIZE
+        assert len(checker.verdicts) == CACHE_SIZE
 
     asyncio.run(check())
 

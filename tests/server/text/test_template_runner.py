@@ -8,8 +8,7 @@ import os
 import resource
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from server.text.template_runner import (
     TooManyTemplatesError,
 )
 from server.text.tokenizer import ByteLevelTokenizer
+from tests.server.support.requests import wait_until
 from tests.server.support.tokenizers import byte_tokenizer
 
 TOKENIZER = ByteLevelTokenizer(byte_tokenizer(), config={}, chat_template=None)
@@ -76,13 +76,6 @@ def is_at_work(process: psutil.Process) -> bool:
         return process.cpu_times().user > 0.3
     except psutil.Error:
         return False
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_one_process_renders_all_and_stays(runner):

@@ -57,7 +57,7 @@ def test_a_follower_replays_what_the_leader_does(hosts):
     def compile_there() -> None:
         command = follower.next_command()
         assert isinstance(command, commands.Compile)
-        theirs.compile(map(commands.bucket_from_wire, command.buckets), say_nothing)
+        theirs.compile(command.buckets, say_nothing)
         follower.compiled()
 
     thread = threading.Thread(target=compile_there)
