@@ -21,6 +21,7 @@ from server.engine.scratch_folder import folder_for_sockets
 logger = logging.getLogger("pallas_serve")
 
 LAST_WORDS_MS = 1000
+STOP_TIMEOUT_S = 10.0
 
 
 class WeightsError(Exception):
@@ -121,17 +122,17 @@ class ProcessEngineClient(EngineLink):
             if change is not wire.WeightsChange.RELOAD:
                 self.is_sleeping = change is wire.WeightsChange.SLEEP
 
-    async def stop(self, timeout_s: float = 10.0) -> None:
-        """Ends the process: sends Stop, and kills it after `timeout_s`. Kills it at once if it is still starting."""
+    async def stop(self) -> None:
+        """Ends the process: sends Stop, and kills it after STOP_TIMEOUT_S. Kills it at once if it is still starting."""
         self._stopping = True
         try:
             if self._is_ready and self.process.is_alive():
                 self._send(wire.Stop())
-                deadline = time.monotonic() + timeout_s
+                deadline = time.monotonic() + STOP_TIMEOUT_S
                 while self.process.is_alive() and time.monotonic() < deadline:
                     await asyncio.sleep(0.02)
                 if self.process.is_alive():
-                    logger.warning("the engine process did not end within %g s: killing it", timeout_s)
+                    logger.warning("the engine process did not end within %g s: killing it", STOP_TIMEOUT_S)
         finally:
             self.process.kill()  # has no effect if it has ended
             self.process.join()
@@ -193,7 +194,7 @@ class FrontendClient(EngineLink):
         self.info = await ready
         return self.info
 
-    async def stop(self, timeout_s: float = 0.0) -> None:
+    async def stop(self) -> None:
         """Closes the sockets. The engine goes on."""
         self._close()
 

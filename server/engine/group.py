@@ -93,10 +93,10 @@ class EngineGroup[E: (ProcessEngineClient, FrontendClient)]:
         for engine in self.engines:
             engine.abort_all()
 
-    async def stop(self, timeout_s: float = 10.0) -> None:
+    async def stop(self) -> None:
         for watcher in self._watchers:
             watcher.cancel()
-        await asyncio.gather(*(engine.stop(timeout_s) for engine in self.engines))
+        await asyncio.gather(*(engine.stop() for engine in self.engines))
 
     async def _watch(self, engine: E) -> None:
         await engine.died.wait()

@@ -10,8 +10,8 @@ There is one outgoing socket, or with several HTTP processes one for each of the
 from __future__ import annotations
 
 import gc
-import importlib
 import os
+import pkgutil
 import signal
 import sys
 import time
@@ -135,10 +135,9 @@ EngineFactory = Callable[[object, Reporter], tuple[ServedEngine, wire.EngineInfo
 
 def load_factory(target: str) -> EngineFactory:
     """`package.module:function` -> the function. Called as `function(engine_args, report)`."""
-    module, _, name = target.partition(":")
-    if not name:
+    if ":" not in target:
         raise ValueError(f"an engine factory is named as package.module:function: {target=}")
-    factory: EngineFactory = getattr(importlib.import_module(module), name)
+    factory: EngineFactory = pkgutil.resolve_name(target)
     return factory
 
 

@@ -1,4 +1,4 @@
-"""Grammars are checked aside: their verdicts are remembered, and a slow one is given up."""
+"""Grammars are checked in threads: their verdicts are remembered, and a slow one is given up."""
 
 from __future__ import annotations
 
