@@ -15,7 +15,7 @@ import uvloop
 
 from server.engine.group import started
 from server.engine.link import EngineFailedError
-from server.http.descriptors import raise_limit
+from server.http.descriptors import connection_limit, raise_limit
 from server.http.listener import BACKLOG, address_in_error, bind, removed, url_of
 from server.http.signals import Signals, first_of
 from server.settings import Settings
@@ -81,10 +81,10 @@ async def _run(
     client = started(engine_target, engines, report=report, debug=settings.debug)
     try:
         from server.app import create_app
-        from server.http.server import HttpServer, connection_limits
+        from server.http.server import HttpServer
         from server.serve_until_end import EXIT_OK, load_state, serve
 
-        limits = connection_limits(settings)
+        max_connections = connection_limit(settings.max_connections)
         starting = asyncio.create_task(client.start())
         starting.add_done_callback(_see)  # if the tokenizer fails too, only its error is raised
         # This runs while the engine loads and compiles, so its errors are raised now and not after minutes.
@@ -96,7 +96,7 @@ async def _run(
                 return EXIT_OK
             await starting
             state.tracer = tracer
-            server = HttpServer(create_app(state), limits, tls)
+            server = HttpServer(create_app(state), settings, max_connections, tls)
             async with contextlib.nullcontext() if tls is None else tls.refreshed():
                 with address_in_error(settings):
                     listener.listen(BACKLOG)  # not before the engine is ready; uvloop would hide a failure

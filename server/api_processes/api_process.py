@@ -9,7 +9,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
 import uvloop
@@ -45,10 +44,9 @@ from server.engine.group import EngineGroup
 from server.engine.link import EngineFailedError
 from server.engine.routing import Router
 from server.http.auth import current_key
-from server.http.connections import ConnectionLimits
-from server.http.descriptors import raise_limit
+from server.http.descriptors import connection_limit, raise_limit
 from server.http.private import PrivateCallError, call, private_listener
-from server.http.server import HttpServer, connection_limits
+from server.http.server import HttpServer
 from server.http.signals import Ending, first_of
 from server.http.tls_contexts import TlsContexts
 from server.logs import FORMAT_OF_SEVERAL
@@ -108,13 +106,14 @@ class _ApiProcess:
             state.peers = Peers(args.folder, args.frontend, self._row)
             state.tracer = tracer
             app = create_app(state)
-            public_limits, private_limits = _limits(settings)
-            inside = HttpServer(_private_app(state, app, engines, self._ending), private_limits, is_private=True)
+            num_public, num_private = _connections(settings)
+            private_app = _private_app(state, app, engines, self._ending)
+            inside = HttpServer(private_app, settings, num_private, is_private=True)
             serving_inside = asyncio.create_task(inside.serve(sockets=[private]))
             if not await self._engine_is_ready(client):
                 return EXIT_OK
             is_total = settings.max_connections is not None
-            server = HttpServer(app, public_limits, tls, self._row, limits_are_total=is_total)
+            server = HttpServer(app, settings, num_public, tls, self._row, limits_are_total=is_total)
             async with contextlib.nullcontext() if tls is None else tls.refreshed():
                 await self._tell("/started", Started(args.frontend), timeout_s=None)
                 self._row.set_connections(0)
@@ -175,14 +174,12 @@ class _ApiProcess:
             logger.warning("the parent process has not taken a message: %s", error)
 
 
-def _limits(settings: Settings) -> tuple[ConnectionLimits, ConnectionLimits]:
-    """Of clients' connections, and of those from other processes. A request that is sent on takes one more descriptor
-    in each of the two processes."""
-    public = connection_limits(settings)
-    between = max(1, public.max_connections // PRIVATE_SHARE)
-    if settings.max_connections is None:
-        public = replace(public, max_connections=max(1, public.max_connections - 2 * between))
-    return public, replace(public, max_connections=between)
+def _connections(settings: Settings) -> tuple[int, int]:
+    """The most connections of clients, and of other processes. A request that is sent on takes one more descriptor in
+    each of the two processes."""
+    public = connection_limit(settings.max_connections)
+    private = max(1, public // PRIVATE_SHARE)
+    return public if settings.max_connections is not None else max(1, public - 2 * private), private
 
 
 def _private_app(state: ServerState, public: Starlette, engines: Sequence[FrontendClient], ending: Ending) -> Starlette:

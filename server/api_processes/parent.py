@@ -18,7 +18,7 @@ from server.engine.routing import Router
 from server.engine.scratch_folder import folder_for_sockets
 from server.http.listener import BACKLOG, address_in_error, bind, removed, url_of
 from server.http.private import private_listener
-from server.http.server import HttpServer, connection_limits
+from server.http.server import HttpServer
 from server.http.signals import Signals
 from server.http.tls_contexts import TlsContexts
 from server.serve_until_end import EXIT_ENGINE_FAILED, EXIT_OK
@@ -60,10 +60,9 @@ async def _run(
     num_keys = len(settings.api_keys) + len(settings.admin_api_keys)
     shared_counts = SharedCounts.made(settings.api_server_count, len(engine_args), num_keys)
     router = Router(PrefixTable(shared_counts))
-    client = started(target, engine_args, report=report, debug=settings.debug, several=True, router=router)
-    limits = connection_limits(settings, most=PRIVATE_CONNECTIONS)
+    client = started(target, engine_args, report=report, debug=settings.debug, router=router)
     processes = ApiProcesses(settings, listener, folder, shared_counts, client)
-    inside = HttpServer(processes.private_app(), limits, is_private=True)
+    inside = HttpServer(processes.private_app(), settings, PRIVATE_CONNECTIONS, is_private=True)
     serving = asyncio.create_task(inside.serve(sockets=[private_listener(folder / PARENT)]))
     watching: list[asyncio.Task[None]] = []
     try:

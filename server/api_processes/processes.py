@@ -100,7 +100,7 @@ class ApiProcesses:
             number=number,
             frontend=frontend,
             replaces=replaces,
-            engines=[engine.frontends for engine in self.engines if engine.frontends is not None],
+            engines=[engine.frontends for engine in self.engines],
             folder=self._folder,
             shared_counts=self._shared_counts,
             log_level=logger.getEffectiveLevel(),

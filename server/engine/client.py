@@ -56,19 +56,10 @@ class EngineClient(Protocol):
 class ProcessEngineClient(EngineLink):
     """Spawns the engine process and exchanges messages with it. Call `start` before use, and `stop` in any case.
 
-    Args:
-        several: further processes may open frontends at the engine, at `frontends`.
+    The engine takes the commands of further processes at the address `frontends`.
     """
 
-    def __init__(
-        self,
-        target: str,
-        engine_args: object,
-        *,
-        report: Callable[[str], None],
-        debug: bool = False,
-        several: bool = False,
-    ) -> None:
+    def __init__(self, target: str, engine_args: object, *, report: Callable[[str], None], debug: bool = False) -> None:
         self.is_sleeping = False
         self._changes = asyncio.Lock()
         self._changed: asyncio.Future[str | None] | None = None
@@ -76,9 +67,8 @@ class ProcessEngineClient(EngineLink):
         self._stopping = False
         self._folder = folder_for_sockets()
         names = ("commands", "events", "frontends")
-        commands, events, frontends = (f"ipc://{self._folder.path / name}" for name in names)
+        commands, events, self.frontends = (f"ipc://{self._folder.path / name}" for name in names)
         super().__init__(commands, events, bind_commands=True)
-        self.frontends = frontends if several else None
         addresses = engine_process.Addresses(commands=commands, events=events, frontends=self.frontends)
         self.process = multiprocessing.get_context("spawn").Process(
             target=engine_process.main, args=(addresses, target, engine_args, debug), name="engine"

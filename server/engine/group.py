@@ -172,15 +172,14 @@ def started(
     *,
     report: Callable[[str], None],
     debug: bool = False,
-    several: bool = False,
     router: Router | None = None,
 ) -> Engines:
     """The client of a new engine, or the group of several. The arguments are as of `ProcessEngineClient`, with
     `engine_args` for each engine, and of `EngineGroup`."""
     if len(engine_args) == 1:
-        return ProcessEngineClient(target, engine_args[0], report=report, debug=debug, several=several)
+        return ProcessEngineClient(target, engine_args[0], report=report, debug=debug)
     engines = [
-        ProcessEngineClient(target, args, report=_named(number, report), debug=debug, several=several)
+        ProcessEngineClient(target, args, report=_named(number, report), debug=debug)
         for number, args in enumerate(engine_args)
     ]
     return OwnEngines(engines, router)

@@ -38,17 +38,13 @@ Queued = Item | Addressed | wire.AddFrontend | wire.RemoveFrontend
 
 class Sender:
     """The outgoing sockets and the thread that owns them. `put` may be called from any thread and never blocks. `None`
-    ends the thread.
-
-    Args:
-        address: the first frontend's.
-        several: further frontends may be added.
+    ends the thread. `address` is the first frontend's.
     """
 
-    def __init__(self, address: str, *, several: bool) -> None:
+    def __init__(self, address: str) -> None:
         self._queue: SimpleQueue[Queued | None] = SimpleQueue()
         self.put = self._queue.put
-        self._thread = threading.Thread(target=self._send_all, args=(address, several), name="sender", daemon=True)
+        self._thread = threading.Thread(target=self._send_all, args=(address,), name="sender", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -56,10 +52,10 @@ class Sender:
         self.put(None)
         self._thread.join()
 
-    def _send_all(self, address: str, several: bool) -> None:
+    def _send_all(self, address: str) -> None:
         context: ZmqContext = zmq.Context()  # its own, which can be closed while other threads use theirs
         sockets = {FIRST: _connected(context, address)}  # by frontend
-        sorter = Sorter() if several else None
+        sorter: Sorter | None = None  # from the second frontend on
         encode = msgspec.msgpack.Encoder().encode
 
         def send(items: list[Queued]) -> None:
@@ -72,9 +68,10 @@ class Sender:
             items, open_ = self._gather()
             start = 0
             for i, item in enumerate(items):
-                if sorter is not None and isinstance(item, wire.AddFrontend | wire.RemoveFrontend):
+                if isinstance(item, wire.AddFrontend | wire.RemoveFrontend):
                     send(items[start:i])
                     start = i + 1
+                    sorter = sorter or Sorter()
                     if isinstance(item, wire.AddFrontend):
                         sockets[item.frontend] = _connected(context, item.address)
                     elif item.frontend in sockets:
@@ -185,7 +182,7 @@ class Sorter:
                 yield FIRST, item
 
     def _split(self, tokens: Tokens) -> Iterator[tuple[int, Tokens]]:
-        frontends = [self.frontend_of[number] for number in tokens.numbers.tolist()]
+        frontends = [self.frontend_of.get(number, FIRST) for number in tokens.numbers.tolist()]
         if len(set(frontends)) == 1:
             yield frontends[0], tokens
             return

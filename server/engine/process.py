@@ -147,7 +147,7 @@ class Addresses:
 
     commands: str  # bound by the process that starts the engine
     events: str  # bound by it, too
-    frontends: str | None = None  # bound by the engine, for the commands of further processes; None: there are none
+    frontends: str  # bound by the engine, for the commands of further processes
 
 
 def main(addresses: Addresses, target: str, engine_args: object, debug: bool) -> None:
@@ -158,7 +158,7 @@ def main(addresses: Addresses, target: str, engine_args: object, debug: bool) ->
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when this process ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with_parent()
-    sender = Sender(addresses.events, several=addresses.frontends is not None)
+    sender = Sender(addresses.events)
     try:
         factory = load_factory(target)
         # The collector reads every object that it knows, and JAX makes hundreds of thousands: a quarter of a second in
@@ -204,8 +204,7 @@ def _serve(
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
     socket.connect(addresses.commands)
-    if addresses.frontends is not None:
-        socket.bind(addresses.frontends)
+    socket.bind(addresses.frontends)
     frontends: dict[int, Frontend | None] = {}  # by number; None: it has ended
     decode = msgspec.msgpack.Decoder(wire.Command).decode
     next_stats = time.monotonic()

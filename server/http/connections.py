@@ -5,28 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
+from server.http.descriptors import NUM_REFUSALS
 from server.logs import ThrottledLog
+from server.settings import Settings
 from server.shared_counts import Row
 
 logger = logging.getLogger("pallas_serve")
 
 LEAST_WAIT_S = 0.1  # a shorter wait is not cut off: a request may have arrived but not been read
 MIN_BODY_RATE = 1024  # bytes a second
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConnectionLimits:
-    """The maximum number of connections, and their timeouts in seconds."""
-
-    max_connections: int
-    head_timeout_s: float
-    body_timeout_s: float
-    idle_timeout_s: float
-    send_timeout_s: float
-    max_body_memory: int  # bytes, see `UnfinishedRequests`
 
 
 class Connection(Protocol):
@@ -78,7 +67,7 @@ class Connections:
     """The count of open connections, shared by the listener and by the connections themselves.
 
     Up to `max_connections` are served. For one more, the connection that has waited longest for its next request is
-    closed. If none has waited for LEAST_WAIT_S, the new connection is turned away. Up to `num_refusals` connections
+    closed. If none has waited for LEAST_WAIT_S, the new connection is turned away. Up to NUM_REFUSALS connections
     beyond the limit may be open while they are turned away. Then the listener accepts none until one has closed.
 
     With `neighbours`, the row of this process among those that accept from the same socket, the limit holds for all
@@ -87,20 +76,21 @@ class Connections:
 
     def __init__(
         self,
-        limits: ConnectionLimits,
-        num_refusals: int,
+        settings: Settings,
+        max_connections: int,
         neighbours: Row | None = None,
         *,
         is_total: bool = False,
     ) -> None:
         self.neighbours = neighbours
         self._is_total = is_total and neighbours is not None
-        self.limits = limits
-        self.unfinished = UnfinishedRequests(limits.max_body_memory)
+        self.settings = settings
+        self.max_connections = max_connections
+        self.unfinished = UnfinishedRequests(settings.max_body_memory_mib * 2**20)
         self.draining = False
         self.log = ThrottledLog(logger)
         self.on_room: Callable[[], None] | None = None  # called when a connection closes while there is no room
-        self._most_open = limits.max_connections + num_refusals
+        self._most_open = max_connections + NUM_REFUSALS
         self._num_open = 0
         self._served: set[Connection] = set()
         self._waiting: dict[Connection, float] = {}  # start of the wait, oldest first; all are in `_served`
@@ -121,11 +111,11 @@ class Connections:
 
     def admit(self, connection: Connection) -> bool:
         """Serves the connection if there is room, and returns True. Otherwise the caller must turn it away."""
-        if self._num_served >= self.limits.max_connections:
+        if self._num_served >= self.max_connections:
             longest, since = next(iter(self._waiting.items()), (None, 0.0))
             if longest is None or time.monotonic() < since + LEAST_WAIT_S:
                 message = "all %d connections are in use: a new one is answered 503 (--max-connections)"
-                self.log.warning(message, self.limits.max_connections)
+                self.log.warning(message, self.max_connections)
                 return False
             longest.close_waiting()
         self._served.add(connection)

@@ -45,7 +45,7 @@ class TlsConnection(asyncio.Protocol):
         seconds = REFUSED_HANDSHAKE_S
         if self._connections.admit(self):
             self._connections.begin_wait(self)
-            seconds = self._connections.limits.head_timeout_s
+            seconds = self._connections.settings.head_timeout_s
         self._timer = asyncio.get_running_loop().call_later(seconds, self.close_waiting)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -5,20 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from pathlib import Path
 from typing import Any
 
-from server.http.connections import ConnectionLimits, Connections
+from server.http.connections import Connections
 from server.http.listener import Listener
+from server.settings import Settings
 from server.shared_counts import Row, SharedCounts
 
-LIMITS = ConnectionLimits(
-    max_connections=100,
-    head_timeout_s=30,
-    body_timeout_s=30,
-    idle_timeout_s=30,
-    send_timeout_s=30,
-    max_body_memory=2**24,
-)
+SETTINGS = Settings(tokenizer_folder=Path(), model_names=("m",))
 
 
 class LoopOfTurns(asyncio.SelectorEventLoop):
@@ -60,7 +55,7 @@ async def accepted(num_clients: int, busy: frozenset[int] = frozenset(), head_st
             row = Row(counts, number)
             row.set_connections(0)
             if number not in busy:
-                connections = Connections(LIMITS, 8, row)
+                connections = Connections(SETTINGS, 100, row)
                 for _ in range(0 if number else head_start):
                     connections.admit(Guest(connections, []))
                 own = stack.enter_context(server.dup())
