@@ -49,10 +49,10 @@ def run_follower(
     """
     raise_limit()
     with bind(settings) as listener, removed(settings.uds):
-        return uvloop.run(_run(settings, engine_target, engine_args, listener, report, on_ready))
+        return uvloop.run(_serve(settings, engine_target, engine_args, listener, report, on_ready))
 
 
-async def _run(
+async def _serve(
     settings: Settings,
     engine_target: str,
     engine_args: object,

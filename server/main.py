@@ -61,13 +61,13 @@ def run(
     try:
         with bind(settings) as listener, removed(settings.uds):
             engines = [engine_args, *more_engines]
-            return uvloop.run(_run(settings, engine_target, engines, listener, tls, tracer, report, on_ready))
+            return uvloop.run(_serve(settings, engine_target, engines, listener, tls, tracer, report, on_ready))
     finally:
         if tracer is not None:
             tracer.close()
 
 
-async def _run(
+async def _serve(
     settings: Settings,
     engine_target: str,
     engines: Sequence[object],

@@ -70,12 +70,12 @@ def main(args: ProcessArgs) -> None:
         line_format = FORMAT_OF_SEVERAL.format(number=args.number)
         logging.basicConfig(level=args.log_level, format=line_format)
     logger.setLevel(args.log_level)
-    sys.exit(uvloop.run(_run(args)))
+    sys.exit(uvloop.run(_serve(args)))
 
 
-async def _run(args: ProcessArgs) -> int:
+async def _serve(args: ProcessArgs) -> int:
     try:
-        return await _ApiProcess(args).run()
+        return await _ApiProcess(args).serve()
     except Exception as error:
         if args.settings.debug or not is_worded(error):
             traceback.print_exc()
@@ -92,7 +92,7 @@ class _ApiProcess:
         self._row = Row(args.shared_counts, args.number)
         self._ending = Ending()
 
-    async def run(self) -> int:
+    async def serve(self) -> int:
         args = self._args
         settings = args.settings
         raise_limit()

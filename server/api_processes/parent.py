@@ -44,10 +44,10 @@ def run_api_processes(
     if settings.tls is not None:
         TlsContexts(settings.tls)  # faults are said before anything is loaded
     with bind(settings) as listener, removed(settings.uds), folder_for_sockets() as folder:
-        return uvloop.run(_run(settings, listener, folder.path, engine_target, engine_args, report, on_ready))
+        return uvloop.run(_serve(settings, listener, folder.path, engine_target, engine_args, report, on_ready))
 
 
-async def _run(
+async def _serve(
     settings: Settings,
     listener: socket.socket,
     folder: Path,

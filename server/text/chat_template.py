@@ -83,7 +83,7 @@ class ChatTemplate:
             messages = [*messages[:-1], _with_end(messages[-1], end)]
 
         def rendering(change: Change | None) -> str:
-            text = self._run(messages, add_generation_prompt, extra, change)
+            text = self._rendered(messages, add_generation_prompt, extra, change)
             return _cut_at(text, end) if end else text
 
         plain = rendering(None)
@@ -121,7 +121,7 @@ class ChatTemplate:
         except ValueError as error:
             raise TemplateError(str(error)) from error
 
-    def _run(
+    def _rendered(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool,
@@ -149,7 +149,7 @@ class ChatTemplate:
         """Whether a message may have several tool calls. Llama 3.1's template raises an error for more than one."""
         asked: dict[str, Any] = {"role": "user", "content": ""}
         messages = [asked, {"role": "assistant", "content": "", "tool_calls": _TWO_CALLS}]
-        return _try(lambda change: self._run(messages, True, {}, change), None) is not None
+        return _try(lambda change: self._rendered(messages, True, {}, change), None) is not None
 
 
 def _compared_names(tree: jinja2.nodes.Template) -> frozenset[str]:

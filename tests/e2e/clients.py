@@ -1,6 +1,6 @@
 """What the demo has learned, for other people's clients.
 
-Some clients are installed by `scripts/test --all` only, for tests marked `clients`: where one is missing, its tests skip.
+Some clients are installed by `scripts/test --all` only, for tests marked `clients`: where one is missing, they skip.
 """
 
 from __future__ import annotations

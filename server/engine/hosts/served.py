@@ -79,7 +79,7 @@ class FollowingEngine:
         self._stats = EngineStats()
 
     def start(self) -> None:
-        threading.Thread(target=self._run, name="replay", daemon=True).start()
+        threading.Thread(target=self._replay_all, name="replay", daemon=True).start()
 
     def listen(self, on_tokens: Callable[[Tokens], None]) -> None:
         """It has no requests."""
@@ -100,7 +100,7 @@ class FollowingEngine:
         """Ends this host alone; the leader fails."""
         self._follower.fail("it was told to stop")
 
-    def _run(self) -> None:
+    def _replay_all(self) -> None:
         try:
             while self._replay(self._follower.next_command()):
                 pass
