@@ -79,7 +79,7 @@ class ChatTemplate:
             messages = _with_single_calls(messages)
         end = ""
         if continue_final_message:
-            (end,) = self._free_characters([messages, extra], 1)
+            (end,) = free_characters([messages, extra], 1)
             messages = [*messages[:-1], _with_end(messages[-1], end)]
 
         def rendering(change: Change | None) -> str:
@@ -92,7 +92,7 @@ class ChatTemplate:
             parts = self._cut_like(plain, masked)
             if parts is not None:
                 return parts
-        mark, *stand_ins = self._free_characters([messages, extra], 1 + len(self._letters))
+        mark, *stand_ins = free_characters([messages, extra], 1 + len(self._letters))
         marked = _try(rendering, lambda text: translated(text, {ord(char): mark + char for char in self._initials}))
         if masked is not None and marked is not None and marked.replace(mark, "") == plain:
             parts = _merge_marked(self._parts(marked), mark)
@@ -114,12 +114,6 @@ class ChatTemplate:
             parts.append(Part(text, part.special))
             at += len(text)
         return parts
-
-    def _free_characters(self, value: Any, count: int) -> list[str]:
-        try:
-            return free_characters(value, count)
-        except ValueError as error:
-            raise TemplateError(str(error)) from error
 
     def _rendered(
         self,

@@ -99,30 +99,19 @@ class ByteLevelTokenizer:
         Raises ValueError if the tokenizer is missing, is of another kind or does not fit a model of `vocab_size` ids.
         """
         if is_gguf(folder):
-            found = read_gguf_tokenizer(folder)
-            return cls._checked(folder, found.backend, found.variables, found.chat_templates, vocab_size)
-        if (folder / "tokenizer.json").exists():
-            path, read, variables = folder / "tokenizer.json", _read_backend, {}
-        elif (folder / "tokenizer.model").exists():
-            path, read = folder / "tokenizer.model", tokenizer_from_tiktoken
-            variables = dict(DEFAULT_TOKENS)
+            path, found = folder, read_gguf_tokenizer(folder)
+            backend, variables, templates = found.backend, found.variables, found.chat_templates
         else:
-            raise ValueError(f"{folder} holds neither tokenizer.json nor tokenizer.model")
-        variables |= special_tokens(folder)
-        templates = chat_templates(folder)
-        check_size(path, MAX_TOKENIZER_BYTES)
-        return cls._checked(path, read(path), variables, templates, vocab_size)
-
-    @classmethod
-    def _checked(
-        cls,
-        path: Path,
-        backend: tokenizers.Tokenizer,
-        variables: Mapping[str, str],
-        templates: ChatTemplates,
-        vocab_size: int,
-    ) -> ByteLevelTokenizer:
-        """With the file's path in the error."""
+            if (path := folder / "tokenizer.json").exists():
+                read, variables = _read_backend, {}
+            elif (path := folder / "tokenizer.model").exists():
+                read, variables = tokenizer_from_tiktoken, dict(DEFAULT_TOKENS)
+            else:
+                raise ValueError(f"{folder} holds neither tokenizer.json nor tokenizer.model")
+            variables |= special_tokens(folder)
+            templates = chat_templates(folder)
+            check_size(path, MAX_TOKENIZER_BYTES)
+            backend = read(path)
         try:
             return cls(backend, config=variables, chat_template=templates, vocab_size=vocab_size)
         except ValueError as error:
