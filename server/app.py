@@ -31,10 +31,10 @@ from server.api.state import ServerState
 from server.api.stats_history import StatsHistory
 from server.engine.client import EngineClient
 from server.engine.group import EngineGroup
-from server.http.errors import NOT_FOUND, RequestError
+from server.http.request_error import NOT_FOUND, RequestError
 from server.settings import Settings
 from server.text.template_runner import ServedTemplate, TemplateRunner
-from server.text.tokenizer import Tokenizer
+from server.text.tokenizer import ByteLevelTokenizer
 from server.text.tokenizer_files import ChatTemplates
 from server.text.tool_calls.formats import DEFAULT_FORMAT, FORMATS, format_in
 
@@ -42,7 +42,7 @@ logger = logging.getLogger("pallas_serve")
 
 
 def create_state(
-    settings: Settings, client: EngineClient, tokenizer: Tokenizer, runner: TemplateRunner | None = None
+    settings: Settings, client: EngineClient, tokenizer: ByteLevelTokenizer, runner: TemplateRunner | None = None
 ) -> ServerState:
     """Close the state in the end. It has a `runner` of its own if none is given. Raises TemplateError if a chat
     template is not valid Jinja."""

@@ -14,13 +14,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from server.engine.client import EngineClient, ProcessEngineClient
-from server.engine.health import fault_of
+from server.engine.client import EngineClient, ProcessEngineClient, fault_of
 from server.engine.link import EngineFailedError
-from server.http.address import BACKLOG, bind, removed, url_of
-from server.http.descriptors import raise_limit
-from server.http.errors import NOT_FOUND, RequestError, unavailable
-from server.http.server import HttpServer, connection_limits
+from server.http.descriptors import connection_limit, raise_limit
+from server.http.listener import BACKLOG, bind, removed, url_of
+from server.http.request_error import NOT_FOUND, RequestError, unavailable
+from server.http.server import HttpServer
 from server.http.signals import Signals, first_of
 from server.settings import Settings
 
@@ -50,10 +49,10 @@ def run_follower(
     """
     raise_limit()
     with bind(settings) as listener, removed(settings.uds):
-        return uvloop.run(_run(settings, engine_target, engine_args, listener, report, on_ready))
+        return uvloop.run(_serve(settings, engine_target, engine_args, listener, report, on_ready))
 
 
-async def _run(
+async def _serve(
     settings: Settings,
     engine_target: str,
     engine_args: object,
@@ -71,7 +70,7 @@ async def _run(
             return EXIT_OK
         await starting
         listener.listen(BACKLOG)  # not before the engine is ready
-        server = HttpServer(_app(client, signals, settings), connection_limits(settings), None)
+        server = HttpServer(_app(client, signals, settings), settings, connection_limit(settings.max_connections))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         if on_ready is not None:
             on_ready(url_of(listener, settings))

@@ -15,14 +15,14 @@ import uvloop
 
 from server.engine.group import started
 from server.engine.link import EngineFailedError
-from server.http.address import BACKLOG, address_in_error, bind, removed, url_of
-from server.http.descriptors import raise_limit
+from server.http.descriptors import connection_limit, raise_limit
+from server.http.listener import BACKLOG, address_in_error, bind, removed, url_of
 from server.http.signals import Signals, first_of
 from server.settings import Settings
 
 if TYPE_CHECKING:
     from server.api.tracing import Tracer
-    from server.http.tls.refresh import TlsContexts
+    from server.http.tls_contexts import TlsContexts
 
 
 def run(
@@ -52,20 +52,22 @@ def run(
     """
     raise_limit()
     if settings.api_server_count > 1:
-        from server.fleet.parent import run_fleet
+        from server.api_processes.parent import run_api_processes
 
-        return run_fleet(settings, engine_target, [engine_args, *more_engines], report=report, on_ready=on_ready)
+        return run_api_processes(
+            settings, engine_target, [engine_args, *more_engines], report=report, on_ready=on_ready
+        )
     tls, tracer = _tls(settings), _tracer(settings)
     try:
         with bind(settings) as listener, removed(settings.uds):
             engines = [engine_args, *more_engines]
-            return uvloop.run(_run(settings, engine_target, engines, listener, tls, tracer, report, on_ready))
+            return uvloop.run(_serve(settings, engine_target, engines, listener, tls, tracer, report, on_ready))
     finally:
         if tracer is not None:
             tracer.close()
 
 
-async def _run(
+async def _serve(
     settings: Settings,
     engine_target: str,
     engines: Sequence[object],
@@ -79,10 +81,10 @@ async def _run(
     client = started(engine_target, engines, report=report, debug=settings.debug)
     try:
         from server.app import create_app
-        from server.http.server import HttpServer, connection_limits
-        from server.serving import EXIT_OK, load_state, serve
+        from server.http.server import HttpServer
+        from server.serve_until_end import EXIT_OK, load_state, serve
 
-        limits = connection_limits(settings)
+        max_connections = connection_limit(settings.max_connections)
         starting = asyncio.create_task(client.start())
         starting.add_done_callback(_see)  # if the tokenizer fails too, only its error is raised
         # This runs while the engine loads and compiles, so its errors are raised now and not after minutes.
@@ -94,7 +96,7 @@ async def _run(
                 return EXIT_OK
             await starting
             state.tracer = tracer
-            server = HttpServer(create_app(state), limits, tls)
+            server = HttpServer(create_app(state), settings, max_connections, tls)
             async with contextlib.nullcontext() if tls is None else tls.refreshed():
                 with address_in_error(settings):
                     listener.listen(BACKLOG)  # not before the engine is ready; uvloop would hide a failure
@@ -113,7 +115,7 @@ async def _run(
 def _tls(settings: Settings) -> TlsContexts | None:
     if settings.tls is None:
         return None
-    from server.http.tls.refresh import TlsContexts
+    from server.http.tls_contexts import TlsContexts
 
     return TlsContexts(settings.tls)
 

@@ -38,7 +38,7 @@ from scripts.wiring.stand_in_tokenizer import tokenizer_folder
 from server.api.answers.errors import OPENAI_ERRORS
 from server.app import create_app, create_state
 from server.engine.client import ProcessEngineClient
-from server.http.errors import unavailable
+from server.http.request_error import unavailable
 from server.text.tokenizer import ByteLevelTokenizer
 
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding"}

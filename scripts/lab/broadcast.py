@@ -17,9 +17,9 @@ import numpy as np
 
 from batcher.step import PATCH_BLOCK, Bucket, PackedLayout, StepInput, Variant
 from server.engine.hosts.cluster import Cluster
+from server.engine.hosts.commands import Numbered, Stop, step_to_wire
 from server.engine.hosts.follower import Follower
 from server.engine.hosts.leader import Leader
-from server.engine.hosts.messages import Numbered, Stop, step_to_wire
 
 STEPS = {
     "decode of 64 rows": (Bucket(64, 64, Variant.GREEDY), 0),

@@ -19,7 +19,7 @@ from batcher.engine import Engine
 from batcher.errors import InvalidRequestError
 from batcher.request import FinishReason, RequestOutput
 from batcher.stats import EngineStats
-from server.engine.sinks import Sink
+from server.engine.link import Receiver
 from server.engine.wire import (
     EngineInfo,
     Output,
@@ -34,14 +34,14 @@ from server.engine.wire import (
 class InProcessEngineClient:
     """`server.engine.client.EngineClient` over an engine in this process, which has its own threads.
 
-    Sinks are called on the event loop's thread, as with an engine in another process.
+    Receivers are called on the event loop's thread, as with an engine in another process.
     """
 
     def __init__(self, engine: Engine, info: EngineInfo, loop: asyncio.AbstractEventLoop) -> None:
         self.info = info
         self._engine = engine
         self._loop = loop
-        self._sinks: dict[str, Sink] = {}
+        self._receivers: dict[str, Receiver] = {}
         self._lock = threading.Lock()
         self._names: dict[int, str] = {}  # number -> id of the requests that the engine has
         self._arrived: list[RequestOutput | Tokens] = []
@@ -60,10 +60,10 @@ class InProcessEngineClient:
     def last_heartbeat(self) -> float:
         return time.monotonic()
 
-    def submit(self, requests: Sequence[tuple[WireRequest, Sink]]) -> None:
-        items, sinks = zip(*requests, strict=True)
-        for request, sink in zip(requests_from_wire(items), sinks, strict=True):
-            self._sinks[request.request_id] = sink
+    def submit(self, requests: Sequence[tuple[WireRequest, Receiver]]) -> None:
+        items, receivers = zip(*requests, strict=True)
+        for request, receiver in zip(requests_from_wire(items), receivers, strict=True):
+            self._receivers[request.request_id] = receiver
             try:
                 self._engine.add_request(request, self._hear)
             except InvalidRequestError as error:
@@ -72,7 +72,7 @@ class InProcessEngineClient:
 
     def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
         for request_id in request_ids:
-            if self._sinks.pop(request_id, None) is not None:
+            if self._receivers.pop(request_id, None) is not None:
                 self._engine.abort(request_id, reason)
 
     def reset_prefix_cache(self) -> None:
@@ -94,20 +94,20 @@ class InProcessEngineClient:
                 self._deliver(output_to_wire(news))
             else:
                 for number, token_ids in tokens_to_wire(news).rows():
-                    if (sink := self._sinks.get(self._names[number])) is not None:
-                        sink.on_tokens(token_ids)
+                    if (receiver := self._receivers.get(self._names[number])) is not None:
+                        receiver.on_tokens(token_ids)
 
     def _deliver(self, output: Output) -> None:
         if output.finish_reason is None:
             self._names[output.number] = output.request_id
         else:
             self._names.pop(output.number, None)
-        sink = self._sinks.get(output.request_id)
-        if sink is None:  # aborted in the meantime
+        receiver = self._receivers.get(output.request_id)
+        if receiver is None:  # aborted in the meantime
             return
         if output.finish_reason is not None:
-            del self._sinks[output.request_id]
-        sink.on_output(output)
+            del self._receivers[output.request_id]
+        receiver.on_output(output)
 
 
 async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:

@@ -14,8 +14,7 @@ from model.inputs.words import one_line
 from scripts.wiring.load import Loaded, Loader
 from scripts.wiring.settings import EngineSettings
 from scripts.wiring.weights import ChosenWeights, choose_weights
-from server.engine.around import EngineAround
-from server.engine.weights import Weights
+from server.engine.process import EngineWrapper, Weights
 from server.engine.wire import ChangeWeights, WeightsChange
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from model.execution.host_copy import HostCopy
 
 
-class ChangeableEngine(EngineAround):
+class ChangeableEngine(EngineWrapper):
     """`server.engine.process.ChangeableEngine`."""
 
     def __init__(self, engine: Engine, weights: Weights) -> None:
@@ -45,7 +44,7 @@ class ChangeableEngine(EngineAround):
 
 
 class RunnerWeights:
-    """`server.engine.weights.Weights`: those of a runner, on the chips of this host.
+    """`server.engine.process.Weights`: those of a runner, on the chips of this host.
 
     Args:
         loader: loads weights into the runner.

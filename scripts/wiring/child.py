@@ -10,8 +10,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from model.inputs.words import described
-from server.engine.client import start_without_main
-from server.engine.orphans import end_with_parent
+from server.engine.child_process import end_with_parent, start_without_main
 
 END_S = 10.0  # for a killed process to end: a driver that hangs may hold it for ever
 

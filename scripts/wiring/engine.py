@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from model.network.eagle import EagleHead
     from model.network.llama import Llama
     from pallas_kernels.api import PagedAttention
-    from server.text.tokenizer import Tokenizer
+    from server.text.tokenizer import ByteLevelTokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,10 +130,10 @@ def build_served(served: ServedSettings, report: Report) -> tuple[ChangeableEngi
     return ChangeableEngine(engine, built.changeable_weights()), built.info
 
 
-def served_tokenizer(served: ServedSettings) -> Callable[[int], Tokenizer]:
+def served_tokenizer(served: ServedSettings) -> Callable[[int], ByteLevelTokenizer]:
     """Makes the server's tokenizer from the size of the vocabulary."""
 
-    def tokenizer(vocab_size: int) -> Tokenizer:
+    def tokenizer(vocab_size: int) -> ByteLevelTokenizer:
         from server.text.tokenizer import ByteLevelTokenizer
 
         return ByteLevelTokenizer.from_folder(served.tokenizer, vocab_size=vocab_size)
@@ -144,7 +144,7 @@ def served_tokenizer(served: ServedSettings) -> Callable[[int], Tokenizer]:
 def build(
     settings: EngineSettings,
     report: Report,
-    tokenizer: Callable[[int], Tokenizer] | None = None,
+    tokenizer: Callable[[int], ByteLevelTokenizer] | None = None,
     *,
     read_tokens: bool = False,
     tokenizer_folder: Path | None = None,
@@ -164,7 +164,7 @@ def build(
 def warm_engine(
     built: Built,
     report: Report,
-    tokenizer: Callable[[int], Tokenizer] | None = None,
+    tokenizer: Callable[[int], ByteLevelTokenizer] | None = None,
     *,
     read_tokens: bool = False,
     runner: Runner | None = None,

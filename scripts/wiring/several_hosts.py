@@ -12,12 +12,11 @@ from model.inputs.words import described
 from scripts.wiring.changeable import ChangeableEngine
 from scripts.wiring.engine import OtherHosts, build_runner, served_tokenizer, warm_engine
 from scripts.wiring.settings import EngineSettings, ServedSettings, flag
-from server.engine.hosts.broadcast import BroadcastRunner
 from server.engine.hosts.cluster import LEADER, Cluster, HostsError
+from server.engine.hosts.commands import Compile
 from server.engine.hosts.follower import Follower
 from server.engine.hosts.leader import Leader
-from server.engine.hosts.messages import Compile, bucket_from_wire
-from server.engine.hosts.served import FollowingEngine, LeadingEngine
+from server.engine.hosts.served import BroadcastRunner, FollowingEngine, LeadingEngine
 from server.engine.hosts.weights import AllWeights, FollowersWeights
 from server.engine.process import Reporter
 from server.engine.wire import EngineInfo
@@ -54,7 +53,7 @@ def build_follower(served: ServedSettings, report: Reporter) -> tuple[FollowingE
         command = follower.next_command()
         if not isinstance(command, Compile):
             raise HostsError(f"the leader sent {type(command).__name__} where the programs to compile were due")
-        built.runner.compile(map(bucket_from_wire, command.buckets), lambda line: report(f"  {line}"))
+        built.runner.compile(command.buckets, lambda line: report(f"  {line}"))
         follower.compiled()
     most_in_flight = served.engine.pipeline_depth
     weights = FollowersWeights(built.changeable_weights(), follower)

@@ -15,9 +15,9 @@ from server.api.route import Access, ApiRoute
 from server.api.state import ServerState
 from server.api.tracing import RequestTrace, current_trace
 from server.http.auth import KeyRing, current_key
-from server.http.errors import RequestError, internal, overloaded, unavailable
 from server.http.exchange import REFUSED
-from server.http.throttled_log import ThrottledLog
+from server.http.request_error import RequestError, internal, overloaded, unavailable
+from server.logs import ThrottledLog
 
 logger = logging.getLogger("pallas_serve")
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import msgspec
 
 from server.api.http_counts import HttpCounts
-from server.board import Row
 from server.engine.client import WeightsError
 from server.engine.wire import WeightsChange
-from server.http.errors import unavailable
 from server.http.private import PrivateCallError, call
+from server.http.request_error import unavailable
+from server.shared_counts import Row
 
 PARENT = "parent"  # the name of its socket
 TIMEOUT_S = 5.0
@@ -25,13 +25,13 @@ KEY_FIELD = b"x-pallas-serve-key"  # between processes: the digest of the reques
 class Started(msgspec.Struct):
     """An HTTP process is ready to accept connections. The answer comes when it may."""
 
-    door: int
+    frontend: int
 
 
 class NotStarted(msgspec.Struct):
     """An HTTP process cannot start. It ends."""
 
-    door: int
+    frontend: int
     error: str
     is_worded: bool  # it is a setting's fault, not the program's
 
@@ -39,7 +39,7 @@ class NotStarted(msgspec.Struct):
 class Counted(msgspec.Struct):
     """What a process has counted. If `asks`, the answer has the counts of all others."""
 
-    door: int
+    frontend: int
     counts: HttpCounts
     asks: bool
 
@@ -47,14 +47,14 @@ class Counted(msgspec.Struct):
 class Aborting(msgspec.Struct):
     """The requests to abort; None: all. The answer has the ids of those that were."""
 
-    door: int
+    frontend: int
     request_ids: list[str] | None
 
 
 class Keeping(msgspec.Struct):
     """Which process keeps this response? The answer has the name of its socket, or None."""
 
-    door: int
+    frontend: int
     response_id: str
 
 
@@ -88,19 +88,19 @@ class EngineDied(msgspec.Struct):
 class Peers:
     """Asks the parent's process. Raises RequestError 503 if an answer is missing."""
 
-    def __init__(self, folder: Path, door: int, row: Row) -> None:
+    def __init__(self, folder: Path, frontend: int, row: Row) -> None:
         self.row = row
         self._folder = folder
-        self._door = door
+        self._frontend = frontend
 
     async def counts_of_others(self, own: HttpCounts) -> HttpCounts:
         """The sums over the other processes, those that have ended included. They are at most a second old."""
-        answer = await self._ask("/counts", Counted(self._door, own, asks=True))
+        answer = await self._ask("/counts", Counted(self._frontend, own, asks=True))
         return msgspec.msgpack.decode(answer, type=HttpCounts)
 
     async def abort(self, request_ids: list[str] | None) -> list[str]:
         """Aborts requests of the other processes. Returns the ids of those that ran."""
-        return msgspec.msgpack.decode(await self._ask("/abort", Aborting(self._door, request_ids)), type=list[str])
+        return msgspec.msgpack.decode(await self._ask("/abort", Aborting(self._frontend, request_ids)), type=list[str])
 
     async def set_log_level(self, level: str) -> None:
         """Of all processes, this one included."""
@@ -108,7 +108,7 @@ class Peers:
 
     async def keeper_of(self, response_id: str) -> Path | None:
         """The socket of the process that keeps a response."""
-        answer = await self._ask("/keeper", Keeping(self._door, response_id))
+        answer = await self._ask("/keeper", Keeping(self._frontend, response_id))
         name: str | None = msgspec.msgpack.decode(answer, type=str | None)
         return None if name is None else self._folder / name
 

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from server.http.errors import RequestError
+from server.http.request_error import RequestError
 
 JSON = "application/json"
 EVENTS = "text/event-stream"

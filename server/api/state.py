@@ -7,21 +7,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
-from server.api.aside import Aside
 from server.api.metrics import ServerMetrics
 from server.api.peers import Peers
 from server.api.stats_history import StatsHistory
 from server.api.tracing import Tracer
+from server.api.worker_threads import WorkerThreads
 from server.engine.client import EngineClient
 from server.engine.embedding import Embeddings
 from server.engine.generation import Generation
 from server.grammar.checker import GrammarChecker
 from server.http.body import BodyLimits
-from server.http.errors import RequestError, model_not_found
+from server.http.request_error import RequestError, model_not_found
 from server.http.turns import Turns
 from server.settings import Settings
 from server.text.template_runner import ServedTemplate, TemplateRunner
-from server.text.tokenizer import Tokenizer
+from server.text.tokenizer import ByteLevelTokenizer
 from server.text.tool_calls.parser import CallParser
 
 MIN_MARKS = 2**16  # brackets, colons and commas that a body may have even if the context is short
@@ -34,7 +34,7 @@ class ServerState:
     settings: Settings
     client: EngineClient
     engines: Sequence[EngineClient]  # the client, or the engines of its group
-    tokenizer: Tokenizer
+    tokenizer: ByteLevelTokenizer
     chat_template: ServedTemplate | None  # None: the tokenizer has none
     tool_template: ServedTemplate | None  # for conversations with tools
     templates: TemplateRunner
@@ -42,7 +42,7 @@ class ServerState:
     metrics: ServerMetrics
     history: StatsHistory
     tracer: Tracer | None = None  # None: there are no traces
-    aside: Aside = field(default_factory=Aside)
+    threads: WorkerThreads = field(default_factory=WorkerThreads)
     grammars: GrammarChecker = field(default_factory=GrammarChecker)
     turns: Turns = field(default_factory=Turns)
     created: int = field(default_factory=lambda: int(time.time()))

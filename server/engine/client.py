@@ -5,22 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
-import sys
 import time
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from pathlib import Path
 from typing import Protocol
 
 from batcher.request import FinishReason
 from batcher.stats import EngineStats
 from server.engine import process as engine_process
 from server.engine import wire
-from server.engine.link import EngineLink, folder_for_sockets
-from server.engine.sinks import Sink
+from server.engine.child_process import start_without_main
+from server.engine.link import EngineLink, Receiver
+from server.engine.scratch_folder import folder_for_sockets
 
 logger = logging.getLogger("pallas_serve")
 
 LAST_WORDS_MS = 1000
+STOP_TIMEOUT_S = 10.0
 
 
 class WeightsError(Exception):
@@ -35,10 +36,10 @@ class EngineClient(Protocol):
     @property
     def stats(self) -> EngineStats: ...
 
-    def submit(self, requests: Sequence[tuple[wire.WireRequest, Sink]]) -> None: ...
+    def submit(self, requests: Sequence[tuple[wire.WireRequest, Receiver]]) -> None: ...
 
     def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
-        """The requests' sinks get no more outputs. Unknown and finished ids are ignored."""
+        """The requests' receivers get no more outputs. Unknown and finished ids are ignored."""
 
     def reset_prefix_cache(self) -> None:
         """No later prompt finds the pages of the earlier ones."""
@@ -55,30 +56,20 @@ class EngineClient(Protocol):
 class ProcessEngineClient(EngineLink):
     """Spawns the engine process and exchanges messages with it. Call `start` before use, and `stop` in any case.
 
-    Args:
-        several: further processes may open doors at the engine, at `doors`.
+    The engine takes the commands of further processes at the address `frontends`.
     """
 
-    def __init__(
-        self,
-        target: str,
-        engine_args: object,
-        *,
-        report: Callable[[str], None],
-        debug: bool = False,
-        several: bool = False,
-    ) -> None:
+    def __init__(self, target: str, engine_args: object, *, report: Callable[[str], None], debug: bool = False) -> None:
         self.is_sleeping = False
         self._changes = asyncio.Lock()
         self._changed: asyncio.Future[str | None] | None = None
         self._report = report
         self._stopping = False
         self._folder = folder_for_sockets()
-        names = ("commands", "events", "doors")
-        commands, events, doors = (f"ipc://{self._folder.path / name}" for name in names)
+        names = ("commands", "events", "frontends")
+        commands, events, self.frontends = (f"ipc://{self._folder.path / name}" for name in names)
         super().__init__(commands, events, bind_commands=True)
-        self.doors = doors if several else None
-        addresses = engine_process.Addresses(commands=commands, events=events, doors=self.doors)
+        addresses = engine_process.Addresses(commands=commands, events=events, frontends=self.frontends)
         self.process = multiprocessing.get_context("spawn").Process(
             target=engine_process.main, args=(addresses, target, engine_args, debug), name="engine"
         )
@@ -88,14 +79,14 @@ class ProcessEngineClient(EngineLink):
         """Waits until the engine is ready. Raises EngineFailedError with the reason if it cannot start."""
         ready = self._begin()
         asyncio.get_running_loop().add_reader(self.process.sentinel, self._on_exit)
-        self._on_readable()  # the descriptor signals changes only: earlier messages would wait for the next one
+        self.on_readable()  # the descriptor signals changes only: earlier messages would wait for the next one
         self.info = await ready
         return self.info
 
-    def close_door(self, door: int) -> None:
+    def remove_frontend(self, frontend: int) -> None:
         """A process behind this engine has ended: its requests are aborted."""
         if self.death is None:
-            self._send(wire.CloseDoor(door))
+            self._send(wire.RemoveFrontend(frontend))
 
     async def change_weights(self, change: wire.WeightsChange, model: str | None = None) -> None:
         """Changes the weights between two steps, one change after the other. An engine that sleeps, or is awake, stays
@@ -121,17 +112,17 @@ class ProcessEngineClient(EngineLink):
             if change is not wire.WeightsChange.RELOAD:
                 self.is_sleeping = change is wire.WeightsChange.SLEEP
 
-    async def stop(self, timeout_s: float = 10.0) -> None:
-        """Ends the process: sends Stop, and kills it after `timeout_s`. Kills it at once if it is still starting."""
+    async def stop(self) -> None:
+        """Ends the process: sends Stop, and kills it after STOP_TIMEOUT_S. Kills it at once if it is still starting."""
         self._stopping = True
         try:
             if self._is_ready and self.process.is_alive():
                 self._send(wire.Stop())
-                deadline = time.monotonic() + timeout_s
+                deadline = time.monotonic() + STOP_TIMEOUT_S
                 while self.process.is_alive() and time.monotonic() < deadline:
                     await asyncio.sleep(0.02)
                 if self.process.is_alive():
-                    logger.warning("the engine process did not end within %g s: killing it", timeout_s)
+                    logger.warning("the engine process did not end within %g s: killing it", STOP_TIMEOUT_S)
         finally:
             self.process.kill()  # has no effect if it has ended
             self.process.join()
@@ -160,7 +151,7 @@ class ProcessEngineClient(EngineLink):
         self.process.join()
         self._read()
         if self.process.exitcode == engine_process.EXIT_FAILED:  # its Failed message may not have arrived yet
-            while self.death is None and self._events.poll(LAST_WORDS_MS):
+            while self.death is None and self.events.poll(LAST_WORDS_MS):
                 self._read()
         if not self._stopping:
             self.die(f"the engine process has ended (exit code {self.process.exitcode})")
@@ -170,15 +161,37 @@ class ProcessEngineClient(EngineLink):
         self._answer_change(f"the engine has failed: {reason}")
 
 
-def start_without_main(process: multiprocessing.process.BaseProcess) -> None:
-    """Starts a process that does not import this process's main module.
+class FrontendClient(EngineLink):
+    """Call `start` before use, and `stop` in any case. The engine's death is heard of from the engine, or told by
+    `die`.
 
-    By default, a spawned process first imports it, and with it the HTTP server: half a second of every start. The
-    engine's target and its arguments are in modules of their own.
+    Args:
+        commands: the address at which the engine takes commands.
+        events: the path of the socket that this process binds.
+        frontend: a number that no other process has had.
+        on_load: called with the number of open requests whenever it may have changed.
     """
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        process.start()
-    finally:
-        sys.modules["__main__"] = main
+
+    def __init__(self, commands: str, events: Path, frontend: int, on_load: Callable[[int], None]) -> None:
+        self._address = f"ipc://{events}"
+        super().__init__(commands, self._address, bind_commands=False, frontend=frontend, on_load=on_load)
+
+    async def start(self) -> wire.EngineInfo:
+        """Waits until the engine is ready. Raises EngineFailedError with the reason if it dies before."""
+        ready = self._begin()
+        self._send(wire.AddFrontend(self._frontend, self._address))
+        self.on_readable()
+        self.info = await ready
+        return self.info
+
+    async def stop(self) -> None:
+        """Closes the sockets. The engine goes on."""
+        self._close()
+
+
+def fault_of(client: EngineClient, heartbeat_timeout_s: float) -> str | None:
+    """Why the engine does not serve: it is dead, or has been silent for so long. None: it serves."""
+    if client.death is not None:
+        return f"The engine has failed: {client.death}"
+    silent_s = time.monotonic() - client.last_heartbeat
+    return None if silent_s <= heartbeat_timeout_s else f"The engine has not been heard of for {silent_s:.0f} s."

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from server.engine import wire
 from server.engine.client import EngineClient
 from server.engine.generation import error_of
-from server.http.errors import unavailable
+from server.http.request_error import unavailable
 
 AT_ONCE = 64  # inputs that the engine has at a time, so that those of one request do not fill its queue
 
@@ -51,7 +51,6 @@ class Embeddings:
         return self._vectors
 
     def on_output(self, output: wire.Output) -> None:
-        """Takes in the vector of an input, or its error."""
         if output.error is not None or output.embedding is None:
             if output.expired:
                 self._on_limit("deadline_waiting")
@@ -74,7 +73,6 @@ class Embeddings:
             self.abort()
 
     def abort(self) -> None:
-        """Aborts the requests that still run, if any."""
         self._waiting.clear()
         self._client.abort(list(self._running))
         self._running.clear()

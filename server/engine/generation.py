@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from batcher.request import FinishReason
 from server.engine import wire
 from server.engine.client import EngineClient
-from server.http.errors import RequestError, internal, invalid, overloaded, unavailable
+from server.http.request_error import RequestError, internal, invalid, overloaded, unavailable
 from server.text.stream import TextStream
 from server.text.tool_calls.parser import CallParser
 from server.text.tool_calls.pieces import CallDelta, Content, Piece
@@ -44,12 +44,10 @@ class Gain:
 
     @property
     def text(self) -> str:
-        """The content alone."""
         return "".join([piece.text for piece in self.pieces if isinstance(piece, Content)])
 
     @property
     def calls(self) -> list[CallDelta]:
-        """The pieces of tool calls."""
         return [piece for piece in self.pieces if isinstance(piece, CallDelta)]
 
 
@@ -58,29 +56,6 @@ class Choice:
 
     `calls` finds tool calls in the text; None: the whole text is content.
     """
-
-    __slots__ = (
-        "_calls",
-        "_generation",
-        "_include_stop",
-        "_num_taken",
-        "_overdue",
-        "_scored",
-        "_stream",
-        "_texts",
-        "_token_ids",
-        "drafts",
-        "finish_reason",
-        "first_token_s",
-        "index",
-        "num_cached_tokens",
-        "num_prompt_tokens",
-        "num_tokens",
-        "prompt_logprobs",
-        "request_id",
-        "stop_reason",
-        "times",
-    )
 
     def __init__(
         self,
@@ -133,7 +108,6 @@ class Choice:
         return 0 if self._calls is None else self._calls.num_calls
 
     def on_output(self, output: wire.Output) -> None:
-        """Takes in new tokens, or an error."""
         if output.expired:
             self._generation.on_limit("deadline_waiting")
         if output.error is not None or output.finish_reason == FinishReason.ABORT:

@@ -8,15 +8,18 @@ from collections.abc import Callable, Sequence
 from batcher.request import FinishReason
 from batcher.stats import EngineStats, total_of
 from server.engine import wire
-from server.engine.client import ProcessEngineClient
-from server.engine.door import DoorClient
-from server.engine.group_weights import GroupWeights
-from server.engine.link import EngineFailedError
+from server.engine.client import FrontendClient, ProcessEngineClient, WeightsError
+from server.engine.link import EngineFailedError, Receiver
 from server.engine.routing import Router
-from server.engine.sinks import Sink
+
+_UNDONE_BY = {
+    wire.WeightsChange.SLEEP: wire.WeightsChange.WAKE_UP,
+    wire.WeightsChange.WAKE_UP: wire.WeightsChange.SLEEP,
+    wire.WeightsChange.RELOAD: wire.WeightsChange.RELOAD,
+}
 
 
-class EngineGroup[E: (ProcessEngineClient, DoorClient)]:
+class EngineGroup[E: (ProcessEngineClient, FrontendClient)]:
     """`EngineClient` over engines that all serve the same model.
 
     All requests of one HTTP request go to the same engine, so its choices share their prompt. When an engine dies, only
@@ -57,7 +60,6 @@ class EngineGroup[E: (ProcessEngineClient, DoorClient)]:
 
     @property
     def stats(self) -> EngineStats:
-        """The sums over the engines."""
         return total_of([engine.stats for engine in self.engines])
 
     @property
@@ -70,7 +72,7 @@ class EngineGroup[E: (ProcessEngineClient, DoorClient)]:
         """Of the engine that has been silent for longest."""
         return min([engine.last_heartbeat for engine in self.engines])
 
-    def submit(self, requests: Sequence[tuple[wire.WireRequest, Sink]]) -> None:
+    def submit(self, requests: Sequence[tuple[wire.WireRequest, Receiver]]) -> None:
         first, _ = requests[0]
         prompt = wire.unpacked(first.prompt)
         self.engines[self._router.choose(prompt, first.cache_salt, self._loads())].submit(requests)
@@ -88,15 +90,13 @@ class EngineGroup[E: (ProcessEngineClient, DoorClient)]:
             engine.reset_prefix_cache()
 
     def abort_all(self) -> None:
-        """Ends every open request with ABORT. Its sink gets that output."""
         for engine in self.engines:
             engine.abort_all()
 
-    async def stop(self, timeout_s: float = 10.0) -> None:
-        """Ends all processes, see `ProcessEngineClient.stop`."""
+    async def stop(self) -> None:
         for watcher in self._watchers:
             watcher.cancel()
-        await asyncio.gather(*(engine.stop(timeout_s) for engine in self.engines))
+        await asyncio.gather(*(engine.stop() for engine in self.engines))
 
     async def _watch(self, engine: E) -> None:
         await engine.died.wait()
@@ -104,12 +104,17 @@ class EngineGroup[E: (ProcessEngineClient, DoorClient)]:
 
 
 class OwnEngines(EngineGroup[ProcessEngineClient]):
-    """The engines that this process has started. Their weights can be changed."""
+    """The engines that this process has started. Their weights can be changed: those of all engines, or of none.
+
+    `split` is set if engines are left with different weights. They must not go on then, although they live: an answer
+    would depend on the engine that gives it.
+    """
 
     def __init__(self, engines: Sequence[ProcessEngineClient], router: Router | None = None) -> None:
         super().__init__(engines, router)
-        self.split: str | None = None  # why the engines must not go on, although they live
-        self._weights = GroupWeights(engines, self._on_split)
+        self.split: str | None = None
+        self._changes = asyncio.Lock()
+        self._model: str | None = None  # whose weights all engines have; None: those of the start
 
     @property
     def death(self) -> str | None:
@@ -117,17 +122,45 @@ class OwnEngines(EngineGroup[ProcessEngineClient]):
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether all engines sleep."""
-        return self._weights.are_sleeping
+        return all(engine.is_sleeping for engine in self.engines)
 
     async def change_weights(self, change: wire.WeightsChange, model: str | None = None) -> None:
-        """Changes the weights of all engines or of none, see `GroupWeights`."""
-        await self._weights.change(change, model)
+        """As `ProcessEngineClient.change_weights`, of all engines at once. If one cannot change, those that have
+        changed go back, and the WeightsError names it."""
+        await asyncio.shield(self._change(change, model))  # to its end, also without a caller
         self._router.forget()  # a change empties the prefix caches
 
-    def _on_split(self, reason: str) -> None:
-        self.split = reason
-        self.died.set()
+    async def _change(self, change: wire.WeightsChange, model: str | None) -> None:
+        async with self._changes:
+            errors = await self._ask(range(len(self.engines)), change, model)
+            if not errors:
+                if change is wire.WeightsChange.RELOAD:
+                    self._model = model
+                return
+            changed = [number for number in range(len(self.engines)) if number not in errors]
+            stuck = await self._ask(changed, _UNDONE_BY[change], self._model)
+            if stuck:
+                self.split = f"the engines have different weights: {_listed(stuck)}"
+                self.died.set()
+            raise WeightsError(_listed(errors))
+
+    async def _ask(
+        self, numbers: Sequence[int], change: wire.WeightsChange, model: str | None
+    ) -> dict[int, WeightsError]:
+        """The errors of the engines that could not change, by their numbers."""
+        asked = (self.engines[number].change_weights(change, model) for number in numbers)
+        results = await asyncio.gather(*asked, return_exceptions=True)
+        errors: dict[int, WeightsError] = {}
+        for number, result in zip(numbers, results, strict=True):
+            if isinstance(result, WeightsError):
+                errors[number] = result
+            elif result is not None:
+                raise result
+        return errors
+
+
+def _listed(errors: dict[int, WeightsError]) -> str:
+    return "; ".join(f"engine {number}: {error}" for number, error in errors.items())
 
 
 Engines = ProcessEngineClient | OwnEngines
@@ -139,15 +172,14 @@ def started(
     *,
     report: Callable[[str], None],
     debug: bool = False,
-    several: bool = False,
     router: Router | None = None,
 ) -> Engines:
     """The client of a new engine, or the group of several. The arguments are as of `ProcessEngineClient`, with
     `engine_args` for each engine, and of `EngineGroup`."""
     if len(engine_args) == 1:
-        return ProcessEngineClient(target, engine_args[0], report=report, debug=debug, several=several)
+        return ProcessEngineClient(target, engine_args[0], report=report, debug=debug)
     engines = [
-        ProcessEngineClient(target, args, report=_named(number, report), debug=debug, several=several)
+        ProcessEngineClient(target, args, report=_named(number, report), debug=debug)
         for number, args in enumerate(engine_args)
     ]
     return OwnEngines(engines, router)

@@ -1,7 +1,7 @@
 """One end of an engine: sends requests and aborts, receives outputs, and ends its requests when the engine dies.
 
-All of it runs on the event loop's thread. The socket's readable callback passes each output to its request's sink by a
-plain call (`sinks.py`). Nothing awaits, so a client that reads slowly delays neither the engine nor other clients.
+All of it runs on the event loop's thread. The socket's readable callback passes each output to its request's receiver
+by a plain call. Nothing awaits, so a client that reads slowly delays neither the engine nor other clients.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
-import tempfile
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -21,14 +19,10 @@ import zmq
 from batcher.request import FinishReason
 from batcher.stats import EngineStats
 from server.engine import wire
-from server.engine.scratch_folder import NAME_LENGTH, ScratchFolder
-from server.engine.sinks import Sink, Sinks
 
 logger = logging.getLogger("pallas_serve")
 
 READ_S = 0.005  # longest reading at a time: an engine that is faster than this process must not block the event loop
-LONGEST_NAME = 9  # characters of a socket's name in its folder
-SHORT_FOLDERS = ("/tmp", "/var/tmp")  # if the system's temporary folder has too long a path for a socket
 
 
 class EngineFailedError(RuntimeError):
@@ -47,22 +41,89 @@ class EngineFailedError(RuntimeError):
         return EngineFailedError(f"{words}: {self}", is_refusal=self.is_refusal)
 
 
+class Receiver(Protocol):
+    """Receives what one request gets. The first token comes in an output, and the last output has a finish reason."""
+
+    def on_output(self, output: wire.Output) -> None: ...
+
+    def on_tokens(self, token_ids: Sequence[int]) -> None:
+        """Tokens after which the request goes on."""
+
+
+class Receivers:
+    """The receivers of open requests. Outputs of a request that was removed are dropped."""
+
+    def __init__(self) -> None:
+        self._receivers: dict[str, Receiver] = {}  # by request id
+        self.id_of: dict[int, str] = {}  # number -> id of the requests that have their first output and not the last
+
+    def __len__(self) -> int:
+        return len(self._receivers)
+
+    @property
+    def request_ids(self) -> list[str]:
+        return list(self._receivers)
+
+    def add(self, request_id: str, receiver: Receiver) -> None:
+        self._receivers[request_id] = receiver
+
+    def remove(self, request_id: str) -> bool:
+        """Returns whether the request was open."""
+        return self._receivers.pop(request_id, None) is not None
+
+    def take(self, outputs: wire.Outputs) -> None:
+        for output in outputs.outputs:
+            self._take_output(output)
+        if outputs.tokens is None:
+            return
+        names, receivers = self.id_of, self._receivers
+        for number, token_ids in outputs.tokens.rows():
+            receiver = receivers.get(names[number])
+            if receiver is not None:
+                receiver.on_tokens(token_ids)
+
+    def _take_output(self, output: wire.Output) -> None:
+        receiver = self._receivers.get(output.request_id)
+        if output.finish_reason is None:
+            self.id_of[output.number] = output.request_id
+        else:
+            self.id_of.pop(output.number, None)
+            self.remove(output.request_id)
+        if receiver is not None:
+            receiver.on_output(output)
+
+    def fail_all(self, error: str) -> None:
+        receivers, self._receivers = self._receivers, {}
+        for request_id, receiver in receivers.items():
+            receiver.on_output(wire.failure(request_id, error, status=500))
+
+
 class EngineLink:
     """Exchanges messages with an engine's process over two sockets, of which it binds the one for the events.
 
     Args:
         bind_commands: whether this end binds the socket for the commands, too.
-        door: of this process at the engine.
+        frontend: the number of this process at the engine.
+        on_load: called with the number of open requests whenever it may have changed.
     """
 
-    def __init__(self, commands: str, events: str, *, bind_commands: bool, door: int = 0) -> None:
+    def __init__(
+        self,
+        commands: str,
+        events: str,
+        *,
+        bind_commands: bool,
+        frontend: int = 0,
+        on_load: Callable[[int], None] = lambda num_open: None,
+    ) -> None:
         self.info = wire.EngineInfo(max_model_len=0, vocab_size=0)
         self.stats = EngineStats()
         self.death: str | None = None
         self.died = asyncio.Event()  # also if it has ended as it should, without `death`
         self.last_heartbeat = time.monotonic()
-        self._door = door
-        self._sinks = Sinks()
+        self._frontend = frontend
+        self._on_load = on_load
+        self._receivers = Receivers()
         self._ready: asyncio.Future[wire.EngineInfo] | None = None
         self._is_ready = False
         self._read_on: asyncio.Handle | None = None  # the rest of a reading that was cut short
@@ -71,8 +132,8 @@ class EngineLink:
         self._context = zmq.Context()
         self._commands = self._socket(zmq.PUSH, zmq.SNDHWM)
         (self._commands.bind if bind_commands else self._commands.connect)(commands)
-        self._events = self._socket(zmq.PULL, zmq.RCVHWM)
-        self._events.bind(events)
+        self.events = self._socket(zmq.PULL, zmq.RCVHWM)
+        self.events.bind(events)
 
     def _socket(self, kind: int, high_water_mark: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -84,40 +145,41 @@ class EngineLink:
         """Reads events from now on. The result is set when the engine is ready."""
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
-        loop.add_reader(int(self._events.getsockopt(zmq.FD)), self._on_readable)
+        loop.add_reader(int(self.events.getsockopt(zmq.FD)), self.on_readable)
         return self._ready
 
     def _close(self) -> None:
-        asyncio.get_running_loop().remove_reader(int(self._events.getsockopt(zmq.FD)))
+        asyncio.get_running_loop().remove_reader(int(self.events.getsockopt(zmq.FD)))
         if self._read_on is not None:
             self._read_on.cancel()
         self._commands.close()
-        self._events.close()
+        self.events.close()
         self._context.term()
 
     @property
     def num_open(self) -> int:
-        """Requests that have not had their last output."""
-        return len(self._sinks)
+        return len(self._receivers)
 
-    def submit(self, requests: Sequence[tuple[wire.WireRequest, Sink]]) -> None:
-        for request, sink in requests:
-            self._sinks.add(request.request_id, sink)
-        self._send(wire.Submit([request for request, _ in requests], self._door))
+    def submit(self, requests: Sequence[tuple[wire.WireRequest, Receiver]]) -> None:
+        for request, receiver in requests:
+            self._receivers.add(request.request_id, receiver)
+        self._send(wire.Submit([request for request, _ in requests], self._frontend))
+        self._on_load(self.num_open)
 
     def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
-        known = [request_id for request_id in request_ids if self._sinks.remove(request_id)]
+        known = [request_id for request_id in request_ids if self._receivers.remove(request_id)]
         if known and self.death is None:
             self._send(wire.Abort(known, reason))
+        self._on_load(self.num_open)
 
     def reset_prefix_cache(self) -> None:
         if self.death is None:
             self._send(wire.ResetPrefixCache())
 
     def abort_all(self) -> None:
-        """Ends every open request with ABORT. Its sink gets that output."""
+        """Ends every open request with ABORT. Its receiver gets that output."""
         if self.death is None:
-            self._send(wire.Abort(self._sinks.request_ids))
+            self._send(wire.Abort(self._receivers.request_ids))
 
     def _send(self, command: wire.Command) -> None:
         try:
@@ -125,7 +187,7 @@ class EngineLink:
         except zmq.Again:  # no process is connected; if the engine has died, this will be reported
             logger.warning("the engine process did not take a command: %s", type(command).__name__)
 
-    def _on_readable(self) -> None:
+    def on_readable(self) -> None:
         if self._read_on is None:
             self._read_for_a_while()
 
@@ -136,8 +198,9 @@ class EngineLink:
 
     def _read(self, deadline: float = math.inf) -> bool:
         """Reads messages until `deadline`. Returns whether all that have arrived were read."""
-        while int(self._events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._on_event(self._decode(self._events.recv()))
+        while int(self.events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._on_event(self._decode(self.events.recv()))
+            self._on_load(self.num_open)
             if time.monotonic() >= deadline:
                 return False
         return True
@@ -145,7 +208,7 @@ class EngineLink:
     def _on_event(self, event: wire.Event) -> None:
         match event:
             case wire.Outputs():
-                self._sinks.take(event)
+                self._receivers.take(event)
             case wire.Stats(stats=stats):
                 self.stats = stats
                 self.last_heartbeat = time.monotonic()
@@ -167,35 +230,5 @@ class EngineLink:
             self._ready.set_exception(EngineFailedError(reason, is_refusal=is_refusal))  # `start` raises it
         else:
             logger.error("engine failure: %s", reason)
-        self._sinks.fail_all(f"The engine has failed: {reason}")
+        self._receivers.fail_all(f"The engine has failed: {reason}")
         self.died.set()
-
-
-def folder_for_sockets() -> ScratchFolder:
-    """A folder in the system's temporary one, or in a shorter one if a socket's path would be too long for the system.
-
-    Raises OSError if there is none.
-    """
-    return ScratchFolder(_root_for_sockets())
-
-
-def _root_for_sockets() -> Path:
-    preferred = Path(tempfile.gettempdir())
-    if _fits(preferred):
-        return preferred
-    for root in map(Path, SHORT_FOLDERS):
-        if os.access(root, os.W_OK | os.X_OK):
-            logger.warning("TMPDIR is too long for the path of a socket: the engine's sockets are in %s", root)
-            return root
-    raise OSError(
-        f"TMPDIR is too long for the engine's sockets, whose paths have at most {zmq.IPC_PATH_MAX_LEN} bytes, and "
-        f"neither of {', '.join(SHORT_FOLDERS)} can be written to: set TMPDIR to a shorter folder"
-    )
-
-
-def _fits(root: Path) -> bool:
-    try:
-        length = len(str(root).encode())
-    except UnicodeEncodeError:  # zmq's addresses are text
-        return False
-    return length + 1 + NAME_LENGTH + 1 + LONGEST_NAME <= zmq.IPC_PATH_MAX_LEN

@@ -1,14 +1,106 @@
-"""What the engine process tells the server, gathered into messages: one for a step."""
+"""What the engine process tells the server: sorted by frontend, gathered into messages, one for a step, and sent.
+
+With several HTTP processes, each is a frontend. A request's outputs are tagged with its frontend when they are made.
+Plain tokens come in columns over all requests, and are split here, on the sender's thread, by the frontends that the
+requests' first outputs had.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+import msgspec
+import numpy as np
+import zmq
 
 from batcher.delivery import Tokens
 from batcher.request import RequestOutput
 from server.engine import wire
 
-Item = RequestOutput | Tokens | wire.Output | wire.Event
+FIRST = 0  # the frontend that started the engine
+ZmqContext = zmq.Context[zmq.Socket[bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Addressed:
+    """An item for one frontend."""
+
+    frontend: int
+    item: RequestOutput | wire.Output | wire.Event
+
+
+Item = RequestOutput | Tokens | wire.Output | wire.Event  # what a message is made of
+Queued = Item | Addressed | wire.AddFrontend | wire.RemoveFrontend
+
+
+class Sender:
+    """The outgoing sockets and the thread that owns them. `put` may be called from any thread and never blocks. `None`
+    ends the thread. `address` is the first frontend's.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._queue: SimpleQueue[Queued | None] = SimpleQueue()
+        self.put = self._queue.put
+        self._thread = threading.Thread(target=self._send_all, args=(address,), name="sender", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Sends the queued items, then ends the thread. May be called again."""
+        self.put(None)
+        self._thread.join()
+
+    def _send_all(self, address: str) -> None:
+        context: ZmqContext = zmq.Context()  # its own, which can be closed while other threads use theirs
+        sockets = {FIRST: _connected(context, address)}  # by frontend
+        sorter: Sorter | None = None  # from the second frontend on
+        encode = msgspec.msgpack.Encoder().encode
+
+        def send(items: list[Queued]) -> None:
+            for frontend, own in ({FIRST: items} if sorter is None else sorter.sort(items)).items():
+                for message in messages(own):  # type: ignore[arg-type]  # sorted, or for the only frontend
+                    sockets[frontend].send(encode(message))
+
+        open_ = True
+        while open_:
+            items, open_ = self._gather()
+            start = 0
+            for i, item in enumerate(items):
+                if isinstance(item, wire.AddFrontend | wire.RemoveFrontend):
+                    send(items[start:i])
+                    start = i + 1
+                    sorter = sorter or Sorter()
+                    if isinstance(item, wire.AddFrontend):
+                        sockets[item.frontend] = _connected(context, item.address)
+                    elif item.frontend in sockets:
+                        sockets.pop(item.frontend).close(linger=0)
+                    sorter.frontends = set(sockets)
+            send(items[start:])
+        for socket in sockets.values():
+            socket.close()
+        context.term()
+
+    def _gather(self) -> tuple[list[Queued], bool]:
+        """The queued items, at least one of them, and whether more may follow."""
+        items: list[Queued] = []
+        item = self._queue.get()
+        try:
+            while item is not None:
+                items.append(item)
+                item = self._queue.get_nowait()
+        except Empty:
+            return items, True
+        return items, False
+
+
+def _connected(context: ZmqContext, address: str) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.PUSH)
+    socket.setsockopt(zmq.SNDHWM, 0)  # unlimited: nothing is dropped or blocks; the server reads at once
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.connect(address)
+    return socket
 
 
 def messages(items: Iterable[Item]) -> Iterator[wire.Event]:
@@ -39,3 +131,66 @@ def messages(items: Iterable[Item]) -> Iterator[wire.Event]:
         outputs = []
     if outputs:
         yield wire.Outputs(outputs)
+
+
+class Frontend:
+    """An HTTP process with the ids of its open requests. Its `put` may be called from any thread."""
+
+    def __init__(self, number: int, put: Callable[[Addressed], None]) -> None:
+        self.open: set[str] = set()
+        self._number = number
+        self._put = put
+
+    def put(self, item: RequestOutput | wire.Output | wire.Event) -> None:
+        if isinstance(item, RequestOutput | wire.Output) and item.finish_reason is not None:
+            self.open.discard(item.request_id)
+        self._put(Addressed(self._number, item))
+
+
+class Sorter:
+    """Splits what the engine says by frontend. One thread uses it."""
+
+    def __init__(self) -> None:
+        self.frontends: set[int] = {FIRST}  # the connected ones
+        self.frontend_of: dict[int, int] = {}  # by number, of requests that have their first output and not the last
+
+    def sort(self, items: Iterable[Queued]) -> dict[int, list[Item]]:
+        """The items of each frontend, in their order. News for all is in the list of each; other events without a
+        frontend go to the first."""
+        sorted_: dict[int, list[Item]] = {frontend: [] for frontend in self.frontends}
+        for item in items:
+            for frontend, own in self._parts(item):
+                if frontend in sorted_:  # a removed one's requests may have outputs until they are aborted
+                    sorted_[frontend].append(own)
+        return sorted_
+
+    def _parts(self, item: Queued) -> Iterator[tuple[int, Item]]:
+        match item:
+            case Addressed(frontend=frontend, item=own):
+                if isinstance(own, RequestOutput) and own.finish_reason is None:
+                    self.frontend_of[own.number] = frontend
+                elif isinstance(own, RequestOutput):
+                    self.frontend_of.pop(own.number, None)
+                yield frontend, own
+            case Tokens():
+                yield from self._split(item)
+            case wire.Stats() | wire.Failed() | wire.Ended():
+                yield from ((frontend, item) for frontend in self.frontends)
+            case wire.AddFrontend() | wire.RemoveFrontend():
+                raise ValueError("frontends are added and removed between two sortings")
+            case _:
+                yield FIRST, item
+
+    def _split(self, tokens: Tokens) -> Iterator[tuple[int, Tokens]]:
+        frontends = [self.frontend_of.get(number, FIRST) for number in tokens.numbers.tolist()]
+        if len(set(frontends)) == 1:
+            yield frontends[0], tokens
+            return
+        frontend_of_row = np.array(frontends)
+        for frontend in set(frontends):
+            rows = frontend_of_row == frontend
+            if tokens.counts is None:
+                yield frontend, Tokens(tokens.numbers[rows], tokens.token_ids[rows])
+            else:
+                ids = tokens.token_ids[np.repeat(rows, tokens.counts)]
+                yield frontend, Tokens(tokens.numbers[rows], ids, tokens.counts[rows])

@@ -4,21 +4,20 @@ It has three threads besides the engine's own. The main thread reads commands. T
 sockets and sends all outputs since its last message together, so the outputs of a step share a message. The watcher
 thread ends this process when the parent process has ended for any reason: the engine never outlives its server.
 
-There is one outgoing socket, or with several HTTP processes one for each of their doors (`doors.py`).
+There is one outgoing socket, or with several HTTP processes one for each of them (`outbox.py`).
 """
 
 from __future__ import annotations
 
-import importlib
+import gc
 import os
+import pkgutil
 import signal
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -29,10 +28,9 @@ from batcher.errors import EngineClosedError, EngineDeadError, InvalidRequestErr
 from batcher.request import FinishReason, Request, RequestOutput
 from batcher.stats import EngineStats
 from model.inputs.words import described
-from server.engine import outbox, wire
-from server.engine.doors import FIRST, Item, Sorter, Visitor
-from server.engine.orphans import end_with_parent
-from server.heap import freeze_heap
+from server.engine import wire
+from server.engine.child_process import end_with_parent
+from server.engine.outbox import Frontend, Sender, ZmqContext
 
 STATS_INTERVAL_S = 1.0
 EXIT_FAILED = 1
@@ -67,13 +65,52 @@ class ChangeableEngine(Protocol):
         """Changes the weights soon, between two steps. `on_done` gets the reason if they cannot be changed."""
 
 
-ZmqContext = zmq.Context[zmq.Socket[bytes]]
+class EngineWrapper:
+    """`ServedEngine` that passes everything on. Subclasses do more in some of the methods."""
+
+    def __init__(self, engine: ServedEngine) -> None:
+        self._inner = engine
+        self.start = engine.start
+        self.listen = engine.listen
+        self.add_request = engine.add_request
+        self.abort = engine.abort
+        self.reset_prefix_cache = engine.reset_prefix_cache
+        self.stats = engine.stats
+
+    @property
+    def death(self) -> BaseException | None:
+        return self._inner.death
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
+
+
+class Weights(Protocol):
+    """The weights of one host, or of all hosts of a cluster. No step is in flight during any of the calls.
+
+    They change in parts, and what can be undone comes first.
+
+    After `check` comes `prepare`, then either `commit` or `abandon`. A ValueError or OSError means that nothing has
+    changed, and that the change is over. Of any other error the engine dies.
+    """
+
+    def check(self, command: wire.ChangeWeights) -> Mapping[str, str]:
+        """Finds out whether the change can be made. Returns facts that must be equal on all hosts."""
+
+    def prepare(self) -> None:
+        """Does all that may fail. It can be undone, and serves no step."""
+
+    def commit(self) -> None:
+        """Ends a change that is prepared."""
+
+    def abandon(self) -> None:
+        """Undoes what is prepared."""
 
 
 class Reporter:
     """What a factory may tell the server. A call is a line about the start. All of it may be called from any thread."""
 
-    def __init__(self, sender: _Sender) -> None:
+    def __init__(self, sender: Sender) -> None:
         self._sender = sender
 
     def __call__(self, line: str) -> None:
@@ -98,10 +135,9 @@ EngineFactory = Callable[[object, Reporter], tuple[ServedEngine, wire.EngineInfo
 
 def load_factory(target: str) -> EngineFactory:
     """`package.module:function` -> the function. Called as `function(engine_args, report)`."""
-    module, _, name = target.partition(":")
-    if not name:
+    if ":" not in target:
         raise ValueError(f"an engine factory is named as package.module:function: {target=}")
-    factory: EngineFactory = getattr(importlib.import_module(module), name)
+    factory: EngineFactory = pkgutil.resolve_name(target)
     return factory
 
 
@@ -111,7 +147,7 @@ class Addresses:
 
     commands: str  # bound by the process that starts the engine
     events: str  # bound by it, too
-    doors: str | None = None  # bound by the engine, for the commands of further processes; None: there are none
+    frontends: str  # bound by the engine, for the commands of further processes
 
 
 def main(addresses: Addresses, target: str, engine_args: object, debug: bool) -> None:
@@ -122,14 +158,16 @@ def main(addresses: Addresses, target: str, engine_args: object, debug: bool) ->
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when this process ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with_parent()
-    sender = _Sender(addresses.events, several=addresses.doors is not None)
+    sender = Sender(addresses.events)
     try:
         factory = load_factory(target)
-        freeze_heap()  # the imported modules: a start makes enough objects for a full collection or two
+        # The collector reads every object that it knows, and JAX makes hundreds of thousands: a quarter of a second in
+        # which no token leaves. Frozen objects are hidden from it, and are still freed when nothing refers to them.
+        gc.freeze()  # the imported modules: a start makes enough objects for a full collection or two
         engine, info = factory(engine_args, Reporter(sender))
         engine.listen(sender.put)
         engine.start()
-        freeze_heap()
+        gc.freeze()
     except Exception as error:
         if debug:
             traceback.print_exc()
@@ -159,16 +197,15 @@ def _exit_now(code: int) -> None:
 
 
 def _serve(
-    context: ZmqContext, addresses: Addresses, info: wire.EngineInfo, engine: ServedEngine, sender: _Sender
+    context: ZmqContext, addresses: Addresses, info: wire.EngineInfo, engine: ServedEngine, sender: Sender
 ) -> None:
     """Handles commands until Stop or the engine's death, and sends the statistics at their interval."""
     socket = context.socket(zmq.PULL)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
     socket.connect(addresses.commands)
-    if addresses.doors is not None:
-        socket.bind(addresses.doors)
-    visitors: dict[int, Visitor | None] = {}  # by door; None: it is closed
+    socket.bind(addresses.frontends)
+    frontends: dict[int, Frontend | None] = {}  # by number; None: it has ended
     decode = msgspec.msgpack.Decoder(wire.Command).decode
     next_stats = time.monotonic()
     num_programs_to_come = 0
@@ -179,19 +216,19 @@ def _serve(
                 sender.put(wire.Stats(stats))
                 if stats.num_programs_to_come != num_programs_to_come:
                     num_programs_to_come = stats.num_programs_to_come
-                    freeze_heap()  # what JAX keeps of the programs that have come
+                    gc.freeze()  # what JAX keeps of the programs that have come
                 next_stats = time.monotonic() + STATS_INTERVAL_S
             if not socket.poll(int(max(0, next_stats - time.monotonic()) * 1000)):
                 continue
             match decode(socket.recv()):
-                case wire.Submit(requests=requests, door=0):
+                case wire.Submit(requests=requests, frontend=0):
                     _submit(engine, wire.requests_from_wire(requests), sender.put)
-                case wire.Submit(requests=requests, door=door):
-                    if (visitor := visitors.get(door)) is not None:  # else it has ended since
+                case wire.Submit(requests=requests, frontend=number):
+                    if (frontend := frontends.get(number)) is not None:  # else it has ended since
                         ids = [request.request_id for request in requests]
-                        visitor.open.update(ids)
-                        if not _submit(engine, wire.requests_from_wire(requests), visitor.put):
-                            visitor.open.difference_update(ids)
+                        frontend.open.update(ids)
+                        if not _submit(engine, wire.requests_from_wire(requests), frontend.put):
+                            frontend.open.difference_update(ids)
                 case wire.Abort(request_ids=request_ids, reason=reason):
                     for request_id in request_ids:
                         engine.abort(request_id, reason)
@@ -199,16 +236,16 @@ def _serve(
                     engine.reset_prefix_cache()
                 case wire.ChangeWeights() as command:
                     _change_weights(engine, command, sender)
-                case wire.OpenDoor(door=door) as opening:
-                    if door not in visitors:  # else it was closed before this has come
-                        visitor = visitors[door] = Visitor(door, sender.put)
-                        sender.put(opening)
-                        visitor.put(wire.Ready(info))
-                case wire.CloseDoor(door=door) as closing:
-                    visitor, visitors[door] = visitors.get(door), None
-                    for request_id in () if visitor is None else list(visitor.open):
+                case wire.AddFrontend(frontend=number) as added:
+                    if number not in frontends:  # else it has ended before this has come
+                        frontend = frontends[number] = Frontend(number, sender.put)
+                        sender.put(added)
+                        frontend.put(wire.Ready(info))
+                case wire.RemoveFrontend(frontend=number) as removed:
+                    frontend, frontends[number] = frontends.get(number), None
+                    for request_id in () if frontend is None else list(frontend.open):
                         engine.abort(request_id)
-                    sender.put(closing)
+                    sender.put(removed)
                 case wire.Stop():
                     return
     finally:
@@ -234,7 +271,7 @@ def _submit(
     return True
 
 
-def _change_weights(engine: ServedEngine, command: wire.ChangeWeights, sender: _Sender) -> None:
+def _change_weights(engine: ServedEngine, command: wire.ChangeWeights, sender: Sender) -> None:
     def answer(error: Exception | None) -> None:
         sender.put(wire.Changed(None if error is None else described(error)))
 
@@ -257,85 +294,3 @@ def _status_of(error: Exception) -> tuple[int, str | None]:
             return 503, None
         case _:
             return 500, None
-
-
-class _Sender:
-    """The outgoing sockets and the thread that owns them. `put` may be called from any thread and never blocks. `None`
-    ends the thread.
-
-    Args:
-        several: there are several HTTP processes, each with a door.
-    """
-
-    def __init__(self, address: str, *, several: bool) -> None:
-        self._queue: SimpleQueue[Item | None] = SimpleQueue()
-        self.put = self._queue.put
-        run = self._run_several if several else self._run
-        self._thread = threading.Thread(target=run, args=(address,), name="sender", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Sends the queued items, then ends the thread. May be called again."""
-        self.put(None)
-        self._thread.join()
-
-    def _run(self, address: str) -> None:
-        context: ZmqContext = zmq.Context()  # its own, which can be closed while other threads use theirs
-        socket = _connected(context, address)
-        encode = msgspec.msgpack.Encoder().encode
-        open_ = True
-        while open_:
-            items, open_ = self._gather()
-            for message in outbox.messages(items):  # type: ignore[arg-type]  # without doors
-                socket.send(encode(message))
-        socket.close()
-        context.term()
-
-    def _run_several(self, address: str) -> None:
-        context: ZmqContext = zmq.Context()
-        sockets = {FIRST: _connected(context, address)}  # by door
-        sorter = Sorter()
-        encode = msgspec.msgpack.Encoder().encode
-
-        def send(items: list[Item]) -> None:
-            for door, own in sorter.sort(items).items():
-                for message in outbox.messages(own):
-                    sockets[door].send(encode(message))
-
-        open_ = True
-        while open_:
-            items, open_ = self._gather()
-            start = 0
-            for i, item in enumerate(items):
-                if isinstance(item, wire.OpenDoor | wire.CloseDoor):
-                    send(items[start:i])
-                    start = i + 1
-                    if isinstance(item, wire.OpenDoor):
-                        sockets[item.door] = _connected(context, item.address)
-                    elif item.door in sockets:
-                        sockets.pop(item.door).close(linger=0)
-                    sorter.doors = set(sockets)
-            send(items[start:])
-        for socket in sockets.values():
-            socket.close()
-        context.term()
-
-    def _gather(self) -> tuple[list[Item], bool]:
-        """The queued items, at least one of them, and whether more may follow."""
-        items: list[Item] = []
-        item = self._queue.get()
-        try:
-            while item is not None:
-                items.append(item)
-                item = self._queue.get_nowait()
-        except Empty:
-            return items, True
-        return items, False
-
-
-def _connected(context: ZmqContext, address: str) -> zmq.Socket[bytes]:
-    socket = context.socket(zmq.PUSH)
-    socket.setsockopt(zmq.SNDHWM, 0)  # unlimited: nothing is dropped or blocks; the server reads at once
-    socket.setsockopt(zmq.LINGER, 1000)
-    socket.connect(address)
-    return socket

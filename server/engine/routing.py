@@ -2,43 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Protocol
+
+from server.shared_counts import PrefixTable
 
 BLOCK_TOKENS = 64
 MOST_BLOCKS = 32  # of one prompt: the work for a long one is bounded
-MOST_REMEMBERED = 1 << 16  # blocks of all prompts
 # An engine with more open requests than the least loaded one by this many, and by this factor, gets no more of them.
 MOST_AHEAD, TIMES_AHEAD = 8, 1.5
-
-
-class Prefixes(Protocol):
-    """Which engine has last computed which beginning of a prompt, by the beginning's digest."""
-
-    def get(self, digest: int) -> int | None: ...
-
-    def put(self, digest: int, engine: int) -> None: ...
-
-    def clear(self) -> None: ...
-
-
-class OwnPrefixes:
-    """`Prefixes` of one process. It forgets those that were not asked for longest."""
-
-    def __init__(self) -> None:
-        self._engine_of: OrderedDict[int, int] = OrderedDict()  # least recent first
-        self.get = self._engine_of.get
-        self.clear = self._engine_of.clear
-
-    def __len__(self) -> int:
-        return len(self._engine_of)
-
-    def put(self, digest: int, engine: int) -> None:
-        self._engine_of[digest] = engine
-        self._engine_of.move_to_end(digest)
-        if len(self._engine_of) > MOST_REMEMBERED:
-            self._engine_of.popitem(last=False)
 
 
 class Router:
@@ -46,11 +17,11 @@ class Router:
     this is a guess.
 
     Args:
-        prefixes: its memory; several processes may share one.
+        prefixes: its memory, which several processes may share.
     """
 
-    def __init__(self, prefixes: Prefixes | None = None) -> None:
-        self._prefixes = OwnPrefixes() if prefixes is None else prefixes
+    def __init__(self, prefixes: PrefixTable | None = None) -> None:
+        self._prefixes = prefixes or PrefixTable()
 
     def choose(self, prompt: Sequence[int], salt: int, loads: Sequence[int]) -> int:
         """The number of an engine.

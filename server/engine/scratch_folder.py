@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import stat
@@ -16,9 +17,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
+import zmq
+
+logger = logging.getLogger("pallas_serve")
+
 PREFIX = "pallas-serve-run-"
 NAME_LENGTH = len(PREFIX) + 8  # `tempfile` adds eight characters
 LINKLESS = os.O_DIRECTORY | os.O_NOFOLLOW
+LONGEST_NAME = 9  # characters of a socket's name in its folder
+SHORT_FOLDERS = ("/tmp", "/var/tmp")  # if the system's temporary folder has too long a path for a socket
 
 
 class ScratchFolder:
@@ -90,3 +97,33 @@ def _lock_new(folder: Path) -> int:
     if descriptor >= 0:
         os.close(descriptor)
     return -1
+
+
+def folder_for_sockets() -> ScratchFolder:
+    """A folder in the system's temporary one, or in a shorter one if a socket's path would be too long for the system.
+
+    Raises OSError if there is none.
+    """
+    return ScratchFolder(_root_for_sockets())
+
+
+def _root_for_sockets() -> Path:
+    preferred = Path(tempfile.gettempdir())
+    if _fits(preferred):
+        return preferred
+    for root in map(Path, SHORT_FOLDERS):
+        if os.access(root, os.W_OK | os.X_OK):
+            logger.warning("TMPDIR is too long for the path of a socket: the engine's sockets are in %s", root)
+            return root
+    raise OSError(
+        f"TMPDIR is too long for the engine's sockets, whose paths have at most {zmq.IPC_PATH_MAX_LEN} bytes, and "
+        f"neither of {', '.join(SHORT_FOLDERS)} can be written to: set TMPDIR to a shorter folder"
+    )
+
+
+def _fits(root: Path) -> bool:
+    try:
+        length = len(str(root).encode())
+    except UnicodeEncodeError:  # zmq's addresses are text
+        return False
+    return length + 1 + NAME_LENGTH + 1 + LONGEST_NAME <= zmq.IPC_PATH_MAX_LEN

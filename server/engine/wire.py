@@ -4,9 +4,9 @@ To the engine: Submit, Abort, ResetPrefixCache, ChangeWeights, Stop. From the en
 starts, then Outputs (one per step, for all requests in it), Changed, and Stats at intervals, which are also the
 heartbeat.
 
-With several HTTP processes, each of them has a *door*: a number that no other process ever has, and a socket for the
-outputs of its own requests. It opens the door by OpenDoor, which Ready answers through the door. The process that
-started the engine has door 0. Request ids are unique over all processes, since each has a random part.
+With several HTTP processes, each of them is a *frontend*: it has a number that no other process ever has, and a socket
+for the outputs of its own requests. AddFrontend names both, and Ready answers it on that socket. The process that
+started the engine is frontend 0. Request ids are unique over all processes, since each has a random part.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Submit(msgspec.Struct, tag=True, omit_defaults=True):
     SAME_GRAMMAR for the previous request's grammar. So choices of one prompt send both only once."""
 
     requests: list[WireRequest]
-    door: int = 0
+    frontend: int = 0
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -78,17 +78,17 @@ class ChangeWeights(msgspec.Struct, tag=True):
     model: str | None = None  # the folder or file to load; None: the one of the start
 
 
-class OpenDoor(msgspec.Struct, tag=True):
-    """The outputs of the requests that come by this door go to this address."""
+class AddFrontend(msgspec.Struct, tag=True):
+    """The outputs of the frontend's requests go to this address."""
 
-    door: int
+    frontend: int
     address: str
 
 
-class CloseDoor(msgspec.Struct, tag=True):
-    """The door's process has ended: its requests are aborted. The door is never opened again."""
+class RemoveFrontend(msgspec.Struct, tag=True):
+    """The frontend's process has ended: its requests are aborted. It is never added again."""
 
-    door: int
+    frontend: int
 
 
 class Stop(msgspec.Struct, tag=True):
@@ -216,7 +216,7 @@ class Stats(msgspec.Struct, tag=True):
     stats: EngineStats
 
 
-Command = Submit | Abort | ResetPrefixCache | ChangeWeights | OpenDoor | CloseDoor | Stop
+Command = Submit | Abort | ResetPrefixCache | ChangeWeights | AddFrontend | RemoveFrontend | Stop
 Event = Report | Ready | Failed | Ended | Outputs | Changed | Stats
 
 
@@ -243,23 +243,9 @@ def requests_from_wire(items: Sequence[WireRequest]) -> list[Request]:
         sampling = item.sampling
         if sampling.grammar == SAME_GRAMMAR:
             sampling = replace(sampling, grammar=requests[-1].sampling.grammar)
-        requests.append(_request(item, prompt, sampling))
+        fields = msgspec.structs.asdict(item) | {"prompt": prompt, "sampling": sampling}
+        requests.append(Request(**fields))
     return requests
-
-
-def _request(item: WireRequest, prompt: Sequence[int], sampling: SamplingParams) -> Request:
-    return Request(
-        request_id=item.request_id,
-        prompt=prompt,
-        sampling=sampling,
-        priority=item.priority,
-        cache_salt=item.cache_salt,
-        deadline_s=item.deadline_s,
-        embeds=item.embeds,
-        counts_drafts=item.counts_drafts,
-        client=item.client,
-        group=item.group,
-    )
 
 
 _STATUSES: dict[ErrorCode | None, int] = {
@@ -271,15 +257,6 @@ _STATUSES: dict[ErrorCode | None, int] = {
 
 def output_to_wire(output: RequestOutput) -> Output:
     """An output as a message, its log-probabilities packed."""
-    if output.finish_reason is None and not output.logprobs and output.prompt_logprobs is None:
-        return Output(
-            output.request_id,
-            list(output.token_ids),
-            num_cached_tokens=output.num_cached_tokens,
-            times=output.times,
-            number=output.number,
-            drafts=output.drafts,
-        )
     return Output(
         output.request_id,
         list(output.token_ids),

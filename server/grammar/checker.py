@@ -12,7 +12,7 @@ from batcher.grammar import GrammarError
 from batcher.requests.deep_threads import deep_threads
 from server.grammar.compiler import Vocabulary, compile_grammar
 from server.grammar.forms import Grammar
-from server.http.errors import RequestError, invalid, overloaded
+from server.http.request_error import RequestError, invalid, overloaded
 
 NUM_THREADS = 2
 MAX_WAITING = 64  # grammars that wait for a thread; each takes two seconds at worst
@@ -26,13 +26,13 @@ class GrammarChecker:
         self._timeout_s = timeout_s
         self._threads: ThreadPoolExecutor | None = None  # from the first grammar on
         self._vocabulary: Vocabulary | None = None
-        self._verdicts: OrderedDict[bytes, str] = OrderedDict()  # "" if it can be compiled; used by the event loop only
+        self.verdicts: OrderedDict[bytes, str] = OrderedDict()  # "" if it can be compiled; used by the event loop only
         self._num_waiting = 0
 
     async def make(self, form: Callable[[], Grammar], *, param: str) -> Grammar:
         """The grammar that `form` returns, after a check. Raises RequestError 400, which names `param`."""
         try:
-            grammar = await self._aside(form, param)
+            grammar = await self._in_thread(form, param)
         except GrammarError as error:
             raise invalid(param, str(error)) from error
         await self.check(grammar.text, param=param)
@@ -41,13 +41,13 @@ class GrammarChecker:
     async def check(self, grammar: str, *, param: str) -> None:
         """Raises RequestError 400 if the grammar cannot be compiled, or not in time."""
         key = blake2b(grammar.encode(), digest_size=16).digest()
-        fault = self._verdicts.get(key)
+        fault = self.verdicts.get(key)
         if fault is None:
-            fault = await self._aside(lambda: self._fault(grammar), param)
-            self._verdicts[key] = fault
-            if len(self._verdicts) > CACHE_SIZE:
-                self._verdicts.popitem(last=False)
-        self._verdicts.move_to_end(key)
+            fault = await self._in_thread(lambda: self._fault(grammar), param)
+            self.verdicts[key] = fault
+            if len(self.verdicts) > CACHE_SIZE:
+                self.verdicts.popitem(last=False)
+        self.verdicts.move_to_end(key)
         if fault:
             raise invalid(param, fault)
 
@@ -60,7 +60,7 @@ class GrammarChecker:
             return str(error)
         return ""
 
-    async def _aside[R](self, work: Callable[[], R], param: str) -> R:
+    async def _in_thread[R](self, work: Callable[[], R], param: str) -> R:
         """Runs `work` in a thread. After a timeout the thread goes on until the compiler's own limits end the work."""
         if self._num_waiting >= MAX_WAITING:
             raise overloaded("Too many grammars wait to be compiled.")

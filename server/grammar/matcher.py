@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from hashlib import blake2b
+from functools import cached_property, lru_cache
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -17,14 +15,14 @@ from server.grammar.compiler import Vocabulary, compile_grammar, error_of
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from server.text.tokenizer import Tokenizer
+    from server.text.tokenizer import ByteLevelTokenizer
 
 CACHE_SIZE = 64  # compiled grammars
 MAX_NUMBER_CHARS = 40  # of a JSON number: `{"type": "integer"}` allows digits without end
 _NUMBER_BYTES = frozenset(b"0123456789.eE+-")
 
 
-def vocabulary_of(tokenizer: Tokenizer, *, vocab_size: int, end_ids: Sequence[int]) -> Vocabulary:
+def vocabulary_of(tokenizer: ByteLevelTokenizer, *, vocab_size: int, end_ids: Sequence[int]) -> Vocabulary:
     """The model's tokens without the special ones: of these, a grammar allows only the end tokens."""
     tokens = [b"" if id in tokenizer.special_ids else text for id, text in enumerate(tokenizer.token_bytes)]
     tokens = [*tokens[:vocab_size], *[b""] * (vocab_size - len(tokens))]
@@ -37,8 +35,8 @@ class TokenGrammars:
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
         self._load = vocabulary
         self._vocabulary: Vocabulary | None = None
-        self._loading, self._caching = Lock(), Lock()
-        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()  # each at its start; never advanced
+        self._loading = Lock()
+        self.compiled = lru_cache(CACHE_SIZE)(self._compile)  # each at its start; never advanced
 
     def load(self) -> Vocabulary:
         """Blocks until the vocabulary is loaded: a second for a hundred thousand tokens."""
@@ -52,22 +50,10 @@ class TokenGrammars:
         return NumberBound(self.load().token_bytes)
 
     def matcher(self, grammar: str) -> TokenMatcher:
-        """A new matcher of the grammar, at its start."""
         return TokenMatcher(self, grammar)
 
-    def compiled(self, grammar: str) -> LLMatcher:
-        """A new matcher at the grammar's start. Raises GrammarError."""
-        key = blake2b(grammar.encode(), digest_size=16).digest()
-        with self._caching:
-            if key in self._compiled:
-                self._compiled.move_to_end(key)
-                return self._compiled[key].deep_copy()
-        matcher = compile_grammar(grammar, self.load())
-        with self._caching:
-            self._compiled[key] = matcher
-            if len(self._compiled) > CACHE_SIZE:
-                self._compiled.popitem(last=False)
-            return matcher.deep_copy()
+    def _compile(self, grammar: str) -> LLMatcher:
+        return compile_grammar(grammar, self.load())
 
 
 class NumberBound:
@@ -106,7 +92,7 @@ class TokenMatcher:
 
     def advance(self, tokens: Sequence[int]) -> Permit:
         if self._matcher is None:
-            self._matcher = self._grammars.compiled(self._grammar)
+            self._matcher = self._grammars.compiled(self._grammar).deep_copy()
         matcher, vocabulary = self._matcher, self._grammars.load()
         for token in tokens:
             if not matcher.consume_token(token):

@@ -83,7 +83,6 @@ class PythonArguments:
         return self._members(given, _keyword)
 
     def _value(self, schema: Any) -> str:
-        """An expression for the values of a schema."""
         expression = self._expression(schema)
         self._num_chars += len(expression) + 1
         if self._num_chars > MAX_CHARS:

@@ -7,7 +7,7 @@ import hmac
 from collections.abc import Iterable
 from contextvars import ContextVar
 
-from server.http.errors import RequestError
+from server.http.request_error import RequestError
 
 # The digest of the key of the request that the current task answers; empty if the server has no keys.
 current_key: ContextVar[bytes] = ContextVar("current_key", default=b"")

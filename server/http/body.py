@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from server.http.errors import INVALID_BODY, RequestError
+from server.http.request_error import INVALID_BODY, RequestError
 
 _LENGTH = re.compile(r"^Expected `(?:array|object)` of length <= (\d+)$")
 _AT = re.compile(r" - at `(?P<key>key in )?\$(?P<path>.*)`$", re.DOTALL)

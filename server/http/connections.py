@@ -1,45 +1,21 @@
-"""All connections of the server: their limits, which of them wait for a request, and the bytes of those being read."""
+"""All connections of the server: their limits in number, bytes and time, and which of them wait for a request."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
-from server.http.throttled_log import ThrottledLog
+from server.http.descriptors import NUM_REFUSALS
+from server.logs import ThrottledLog
+from server.settings import Settings
+from server.shared_counts import Row
 
 logger = logging.getLogger("pallas_serve")
 
 LEAST_WAIT_S = 0.1  # a shorter wait is not cut off: a request may have arrived but not been read
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConnectionLimits:
-    """The maximum number of connections, and their timeouts in seconds."""
-
-    max_connections: int
-    head_timeout_s: float
-    body_timeout_s: float
-    idle_timeout_s: float
-    send_timeout_s: float
-    max_body_memory: int  # bytes, see `UnfinishedRequests`
-
-
-class Neighbours(Protocol):
-    """The other processes that accept connections from the same socket."""
-
-    def set_connections(self, number: int) -> None:
-        """This process serves so many."""
-
-    @property
-    def connections(self) -> int:
-        """Those of all processes."""
-
-    @property
-    def is_first(self) -> bool:
-        """Whether no other process has fewer."""
+MIN_BODY_RATE = 1024  # bytes a second
 
 
 class Connection(Protocol):
@@ -91,28 +67,30 @@ class Connections:
     """The count of open connections, shared by the listener and by the connections themselves.
 
     Up to `max_connections` are served. For one more, the connection that has waited longest for its next request is
-    closed. If none has waited for LEAST_WAIT_S, the new connection is turned away. Up to `num_refusals` connections
+    closed. If none has waited for LEAST_WAIT_S, the new connection is turned away. Up to NUM_REFUSALS connections
     beyond the limit may be open while they are turned away. Then the listener accepts none until one has closed.
 
-    With `neighbours`, the limit holds for all processes together if `is_total`, and else for each.
+    With `neighbours`, the row of this process among those that accept from the same socket, the limit holds for all
+    processes together if `is_total`, and else for each.
     """
 
     def __init__(
         self,
-        limits: ConnectionLimits,
-        num_refusals: int,
-        neighbours: Neighbours | None = None,
+        settings: Settings,
+        max_connections: int,
+        neighbours: Row | None = None,
         *,
         is_total: bool = False,
     ) -> None:
         self.neighbours = neighbours
         self._is_total = is_total and neighbours is not None
-        self.limits = limits
-        self.unfinished = UnfinishedRequests(limits.max_body_memory)
+        self.settings = settings
+        self.max_connections = max_connections
+        self.unfinished = UnfinishedRequests(settings.max_body_memory_mib * 2**20)
         self.draining = False
         self.log = ThrottledLog(logger)
         self.on_room: Callable[[], None] | None = None  # called when a connection closes while there is no room
-        self._most_open = limits.max_connections + num_refusals
+        self._most_open = max_connections + NUM_REFUSALS
         self._num_open = 0
         self._served: set[Connection] = set()
         self._waiting: dict[Connection, float] = {}  # start of the wait, oldest first; all are in `_served`
@@ -123,11 +101,9 @@ class Connections:
         return self._num_open < self._most_open
 
     def enter(self) -> None:
-        """A connection was accepted."""
         self._num_open += 1
 
     def leave(self) -> None:
-        """An accepted connection has closed."""
         had_room = self.has_room
         self._num_open -= 1
         if not had_room and self.on_room is not None:
@@ -135,11 +111,11 @@ class Connections:
 
     def admit(self, connection: Connection) -> bool:
         """Serves the connection if there is room, and returns True. Otherwise the caller must turn it away."""
-        if self._num_served >= self.limits.max_connections:
+        if self._num_served >= self.max_connections:
             longest, since = next(iter(self._waiting.items()), (None, 0.0))
             if longest is None or time.monotonic() < since + LEAST_WAIT_S:
                 message = "all %d connections are in use: a new one is answered 503 (--max-connections)"
-                self.log.warning(message, self.limits.max_connections)
+                self.log.warning(message, self.max_connections)
                 return False
             longest.close_waiting()
         self._served.add(connection)
@@ -161,9 +137,45 @@ class Connections:
         self._tell()
 
     def begin_wait(self, connection: Connection) -> None:
-        """Notes that a connection waits for a request, from now on."""
         self._waiting[connection] = time.monotonic()
 
     def end_wait(self, connection: Connection) -> None:
-        """Notes that a connection does not wait any more."""
         self._waiting.pop(connection, None)
+
+
+class BodyPace:
+    """Within `timeout_s`, as many bytes must come as at MIN_BODY_RATE. Then the time begins again: bytes that came
+    faster before earn no time."""
+
+    def __init__(self, timeout_s: float, now: float) -> None:
+        self._timeout_s = timeout_s
+        self._since = now
+        self._missing = timeout_s * MIN_BODY_RATE
+
+    def on_bytes(self, num_bytes: int, now: float) -> None:
+        self._missing -= num_bytes
+        if self._missing <= 0:
+            self.restart(now)
+
+    def restart(self, now: float) -> None:
+        self._since = now
+        self._missing = self._timeout_s * MIN_BODY_RATE
+
+    def left_s(self, now: float) -> float:
+        """The time left for the bytes that are missing."""
+        return self._since + self._timeout_s - now
+
+
+class UnreadWatch:
+    """The number of bytes that a client has not read must change within `timeout_s`."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._num_bytes = 0
+        self._since = 0.0
+
+    def is_stuck(self, num_bytes: int, now: float) -> bool:
+        """Whether the number of unread bytes, `num_bytes`, has been the same in all calls for `timeout_s`."""
+        if not num_bytes or num_bytes != self._num_bytes:
+            self._num_bytes, self._since = num_bytes, now
+        return now - self._since >= self._timeout_s

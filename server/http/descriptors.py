@@ -12,6 +12,7 @@ logger = logging.getLogger("pallas_serve")
 MOST_DESCRIPTORS = 2**20  # even if the system sets no limit
 LEAST_DESCRIPTORS = 64  # of a server and of its engine; with fewer, ZeroMQ ends the process
 RESERVE = 16  # for the engine's connections, and for files that are open for a moment
+NUM_REFUSALS = 8  # connections beyond the limit that may be open while they are refused
 MOST_CONNECTIONS = 8192  # the default is at most this: connections take memory too
 
 
@@ -42,15 +43,15 @@ def raise_limit() -> None:
         raise ValueError(f"{soft} open files are allowed, and a server needs {LEAST_DESCRIPTORS}: raise `ulimit -n`")
 
 
-def connection_limit(asked: int | None, num_refusals: int) -> int:
+def connection_limit(asked: int | None) -> int:
     """The number of connections to serve at once: `asked`, or as many as there are free descriptors.
 
-    `num_refusals` more descriptors are kept for connections beyond the limit while these are refused. Call it when
+    NUM_REFUSALS more descriptors are kept for connections beyond the limit while these are refused. Call it when
     nearly all other files are open. Raises ValueError if there are too few descriptors.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_open = len(os.listdir("/dev/fd"))
-    left = MOST_DESCRIPTORS if limit == resource.RLIM_INFINITY else limit - num_open - RESERVE - num_refusals
+    left = MOST_DESCRIPTORS if limit == resource.RLIM_INFINITY else limit - num_open - RESERVE - NUM_REFUSALS
     if left < (asked or 1):
         needed = (asked or 1) + limit - left
         what = "a connection" if asked is None else f"--max-connections {asked}"

@@ -1,13 +1,17 @@
-"""One request and its answer, as uvicorn passes them to the application."""
+"""One request and its answer, as uvicorn passes them to the application, and what the connection writes by itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
+
+from server.http.request_error import RequestError
 
 REFUSED = "pallas_serve.refused"  # in a scope: the status of an answer by the connection, not by the application
+Fields = Iterable[tuple[bytes, bytes]]
+UPGRADE_FIELDS = (b"upgrade", b"http2-settings")
 
 
 class Exchange(RequestResponseCycle):
@@ -63,3 +67,32 @@ class Exchange(RequestResponseCycle):
         if self._on_decoded is not None:
             self._on_decoded()
             self._on_decoded = None
+
+
+def refusal(error: RequestError, default_fields: Fields) -> bytes:
+    """The answer with the error object. Its head announces that the connection closes."""
+    body = error.encode()
+    fields = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "connection": "close",
+        **error.headers(),
+    }
+    own = [(name.encode(), value.encode()) for name, value in fields.items()]
+    return STATUS_LINE[error.status] + _fields([*default_fields, *own]) + body
+
+
+def head_without_upgrade(method: bytes, target: bytes, version: str, fields: Fields) -> bytes:
+    """A request's head without its upgrade to another protocol. The names in `fields` are in lower case."""
+    kept = []
+    for name, value in fields:
+        if name == b"connection":
+            tokens = [token.strip() for token in value.split(b",")]
+            value = b", ".join(token for token in tokens if token.lower() not in UPGRADE_FIELDS)
+        if name not in UPGRADE_FIELDS:
+            kept.append((name, value))
+    return b"%b %b HTTP/%b\r\n" % (method, target, version.encode()) + _fields(kept)
+
+
+def _fields(fields: Fields) -> bytes:
+    return b"".join([b"%b: %b\r\n" % field for field in fields]) + b"\r\n"

@@ -46,7 +46,6 @@ class PrivateAnswer:
         self._is_complete = True
 
     async def read_head(self) -> None:
-        """Reads until the status and all headers are there."""
         while not self._has_head:
             await self._read()
 

@@ -24,11 +24,9 @@ import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from server.http.connections import Connections
-from server.http.errors import RequestError, unavailable
-from server.http.exchange import Exchange
-from server.http.messages import head_without_upgrade, refusal
-from server.http.pace import BodyPace, UnreadWatch
+from server.http.connections import BodyPace, Connections, UnreadWatch
+from server.http.exchange import Exchange, head_without_upgrade, refusal
+from server.http.request_error import RequestError, unavailable
 
 MAX_HEAD_BYTES = 64 * 1024  # request line, header fields and trailer fields
 MAX_FIELDS = 256
@@ -58,7 +56,7 @@ class HttpProtocol(HttpToolsProtocol):
     def __init__(self, *, connections: Connections, **options: Any) -> None:
         super().__init__(**options)
         self._connections = connections
-        self._limits = connections.limits
+        self._settings = connections.settings
         self._phase = Phase.WAITING
         self._timer: asyncio.TimerHandle | None = None
         self._num_head_bytes = 0
@@ -66,8 +64,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_since_progress = 0  # bytes read since the last progress
         self._num_dropped = 0
         self._progress = False  # the current bytes complete a head or a message, or belong to a body
-        self._body = BodyPace(self._limits.body_timeout_s, now=0.0)
-        self._unread = UnreadWatch(self._limits.send_timeout_s)
+        self._body = BodyPace(self._settings.body_timeout_s, now=0.0)
+        self._unread = UnreadWatch(self._settings.send_timeout_s)
         self._half_closed = False
         self._check_s = FIRST_CHECK_S
 
@@ -76,7 +74,7 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
         if self._connections.admit(self):
-            self._wait(self._limits.head_timeout_s)
+            self._wait(self._settings.head_timeout_s)
         else:
             self._phase = Phase.TURNED_AWAY
             self._arm(TURN_AWAY_S)
@@ -95,7 +93,7 @@ class HttpProtocol(HttpToolsProtocol):
             case Phase.WAITING:
                 self._connections.end_wait(self)
                 self._phase = Phase.HEAD
-                self._arm(self._limits.head_timeout_s)
+                self._arm(self._settings.head_timeout_s)
                 self._read_counted(data)
             case Phase.HEAD | Phase.BODY:
                 self._read_counted(data)
@@ -126,8 +124,8 @@ class HttpProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._phase is Phase.ANSWER and not self._half_closed:
-            self._unread = UnreadWatch(self._limits.send_timeout_s)
-            self._arm(self._limits.send_timeout_s)
+            self._unread = UnreadWatch(self._settings.send_timeout_s)
+            self._arm(self._settings.send_timeout_s)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -158,8 +156,8 @@ class HttpProtocol(HttpToolsProtocol):
             return  # `_read_without_upgrade` reads it again
         self._begin_exchange()  # raises for an invalid target
         self._phase = Phase.BODY
-        self._body = BodyPace(self._limits.body_timeout_s, self.loop.time())
-        self._arm(self._limits.body_timeout_s)
+        self._body = BodyPace(self._settings.body_timeout_s, self.loop.time())
+        self._arm(self._settings.body_timeout_s)
 
     def on_body(self, body: bytes) -> None:
         self._progress = True
@@ -200,7 +198,7 @@ class HttpProtocol(HttpToolsProtocol):
         elif self._phase is Phase.BODY or self.cycle.closes:
             self._close_gently()
         else:
-            self._wait(self._limits.idle_timeout_s)
+            self._wait(self._settings.idle_timeout_s)
 
     def close_waiting(self) -> None:
         self._connections.dismiss(self)
@@ -301,7 +299,7 @@ class HttpProtocol(HttpToolsProtocol):
     # refusing and closing
 
     def _turn_away(self) -> None:
-        message = f"All {self._limits.max_connections} connections of the server are in use."
+        message = f"All {self._connections.max_connections} connections of the server are in use."
         self._refuse(unavailable(message, retry_after_s=1), log=False)  # `Connections.admit` has logged it
 
     def _refuse(self, error: RequestError, *, log: bool = True) -> None:
@@ -324,7 +322,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._connections.unfinished.complete(self)
         self.flow.resume_reading()
         self.transport.write_eof()
-        self._unread = UnreadWatch(self._limits.send_timeout_s)
+        self._unread = UnreadWatch(self._settings.send_timeout_s)
         self._arm(LINGER_S)
 
     # time
@@ -368,7 +366,7 @@ class HttpProtocol(HttpToolsProtocol):
         left_s = self._body.left_s(self.loop.time())
         if self.flow.read_paused:
             self._body.restart(self.loop.time())  # the application has not taken the bytes so far
-            self._arm(self._limits.body_timeout_s)
+            self._arm(self._settings.body_timeout_s)
         elif left_s > 0:
             self._arm(left_s)
         else:
@@ -382,7 +380,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._check_s = min(2 * self._check_s, LAST_CHECK_S)
             self._arm(self._check_s)
         else:
-            self._arm(self._limits.send_timeout_s)
+            self._arm(self._settings.send_timeout_s)
 
     def _is_stuck(self) -> bool:
         return self._unread.is_stuck(self.transport.get_write_buffer_size(), self.loop.time())

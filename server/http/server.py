@@ -11,30 +11,17 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
-from server.http.connections import ConnectionLimits, Connections, Neighbours
-from server.http.descriptors import connection_limit
+from server.http.connections import Connections
 from server.http.listener import Listener
 from server.http.protocol import HttpProtocol
-from server.http.tls.connection import TlsConnection
-from server.http.tls.refresh import TlsContexts
+from server.http.tls_connection import TlsConnection
+from server.http.tls_contexts import TlsContexts
 from server.settings import Settings
+from server.shared_counts import Row
 
 logger = logging.getLogger("pallas_serve")
 
 FLUSH_S = 5.0  # for the last bytes of answers, before connections are cut
-NUM_REFUSALS = 8  # connections beyond the limit that may be open while they are refused
-
-
-def connection_limits(settings: Settings) -> ConnectionLimits:
-    """Call it when all other files are open. Raises ValueError if there are too few descriptors for connections."""
-    return ConnectionLimits(
-        max_connections=connection_limit(settings.max_connections, NUM_REFUSALS),
-        head_timeout_s=settings.head_timeout_s,
-        body_timeout_s=settings.body_timeout_s,
-        idle_timeout_s=settings.idle_timeout_s,
-        send_timeout_s=settings.send_timeout_s,
-        max_body_memory=settings.max_body_memory_mib * 2**20,
-    )
 
 
 class HttpServer(uvicorn.Server):
@@ -43,9 +30,10 @@ class HttpServer(uvicorn.Server):
     def __init__(
         self,
         app: ASGIApp,
-        limits: ConnectionLimits,
+        settings: Settings,
+        max_connections: int,
         tls: TlsContexts | None = None,
-        neighbours: Neighbours | None = None,
+        neighbours: Row | None = None,
         *,
         limits_are_total: bool = False,
         is_private: bool = False,
@@ -62,7 +50,7 @@ class HttpServer(uvicorn.Server):
             timeout_graceful_shutdown=int(FLUSH_S),
         )
         super().__init__(config)
-        self._connections = Connections(limits, NUM_REFUSALS, neighbours, is_total=limits_are_total)
+        self._connections = Connections(settings, max_connections, neighbours, is_total=limits_are_total)
         self._tls = tls
         self._is_private = is_private  # for this server's own processes
 
@@ -75,7 +63,7 @@ class HttpServer(uvicorn.Server):
         self.servers = listeners  # type: ignore[assignment]  # uvicorn only closes them and waits
         self.started = True
         if not self._is_private:
-            logger.info("at most %d connections", self._connections.limits.max_connections)
+            logger.info("at most %d connections", self._connections.max_connections)
 
     def drain(self) -> None:
         """Refuses requests that are not read completely. Answers go on. A new request is its connection's last one."""

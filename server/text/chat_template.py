@@ -79,11 +79,11 @@ class ChatTemplate:
             messages = _with_single_calls(messages)
         end = ""
         if continue_final_message:
-            (end,) = self._free_characters([messages, extra], 1)
+            (end,) = free_characters([messages, extra], 1)
             messages = [*messages[:-1], _with_end(messages[-1], end)]
 
         def rendering(change: Change | None) -> str:
-            text = self._run(messages, add_generation_prompt, extra, change)
+            text = self._rendered(messages, add_generation_prompt, extra, change)
             return _cut_at(text, end) if end else text
 
         plain = rendering(None)
@@ -92,7 +92,7 @@ class ChatTemplate:
             parts = self._cut_like(plain, masked)
             if parts is not None:
                 return parts
-        mark, *stand_ins = self._free_characters([messages, extra], 1 + len(self._letters))
+        mark, *stand_ins = free_characters([messages, extra], 1 + len(self._letters))
         marked = _try(rendering, lambda text: translated(text, {ord(char): mark + char for char in self._initials}))
         if masked is not None and marked is not None and marked.replace(mark, "") == plain:
             parts = _merge_marked(self._parts(marked), mark)
@@ -115,13 +115,7 @@ class ChatTemplate:
             at += len(text)
         return parts
 
-    def _free_characters(self, value: Any, count: int) -> list[str]:
-        try:
-            return free_characters(value, count)
-        except ValueError as error:
-            raise TemplateError(str(error)) from error
-
-    def _run(
+    def _rendered(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool,
@@ -149,7 +143,7 @@ class ChatTemplate:
         """Whether a message may have several tool calls. Llama 3.1's template raises an error for more than one."""
         asked: dict[str, Any] = {"role": "user", "content": ""}
         messages = [asked, {"role": "assistant", "content": "", "tool_calls": _TWO_CALLS}]
-        return _try(lambda change: self._run(messages, True, {}, change), None) is not None
+        return _try(lambda change: self._rendered(messages, True, {}, change), None) is not None
 
 
 def _compared_names(tree: jinja2.nodes.Template) -> frozenset[str]:

@@ -7,6 +7,8 @@ import string
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from server.text.template_messages import TemplateError
+
 STAND_INS = range(0x100000, 0x10FFFE)  # the last private-use plane
 SLICE_CHARS = 32 * 1024
 _STAND_IN = re.compile("[\U00100000-\U0010fffd]")
@@ -110,13 +112,13 @@ def _slices(text: str) -> Iterator[str]:
 def free_characters(value: Any, count: int) -> list[str]:
     """`count` consecutive characters of the last private-use plane that occur in none of the value's strings.
 
-    Raises ValueError if there are none.
+    Raises TemplateError if there are none.
     """
     used = {ord(char) for text in strings_of(value) for part in _slices(text) for char in set(_STAND_IN.findall(part))}
     for start in range(STAND_INS.start, STAND_INS.stop - count, count):
         if used.isdisjoint(range(start, start + count)):
             return [chr(code) for code in range(start, start + count)]
-    raise ValueError("The conversation uses up the last private-use plane of Unicode.")
+    raise TemplateError("The conversation uses up the last private-use plane of Unicode.")
 
 
 def strings_of(value: Any) -> Iterator[str]:

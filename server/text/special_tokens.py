@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the processes that run templates need no tokenizer
-    from server.text.tokenizer import Tokenizer
+    from server.text.tokenizer import ByteLevelTokenizer
 
 WINDOW = 8192  # characters per search; a search holds the interpreter's lock, for a few milliseconds at most
 
@@ -47,7 +47,7 @@ class SpecialTokens:
         return parts
 
 
-def encode_all(tokenizer: Tokenizer, prompts: Sequence[Sequence[Part]]) -> list[list[int]]:
+def encode_all(tokenizer: ByteLevelTokenizer, prompts: Sequence[Sequence[Part]]) -> list[list[int]]:
     """Each prompt's ids. Special parts become their ids. Plain parts are encoded as text, even if they hold the text of
     a special token."""
     plain = iter(tokenizer.encode_plain([part.text for parts in prompts for part in parts if not part.special]))
@@ -63,6 +63,6 @@ def encode_all(tokenizer: Tokenizer, prompts: Sequence[Sequence[Part]]) -> list[
     return encoded
 
 
-def encode_parts(tokenizer: Tokenizer, parts: Sequence[Part]) -> list[int]:
+def encode_parts(tokenizer: ByteLevelTokenizer, parts: Sequence[Part]) -> list[int]:
     """The ids of a text that has been split at its special tokens."""
     return encode_all(tokenizer, [parts])[0]

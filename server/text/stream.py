@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Sequence
 
 from server.text.stop_strings import StopFinder, StopStrings
-from server.text.tokenizer import Tokenizer
+from server.text.tokenizer import ByteLevelTokenizer
 
 
 class Detokenizer:
@@ -15,7 +15,7 @@ class Detokenizer:
 
     __slots__ = ("_decoder", "_partial", "_skip", "_table", "num_before")
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: ByteLevelTokenizer, *, skip_special_tokens: bool = True) -> None:
         self._table = tokenizer.token_bytes
         self._skip = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -54,7 +54,7 @@ class TextStream:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: ByteLevelTokenizer,
         *,
         stops: StopStrings | None = None,
         include_stop: bool = False,
@@ -91,7 +91,7 @@ class TextStream:
         return self._stops.push(rest) + self._stops.flush() if self.matched_stop is None else ""
 
 
-def decode_text(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+def decode_text(tokenizer: ByteLevelTokenizer, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
     """The text of a complete sequence of ids."""
     stream = TextStream(tokenizer, skip_special_tokens=skip_special_tokens)
     return "".join([stream.push(id) for id in ids]) + stream.finish()

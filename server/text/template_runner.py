@@ -27,7 +27,7 @@ import msgspec
 
 from server.text.special_tokens import Part
 from server.text.template_messages import Fault, Job, Program, Reply, TemplateError, receive, send
-from server.text.tokenizer import Tokenizer
+from server.text.tokenizer import ByteLevelTokenizer
 
 START_TIMEOUT_S = 60.0  # for the imports, on a busy machine
 MIN_TIMEOUT_S = 1e-3  # 0 would mean a socket that does not wait
@@ -61,7 +61,7 @@ MAX_WAITING = {Lane.ORDINARY: 8192, Lane.SPECIAL: 64}
 class TemplateRunner:
     """A few processes, and for each a thread of the server that waits for it.
 
-    `run` is for the event loop's thread. The functions that it runs may call `ask`.
+    `in_thread` is for the event loop's thread. The functions that it runs may call `ask`.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class TemplateRunner:
         self._busy: set[_Process] = set()
         self._closed = False
 
-    async def run[R](self, lane: Lane, function: Callable[[], R]) -> R:
+    async def in_thread[R](self, lane: Lane, function: Callable[[], R]) -> R:
         """Calls the function in a thread of the lane. Raises TooManyTemplatesError."""
         if self._num_waiting[lane] >= MAX_WAITING[lane]:
             raise TooManyTemplatesError
@@ -230,7 +230,7 @@ class ServedTemplate:
     Raises TemplateError if the source is not valid Jinja.
     """
 
-    def __init__(self, source: str, tokenizer: Tokenizer, runner: TemplateRunner, *, timeout_s: float) -> None:
+    def __init__(self, source: str, tokenizer: ByteLevelTokenizer, runner: TemplateRunner, *, timeout_s: float) -> None:
         program = Program(source, tuple(tokenizer.special_tokens), dict(tokenizer.template_variables))
         self._program = pickle.dumps(tuple(program))
         self._runner, self._timeout_s = runner, timeout_s

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
@@ -31,26 +31,6 @@ logger = logging.getLogger("pallas_serve")
 MAX_SPARE_TOKENS = 1024  # special tokens after the model's vocabulary: added by fine-tuning, but not trained
 _PROBE = "".join(map(chr, range(0x800))) + "語🙂"  # nearly every byte that UTF-8 has
 LONG_TEXT_CHARS = 20_000  # from this length on encoding takes 10 ms or more, and the library's threads save time
-
-
-class Tokenizer(Protocol):
-    """The tokenizer's interface for the server. `ByteLevelTokenizer` implements it."""
-
-    token_bytes: list[bytes]  # by id; b"" for unused ids
-    special_ids: frozenset[int]
-    special_tokens: dict[str, int]
-    max_token_chars: int  # no token stands for more characters of text than this
-    template_variables: dict[str, str]  # bos_token, eos_token and so on
-    chat_templates: ChatTemplates
-
-    def encode_plain(self, texts: list[str]) -> list[list[int]]:
-        """Each text's ids. The text of a special token is encoded as plain text. Releases the GIL."""
-
-    def vocabulary_string(self, token_id: int) -> str:
-        """A token as the vocabulary writes it: bytes as letters, `Ġ` for a space. Empty for an unknown id."""
-
-    def with_affixes(self, ids: list[int]) -> list[int]:
-        """The ids, with those that the tokenizer adds around every text (Llama 3: begin-of-text)."""
 
 
 class ByteLevelTokenizer:
@@ -86,12 +66,13 @@ class ByteLevelTokenizer:
         self.special_ids = frozenset(self.special_tokens.values())
         vocab = backend.get_vocab(with_added_tokens=True)
         self._check_ids(vocab, vocab_size)
+        # By id; b"" for unused ids.
         self.token_bytes = _token_bytes(vocab, {token.content for token in added.values()}, vocab_size)
-        self.max_token_chars = max(map(len, self.token_bytes), default=0)
+        self.max_token_chars = max(map(len, self.token_bytes), default=0)  # no token stands for more characters of text
         if not self.max_token_chars:
             raise ValueError("the tokenizer has no tokens")
         self._affixes = _affixes(backend, vocab_size)
-        self.template_variables = dict(config)
+        self.template_variables = dict(config)  # bos_token, eos_token and so on
 
     def _check_ids(self, vocab: Mapping[str, int], vocab_size: int) -> None:
         by_id: dict[int, str] = {}
@@ -118,45 +99,37 @@ class ByteLevelTokenizer:
         Raises ValueError if the tokenizer is missing, is of another kind or does not fit a model of `vocab_size` ids.
         """
         if is_gguf(folder):
-            found = read_gguf_tokenizer(folder)
-            return cls._checked(folder, found.backend, found.variables, found.chat_templates, vocab_size)
-        if (folder / "tokenizer.json").exists():
-            path, read, variables = folder / "tokenizer.json", _read_backend, {}
-        elif (folder / "tokenizer.model").exists():
-            path, read = folder / "tokenizer.model", tokenizer_from_tiktoken
-            variables = dict(DEFAULT_TOKENS)
+            path, found = folder, read_gguf_tokenizer(folder)
+            backend, variables, templates = found.backend, found.variables, found.chat_templates
         else:
-            raise ValueError(f"{folder} holds neither tokenizer.json nor tokenizer.model")
-        variables |= special_tokens(folder)
-        templates = chat_templates(folder)
-        check_size(path, MAX_TOKENIZER_BYTES)
-        return cls._checked(path, read(path), variables, templates, vocab_size)
-
-    @classmethod
-    def _checked(
-        cls,
-        path: Path,
-        backend: tokenizers.Tokenizer,
-        variables: Mapping[str, str],
-        templates: ChatTemplates,
-        vocab_size: int,
-    ) -> ByteLevelTokenizer:
-        """With the file's path in the error."""
+            if (path := folder / "tokenizer.json").exists():
+                read, variables = _read_backend, {}
+            elif (path := folder / "tokenizer.model").exists():
+                read, variables = tokenizer_from_tiktoken, dict(DEFAULT_TOKENS)
+            else:
+                raise ValueError(f"{folder} holds neither tokenizer.json nor tokenizer.model")
+            variables |= special_tokens(folder)
+            templates = chat_templates(folder)
+            check_size(path, MAX_TOKENIZER_BYTES)
+            backend = read(path)
         try:
             return cls(backend, config=variables, chat_template=templates, vocab_size=vocab_size)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
     def encode_plain(self, texts: list[str]) -> list[list[int]]:
+        """Each text's ids. The text of a special token is encoded as plain text. Releases the GIL."""
         # A batch runs on the library's threads. On a busy machine their start takes longer than encoding short texts.
         if sum(map(len, texts)) < LONG_TEXT_CHARS:
             return [self._backend.encode(text, add_special_tokens=False).ids for text in texts]
         return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def vocabulary_string(self, token_id: int) -> str:
+        """A token as the vocabulary writes it: bytes as letters, `Ġ` for a space. Empty for an unknown id."""
         return self._backend.id_to_token(token_id) or ""
 
     def with_affixes(self, ids: list[int]) -> list[int]:
+        """The ids, with those that the tokenizer adds around every text (Llama 3: begin-of-text)."""
         before, after = self._affixes
         return [*before, *ids, *after]
 

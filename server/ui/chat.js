@@ -115,7 +115,7 @@ function restore() {
   let view = null;
   for (const message of messages) {
     view = new MessageView(message.role);
-    view.show(message.content);
+    view.setText(message.content);
     if (message.tool_calls) view.setCalls(message.tool_calls);
     view.root.setAttribute("aria-busy", "false");
   }
@@ -225,7 +225,7 @@ function mergeCall(calls, delta) {
 function add(message) {
   messages.push(message);
   keep();
-  new MessageView(message.role).show(message.content);
+  new MessageView(message.role).setText(message.content);
 }
 
 function retry() {
@@ -253,10 +253,6 @@ class MessageView {
     this.root.setAttribute("aria-busy", String(role === "assistant"));
     $("log").append(this.root);
     this.root.scrollIntoView({ block: "end" });
-  }
-
-  show(text) {
-    this.setText(text);
   }
 
   setText(text) {

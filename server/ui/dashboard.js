@@ -38,7 +38,10 @@ export class Dashboard {
   /** Adds one answer of /ui/state. */
   add(state) {
     const at = performance.now() / 1000;
-    if (state.num_steps < (this.readings.at(-1)?.state.num_steps ?? 0)) this.forget(); // the server has restarted
+    if (state.num_steps < (this.readings.at(-1)?.state.num_steps ?? 0)) {
+      this.readings = []; // the server has restarted
+      this.forgetSteps();
+    }
     this.offerEngines(state.engines);
     if (!this.readings.length) this.readings = (state.history ?? []).map(({ age_s, ...past }) => ({ at: at - age_s, state: past }));
     this.readings = [...this.readings.filter((reading) => at - reading.at <= SPAN_S + 5), { at, state }];
@@ -50,11 +53,6 @@ export class Dashboard {
     }
     this.steps = this.steps.filter((step) => at - this.skew - step.time_s <= LANES_S + 5);
     this.draw();
-  }
-
-  forget() {
-    this.readings = [];
-    this.forgetSteps();
   }
 
   forgetSteps() {

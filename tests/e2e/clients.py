@@ -1,4 +1,7 @@
-"""Clients that only `scripts/test --all` installs, for tests marked `clients`. Where one is missing, its tests skip."""
+"""What the demo has learned, for other people's clients.
+
+Some clients are installed by `scripts/test --all` only, for tests marked `clients`: where one is missing, they skip.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,20 @@ import os
 from types import ModuleType
 
 import pytest
+from pydantic import BaseModel
+
+
+class Answer(BaseModel):
+    """The form in which the demo answers in JSON."""
+
+    text: str
+    answer: int
+
+
+class calculator(BaseModel):  # noqa: N801 - the name of the tool that the demo has learned
+    """Evaluates an expression."""
+
+    expression: str
 
 
 def imported(module: str, *, package: str) -> ModuleType:

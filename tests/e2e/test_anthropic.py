@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from pydantic import BaseModel
 
-from tests.e2e.clients import imported
+from tests.e2e.clients import Answer, imported
 
 anthropic = imported("anthropic", package="anthropic")
 
@@ -20,13 +19,6 @@ EXPRESSION = {"type": "object", "properties": {"expression": {"type": "string"}}
 CALCULATOR = {"name": "calculator", "description": "Evaluates an expression.", "input_schema": EXPRESSION}
 OPTIONS = {"model": "demo", "max_tokens": 60}
 GREEDY = {"temperature": 0}  # the client knows the field no more
-
-
-class Answer(BaseModel):
-    """The form in which the demo answers in JSON."""
-
-    text: str
-    answer: int
 
 
 @pytest.fixture(scope="module")

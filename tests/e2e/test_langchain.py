@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from pydantic import BaseModel
 
-from tests.e2e.clients import imported
+from tests.e2e.clients import Answer, calculator, imported
 
 langchain_openai = imported("langchain_openai", package="langchain-openai")
 messages = imported("langchain_core.messages", package="langchain-openai")
@@ -22,19 +21,6 @@ pytestmark = [
 SUM = "What is 47 + 35?"
 AS_JSON = f"{SUM} Answer in JSON."
 PRODUCT = "What is 347 * 21?"
-
-
-class Answer(BaseModel):
-    """The form in which the demo answers in JSON."""
-
-    text: str
-    answer: int
-
-
-class calculator(BaseModel):  # noqa: N801 - the name of the tool that the demo has learned
-    """Evaluates an expression."""
-
-    expression: str
 
 
 @tools.tool("calculator", description="Evaluates an expression.")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from pydantic import BaseModel
 
-from tests.e2e.clients import imported_litellm
+from tests.e2e.clients import Answer, imported_litellm
 from tests.server.support.requests import CALCULATOR, PRODUCT
 
 litellm = imported_litellm()
@@ -19,13 +18,6 @@ pytestmark = [
 ]
 
 SUM = [{"role": "user", "content": "What is 47 + 35?"}]
-
-
-class Answer(BaseModel):
-    """The form in which the demo answers in JSON."""
-
-    text: str
-    answer: int
 
 
 @pytest.fixture(params=["openai", "hosted_vllm"])

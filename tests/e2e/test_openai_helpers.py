@@ -7,8 +7,8 @@ import json
 
 import openai
 import pytest
-from pydantic import BaseModel
 
+from tests.e2e.clients import Answer, calculator
 from tests.server.support.requests import CALCULATOR, PRODUCT
 from tests.server.support.running import RunningServer
 
@@ -17,19 +17,6 @@ pytestmark = pytest.mark.e2e
 AS_JSON = "What is 47 + 35? Answer in JSON."
 FUNCTION = {"type": "function", **CALCULATOR["function"]}
 LOGPROBS = ["message.output_text.logprobs"]
-
-
-class Answer(BaseModel):
-    """The form in which the demo answers in JSON."""
-
-    text: str
-    answer: int
-
-
-class calculator(BaseModel):  # noqa: N801 - the name of the tool that the demo has learned
-    """Evaluates an expression."""
-
-    expression: str
 
 
 EXPECTED = Answer(text="47 + 35 = 82.", answer=82)

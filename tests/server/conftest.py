@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from tokenizers import Tokenizer
 
@@ -10,7 +8,7 @@ from server.text.tokenizer import ByteLevelTokenizer
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.judged import answers_are_valid, faults_of_answers  # noqa: F401, fixtures
 from tests.server.support.openai_schemas import SHARED
-from tests.server.support.running import ECHO, RunningServer, running_server
+from tests.server.support.running import server_of
 
 LLAMA3 = SHARED / "data/llama3_tokenizer"
 
@@ -28,27 +26,18 @@ def llama3(llama3_backend: Tokenizer) -> ByteLevelTokenizer:
     return ByteLevelTokenizer(copy, config={"bos_token": "<|begin_of_text|>"}, chat_template=None)
 
 
-@pytest.fixture(scope="session")
-def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """Says the prompt's own tokens over and over, without end."""
-    with running_server(tmp_path_factory.mktemp("echo"), ECHO, EchoConfig()) as server:
-        yield server
+# Says the prompt's own tokens over and over, without end.
+echo = server_of(EchoConfig(), scope="session")
 
 
 REPLY = "Héllo, wörld! 🙂 Stop here. END of text"
 
 
-@pytest.fixture(scope="session")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """Says REPLY and ends its turn, whatever the prompt."""
-    config = EchoConfig(reply=tuple(REPLY.encode()), step_s=0.002)
-    with running_server(tmp_path_factory.mktemp("scripted"), ECHO, config) as server:
-        yield server
+# Says REPLY and ends its turn, whatever the prompt.
+scripted = server_of(EchoConfig(reply=tuple(REPLY.encode()), step_s=0.002), scope="session")
 
 
-@pytest.fixture(scope="session")
-def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """Twenty tokens a second for each request, in a context that lets one run for minutes; at most 250 at a time."""
-    config = EchoConfig(reply=tuple(b"abcdefghij"), step_s=0.05, max_model_len=20000, max_live=250)
-    with running_server(tmp_path_factory.mktemp("slow"), ECHO, config) as server:
-        yield server
+# Twenty tokens a second for each request, in a context that lets one run for minutes; at most 250 at a time.
+slow = server_of(
+    EchoConfig(reply=tuple(b"abcdefghij"), step_s=0.05, max_model_len=20000, max_live=250), scope="session"
+)

@@ -15,8 +15,7 @@ LONGER = LONG | {"max_tokens": 10_000}
 
 
 def answers(server: RunningServer) -> bool:
-    with server.http() as http:
-        return http.post(CHAT, json=HELLO | {"max_tokens": 3}).status_code == 200
+    return server.post(CHAT, HELLO | {"max_tokens": 3}).status_code == 200
 
 
 @pytest.fixture(autouse=True)
@@ -99,8 +98,7 @@ def test_of_several_choices_none_runs_where_one_is_refused(slow):
     connections = [send(slow, LONGER) for _ in range(248)]
     try:
         wait_until(lambda: running(slow) == 248)
-        with slow.http() as http:
-            assert http.post(CHAT, json=LONG | {"n": 5, "stream": False}).status_code == 429
+        assert slow.post(CHAT, LONG | {"n": 5, "stream": False}).status_code == 429
         wait_until(lambda: running(slow) == 248)
     finally:
         for connection in connections:

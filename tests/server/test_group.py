@@ -13,7 +13,7 @@ import pytest
 
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.requests import CHAT, HELLO, LONG, SLOW, wait_until
-from tests.server.support.running import ECHO, RunningServer, running_server
+from tests.server.support.running import ECHO, RunningServer, running_server, server_of
 from tests.server.support.sse_events import parse_events
 
 FINISHED = "request_success_total"
@@ -44,11 +44,8 @@ def streams(server: RunningServer, numbers: Iterable[int]) -> Iterator[list[Iter
         yield answers
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> Iterator[RunningServer]:
-    """The last test ends it."""
-    with running_server(tmp_path_factory.mktemp("pair"), ECHO, SLOW, more_engines=(SLOW,)) as server:
-        yield server
+# The last test ends it.
+pair = server_of(SLOW, more_engines=(SLOW,))
 
 
 def test_the_engines_report_under_their_numbers_and_share_the_load(pair):

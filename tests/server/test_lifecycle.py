@@ -91,8 +91,7 @@ def test_an_answer_that_is_not_streamed_fails_with_the_engine(server):
 
     killer = threading.Thread(target=kill_when_running)
     killer.start()
-    with server.http() as http:
-        response = http.post(CHAT, json=LONG | {"stream": False})
+    response = server.post(CHAT, LONG | {"stream": False})
     killer.join()
     assert response.status_code == 500
     assert response.json()["error"]["type"] == "InternalServerError"

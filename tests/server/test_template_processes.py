@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -11,7 +9,8 @@ import pytest
 
 from tests.server.support.canary import canary
 from tests.server.support.echo_engine import EchoConfig
-from tests.server.support.running import ECHO, RunningServer, running_server
+from tests.server.support.requests import wait_until
+from tests.server.support.running import ECHO, RunningServer, running_server, server_of
 from tests.server.text.test_template_runner import runs_templates
 
 CHAT = "/v1/chat/completions"
@@ -30,17 +29,7 @@ COSTLY = {
 }
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with running_server(tmp_path_factory.mktemp("costly"), ECHO, CONFIG, **SETTINGS) as running:
-        yield running
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+server = server_of(CONFIG, **SETTINGS)
 
 
 def template_processes(server: RunningServer) -> list[psutil.Process]:

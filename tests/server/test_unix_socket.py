@@ -7,7 +7,7 @@ import socket
 import httpx
 import pytest
 
-from server.http.address import bind
+from server.http.listener import bind
 from server.settings import Settings
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.requests import CHAT, HELLO

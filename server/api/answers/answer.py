@@ -18,8 +18,8 @@ from starlette.types import Receive, Scope, Send
 
 from server.api.answers.writer import Writer
 from server.engine.generation import Choice, Generation
-from server.http.errors import RequestError
-from server.http.sse import encode_json
+from server.http.encoding import encode_json
+from server.http.request_error import RequestError
 from server.http.turns import Turns
 
 STREAM_HEADERS = [

@@ -13,8 +13,8 @@ from server.api.answers.choices_writer import ChoicesWriter
 from server.api.answers.logprobs import chat_entries, prompt_logprobs
 from server.api.answers.writer import AnswerHead
 from server.engine.generation import Choice, Gain, Generation, ScoredToken
-from server.http.json_pieces import LongText, event_pieces, list_of
-from server.text.tokenizer import Tokenizer
+from server.http.encoding import LongText, event_pieces, list_of
+from server.text.tokenizer import ByteLevelTokenizer
 from server.text.tool_calls.pieces import CallDelta, Content, Piece
 
 
@@ -35,7 +35,9 @@ class ChatWriter(ChoicesWriter):
     WHOLE = "chat.completion"
     CHUNK = "chat.completion.chunk"
 
-    def __init__(self, generation: Generation, head: AnswerHead, tokenizer: Tokenizer, options: ChatOptions) -> None:
+    def __init__(
+        self, generation: Generation, head: AnswerHead, tokenizer: ByteLevelTokenizer, options: ChatOptions
+    ) -> None:
         super().__init__(generation, head, scores=options.top_logprobs is not None)
         self._tokenizer = tokenizer
         self._options = options

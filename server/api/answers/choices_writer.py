@@ -10,9 +10,18 @@ from typing import Any, ClassVar
 from server.api.answers.usage import usage
 from server.api.answers.writer import AnswerHead
 from server.engine.generation import Choice, Gain, Generation, ScoredToken
-from server.http.errors import RequestError
-from server.http.json_pieces import LongText, NestedList, event_pieces, json_pieces, list_of
-from server.http.sse import DONE, ChunkTemplate, encode_json, event
+from server.http.encoding import (
+    DONE,
+    ChunkTemplate,
+    LongText,
+    NestedList,
+    encode_json,
+    event,
+    event_pieces,
+    json_pieces,
+    list_of,
+)
+from server.http.request_error import RequestError
 
 Fields = dict[str, Any]
 

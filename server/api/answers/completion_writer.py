@@ -12,9 +12,9 @@ from server.api.answers.logprobs import completion_logprobs, prompt_logprobs
 from server.api.answers.writer import AnswerHead
 from server.engine import wire
 from server.engine.generation import Choice, Gain, Generation, ScoredToken
-from server.http.json_pieces import LongText, event_pieces, list_of
+from server.http.encoding import LongText, event_pieces, list_of
 from server.text.stream import TextStream
-from server.text.tokenizer import Tokenizer
+from server.text.tokenizer import ByteLevelTokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class CompletionWriter(ChoicesWriter):
     WHOLE = CHUNK = "text_completion"
 
     def __init__(
-        self, generation: Generation, head: AnswerHead, tokenizer: Tokenizer, options: CompletionOptions
+        self, generation: Generation, head: AnswerHead, tokenizer: ByteLevelTokenizer, options: CompletionOptions
     ) -> None:
         hidden_tokens = 1 if options.discard_output else 0
         super().__init__(generation, head, scores=options.logprobs is not None, hidden_tokens=hidden_tokens)

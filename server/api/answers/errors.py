@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from server.api.route import ApiRoute, ErrorForm
-from server.http.errors import RequestError
+from server.http.request_error import RequestError
 
 _SCHEMA = {
     "type": "object",

@@ -11,8 +11,8 @@ from starlette.types import Receive, Scope, Send
 
 from server.api.peers import KEY_FIELD
 from server.http.auth import current_key
-from server.http.errors import unavailable
 from server.http.private import PrivateCallError, exchange
+from server.http.request_error import unavailable
 
 PASSED_ON = (b"content-type", b"accept", b"x-request-timeout", b"x-request-id")  # fields of the request
 DROPPED = (b"connection", b"date", b"transfer-encoding", b"keep-alive")  # fields of the answer: of its own connection

@@ -9,8 +9,8 @@ from typing import Any
 
 from server.engine import wire
 from server.engine.generation import ScoredToken
-from server.http.json_pieces import LongList, list_of
-from server.text.tokenizer import Tokenizer
+from server.http.encoding import LongList, list_of
+from server.text.tokenizer import ByteLevelTokenizer
 
 FLOOR = -9999.0
 
@@ -21,7 +21,7 @@ def finite(value: float) -> float:
 
 
 def chat_entries(
-    tokenizer: Tokenizer, scored: Iterable[ScoredToken], num_top: int, *, as_ids: bool = False
+    tokenizer: ByteLevelTokenizer, scored: Iterable[ScoredToken], num_top: int, *, as_ids: bool = False
 ) -> Iterator[dict[str, Any]]:
     """`choices[].logprobs.content` of chat. `as_ids` names tokens by their ids."""
 
@@ -37,7 +37,7 @@ def chat_entries(
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer,
+    tokenizer: ByteLevelTokenizer,
     tokens: Callable[[], Iterable[ScoredToken]],
     count: int,
     num_top: int,
@@ -70,7 +70,7 @@ def completion_logprobs(
 
 
 def prompt_logprobs(
-    tokenizer: Tokenizer, prompt: Sequence[int], scores: Sequence[wire.Logprobs], num_top: int
+    tokenizer: ByteLevelTokenizer, prompt: Sequence[int], scores: Sequence[wire.Logprobs], num_top: int
 ) -> Iterator[dict[str, Any] | None]:
     """vLLM's `prompt_logprobs`: for each token, token id -> its score; null for the first."""
     yield None
@@ -85,7 +85,7 @@ def prompt_logprobs(
         }
 
 
-def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+def token_text(tokenizer: ByteLevelTokenizer, token_id: int) -> str:
     """The token's text, or OpenAI's `bytes:\\xe2\\x80` notation if its bytes are not whole characters."""
     raw = _bytes(tokenizer, token_id)
     try:
@@ -98,5 +98,5 @@ def _id_name(token_id: int) -> str:
     return f"token_id:{token_id}"
 
 
-def _bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+def _bytes(tokenizer: ByteLevelTokenizer, token_id: int) -> bytes:
     return tokenizer.token_bytes[token_id] if token_id < len(tokenizer.token_bytes) else b""

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from server.api.answers.usage import UsageOptions
 from server.engine.generation import Choice, Gain
-from server.http.errors import RequestError
+from server.http.request_error import RequestError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

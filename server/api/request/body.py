@@ -20,10 +20,10 @@ import msgspec
 from msgspec import inspect
 from starlette.requests import Request
 
-from server.api.aside import Aside
 from server.api.request.fields import FieldTable
+from server.api.worker_threads import WorkerThreads
 from server.http.body import BodyLimits, UnknownFieldError, decode_body, read_body
-from server.http.errors import INVALID_BODY, RequestError, invalid
+from server.http.request_error import INVALID_BODY, RequestError, invalid
 
 logger = logging.getLogger("pallas_serve")
 
@@ -58,22 +58,22 @@ class BodyReader[T: msgspec.Struct]:
         self._strict = strict
         self._warned: set[str] = set()
 
-    async def read(self, request: Request, limits: BodyLimits, aside: Aside) -> T:
+    async def read(self, request: Request, limits: BodyLimits, threads: WorkerThreads) -> T:
         """Raises RequestError for an unreadable body, a refused field, or a value of a wrong type."""
-        return (await self.read_with_bytes(request, limits, aside))[0]
+        return (await self.read_with_bytes(request, limits, threads))[0]
 
-    async def read_with_bytes(self, request: Request, limits: BodyLimits, aside: Aside) -> tuple[T, bytes]:
+    async def read_with_bytes(self, request: Request, limits: BodyLimits, threads: WorkerThreads) -> tuple[T, bytes]:
         """As `read`, and the body as it came."""
         body = await read_body(request, limits)
         if len(body) >= LONG_BODY:
-            return await aside.run(len(body), self._read_long, body, limits.max_marks), body
+            return await threads.in_thread(len(body), self._read_long, body, limits.max_marks), body
         try:
             read = decode_body(self._decoder, body)
         except UnknownFieldError:
-            known = await aside.run(len(body), self._declared, body, self._table, "")
+            known = await threads.in_thread(len(body), self._declared, body, self._table, "")
             return decode_body(self._decoder, known), body
         size = sum(len(raw) for raw in self._raw_objects(read).values())
-        await aside.run(size, self._clean, read)
+        await threads.in_thread(size, self._clean, read)
         return read, body
 
     def _read_long(self, body: bytes, max_marks: int) -> T:

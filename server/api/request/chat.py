@@ -20,7 +20,7 @@ from server.api.request.schemas import ChatRequest
 from server.api.request.tools import ToolChoice, Tools, usable_tools
 from server.api.state import ServerState
 from server.engine.generation import Generation
-from server.http.errors import invalid
+from server.http.request_error import invalid
 
 
 @dataclass(kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from server.api.request.limits import check_num_messages, check_text_length
 from server.api.request.schemas import ChatRequest, ContentPart, FunctionCall, Message, TokenizeRequest
 from server.api.request.tools import MAX_DEPTH, Tools
 from server.api.state import ServerState
-from server.http.errors import RequestError, invalid, overloaded, unavailable, unsupported
+from server.http.request_error import RequestError, invalid, overloaded, unavailable, unsupported
 from server.text.special_tokens import Part, encode_parts
 from server.text.template_messages import TemplateError
 from server.text.template_runner import Lane, ServedTemplate, TemplateLimitError, TooManyTemplatesError
@@ -77,11 +77,11 @@ async def encode_conversation(state: ServerState, conversation: Conversation, to
     max_model_len = state.client.info.max_model_len
     check_num_messages(len(conversation.messages), max_model_len)
     most = CHARS_OF_A_MESSAGE * len(conversation.messages)
-    size = await state.aside.run(most, lambda: sum(map(_work_of, conversation.messages)))
-    messages = await state.aside.run(size, template_messages, conversation.messages)
-    num_chars = await state.aside.run(size, lambda: sum(map(num_characters, messages)))
+    size = await state.threads.in_thread(most, lambda: sum(map(_work_of, conversation.messages)))
+    messages = await state.threads.in_thread(size, template_messages, conversation.messages)
+    num_chars = await state.threads.in_thread(size, lambda: sum(map(num_characters, messages)))
     check_text_length(num_chars, state.tokenizer, max_model_len)
-    extra = await state.aside.run(conversation.raw_size, template_variables, conversation, template)
+    extra = await state.threads.in_thread(conversation.raw_size, template_variables, conversation, template)
     lane = Lane.SPECIAL if conversation.template or extra.keys() - {"documents"} else Lane.ORDINARY
     if tools is not None:
         extra["tools"] = tools.for_template()
@@ -100,9 +100,9 @@ async def encode_conversation(state: ServerState, conversation: Conversation, to
     if lane is Lane.SPECIAL:
         costly = "chat_template" if conversation.template else "chat_template_kwargs"
     with _template_errors("messages", limits_param=costly):
-        num_chars, parts = await state.templates.run(lane, render)
+        num_chars, parts = await state.templates.in_thread(lane, render)
     check_text_length(num_chars, state.tokenizer, max_model_len)
-    ids = await state.aside.run(num_chars, encode_parts, state.tokenizer, parts)
+    ids = await state.threads.in_thread(num_chars, encode_parts, state.tokenizer, parts)
     return state.tokenizer.with_affixes(ids) if conversation.adds_affixes else ids
 
 
@@ -133,7 +133,7 @@ async def _own(state: ServerState, source: str) -> ServedTemplate:
         raise invalid("chat_template", message)
     timeout_s = state.settings.template_timeout_s
     with _template_errors("chat_template"):
-        return await state.templates.run(
+        return await state.templates.in_thread(
             Lane.SPECIAL, lambda: ServedTemplate(source, state.tokenizer, state.templates, timeout_s=timeout_s)
         )
 

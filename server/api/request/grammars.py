@@ -23,7 +23,7 @@ from server.grammar.forms import JSON_OPTIONS, Grammar, lark_grammar
 from server.grammar.python_literals import SHARED_RULES, PythonArguments
 from server.grammar.references import moved
 from server.grammar.schemas import held_schema
-from server.http.errors import RequestError, invalid, unsupported
+from server.http.request_error import RequestError, invalid, unsupported
 from server.text.tool_calls.json_calls import CALL_END_TAG, CALL_TAG, HermesCallParser, JsonCallParser
 from server.text.tool_calls.parser import CallParser
 from server.text.tool_calls.pythonic_calls import PythonicCallParser

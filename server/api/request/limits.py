@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Self, cast
 
-from server.http.errors import RequestError, invalid, too_long
-from server.text.tokenizer import Tokenizer
+from server.http.request_error import RequestError, invalid, too_long
+from server.text.tokenizer import ByteLevelTokenizer
 
 Side = Literal["left", "right"]
 Given = str | Sequence[str | int | list[int]] | None
@@ -35,7 +35,7 @@ def check_kinds(param: str, given: Given) -> None:
         raise invalid(param, "must be a text, a list of texts, a list of token ids or a list of such lists")
 
 
-def check_text_length(num_chars: int, tokenizer: Tokenizer, max_model_len: int) -> None:
+def check_text_length(num_chars: int, tokenizer: ByteLevelTokenizer, max_model_len: int) -> None:
     """Refuses a text that cannot fit in any tokenization, before it is encoded."""
     least = -(-num_chars // tokenizer.max_token_chars)
     if least >= max_model_len:

@@ -19,8 +19,8 @@ from server.engine import wire
 from server.engine.generation import Choice, Generation
 from server.grammar.forms import Grammar
 from server.http.auth import current_client, current_key
-from server.http.errors import invalid
-from server.http.throttled_log import ThrottledLog
+from server.http.request_error import invalid
+from server.logs import ThrottledLog
 from server.settings import MOST_SECONDS
 from server.text.stop_strings import StopStrings
 from server.text.stream import TextStream
@@ -106,8 +106,8 @@ async def submit(state: ServerState, plan: GenerationPlan) -> Generation:
         unenforced=unenforced,
     )
     texts = sampling.stops
-    stops = await state.aside.run(sum(map(len, texts)), StopStrings, texts) if texts else None
-    packed = await state.aside.run(sum(map(len, plan.prompts)), wire.packed_prompts, plan.prompts)
+    stops = await state.threads.in_thread(sum(map(len, texts)), StopStrings, texts) if texts else None
+    packed = await state.threads.in_thread(sum(map(len, plan.prompts)), wire.packed_prompts, plan.prompts)
     left_s = None if head.deadline is None else max(LEAST_LEFT_S, head.deadline - time.monotonic())
     queue_s = min((s for s in (left_s, state.settings.queue_timeout_s) if s is not None), default=None)
     requests: list[wire.WireRequest] = []

@@ -10,9 +10,9 @@ from batcher.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from batcher.sampling_table import PARAMETERS
 from server.api.request.schemas import SamplingFields
 from server.api.state import ServerState
-from server.http.errors import invalid
+from server.http.request_error import invalid
 from server.settings import TOP_K_OFF, GenerationDefaults
-from server.text.tokenizer import Tokenizer
+from server.text.tokenizer import ByteLevelTokenizer
 
 GREEDY_BELOW = 1e-5  # a lower temperature is greedy: dividing by it would overflow, and no draw would differ
 MAX_STOP_CHARS = 1024
@@ -181,10 +181,10 @@ async def _bad_word_ids(state: ServerState, words: Sequence[str] | None) -> Ids:
             raise invalid("bad_words", "a word must not be empty")
         if len(word) > MAX_BAD_WORD_CHARS:
             raise invalid("bad_words", f"a word has at most {MAX_BAD_WORD_CHARS} characters, got {len(word)}")
-    return await state.aside.run(2 * sum(map(len, words)), _encoded_bad_words, state.tokenizer, words)
+    return await state.threads.in_thread(2 * sum(map(len, words)), _encoded_bad_words, state.tokenizer, words)
 
 
-def _encoded_bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> Ids:
+def _encoded_bad_words(tokenizer: ByteLevelTokenizer, words: Sequence[str]) -> Ids:
     """In vLLM's way, each word as it stands where a text begins, and after a space.
 
     The form after a space counts where it begins with another token and is no longer: otherwise the space is a token

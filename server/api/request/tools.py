@@ -14,8 +14,8 @@ import msgspec
 from server.api.request.body import RawField, is_deeper_than, read_raw
 from server.api.request.schemas import ChatRequest, FunctionSpec, ToolSpec
 from server.api.state import ServerState
-from server.http.errors import RequestError, invalid, unsupported
-from server.http.throttled_log import ThrottledLog
+from server.http.request_error import RequestError, invalid, unsupported
+from server.logs import ThrottledLog
 from server.text.tool_calls.json_calls import JsonCallParser
 from server.text.tool_calls.parser import CallParser
 
@@ -107,7 +107,7 @@ async def usable_tools(state: ServerState, body: ChatRequest) -> Tools | None:
     """
     raw = body.tools
     size = 0 if raw is msgspec.UNSET else len(raw)
-    tools = await state.aside.run(size, read_tools, raw, body.tool_choice, parallel=body.parallel_tool_calls)
+    tools = await state.threads.in_thread(size, read_tools, raw, body.tool_choice, parallel=body.parallel_tool_calls)
     if tools is None:
         return None
     if tools.choice is ToolChoice.AUTO and not state.settings.enable_auto_tool_choice:

@@ -19,7 +19,7 @@ from server.api.state import ServerState
 from server.engine.client import ProcessEngineClient, WeightsError
 from server.engine.group import OwnEngines
 from server.engine.wire import WeightsChange
-from server.http.errors import RequestError, invalid, unavailable, unsupported
+from server.http.request_error import RequestError, invalid, unavailable, unsupported
 
 logger = logging.getLogger("pallas_serve")
 
@@ -121,7 +121,7 @@ class Admin:
     async def abort_requests(self, request: Request) -> Response:
         """Ends requests with an error, and answers with their ids."""
         state = self._state
-        body = await self._abort.read(request, state.body_limits, state.aside)
+        body = await self._abort.read(request, state.body_limits, state.threads)
         ended = state.abort(body.request_ids, aborted_by_administrator())
         if state.peers is not None:
             ended += await state.peers.abort(body.request_ids)
@@ -131,7 +131,7 @@ class Admin:
     async def reload(self, request: Request) -> Response:
         """Running requests go on with the new weights."""
         state = self._state
-        body = await self._reload.read(request, state.body_limits, state.aside)
+        body = await self._reload.read(request, state.body_limits, state.threads)
         return await self._change(WeightsChange.RELOAD, body.model)
 
     async def sleep(self, request: Request) -> Response:
@@ -176,7 +176,7 @@ class Admin:
 
     async def set_log_level(self, request: Request) -> Response:
         state = self._state
-        body = await self._level.read(request, state.body_limits, state.aside)
+        body = await self._level.read(request, state.body_limits, state.threads)
         logger.setLevel(body.level.upper())
         if state.peers is not None:
             await state.peers.set_log_level(body.level.upper())

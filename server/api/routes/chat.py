@@ -39,7 +39,7 @@ class Chat:
 
     async def __call__(self, request: Request) -> Response:
         state = self._state
-        body = await self._reader.read(request, state.body_limits, state.aside)
+        body = await self._reader.read(request, state.body_limits, state.threads)
         generation, plan = await start_chat(state, body, request, id_prefix="chatcmpl")
         writer = ChatWriter(generation, plan.generation.head, state.tokenizer, plan.options)
         return GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream))

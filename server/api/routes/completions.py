@@ -64,7 +64,7 @@ class Completions:
 
     async def __call__(self, request: Request) -> Response:
         state = self._state
-        body = await self._reader.read(request, state.body_limits, state.aside)
+        body = await self._reader.read(request, state.body_limits, state.threads)
         header = request.headers.get(TIMEOUT_HEADER)
         plan = await check_generation(state, body, id_prefix="cmpl", timeout_header=header)
         head = plan.head
@@ -85,7 +85,7 @@ class Completions:
         max_model_len = state.client.info.max_model_len
         truncation = Truncation.of(body.truncate_prompt_tokens, body.truncation_side, max_model_len)
         kept = truncation.kept(least_output=body.max_tokens or 1)
-        prompts = await state.aside.run(sum(map(len, given)), self._encode, body, given, kept)
+        prompts = await state.threads.in_thread(sum(map(len, given)), self._encode, body, given, kept)
         # max_tokens 0 (with echo): one hidden step computes the prompt's log-probabilities
         limits = [self._limit(body, len(prompt.ids)) for prompt in prompts]
         for limit in limits:

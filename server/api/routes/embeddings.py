@@ -31,8 +31,8 @@ from server.api.state import ServerState
 from server.engine import wire
 from server.engine.embedding import Embeddings
 from server.http.auth import current_client
-from server.http.errors import NOT_FOUND, RequestError, invalid, too_long
-from server.http.json_pieces import NestedList, json_pieces, list_of
+from server.http.encoding import NestedList, json_pieces, list_of
+from server.http.request_error import NOT_FOUND, RequestError, invalid, too_long
 
 PATH = "/v1/embeddings"
 FORMATS = ("float", "base64")
@@ -66,13 +66,13 @@ class EmbeddingRoute:
         if size is None:
             message = "This server makes no embeddings: start it with --enable-embeddings."
             raise RequestError(404, message, type=NOT_FOUND)
-        body = await self._reader.read(request, state.body_limits, state.aside)
+        body = await self._reader.read(request, state.body_limits, state.threads)
         model = state.check_model(body.model)
         deadline = deadline_of(body.timeout_s, request.headers.get(TIMEOUT_HEADER))
         _check(body, size)
         prompts = await self._prompts(body)
         num_tokens = sum(map(len, prompts))
-        packed = await state.aside.run(num_tokens, wire.packed_prompts, prompts)
+        packed = await state.threads.in_thread(num_tokens, wire.packed_prompts, prompts)
         left_s = None if deadline is None else max(LEAST_LEFT_S, deadline - time.monotonic())
         embeddings = Embeddings(state.client, on_limit=state.metrics.observe_limit)
         id = f"embd-{uuid.uuid4().hex}"
@@ -94,7 +94,7 @@ class EmbeddingRoute:
                 check_text_length(len(prompt), state.tokenizer, max_model_len)
         wanted, side = body.truncate_prompt_tokens, body.truncation_side
         kept = Truncation.of(wanted, side, max_model_len, default="right").kept(least_output=1)
-        return await state.aside.run(sum(map(len, given)), self._encode, body, given, kept)
+        return await state.threads.in_thread(sum(map(len, given)), self._encode, body, given, kept)
 
     def _encode(self, body: EmbeddingRequest, given: Sequence[str | list[int]], kept: slice) -> list[list[int]]:
         tokenizer, info = self._state.tokenizer, self._state.client.info

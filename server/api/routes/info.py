@@ -20,9 +20,9 @@ from server.api.request.schemas import DetokenizeRequest, TokenizeRequest
 from server.api.request.tools import read_tools
 from server.api.route import Access, ApiRoute
 from server.api.state import ServerState
-from server.engine.health import fault_of
-from server.http.errors import RequestError, model_not_found, unavailable
-from server.http.json_pieces import LongText, json_pieces, list_of
+from server.engine.client import fault_of
+from server.http.encoding import LongText, json_pieces, list_of
+from server.http.request_error import RequestError, model_not_found, unavailable
 from server.text.special_tokens import SpecialTokens, encode_parts
 from server.text.stream import decode_text
 
@@ -138,16 +138,16 @@ class Info:
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a text or of a conversation."""
         state = self._state
-        body = await self._tokenize.read(request, state.body_limits, state.aside)
+        body = await self._tokenize.read(request, state.body_limits, state.threads)
         state.check_model(body.model)
         if body.messages is not None and body.prompt is None:
             size = 0 if body.tools is msgspec.UNSET else len(body.tools)
-            tools = await state.aside.run(size, read_tools, body.tools, None, parallel=None)
+            tools = await state.threads.in_thread(size, read_tools, body.tools, None, parallel=None)
             ids = await encode_conversation(state, Conversation.of(body), tools)
         elif body.prompt is not None and body.messages is None:
             check_text_length(len(body.prompt), state.tokenizer, state.client.info.max_model_len)
             affixes = body.add_special_tokens is not False
-            ids = await state.aside.run(len(body.prompt), self._encode, body.prompt, affixes)
+            ids = await state.threads.in_thread(len(body.prompt), self._encode, body.prompt, affixes)
         else:
             raise RequestError(400, "Give either `prompt` or `messages`.", param="prompt")
         strings = list_of(map(state.tokenizer.vocabulary_string, ids), len(ids))
@@ -179,9 +179,9 @@ class Info:
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         state = self._state
-        body = await self._detokenize.read(request, state.body_limits, state.aside)
+        body = await self._detokenize.read(request, state.body_limits, state.threads)
         state.check_model(body.model)
-        text = await state.aside.run(len(body.tokens), self._decode, body.tokens)
+        text = await state.threads.in_thread(len(body.tokens), self._decode, body.tokens)
         return LongJson(state.turns, json_pieces({"prompt": LongText(text)}))
 
     def _decode(self, ids: list[int]) -> str:

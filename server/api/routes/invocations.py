@@ -12,7 +12,7 @@ from starlette.types import Message, Receive
 from server.api.route import EVENTS, JSON, ApiRoute, Endpoint
 from server.api.state import ServerState
 from server.http.body import decode_body, read_body
-from server.http.errors import RequestError
+from server.http.request_error import RequestError
 
 
 def invocation_routes(state: ServerState, endpoints: Mapping[str, Endpoint]) -> list[ApiRoute]:

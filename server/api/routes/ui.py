@@ -18,8 +18,8 @@ from batcher.step_log import StepRecord
 from server.api.route import Access, ApiRoute
 from server.api.state import ServerState
 from server.api.stats_history import figures_of
-from server.http.errors import invalid
-from server.http.sse import encode_json
+from server.http.encoding import encode_json
+from server.http.request_error import invalid
 
 FOLDER = Path(__file__).parents[2] / "ui"
 CONTENT_TYPES = {

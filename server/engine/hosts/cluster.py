@@ -1,18 +1,17 @@
-"""The hosts of one engine, and the keys of their connections."""
+"""The hosts of one engine."""
 
 from __future__ import annotations
 
-import hashlib
 import socket
+import time
 from dataclasses import dataclass, field
-
-import zmq
-from zmq.utils import z85
+from queue import Empty, SimpleQueue
 
 LEADER = 0  # the host's number
 MIN_SECRET_CHARS = 16
 # The leader's ports, counted from the coordinator's, which is JAX's own.
 COMMANDS_OFFSET, REPORTS_OFFSET = 1, 2
+SAY_EVERY_S = 10.0  # while hosts are missing
 
 
 class HostsError(ConnectionError):
@@ -48,7 +47,6 @@ class Cluster:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this host plans the steps."""
         return self.host_id == LEADER
 
     def endpoint(self, offset: int = 0) -> str:
@@ -64,26 +62,24 @@ class Cluster:
         return f"{_bracketed(str(found[0][4][0]))}:{self.port + offset}"
 
 
+class Inbox[T]:
+    """What a thread has received for another one."""
+
+    def __init__(self) -> None:
+        self._items: SimpleQueue[T | HostsError] = SimpleQueue()
+        self.put = self._items.put
+
+    def next(self, until: float | None = None) -> T | None:
+        """The next item, or None at the time `until`. Raises the HostsError that has been put in."""
+        try:
+            item = self._items.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
+        except Empty:
+            return None
+        if isinstance(item, HostsError):
+            raise item
+        return item
+
+
 def _bracketed(address: str) -> str:
     """IPv6 in brackets, as before a port."""
     return f"[{address}]" if ":" in address else address
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """A pair of CURVE keys, in Z85."""
-
-    public: bytes
-    secret: bytes = field(repr=False)
-
-
-def keys_of(secret: str, role: str) -> Keys:
-    """The keys of the `leader` or of a `follower`. Who has the secret can compute both.
-
-    The public keys are as secret as the others: no message has them in clear. A host without the secret knows neither
-    the leader's, to which its first message must be encrypted, nor a key that the leader accepts. The derivation is
-    slow (scrypt), because a recorded handshake lets an eavesdropper test guesses of the secret.
-    """
-    seed = hashlib.scrypt(secret.encode(), salt=f"pallas-serve hosts: {role}".encode(), n=2**14, r=8, p=1, dklen=32)
-    encoded = z85.encode(seed)
-    return Keys(public=zmq.curve_public(encoded), secret=encoded)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import socket as sockets_of_system
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from queue import Empty, SimpleQueue
 
 import msgspec
 import zmq
 
-from server.engine.hosts import messages
-from server.engine.hosts.cluster import COMMANDS_OFFSET, REPORTS_OFFSET, Cluster, HostsError, keys_of
-from server.engine.hosts.sockets import CONNECTED, LOST, REFUSED, as_follower, make_socket, monitor_of, read_event
-
-SAY_EVERY_S = 10.0
+from server.engine.hosts import commands
+from server.engine.hosts.cluster import SAY_EVERY_S, Cluster, HostsError, Inbox
+from server.engine.hosts.sockets import CONNECTED, LOST, REFUSED, FollowerSockets
 
 
 class Follower:
@@ -31,18 +28,10 @@ class Follower:
         self._next_number = 0
         self._is_connected = self._is_closed = False
         self._refusals = 0
-        self._received: SimpleQueue[messages.Command | HostsError] = SimpleQueue()
+        self._received = Inbox[commands.Command]()
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(messages.Numbered).decode
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        keys, leader = keys_of(cluster.secret, "follower"), keys_of(cluster.secret, "leader")
-        self._commands = make_socket(self._context, zmq.DEALER)
-        self._commands.setsockopt(zmq.ROUTING_ID, f"host {cluster.host_id}".encode())
-        self._reports = make_socket(self._context, zmq.PUSH)
-        self._monitor = monitor_of(self._commands)
-        for socket, offset in ((self._commands, COMMANDS_OFFSET), (self._reports, REPORTS_OFFSET)):
-            as_follower(socket, keys, leader)
-            socket.connect(f"tcp://{cluster.endpoint(offset)}")
+        self._decode = msgspec.msgpack.Decoder(commands.Numbered).decode
+        self.sockets = FollowerSockets(cluster)
         self._ending = threading.Event()
         self._receiver = threading.Thread(target=self._receive, name="hosts-receive", daemon=True)
         self._receiver.start()
@@ -55,11 +44,11 @@ class Follower:
         Raises HostsError if that takes more than `Cluster.timeout_s`, or if the leader refuses this host.
         """
         cluster = self._cluster
-        self._send(messages.Hello(cluster.host_id, sockets_of_system.gethostname(), dict(settings)))
+        self._send(commands.Hello(cluster.host_id, socket.gethostname(), dict(settings)))
         until = time.monotonic() + cluster.timeout_s
         where = f"the leader at {cluster.coordinator}:{cluster.port}"
         next_line = time.monotonic() + 1.0
-        while not isinstance(self._get(min(until, next_line)), messages.Welcome):
+        while not isinstance(self._received.next(min(until, next_line)), commands.Welcome):
             if time.monotonic() >= until:
                 raise HostsError(f"{where} did not answer within {cluster.timeout_s:g} s{self._about_refusals()}")
             report(f"  waiting for {where} and the other hosts{self._about_refusals()}")
@@ -67,23 +56,22 @@ class Follower:
 
     def agree(self, num_pages: int, facts: Mapping[str, str]) -> int:
         """Reports what this host has found out; returns the number of pages to use."""
-        self._send(messages.Plan(self._cluster.host_id, num_pages, dict(facts)))
+        self._send(commands.Plan(self._cluster.host_id, num_pages, dict(facts)))
         command = self.next_command()
-        if not isinstance(command, messages.UsePages):
+        if not isinstance(command, commands.UsePages):
             raise HostsError(f"the leader sent {type(command).__name__} where the number of pages was due")
         return command.num_pages
 
     def compiled(self) -> None:
-        """Reports that all programs are compiled."""
-        self._send(messages.Compiled(self._cluster.host_id))
+        self._send(commands.Compiled(self._cluster.host_id))
 
     def answer(self, error: str | None, facts: Mapping[str, str] | None = None) -> None:
         """Reports that the work of the last command is done, or why nothing has changed."""
-        self._send(messages.Answer(self._cluster.host_id, error, dict(facts or {})))
+        self._send(commands.Answer(self._cluster.host_id, error, dict(facts or {})))
 
-    def next_command(self, timeout_s: float | None = None) -> messages.Command:
+    def next_command(self, timeout_s: float | None = None) -> commands.Command:
         """Waits for the next command. Raises HostsError if the leader has failed, or after `timeout_s`."""
-        command = self._get(None if timeout_s is None else time.monotonic() + timeout_s)
+        command = self._received.next(None if timeout_s is None else time.monotonic() + timeout_s)
         if command is None:
             raise HostsError(f"the leader sent no command within {timeout_s:g} s")
         return command
@@ -91,7 +79,7 @@ class Follower:
     def fail(self, reason: str) -> None:
         """Reports to the leader that this host cannot go on, and closes the connection."""
         if not self._is_closed:
-            self._send(messages.Failed(self._cluster.host_id, reason))
+            self._send(commands.Failed(self._cluster.host_id, reason))
             self.close()
 
     def close(self) -> None:
@@ -102,26 +90,12 @@ class Follower:
         self._ending.set()
         if threading.current_thread() is not self._receiver:
             self._receiver.join()
-        self._commands.disable_monitor()
-        self._monitor.close(0)
-        self._commands.close(0)
-        self._reports.close()
-        self._context.term()
+        self.sockets.close()
 
     # --- within ---
 
-    def _send(self, report: messages.Report) -> None:
-        self._reports.send(self._encode(report), zmq.NOBLOCK)
-
-    def _get(self, until: float | None) -> messages.Command | None:
-        try:
-            timeout = None if until is None else max(0.0, until - time.monotonic())
-            command = self._received.get(timeout=timeout)
-        except Empty:
-            return None
-        if isinstance(command, HostsError):
-            raise command
-        return command
+    def _send(self, report: commands.Report) -> None:
+        self.sockets.reports.send(self._encode(report), zmq.NOBLOCK)
 
     def _about_refusals(self) -> str:
         if not self._refusals:
@@ -132,17 +106,19 @@ class Follower:
 
     def _receive(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._commands, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
+        poller.register(self.sockets.commands, zmq.POLLIN)
+        poller.register(self.sockets.monitor, zmq.POLLIN)
         while not self._ending.is_set():
             ready = dict(poller.poll(100))
-            if self._commands in ready:  # before the monitor: the leader's last command has the reason of its end
-                self._take(self._commands.recv())
-            elif self._monitor in ready:
-                event = read_event(self._monitor)
+            if (
+                self.sockets.commands in ready
+            ):  # before the monitor: the leader's last command has the reason of its end
+                self._take(self.sockets.commands.recv())
+            elif self.sockets.monitor in ready:
+                event = self.sockets.read_event()
                 self._is_connected |= event == CONNECTED
                 self._refusals += bool(event & REFUSED)
-                if event == LOST and self._is_connected and not self._commands.poll(0):
+                if event == LOST and self._is_connected and not self.sockets.commands.poll(0):
                     self._lose("the leader has gone: its connection has closed")
 
     def _take(self, data: bytes) -> None:
@@ -157,10 +133,10 @@ class Follower:
             self._lose(f"the leader's command {numbered.number} came where {self._next_number} was due")
             return
         self._next_number += 1
-        if isinstance(numbered.command, messages.Fail):
+        if isinstance(numbered.command, commands.Fail):
             self._lose(f"the leader has ended: {numbered.command.reason}")
             return
-        if isinstance(numbered.command, messages.Stop):
+        if isinstance(numbered.command, commands.Stop):
             self._ending.set()  # the connection closes next
         self._received.put(numbered.command)
 

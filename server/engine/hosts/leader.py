@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from queue import Empty, SimpleQueue
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 import zmq
 
-from server.engine.hosts import messages
-from server.engine.hosts.cluster import COMMANDS_OFFSET, LEADER, REPORTS_OFFSET, Cluster, HostsError, keys_of
-from server.engine.hosts.sockets import LOST, REFUSED, accept_only, as_leader, make_socket, monitor_of, read_event
+from server.engine.hosts import commands
+from server.engine.hosts.cluster import LEADER, SAY_EVERY_S, Cluster, HostsError, Inbox
+from server.engine.hosts.sockets import LOST, REFUSED, LeaderSockets
 
-SAY_EVERY_S = 10.0  # while hosts are missing
 CONNECT_S = 10.0  # between a follower's two connections
 FIND_LOST_S = 0.3  # ZeroMQ's threads report a lost connection a moment before they forget whose it was
 
@@ -32,34 +30,13 @@ class Leader:
         self._cluster = cluster
         self._on_failure = on_failure
         self._names: dict[int, str] = {}  # of the followers that have arrived
-        self._arrivals: SimpleQueue[messages.Report | HostsError] = SimpleQueue()
+        self._arrivals = Inbox[commands.Report]()
         self._encode = msgspec.msgpack.Encoder().encode
         self._lock = threading.Lock()  # of the commands' socket, the number, and what follows
-        self._number = 0
+        self.number = 0  # of the next command
         self._is_over = False  # told to stop, or failed
         self._refusals = 0
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        leader, follower = keys_of(cluster.secret, "leader"), keys_of(cluster.secret, "follower")
-        self._authenticator = accept_only(self._context, follower)
-        self._commands = make_socket(self._context, zmq.ROUTER)
-        self._commands.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a host that is not connected is an error
-        self._reports = make_socket(self._context, zmq.PULL)
-        self._monitor = monitor_of(self._commands)
-        where = cluster.coordinator
-        try:
-            for socket, offset in ((self._commands, COMMANDS_OFFSET), (self._reports, REPORTS_OFFSET)):
-                as_leader(socket, leader)
-                where = cluster.own_endpoint(offset)
-                socket.bind(f"tcp://{where}")
-        except HostsError:
-            self._close()
-            raise
-        except zmq.ZMQError as error:
-            self._close()
-            raise HostsError(
-                f"the leader cannot listen on {where}: {error.strerror}; --coordinator is an address of the host with "
-                "--host-id 0, and the two ports after its own must be free"
-            ) from error
+        self.sockets = LeaderSockets(cluster)
         self._ending = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="hosts-watch", daemon=True)
         self._watcher.start()
@@ -83,61 +60,46 @@ class Leader:
             if time.monotonic() >= next_line:
                 report(f"  waiting for {_hosts(missing)} of {self._cluster.num_hosts}{self._about_refusals()}")
                 next_line = time.monotonic() + SAY_EVERY_S
-            hello = self._next_report(min(until, next_line))
-            if isinstance(hello, messages.Hello):
+            hello = self._arrivals.next(min(until, next_line))
+            if isinstance(hello, commands.Hello):
                 self._admit(hello, settings)
-        self.send(messages.Welcome())
+        self.send(commands.Welcome())
         report(f"  all {self._cluster.num_hosts} hosts are there: {', '.join(self._names.values())} and this one")
 
     def agree(self, num_pages: int, facts: Mapping[str, str]) -> int:
         """The least number of pages that any host has room for. Raises HostsError if the hosts' facts differ."""
-        plans: dict[int, messages.Plan] = {}
-        while len(plans) < len(self._names):
-            plan = self._next_report(None)
-            if isinstance(plan, messages.Plan):
-                self._compare(plan.host_id, plan.facts, facts)
-                plans[plan.host_id] = plan
-        least = min(num_pages, *(plan.num_pages for plan in plans.values()))
-        self.send(messages.UsePages(least))
-        return least
+        for plan in self._reports_of_all(commands.Plan):
+            self._compare(plan.host_id, plan.facts, facts)
+            num_pages = min(num_pages, plan.num_pages)
+        self.send(commands.UsePages(num_pages))
+        return num_pages
 
     def wait_until_compiled(self) -> None:
-        """Waits for the followers' programs."""
-        compiled: set[int] = set()
-        while len(compiled) < len(self._names):
-            report = self._next_report(None)
-            if isinstance(report, messages.Compiled):
-                compiled.add(report.host_id)
+        list(self._reports_of_all(commands.Compiled))
 
     # --- while the weights are changed ---
 
-    def gather_answers(self) -> list[messages.Answer]:
+    def gather_answers(self) -> list[commands.Answer]:
         """Waits for the answer of every follower to the last command. Raises HostsError if one is lost meanwhile."""
-        answers: dict[int, messages.Answer] = {}
-        while len(answers) < len(self._names):
-            report = self._next_report(None)
-            if isinstance(report, messages.Answer):
-                answers[report.host_id] = report
-        return list(answers.values())
+        return list(self._reports_of_all(commands.Answer))
 
     def name_of(self, host_id: int) -> str:
-        """For messages."""
         return f"host {LEADER} (the leader)" if host_id == LEADER else self._called(host_id)
 
     # --- at any time ---
 
-    def send(self, command: messages.Command) -> None:
+    def send(self, command: commands.Command) -> None:
         """Sends a command to every follower, and does not block. After a failure it does nothing."""
         with self._lock:
             self._send(command)
 
     def stop(self) -> None:
         """Tells the followers that the server has been shut down, and closes the connections."""
-        self._finish(messages.Stop())
+        self._finish(commands.Stop())
 
     def fail(self, reason: str) -> None:
         """Tells the followers that the engine is dead, and closes the connections."""
-        self._finish(messages.Fail(reason))
+        self._finish(commands.Fail(reason))
 
     def wait_for_loss(self, timeout_s: float) -> bool:
         """Whether a follower is lost within this time. True: the watcher has called `on_failure`."""
@@ -148,19 +110,19 @@ class Leader:
 
     # --- within ---
 
-    def _send(self, command: messages.Command) -> None:
+    def _send(self, command: commands.Command) -> None:
         if self._is_over:
             return
-        data = self._encode(messages.Numbered(self._number, command))
-        self._number += 1
+        data = self._encode(commands.Numbered(self.number, command))
+        self.number += 1
         for host_id in self._names:
             try:
-                self._commands.send_multipart([_identity(host_id), data], zmq.NOBLOCK)
+                self.sockets.commands.send_multipart([_identity(host_id), data], zmq.NOBLOCK)
             except zmq.ZMQError as error:  # not connected; the watcher reports it
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
 
-    def _finish(self, last: messages.Command) -> bool:
+    def _finish(self, last: commands.Command) -> bool:
         """Sends the last command and closes the connections. False: another thread does so already."""
         with self._lock:
             if self._is_over:
@@ -170,21 +132,13 @@ class Leader:
         self._ending.set()
         if threading.current_thread() is not self._watcher:
             self._watcher.join()
-        self._close()
+        self.sockets.close()
         return True
-
-    def _close(self) -> None:
-        """Waits until what has been sent has left, for at most `sockets.LINGER_S`."""
-        self._commands.disable_monitor()
-        for socket in (self._monitor, self._commands, self._reports):
-            socket.close()
-        self._authenticator.stop()
-        self._context.term()
 
     def _missing(self) -> list[int]:
         return [number for number in range(self._cluster.num_hosts) if number not in (LEADER, *self._names)]
 
-    def _admit(self, hello: messages.Hello, settings: Mapping[str, str]) -> None:
+    def _admit(self, hello: commands.Hello, settings: Mapping[str, str]) -> None:
         if hello.host_id in self._names:
             raise HostsError(f"two hosts have --host-id {hello.host_id}: {self._names[hello.host_id]} and {hello.name}")
         if hello.host_id not in self._missing():
@@ -203,7 +157,7 @@ class Leader:
             if self._is_over:
                 return True
             try:
-                self._commands.send_multipart([_identity(host_id), b""], zmq.NOBLOCK)
+                self.sockets.commands.send_multipart([_identity(host_id), b""], zmq.NOBLOCK)
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
@@ -216,16 +170,14 @@ class Leader:
             listed = ", ".join(f"{name} ({theirs.get(name)}, not {ours.get(name)})" for name in sorted(differing))
             raise HostsError(f"{self._called(host_id)} differs from the leader in {listed}: all hosts need the same")
 
-    def _next_report(self, until: float | None) -> messages.Report | None:
-        """The next one, or None at the time `until`. Raises HostsError if a host has failed meanwhile."""
-        try:
-            timeout = None if until is None else max(0.0, until - time.monotonic())
-            report = self._arrivals.get(timeout=timeout)
-        except Empty:
-            return None
-        if isinstance(report, HostsError):
-            raise report
-        return report
+    def _reports_of_all[R: (commands.Plan, commands.Compiled, commands.Answer)](self, kind: type[R]) -> Iterator[R]:
+        """One of this kind from every follower. Raises HostsError if a host has failed meanwhile."""
+        missing = set(self._names)
+        while missing:
+            report = self._arrivals.next()
+            if isinstance(report, kind):
+                missing.discard(report.host_id)
+                yield report
 
     def _about_refusals(self) -> str:
         if not self._refusals:
@@ -239,25 +191,25 @@ class Leader:
 
     def _watch(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._reports, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
-        decode = msgspec.msgpack.Decoder(messages.Report).decode
+        poller.register(self.sockets.reports, zmq.POLLIN)
+        poller.register(self.sockets.monitor, zmq.POLLIN)
+        decode = msgspec.msgpack.Decoder(commands.Report).decode
         while not self._ending.is_set():
             ready = dict(poller.poll(100))
-            if self._reports in ready:  # before the monitor: a follower's last report has the reason of its end
+            if self.sockets.reports in ready:  # before the monitor: a follower's last report has the reason of its end
                 try:
-                    report = decode(self._reports.recv())
+                    report = decode(self.sockets.reports.recv())
                 except msgspec.DecodeError as error:
                     self._lose(f"a host's message cannot be read ({error}): do all hosts run the same version?")
                     return
-                if isinstance(report, messages.Failed):
+                if isinstance(report, commands.Failed):
                     self._lose(f"{self._called(report.host_id)}: {report.reason}")
                 else:
                     self._arrivals.put(report)
-            elif self._monitor in ready:
-                event = read_event(self._monitor)
+            elif self.sockets.monitor in ready:
+                event = self.sockets.read_event()
                 self._refusals += bool(event & REFUSED)
-                if event == LOST and not self._reports.poll(100) and (lost := self._find_lost()) is not None:
+                if event == LOST and not self.sockets.reports.poll(100) and (lost := self._find_lost()) is not None:
                     self._lose(f"{self._called(lost)} has gone: its connection has closed")
 
     def _find_lost(self) -> int | None:
@@ -270,7 +222,7 @@ class Leader:
         return None
 
     def _lose(self, reason: str) -> None:
-        if self._finish(messages.Fail(reason)):
+        if self._finish(commands.Fail(reason)):
             self._arrivals.put(HostsError(reason))
             self._on_failure(reason)
 

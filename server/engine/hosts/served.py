@@ -1,27 +1,25 @@
-"""The engines that the hosts' engine processes run: the leader's serves, a follower's replays."""
+"""What the hosts' engine processes run: the leader's engine sends each step to the followers, which replay it."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 from batcher.delivery import Tokens
 from batcher.errors import EngineClosedError
 from batcher.request import FinishReason, Request, RequestOutput
 from batcher.stats import EngineStats
-from batcher.step import StepHandle
+from batcher.step import Bucket, Capacity, Runner, StepHandle, StepInput
 from model.inputs.words import described
-from server.engine.around import EngineAround
-from server.engine.hosts import messages
-from server.engine.hosts.broadcast import HostRunner
+from server.engine.hosts import commands
 from server.engine.hosts.cluster import HostsError
 from server.engine.hosts.follower import Follower
 from server.engine.hosts.leader import Leader
 from server.engine.hosts.weights import FollowersWeights
-from server.engine.process import ChangeableEngine, Reporter, ServedEngine
+from server.engine.process import ChangeableEngine, EngineWrapper, Reporter, ServedEngine
 
 LOSS_S = 2.0  # a step that a lost host has failed may fail before the loss is noticed
 RECOVERY_S = 10.0  # within which the leader notices a step that has failed on all hosts
@@ -31,7 +29,7 @@ class ServedChangeableEngine(ServedEngine, ChangeableEngine, Protocol):
     """Both."""
 
 
-class LeadingEngine(EngineAround):
+class LeadingEngine(EngineWrapper):
     """The leader's: it ends the followers when it ends. `leave` leaves `jax.distributed`, on all hosts at once."""
 
     def __init__(self, engine: ServedChangeableEngine, leader: Leader, leave: Callable[[], None]) -> None:
@@ -81,7 +79,7 @@ class FollowingEngine:
         self._stats = EngineStats()
 
     def start(self) -> None:
-        threading.Thread(target=self._run, name="replay", daemon=True).start()
+        threading.Thread(target=self._replay_all, name="replay", daemon=True).start()
 
     def listen(self, on_tokens: Callable[[Tokens], None]) -> None:
         """It has no requests."""
@@ -102,7 +100,7 @@ class FollowingEngine:
         """Ends this host alone; the leader fails."""
         self._follower.fail("it was told to stop")
 
-    def _run(self) -> None:
+    def _replay_all(self) -> None:
         try:
             while self._replay(self._follower.next_command()):
                 pass
@@ -116,28 +114,28 @@ class FollowingEngine:
             self._reporter.fail(reason)
         self._reporter.end()
 
-    def _replay(self, command: messages.Command) -> bool:
+    def _replay(self, command: commands.Command) -> bool:
         """Does what the command says. False: it was the last."""
         match command:
-            case messages.Step():
+            case commands.Step():
                 try:
                     self._execute(command)
                 except Exception as error:
                     self._await_recovery(error)
-            case messages.Recover():
+            case commands.Recover():
                 self._recover()
-            case messages.Check() | messages.Prepare() | messages.Commit() | messages.Abandon():
+            case commands.Check() | commands.Prepare() | commands.Commit() | commands.Abandon():
                 while self._in_flight:  # the leader has read them all
                     self._in_flight.popleft().result()
                 self._weights.follow(command)
-            case messages.Stop():
+            case commands.Stop():
                 return False
             case _:
                 raise RuntimeError(f"the leader sent {type(command).__name__} to a host that replays")
         return True
 
-    def _execute(self, step: messages.Step) -> None:
-        self._in_flight.append(self._runner.execute(messages.step_from_wire(step)))
+    def _execute(self, step: commands.Step) -> None:
+        self._in_flight.append(self._runner.execute(commands.step_from_wire(step)))
         self._stats.num_steps += 1
         if len(self._in_flight) > self._most_in_flight:
             self._in_flight.popleft().result()
@@ -158,8 +156,61 @@ class FollowingEngine:
                 command = self._follower.next_command(RECOVERY_S)
             except HostsError:
                 raise error from None
-            if isinstance(command, messages.Recover):
+            if isinstance(command, commands.Recover):
                 self._recover()
                 return
-            if not isinstance(command, messages.Step):
+            if not isinstance(command, commands.Step):
                 raise error
+
+
+class HostRunner(Runner, Protocol):
+    """A runner whose warm-up has two halves: programs are compiled by each host, and run by the leader's word."""
+
+    def compile(self, buckets: Iterable[Bucket], report: Callable[[str], None]) -> None:
+        """Compiles every bucket's program, and runs none."""
+
+    def run_each(self, execute: Callable[[StepInput], StepHandle], report: Callable[[str], None]) -> None:
+        """Runs the programs once, by `execute`. On a CPU only those that fit in a time, which differs between hosts."""
+
+
+class BroadcastRunner:
+    """`batcher.step.Runner` over all hosts of a cluster. The engine above it does not know that there are several.
+
+    A step is sent before it is dispatched here. So the followers dispatch it meanwhile, in the same order.
+    """
+
+    def __init__(self, runner: HostRunner, leader: Leader) -> None:
+        self._runner = runner
+        self._leader = leader
+
+    def capacity(self) -> Capacity:
+        return self._runner.capacity()
+
+    def warm_up(
+        self, buckets: Iterable[Bucket], report: Callable[[str], None], may_wait: Collection[Bucket] = ()
+    ) -> list[Bucket]:
+        """Compiles on all hosts; then all run the same programs once.
+
+        It leaves none for later: the leader could use a program only once every host has said that it has it.
+        """
+        buckets = list(buckets)
+        self._leader.send(commands.Compile(buckets))
+        self._runner.compile(buckets, report)
+        self._leader.wait_until_compiled()
+        self._runner.run_each(self.execute, report)
+        return []
+
+    def compile_later(self, bucket: Bucket, report: Callable[[str], None]) -> None:
+        raise RuntimeError("several hosts compile all programs before they serve")
+
+    def execute(self, step: StepInput) -> StepHandle:
+        self._leader.send(commands.step_to_wire(step))
+        return self._runner.execute(step)
+
+    def recover(self) -> None:
+        self._leader.send(commands.Recover())
+        self._runner.recover()
+
+    @property
+    def num_compiles(self) -> int:
+        return self._runner.num_compiles

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import dataclass, field
+
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from server.engine.hosts.cluster import Keys
+from server.engine.hosts.cluster import COMMANDS_OFFSET, REPORTS_OFFSET, Cluster, HostsError
 
 Socket = zmq.Socket[bytes]
 
@@ -18,6 +22,99 @@ LINGER_S = 2.0  # at the end, for what has not been sent
 LOST = zmq.EVENT_DISCONNECTED  # also after a refusal
 CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """A pair of CURVE keys, in Z85."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+
+def keys_of(secret: str, role: str) -> Keys:
+    """The keys of the `leader` or of a `follower`. Who has the secret can compute both.
+
+    The public keys are as secret as the others: no message has them in clear. A host without the secret knows neither
+    the leader's, to which its first message must be encrypted, nor a key that the leader accepts. The derivation is
+    slow (scrypt), because a recorded handshake lets an eavesdropper test guesses of the secret.
+    """
+    seed = hashlib.scrypt(secret.encode(), salt=f"pallas-serve hosts: {role}".encode(), n=2**14, r=8, p=1, dklen=32)
+    encoded = z85.encode(seed)
+    return Keys(public=zmq.curve_public(encoded), secret=encoded)
+
+
+class HostSockets:
+    """A host's sockets: for the leader's commands, for the followers' reports, and a monitor of the first one, which
+    receives CONNECTED, LOST and REFUSED."""
+
+    def __init__(self, commands: int, reports: int) -> None:
+        """The kinds of the sockets."""
+        self._context: zmq.Context[Socket] = zmq.Context()
+        self.commands = make_socket(self._context, commands)
+        self.reports = make_socket(self._context, reports)
+        self.authenticator: ThreadAuthenticator | None = None
+        self.monitor: Socket = self.commands.get_monitor_socket(CONNECTED | LOST | REFUSED)
+
+    def read_event(self) -> int:
+        """The next event of the monitor."""
+        return int(parse_monitor_message(self.monitor.recv_multipart())["event"])
+
+    def close(self) -> None:
+        """Waits until what has been sent has left, for at most LINGER_S."""
+        self.commands.disable_monitor()
+        for socket in (self.monitor, self.commands, self.reports):
+            socket.close()
+        if self.authenticator is not None:
+            self.authenticator.stop()
+        self._context.term()
+
+
+class LeaderSockets(HostSockets):
+    """They listen, and refuse all connections but those with the followers' key.
+
+    Raises HostsError if the coordinator's address is not this machine's, or is in use.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(zmq.ROUTER, zmq.PULL)
+        self.commands.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a host that is not connected is an error
+        self._follower = keys_of(cluster.secret, "follower")
+        self.authenticator = ThreadAuthenticator(self._context)
+        self.authenticator.start()
+        self.authenticator.configure_curve_callback(credentials_provider=self)
+        keys, where = keys_of(cluster.secret, "leader"), cluster.coordinator
+        try:
+            for socket, offset in ((self.commands, COMMANDS_OFFSET), (self.reports, REPORTS_OFFSET)):
+                socket.curve_server = True
+                socket.curve_secretkey, socket.curve_publickey = keys.secret, keys.public
+                where = cluster.own_endpoint(offset)
+                socket.bind(f"tcp://{where}")
+        except HostsError:
+            self.close()
+            raise
+        except zmq.ZMQError as error:
+            self.close()
+            raise HostsError(
+                f"the leader cannot listen on {where}: {error.strerror}; --coordinator is an address of the host with "
+                "--host-id 0, and the two ports after its own must be free"
+            ) from error
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether a host with this key may connect."""
+        return key == self._follower.public
+
+
+class FollowerSockets(HostSockets):
+    """They connect to the leader, in the background."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(zmq.DEALER, zmq.PUSH)
+        self.commands.setsockopt(zmq.ROUTING_ID, f"host {cluster.host_id}".encode())
+        keys, leader = keys_of(cluster.secret, "follower"), keys_of(cluster.secret, "leader")
+        for socket, offset in ((self.commands, COMMANDS_OFFSET), (self.reports, REPORTS_OFFSET)):
+            as_follower(socket, keys, leader)
+            socket.connect(f"tcp://{cluster.endpoint(offset)}")
 
 
 def make_socket(context: zmq.Context[Socket], kind: int) -> Socket:
@@ -32,43 +129,8 @@ def make_socket(context: zmq.Context[Socket], kind: int) -> Socket:
     return socket
 
 
-def as_leader(socket: Socket, keys: Keys) -> None:
-    """Gives the socket the leader's keys. The context must have `accept_only`."""
-    socket.curve_server = True
-    socket.curve_secretkey = keys.secret
-    socket.curve_publickey = keys.public
-
-
 def as_follower(socket: Socket, keys: Keys, leader: Keys) -> None:
     """Gives the socket a follower's keys, and the leader's key to check the other end."""
     socket.curve_secretkey = keys.secret
     socket.curve_publickey = keys.public
     socket.curve_serverkey = leader.public
-
-
-class _Only:
-    """Says that one public key may connect."""
-
-    def __init__(self, public: bytes) -> None:
-        self._public = public
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._public
-
-
-def accept_only(context: zmq.Context[Socket], follower: Keys) -> ThreadAuthenticator:
-    """Refuses all connections to the context's leader sockets but those with the followers' key. Stop it at the end."""
-    authenticator = ThreadAuthenticator(context)
-    authenticator.start()
-    authenticator.configure_curve_callback(credentials_provider=_Only(follower.public))
-    return authenticator
-
-
-def monitor_of(socket: Socket) -> Socket:
-    """A socket that receives what happens to the connections of `socket`: CONNECTED, LOST and REFUSED."""
-    return socket.get_monitor_socket(CONNECTED | LOST | REFUSED)
-
-
-def read_event(monitor: Socket) -> int:
-    """The next event of a monitor."""
-    return int(parse_monitor_message(monitor.recv_multipart())["event"])

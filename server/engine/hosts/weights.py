@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from model.inputs.words import described
-from server.engine.hosts import messages
+from server.engine.hosts import commands
 from server.engine.hosts.cluster import LEADER, HostsError
 from server.engine.hosts.follower import Follower
 from server.engine.hosts.leader import Leader
-from server.engine.weights import Weights
+from server.engine.process import Weights
 from server.engine.wire import ChangeWeights
 
 
 class AllWeights:
-    """`server.engine.weights.Weights` of all hosts, on the leader. The followers do what it does, in order with the
+    """`server.engine.process.Weights` of all hosts, on the leader. The followers do what it does, in order with the
     steps. It waits for their answers: every host has checked before one prepares, and is prepared before one commits.
 
     RuntimeError, of which the engine dies: a host is lost, or has failed after others have committed.
@@ -29,28 +29,28 @@ class AllWeights:
 
     def check(self, command: ChangeWeights) -> Mapping[str, str]:
         facts: dict[str, str] = {}
-        self._refuse(self._ask(messages.Check(command), lambda: facts.update(self._own.check(command)), facts))
+        self._refuse(self._ask(commands.Check(command), lambda: facts.update(self._own.check(command)), facts))
         return facts
 
     def prepare(self) -> None:
-        faults = self._ask(messages.Prepare(), self._own.prepare)
+        faults = self._ask(commands.Prepare(), self._own.prepare)
         if faults:
-            self._leader.send(messages.Abandon())
+            self._leader.send(commands.Abandon())
             if LEADER not in faults:
                 self._own.abandon()
         self._refuse(faults)
 
     def commit(self) -> None:
-        faults = self._ask(messages.Commit(), self._own.commit)
+        faults = self._ask(commands.Commit(), self._own.commit)
         if faults:
             raise RuntimeError(f"the hosts have different weights: {self._listed(faults)}")
 
     def abandon(self) -> None:
-        self._leader.send(messages.Abandon())
+        self._leader.send(commands.Abandon())
         self._own.abandon()
 
     def _ask(
-        self, command: messages.Command, work: Callable[[], None], facts: Mapping[str, str] | None = None
+        self, command: commands.Command, work: Callable[[], None], facts: Mapping[str, str] | None = None
     ) -> dict[int, str]:
         """Why hosts have changed nothing, by their numbers. All of them work at once.
 
@@ -90,19 +90,19 @@ class FollowersWeights:
         self._follower = follower
         self._is_prepared = False
 
-    def follow(self, command: messages.Check | messages.Prepare | messages.Commit | messages.Abandon) -> None:
+    def follow(self, command: commands.Check | commands.Prepare | commands.Commit | commands.Abandon) -> None:
         """Does what the command says, with no step in flight. Errors other than a refusal are raised: this host then
         ends, and all others with it."""
         match command:
-            case messages.Check(change=change):
+            case commands.Check(change=change):
                 self._answer(lambda: self._weights.check(change))
-            case messages.Prepare():
+            case commands.Prepare():
                 self._is_prepared = self._answer(self._weights.prepare)
-            case messages.Commit():
+            case commands.Commit():
                 self._is_prepared = False
                 self._weights.commit()
                 self._follower.answer(None)
-            case messages.Abandon():
+            case commands.Abandon():
                 if self._is_prepared:
                     self._is_prepared = False
                     self._weights.abandon()

@@ -11,12 +11,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection
 
-from server.text.tool_calls.json_scanner import Expects, JsonScanner
-from server.text.tool_calls.literals import LiteralReader, as_json
+from server.text.tool_calls.literals import Expects, LiteralReader, as_json
 from server.text.tool_calls.parser import MAX_DEPTH, CallParser
 
 ARGUMENT_KEYS = ("parameters", "arguments")
 OTHER_KEYS = ("type", "id")
+_IN_STRING = (Expects.STRING, Expects.ESCAPE)
 CALL_TAG, CALL_END_TAG = "<tool_call>", "</tool_call>"
 
 
@@ -28,16 +28,17 @@ class JsonCallParser(CallParser):
 
     def __init__(self, names: Collection[str], *, most_calls: int | None = None) -> None:
         super().__init__(names, most_calls=most_calls)
+        self._value = LiteralReader(max_depth=MAX_DEPTH)  # of the arguments
+        self._early_parts: list[str] = []  # its JSON up to now, before the call is certain
         self._begin()
         self._read = self._read_gap
 
     def _begin(self) -> None:
-        self._scanner = JsonScanner(max_depth=MAX_DEPTH)
+        self._scanner = LiteralReader(max_depth=MAX_DEPTH, keeps_json=True, is_strict=True, opened="{")
+        self._string: list[str] = []  # the raw text of the last string in the object
         self._key: str | None = None  # the last one read
         self._name: str | None = None
         self._arguments: str | None = None  # read before the call was certain
-        self._value = LiteralReader(max_depth=MAX_DEPTH)  # of the arguments
-        self._early_parts: list[str] = []  # its JSON up to now, before the call is certain
         self._read = self._read_object
 
     def _begin_rest(self) -> str:
@@ -55,20 +56,28 @@ class JsonCallParser(CallParser):
         scanner, expected = self._scanner, self._scanner.expects
         if expected is Expects.VALUE and self._key in ARGUMENT_KEYS and not text[at].isspace():
             return self._begin_arguments(text[at], at)
-        end = scanner.read(text, at)
-        if scanner.expects is Expects.BROKEN:
+        end, json_text = scanner.read(text, at)
+        if scanner.broken:
             self._fail()
             return at
+        self._note_string(expected, json_text)
         may_be_call = self._may_be_call(expected)
         if may_be_call and self._name is not None and self._arguments is not None:
             self._add_whole_call(self._name, self._arguments)
             return end
         self._held.append(text[at:end])
-        if scanner.expects is Expects.NOTHING:
+        if scanner.done:
             self._fail()
         elif not may_be_call:
             self._become_other_object()
         return end
+
+    def _note_string(self, expected: Expects, json_text: str) -> None:
+        if expected not in _IN_STRING:
+            if self._scanner.expects is Expects.STRING:
+                self._string.clear()
+        elif self._scanner.expects in _IN_STRING:
+            self._string.append(json_text)
 
     def _may_be_call(self, expected: Expects) -> bool:
         """Whether the object can still be a call. `expected` is the scanner's state before its last read."""
@@ -76,14 +85,14 @@ class JsonCallParser(CallParser):
         if scanner.depth > 1:
             return False
         if expected is Expects.STRING and scanner.expects is Expects.COLON:
-            self._key = _decoded(scanner.string)
+            self._key = _decoded("".join(self._string))
             if self._key in ARGUMENT_KEYS:
                 return self._arguments is None
             return self._key in OTHER_KEYS or (self._key == "name" and self._name is None)
         if expected is Expects.VALUE and scanner.expects is not Expects.VALUE:
             return scanner.expects is Expects.STRING or self._key != "name"
         if expected is Expects.STRING and scanner.expects is Expects.COMMA_OR_END and self._key == "name":
-            self._name = _decoded(scanner.string)
+            self._name = _decoded("".join(self._string))
             return self._name in self._names
         return True
 
@@ -93,9 +102,9 @@ class JsonCallParser(CallParser):
 
     def _read_other_object(self, text: str, at: int) -> int:
         """Reads an object that is not a call. It is content, and the objects in it are content too."""
-        end = self._scanner.read(text, at)
+        end, _ = self._scanner.read(text, at)
         self._pieces.add_content(text[at:end])
-        if self._scanner.expects in (Expects.BROKEN, Expects.NOTHING):
+        if self._scanner.broken or self._scanner.done:
             self._read = self._read_content
         return end
 
@@ -164,10 +173,10 @@ class JsonCallParser(CallParser):
 
     def _read_end(self, text: str, at: int) -> int:
         """Reads the rest of the call's object after the arguments. The object's closing brace may be missing."""
-        end = self._scanner.read(text, at)
-        if self._scanner.expects is Expects.BROKEN:
+        end, _ = self._scanner.read(text, at)
+        if self._scanner.broken:
             self._end_call_without_brace()
-        elif self._scanner.expects is Expects.NOTHING:
+        elif self._scanner.done:
             self._end_call()
         else:
             self._held.append(text[at:end])

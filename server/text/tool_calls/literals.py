@@ -13,13 +13,14 @@ import json
 import math
 import re
 
-from server.text.tool_calls.json_scanner import NUMBER
-from server.text.tool_calls.matching import end_of_run
-
 _PLAIN = {quote: re.compile(rf"[^{quote}\\]*") for quote in "'\""}
+_STRICT_PLAIN = {'"': re.compile(r'[^"\\\x00-\x1f]*')}
 _SCALAR = re.compile(r"[A-Za-z0-9_.+-]+")
+_STRICT_SCALAR = re.compile(r"[0-9+.eEtrufalsn-]+")
 _NUMBER = re.compile(r"[+-]?(?:\d+(?P<point>\.\d*)?|(?P<bare>\.\d+))(?P<exponent>[eE][+-]?\d+)?", re.ASCII)
-_JSON_NUMBER = re.compile(NUMBER, re.ASCII)
+_JSON_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
+_JSON_WORDS = ("true", "false", "null")
+_JSON_ESCAPES = '"\\/bfnrtu'
 _MAX_DIGITS = 400  # enough for a float; Python reads long integers in quadratic time
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _ESCAPES = {"\n": "", "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r"}
@@ -30,7 +31,9 @@ _CLOSING = {"[": "]", "{": "}"}
 _SPACE = frozenset(" \t\r\n")
 
 
-class _Expects(enum.Enum):
+class Expects(enum.Enum):
+    """The next part of a literal, apart from white space."""
+
     VALUE = enum.auto()
     VALUE_OR_END = enum.auto()  # in a list
     KEY_OR_END = enum.auto()
@@ -48,19 +51,23 @@ class LiteralReader:
     Args:
         keeps_json: the literal is in JSON's form: its spaces are kept, and so are JSON's escapes where they differ from
             Python's (`\\/`).
+        is_strict: only JSON (RFC 8259) is allowed.
+        opened: `{` if the brace that opens an object has been read.
     """
 
     __slots__ = (
-        *("_comma", "_expects", "_is_key", "_keeps_json", "_max_depth", "_pending", "_quote", "_stack"),
-        *("broken", "done"),
+        *("_comma", "_is_key", "_is_strict", "_keeps_json", "_max_depth", "_pending", "_plain", "_quote", "_scalar"),
+        *("_stack", "broken", "done", "expects"),
     )
 
-    def __init__(self, *, max_depth: int, keeps_json: bool = False) -> None:
+    def __init__(self, *, max_depth: int, keeps_json: bool = False, is_strict: bool = False, opened: str = "") -> None:
         self._max_depth = max_depth
         self._keeps_json = keeps_json
-        self._stack: list[str] = []
+        self._is_strict = is_strict
+        self._plain, self._scalar = (_STRICT_PLAIN, _STRICT_SCALAR) if is_strict else (_PLAIN, _SCALAR)
+        self._stack = list(opened)
         self._comma: list[str] = []  # a comma and the spaces after it: they are dropped if no item follows
-        self._expects = _Expects.VALUE
+        self.expects = Expects.KEY_OR_END if opened else Expects.VALUE
         self._is_key = False
         self._quote = ""
         self._pending = ""  # a number, a word or an escape that has begun
@@ -69,13 +76,13 @@ class LiteralReader:
 
     def read(self, text: str, at: int) -> tuple[int, str]:
         """Reads one character, or a run of them in a string or a number. Returns (the index after them, their JSON)."""
-        expects = self._expects
+        expects = self.expects
         match expects:
-            case _Expects.STRING:
+            case Expects.STRING:
                 return self._read_string(text, at)
-            case _Expects.ESCAPE:
+            case Expects.ESCAPE:
                 return self._read_escape(text, at)
-            case _Expects.SCALAR:
+            case Expects.SCALAR:
                 return self._read_scalar(text, at)
             case _ if text[at] in _SPACE:
                 return at + 1, self._space(text[at])
@@ -83,23 +90,32 @@ class LiteralReader:
         if json_text is None:
             self.broken = True
             return at, ""
-        return at + (self._expects is not _Expects.SCALAR), json_text
+        return at + (self.expects is not Expects.SCALAR), json_text
+
+    @property
+    def depth(self) -> int:
+        """How many lists and objects are open."""
+        return len(self._stack)
+
+    def skip_value(self) -> None:
+        """Goes on after a value that the caller has read."""
+        self.expects = Expects.COMMA_OR_END
 
     def begin_rest(self) -> str:
         """Begins a string for text that is not allowed here. If a string has begun, the text goes on in it. The text
         becomes a value, or a key if no value is allowed. Returns the JSON before that text, including the JSON of
         characters that have been read and not converted."""
-        match self._expects:
-            case _Expects.STRING | _Expects.ESCAPE:
+        match self.expects:
+            case Expects.STRING | Expects.ESCAPE:
                 before = ""
-            case _Expects.SCALAR:
+            case Expects.SCALAR:
                 before = '"'
-            case _Expects.COLON:
+            case Expects.COLON:
                 before, self._is_key = ': "', False
             case _:
-                if self._expects is _Expects.COMMA_OR_END:
+                if self.expects is Expects.COMMA_OR_END:
                     self._comma = [", "]
-                self._is_key = bool(self._stack) and self._stack[-1] == "{" and self._expects is not _Expects.VALUE
+                self._is_key = bool(self._stack) and self._stack[-1] == "{" and self.expects is not Expects.VALUE
                 before = self._taken_comma() + '"'
         return before + escaped(self._pending)
 
@@ -118,32 +134,34 @@ class LiteralReader:
 
     def _read_structure(self, char: str) -> str | None:
         """The JSON for a character outside strings and scalars; None if the character is not allowed there."""
-        takes_value = self._expects in (_Expects.VALUE, _Expects.VALUE_OR_END)
-        takes_key = self._expects is _Expects.KEY_OR_END
-        takes_end = takes_key or self._expects in (_Expects.VALUE_OR_END, _Expects.COMMA_OR_END)
-        if char in _PLAIN and (takes_value or takes_key):
+        takes_value = self.expects in (Expects.VALUE, Expects.VALUE_OR_END)
+        takes_key = self.expects is Expects.KEY_OR_END
+        takes_end = takes_key or self.expects in (Expects.VALUE_OR_END, Expects.COMMA_OR_END)
+        if self._is_strict and self._comma:
+            takes_end = False
+        if char in self._plain and (takes_value or takes_key):
             self._is_key = takes_key
             self._quote = char
-            self._expects = _Expects.STRING
+            self.expects = Expects.STRING
             return self._taken_comma() + '"'
         if char in _CLOSING and takes_value and len(self._stack) < self._max_depth:
             self._stack.append(char)
-            self._expects = _Expects.KEY_OR_END if char == "{" else _Expects.VALUE_OR_END
+            self.expects = Expects.KEY_OR_END if char == "{" else Expects.VALUE_OR_END
             return self._taken_comma() + char
-        if (takes_value or takes_key) and _SCALAR.match(char):
+        if (takes_value or (takes_key and not self._is_strict)) and self._scalar.match(char):
             self._is_key = takes_key
-            self._expects = _Expects.SCALAR
+            self.expects = Expects.SCALAR
             return self._taken_comma()
         if takes_end and self._stack and char == _CLOSING[self._stack[-1]]:
             self._stack.pop()
             self._end_value()
             return self._spaces_after_comma() + char
-        if self._expects is _Expects.COMMA_OR_END and char == ",":
+        if self.expects is Expects.COMMA_OR_END and char == ",":
             self._comma = ["," if self._keeps_json else ", "]
-            self._expects = _Expects.KEY_OR_END if self._stack[-1] == "{" else _Expects.VALUE_OR_END
+            self.expects = Expects.KEY_OR_END if self._stack[-1] == "{" else Expects.VALUE_OR_END
             return ""
-        if self._expects is _Expects.COLON and char == ":":
-            self._expects = _Expects.VALUE
+        if self.expects is Expects.COLON and char == ":":
+            self.expects = Expects.VALUE
             return ":" if self._keeps_json else ": "
         return None
 
@@ -160,30 +178,33 @@ class LiteralReader:
         return spaces
 
     def _end_value(self) -> None:
-        self._expects = _Expects.COMMA_OR_END
+        self.expects = Expects.COMMA_OR_END
         self.done = not self._stack
 
     def _end_key_or_value(self) -> None:
         if self._is_key:
-            self._expects = _Expects.COLON
+            self.expects = Expects.COLON
         else:
             self._end_value()
 
     def _read_string(self, text: str, at: int) -> tuple[int, str]:
-        end = end_of_run(_PLAIN[self._quote], text, at)
+        end = end_of_run(self._plain[self._quote], text, at)
         if end > at:
             return end, escaped(text[at:end])
         if text[at] == self._quote:
             self._end_key_or_value()
             return at + 1, '"'
+        if text[at] != "\\":
+            self.broken = True  # a control character
+            return at, ""
         self._pending = "\\"
-        self._expects = _Expects.ESCAPE
+        self.expects = Expects.ESCAPE
         return at + 1, ""
 
     def _read_escape(self, text: str, at: int) -> tuple[int, str]:
         char = text[at]
         num_hex = len(self._pending) - 2
-        if num_hex >= 0 and char not in _HEX:
+        if char not in _HEX if num_hex >= 0 else self._is_strict and char not in _JSON_ESCAPES:
             self.broken = True
             return at, ""
         pending = self._pending + char
@@ -196,13 +217,13 @@ class LiteralReader:
             self.broken = True
             return at, ""
         self._pending = ""
-        self._expects = _Expects.STRING
+        self.expects = Expects.STRING
         return at + 1, json_text
 
     def _escape_json(self, escape: str) -> str | None:
         """A whole escape as JSON has it; None if it stands for no character."""
         kind = escape[1]
-        if self._keeps_json and kind in '"\\/bfnrtu':
+        if self._keeps_json and kind in _JSON_ESCAPES:
             return escape
         if kind not in _NUM_HEX:
             decoded = _ESCAPES.get(kind, escape)
@@ -213,14 +234,14 @@ class LiteralReader:
         return json.dumps(decoded)[1:-1]  # ASCII: half of a surrogate pair stays an escape
 
     def _read_scalar(self, text: str, at: int) -> tuple[int, str]:
-        found = _SCALAR.match(text, at)
+        found = self._scalar.match(text, at)
         if found:
-            if len(self._pending) + len(found[0]) > _MAX_DIGITS:
+            if not self._is_strict and len(self._pending) + len(found[0]) > _MAX_DIGITS:
                 self.broken = True
                 return at, ""
             self._pending += found[0]
             return found.end(), ""
-        json_text = _scalar_json(self._pending)
+        json_text = _strict_scalar(self._pending) if self._is_strict else _scalar_json(self._pending)
         if json_text is None:
             self.broken = True
             return at, ""
@@ -243,6 +264,16 @@ def as_json(text: str, *, max_depth: int) -> str | None:
 def escaped(text: str) -> str:
     """The text as it is written within a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def end_of_run(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """The index after the match of `pattern` at `at`; `at` itself if there is no match."""
+    found = pattern.match(text, at)
+    return found.end() if found else at
+
+
+def _strict_scalar(text: str) -> str | None:
+    return text if text in _JSON_WORDS or _JSON_NUMBER.fullmatch(text) else None
 
 
 def _scalar_json(text: str) -> str | None:

@@ -23,8 +23,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import ClassVar
 
-from server.text.tool_calls.literals import escaped
-from server.text.tool_calls.matching import end_of_run
+from server.text.tool_calls.literals import end_of_run, escaped
 from server.text.tool_calls.pieces import Piece, Pieces
 
 PYTHON_TAG = "<|python_tag|>"  # Llama 3.1 writes it before calls; it is in the text if special tokens are shown

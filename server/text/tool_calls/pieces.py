@@ -28,17 +28,13 @@ Piece = Content | CallDelta
 class Pieces:
     """Collects pieces. Adjacent pieces of one kind become one piece."""
 
-    __slots__ = ("_is_placed", "_num_calls", "_pieces", "_texts")
+    __slots__ = ("_is_placed", "_pieces", "_texts", "num_calls")
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
         self._texts: list[str] = []  # of the piece that still grows: the last call's arguments, or content
         self._is_placed = True  # False: the start of the last piece, which is content, is not known yet
-        self._num_calls = 0
-
-    @property
-    def num_calls(self) -> int:
-        return self._num_calls
+        self.num_calls = 0
 
     def add_content(self, text: str) -> None:
         """`place` must follow when the end of the text has been read."""
@@ -59,14 +55,13 @@ class Pieces:
     def begin_call(self, name: str) -> None:
         """Closes an open call and begins the next one."""
         self._close()
-        self._pieces.append(CallDelta(self._num_calls, name, ""))
-        self._num_calls += 1
+        self._pieces.append(CallDelta(self.num_calls, name, ""))
+        self.num_calls += 1
 
     def add_arguments(self, text: str) -> None:
-        """Adds to the arguments of the last call."""
         if not self._pieces or isinstance(self._pieces[-1], Content):
             self._close()
-            self._pieces.append(CallDelta(self._num_calls - 1, None, ""))
+            self._pieces.append(CallDelta(self.num_calls - 1, None, ""))
         self._texts.append(text)
 
     def withdraw_call(self) -> bool:
@@ -75,7 +70,7 @@ class Pieces:
         if not (isinstance(last, CallDelta) and last.name is not None):
             return False
         self._pieces.pop()
-        self._num_calls -= 1
+        self.num_calls -= 1
         before = self._pieces[-1] if self._pieces else None
         self._texts = [before.text if isinstance(before, Content) else before.arguments] if before else []
         return True

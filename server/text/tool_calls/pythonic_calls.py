@@ -30,9 +30,6 @@ class PythonicCallParser(CallParser):
         self._value = LiteralReader(max_depth=MAX_DEPTH)
         self._is_in_value = False  # where the arguments broke off
 
-    def _begin(self) -> None:
-        self._begin_name()
-
     def _end_text_after_call(self) -> None:
         if self._read == self._read_next_call:
             self._held.clear()
@@ -44,7 +41,7 @@ class PythonicCallParser(CallParser):
     def _end_rest(self) -> str:
         return (self._value.end_rest() if self._is_in_value else '": null') + "}"
 
-    def _begin_name(self) -> None:
+    def _begin(self) -> None:
         self._word = ""
         self._read = self._read_name
 
@@ -128,7 +125,7 @@ class PythonicCallParser(CallParser):
             self._end_call()
             return at + 1
         if char == ",":
-            self._begin_name()
+            self._begin()
         elif not char.isspace():
             self._fail()
             return at

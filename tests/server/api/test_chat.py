@@ -9,7 +9,6 @@ import pytest
 
 from tests.server.conftest import REPLY
 from tests.server.support.openai_schemas import validate
-from tests.server.support.sse_events import stream_events
 
 PATH = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -18,13 +17,11 @@ HELLO_TOKENS = 1 + (1 + 4 + 1 + 2) + 5 + 1 + (1 + 9 + 1 + 2)
 
 
 def post(server, **fields):
-    with server.http() as http:
-        return http.post(PATH, json={"messages": HELLO, **fields})
+    return server.post(PATH, {"messages": HELLO, **fields})
 
 
 def events(server, **fields):
-    with server.http() as http:
-        return stream_events(http, PATH, {"messages": HELLO, **fields})
+    return server.events(PATH, {"messages": HELLO, **fields})
 
 
 def deltas(chunks, index=0):
@@ -143,8 +140,7 @@ def test_max_completion_tokens_wins(scripted):
 
 
 def test_without_a_limit_the_context_is_filled(echo):
-    with echo.http() as http:
-        usage = http.post(PATH, json={"messages": HELLO}).json()["usage"]
+    usage = echo.post(PATH, {"messages": HELLO}).json()["usage"]
     assert usage["total_tokens"] == 4096
 
 

@@ -9,15 +9,13 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.server.conftest import REPLY
 from tests.server.support.openai_schemas import validate
-from tests.server.support.sse_events import stream_events
 from tests.server.support.tokenizers import SPECIAL_TOKENS, VOCAB_SIZE
 
 PATH = "/v1/completions"
 
 
 def post(server, **fields):
-    with server.http() as http:
-        return http.post(PATH, json={"prompt": "hello", **fields})
+    return server.post(PATH, {"prompt": "hello", **fields})
 
 
 def choices(server, **fields):
@@ -27,8 +25,7 @@ def choices(server, **fields):
 
 
 def events(server, **fields):
-    with server.http() as http:
-        return stream_events(http, PATH, {"prompt": "hello", **fields})
+    return server.events(PATH, {"prompt": "hello", **fields})
 
 
 def text(chunks, index=0):

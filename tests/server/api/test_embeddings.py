@@ -50,8 +50,7 @@ def metric(server: RunningServer, name: str, label: str = "") -> float:
 
 
 def test_invocations_embed_an_input(server):
-    with server.http() as http:
-        answer = http.post("/invocations", json={"input": "hello"}).json()
+    answer = server.post("/invocations", {"input": "hello"}).json()
     assert answer["data"][0]["embedding"] == pytest.approx(foretold(server, "hello"), abs=1e-6)
 
 
@@ -75,8 +74,7 @@ def test_the_official_client_gets_vectors_in_both_forms(server, given):
 
 
 def test_the_answer_has_openais_fields(server):
-    with server.http() as http:
-        answer = http.post(PATH, json={"model": "alias", "input": ["a", "b"], "user": "me"}).json()
+    answer = server.post(PATH, {"model": "alias", "input": ["a", "b"], "user": "me"}).json()
     assert answer.keys() == {"object", "data", "model", "usage"}
     assert all(entry.keys() == {"object", "index", "embedding"} for entry in answer["data"])
     assert all(len(entry["embedding"]) == FAKE_HIDDEN for entry in answer["data"])
@@ -159,8 +157,7 @@ def test_truncation_keeps_the_beginning_and_affixes_are_optional(server):
     ],
 )
 def test_what_cannot_be_had_is_refused_in_words(server, fields, words):
-    with server.http() as http:
-        answer = http.post(PATH, json=fields)
+    answer = server.post(PATH, fields)
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
 

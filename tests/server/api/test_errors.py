@@ -170,8 +170,7 @@ def test_a_tool_choice_without_tools(echo):
     "fields", [{"tools": []}, {"tool_choice": "none"}, {"response_format": {"type": "text"}}, {"modalities": ["text"]}]
 )
 def test_what_asks_for_nothing_special_is_served(echo, fields):
-    with echo.http() as http:
-        assert http.post(CHAT, json={"messages": HELLO, "max_tokens": 1, **fields}).status_code == 200
+    assert echo.post(CHAT, {"messages": HELLO, "max_tokens": 1, **fields}).status_code == 200
 
 
 def test_a_suffix_is_refused(echo):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -18,7 +17,7 @@ from server.api.routes.messages.schemas import MESSAGES_FIELDS
 from server.api.routes.responses.schemas import RESPONSES_FIELDS
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.openai_schemas import SCHEMAS
-from tests.server.support.running import ECHO, RunningServer, running_server
+from tests.server.support.running import ECHO, running_server, server_of
 from tests.server.support.stub_app import DONE, StubClient, call, post_all, state_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -61,15 +60,11 @@ OF_ONE_ROUTE = {
 }
 
 
-@pytest.fixture(scope="module")
-def strict(tmp_path_factory) -> Iterator[RunningServer]:
-    with running_server(tmp_path_factory.mktemp("strict"), ECHO, EchoConfig(), strict_fields=True) as server:
-        yield server
+strict = server_of(EchoConfig(), strict_fields=True)
 
 
 def post(server, path=CHAT, **fields):
-    with server.http() as http:
-        return http.post(path, json=BASE[path] | fields)
+    return server.post(path, BASE[path] | fields)
 
 
 @pytest.mark.parametrize("path", TABLES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import httpx
 import msgspec
@@ -13,7 +12,7 @@ from server.engine import wire
 from server.http.auth import KeyRing
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.owners import check_owner
-from tests.server.support.running import ECHO, RunningServer, running_server
+from tests.server.support.running import server_of
 from tests.server.support.stub_app import DONE, StubClient, client_of, state_of
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
@@ -31,11 +30,7 @@ def headers(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    config = EchoConfig(reply=(97,), step_s=0.02, max_model_len=20_000)
-    with running_server(tmp_path_factory.mktemp("keys"), ECHO, config, api_keys=("one", "two")) as running:
-        yield running
+server = server_of(EchoConfig(reply=(97,), step_s=0.02, max_model_len=20_000), api_keys=("one", "two"))
 
 
 @pytest.mark.parametrize(("owner", "other"), [("one", "two"), ("two", "one")])

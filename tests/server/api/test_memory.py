@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from server.engine import wire
-from server.engine.sinks import Sink
+from server.engine.link import Receiver
 from tests.server.support.requests import CHAT, HELLO
 from tests.server.support.stub_app import COMPLETIONS, DONE, StubClient, call, state_of
 
@@ -22,10 +22,10 @@ EMBEDDED = wire.Output("", [], "stop", embedding=struct.pack("2f", 0.6, 0.8))
 class PromptClient(StubClient):
     """Its outputs have the ids of their requests."""
 
-    def submit(self, requests: Sequence[tuple[wire.WireRequest, Sink]]) -> None:
-        for request, sink in requests:
+    def submit(self, requests: Sequence[tuple[wire.WireRequest, Receiver]]) -> None:
+        for request, receiver in requests:
             self.submitted.append(request)
-            sink.on_output(msgspec.structs.replace(self._outputs[0], request_id=request.request_id))
+            receiver.on_output(msgspec.structs.replace(self._outputs[0], request_id=request.request_id))
 
 
 @pytest.fixture

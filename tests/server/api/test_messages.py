@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.server.support.echo_engine import EchoConfig
-from tests.server.support.running import ECHO, running_server
+from tests.server.support.running import ECHO, running_server, server_of
 from tests.server.support.sse_events import parse_named_events
 from tests.server.support.tool_template import TOOL_TEMPLATE
 
@@ -28,17 +28,14 @@ EXPECTED = {
 }
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    config = EchoConfig(reply=(), replies=tuple(tuple(text.encode()) for text in SCRIPTS.values()))
-    with running_server(tmp_path_factory.mktemp("messages"), ECHO, config, template=TOOL_TEMPLATE) as running:
-        yield running
+server = server_of(
+    EchoConfig(reply=(), replies=tuple(tuple(text.encode()) for text in SCRIPTS.values())), template=TOOL_TEMPLATE
+)
 
 
 def post(server, script: str = "plain", path: str = PATH, **fields):
     body = {"messages": HELLO, "max_tokens": 500, "seed": SEEDS[script], **fields}
-    with server.http() as http:
-        return http.post(path, json=body)
+    return server.post(path, body)
 
 
 def created(server, script: str = "plain", **fields):
@@ -112,8 +109,7 @@ def test_a_call_that_is_cut_leaves_no_block(server, choice, cut):
 
 
 def num_chat_tokens(server, messages, **fields):
-    with server.http() as http:
-        return http.post("/tokenize", json={"messages": messages, **fields}).json()["count"]
+    return server.post("/tokenize", {"messages": messages, **fields}).json()["count"]
 
 
 @pytest.mark.parametrize("content", ["47 + 35 =", [{"type": "text", "text": "47 + 35 ="}]])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.raw_http import answers, connect, only_answer, post, read_all
 from tests.server.support.requests import CHAT, HELLO, wait_until
-from tests.server.support.running import ECHO, RunningServer, running_server
+from tests.server.support.running import ECHO, RunningServer, running_server, server_of
 
 SHORT = HELLO | {"max_tokens": 3}
 CHUNKED = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
@@ -20,16 +19,10 @@ GET = b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n"
 MIB = 2**20
 
 
-@pytest.fixture(scope="module")
-def open_server(tmp_path_factory) -> Iterator[RunningServer]:
-    with running_server(tmp_path_factory.mktemp("open"), ECHO, EchoConfig()) as server:
-        yield server
+open_server = server_of(EchoConfig())
 
 
-@pytest.fixture(scope="module")
-def keyed(tmp_path_factory) -> Iterator[RunningServer]:
-    with running_server(tmp_path_factory.mktemp("keyed"), ECHO, EchoConfig(), api_keys=("sk-1",)) as server:
-        yield server
+keyed = server_of(EchoConfig(), api_keys=("sk-1",))
 
 
 @pytest.fixture(params=["open_server", "keyed"])

@@ -20,7 +20,7 @@ from server.text.tokenizer import ByteLevelTokenizer
 from server.text.tool_calls.pieces import Content
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.requests import wait_until
-from tests.server.support.running import ECHO, running_server
+from tests.server.support.running import server_of
 from tests.server.support.sse_events import parse_named_events
 from tests.server.support.tokenizers import byte_tokenizer
 from tests.server.support.tool_template import TOOL_TEMPLATE
@@ -49,16 +49,13 @@ TEXT_EVENTS += ["output_text.done", "content_part.done", "output_item.done"]
 CALL_EVENTS = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    config = EchoConfig(reply=(), replies=tuple(tuple(text.encode()) for text in SCRIPTS.values()))
-    with running_server(tmp_path_factory.mktemp("responses"), ECHO, config, template=TOOL_TEMPLATE) as running:
-        yield running
+server = server_of(
+    EchoConfig(reply=(), replies=tuple(tuple(text.encode()) for text in SCRIPTS.values())), template=TOOL_TEMPLATE
+)
 
 
 def post(server, script: str = "plain", **fields):
-    with server.http() as http:
-        return http.post(PATH, json={"input": "hello", "seed": SEEDS[script], **fields})
+    return server.post(PATH, {"input": "hello", "seed": SEEDS[script], **fields})
 
 
 def created(server, script: str = "plain", **fields):

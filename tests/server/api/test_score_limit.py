@@ -4,7 +4,7 @@ import pytest
 
 from server.api.request.limits import limit_scores
 from server.engine import wire
-from server.http.errors import RequestError
+from server.http.request_error import RequestError
 from server.settings import DEFAULT_MAX_REQUEST_LOGPROBS
 from tests.server.support.stub_app import COMPLETIONS, DONE, StubClient, call, state_of
 

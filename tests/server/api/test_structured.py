@@ -19,7 +19,7 @@ from server.grammar.forms import (
     regex_grammar,
     structural_tag_grammar,
 )
-from server.http.errors import RequestError
+from server.http.request_error import RequestError
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.server.conftest import REPLY
-from tests.server.support.sse_events import stream_events
 from tests.server.support.tokenizers import BOS, END_HEADER, EOT, START_HEADER
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -29,8 +28,7 @@ def post(server, path, *, status=200, **fields):
 
 
 def events(server, path, **fields):
-    with server.http() as http:
-        return stream_events(http, path, BASE[path] | fields)
+    return server.events(path, BASE[path] | fields)
 
 
 def texts(chunks):

@@ -13,7 +13,7 @@ from server.text.tool_calls.json_calls import CALL_TAG
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.openai_schemas import validate
 from tests.server.support.requests import CHAT
-from tests.server.support.running import ECHO, running_server
+from tests.server.support.running import ECHO, running_server, server_of
 from tests.server.support.sse_events import stream_events
 from tests.server.support.tokenizers import PYTHON_TAG
 from tests.server.support.tool_template import TOOL_TEMPLATE
@@ -49,11 +49,7 @@ def function(name: str = "get_weather", **fields):
 TOOLS = [function(), function("get_time")]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    config = EchoConfig(reply=(), replies=REPLIES)
-    with running_server(tmp_path_factory.mktemp("tools"), ECHO, config, template=TOOL_TEMPLATE) as running:
-        yield running
+server = server_of(EchoConfig(reply=(), replies=REPLIES), template=TOOL_TEMPLATE)
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +94,7 @@ def body(script: str, **fields):
 
 
 def post(server, fields):
-    with server.http() as http:
-        return http.post(CHAT, json=fields)
+    return server.post(CHAT, fields)
 
 
 def choice(server, fields):
@@ -111,8 +106,7 @@ def choice(server, fields):
 
 def streamed(server, fields, index: int = 0):
     """(content, calls, finish reason) of a stream, put together as clients do."""
-    with server.http() as http:
-        chunks = stream_events(http, CHAT, fields)
+    chunks = server.events(CHAT, fields)
     content, calls, finish = "", [], None
     for chunk in chunks:
         validate("CreateChatCompletionStreamResponse", chunk)
@@ -204,8 +198,7 @@ def test_one_call_where_calls_are_not_parallel(server):
 def test_scores_come_with_calls(server):
     whole = choice(server, body("call", logprobs=True))
     assert len(whole["logprobs"]["content"]) == len(CALL.encode()) + 1
-    with server.http() as http:
-        chunks = stream_events(http, CHAT, body("call", logprobs=True))
+    chunks = server.events(CHAT, body("call", logprobs=True))
     parts = [part["logprobs"]["content"] for c in chunks for part in c["choices"] if part["logprobs"]]
     assert [entry for part in parts for entry in part] == whole["logprobs"]["content"]
 
@@ -278,8 +271,7 @@ def test_the_prompt_has_the_tools_unless_none_is_wanted(server):
         return post(server, body("plain", **fields)).json()["usage"]["prompt_tokens"]
 
     assert num_prompt_tokens() > num_prompt_tokens(tools=TOOLS[:1]) > num_prompt_tokens(tool_choice="none")
-    with server.http() as http:
-        counted = http.post("/tokenize", json={"messages": MESSAGES, "tools": TOOLS}).json()["count"]
+    counted = server.post("/tokenize", {"messages": MESSAGES, "tools": TOOLS}).json()["count"]
     assert counted == num_prompt_tokens()
 
 

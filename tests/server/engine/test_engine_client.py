@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from batcher.stats import EngineStats
-from server.engine import link, wire
+from server.engine import scratch_folder, wire
 from server.engine.client import ProcessEngineClient
 from server.engine.link import EngineFailedError
 from tests.server.support.echo_engine import EchoConfig
@@ -55,14 +55,14 @@ def test_an_engine_that_is_faster_than_its_reader_leaves_the_loop_to_others():
     async def read() -> int:
         client = ProcessEngineClient(ECHO, EchoConfig(), report=lambda line: None)
         await client.start()
-        endless, events = EndlessSocket(), client._events
-        client._events = endless
-        client._on_readable()
+        endless, events = EndlessSocket(), client.events
+        client.events = endless
+        client.on_readable()
         for _ in range(3):
             num_read = endless.num_read
             await asyncio.sleep(0)
             assert endless.num_read > num_read  # it goes on, turn by turn
-        client._events = events
+        client.events = events
         await client.stop()
         return endless.num_read
 
@@ -72,7 +72,7 @@ def test_an_engine_that_is_faster_than_its_reader_leaves_the_loop_to_others():
 def test_the_last_words_of_an_engine_are_waited_for():
     async def start() -> None:
         client = ProcessEngineClient(ECHO, EchoConfig(fail_at_start="no room for weights"), report=lambda line: None)
-        client._events = LateSocket(client._events)
+        client.events = LateSocket(client.events)
         try:
             await client.start()
         finally:
@@ -119,6 +119,6 @@ def test_where_no_folder_is_short_enough_tmpdir_is_named(tmp_path, monkeypatch):
     long = tmp_path / ("t" * 120)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    monkeypatch.setattr(link, "SHORT_FOLDERS", (str(tmp_path / "none"),))
+    monkeypatch.setattr(scratch_folder, "SHORT_FOLDERS", (str(tmp_path / "none"),))
     with pytest.raises(OSError, match=r"TMPDIR is too long .* set TMPDIR to a shorter folder"):
         ProcessEngineClient(ECHO, EchoConfig(), report=lambda line: None)

@@ -1,4 +1,4 @@
-"""What the engine says arrives by columns and messages at each sink as its own listener would hear it."""
+"""What the engine says arrives by columns and messages at each receiver as its own listener would hear it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batcher.config import Scheduling
 from batcher.delivery import Tokens
 from batcher.request import RequestOutput, TokenLogprobs
 from server.engine import outbox, wire
-from server.engine.sinks import Sinks
+from server.engine.link import Receivers
 from tests.batcher.harness import Drive
 from tests.batcher.scheduling.test_speculation import PROPOSALS
 from tests.batcher.test_properties import Scenario, play, scenarios
@@ -39,10 +39,10 @@ class Recorder:
 
 
 class Carrier:
-    """Between an engine and the sinks: it gathers what `num_steps` steps say, as a slow sender does."""
+    """Between an engine and the receivers: it gathers what `num_steps` steps say, as a slow sender does."""
 
     def __init__(self, drive: Drive, num_steps: int, unread: set[str]) -> None:
-        self.sinks = Sinks()
+        self.receivers = Receivers()
         self.recorders: dict[str, Recorder] = {}
         self.num_messages = 0
         self._items: list[outbox.Item] = []
@@ -55,12 +55,12 @@ class Carrier:
     def add(self, request):
         recorder = self.recorders[request.request_id] = Recorder()
         if request.request_id not in self._unread:
-            self.sinks.add(request.request_id, recorder)
+            self.receivers.add(request.request_id, recorder)
         return self._add(request)
 
     def abort(self, request_id: str) -> None:
-        """As by a client that has gone: its sink gets nothing more."""
-        self.sinks.remove(request_id)
+        """As by a client that has gone: its receiver gets nothing more."""
+        self.receivers.remove(request_id)
         if request_id in self.recorders:
             self.recorders[request_id].events.append("gone")
         self._abort(request_id)
@@ -74,7 +74,7 @@ class Carrier:
     def carry(self) -> None:
         for message in outbox.messages(self._items):
             self.num_messages += 1
-            self.sinks.take(msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=wire.Event))
+            self.receivers.take(msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=wire.Event))
         self._items.clear()
 
 
@@ -100,8 +100,8 @@ def test_every_sink_gets_what_a_listener_hears(scenario: Scenario, num_steps: in
     drive.finish = lambda max_steps: _run_dry(drive, max_steps)
     play(scenario, drive)
     carrier.carry()
-    assert not len(carrier.sinks)
-    assert not carrier.sinks._names
+    assert not len(carrier.receivers)
+    assert not carrier.receivers.id_of
     for request_id, recorder in carrier.recorders.items():
         heard = direct.heard[request_id]
         if request_id in unread:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-
-import pytest
 
 from batcher.request import Request, SamplingParams
 from server.text.stream import TextStream
@@ -13,8 +10,8 @@ from server.text.tokenizer import ByteLevelTokenizer
 from tests.batcher.fake_runner import expected_tokens
 from tests.server.support.real_engine import CAPACITY, RealConfig
 from tests.server.support.requests import wait_until
-from tests.server.support.running import RunningServer, running_server
-from tests.server.support.sse_events import parse_events, stream_events
+from tests.server.support.running import RunningServer, running_server, server_of
+from tests.server.support.sse_events import parse_events
 from tests.server.support.tokenizers import BOS, EOT, byte_tokenizer
 
 TARGET = "tests.server.support.real_engine:build"
@@ -22,10 +19,7 @@ PATH = "/v1/completions"
 TOKENIZER = ByteLevelTokenizer(byte_tokenizer(), config={}, chat_template=None)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[RunningServer]:
-    with running_server(tmp_path_factory.mktemp("real"), TARGET, RealConfig()) as running:
-        yield running
+server = server_of(RealConfig(), target=TARGET)
 
 
 def foretold(prompt: str, *, seed: int, **sampling) -> tuple[str, int]:
@@ -73,8 +67,7 @@ def test_greedy_and_sampled_texts_are_those_foretold(server):
 
 
 def test_choices_have_seeds_of_their_own(server):
-    with server.http() as http:
-        answer = http.post(PATH, json={"prompt": "hello", "max_tokens": 24, "seed": 7, "n": 3}).json()
+    answer = server.post(PATH, {"prompt": "hello", "max_tokens": 24, "seed": 7, "n": 3}).json()
     texts = [choice["text"] for choice in answer["choices"]]
     assert texts == [foretold("hello", seed=7 + i)[0] for i in range(3)]
     assert len(set(texts)) == 3
@@ -84,8 +77,7 @@ def test_sixty_four_streams_at_once_each_get_their_own_text(server):
     prompts = [f"prompt number {i} " * (1 + i % 7) for i in range(64)]
 
     def stream(i: int) -> str:
-        with server.http() as http:
-            chunks = stream_events(http, PATH, {"prompt": prompts[i], "max_tokens": 24, "seed": i})
+        chunks = server.events(PATH, {"prompt": prompts[i], "max_tokens": 24, "seed": i})
         return "".join(chunk["choices"][0]["text"] for chunk in chunks)
 
     with ThreadPoolExecutor(64) as pool:

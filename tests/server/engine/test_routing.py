@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from server.board import Board, SharedPrefixes
-from server.engine.routing import BLOCK_TOKENS, MOST_AHEAD, MOST_BLOCKS, MOST_REMEMBERED, Router
+from server.engine.routing import BLOCK_TOKENS, MOST_AHEAD, MOST_BLOCKS, Router
+from server.shared_counts import NUM_WORDS, PrefixTable, SharedCounts
 
 SYSTEM = list(range(3 * BLOCK_TOKENS))
 
@@ -54,8 +54,8 @@ def test_long_prompts_cost_no_more_than_their_beginning():
 
 
 def test_processes_that_share_their_memory_choose_as_one():
-    board = Board.made(2, 2, 0)
-    first, second = Router(SharedPrefixes(board)), Router(SharedPrefixes(board))
+    counts = SharedCounts.made(2, 2, 0)
+    first, second = Router(PrefixTable(counts)), Router(PrefixTable(counts))
     assert first.choose(SYSTEM + [1] * 70, 0, [1, 0]) == 1
     assert second.choose(SYSTEM + [1] * 70, 0, [0, 1]) == 1
     assert second.choose(SYSTEM + [1] * 70, 7, [0, 1]) == 0  # another salt
@@ -66,7 +66,7 @@ def test_processes_that_share_their_memory_choose_as_one():
 def test_old_prompts_are_forgotten():
     router = Router()
     router.choose([1], 0, [1, 0])
-    for number in range(MOST_REMEMBERED):
+    for number in range(16 * NUM_WORDS):
         router.choose([2, number], 0, [0, 0])
     assert router.choose([1], 0, [0, 1]) == 0
     router.choose([3], 0, [1, 0])

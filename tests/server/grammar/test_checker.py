@@ -1,4 +1,4 @@
-"""Grammars are checked aside: their verdicts are remembered, and a slow one is given up."""
+"""Grammars are checked in threads: their verdicts are remembered, and a slow one is given up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from server.grammar.checker import CACHE_SIZE, MAX_WAITING, GrammarChecker
 from server.grammar.forms import Grammar, held_schema_grammar, regex_grammar
-from server.http.errors import RequestError
+from server.http.request_error import RequestError
 
 
 def test_a_fault_is_a_400_that_names_the_field_every_time() -> None:
@@ -40,7 +40,7 @@ def test_the_cache_of_verdicts_is_bounded() -> None:
         checker = GrammarChecker()
         for i in range(CACHE_SIZE + 5):
             await checker.check(regex_grammar(f"a{i}"), param="x")
-        assert len(checker._verdicts) == CACHE_SIZE
+        assert len(checker.verdicts) == CACHE_SIZE
 
     asyncio.run(check())
 

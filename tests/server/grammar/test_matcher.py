@@ -155,7 +155,7 @@ def test_the_cache_of_grammars_is_bounded() -> None:
     grammars = TokenGrammars(lambda: vocabulary_of(tokenizer, vocab_size=size, end_ids=ends))
     for i in range(CACHE_SIZE + 3):
         grammars.matcher(regex_grammar(f"a{i}")).advance(())
-    assert len(grammars._compiled) == CACHE_SIZE
+    assert grammars.compiled.cache_info().currsize == CACHE_SIZE
 
 
 @pytest.mark.parametrize("num_optional", [100, 500])

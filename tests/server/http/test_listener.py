@@ -1,24 +1,19 @@
-"""Several processes that accept from one socket: here several listeners, whose counts are on one board."""
+"""Several processes that accept from one socket: here several listeners, whose counts are shared."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import socket
+from pathlib import Path
 from typing import Any
 
-from server.board import Board, Row
-from server.http.connections import ConnectionLimits, Connections
+from server.http.connections import Connections
 from server.http.listener import Listener
+from server.settings import Settings
+from server.shared_counts import Row, SharedCounts
 
-LIMITS = ConnectionLimits(
-    max_connections=100,
-    head_timeout_s=30,
-    body_timeout_s=30,
-    idle_timeout_s=30,
-    send_timeout_s=30,
-    max_body_memory=2**24,
-)
+SETTINGS = Settings(tokenizer_folder=Path(), model_names=("m",))
 
 
 class LoopOfTurns(asyncio.SelectorEventLoop):
@@ -52,15 +47,15 @@ class Guest(asyncio.Protocol):
 
 async def accepted(num_clients: int, busy: frozenset[int] = frozenset(), head_start: int = 0) -> list[int]:
     """How many connections each of three listeners accepts; the busy ones never do. The first has some before."""
-    board = Board.made(3, 1, 0)
+    counts = SharedCounts.made(3, 1, 0)
     made: list[list[Guest]] = [[], [], []]
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=128))
         for number in range(3):
-            row = Row(board, number)
+            row = Row(counts, number)
             row.set_connections(0)
             if number not in busy:
-                connections = Connections(LIMITS, 8, row)
+                connections = Connections(SETTINGS, 100, row)
                 for _ in range(0 if number else head_start):
                     connections.admit(Guest(connections, []))
                 own = stack.enter_context(server.dup())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.http.pace import MIN_BODY_RATE, BodyPace, UnreadWatch
+from server.http.connections import MIN_BODY_RATE, BodyPace, UnreadWatch
 
 
 def test_a_body_may_pause_for_its_time_once_enough_has_come():

@@ -14,8 +14,7 @@ import httpx
 import openai
 import pytest
 
-from server.http.tls.context import server_context
-from server.http.tls.refresh import TlsContexts
+from server.http.tls_contexts import TlsContexts, server_context
 from server.settings import TlsFiles
 from tests.server.http.test_connection_limits import LONG_TIMES, connect_all, is_closed
 from tests.server.support.authority import Authority

@@ -61,7 +61,7 @@ def main() -> int:
     # What a server imports, at once or once the engine's process has been started.
     import server.app
     import server.main
-    import server.serving
+    import server.serve_until_end
     import server.text.transformers_parts  # noqa: F401
 
     with socket.socket(fileno=int(sys.argv[1])) as control:

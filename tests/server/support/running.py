@@ -15,9 +15,11 @@ from typing import Any
 import httpx
 import openai
 import psutil
+import pytest
 
 from server.settings import Settings
 from tests.server.support.forked import ForkedServer
+from tests.server.support.sse_events import stream_events
 from tests.server.support.tokenizers import write_folder
 
 ROOT = Path(__file__).parents[3]
@@ -81,6 +83,16 @@ class RunningServer:
         """A plain client."""
         return httpx.Client(**{"base_url": self.url, "timeout": 60, "verify": NO_AUTHORITIES, **options})
 
+    def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        """By a client of its own."""
+        with self.http() as http:
+            return http.post(path, json=body)
+
+    def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Of a streamed answer, by a client of its own."""
+        with self.http() as http:
+            return stream_events(http, path, body)
+
     def engine_process(self) -> psutil.Process:
         """The child that runs the engine, or the first one."""
         return self.engine_processes()[0]
@@ -129,6 +141,17 @@ def running_server(
     server = RunningServer(process, log_file=path)
     with server.until_done(lambda line: line.removeprefix("ready: ") if line.startswith("ready: ") else None):
         yield server
+
+
+def server_of(engine_args: object, *, target: str = ECHO, scope: Any = "module", **settings: Any) -> Any:
+    """A fixture: one server for all tests of its scope."""
+
+    @pytest.fixture(scope=scope)
+    def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+        with running_server(tmp_path_factory.mktemp("server"), target, engine_args, **settings) as running:
+            yield running
+
+    return server
 
 
 def spawn(

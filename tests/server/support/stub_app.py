@@ -15,7 +15,7 @@ from batcher.stats import EngineStats
 from server.api.state import ServerState
 from server.app import create_app, create_state
 from server.engine import wire
-from server.engine.sinks import Sink
+from server.engine.link import Receiver
 from server.settings import Settings
 from server.text.template_runner import TemplateRunner
 from server.text.tokenizer import ByteLevelTokenizer
@@ -40,11 +40,11 @@ class StubClient:
         self.submitted: list[wire.WireRequest] = []
         self._outputs = outputs
 
-    def submit(self, requests: Sequence[tuple[wire.WireRequest, Sink]]) -> None:
-        for request, sink in requests:
+    def submit(self, requests: Sequence[tuple[wire.WireRequest, Receiver]]) -> None:
+        for request, receiver in requests:
             self.submitted.append(request)
             for output in self._outputs:
-                sink.on_output(output)
+                receiver.on_output(output)
 
     def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
         self.aborted += request_ids

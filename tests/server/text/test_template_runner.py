@@ -8,8 +8,7 @@ import os
 import resource
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from server.text.template_runner import (
     TooManyTemplatesError,
 )
 from server.text.tokenizer import ByteLevelTokenizer
+from tests.server.support.requests import wait_until
 from tests.server.support.tokenizers import byte_tokenizer
 
 TOKENIZER = ByteLevelTokenizer(byte_tokenizer(), config={}, chat_template=None)
@@ -76,13 +76,6 @@ def is_at_work(process: psutil.Process) -> bool:
         return process.cpu_times().user > 0.3
     except psutil.Error:
         return False
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_one_process_renders_all_and_stays(runner):
@@ -240,19 +233,19 @@ def test_waiting_jobs_are_counted_and_slow_ones_delay_no_others(runner):
     ordinary, slow = template(runner), template(runner, ENDLESS, timeout_s=3.0)
 
     async def all_at_once() -> None:
-        special = [runner.run(Lane.SPECIAL, lambda: render(slow)) for _ in range(MAX_WAITING[Lane.SPECIAL])]
+        special = [runner.in_thread(Lane.SPECIAL, lambda: render(slow)) for _ in range(MAX_WAITING[Lane.SPECIAL])]
         waiting = [asyncio.ensure_future(one) for one in special]
         await asyncio.sleep(0)
         with pytest.raises(TooManyTemplatesError):
-            await runner.run(Lane.SPECIAL, lambda: render(slow))
-        shown = await asyncio.gather(*(runner.run(Lane.ORDINARY, lambda: render(ordinary)) for _ in range(200)))
+            await runner.in_thread(Lane.SPECIAL, lambda: render(slow))
+        shown = await asyncio.gather(*(runner.in_thread(Lane.ORDINARY, lambda: render(ordinary)) for _ in range(200)))
         assert all(parts == SHOWN[1] for _, parts in shown)
         assert len(processes()) <= sum(template_runner.NUM_THREADS.values())
         assert not waiting[-1].done()
         for one in waiting:
             one.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        assert (await runner.run(Lane.SPECIAL, lambda: render(ordinary)))[1] == SHOWN[1]
+        assert (await runner.in_thread(Lane.SPECIAL, lambda: render(ordinary)))[1] == SHOWN[1]
 
     asyncio.run(all_at_once())
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.text.tool_calls.formats import FORMATS
-from server.text.tool_calls.json_scanner import Expects, JsonScanner
+from server.text.tool_calls.literals import LiteralReader
 from server.text.tool_calls.parser import MAX_DEPTH
 from server.text.tool_calls.pieces import CallDelta, Content, Piece
 
@@ -462,17 +462,19 @@ def test_text_without_a_tools_name_is_content_whole(kind, text, cuts):
     st.dictionaries(st.text(), VALUES).map(json.dumps)
     | st.text(st.sampled_from('{}[]",:\\ue0 1truenl-.a'), max_size=20)
 )
-def test_the_scanner_judges_as_a_decoder_does(text):
+def test_a_strict_reader_judges_as_a_decoder_does(text):
     text = "{" + text.removeprefix("{")
-    scanner, at = JsonScanner(max_depth=MAX_DEPTH), 1
-    while at < len(text) and scanner.expects is not Expects.BROKEN:
-        at = scanner.read(text, at)
+    reader, at, parts = LiteralReader(max_depth=MAX_DEPTH, keeps_json=True, is_strict=True), 0, []
+    while at < len(text) and not (reader.done or reader.broken):
+        at, part = reader.read(text, at)
+        parts.append(part)
     try:
         json.loads(text)
         valid = True
     except ValueError:
         valid = False
-    assert (scanner.expects is Expects.NOTHING and at == len(text)) == valid
+    assert (reader.done and at == len(text)) == valid
+    assert not valid or "".join(parts) == text
 
 
 @pytest.mark.parametrize(

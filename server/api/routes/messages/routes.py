@@ -14,7 +14,7 @@ from server.api.routes.messages.schemas import COUNT_FIELDS, MESSAGES_FIELDS, Co
 from server.api.routes.messages.translation import chat_request
 from server.api.routes.messages.writer import ANTHROPIC_ERRORS, MessagesWriter
 from server.api.state import ServerState
-from server.http.sse import encode_json
+from server.http.encoding import encode_json
 
 PATH = "/v1/messages"
 CHARS_OF_A_BLOCK = 40
@@ -57,7 +57,7 @@ class Messages:
     async def create(self, request: Request) -> Response:
         """Answers a conversation, whole or streamed."""
         state = self._state
-        body = await self._reader.read(request, state.body_limits, state.aside)
+        body = await self._reader.read(request, state.body_limits, state.threads)
         strict = state.settings.strict_fields
         chat = await self._translated(body)
         generation, plan = await start_chat(state, chat, request, id_prefix="msg", lowers_max_tokens=not strict)
@@ -67,7 +67,7 @@ class Messages:
     async def count_tokens(self, request: Request) -> Response:
         """The number of a prompt's tokens. Nothing is generated."""
         state = self._state
-        body = await self._count_reader.read(request, state.body_limits, state.aside)
+        body = await self._count_reader.read(request, state.body_limits, state.threads)
         state.check_model(body.model)
         chat = await self._translated(body)
         answer = {"input_tokens": await count_tokens(state, chat)}
@@ -76,4 +76,4 @@ class Messages:
     async def _translated(self, body: CountRequest) -> ChatRequest:
         num_blocks = sum(len(turn.content) if isinstance(turn.content, list) else 1 for turn in body.messages)
         size = CHARS_OF_A_BLOCK * num_blocks + (len(bytes(body.tools)) if body.tools else 0)
-        return await self._state.aside.run(size, chat_request, body, strict=self._state.settings.strict_fields)
+        return await self._state.threads.in_thread(size, chat_request, body, strict=self._state.settings.strict_fields)

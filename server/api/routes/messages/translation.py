@@ -19,7 +19,7 @@ from server.api.routes.messages.schemas import (
     MessageTool,
     MessageToolChoice,
 )
-from server.http.errors import invalid, unsupported
+from server.http.request_error import invalid, unsupported
 
 _tools = msgspec.json.Decoder(list[MessageTool] | None)
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}

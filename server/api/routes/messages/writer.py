@@ -14,9 +14,8 @@ from batcher.request import FinishReason
 from server.api.answers.writer import AnswerHead
 from server.api.route import ErrorForm
 from server.engine.generation import Choice, Gain, Generation
-from server.http.errors import RequestError
-from server.http.json_pieces import LongText, NestedList, json_pieces
-from server.http.sse import encode_json
+from server.http.encoding import LongText, NestedList, encode_json, json_pieces
+from server.http.request_error import RequestError
 from server.text.tool_calls.pieces import CallDelta, Piece
 
 ERROR_TYPES = {

@@ -7,8 +7,8 @@ from itertools import islice
 from typing import Any
 
 from server.api.request.schemas import ContentPart, Message, ToolCall
-from server.http.errors import invalid
-from server.http.json_pieces import LongText, NestedList
+from server.http.encoding import LongText, NestedList
+from server.http.request_error import invalid
 
 MAX_ITEMS = 100  # of one page
 DEFAULT_ITEMS = 20

@@ -18,8 +18,8 @@ from server.api.request.schemas import Message
 from server.api.routes.responses.scores import ScoreWriter, num_bytes_of
 from server.api.routes.responses.translation import CUSTOM_INPUT, call_message
 from server.engine.generation import Choice, ScoredToken
-from server.http.errors import RequestError
-from server.http.json_pieces import LongText, NestedList
+from server.http.encoding import LongText, NestedList
+from server.http.request_error import RequestError
 from server.text.tool_calls.pieces import CallDelta, Content, Piece
 
 IN_PROGRESS, COMPLETED, INCOMPLETE, CANCELLED, FAILED = "in_progress", "completed", "incomplete", "cancelled", "failed"

@@ -41,8 +41,8 @@ from server.api.routes.responses.writer import ResponsesWriter
 from server.api.state import ServerState
 from server.engine.generation import Generation
 from server.http.auth import current_key
-from server.http.errors import NOT_FOUND, RequestError, invalid
-from server.http.json_pieces import json_pieces
+from server.http.encoding import json_pieces
+from server.http.request_error import NOT_FOUND, RequestError, invalid
 
 PATH = "/v1/responses"
 MAX_METADATA = 16
@@ -94,7 +94,7 @@ class Responses:
     async def create(self, request: Request) -> Response:
         """Answers an input, whole, streamed or in the background."""
         state = self._state
-        body, raw = await self._reader.read_with_bytes(request, state.body_limits, state.aside)
+        body, raw = await self._reader.read_with_bytes(request, state.body_limits, state.threads)
         if (keeper := await self._keeper(request, body.previous_response_id)) is not None:
             return ForwardedAnswer(request, keeper, raw)
         _check_metadata(body.metadata)
@@ -130,7 +130,7 @@ class Responses:
     ) -> tuple[list[FunctionTool], list[Message], int]:
         """The tools, all messages without the instructions, and the size in memory of those that are new."""
         size = len(bytes(body.tools)) if body.tools else 0
-        tools, new, num_bytes = await self._state.aside.run(
+        tools, new, num_bytes = await self._state.threads.in_thread(
             size + _size(body), _translated, body, strict=self._state.settings.strict_fields
         )
         return tools, new if earlier is None else [*earlier.conversation(), *new], num_bytes
@@ -138,7 +138,7 @@ class Responses:
     async def input_tokens(self, request: Request) -> Response:
         """Counts the tokens of the prompt that the same body would give `create`."""
         state = self._state
-        body, raw = await self._reader.read_with_bytes(request, state.body_limits, state.aside)
+        body, raw = await self._reader.read_with_bytes(request, state.body_limits, state.threads)
         if (keeper := await self._keeper(request, body.previous_response_id)) is not None:
             return ForwardedAnswer(request, keeper, raw)
         state.check_model(body.model)

@@ -7,8 +7,8 @@ from typing import Any
 
 from server.api.answers.logprobs import chat_entries
 from server.engine.generation import ScoredToken
-from server.http.json_pieces import LongList, list_of
-from server.text.tokenizer import Tokenizer
+from server.http.encoding import LongList, list_of
+from server.text.tokenizer import ByteLevelTokenizer
 
 BYTES_OF_A_TOKEN = 300  # about what a scored token takes in memory besides its most likely tokens
 
@@ -16,7 +16,7 @@ BYTES_OF_A_TOKEN = 300  # about what a scored token takes in memory besides its 
 class ScoreWriter:
     """Writes scored tokens with their `num_top` most likely ones."""
 
-    def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
+    def __init__(self, tokenizer: ByteLevelTokenizer, num_top: int) -> None:
         self._tokenizer = tokenizer
         self.num_top = num_top
 

@@ -14,7 +14,7 @@ from server.api.request.conversation import LEFT_OUT_IN_WORDS, check_role
 from server.api.request.schemas import ChatRequest, CommonFields, ContentPart, FunctionCall, Message, ToolCall
 from server.api.request.tools import MAX_TOOLS_BYTES, log_left_out
 from server.api.routes.responses.schemas import FunctionTool, InputItem, InputPart, ResponsesRequest, TextFormat
-from server.http.errors import RequestError, invalid, unsupported
+from server.http.request_error import RequestError, invalid, unsupported
 
 # chat's names -> the names of this route
 _OTHER_NAMES = {

@@ -16,8 +16,8 @@ from server.api.routes.responses.record import (
     ResponseRecord,
 )
 from server.engine.generation import Choice, Gain, Generation
-from server.http.errors import RequestError
-from server.http.json_pieces import LongText, json_pieces
+from server.http.encoding import LongText, json_pieces
+from server.http.request_error import RequestError
 from server.text.tool_calls.pieces import Piece
 
 

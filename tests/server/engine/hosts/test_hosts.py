@@ -10,13 +10,12 @@ import pytest
 import zmq
 
 from batcher.errors import StepTimeoutError
-from server.engine.hosts import messages
-from server.engine.hosts.broadcast import BroadcastRunner
-from server.engine.hosts.cluster import Cluster, HostsError, keys_of
+from server.engine.hosts import commands
+from server.engine.hosts.cluster import Cluster, HostsError
 from server.engine.hosts.follower import Follower
 from server.engine.hosts.leader import Leader
-from server.engine.hosts.served import FollowingEngine, LeadingEngine
-from server.engine.hosts.sockets import as_follower, make_socket
+from server.engine.hosts.served import BroadcastRunner, FollowingEngine, LeadingEngine
+from server.engine.hosts.sockets import as_follower, keys_of, make_socket
 from server.engine.hosts.weights import FollowersWeights
 from tests.server.engine.hosts.loopback import (
     BUCKETS,
@@ -57,8 +56,8 @@ def test_a_follower_replays_what_the_leader_does(hosts):
 
     def compile_there() -> None:
         command = follower.next_command()
-        assert isinstance(command, messages.Compile)
-        theirs.compile(map(messages.bucket_from_wire, command.buckets), say_nothing)
+        assert isinstance(command, commands.Compile)
+        theirs.compile(command.buckets, say_nothing)
         follower.compiled()
 
     thread = threading.Thread(target=compile_there)
@@ -205,15 +204,15 @@ def test_a_follower_says_why_it_ends(hosts):
 
 def test_a_command_that_is_missing_is_an_error(hosts):
     leader, _ = hosts.together()
-    leader._number += 1
-    leader.send(messages.Recover())
+    leader.number += 1
+    leader.send(commands.Recover())
     assert hosts.failures[1].get(timeout=30) == "the leader's command 2 came where 1 was due"
 
 
 def test_messages_of_another_version_are_an_error(hosts):
     _, follower = hosts.together()
     hosts.open.remove(follower.close)
-    follower._reports.send(b"?")
+    follower.sockets.reports.send(b"?")
     assert "do all hosts run the same version?" in hosts.failures[0].get(timeout=30)
     assert "do all hosts run the same version?" in hosts.failures[1].get(timeout=30)  # the leader has told it
     follower.close()
@@ -240,7 +239,7 @@ def test_a_step_that_fails_on_one_host_ends_all(hosts):
     runner = BroadcastRunner(RecordingRunner(), leader)
     runner.execute(step(0))
     runner.execute(step(1))
-    leader.send(messages.Compile([]))  # anything but a recovery
+    leader.send(commands.Compile([]))  # anything but a recovery
     assert "step 0 has failed" in exits.ends.get(timeout=30)
     assert "step 0 has failed" in hosts.failures[0].get(timeout=30)
 

@@ -6,9 +6,8 @@ from queue import SimpleQueue
 
 import pytest
 
-from server.engine.hosts import messages
-from server.engine.hosts.broadcast import BroadcastRunner
-from server.engine.hosts.served import FollowingEngine
+from server.engine.hosts import commands
+from server.engine.hosts.served import BroadcastRunner, FollowingEngine
 from server.engine.hosts.weights import AllWeights, FollowersWeights
 from server.engine.wire import ChangeWeights, WeightsChange
 from tests.server.engine.hosts.loopback import Exits, Hosts, RecordingRunner, step
@@ -155,5 +154,5 @@ def test_steps_in_flight_have_returned_on_a_follower_before_its_weights_change(h
 
 def test_a_change_that_is_not_asked_for_is_not_undone(two):
     """An order to abandon reaches hosts that have refused, too."""
-    two.leader.send(messages.Abandon())
+    two.leader.send(commands.Abandon())
     assert two.done() == [[], []]

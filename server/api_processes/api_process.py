@@ -1,0 +1,238 @@
+"""One of several HTTP processes: serves the inherited socket, with the engines that the parent has started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+
+import msgspec
+import uvloop
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from model.inputs.words import described, is_worded
+from server.api.peers import (
+    FORWARDED,
+    KEY_FIELD,
+    PARENT,
+    TIMEOUT_S,
+    Aborting,
+    Counted,
+    EngineDied,
+    Keeping,
+    Level,
+    NotStarted,
+    Peers,
+    Started,
+)
+from server.api.routes.admin import aborted_by_administrator
+from server.api.routes.responses.routes import PATH
+from server.api.state import ServerState
+from server.api.tracing import make_tracer
+from server.api_processes.process_args import ProcessArgs, events_name, private_route, socket_name
+from server.app import create_app
+from server.engine.child_process import end_with_parent
+from server.engine.client import FrontendClient
+from server.engine.group import EngineGroup
+from server.engine.link import EngineFailedError
+from server.engine.routing import Router
+from server.http.auth import current_key
+from server.http.descriptors import connection_limit, raise_limit
+from server.http.private import PrivateCallError, call, private_listener
+from server.http.server import HttpServer
+from server.http.signals import Ending, first_of
+from server.http.tls_contexts import TlsContexts
+from server.logs import FORMAT_OF_SEVERAL
+from server.serve_until_end import EXIT_OK, load_state, serve
+from server.settings import Settings, TlsFiles
+from server.shared_counts import PrefixTable, Row
+
+logger = logging.getLogger("pallas_serve")
+
+EXIT_NOT_STARTED = 1
+COUNTS_INTERVAL_S = 1.0  # a killed process loses what it has counted since
+PRIVATE_SHARE = 4  # one connection in so many is kept for requests that other processes send on
+
+
+def main(args: ProcessArgs) -> None:
+    """The entry point of the spawned process. The parent decides when it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_with_parent()
+    if args.is_logging:
+        line_format = FORMAT_OF_SEVERAL.format(number=args.number)
+        logging.basicConfig(level=args.log_level, format=line_format)
+    logger.setLevel(args.log_level)
+    sys.exit(uvloop.run(_serve(args)))
+
+
+async def _serve(args: ProcessArgs) -> int:
+    try:
+        return await _ApiProcess(args).serve()
+    except Exception as error:
+        if args.settings.debug or not is_worded(error):
+            traceback.print_exc()
+        message = NotStarted(args.frontend, described(error), is_worded(error))
+        with contextlib.suppress(PrivateCallError):  # the parent sees that this process ends
+            await call(args.folder / PARENT, "/not_started", msgspec.msgpack.encode(message), timeout_s=TIMEOUT_S)
+        return EXIT_NOT_STARTED
+
+
+class _ApiProcess:
+    def __init__(self, args: ProcessArgs) -> None:
+        self._args = args
+        self._parent = args.folder / PARENT
+        self._row = Row(args.shared_counts, args.number)
+        self._ending = Ending()
+
+    async def serve(self) -> int:
+        args = self._args
+        settings = args.settings
+        raise_limit()
+        tls = None if settings.tls is None else await self._contexts(settings.tls)
+        tracer = make_tracer(settings)
+        engines = [self._engine(number) for number in range(len(args.engines))]
+        client = engines[0] if len(engines) == 1 else self._group(engines)
+        private = private_listener(args.folder / socket_name(args.frontend))
+        try:
+            state = await asyncio.to_thread(load_state, settings, client)
+            state.peers = Peers(args.folder, args.frontend, self._row)
+            state.tracer = tracer
+            app = create_app(state)
+            num_public, num_private = _connections(settings)
+            private_app = _private_app(state, app, engines, self._ending)
+            inside = HttpServer(private_app, settings, num_private, is_private=True)
+            serving_inside = asyncio.create_task(inside.serve(sockets=[private]))
+            if not await self._engine_is_ready(client):
+                return EXIT_OK
+            is_total = settings.max_connections is not None
+            server = HttpServer(app, settings, num_public, tls, self._row, limits_are_total=is_total)
+            async with contextlib.nullcontext() if tls is None else tls.refreshed():
+                await self._tell("/started", Started(args.frontend), timeout_s=None)
+                self._row.set_connections(0)
+                counting = asyncio.create_task(self._count(state))
+                with contextlib.closing(state):
+                    code = await serve(state, client, server, self._ending, args.listener, lambda: None)
+                counting.cancel()
+            inside.should_exit = True
+            await serving_inside
+            return code
+        finally:
+            await client.stop()
+            if tracer is not None:
+                tracer.close()
+
+    async def _contexts(self, files: TlsFiles) -> TlsContexts:
+        """Raises ValueError for files that cannot be used. While other processes serve, this one waits for such that
+        can."""
+        return await TlsContexts.when_usable(files) if self._args.replaces else TlsContexts(files)
+
+    async def _engine_is_ready(self, client: FrontendClient | EngineGroup[FrontendClient]) -> bool:
+        """Waits until it is, and returns False if this process is to end before."""
+        starting = asyncio.create_task(client.start())
+        await first_of(asyncio.wait([starting]), self._ending.stop.wait())
+        if not starting.done():
+            starting.cancel()
+            return False
+        try:
+            await starting
+        except EngineFailedError:  # the parent hears it, too, and ends this process
+            await self._ending.stop.wait()
+            return False
+        return True
+
+    def _engine(self, number: int) -> FrontendClient:
+        args = self._args
+
+        def on_load(num_open: int) -> None:
+            self._row.set_load(number, num_open)
+
+        return FrontendClient(
+            args.engines[number], args.folder / events_name(number, args.frontend), args.frontend, on_load
+        )
+
+    def _group(self, engines: Sequence[FrontendClient]) -> EngineGroup[FrontendClient]:
+        """All processes choose engines by what all of them have sent there."""
+        return EngineGroup(engines, Router(PrefixTable(self._args.shared_counts)), self._row.loads)
+
+    async def _count(self, state: ServerState) -> None:
+        while True:
+            await self._tell("/counts", Counted(self._args.frontend, state.metrics.counts(), asks=False))
+            await asyncio.sleep(COUNTS_INTERVAL_S)
+
+    async def _tell(self, target: str, message: object, *, timeout_s: float | None = TIMEOUT_S) -> None:
+        try:
+            await call(self._parent, target, msgspec.msgpack.encode(message), timeout_s=timeout_s)
+        except PrivateCallError as error:
+            logger.warning("the parent process has not taken a message: %s", error)
+
+
+def _connections(settings: Settings) -> tuple[int, int]:
+    """The most connections of clients, and of other processes. A request that is sent on takes one more descriptor in
+    each of the two processes."""
+    public = connection_limit(settings.max_connections)
+    private = max(1, public // PRIVATE_SHARE)
+    return public if settings.max_connections is not None else max(1, public - 2 * private), private
+
+
+def _private_app(state: ServerState, public: Starlette, engines: Sequence[FrontendClient], ending: Ending) -> Starlette:
+    """What this process answers to the parent and to the other HTTP processes. The routes of `public` about responses
+    are those of responses that this process keeps: their requests have passed another process's gate."""
+
+    async def end(message: None) -> None:
+        """The first call lets running requests finish, the second ends them."""
+        ending.ask()
+
+    async def engine_died(message: EngineDied) -> None:
+        engines[message.engine].die(message.reason)
+
+    async def abort(message: Aborting) -> list[str]:
+        return state.abort(message.request_ids, aborted_by_administrator())
+
+    async def keeps(message: Keeping) -> bool:
+        return state.keeps_response(message.response_id)
+
+    async def log_level(message: Level) -> None:
+        logger.setLevel(message.level)
+
+    routes = [
+        private_route("end", type(None), end),
+        private_route("engine_died", EngineDied, engine_died),
+        private_route("abort", Aborting, abort),
+        private_route("keeps", Keeping, keeps),
+        private_route("log_level", Level, log_level),
+    ]
+    kept = [route for route in public.routes if isinstance(route, Route) and route.path.startswith(PATH)]
+    app = Starlette(
+        routes=[*routes, *kept],
+        middleware=[Middleware(_Forwarded, state=state)],
+        exception_handlers=dict(public.exception_handlers),
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+class _Forwarded:
+    """Marks requests that another process has sent on, with their API keys, and counts them: this process does not end
+    before them."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app = app
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_forwarded = scope["path"].startswith(PATH)
+        scope[FORWARDED] = True
+        current_key.set(bytes.fromhex(dict(scope["headers"]).get(KEY_FIELD, b"").decode()))
+        self._state.num_forwarded += is_forwarded
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._state.num_forwarded -= is_forwarded

@@ -1,0 +1,107 @@
+"""The process that starts the engines and the HTTP processes, starts those again that die, and ends them all."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from server.api.peers import PARENT
+from server.api_processes.processes import ApiProcesses, ApiServerFailedError
+from server.engine.group import started
+from server.engine.link import EngineFailedError
+from server.engine.routing import Router
+from server.engine.scratch_folder import folder_for_sockets
+from server.http.listener import BACKLOG, address_in_error, bind, removed, url_of
+from server.http.private import private_listener
+from server.http.server import HttpServer
+from server.http.signals import Signals
+from server.http.tls_contexts import TlsContexts
+from server.serve_until_end import EXIT_ENGINE_FAILED, EXIT_OK
+from server.settings import Settings
+from server.shared_counts import PrefixTable, SharedCounts
+
+PRIVATE_CONNECTIONS = 1024
+
+
+def run_api_processes(
+    settings: Settings,
+    engine_target: str,
+    engine_args: Sequence[object],
+    *,
+    report: Callable[[str], None],
+    on_ready: Callable[[str], None] | None,
+) -> int:
+    """As `server.main.run`, with `settings.api_server_count` HTTP processes.
+
+    An HTTP process that dies loses its connections; its requests are aborted, and it is started again. If one cannot
+    start, the server ends: with ValueError if a setting is the reason, else with ApiServerFailedError.
+    """
+    if settings.tls is not None:
+        TlsContexts(settings.tls)  # faults are said before anything is loaded
+    with bind(settings) as listener, removed(settings.uds), folder_for_sockets() as folder:
+        return uvloop.run(_serve(settings, listener, folder.path, engine_target, engine_args, report, on_ready))
+
+
+async def _serve(
+    settings: Settings,
+    listener: socket.socket,
+    folder: Path,
+    target: str,
+    engine_args: Sequence[object],
+    report: Callable[[str], None],
+    on_ready: Callable[[str], None] | None,
+) -> int:
+    signals = Signals()
+    num_keys = len(settings.api_keys) + len(settings.admin_api_keys)
+    shared_counts = SharedCounts.made(settings.api_server_count, len(engine_args), num_keys)
+    router = Router(PrefixTable(shared_counts))
+    client = started(target, engine_args, report=report, debug=settings.debug, router=router)
+    processes = ApiProcesses(settings, listener, folder, shared_counts, client)
+    inside = HttpServer(processes.private_app(), settings, PRIVATE_CONNECTIONS, is_private=True)
+    serving = asyncio.create_task(inside.serve(sockets=[private_listener(folder / PARENT)]))
+    watching: list[asyncio.Task[None]] = []
+    try:
+        stopped: asyncio.Future[Any] = asyncio.ensure_future(signals.stop.wait())
+        if not await _before(stopped, processes.failed, asyncio.gather(client.start(), processes.start())):
+            return EXIT_OK  # a signal came before the engine and the HTTP processes were ready
+        watching = [asyncio.create_task(processes.watch(number)) for number in range(len(processes.engines))]
+        watching.append(asyncio.create_task(processes.watch_all()))
+        with address_in_error(settings):
+            listener.listen(BACKLOG)
+        processes.let_accept()
+        if on_ready is not None:
+            on_ready(url_of(listener, settings))
+        died = asyncio.ensure_future(client.died.wait())
+        try:
+            await _before(stopped, processes.failed, died)
+        finally:
+            await processes.end(signals, is_dead=client.died.is_set())
+        return EXIT_ENGINE_FAILED if client.died.is_set() else EXIT_OK
+    except ApiServerFailedError:
+        raise
+    except EngineFailedError as error:
+        raise error.after("The engine could not start") from error
+    finally:
+        processes.kill()
+        inside.should_exit = True
+        await serving
+        for task in watching:
+            task.cancel()
+        await client.stop()
+
+
+async def _before(stopped: asyncio.Future[Any], failed: asyncio.Future[None], work: asyncio.Future[Any]) -> bool:
+    """Waits until one of them is done, and returns whether `work` is. Raises its error, or that of `failed`."""
+    await asyncio.wait([stopped, failed, work], return_when=asyncio.FIRST_COMPLETED)
+    is_done = work.done()
+    if not is_done:
+        work.cancel()
+    for future in (work if is_done else None, failed if failed.done() else None):
+        if future is not None:
+            await future
+    return is_done

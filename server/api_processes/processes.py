@@ -1,0 +1,274 @@
+"""The HTTP processes, as the parent knows them: it starts those again that die, asks all of them, and ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import socket
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from server.api.http_counts import HttpCounts
+from server.api.peers import (
+    TIMEOUT_S,
+    Aborting,
+    ChangeAnswer,
+    Changing,
+    Counted,
+    EngineDied,
+    Keeping,
+    Level,
+    NotStarted,
+    Started,
+)
+from server.api_processes import api_process
+from server.api_processes.process_args import ProcessArgs, private_route, socket_name
+from server.engine.child_process import start_without_main
+from server.engine.client import ProcessEngineClient, WeightsError
+from server.engine.group import Engines, OwnEngines
+from server.engine.link import EngineFailedError
+from server.http.private import PrivateCallError, call
+from server.http.server import FLUSH_S
+from server.http.signals import Signals
+from server.serve_until_end import TICK_S
+from server.settings import Settings
+from server.shared_counts import SharedCounts
+
+logger = logging.getLogger("pallas_serve")
+
+MARGIN_S = 5.0  # for an HTTP process to end, beyond the times that it gives its requests
+NOTICE_S = 1.0  # until a process that does not answer is known to have ended
+
+
+class ApiServerFailedError(EngineFailedError):
+    """An HTTP process could not start, for no fault of the settings."""
+
+
+class _ApiProcess:
+    """An HTTP process, from its start to its end."""
+
+    def __init__(self, number: int, frontend: int, process: BaseProcess) -> None:
+        self.number = number
+        self.frontend = frontend
+        self.process = process
+        self.has_started = False
+        self.ended = asyncio.Event()
+        self.counts = HttpCounts()
+
+
+class ApiProcesses:
+    """The HTTP processes. Those that die are started again."""
+
+    def __init__(
+        self, settings: Settings, listener: socket.socket, folder: Path, shared_counts: SharedCounts, client: Engines
+    ) -> None:
+        self._folder = folder
+        self.engines = [client] if isinstance(client, ProcessEngineClient) else list(client.engines)
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())  # seen
+        self._settings = settings
+        self._client = client
+        self._listener = listener
+        self._shared_counts = shared_counts
+        self._living: dict[int, _ApiProcess] = {}  # by frontend
+        self._next_frontend = 1
+        self._changed = asyncio.Event()  # one has started or ended
+        self._may_accept = asyncio.Event()
+        self._is_ending = False
+        self._retired = HttpCounts()  # of processes that have ended
+
+    async def start(self) -> None:
+        """Starts all, and waits until they are ready."""
+        for number in range(self._settings.api_server_count):
+            self._start(number, replaces=False)
+        while not all(living.has_started for living in self._living.values()):
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _start(self, number: int, *, replaces: bool) -> None:
+        frontend, self._next_frontend = self._next_frontend, self._next_frontend + 1
+        args = ProcessArgs(
+            settings=self._settings,
+            listener=self._listener,
+            number=number,
+            frontend=frontend,
+            replaces=replaces,
+            engines=[engine.frontends for engine in self.engines],
+            folder=self._folder,
+            shared_counts=self._shared_counts,
+            log_level=logger.getEffectiveLevel(),
+            is_logging=logging.getLogger().hasHandlers(),
+        )
+        process = multiprocessing.get_context("spawn").Process(
+            target=api_process.main, args=(args,), name=f"http-{number}"
+        )
+        start_without_main(process)
+        new = self._living[frontend] = _ApiProcess(number, frontend, process)
+        asyncio.get_running_loop().add_reader(process.sentinel, self._on_exit, new)
+
+    def _on_exit(self, ended: _ApiProcess) -> None:
+        asyncio.get_running_loop().remove_reader(ended.process.sentinel)
+        ended.process.join()
+        del self._living[ended.frontend]
+        self._shared_counts.clear(ended.number)
+        for engine in self.engines:
+            engine.remove_frontend(ended.frontend)
+        ended.counts.retire()
+        self._retired.add(ended.counts)
+        for path in self._folder.glob(f"*{ended.frontend}"):
+            if path.name == socket_name(ended.frontend) or path.name.endswith(f"-{ended.frontend}"):
+                path.unlink(missing_ok=True)
+        ended.ended.set()
+        self._changed.set()
+        if self._is_ending:
+            return
+        what = f"HTTP process {ended.number} has ended (exit code {ended.process.exitcode})"
+        if ended.has_started:
+            logger.error("%s: its requests are aborted, and it is started again", what)
+            self._start(ended.number, replaces=True)
+        else:
+            self._fail(ApiServerFailedError(f"{what} before it was ready"))
+
+    def _fail(self, error: Exception) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+    def let_accept(self) -> None:
+        """From now on a process that is ready may accept connections."""
+        self._may_accept.set()
+
+    async def watch(self, number: int) -> None:
+        """Tells all when an engine has died."""
+        engine = self.engines[number]
+        await engine.died.wait()
+        if engine.death is not None:
+            await self._tell("/engine_died", EngineDied(number, engine.death))
+
+    async def watch_all(self) -> None:
+        """Tells all when the engines must not go on, although they live."""
+        client = self._client
+        await client.died.wait()
+        if isinstance(client, OwnEngines) and client.split is not None:
+            for number in range(len(self.engines)):
+                await self._tell("/engine_died", EngineDied(number, client.split))
+
+    async def end(self, signals: Signals, *, is_dead: bool) -> None:
+        """Ends all: running requests may finish, as in a server of one process. A second signal ends the wait. If an
+        engine is dead, the processes end by themselves."""
+        self._is_ending = True
+        for starting in [living for living in self._living.values() if not living.has_started]:
+            starting.process.kill()
+        settings = self._settings
+        deadline = time.monotonic() + settings.grace_period_s + settings.death_linger_s + FLUSH_S + MARGIN_S
+        num_asked = 0
+        while self._living and time.monotonic() < deadline:
+            is_asked = signals.stop.is_set() or self.failed.done() or not is_dead
+            if num_asked < is_asked + signals.hurry.is_set():
+                num_asked += 1
+                await self._tell("/end", None)
+            await asyncio.sleep(TICK_S)
+        if self._living:
+            logger.warning("%d HTTP processes have not ended in time: killing them", len(self._living))
+
+    def kill(self) -> None:
+        self._is_ending = True
+        loop = asyncio.get_running_loop()
+        for living in self._living.values():
+            loop.remove_reader(living.process.sentinel)
+            living.process.kill()
+            living.process.join()
+
+    def private_app(self) -> Starlette:
+        """What the parent answers to the HTTP processes."""
+
+        async def on_failure(request: Request, error: Exception) -> Response:
+            return PlainTextResponse(str(error), 500)
+
+        routes = [
+            private_route("started", Started, self._on_started),
+            private_route("not_started", NotStarted, self._on_not_started),
+            private_route("counts", Counted, self._count),
+            private_route("abort", Aborting, self._abort),
+            private_route("keeper", Keeping, self._find_keeper),
+            private_route("log_level", Level, self._set_log_level),
+            private_route("weights", Changing, self._change_weights),
+        ]
+        return Starlette(routes=routes, exception_handlers={PrivateCallError: on_failure})
+
+    async def _on_started(self, message: Started) -> None:
+        """Returns when the process may accept connections."""
+        self._living[message.frontend].has_started = True
+        self._changed.set()
+        await self._may_accept.wait()
+
+    async def _on_not_started(self, failure: NotStarted) -> None:
+        self._fail(ValueError(failure.error) if failure.is_worded else ApiServerFailedError(failure.error))
+
+    async def _count(self, message: Counted) -> HttpCounts | None:
+        """The sums over all other processes, those that have ended included, if the process asks for them."""
+        if message.frontend in self._living:
+            self._living[message.frontend].counts = message.counts
+        if not message.asks:
+            return None
+        total = HttpCounts()
+        others = [living.counts for living in self._living.values() if living.frontend != message.frontend]
+        for counts in (self._retired, *others):
+            total.add(counts)
+        return total
+
+    async def _abort(self, message: Aborting) -> list[str]:
+        answers = await self._ask("/abort", message, but=message.frontend)
+        return [id for answer in answers.values() for id in msgspec.msgpack.decode(answer, type=list[str])]
+
+    async def _find_keeper(self, message: Keeping) -> str | None:
+        answers = await self._ask("/keeps", message, but=message.frontend)
+        keepers = [frontend for frontend, answer in answers.items() if msgspec.msgpack.decode(answer, type=bool)]
+        return socket_name(keepers[0]) if keepers else None
+
+    async def _set_log_level(self, message: Level) -> None:
+        logger.setLevel(message.level)
+        await self._ask("/log_level", message)
+
+    async def _change_weights(self, message: Changing) -> ChangeAnswer:
+        error = None
+        if message.change is not None:
+            try:
+                await self._client.change_weights(message.change, message.model)
+            except WeightsError as reason:
+                error = str(reason)
+        return ChangeAnswer(self._client.is_sleeping, error)
+
+    async def _ask(self, target: str, message: object, *, but: int | None = None) -> dict[int, bytes]:
+        """The answers of all processes but one, by their frontends. Raises PrivateCallError."""
+        asked = [living for living in self._living.values() if living.has_started and living.frontend != but]
+        body = msgspec.msgpack.encode(message)
+        calls = [call(self._folder / socket_name(one.frontend), target, body, timeout_s=TIMEOUT_S) for one in asked]
+        answers: dict[int, bytes] = {}
+        for one, answer in zip(asked, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(answer, bytes):
+                answers[one.frontend] = answer
+            elif not isinstance(answer, PrivateCallError) or not await _has_ended(one):
+                raise answer
+        return answers
+
+    async def _tell(self, target: str, message: object) -> None:
+        try:
+            await self._ask(target, message)
+        except PrivateCallError as error:
+            logger.warning("an HTTP process has not taken a message: %s", error)
+
+
+async def _has_ended(asked: _ApiProcess) -> bool:
+    """A process that has ended has no requests, and keeps nothing."""
+    try:
+        await asyncio.wait_for(asked.ended.wait(), NOTICE_S)
+    except TimeoutError:
+        return False
+    return True

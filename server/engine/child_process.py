@@ -1,0 +1,38 @@
+"""Processes that this one starts: they start without its main module, and end with it, however it ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from multiprocessing import connection, parent_process
+from multiprocessing.process import BaseProcess
+from types import ModuleType
+
+EXIT_ORPHANED = 2
+
+
+def start_without_main(process: BaseProcess) -> None:
+    """Starts a process that does not import this process's main module.
+
+    By default, a spawned process first imports it, and with it the HTTP server: half a second of every start. The
+    engine's target and its arguments are in modules of their own.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        process.start()
+    finally:
+        sys.modules["__main__"] = main
+
+
+def end_with_parent() -> None:
+    """Starts a thread that ends this process when its parent has ended for any reason."""
+    threading.Thread(target=_wait, name="parent-watch", daemon=True).start()
+
+
+def _wait() -> None:
+    parent = parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(EXIT_ORPHANED)

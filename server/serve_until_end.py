@@ -1,0 +1,92 @@
+"""Serves HTTP from the moment that the engine is ready, to the end: of the server, or of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import socket
+import time
+from collections.abc import Callable
+
+from server.api.state import ServerState
+from server.app import create_state
+from server.engine.client import FrontendClient, ProcessEngineClient
+from server.engine.group import EngineGroup
+from server.http.server import FLUSH_S, HttpServer
+from server.http.signals import Ending, first_of
+from server.settings import Settings
+from server.text.tokenizer import ByteLevelTokenizer
+
+logger = logging.getLogger("pallas_serve")
+
+Client = ProcessEngineClient | FrontendClient | EngineGroup[ProcessEngineClient] | EngineGroup[FrontendClient]
+EXIT_OK = 0
+EXIT_ENGINE_FAILED = 1
+TICK_S = 0.02
+
+
+def load_state(settings: Settings, client: Client) -> ServerState:
+    """What the routes share. It takes a second or more: call it in a thread. Raises ValueError for an unusable
+    tokenizer or chat template."""
+    tokenizer = ByteLevelTokenizer.from_folder(settings.tokenizer_folder, vocab_size=settings.vocab_size)
+    return create_state(settings, client, tokenizer)
+
+
+async def serve(
+    state: ServerState,
+    client: Client,
+    server: HttpServer,
+    ending: Ending,
+    listener: socket.socket,
+    on_started: Callable[[], None],
+) -> int:
+    """Serves `listener`, which listens, until the end. Returns the exit code.
+
+    When asked to end, running requests may finish within `settings.grace_period_s`; see `server.main.run`.
+    """
+    gc.freeze()  # a full collection of what the start has made would stop all streams for 50 ms
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    recording = asyncio.create_task(state.history.record()) if state.settings.ui else None
+    while not server.started and not serving.done():
+        await asyncio.sleep(TICK_S)
+    if not serving.done():
+        on_started()
+    await first_of(ending.stop.wait(), client.died.wait(), asyncio.wait([serving]))
+    if serving.done():
+        await serving
+        raise RuntimeError("the HTTP server has ended by itself")
+    died = client.died.is_set()
+    if died:
+        # The engine's streams have ended with an error. For `death_linger_s`, /health shows load balancers the reason.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(ending.stop.wait(), state.settings.death_linger_s)
+        await _abort_the_rest(state, client)
+    else:
+        await _drain(state, client, ending, server)
+    server.should_exit = True
+    await serving
+    if recording is not None:
+        recording.cancel()
+    return EXIT_ENGINE_FAILED if died else EXIT_OK
+
+
+async def _drain(state: ServerState, client: Client, ending: Ending, server: HttpServer) -> None:
+    """Refuses new and incomplete requests and waits for the running ones. Aborts these after the grace period or at a
+    second signal."""
+    state.draining = True
+    server.drain()
+    logger.info("shutting down: %d requests in flight", state.num_in_flight)
+    deadline = time.monotonic() + state.settings.grace_period_s
+    while state.num_busy and time.monotonic() < deadline and not ending.hurry.is_set() and client.death is None:
+        await asyncio.sleep(TICK_S)
+    await _abort_the_rest(state, client)
+
+
+async def _abort_the_rest(state: ServerState, client: Client) -> None:
+    if state.num_busy:
+        client.abort_all()
+        deadline = time.monotonic() + FLUSH_S
+        while state.num_busy and time.monotonic() < deadline:
+            await asyncio.sleep(TICK_S)

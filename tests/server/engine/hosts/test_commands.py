@@ -1,0 +1,33 @@
+"""A step is the same after it has crossed to another host."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from batcher.step import Bucket, PenaltyReset, StepInput, Variant
+from server.engine.hosts import commands
+
+
+def test_a_step_arrives_as_it_was_sent():
+    step = StepInput(
+        bucket=Bucket(16, 4, Variant.SAMPLE, 3),
+        packed=np.arange(-3, 200, dtype=np.int32),
+        patches=(np.arange(8, dtype=np.int32).reshape(2, 4), np.zeros((2, 4), np.int32)),
+        penalty_resets=(PenaltyReset(slot=1, prompt=np.array([5, 6], np.int32), output=np.empty(0, np.int32)),),
+        masks=(np.full((16, 3), -1, np.int32),),
+    )
+    sent = msgspec.msgpack.encode(commands.Numbered(7, commands.step_to_wire(step)))
+    numbered = msgspec.msgpack.decode(sent, type=commands.Numbered)
+    assert numbered.number == 7
+    assert isinstance(numbered.command, commands.Step)
+    arrived = commands.step_from_wire(numbered.command)
+    assert arrived.bucket == step.bucket
+    pairs = [(arrived.packed, step.packed)]
+    pairs += [*zip(arrived.patches, step.patches, strict=True), *zip(arrived.masks, step.masks, strict=True)]
+    (reset,), (sent_reset,) = arrived.penalty_resets, step.penalty_resets
+    assert reset.slot == sent_reset.slot
+    pairs += [(reset.prompt, sent_reset.prompt), (reset.output, sent_reset.output)]
+    for a, b in pairs:
+        assert a.dtype == b.dtype == np.int32
+        np.testing.assert_array_equal(a, b)
