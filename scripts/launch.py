@@ -42,6 +42,7 @@ from server.settings import (
     check_range,
     flag_of,
 )
+from server.text.reasoning import REASONING_FORMATS
 from server.text.tool_calls.formats import FORMATS
 
 logger = logging.getLogger("pallas_serve")
@@ -189,6 +190,11 @@ def _add_request_flags(group: argparse._ArgumentGroup) -> None:
         "llama3_json).",
     )  # fmt: skip
     group.add_argument(
+        "--reasoning-parser", choices=REASONING_FORMATS,
+        help="How the model marks its reasoning, which answers have apart from their content; `none` leaves it in the "
+        "content (default: qwen3 if the template has </think>, else none).",
+    )  # fmt: skip
+    group.add_argument(
         "--no-enable-auto-tool-choice", dest="enable_auto_tool_choice", action="store_false",
         help="A request with tools must say by `tool_choice` whether one is called.",
     )  # fmt: skip
@@ -239,6 +245,7 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         allowed_origins=tuple(args.allowed_origins),
         chat_template=read_text(args.chat_template, MAX_TEMPLATE_BYTES) if args.chat_template else None,
         enable_auto_tool_choice=args.enable_auto_tool_choice,
+        reasoning_parser=args.reasoning_parser,
         tool_call_parser=args.tool_call_parser,
         generation_defaults=_generation_defaults(args, source),
         metrics_prefix=args.metrics_prefix,

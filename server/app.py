@@ -33,6 +33,7 @@ from server.engine.client import EngineClient
 from server.engine.group import EngineGroup
 from server.http.request_error import NOT_FOUND, RequestError
 from server.settings import Settings
+from server.text.reasoning import REASONING_FORMATS, ReasoningFormat, reasoning_format_in
 from server.text.template_runner import ServedTemplate, TemplateRunner
 from server.text.tokenizer import ByteLevelTokenizer
 from server.text.tokenizer_files import ChatTemplates
@@ -64,6 +65,7 @@ def create_state(
         templates=runner,
         history=StatsHistory(lambda: client.stats),
         call_format=FORMATS[_call_format(settings, sources.tool_use or sources.default or "")],
+        reasoning=_reasoning(settings, sources.default or sources.tool_use or ""),
         metrics=ServerMetrics(engines, prefix=settings.metrics_prefix, model_name=settings.model_names[0]),
     )
 
@@ -76,6 +78,16 @@ def _call_format(settings: Settings, template: str) -> str:
     if name != DEFAULT_FORMAT:
         logger.info("tool calls are read as --tool-call-parser %s, which the chat template shows to the model", name)
     return name
+
+
+def _reasoning(settings: Settings, template: str) -> ReasoningFormat | None:
+    """None: the whole text is the answer. If the template decides, the log says which format it is."""
+    if settings.reasoning_parser is not None:
+        return REASONING_FORMATS[settings.reasoning_parser]
+    if (name := reasoning_format_in(template)) is None:
+        return None
+    logger.info("reasoning is read as --reasoning-parser %s, which the chat template shows", name)
+    return REASONING_FORMATS[name]
 
 
 def create_app(state: ServerState) -> Starlette:

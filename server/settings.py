@@ -126,6 +126,7 @@ class Settings:
     chat_template: str | None = None  # replaces the tokenizer's own
     trust_request_chat_template: bool = False  # requests may have templates, which are programs
     enable_auto_tool_choice: bool = True  # tool_choice "auto" is allowed
+    reasoning_parser: str | None = None  # how the model marks its reasoning; None: as the template shows it
     tool_call_parser: str | None = None  # the format of the model's calls; None: the one that the template shows
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     metrics_prefix: str = DEFAULT_METRICS_PREFIX

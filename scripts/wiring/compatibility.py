@@ -74,7 +74,6 @@ REFUSED = {
     "--hf-overrides": "the checkpoint's config is served as it is",
     "--kv-transfer-config": "moving K/V between servers is not supported yet",
     "--limit-mm-per-prompt": "input other than text is not supported yet",
-    "--reasoning-parser": "reasoning apart from the answer is not supported yet",
     "--return-tokens-as-token-ids": "requests ask for it: the field `return_tokens_as_token_ids`",
     "--revision": "only the newest revision is downloaded; --model takes a folder with another one",
     "--rope-scaling": "the checkpoint's config is served as it is",
@@ -119,7 +118,7 @@ EMBEDDING_FLAGS = {
 WITH_VALUE = frozenset(
     "--compilation-config --cpu-offload-gb --distributed-executor-backend --guided-decoding-backend "
     "--hf-overrides --kv-transfer-config --limit-mm-per-prompt --lora-modules --max-seq-len-to-capture "
-    "--pipeline-parallel-size --reasoning-parser --revision --rope-scaling --swap-space --tool-parser-plugin "
+    "--pipeline-parallel-size --revision --rope-scaling --swap-space --tool-parser-plugin "
     "--allowed-headers --allowed-methods --chat-template-content-format --code-revision --data-parallel-backend "
     "--default-chat-template-kwargs --download-dir --fingerprint-mode --h11-max-header-count "
     "--h11-max-incomplete-event-size --hf-config-path --hf-token --kv-cache-memory-bytes --kv-events-config "

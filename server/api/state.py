@@ -20,6 +20,7 @@ from server.http.body import BodyLimits
 from server.http.request_error import RequestError, model_not_found
 from server.http.turns import Turns
 from server.settings import Settings
+from server.text.reasoning import ReasoningFormat
 from server.text.template_runner import ServedTemplate, TemplateRunner
 from server.text.tokenizer import ByteLevelTokenizer
 from server.text.tool_calls.parser import CallParser
@@ -39,6 +40,7 @@ class ServerState:
     tool_template: ServedTemplate | None  # for conversations with tools
     templates: TemplateRunner
     call_format: type[CallParser]  # of the model's tool calls
+    reasoning: ReasoningFormat | None  # None: the whole text is the answer
     metrics: ServerMetrics
     history: StatsHistory
     tracer: Tracer | None = None  # None: there are no traces

@@ -18,9 +18,10 @@ from batcher.request import FinishReason
 from server.engine import wire
 from server.engine.client import EngineClient
 from server.http.request_error import RequestError, internal, invalid, overloaded, unavailable
+from server.text.reasoning import ReasoningReader
 from server.text.stream import TextStream
 from server.text.tool_calls.parser import CallParser
-from server.text.tool_calls.pieces import CallDelta, Content, Piece
+from server.text.tool_calls.pieces import CallDelta, Content, Piece, Reasoning
 
 logger = logging.getLogger("pallas_serve")
 
@@ -47,6 +48,15 @@ class Gain:
         return "".join([piece.text for piece in self.pieces if isinstance(piece, Content)])
 
     @property
+    def reasoning(self) -> str:
+        return "".join([piece.text for piece in self.pieces if isinstance(piece, Reasoning)])
+
+    @property
+    def is_content(self) -> bool:
+        """Whether it has neither reasoning nor calls."""
+        return all(isinstance(piece, Content) for piece in self.pieces)
+
+    @property
     def calls(self) -> list[CallDelta]:
         return [piece for piece in self.pieces if isinstance(piece, CallDelta)]
 
@@ -54,7 +64,7 @@ class Gain:
 class Choice:
     """One sequence: collects outputs, from which the response takes text, tool calls and scored tokens.
 
-    `calls` finds tool calls in the text; None: the whole text is content.
+    `reader` finds reasoning and tool calls in the text; None: the whole text is content.
     """
 
     def __init__(
@@ -65,14 +75,14 @@ class Choice:
         num_prompt_tokens: int,
         *,
         include_stop: bool,
-        calls: CallParser | None = None,
+        reader: CallParser | ReasoningReader | None = None,
     ) -> None:
         # A generation and its choices die when the answer is complete, not when the garbage collector runs next: until
         # then hundreds of requests' log-probabilities would pile up.
         self._generation: Generation = weakref.proxy(generation)
         self._stream = stream
         self._include_stop = include_stop
-        self._calls = calls
+        self._reader = reader
         self._overdue = False
         self._texts: list[str] = []
         self._num_taken = 0  # characters, if the whole text is content
@@ -83,6 +93,7 @@ class Choice:
         self.num_prompt_tokens = num_prompt_tokens
         self.num_cached_tokens = 0
         self.num_tokens = 0
+        self.num_reasoning_tokens = 0
         self.drafts = (0, 0)  # accepted and rejected, if the request asks for the counts
         self.first_token_s: float | None = None  # by the monotonic clock
         self.times: tuple[float, float] | None = None  # seconds in the engine's queue, and of the prefill
@@ -92,8 +103,9 @@ class Choice:
 
     def take(self) -> Gain:
         """The new output since the last call."""
-        if self._calls is not None:
-            pieces = self._calls.take()
+        pieces: list[Piece]
+        if self._reader is not None:
+            pieces = [*self._reader.take()]
         else:
             text = "".join(self._texts)
             pieces = [Content(text, self._num_taken)] if text else []
@@ -105,7 +117,7 @@ class Choice:
     @property
     def num_calls(self) -> int:
         """Tool calls that have begun, without one that a limit or a stop string has cut."""
-        return 0 if self._calls is None else self._calls.num_calls
+        return 0 if self._reader is None else self._reader.num_calls
 
     def on_output(self, output: wire.Output) -> None:
         if output.expired:
@@ -186,20 +198,22 @@ class Choice:
             if is_hidden:
                 break
             self._add(text)
-            if stream.matched_stop is not None or (self._calls is not None and self._calls.is_full):
+            if self._reader is not None:
+                self.num_reasoning_tokens += self._reader.is_reasoning
+            if stream.matched_stop is not None or (self._reader is not None and self._reader.is_full):
                 self._finish(FinishReason.STOP.value, stream.matched_stop)
                 return True
         return False
 
     def _add(self, text: str) -> None:
-        if self._calls is None:
+        if self._reader is None:
             self._texts.append(text)
         else:
-            self._calls.push(text)
+            self._reader.push(text)
 
     def _finish(self, finish_reason: str, stop_reason: str | int | None) -> None:
-        if self._calls is not None:
-            self._calls.finish(cut=finish_reason == FinishReason.LENGTH.value or isinstance(stop_reason, str))
+        if self._reader is not None:
+            self._reader.finish(cut=finish_reason == FinishReason.LENGTH.value or isinstance(stop_reason, str))
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
 
 

@@ -40,6 +40,7 @@ class Vocabulary:
 
         self.size = len(token_bytes)
         self.token_bytes = token_bytes
+        self.encode = encode
         self.end_ids = tuple(end_ids)
         wrapper = TokenizerWrapper(_Wrapped(token_bytes, end_ids[0], encode))
         self.tokenizer: LLTokenizer = LLTokenizer(wrapper, n_vocab=self.size, eos_token=list(end_ids))

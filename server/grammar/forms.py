@@ -12,6 +12,7 @@ tokens: the engine never allows them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +27,9 @@ MAX_NESTING = 128  # brackets inside brackets, in a pattern or a grammar; JSON h
 # White space between JSON's marks is bounded, because a model might otherwise repeat it without end. `lenient` would
 # ignore keywords of a schema that the compiler does not know; a schema's own options cannot turn it on.
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[ \n]{0,16}", "lenient": False, "coerce_one_of": True}
+
+
+_BUDGET = "%thinking_budget "
 
 
 class Grammar(NamedTuple):
@@ -110,6 +114,56 @@ def structural_tag_grammar(structures: Sequence[Mapping[str, Any]], triggers: Se
     if not tags:
         raise GrammarError("there must be at least one structure")
     return lark_grammar(StructTag.to_grammar(tags, assume_special=False), foreign=False)
+
+
+def reasoned_grammar(answer: str | None, *, start: str, end: str, is_open: bool) -> str:
+    """Free text up to `end`, and then a text of the grammar `answer`; None: any text.
+
+    `is_open`: the text begins inside the reasoning. Otherwise it has reasoning only if it begins with `start`.
+    """
+    begin = "" if is_open else rf"\s{{0,8}}{_in_regex(start)}"
+    rules = [
+        f"start: thought{'' if is_open else '?'} SPACE {'REST' if answer is None else '@answer'}",
+        rf"thought[lazy]: /{begin}(.|\n)*{_in_regex(end)}/",
+        r"SPACE: /[ \n]{0,8}/",
+    ]
+    if answer is None:
+        return lark_grammar("\n".join([*rules, r"REST: /(.|\n)*/"]), foreign=False)
+    first, *others = parts_of(answer)
+    whole = [{"lark_grammar": "\n".join(rules)}, {**first, "name": "answer"}, *others]
+    return json.dumps({"grammars": whole})
+
+
+def parts_of(grammar: str) -> list[dict[str, Any]]:
+    """The parts of a grammar; the first has the start rule. A Lark text is one part."""
+    try:
+        return list(json.loads(grammar)["grammars"])
+    except ValueError:
+        return [{"lark_grammar": grammar}]
+
+
+def _in_regex(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")
+
+
+class ThinkingBudget(NamedTuple):
+    """The most tokens of the reasoning, which begins after the text `start` and is closed with `end`."""
+
+    num_tokens: int
+    start: str  # "": the reasoning begins with the first token
+    end: str
+
+    def added_to(self, grammar: str) -> str:
+        """The grammar with the budget, in the form that the engine's matchers read."""
+        return f"{_BUDGET}{json.dumps(self)}\n{grammar}"
+
+    @classmethod
+    def split(cls, grammar: str) -> tuple[ThinkingBudget | None, str]:
+        """The budget of a grammar that has one, and the grammar without it."""
+        if not grammar.startswith(_BUDGET):
+            return None, grammar
+        head, _, rest = grammar.removeprefix(_BUDGET).partition("\n")
+        return cls(*json.loads(head)), rest
 
 
 def _dumps(schema: Any) -> str:

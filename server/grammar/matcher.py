@@ -11,6 +11,7 @@ import numpy as np
 
 from batcher.grammar import GrammarError, Permit, num_mask_words
 from server.grammar.compiler import Vocabulary, compile_grammar, error_of
+from server.grammar.forms import ThinkingBudget
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -80,12 +81,50 @@ class NumberBound:
                 mask[:] = bounded
 
 
+class Thinking:
+    """Counts the tokens of the reasoning, and closes it when its budget is spent."""
+
+    def __init__(self, budget: ThinkingBudget, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._left = budget.num_tokens
+        self._mark = (budget.start or budget.end).encode()  # what is looked for
+        self._end = budget.end.encode()
+        self._counts = not budget.start
+        self._text = b""  # the last bytes, in which the mark may begin
+        self._closing: list[int] = []  # the tokens that must still come
+        self.is_over = False
+
+    def take(self, token: int) -> None:
+        """Takes in a token that was drawn."""
+        if self._closing:
+            self._closing.pop(0)
+        elif self._counts:
+            self._left -= 1
+        self._text += self._vocabulary.token_bytes[token]
+        if self._mark in self._text:
+            self._text = self._text.partition(self._mark)[2]
+            self.is_over = self._counts
+            self._counts, self._mark = True, self._end
+        self._text = self._text[-len(self._end) - len(self._mark) :]
+
+    def apply(self, mask: np.ndarray) -> None:
+        """Leaves nothing in the mask but the next token of the end, if the budget is spent."""
+        if not self._counts or (self._left > 0 and not self._closing):
+            return
+        if not self._closing:
+            tokens, end = self._vocabulary.token_bytes, self._end
+            self._closing = [tokens.index(end)] if end in tokens else [*self._vocabulary.encode(end.decode())]
+        mask[:] = 0
+        mask.view(np.uint32)[self._closing[0] // 32] = 1 << self._closing[0] % 32
+
+
 class TokenMatcher:
     """`batcher.grammar.Matcher`."""
 
     def __init__(self, grammars: TokenGrammars, grammar: str) -> None:
         self._grammars = grammars
-        self._grammar = grammar
+        self._budget, self._grammar = ThinkingBudget.split(grammar)
+        self._thinking: Thinking | None = None
         self._matcher: LLMatcher | None = None
         self._has_json = "json_schema" in grammar or "%json" in grammar
         self._number_chars = 0
@@ -93,10 +132,14 @@ class TokenMatcher:
     def advance(self, tokens: Sequence[int]) -> Permit:
         if self._matcher is None:
             self._matcher = self._grammars.compiled(self._grammar).deep_copy()
+            self._thinking = None if self._budget is None else Thinking(self._budget, self._grammars.load())
         matcher, vocabulary = self._matcher, self._grammars.load()
         for token in tokens:
             if not matcher.consume_token(token):
                 raise GrammarError(_reason(matcher))
+            if self._thinking is not None:
+                self._thinking.take(token)
+                self._thinking = None if self._thinking.is_over else self._thinking
             self._number_chars = self._grammars.number_bound.length_after(self._number_chars, token)
         mask = np.zeros(num_mask_words(vocabulary.size), np.int32)
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -104,6 +147,8 @@ class TokenMatcher:
             raise GrammarError(_reason(matcher))
         if self._has_json and self._number_chars >= MAX_NUMBER_CHARS:
             self._grammars.number_bound.apply(mask)
+        if self._thinking is not None:
+            self._thinking.apply(mask)
         return Permit(mask, matcher.is_stopped())
 
 

@@ -15,16 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from server.text.tool_calls.parser import CallParser
-from server.text.tool_calls.pieces import CallDelta, Content
+from server.text.tool_calls.pieces import Content, Piece, Reasoning
 
 MAX_HELD_CHARS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Reasoning:
-    """An addition to the reasoning."""
-
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +33,16 @@ class ReasoningFormat:
 
 
 # By vLLM's names. What the prompt ends with counts first: a template may open the tag, or close an empty one.
-REASONING_FORMATS = {"deepseek_r1": ReasoningFormat(is_open=True), "qwen3": ReasoningFormat()}
+REASONING_FORMATS: dict[str, ReasoningFormat | None] = {
+    "none": None,
+    "deepseek_r1": ReasoningFormat(is_open=True),
+    "qwen3": ReasoningFormat(),
+}
 
 
 def reasoning_format_in(template: str) -> str | None:
     """The name of the format that a chat template shows: one that opens or removes reasoning. None: it shows none."""
-    return "qwen3" if REASONING_FORMATS["qwen3"].end in template else None
+    return "qwen3" if "</think>" in template else None
 
 
 def is_open_after(format: ReasoningFormat, prompt_end: str) -> bool:
@@ -61,11 +58,15 @@ class ReasoningReader:
         format: the tags.
         prompt_end: the last characters of the prompt, at least as many as the tags and the white space after them have.
         calls: reads the answer; None: the answer is content.
+        is_shown: whether the reasoning is among the pieces.
     """
 
-    def __init__(self, format: ReasoningFormat, *, prompt_end: str = "", calls: CallParser | None = None) -> None:
+    def __init__(
+        self, format: ReasoningFormat, *, prompt_end: str = "", calls: CallParser | None = None, is_shown: bool = True
+    ) -> None:
         self._format = format
         self._calls = calls
+        self._is_shown = is_shown
         self._is_open = is_open_after(format, prompt_end)
         self._read = self._read_start
         self._held = ""  # white space, or the beginning of a tag
@@ -95,12 +96,12 @@ class ReasoningReader:
         if text:
             self._read(text)
 
-    def take(self) -> list[Reasoning | Content | CallDelta]:
+    def take(self) -> list[Piece]:
         """The pieces that have become certain since the last `take`."""
         text, answer = "".join(self._reasoning), "".join(self._content)
         self._reasoning.clear()
         self._content.clear()
-        pieces: list[Reasoning | Content | CallDelta] = [Reasoning(text)] if text else []
+        pieces: list[Piece] = [Reasoning(text)] if text and self._is_shown else []
         if answer:
             pieces.append(Content(answer, self._answer_start + self._num_taken))
             self._num_taken += len(answer)

@@ -15,7 +15,7 @@ from server.api.answers.writer import AnswerHead
 from server.engine.generation import Choice, Gain, Generation, ScoredToken
 from server.http.encoding import LongText, event_pieces, list_of
 from server.text.tokenizer import ByteLevelTokenizer
-from server.text.tool_calls.pieces import CallDelta, Content, Piece
+from server.text.tool_calls.pieces import CallDelta, Content, Piece, Reasoning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class ChatWriter(ChoicesWriter):
         return chain.from_iterable(map(event_pieces, chunks))
 
     def _gain_fields(self, gain: Gain) -> list[dict[str, Any]]:
-        if not gain.calls:
+        if gain.is_content:
             return super()._gain_fields(gain)
         if self._head.usage.in_every_chunk:  # one chunk, for each counts more tokens than the last
             return [_joined_fields(gain)]
@@ -63,6 +63,8 @@ class ChatWriter(ChoicesWriter):
     def _piece_fields(self, piece: Piece) -> dict[str, Any]:
         if isinstance(piece, Content):
             return self._text_fields(LongText(piece.text))
+        if isinstance(piece, Reasoning):
+            return {"delta": _reasoning_fields(piece.text)}
         return {"delta": {"tool_calls": [_delta_fields(piece)]}}
 
     def _ending(self, choice: Choice) -> dict[str, Any]:
@@ -74,11 +76,12 @@ class ChatWriter(ChoicesWriter):
 
     def _whole_choice(self, choice: Choice, gain: Gain) -> dict[str, Any]:
         calls = {"tool_calls": [_call_fields(call) for call in gain.calls]} if gain.calls else {}
+        reasoning = _reasoning_fields(gain.reasoning) if gain.reasoning else {}
         text = self._options.echo + gain.text
         content = LongText(text) if text or not calls else None
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": content, "refusal": None, **calls},
+            "message": {"role": "assistant", "content": content, "refusal": None, **reasoning, **calls},
             "logprobs": self._scores(choice, gain.scored) if self._scores_shown else None,
             **self._ending(choice),
             **self._ids_fields(gain),
@@ -110,7 +113,14 @@ def _joined_fields(gain: Gain) -> dict[str, Any]:
         before = joined.get(call.index)
         joined[call.index] = call if before is None else replace(before, arguments=before.arguments + call.arguments)
     content = {"content": LongText(gain.text)} if gain.text else {}
-    return {"delta": {**content, "tool_calls": [_delta_fields(call) for call in joined.values()]}}
+    reasoning = _reasoning_fields(gain.reasoning) if gain.reasoning else {}
+    calls = {"tool_calls": [_delta_fields(call) for call in joined.values()]} if joined else {}
+    return {"delta": {**reasoning, **content, **calls}}
+
+
+def _reasoning_fields(text: str) -> dict[str, Any]:
+    """DeepSeek's name of the field, and vLLM's newer one."""
+    return {"reasoning_content": LongText(text), "reasoning": LongText(text)}
 
 
 def _delta_fields(call: CallDelta) -> dict[str, Any]:

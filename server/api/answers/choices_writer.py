@@ -92,7 +92,7 @@ class ChoicesWriter(ABC):
         ends = self._ends_in_gain(choice)
         if not (gain.pieces or gain.scored or ends or (self._moves_without_text and gain.token_ids)):
             return ()
-        if self._plain and not gain.calls:
+        if self._plain and gain.is_content:
             return map(self._template(choice).fill, [gain.text])
         chunks = [self._chunk(choice, fields) for fields in self._gain_fields(gain)]
         first, last = chunks[0]["choices"][0], chunks[-1]["choices"][0]

@@ -40,10 +40,12 @@ def usage(
     }
     if show_cached:
         counts["prompt_tokens_details"] = {"cached_tokens": sum(c.num_cached_tokens for c in choices[::n])}
+    details = {}
+    if reasoning := sum(choice.num_reasoning_tokens for choice in choices):
+        details["reasoning_tokens"] = reasoning
     if show_drafts:
         accepted, rejected = (sum(choice.drafts[i] for choice in choices) for i in (0, 1))
-        counts["completion_tokens_details"] = {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": rejected,
-        }
+        details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+    if details:
+        counts["completion_tokens_details"] = details
     return counts

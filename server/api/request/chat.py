@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from server.api.answers.chat_writer import ChatOptions
 from server.api.request.conversation import Conversation, content_text, encode_conversation
-from server.api.request.grammars import Constraint, asked_constraint, compiled, with_calls
+from server.api.request.grammars import Constraint, after_reasoning, asked_constraint, compiled, with_calls
 from server.api.request.limits import Truncation, check_min_tokens, limit_scores, output_limit
 from server.api.request.plan import TIMEOUT_HEADER, GenerationPlan, check_generation, submit
 from server.api.request.sampling import check_counts, check_num_choices, check_top_logprobs
@@ -21,6 +21,12 @@ from server.api.request.tools import ToolChoice, Tools, usable_tools
 from server.api.state import ServerState
 from server.engine.generation import Generation
 from server.http.request_error import invalid
+from server.text.reasoning import ReasoningReader, is_open_after
+from server.text.stream import decode_text
+from server.text.tool_calls.parser import CallParser
+
+PROMPT_END = 16  # tokens that are read to see whether the prompt opens the reasoning
+MOST_THINKING = 2**31
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,6 +41,8 @@ class ChatPlan:
     max_tokens: int | None  # None: up to the end of the context
     max_tokens_field: str
     echo: str
+    shows_reasoning: bool
+    thinking_budget: int | None  # the most tokens of the reasoning
     lowers_max_tokens: bool = False
 
     @property
@@ -86,6 +94,8 @@ async def check_chat(
         max_tokens=max_tokens,
         max_tokens_field=field,
         echo=_echo(body),
+        shows_reasoning=body.include_reasoning is not False,
+        thinking_budget=_thinking_budget(body),
     )
 
 
@@ -103,11 +113,26 @@ async def render(state: ServerState, plan: ChatPlan) -> None:
 
 async def constrain(state: ServerState, plan: ChatPlan) -> None:
     """The form of the output becomes a grammar, and a parser of tool calls."""
+    generation, tools, reasoning = plan.generation, plan.tools, state.reasoning
     answer = await compiled(state, plan.constraint)
-    plan.generation.grammar = await with_calls(state, plan.tools, answer)
-    plan.generation.grammar_field = "tools" if plan.constraint is None else plan.constraint.field
-    if (tools := plan.tools) is not None:
-        plan.generation.new_call_parser = lambda: tools.new_parser(state.call_format, is_free=answer is None)
+    grammar = await with_calls(state, tools, answer)
+    field = "thinking_token_budget" if tools is None else "tools"
+    if plan.constraint is not None:
+        field = plan.constraint.field
+
+    def new_parser() -> CallParser | None:
+        return None if tools is None else tools.new_parser(state.call_format, is_free=answer is None)
+
+    if reasoning is None:
+        generation.new_reader = new_parser
+    else:
+        prompt_end = decode_text(state.tokenizer, generation.prompts[0][-PROMPT_END:], skip_special_tokens=False)
+        is_open, budget = is_open_after(reasoning, prompt_end), plan.thinking_budget
+        grammar = await after_reasoning(state, grammar, reasoning, is_open=is_open, budget=budget, field=field)
+        generation.new_reader = lambda: ReasoningReader(
+            reasoning, prompt_end=prompt_end, calls=new_parser(), is_shown=plan.shows_reasoning
+        )
+    generation.grammar, generation.grammar_field = grammar, field
 
 
 def fit(state: ServerState, plan: ChatPlan) -> None:
@@ -133,6 +158,13 @@ def _echo(body: ChatRequest) -> str:
     """With `echo`, the text of the last message if it is the assistant's: the answer continues it."""
     last = body.messages[-1]
     return content_text(last) if body.echo and last.role == "assistant" else ""
+
+
+def _thinking_budget(body: ChatRequest) -> int | None:
+    budget = body.thinking_token_budget
+    if budget is not None and not 0 <= budget <= MOST_THINKING:
+        raise invalid("thinking_token_budget", f"must be between 0 and {MOST_THINKING}, got {budget}")
+    return budget
 
 
 def _top_logprobs(body: ChatRequest) -> int | None:

@@ -200,6 +200,8 @@ def template_message(index: int, message: Message) -> dict[str, Any]:
         fields["name"] = message.name
     if message.tool_call_id is not None:
         fields["tool_call_id"] = message.tool_call_id
+    if (reasoning := message.reasoning_content or message.reasoning) is not None:
+        fields["reasoning_content"] = reasoning
     calls = _tool_calls(message)
     if calls and role != "assistant":
         raise invalid(f"{where}.tool_calls", "are only allowed in messages of the assistant")
@@ -220,7 +222,11 @@ def content_text(message: Message) -> str:
 def num_characters(message: dict[str, Any]) -> int:
     """The approximate number of characters that the message adds to a prompt."""
     calls = [call["function"] for call in message.get("tool_calls", ())]
-    return len(message["content"]) + sum(len(call["name"]) + _size(call["arguments"]) for call in calls)
+    return (
+        len(message["content"])
+        + len(message.get("reasoning_content", ""))
+        + sum(len(call["name"]) + _size(call["arguments"]) for call in calls)
+    )
 
 
 def _size(arguments: Any) -> int:

@@ -67,7 +67,8 @@ _NO_EFFORT: tuple[dict[str, str | None], ...] = (
     {"effort": "none"},
     {"effort": None, "summary": None},
 )
-NO_REASONING = Refused("reasoning apart from the answer is not supported yet", ("none", *_NO_EFFORT), tunes=True)
+NO_EFFORT = Refused("a level of effort is not supported yet", ("none", *_NO_EFFORT), tunes=True)
+NO_BUDGET = Refused("chats have `thinking_token_budget` for it", tunes=True)
 NO_VERBOSITY = Refused("a level of verbosity is not supported yet: say it in a message", ("medium",), tunes=True)
 NO_SHORTER = Refused("making a conversation shorter is not supported yet", tunes=True)
 _STRUCTURED = Refused("this way to ask for structured output is not supported yet: there is `structured_outputs`")
@@ -79,10 +80,10 @@ _GENERATION = {
     "dynatemp_range": Refused(_ANOTHER_SAMPLER),
     "ec_transfer_params": NO_TRANSFER,
     "early_stopping": Refused("beam search is not supported yet"),
-    "enable_thinking": NO_REASONING,
+    "enable_thinking": Refused("chats have `chat_template_kwargs` for it", tunes=True),
     "grammar": _STRUCTURED,
     "guided_whitespace_pattern": _STRUCTURED,
-    "include_reasoning": NO_REASONING,
+    "include_reasoning": Refused("only chats tell reasoning from the answer", tunes=True),
     "json_schema": _STRUCTURED,
     "kv_transfer_params": NO_TRANSFER,
     "length_penalty": Refused("beam search is not supported yet", (1,)),
@@ -94,9 +95,9 @@ _GENERATION = {
     "n_cmpl": Refused("this name of `n` is not supported yet", (1,)),
     "n_predict": Refused("this name of `max_tokens` is not supported yet", (-1,)),
     "n_probs": Refused("this name of `logprobs` is not supported yet"),
-    "reasoning": NO_REASONING,
-    "reasoning_budget_tokens": NO_REASONING,
-    "reasoning_effort": NO_REASONING,
+    "reasoning": NO_EFFORT,
+    "reasoning_budget_tokens": NO_BUDGET,
+    "reasoning_effort": NO_EFFORT,
     "repeat_penalty": Refused("this name of `repetition_penalty` is not supported yet", (1,)),
     "repetition_detection": Refused("ending outputs that repeat themselves is not supported yet"),
     "return_mm_kwargs": NO_OTHER_INPUT,
@@ -108,8 +109,8 @@ _GENERATION = {
     "structural_tag": _STRUCTURED,
     "t_max_predict_ms": Refused("this name of `timeout_s` is not supported yet"),
     "tfs_z": Refused(_ANOTHER_SAMPLER, (1,)),
-    "thinking": NO_REASONING,
-    "thinking_token_budget": NO_REASONING,
+    "thinking": NO_EFFORT,
+    "thinking_token_budget": NO_BUDGET,
     "top_a": Refused(_ANOTHER_SAMPLER),
     "top_n_sigma": Refused(_ANOTHER_SAMPLER, (-1,)),
     "typical_p": Refused(_ANOTHER_SAMPLER, (1,)),

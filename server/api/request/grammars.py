@@ -19,11 +19,12 @@ from server.api.request.schemas import FunctionSpec, SamplingFields
 from server.api.request.tools import ToolChoice, Tools
 from server.api.state import ServerState
 from server.grammar import forms
-from server.grammar.forms import JSON_OPTIONS, Grammar, lark_grammar
+from server.grammar.forms import JSON_OPTIONS, Grammar, ThinkingBudget, lark_grammar, parts_of, reasoned_grammar
 from server.grammar.python_literals import SHARED_RULES, PythonArguments
 from server.grammar.references import moved
 from server.grammar.schemas import held_schema
 from server.http.request_error import RequestError, invalid, unsupported
+from server.text.reasoning import ReasoningFormat
 from server.text.tool_calls.json_calls import CALL_END_TAG, CALL_TAG, HermesCallParser, JsonCallParser
 from server.text.tool_calls.parser import CallParser
 from server.text.tool_calls.pythonic_calls import PythonicCallParser
@@ -79,6 +80,24 @@ async def with_calls(state: ServerState, tools: Tools | None, answer: Grammar | 
         return Grammar(tool_grammar(held, before.text or None, form), (*before.unenforced, *unenforced))
 
     return await state.grammars.make(make, param="tools")
+
+
+async def after_reasoning(
+    state: ServerState, grammar: Grammar | None, form: ReasoningFormat, *, is_open: bool, budget: int | None, field: str
+) -> Grammar | None:
+    """The grammar of an answer that follows reasoning. Reasoning is free, up to `budget` tokens if that is not None."""
+    if grammar is None and budget is None:
+        return None
+    answer, unenforced = (None, ()) if grammar is None else grammar
+
+    def make() -> Grammar:
+        return Grammar(reasoned_grammar(answer, start=form.start, end=form.end, is_open=is_open), unenforced)
+
+    made = await state.grammars.make(make, param=field)
+    if budget is None:
+        return made
+    bounded = ThinkingBudget(budget, "" if is_open else form.start, form.end)
+    return made._replace(text=bounded.added_to(made.text))
 
 
 def held_tools(tools: Tools, *, only_strict: bool) -> tuple[Tools, list[str]]:
@@ -195,7 +214,7 @@ def tool_grammar(tools: Tools, answer: str | None = None, form: type[CallParser]
     if tools.choice is not ToolChoice.AUTO:
         return lark_grammar(f"start: calls\n{_calls(tools, ONE_LINE, form)}", foreign=False)
     if answer is not None:
-        start, *others = _parts(answer)
+        start, *others = parts_of(answer)
         rules = f"start: calls | @answer\n{_calls(tools, JSON_OPTIONS, form)}"
         either = {"lark_grammar": lark_grammar(rules, foreign=False)}
         return json.dumps({"grammars": [either, {**start, "name": "answer"}, *others]})
@@ -262,14 +281,6 @@ def _call_schema(spec: FunctionSpec, key: str, options: Mapping[str, Any]) -> di
         "additionalProperties": False,
         "x-guidance": options,
     }
-
-
-def _parts(grammar: str) -> list[dict[str, Any]]:
-    """The parts of a grammar; the first has the start rule. A Lark text is one part."""
-    try:
-        return list(json.loads(grammar)["grammars"])
-    except ValueError:
-        return [{"lark_grammar": grammar}]
 
 
 def _schema(spec: FunctionSpec) -> dict[str, Any]:

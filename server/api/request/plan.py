@@ -22,6 +22,7 @@ from server.http.auth import current_client, current_key
 from server.http.request_error import invalid
 from server.logs import ThrottledLog
 from server.settings import MOST_SECONDS
+from server.text.reasoning import ReasoningReader
 from server.text.stop_strings import StopStrings
 from server.text.stream import TextStream
 from server.text.tool_calls.parser import CallParser
@@ -56,7 +57,7 @@ class GenerationPlan:
     # of the output's form
     grammar: Grammar | None = None  # one of `state.grammars`; it applies to every sequence
     grammar_field: str = "tools"  # the field that asks for it
-    new_call_parser: Callable[[], CallParser] | None = None  # None: tool calls are not parsed
+    new_reader: Callable[[], CallParser | ReasoningReader | None] = lambda: None  # None: the whole text is content
 
 
 async def check_generation(
@@ -120,9 +121,9 @@ async def submit(state: ServerState, plan: GenerationPlan) -> Generation:
                 skip_special_tokens=sampling.skip_special_tokens,
                 min_tokens=sampling.values.get("min_tokens", 0),
             )
-            calls = None if plan.new_call_parser is None else plan.new_call_parser()
+            reader = plan.new_reader()
             index = len(generation.choices)
-            choice = Choice(generation, index, stream, len(prompt), include_stop=sampling.include_stop, calls=calls)
+            choice = Choice(generation, index, stream, len(prompt), include_stop=sampling.include_stop, reader=reader)
             generation.choices.append(choice)
             requests.append(
                 wire.WireRequest(

@@ -154,6 +154,8 @@ class Message(Declared):
     tool_calls: Annotated[list[ToolCall], ITEMS] | None = None
     tool_call_id: str | None = None
     function_call: FunctionCall | None = None  # the older form of `tool_calls`
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # another name of it
 
 
 class ChatRequest(SamplingFields, kw_only=True):
@@ -172,6 +174,8 @@ class ChatRequest(SamplingFields, kw_only=True):
     tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET  # `read_tools` reads them
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: int | None = None
 
 
 class CompletionRequest(SamplingFields, kw_only=True):

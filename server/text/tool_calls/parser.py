@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection
 from typing import ClassVar
 
 from server.text.tool_calls.literals import end_of_run, escaped
-from server.text.tool_calls.pieces import Piece, Pieces
+from server.text.tool_calls.pieces import AnswerPiece, Pieces
 
 PYTHON_TAG = "<|python_tag|>"  # Llama 3.1 writes it before calls; it is in the text if special tokens are shown
 FENCE = "```"
@@ -42,6 +42,7 @@ class CallParser:
         most_calls: after this number of calls the rest of the text is dropped.
     """
 
+    is_reasoning: ClassVar[bool] = False  # as of a `ReasoningReader`
     opening: ClassVar[str]  # the character with which a call, or a list of calls, begins
     # marks that may stand before a call -> the marks that may stand after it; "": none
     marks: ClassVar[dict[str, str]] = {PYTHON_TAG: "", FENCE: FENCE}
@@ -82,7 +83,7 @@ class CallParser:
             self._pieces.place(self._num_chars + at)
         self._num_chars += len(text)
 
-    def take(self) -> list[Piece]:
+    def take(self) -> list[AnswerPiece]:
         """The pieces that have become certain since the last `take`, and the beginning of a call."""
         return self._pieces.take()
 

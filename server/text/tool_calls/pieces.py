@@ -22,7 +22,15 @@ class CallDelta:
     arguments: str  # joined over the deltas, they are the call's arguments
 
 
-Piece = Content | CallDelta
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """An addition to the reasoning before the answer (`server.text.reasoning`)."""
+
+    text: str
+
+
+AnswerPiece = Content | CallDelta
+Piece = Reasoning | AnswerPiece
 
 
 class Pieces:
@@ -31,7 +39,7 @@ class Pieces:
     __slots__ = ("_is_placed", "_pieces", "_texts", "num_calls")
 
     def __init__(self) -> None:
-        self._pieces: list[Piece] = []
+        self._pieces: list[AnswerPiece] = []
         self._texts: list[str] = []  # of the piece that still grows: the last call's arguments, or content
         self._is_placed = True  # False: the start of the last piece, which is content, is not known yet
         self.num_calls = 0
@@ -75,7 +83,7 @@ class Pieces:
         self._texts = [before.text if isinstance(before, Content) else before.arguments] if before else []
         return True
 
-    def take(self) -> list[Piece]:
+    def take(self) -> list[AnswerPiece]:
         self._close()
         taken, self._pieces = self._pieces, []
         return [piece for piece in taken if isinstance(piece, CallDelta) or piece.text]

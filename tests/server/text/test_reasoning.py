@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.text.reasoning import MAX_HELD_CHARS, REASONING_FORMATS, Reasoning, ReasoningReader, is_open_after
+from server.text.reasoning import MAX_HELD_CHARS, REASONING_FORMATS, ReasoningReader, is_open_after
 from server.text.tool_calls.json_calls import JsonCallParser
-from server.text.tool_calls.pieces import CallDelta, Content
+from server.text.tool_calls.pieces import CallDelta, Content, Reasoning
 
 R1, QWEN3 = REASONING_FORMATS["deepseek_r1"], REASONING_FORMATS["qwen3"]
+assert R1 is not None
+assert QWEN3 is not None
 CALL = '{"name": "f", "parameters": {"x": 1}}'
 TEXTS = {
     "opened by the prompt": (QWEN3, "<think>\n", "It is four.\n</think>\n\n4", "It is four.", "4"),

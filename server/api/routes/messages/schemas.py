@@ -71,6 +71,13 @@ class OutputConfig(Declared):
     format: OutputFormat | None = None
 
 
+class Thinking(Declared):
+    """Whether the answer shows the model's reasoning, and how many tokens that may have."""
+
+    type: str
+    budget_tokens: int | None = None
+
+
 class CountRequest(Declared, kw_only=True):
     """The body of a request to count tokens."""
 
@@ -80,6 +87,7 @@ class CountRequest(Declared, kw_only=True):
     tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     tool_choice: MessageToolChoice | None = None
     output_config: OutputConfig | None = None
+    thinking: Thinking | None = None
     chat_template_kwargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET  # beyond Anthropic's
 
 
@@ -107,6 +115,7 @@ _INNER = {
     "messages": FieldTable(kind=InputMessage, inner={"content": _BLOCK}),
     "system": _BLOCK,
     "tool_choice": FieldTable(kind=MessageToolChoice),
+    "thinking": FieldTable(kind=Thinking, without_effect=frozenset({"display"})),
     "output_config": FieldTable(
         kind=OutputConfig,
         refused={"effort": Refused("a level of effort is not supported yet", ("high",), tunes=True)},
@@ -122,7 +131,6 @@ _REFUSED = {
     "mcp_servers": Refused("servers of tools are not supported yet"),
     "output_format": Refused("this older form of `output_config.format` is not supported yet"),
     "return_mm_kwargs": NO_OTHER_INPUT,
-    "thinking": Refused("reasoning apart from the answer is not supported yet", ({"type": "disabled"},), tunes=True),
     "vllm_xargs": NO_PLUG_INS,
     "watermarking": NO_WATERMARKS,
 }

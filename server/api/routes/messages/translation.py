@@ -64,6 +64,9 @@ def chat_request(body: CountRequest, *, strict: bool) -> ChatRequest:
         ):
             setattr(chat, name, getattr(body, name))
         chat.stop = body.stop_sequences
+        if body.thinking is not None:
+            chat.include_reasoning = body.thinking.type != "disabled"
+            chat.thinking_token_budget = body.thinking.budget_tokens
     return chat
 
 

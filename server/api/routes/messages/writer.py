@@ -16,7 +16,7 @@ from server.api.route import ErrorForm
 from server.engine.generation import Choice, Gain, Generation
 from server.http.encoding import LongText, NestedList, encode_json, json_pieces
 from server.http.request_error import RequestError
-from server.text.tool_calls.pieces import CallDelta, Piece
+from server.text.tool_calls.pieces import CallDelta, Content, Piece, Reasoning
 
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -62,7 +62,7 @@ class MessagesWriter:
         self._generation = generation
         self._head = head
         self._num_blocks = 0
-        self._is_call = False  # whether the open block is a call
+        self._kind: type[Piece] | None = None  # of the open block
 
     def whole(self) -> Iterator[bytes]:
         (choice,) = self._generation.choices
@@ -89,20 +89,27 @@ class MessagesWriter:
         return b"".join(_event("error", error=error_body(error)["error"]))
 
     def _piece_events(self, piece: Piece) -> Iterable[bytes]:
-        is_call = isinstance(piece, CallDelta)
-        begins = not self._num_blocks or is_call != self._is_call or (isinstance(piece, CallDelta) and piece.name)
+        begins = type(piece) is not self._kind or (isinstance(piece, CallDelta) and piece.name)
         before = chain(self._close(), self._open(piece)) if begins else ()
         index = self._num_blocks - 1
         if isinstance(piece, CallDelta):
             delta = {"type": "input_json_delta", "partial_json": LongText(piece.arguments)}
+        elif isinstance(piece, Reasoning):
+            delta = {"type": "thinking_delta", "thinking": LongText(piece.text)}
         else:
             delta = {"type": "text_delta", "text": LongText(piece.text)}
         return chain(before, _event("content_block_delta", index=index, delta=delta))
 
     def _open(self, piece: Piece) -> Iterable[bytes]:
-        self._is_call = isinstance(piece, CallDelta)
+        self._kind = type(piece)
         self._num_blocks += 1
-        empty = _call_block(piece.name, {}) if isinstance(piece, CallDelta) else {"type": "text", "text": ""}
+        match piece:
+            case CallDelta():
+                empty = _call_block(piece.name, {})
+            case Reasoning():
+                empty = {"type": "thinking", "thinking": "", "signature": ""}
+            case Content():
+                empty = {"type": "text", "text": ""}
         return _event("content_block_start", index=self._num_blocks - 1, content_block=empty)
 
     def _close(self) -> Iterable[bytes]:
@@ -116,6 +123,8 @@ class MessagesWriter:
 def _block(piece: Piece) -> dict[str, Any]:
     if isinstance(piece, CallDelta):
         return _call_block(piece.name, _input(piece.arguments))
+    if isinstance(piece, Reasoning):
+        return {"type": "thinking", "thinking": LongText(piece.text), "signature": ""}
     return {"type": "text", "text": LongText(piece.text)}
 
 

@@ -20,7 +20,7 @@ from server.api.routes.responses.translation import CUSTOM_INPUT, call_message
 from server.engine.generation import Choice, ScoredToken
 from server.http.encoding import LongText, NestedList
 from server.http.request_error import RequestError
-from server.text.tool_calls.pieces import CallDelta, Content, Piece
+from server.text.tool_calls.pieces import CallDelta, Content, Piece, Reasoning
 
 IN_PROGRESS, COMPLETED, INCOMPLETE, CANCELLED, FAILED = "in_progress", "completed", "incomplete", "cancelled", "failed"
 LIMIT_REACHED = {"reason": "max_output_tokens"}
@@ -73,6 +73,20 @@ class TextItem(_GrowingItem):
         return {"type": "message", "id": self.id, "status": status, "role": "assistant", "content": content}
 
 
+class ReasoningItem(_GrowingItem):
+    """What the model thinks before its answer."""
+
+    ID_PREFIX = "rs"
+
+    def part(self) -> dict[str, Any]:
+        return {"type": "reasoning_text", "text": LongText(self.text)}
+
+    def fields(self, status: str) -> dict[str, Any]:
+        """The item's fields in the API. There is no summary: the text is whole."""
+        content = [] if status == IN_PROGRESS else [self.part()]
+        return {"type": "reasoning", "id": self.id, "summary": [], "content": content, "status": status}
+
+
 class CallItem(_GrowingItem):
     """A call of a function. Its text is the arguments."""
 
@@ -113,7 +127,7 @@ class CustomCallItem(CallItem):
         return {**call, "input": "" if status == IN_PROGRESS else LongText(self.input), "status": status}
 
 
-Item = TextItem | CallItem
+Item = TextItem | ReasoningItem | CallItem
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,14 +194,18 @@ class ResponseRecord:
 
     def add(self, piece: Piece) -> Added:
         """Adds a piece to the last item, or to a new one."""
-        is_call = isinstance(piece, CallDelta)
-        is_new = not self.items or isinstance(self.items[-1], CallItem) != is_call
+        kind = {CallDelta: CallItem, Reasoning: ReasoningItem, Content: TextItem}[type(piece)]
+        is_new = not self.items or not isinstance(self.items[-1], kind)
         if isinstance(piece, CallDelta):
             text = piece.arguments
             if piece.name is not None:
                 is_new = True
-                kind = CustomCallItem if piece.name in self._custom else CallItem
-                self.items.append(kind(len(self.items), piece.name))
+                of_call = CustomCallItem if piece.name in self._custom else CallItem
+                self.items.append(of_call(len(self.items), piece.name))
+        elif isinstance(piece, Reasoning):
+            text = piece.text
+            if is_new:
+                self.items.append(ReasoningItem(len(self.items)))
         else:
             text = piece.text
             if is_new:
@@ -265,7 +283,8 @@ class ResponseRecord:
         is left out: nothing can be its result."""
         answer: list[Message] = []
         is_cut = self._ends_in_half_call or self.status in (CANCELLED, FAILED)
-        items = self.items[:-1] if self.items and is_cut and isinstance(self.items[-1], CallItem) else self.items
+        shown: list[Item] = [item for item in self.items if not isinstance(item, ReasoningItem)]
+        items = shown[:-1] if shown and is_cut and isinstance(shown[-1], CallItem) else shown
         for is_call, group in groupby(items, key=lambda item: isinstance(item, CallItem)):
             if is_call:
                 answer.append(call_message((c.call_id, c.name, c.text) for c in group if isinstance(c, CallItem)))
@@ -279,6 +298,6 @@ def _usage(choice: Choice) -> dict[str, Any]:
         "input_tokens": choice.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": choice.num_cached_tokens, "cache_write_tokens": 0},
         "output_tokens": choice.num_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": choice.num_reasoning_tokens},
         "total_tokens": choice.num_prompt_tokens + choice.num_tokens,
     }

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 import msgspec
 
 from server.api.request.fields import (
+    NO_EFFORT,
     NO_OTHER_INPUT,
     NO_PLUG_INS,
-    NO_REASONING,
     NO_SHORTER,
     NO_TRANSFER,
     NO_VERBOSITY,
@@ -88,6 +88,8 @@ class ResponsesRequest(CommonFields, kw_only=True):
     text: TextOptions | None = None
     truncation: str | None = None
     # beyond OpenAI's
+    include_reasoning: bool | None = None
+    thinking_token_budget: int | None = None
     chat_template_kwargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     documents: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
@@ -113,14 +115,13 @@ RESPONSES_FIELDS = FieldTable(
         "conversation": Refused(
             "conversations that are kept apart are not supported yet; there is previous_response_id"
         ),
-        "include_reasoning": NO_REASONING,
         "kv_transfer_params": NO_TRANSFER,
         "media_io_kwargs": NO_OTHER_INPUT,
         "mm_processor_kwargs": NO_OTHER_INPUT,
         "moderation": Refused("moderation is not supported yet"),
         "previous_input_messages": Refused("messages in the template's form are not read yet; there is `input`"),
         "prompt": Refused("templates of prompts are not supported yet"),
-        "reasoning": NO_REASONING,
+        "reasoning": NO_EFFORT,
         "request_id": Refused("ids of responses are made by the server: they must be unique"),
         "return_mm_kwargs": NO_OTHER_INPUT,
         "vllm_xargs": NO_PLUG_INS,

@@ -34,7 +34,14 @@ LOGPROBS = "message.output_text.logprobs"
 HARMLESS_PARTS = ("reasoning.encrypted_content",)  # there is no reasoning
 _PART_TYPES = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 # fields with the same meaning in both routes
-_SAME = (*CommonFields.__struct_fields__, "parallel_tool_calls", "chat_template_kwargs", "documents")
+_SAME = (
+    *CommonFields.__struct_fields__,
+    "parallel_tool_calls",
+    "chat_template_kwargs",
+    "documents",
+    "include_reasoning",
+    "thinking_token_budget",
+)
 
 _tools = msgspec.json.Decoder(list[FunctionTool] | None)
 

@@ -13,6 +13,7 @@ from server.api.routes.responses.record import (
     CallItem,
     CustomCallItem,
     Item,
+    ReasoningItem,
     ResponseRecord,
 )
 from server.engine.generation import Choice, Gain, Generation
@@ -84,7 +85,9 @@ class ResponsesWriter:
         added = {"type": kind, "output_index": item.index, "item": item.fields(IN_PROGRESS)}
         if isinstance(item, CallItem):
             return self._events(added)
-        empty = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        empty: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        if isinstance(item, ReasoningItem):
+            empty = {"type": "reasoning_text", "text": ""}
         part = {"type": "response.content_part.added", "part": empty} | _content_place(item)
         return self._events(added, part)
 
@@ -94,6 +97,8 @@ class ResponsesWriter:
             return ()  # its input is known when the arguments are complete
         if isinstance(item, CallItem):
             return self._events({"type": "response.function_call_arguments.delta", "delta": text, **_item_place(item)})
+        if isinstance(item, ReasoningItem):
+            return self._events({"type": "response.reasoning_text.delta", "delta": text, **_content_place(item)})
         logprobs = item.logprobs_in_event(added.scored)
         kind = "response.output_text.delta"
         return self._events({"type": kind, "delta": text, "logprobs": logprobs, **_content_place(item)})
@@ -111,9 +116,12 @@ class ResponsesWriter:
             arguments = {"type": kind, "name": item.name, "arguments": whole, **_item_place(item)}
             return self._events(arguments, done)
         place = _content_place(item)
+        part = {"type": "response.content_part.done", "part": item.part(), **place}
+        if isinstance(item, ReasoningItem):
+            return self._events({"type": "response.reasoning_text.done", "text": whole, **place}, part, done)
         logprobs = item.logprobs_in_event(item.scored)
         text = {"type": "response.output_text.done", "text": whole, "logprobs": logprobs, **place}
-        return self._events(text, {"type": "response.content_part.done", "part": item.part(), **place}, done)
+        return self._events(text, part, done)
 
     def _events(self, *events: dict[str, Any]) -> Iterable[bytes]:
         """Numbers the events now and encodes them later."""
