@@ -116,6 +116,7 @@ function restore() {
   for (const message of messages) {
     view = new MessageView(message.role);
     view.setText(message.content);
+    if (message.reasoning_content) view.setReasoning(message.reasoning_content);
     if (message.tool_calls) view.setCalls(message.tool_calls);
     view.root.setAttribute("aria-busy", "false");
   }
@@ -188,8 +189,9 @@ async function answer() {
       const choice = chunk.choices?.[0];
       if (!choice) continue;
       reason = choice.finish_reason ?? reason;
-      const { content, tool_calls: deltas } = choice.delta ?? {};
-      if ((content || deltas) && !first) first = performance.now();
+      const { content, reasoning_content: thought, tool_calls: deltas } = choice.delta ?? {};
+      if ((content || thought || deltas) && !first) first = performance.now();
+      if (thought) view.setReasoning((message.reasoning_content = (message.reasoning_content ?? "") + thought));
       if (content) view.setText((message.content += content));
       for (const delta of deltas ?? []) mergeCall(calls, delta);
       if (deltas) view.setCalls(calls);
@@ -260,6 +262,17 @@ class MessageView {
     const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
     this.text.textContent = text;
     if (atEnd) log.scrollTop = log.scrollHeight;
+  }
+
+  /** Shows the reasoning, folded, above the answer. */
+  setReasoning(text) {
+    if (!this.reasoning) {
+      this.reasoning = element("pre");
+      const details = element("details", { className: "reasoning" });
+      details.append(element("summary", { textContent: "Thinking" }), this.reasoning);
+      this.text.before(details);
+    }
+    this.reasoning.textContent = text;
   }
 
   setCalls(calls) {

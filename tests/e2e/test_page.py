@@ -126,6 +126,22 @@ def test_a_tool_call_is_shown_as_such_and_its_result_is_answered(server: Running
     assert "7287" in page.locator(DONE).nth(1).locator(".text").inner_text()
 
 
+def test_reasoning_is_shown_folded(browser: sync_api.Browser, tmp_path: Path) -> None:
+    config = EchoConfig(reply=tuple(b"<think>\nTwo and two.\n</think>\n\n4"))
+    with running_server(tmp_path, ECHO, config, reasoning_parser="qwen3") as thinking:
+        page = browser.new_page()
+        page.goto(thinking.url)
+        assert send(page, "2 + 2?") == "4"
+        thought = page.locator(".message.assistant details.reasoning pre")
+        assert not thought.is_visible()
+        page.get_by_text("Thinking", exact=True).click()
+        assert thought.inner_text() == "Two and two."
+        page.reload()
+        page.get_by_text("Thinking", exact=True).click()
+        assert page.locator(".message.assistant .text").inner_text() == "4"
+        page.close()
+
+
 def test_json_is_shown_as_such(server: RunningServer, page: sync_api.Page) -> None:
     page.goto(server.url)
     page.get_by_label("Answer", exact=True).select_option("JSON by a schema")
