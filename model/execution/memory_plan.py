@@ -155,6 +155,15 @@ def temporaries_bound(config: LlamaConfig, *, num_tokens: int, num_rows: int, it
     return num_tokens * per_token * max(itemsize, 4) + logits + 64 * 2**20
 
 
+class DoesNotFitError(ValueError):
+    """The memory has no room for one request of `max_model_len` tokens. There is room for one of `longest`."""
+
+    def __init__(self, message: str, *, longest: int) -> None:
+        room = f"; there is room for one request of {longest} tokens: --max-model-len {longest}" if longest else ""
+        super().__init__(message + room)
+        self.longest = longest
+
+
 def fitting_pages(memory: DeviceMemory, needs: MemoryNeeds, limits: RunnerConfig) -> int:
     """The number of pages that fit besides all else and the null page; negative if not even these fit."""
     beside_weights = min(int(memory.total * limits.memory_utilization) - needs.weights, memory.free)
@@ -180,12 +189,15 @@ def plan_pages(memory: DeviceMemory, needs: MemoryNeeds, limits: RunnerConfig, *
         page_size: in tokens.
 
     Raises:
-        ValueError: not even one request of max_model_len fits. The message lists the GiB of each part and the flags.
+        DoesNotFitError: not even one request of max_model_len fits. The message lists the GiB of each part and the
+            flags.
     """
     pages_per_seq = -(-limits.max_model_len // page_size)
     fitting = fitting_pages(memory, needs, limits)
     if fitting < pages_per_seq:
-        raise ValueError(_does_not_fit(memory, needs, limits, pages_per_seq * needs.page))
+        raise DoesNotFitError(
+            _does_not_fit(memory, needs, limits, pages_per_seq * needs.page), longest=max(0, fitting) * page_size
+        )
     wanted = int(pages_per_seq * limits.max_num_seqs * (1 + PREFIX_CACHE_SHARE))
     if memory.is_host:
         wanted = min(wanted, max(MAX_CPU_KV_BYTES // needs.page, pages_per_seq))

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from batcher.buckets import BucketLadder
@@ -32,7 +32,7 @@ from scripts.wiring.kept_folders import KeptFolders, kept_folders
 from scripts.wiring.limits import bucket_config, even_context, long_prompts, runner_config
 from scripts.wiring.load import Loader, Report, phase
 from scripts.wiring.model_on_chips import ModelOnChips
-from scripts.wiring.parallel import choose_num_chips, describe_idle
+from scripts.wiring.parallel import choose_chips_and_context, describe_idle
 from scripts.wiring.replicas import claim_chips
 from scripts.wiring.settings import EngineSettings, ServedSettings
 from scripts.wiring.step_times import choose_step_times
@@ -224,23 +224,33 @@ def build_runner(
     max_model_len = choose_model_len(settings.max_model_len, weights.config.max_position_embeddings)
     draft = choose_draft(settings, weights, platform, max_model_len)
     buckets = bucket_config(settings, platform)
-    limits = runner_config(settings, buckets, max_model_len)
 
-    def on_chips(number: int) -> ModelOnChips:
+    @cache
+    def on_chips(number: int, context: int) -> ModelOnChips:
+        limits = runner_config(settings, buckets, context)
         of_draft = None
         if draft is not None:
             plan = draft.weights.plan if isinstance(draft.weights, ChosenHead) else None
             of_draft = _on_chips(draft.weights, number, draft.settings, limits, platform, plan=plan)
         return _on_chips(weights, number, settings, limits, platform, draft=of_draft)
 
-    num_chips = choose_num_chips(
+    num_chips, max_model_len = choose_chips_and_context(
         settings.tensor_parallel_size,
         num_devices,
-        lambda number: on_chips(number).check_fits(backends.make, candidates),
+        settings.max_model_len,
+        weights.config.max_position_embeddings,
+        lambda number, context: on_chips(number, context).check_fits(backends.make, candidates),
         num_hosts=num_hosts,
     )
+    limits = runner_config(settings, buckets, max_model_len)
     report(f"  chips             {describe_idle(num_chips, num_devices)}")
-    chips = on_chips(num_chips)
+    if settings.max_model_len is None and max_model_len < weights.config.max_position_embeddings:
+        report(
+            f"  context           {max_model_len} tokens, the longest for which the memory has room; the model was "
+            f"trained for {weights.config.max_position_embeddings}. More chips, --kv-cache-dtype or --quantization "
+            "leave room for more"
+        )
+    chips = on_chips(num_chips, max_model_len)
     with phase("self-test", report) as say:
         chosen = choose_attention(
             settings,

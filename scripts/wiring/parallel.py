@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from scripts.wiring.choices import choose_model_len
+
+CONTEXT_STEP = 256  # tokens
+
 
 def choose_num_chips(
     asked: int | None,
@@ -42,6 +46,45 @@ def choose_num_chips(
         else:
             return num_chips
     raise refusal
+
+
+def choose_chips_and_context(
+    asked_chips: int | None,
+    num_devices: int,
+    asked_context: int | None,
+    trained_context: int,
+    check: Callable[[int, int], None],
+    *,
+    num_hosts: int = 1,
+) -> tuple[int, int]:
+    """The chips that share the model, and the tokens of the longest request.
+
+    If the context is not asked for, it is the one that the model was trained for, or else the longest that fits on as
+    many chips as possible, in steps of CONTEXT_STEP tokens. Several hosts could find different ones, so there it must
+    be asked for.
+
+    Args:
+        check: raises DoesNotFitError if requests of a context do not fit on a number of chips.
+
+    Raises:
+        DoesNotFitError: the asked context does not fit, or no context.
+    """
+    from model.execution.memory_plan import DoesNotFitError
+
+    context = choose_model_len(asked_context, trained_context)
+    try:
+        chips = choose_num_chips(asked_chips, num_devices, lambda number: check(number, context), num_hosts=num_hosts)
+        check(chips, context)
+        return chips, context
+    except DoesNotFitError as error:
+        if asked_context is not None or num_hosts > 1:
+            raise
+        chips = asked_chips or max(_powers_of_two(num_devices))
+        longest = error.longest // CONTEXT_STEP * CONTEXT_STEP
+        if not longest:
+            raise
+    check(chips, longest)
+    return chips, longest
 
 
 def describe_idle(num_chips: int, num_devices: int) -> str:

@@ -213,7 +213,8 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument(
         "--max-model-len", type=int, metavar="N",
-        help="Tokens of prompt and output together (default: the length that the model was trained for).",
+        help="Tokens of prompt and output together (default: the length that the model was trained for, or the longest "
+        "for which the memory has room).",
     )  # fmt: skip
     group.add_argument(
         "--enable-embeddings", action="store_true", help="The server answers /v1/embeddings, too."

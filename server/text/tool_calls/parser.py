@@ -158,8 +158,8 @@ class CallParser:
             self._read = self._read_rest
 
     def _fail(self) -> None:
-        """Releases the held-back text as content, and reads on in content. A call may still begin there, and a mark that
-        would have closed the calls before is content."""
+        """Releases the held-back text as content, and reads on in content. A call may still begin there. A mark that
+        would have closed the calls before it is content."""
         self._release()
         self._closing.clear()
         self._read = self._read_content
