@@ -178,7 +178,7 @@ def _add_request_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--generation-config", default="auto", metavar="FROM",
         help="Defaults of requests: `auto` (the model's), `vllm` (none of the model's) or a folder's "
-        "generation_config.json (default: auto).",
+        "generation_config.json (default: auto). Its `max_new_tokens` is the most output of any request.",
     )  # fmt: skip
     group.add_argument(
         "--override-generation-config", metavar="JSON",

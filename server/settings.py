@@ -42,6 +42,7 @@ class _GenerationFile(msgspec.Struct):
     top_k: Annotated[int, integer(TOP_K_OFF, 2**31 - 1)] | None = None
     min_p: Annotated[float, _range_of("min_p")] | None = None
     repetition_penalty: Annotated[float, _range_of("repetition_penalty")] | None = None
+    max_new_tokens: Annotated[int, integer(1, 2**31 - 1)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +54,7 @@ class GenerationDefaults:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    max_new_tokens: int | None = None  # as in vLLM no default, but the most that any request gets
 
     @classmethod
     def from_folder(cls, folder: Path) -> GenerationDefaults:

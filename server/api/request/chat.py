@@ -142,7 +142,8 @@ def fit(state: ServerState, plan: ChatPlan) -> None:
     asked = plan.max_tokens
     if asked is not None and plan.lowers_max_tokens:
         asked = min(asked, max(1, max_model_len - num_prompt))
-    limit = output_limit(num_prompt, asked, max_model_len, param=plan.max_tokens_field)
+    most = state.settings.generation_defaults.max_new_tokens
+    limit = output_limit(num_prompt, asked, max_model_len, param=plan.max_tokens_field, most=most)
     (limit,) = generation.limits = limit_scores(
         [limit],
         n=generation.head.n,

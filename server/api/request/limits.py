@@ -88,10 +88,10 @@ class Truncation:
         return slice(kept) if self.side == "right" else slice(-kept, None)
 
 
-def output_limit(num_prompt: int, asked: int | None, max_model_len: int, *, param: str) -> int:
+def output_limit(num_prompt: int, asked: int | None, max_model_len: int, *, param: str, most: int | None = None) -> int:
     """The most tokens of output; `asked` None fills the context. Raises RequestError 400 if none fits.
 
-    `param` is the name of the field with `asked`.
+    `param` is the name of the field with `asked`. The server gives no request more than `most`.
     """
     if num_prompt < 1:
         raise RequestError(400, "The prompt is empty.", param="prompt")
@@ -109,7 +109,8 @@ def output_limit(num_prompt: int, asked: int | None, max_model_len: int, *, para
             "prompt or ask for fewer tokens.",
             param="input_tokens",
         )
-    return max_model_len - num_prompt if asked is None else asked
+    limit = max_model_len - num_prompt if asked is None else asked
+    return limit if most is None else min(limit, most)
 
 
 def limit_scores(

@@ -115,7 +115,8 @@ class Completions:
 
     def _limit(self, body: CompletionRequest, num_prompt: int) -> int:
         asked = None if body.max_tokens is None else max(1, body.max_tokens)
-        limit = output_limit(num_prompt, asked, self._state.client.info.max_model_len, param="max_tokens")
+        most = self._state.settings.generation_defaults.max_new_tokens
+        limit = output_limit(num_prompt, asked, self._state.client.info.max_model_len, param="max_tokens", most=most)
         return min(limit, DEFAULT_MAX_TOKENS) if asked is None else limit
 
     def _check_length(self, body: CompletionRequest, prompt: str | list[int]) -> None:

@@ -10,6 +10,7 @@ from batcher.request import SamplingParams
 from server.api.request.sampling import checked_sampling
 from server.api.request.schemas import CompletionRequest
 from server.settings import GenerationDefaults
+from tests.server.support.stub_app import DONE, StubClient, call, state_of
 
 VOCAB = 1000
 
@@ -141,3 +142,17 @@ def test_all_wrong_defaults_are_named_at_once(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"temperature": NaN, "top_p": 7, "top_k": []}')
     with pytest.raises(ValueError, match=r"temperature=nan .*; top_p=7 .*; top_k=\[\] "):
         GenerationDefaults.from_folder(tmp_path)
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize(("asked", "given"), [(None, 5), (3, 3), (8, 5)])
+def test_the_models_max_new_tokens_is_the_most_of_any_request(path, asked, given, tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 5}')
+    client = StubClient(DONE)
+    state = state_of(client, generation_defaults=GenerationDefaults.from_folder(tmp_path))
+    body = (CHAT if "chat" in path else {"prompt": "a"}) | ({} if asked is None else {"max_tokens": asked})
+    assert call(state, "POST", path, json=body).status_code == 200
+    assert client.submitted[0].sampling.max_tokens == given
