@@ -128,10 +128,12 @@ class ByteLevelTokenizer:
         """A token as the vocabulary writes it: bytes as letters, `Ġ` for a space. Empty for an unknown id."""
         return self._backend.id_to_token(token_id) or ""
 
-    def with_affixes(self, ids: list[int]) -> list[int]:
-        """The ids, with those that the tokenizer adds around every text (Llama 3: begin-of-text)."""
+    def with_affixes(self, ids: list[int], *, again: bool = False) -> list[int]:
+        """The ids, with those that the tokenizer adds around every text (Llama 3: begin-of-text). A text that begins
+        with them, as one that a template has rendered does, gets second ones only if `again` says so."""
         before, after = self._affixes
-        return [*before, *ids, *after]
+        has_them = not again and before and ids[: len(before)] == before
+        return [*(() if has_them else before), *ids, *after]
 
     def to_transformers(self) -> FastTokenizer:
         """A tokenizer of transformers, with the same vocabulary, named tokens and chat templates."""

@@ -103,7 +103,7 @@ async def encode_conversation(state: ServerState, conversation: Conversation, to
         num_chars, parts = await state.templates.in_thread(lane, render)
     check_text_length(num_chars, state.tokenizer, max_model_len)
     ids = await state.threads.in_thread(num_chars, encode_parts, state.tokenizer, parts)
-    return state.tokenizer.with_affixes(ids) if conversation.adds_affixes else ids
+    return state.tokenizer.with_affixes(ids, again=True) if conversation.adds_affixes else ids
 
 
 async def _template_of(state: ServerState, conversation: Conversation, tools: Tools | None) -> ServedTemplate:

@@ -1,7 +1,8 @@
 """POST /v1/completions.
 
 The text of a special token in a prompt becomes that token. The tokenizer's begin-of-text is added unless
-`add_special_tokens` is false. (In chats no text of a user becomes a special token.)
+`add_special_tokens` is false or the prompt begins with it: a prompt that a template has rendered has one already. (In
+chats no text of a user becomes a special token.)
 
 `echo` shows a text as it was given, and token ids as their text with special tokens. Each token of the prompt stands in
 the text at its `text_offset`, except an added begin-of-text: it is not shown, and stands for no characters.
@@ -138,7 +139,7 @@ class Completions:
                 whole = own if body.add_special_tokens is False else tokenizer.with_affixes(own)
                 ids = whole[kept]
                 if len(ids) == len(whole):
-                    start = 0 if len(whole) == len(own) else tokenizer.with_affixes([-1]).index(-1)
+                    start = 0 if whole[: len(own)] == own else tokenizer.with_affixes([-1]).index(-1)
                     prompts.append(Prompt(ids=ids, text=prompt, shown=range(start, start + len(own))))
                     continue
             else:

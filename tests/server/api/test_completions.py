@@ -123,6 +123,14 @@ def test_echo_of_token_ids_decodes_them(scripted):
     assert choices(scripted, prompt=[256, 104, 105], echo=True, max_tokens=1)[0]["text"] == "<|begin_of_text|>hiH"
 
 
+def test_a_prompt_that_a_template_has_rendered_gets_no_second_begin_of_text(scripted):
+    counts = [
+        post(scripted, prompt=prompt, max_tokens=1).json()["usage"]["prompt_tokens"]
+        for prompt in ("hi", "<|begin_of_text|>hi", "<|begin_of_text|><|begin_of_text|>hi")
+    ]
+    assert counts == [3, 3, 4]
+
+
 @pytest.mark.parametrize("logprobs", [None, 0])
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_of_the_prompt_alone(scripted, stream, logprobs):

@@ -25,6 +25,8 @@ def test_a_folder_gives_bytes_special_tokens_and_template_variables(tmp_path):
     assert tokenizer.template_variables == {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
     assert tokenizer.chat_templates == ChatTemplates(default="T")
     assert tokenizer.with_affixes([1, 2]) == [BOS, 1, 2]
+    assert tokenizer.with_affixes([BOS, 1]) == [BOS, 1]
+    assert tokenizer.with_affixes([]) == [BOS]
 
 
 def test_the_template_file_wins_over_the_field(tmp_path):
