@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from batcher.config import Scheduling
 from model.presets import preset
 from model.quantization.forms import Rounding
-from scripts import launch, plan
+from scripts import launch
 from scripts.estimates.roofline import FLOPS_EFFICIENCY, MEMORY_EFFICIENCY, Roofline, roofline
 from scripts.estimates.target import LINKS, parse_target
+from scripts.lab import plan
 from scripts.lab.planning import compiled, sweep
 from scripts.lab.planning.compiled import extrapolated
 from scripts.lab.planning.cost import HOURS_PER_MONTH, cost
